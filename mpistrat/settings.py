@@ -48,6 +48,11 @@ class Setting(Generic[T]):
             raise SettingError(f"{self.name}={text!r} was found; {error}. Meaning: {self.meaning}") from error
 
 
+def setting(name: str, parse: Callable[[str], T], default: T, is_shared: bool = False) -> Callable[[str], Setting[T]]:
+    """Return what declares a setting, when it is called with its meaning."""
+    return lambda meaning: Setting(name, parse, default, meaning, is_shared)
+
+
 class Snapshot:
     """The values of all settings at one moment; `error` says why one of them cannot be read, which has its default here."""
 
@@ -132,125 +137,71 @@ def _one_of(*names: str) -> Callable[[str], str]:
     return parse
 
 
-VIRTUAL_NODES = Setting(
-    "MPISTRAT_VIRTUAL_NODES",
-    str,
-    "",
-    "Treat the ranks as if they were placed on nodes of this shape: 2x2, 3+1, 2x2:cyclic. Empty: the real nodes.",
+VIRTUAL_NODES = setting("MPISTRAT_VIRTUAL_NODES", str, "")(
+    "Treat the ranks as if they were placed on nodes of this shape: 2x2, 3+1, 2x2:cyclic. Empty: the real nodes."
 )
-DEVICE = Setting(
-    "MPISTRAT_DEVICE",
-    _one_of("auto", "gpu", "cpu"),
-    "auto",
+DEVICE = setting("MPISTRAT_DEVICE", _one_of("auto", "gpu", "cpu"), "auto")(
     "The device that ranks compute on: auto (a GPU if CuPy is installed and finds one), gpu (an error if there is none) or cpu "
-    "(no GPU is looked for).",
+    "(no GPU is looked for)."
 )
-ALLOW_SHARED_GPU = Setting("MPISTRAT_ALLOW_SHARED_GPU", _parse_bool, False, "Let several ranks share one GPU, for tests.")
-CHECK = Setting(
-    "MPISTRAT_CHECK",
-    _parse_bool,
-    True,
-    "Compare the collective calls of all ranks. Off: ranks that make different calls get wrong results or hang.",
-    is_shared=True,
+ALLOW_SHARED_GPU = setting("MPISTRAT_ALLOW_SHARED_GPU", _parse_bool, False)("Let several ranks share one GPU, for tests.")
+CHECK = setting("MPISTRAT_CHECK", _parse_bool, True, is_shared=True)(
+    "Compare the collective calls of all ranks. Off: ranks that make different calls get wrong results or hang."
 )
-STRICT = Setting(
-    "MPISTRAT_STRICT",
-    _parse_bool,
-    False,
-    "Compare each call completely before its result is returned, instead of leaving part of the comparison to a later call.",
-    is_shared=True,
+STRICT = setting("MPISTRAT_STRICT", _parse_bool, False, is_shared=True)(
+    "Compare each call completely before its result is returned, instead of leaving part of the comparison to a later call."
 )
-ABORT = Setting("MPISTRAT_ABORT", _parse_bool, True, "Abort the whole job when one rank has an uncaught exception.")
-TRACEBACK = Setting(
-    "MPISTRAT_TRACEBACK",
-    _one_of("short", "full"),
-    "short",
+ABORT = setting("MPISTRAT_ABORT", _parse_bool, True)("Abort the whole job when one rank has an uncaught exception.")
+TRACEBACK = setting("MPISTRAT_TRACEBACK", _one_of("short", "full"), "short")(
     "Whether the traceback of an uncaught exception in a job of several ranks shows the frames inside this library (full), or "
-    "ends with the last line of the program (short).",
+    "ends with the last line of the program (short)."
 )
-ALGORITHM = Setting(
-    "MPISTRAT_ALGORITHM",
-    _one_of("auto", "flat", "hierarchical"),
-    "auto",
-    "The all-reduce algorithm of calls that do not name one; hierarchical cuts large buffers into chunks that overlap.",
-    is_shared=True,
+ALGORITHM = setting("MPISTRAT_ALGORITHM", _one_of("auto", "flat", "hierarchical"), "auto", is_shared=True)(
+    "The all-reduce algorithm of calls that do not name one; hierarchical cuts large buffers into chunks that overlap."
 )
-CHUNK_BYTES = Setting(
-    "MPISTRAT_CHUNK_BYTES",
-    parse_bytes,
-    0,
-    "The chunk size of a hierarchical all-reduce. 0: chosen by the planner.",
-    is_shared=True,
+CHUNK_BYTES = setting("MPISTRAT_CHUNK_BYTES", parse_bytes, 0, is_shared=True)(
+    "The chunk size of a hierarchical all-reduce. 0: chosen by the planner."
 )
-MAX_MESSAGE_BYTES = Setting(
-    "MPISTRAT_MAX_MESSAGE_BYTES",
-    _parse_some_bytes,
-    2**30,
-    "The largest message passed to MPI in one call; larger ones are split.",
-    is_shared=True,
+MAX_MESSAGE_BYTES = setting("MPISTRAT_MAX_MESSAGE_BYTES", _parse_some_bytes, 2**30, is_shared=True)(
+    "The largest message passed to MPI in one call; larger ones are split."
 )
-INTRA_TRANSPORT = Setting(
-    "MPISTRAT_INTRA_TRANSPORT",
-    _one_of("auto", "shared_memory", "mpi", "nccl", "cuda_ipc", "staged"),
-    "auto",
+INTRA_TRANSPORT = setting(
+    "MPISTRAT_INTRA_TRANSPORT", _one_of("auto", "shared_memory", "mpi", "nccl", "cuda_ipc", "staged"), "auto", is_shared=True
+)(
     "The transport between ranks of one node: shared_memory or mpi for arrays in host memory; nccl, cuda_ipc, or staged "
-    "(through host memory; mpi means the same) for arrays on GPUs.",
-    is_shared=True,
+    "(through host memory; mpi means the same) for arrays on GPUs."
 )
-INTER_TRANSPORT = Setting(
-    "MPISTRAT_INTER_TRANSPORT",
-    _one_of("auto", "mpi_ring", "mpi", "nccl"),
-    "auto",
+INTER_TRANSPORT = setting("MPISTRAT_INTER_TRANSPORT", _one_of("auto", "mpi_ring", "mpi", "nccl"), "auto", is_shared=True)(
     "The transport between nodes: mpi_ring or mpi, over which arrays on GPUs are staged through host memory; nccl for arrays "
-    "on GPUs, which nobody has measured, so that auto does not take it. MPISTRAT_MPI_GPU says how MPI gets arrays on GPUs.",
-    is_shared=True,
+    "on GPUs, which nobody has measured, so that auto does not take it. MPISTRAT_MPI_GPU says how MPI gets arrays on GPUs."
 )
-MPI_GPU = Setting(
-    "MPISTRAT_MPI_GPU",
-    _one_of("auto", "on", "off"),
-    "auto",
+MPI_GPU = setting("MPISTRAT_MPI_GPU", _one_of("auto", "on", "off"), "auto")(
     "Whether GPU memory is passed to MPI directly: on, off (staged through host memory) or auto (on if the MPI library is "
-    "CUDA-aware, which is tested once and cached). Rank 0 reads it for all ranks.",
+    "CUDA-aware, which is tested once and cached). Rank 0 reads it for all ranks."
 )
-ONE_SHOT_BYTES = Setting(
-    "MPISTRAT_ONE_SHOT_BYTES",
-    parse_bytes,
-    1 << 18,
+ONE_SHOT_BYTES = setting("MPISTRAT_ONE_SHOT_BYTES", parse_bytes, 1 << 18, is_shared=True)(
     "The largest buffer of which cuda_ipc lets each GPU of a node read and sum everything, after one barrier of the ranks; in "
-    "larger ones each sums a part, with two barriers. The default was not measured.",
-    is_shared=True,
+    "larger ones each sums a part, with two barriers. The default was not measured."
 )
-PEER_MEMORY = Setting(
-    "MPISTRAT_PEER_MEMORY",
-    _parse_bool,
-    True,
-    "Ranks of a node may read and write each other's arrays directly (cross-memory attach), if the kernel permits it.",
+PEER_MEMORY = setting("MPISTRAT_PEER_MEMORY", _parse_bool, True)(
+    "Ranks of a node may read and write each other's arrays directly (cross-memory attach), if the kernel permits it."
 )
-TUNING = Setting(
-    "MPISTRAT_TUNING",
-    str,
-    "auto",
+TUNING = setting("MPISTRAT_TUNING", str, "auto")(
     "The measurements by which auto chooses algorithms: auto (the file that mpistrat tune wrote for this cluster and rank "
     "placement, if there is one), measure (the same; if there is none, creating a strategy runs the benchmark), off (the "
-    "built-in constants), or the path of such a file. Rank 0 reads it for all ranks.",
+    "built-in constants), or the path of such a file. Rank 0 reads it for all ranks."
 )
-TIMEOUT_SECONDS = Setting(
-    "MPISTRAT_TIMEOUT_SECONDS", _parse_seconds, 0.0, "Deadline in seconds of collectives that set none themselves. 0: none."
+TIMEOUT_SECONDS = setting("MPISTRAT_TIMEOUT_SECONDS", _parse_seconds, 0.0)(
+    "Deadline in seconds of collectives that set none themselves. 0: none."
 )
-STALL_SECONDS = Setting(
-    "MPISTRAT_STALL_SECONDS",
-    _parse_seconds,
-    30.0,
+STALL_SECONDS = setting("MPISTRAT_STALL_SECONDS", _parse_seconds, 30.0)(
     "When a rank has waited this long in a collective, one rank prints which ranks are missing and what they are doing; again "
-    "after twice the time. 0: never.",
+    "after twice the time. 0: never."
 )
-TIMELINE = Setting(
-    "MPISTRAT_TIMELINE",
-    str,
-    "",
+TIMELINE = setting("MPISTRAT_TIMELINE", str, "")(
     "A trace file, trace.json for example, with the timeline of every rank, which rank 0 writes at exit; open it at "
-    "ui.perfetto.dev. Empty: none.",
+    "ui.perfetto.dev. Empty: none."
 )
-VERBOSE = Setting(
-    "MPISTRAT_VERBOSE", _parse_bool, False, "Rank 0 prints the nodes that it found, and each plan that is chosen and why."
+VERBOSE = setting("MPISTRAT_VERBOSE", _parse_bool, False)(
+    "Rank 0 prints the nodes that it found, and each plan that is chosen and why."
 )

@@ -83,8 +83,6 @@ class Plan:
     end_count : int
         Elements of the first and last chunk, also a multiple of ``world.num_shards``; the others double up to `chunk_count`
         and halve again. 0: all chunks are equal.
-    by_mpi : bool
-        Whether MPI combines between nodes although NCCL joins all ranks.
     bounds : tuple of int
         Of a reduce-scatter: rank r gets elements ``bounds[r]:bounds[r + 1]``, and a chunk has equally many of each part, see
         `parts`. Empty: an all-reduce.
@@ -100,7 +98,6 @@ class Plan:
     in_order: bool = False
     wire_itemsize: int = 0
     end_count: int = 0
-    by_mpi: bool = False
     bounds: tuple[int, ...] = ()
 
     @property

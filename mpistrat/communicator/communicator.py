@@ -7,9 +7,9 @@ same shapes and dtypes reuse them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from threading import get_ident
+from functools import cache
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,18 +18,17 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.algorithms.choose import Choice
 from mpistrat.algorithms.cost import DEFAULT, CostModel
-from mpistrat.arrays import Array, like
-from mpistrat.communicator.call_sequence import CallSequence
+from mpistrat.arrays import Array, as_operand, like
+from mpistrat.communicator.calls import Calls
 from mpistrat.communicator.construction import build_hierarchy
 from mpistrat.communicator.data_movement import DataMovement
 from mpistrat.communicator.explain import Explanation
-from mpistrat.communicator.fast_paths import FastPath, FastPaths
 from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
-from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.communicator.interface import Arrays, BaseCommunicator
-from mpistrat.communicator.lifetime import forget
 from mpistrat.communicator.options import DEFAULTS, CommunicationOptions, shared_defaults
-from mpistrat.communicator.plan_cache import PlanCache
+from mpistrat.communicator.passing import Passing
+from mpistrat.communicator.planning import Planner
+from mpistrat.communicator.programs import Known
 from mpistrat.communicator.reductions import Reductions
 from mpistrat.communicator.validate import alike, read_arrays
 from mpistrat.device.binding import bound_device
@@ -40,10 +39,12 @@ from mpistrat.errors import (
     UnavailableError,
 )
 from mpistrat.execution.executor import Executor
+from mpistrat.execution.guard import Guard, forget
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.launch import bootstrap
 from mpistrat.logger import logger
 from mpistrat.reduction import ReduceOp
 from mpistrat.tuning.file import shared_model
@@ -52,7 +53,6 @@ from mpistrat.watch.recorder import recorder, watched, write_entry
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Communicator", "by_algorithm"]
 
 _frame_at = sys._getframe
 _MOST_PASSED_BYTES = 1 << 14  # MPI is faster up to here, on one node too: see docs/benchmarks/index.md
@@ -136,20 +136,22 @@ class Communicator(BaseCommunicator):
         self._executor = Executor(self.hierarchy)
         self._owned.callback(self._executor.close)
         self.timeline = self._executor.timeline
-        self._guard = CollectiveGuard(self.hierarchy, agreement, self._executor.intra.window, self._options, self)
+        seconds, is_checked = self._options.timeout_seconds or 0.0, self.hierarchy.settings[settings.CHECK]
+        self._guard = Guard(self.hierarchy, agreement, self._executor.intra.window, seconds, is_checked, self)
         self._owned.callback(forget, self._guard)
         self._recorder, self._current = recorder(), self.hierarchy.call
         self._verbose = self.rank == 0 and self.hierarchy.settings[settings.VERBOSE]
         self._say(f"{self.world}: {', '.join(f'{node.name} has ranks {node.ranks}' for node in self.world.nodes)}")
-        plans = PlanCache(self._executor, self._say, shared_model(self.hierarchy, by_algorithm) if model is None else model)
+        model = shared_model(self.hierarchy, by_algorithm) if model is None else model
         device = bound_device() if uses_gpu else None
-        self._gpu = None if device is None else GpuArrays(device, self._executor, plans, self._guard, self._say)
+        self._gpu = None if device is None else GpuArrays(device, self._executor, model, self._guard)
         if self._gpu is not None:
             self._owned.callback(self._gpu.executor.close)
-        self._calls = CallSequence(self._guard, self._options, self.hierarchy.settings[settings.STRICT])
+        self._calls = Calls(self._guard, self._options, self.hierarchy.settings[settings.STRICT])
         self._movement = DataMovement(self._executor, self._guard, self._calls, self._gpu)
-        self._reductions = Reductions(self._executor, self._guard, self._calls, plans, self._gpu)
-        self._plans, self._fast, self._active = self._reductions.plans, self._reductions.fast, self._reductions.active
+        planner = Planner(self._executor, self._say, model)
+        self._reductions = Reductions(self._executor, self._guard, self._calls, planner, self._gpu, self._say)
+        self._programs, self._active = self._reductions.programs, self._reductions.active
 
     @property
     def num_collectives(self) -> int:
@@ -164,12 +166,12 @@ class Communicator(BaseCommunicator):
     @is_strict.setter
     def is_strict(self, is_strict: bool) -> None:
         self._calls.is_strict = is_strict
-        self._fast.clear()
+        self._programs.forget_calls()
 
     @property
     def model(self) -> CostModel:
         """The cost model of algorithm ``auto``."""
-        return self._plans.model
+        return self._programs.model
 
     @property
     def path(self) -> str:
@@ -189,7 +191,7 @@ class Communicator(BaseCommunicator):
             SUM, MEAN, MIN, MAX or PROD, in upper or lower case; MEAN is SUM and one division by the number of ranks.
         arrays : ndarray or list of ndarray
             Arrays of any shapes and of dtypes that `ReduceOp` accepts, contiguous or not; shapes and dtypes are the same on all
-            ranks. The arrays of a list are reduced together.
+            ranks. The arrays of a list are reduced together, and lie in one memory.
         options : CommunicationOptions, optional
             Override those of the communicator.
         out : ndarray or list of ndarray, optional
@@ -214,8 +216,8 @@ class Communicator(BaseCommunicator):
         targets: Any = out
         if is_one := type(given) is np.ndarray or not isinstance(given, (list, tuple)):
             given, targets = [given], None if out is None else [out]
-        path = self._fast.find(op, given, options, targets)
-        results = None if path is None else self.run_fast(path, given, targets)
+        known = self._programs.known(op, given, options, targets)
+        results = None if known is None else self.run_known(known, given, targets)
         if results is None:
             sources, memory = self._read("all_reduce", given, targets, options)
             results = self.try_fast_all_reduce(op, sources, options, memory)  # of what was a number or a tensor, say
@@ -234,23 +236,23 @@ class Communicator(BaseCommunicator):
         frames: int = 2,
     ) -> list[Array] | None:
         """Combine arrays like earlier ones, if there were any: see `BaseCommunicator`. A collective call."""
-        path = self._fast.find(op, arrays, options, out)
-        return None if path is None else self.run_fast(path, arrays, out, noted, frames + 1)
+        known = self._programs.known(op, arrays, options, out)
+        return None if known is None else self.run_known(known, arrays, out, noted, frames + 1)
 
-    def run_fast(
-        self, path: FastPath, arrays: Sequence[Array], out: Sequence[Array] | None, noted: int = 0, frames: int = 2
+    def run_known(
+        self, known: Known, arrays: Sequence[Array], out: Sequence[Array] | None, noted: int = 0, frames: int = 2
     ) -> list[Array] | None:
-        """Combine arrays by a fast path, if the next call may take one: see `try_fast_all_reduce`. A collective call."""
+        """Combine arrays as in a known call, if the next one may be made so: see `try_fast_all_reduce`. A collective call."""
         guard = self._guard
         if self._gpu is not None and not self._gpu.admits(arrays if out is None else [*arrays, *out]):
             return None
-        if self.timeline.enabled or guard.refusal or guard.thread != get_ident() or not guard.lock.acquire(False):
+        if self.timeline.enabled or guard.refusal or guard.here.turn is not guard.turn or not guard.lock.acquire(False):
             return None
         slot = 0
         try:
             guard.number = number = guard.number + 1
-            guard.signature = call = path.signature
-            self._current.digest = key = path.digest ^ (guard.take_noted_digest(noted) if guard.noted else noted)
+            guard.signature = call = known.signature
+            self._current.digest = key = known.digest ^ (guard.take_noted_digest(noted) if guard.noted else noted)
             index = guard.indexes.get(key) or guard.index(key, "all_reduce", call.text_after(key ^ call.digest), call.details)
             record = self._recorder
             try:
@@ -262,7 +264,7 @@ class Communicator(BaseCommunicator):
             write_entry(record.memory, start, number, guard.communicator, index, line, monotonic_ns())
             if self._current.unconfirmed:
                 self._current.count()
-            results = path.run(arrays, out)
+            results = known.run(arrays, out)
             record.words[slot] = monotonic_ns()
             return results
         except BaseException as error:
@@ -272,14 +274,14 @@ class Communicator(BaseCommunicator):
         finally:
             guard.lock.release()
 
-    def pass_small_arrays(self) -> FastPaths:
+    def pass_small_arrays(self) -> Passing:
         """Hand arrays of up to 16 KiB to MPI as they are, and compare their calls later, unless calls must be compared first.
 
         All ranks make this call, before any other. Return what makes such calls with little Python.
         """
         if not (self.is_strict or self._options != DEFAULTS):
             self._executor.world.most_passed_bytes = _MOST_PASSED_BYTES
-        return self._fast
+        return Passing(self._programs, self._executor, self._guard)
 
     def start_all_reduce(
         self,
@@ -317,126 +319,10 @@ class Communicator(BaseCommunicator):
 
         return self._reductions.start_all_reduce(op, sources, options, memory, structure).then(finish)
 
-    def reduce_scatter(
-        self,
-        op: ReduceOp | str,
-        arrays: Arrays,
-        axis: int = 0,
-        options: CommunicationOptions | None = None,
-        out: Arrays | None = None,
-    ) -> Any:
-        """Combine each array across ranks; each rank gets its part along `axis`. A collective call.
-
-        Parts are in rank order and sized as by `numpy.array_split`: if they are not equal, the first ones are longer by one.
-
-        Parameters
-        ----------
-        op, arrays, options : ReduceOp or str, ndarray or list of ndarray, CommunicationOptions
-            As for `all_reduce`, but arrays have at least one axis, and those of a list are reduced one after the other.
-        axis : int
-            The axis to split.
-        out : ndarray or list of ndarray, optional
-            C-contiguous arrays of the shapes and dtypes of the parts.
-        """
-        op = self._parsed(op, "reduce_scatter", options)
-
-        def one(array: Array, target: Array | None) -> Array:
-            return self._reductions.reduce_scatter(op, array, axis, options, target)
-
-        return self._each("reduce_scatter", one, arrays, out, options)
-
-    def all_gather(
-        self, arrays: Arrays, axis: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
-    ) -> Any:
-        """Concatenate the arrays of all ranks along `axis`, in rank order. A collective call.
-
-        Parameters
-        ----------
-        arrays : ndarray or list of ndarray
-            Sizes along `axis` may differ between ranks; all others, and the dtype, must agree. The arrays of a list are
-            gathered one after the other.
-        axis, options : int, CommunicationOptions
-            The axis to concatenate along; options that override those of the communicator.
-        out : ndarray or list of ndarray, optional
-            C-contiguous arrays of the shapes and dtypes of the results, on all ranks or on none.
-
-        Raises
-        ------
-        InvalidArgumentError
-            On every rank, if an array has no axes, `axis` is out of range, or shapes, dtypes or `out` do not match.
-        """
-        return self._each(
-            "all_gather", lambda array, target: self._movement.all_gather(array, axis, options, target), arrays, out, options
-        )
-
-    def gather(self, arrays: Array | list[Array], root: int = 0, options: CommunicationOptions | None = None) -> Any:
-        """Return the arrays of all ranks, in rank order, on rank `root`; None elsewhere. A collective call.
-
-        Parameters
-        ----------
-        arrays : ndarray or list of ndarray
-            The same shape and dtype on all ranks. For a list, a list of the results is returned.
-        root, options : int, CommunicationOptions
-            The rank that receives them; options that override those of the communicator.
-        """
-
-        def of_ranks(results: Sequence[Any], values: Sequence[Any], _: object) -> list[Any]:
-            return [each and [like(one, value) for one in each] for each, value in zip(results, values, strict=True)]
-
-        return self._each(
-            "gather", lambda array, _: self._movement.gather(array, root, options), arrays, None, options, of_ranks
-        )
-
-    def all_to_all(self, arrays: Arrays, options: CommunicationOptions | None = None) -> Any:
-        """Send array i to rank i; return the arrays received, in rank order. A collective call.
-
-        Parameters
-        ----------
-        arrays : list of ndarray or ndarray
-            One for each rank, of one dtype and equal sizes on all axes but the first. Or one array, which is split along the
-            first axis as by `reduce_scatter`: rank i gets part i, and the parts received are concatenated along that axis.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If there is not one array for each rank, or shapes or dtypes do not match.
-        """
-        is_list = isinstance(arrays, (list, tuple))
-        given: Any = arrays if is_list else [arrays]
-        sources, _ = self._read("all_to_all", given, None, options)
-        with self._active():
-            if is_list:
-                return alike(self._movement.all_to_all(sources, options), given, None)
-            return like(self._movement.all_to_all_parts(sources[0], options), arrays)
-
-    def broadcast(
-        self, arrays: Arrays, root: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
-    ) -> Any:
-        """Return the array of rank `root`, with its shape and dtype. A collective call.
-
-        Parameters
-        ----------
-        arrays : ndarray or list of ndarray
-            On `root` the array to send; on another rank it only tells whether the result goes to the GPU. The arrays of a list
-            are sent one after the other.
-        root, options : int, CommunicationOptions
-            The rank that sends; options that override those of the communicator.
-        out : ndarray or list of ndarray, optional
-            C-contiguous arrays of the shape and dtype of the root's array; they may be `arrays` themselves.
-
-        Raises
-        ------
-        InvalidArgumentError
-            On every rank, if `root` is not a rank, or `out` of one rank has another shape or dtype.
-        """
-        return self._each(
-            "broadcast", lambda array, target: self._movement.broadcast(array, root, options, target), arrays, out, options
-        )
-
-    def barrier(self, options: CommunicationOptions | None = None) -> None:
-        """Wait until all ranks have entered the barrier. A collective call."""
-        self._require_open()
-        self._movement.barrier(options)
+    def _reduce_scatter(
+        self, op: ReduceOp | str, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None
+    ) -> Array:
+        return self._reductions.reduce_scatter(self._parsed(op, "reduce_scatter", options), array, axis, options, out)
 
     def agree(self, call: str, error: Exception | None = None, options: CommunicationOptions | None = None) -> None:
         """Check at once that all ranks pass the same text: see `BaseCommunicator.agree`. A collective call."""
@@ -464,7 +350,7 @@ class Communicator(BaseCommunicator):
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions | None = None) -> Choice:
         """Return the plan for a sum of `count` elements over all ranks, and why it was chosen. Sends nothing."""
         self._require_open()
-        return self._plans.choose(count, dtype, self._options.merge(options))
+        return self._programs.choose(count, dtype, self._options.merge(options))
 
     def explain(self, arrays: Array | Sequence[Array], options: CommunicationOptions | None = None) -> Explanation:
         """Return how a sum or mean of such arrays is computed, and how long the last one took. Sends nothing.
@@ -477,14 +363,14 @@ class Communicator(BaseCommunicator):
         self._require_open()
         given, _ = read_arrays(arrays if isinstance(arrays, (list, tuple)) else [arrays])
         wanted = self._options.merge(options)
-        self._plans.check(ReduceOp.SUM, given, wanted)
-        return self._plans.explain(given, wanted)
+        self._programs.check(ReduceOp.SUM, given, wanted)
+        return self._programs.explain(given, wanted)
 
     def memory_report(self) -> MemoryReport:
         """Return the memory this rank holds for communication, in bytes: windows, scratch memory and plans."""
         self._require_open()
         self._guard.wait_for_started()
-        return self._plans.memory()
+        return self._programs.memory()
 
     def close(self, owner: str = "") -> None:
         """Free the scratch memory and the duplicated communicators; closing again does nothing. A collective call.
@@ -494,7 +380,7 @@ class Communicator(BaseCommunicator):
         """
         if self.is_closed:
             return
-        self._fast.clear()
+        self._programs.forget_calls()
         self._guard.wait_for_started()
         if self._guard.is_broken():
             if self._gpu is not None:
@@ -504,7 +390,7 @@ class Communicator(BaseCommunicator):
                 self._calls.enter("close", lambda _: "()", None)  # all ranks free the memory together
             self.confirm()
             with watched("Communicator: close", self.hierarchy.members):
-                self._plans.clear()
+                self._programs.clear()
                 self._owned.close()
         super().close(owner)
 
@@ -538,3 +424,26 @@ class Communicator(BaseCommunicator):
 def by_algorithm(hierarchy: Hierarchy, name: str) -> Communicator:
     """Return a communicator for host memory that uses the named algorithm. A collective call."""
     return Communicator(hierarchy, CommunicationOptions(algorithm=name), model=DEFAULT, uses_gpu=False)
+
+
+@cache
+def job_communicator() -> Communicator:
+    """Return the communicator over all ranks of the job; the first call makes it, and is a collective one."""
+    return Communicator(bootstrap.start())
+
+
+def average_leaves(
+    leaves: Sequence[Any], names: Callable[[], Sequence[str]], structure: object, communicator: BaseCommunicator | None
+) -> list[Any]:
+    """Return the averages over all ranks of the leaves of a nest, whose `names` are for errors. A collective call."""
+    communicator = communicator or job_communicator()
+    with communicator.refusing("average"):
+        try:
+            arrays = [as_operand(leaf) for leaf in leaves]
+        except MpistratError:  # naming all leaves takes several times as long as reading them
+            for leaf, name in zip(leaves, names(), strict=True):
+                as_operand(leaf, name)
+            raise
+    communicator.note(f"average of {structure}")
+    averages = communicator.all_reduce("mean", arrays) if arrays else []
+    return list(map(like, averages, leaves))

@@ -8,43 +8,87 @@ sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from mpistrat.arrays import Array, is_on_device, like
-from mpistrat.communicator.call import CollectiveCall
-from mpistrat.communicator.call_sequence import CallSequence, Facts
-from mpistrat.communicator.device_mover import DeviceMover
+from mpistrat.arrays import Array, as_bytes, is_on_device, like, to_host
+from mpistrat.communicator.calls import Calls
 from mpistrat.communicator.gpu_arrays import GpuArrays
-from mpistrat.communicator.guard import CollectiveGuard
-from mpistrat.communicator.host_mover import HostMover
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.communicator.shapes import decode_shape, encode_shape, name_of, require_equal_shapes, shape_digest
-from mpistrat.communicator.validate import check_gather, check_parts, check_root, check_target
+from mpistrat.communicator.validate import check_gather, check_parts, check_root, check_target, name_of
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.executor import Executor
-from mpistrat.groups.agreement import Signature
-from mpistrat.reduction import ReduceOp, check_dtype
-from mpistrat.transports.mpi import until_complete
+from mpistrat.execution.guard import Call, Facts, Guard
+from mpistrat.groups.agreement import Signature, digest_of
+from mpistrat.reduction import HALF_DTYPES, ReduceOp, check_dtype
+from mpistrat.transports.base import Operation
+from mpistrat.transports.mpi import MpiTransport, until_complete
+from mpistrat.transports.nccl import NcclTransport
+from mpistrat.transports.pairwise import Pairwise
+from mpistrat.transports.steps import Steps
 
 T = TypeVar("T")
 
-Mover = HostMover | DeviceMover
+_MAX_NDIM, _NAME_BYTES, _DIGESTS_KEPT = 64, 32, 1024
+
+
+class _Sender(Protocol):
+    """A transport that moves bytes between all ranks."""
+
+    def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation: ...
+
+    def broadcast(self, buffer: Array, root: int = 0) -> Operation: ...
+
+
+@dataclass(frozen=True)
+class _Route:
+    """How bytes go from rank to rank: by a transport, which takes what `fetch` returns; `run` makes steps safe."""
+
+    sender: _Sender
+    exchange: Callable[[Sequence[Array], Sequence[Array]], Steps]
+    fetch: Callable[[Array], Array]
+    empty: Callable[[tuple[int, ...], np.dtype[Any]], Array]
+    is_on_gpu: bool
+    run: Callable[[Steps], Steps]
+
+
+@dataclass(frozen=True)
+class _Move:
+    """A call that all ranks make, with their facts, and the way of its bytes."""
+
+    guard: Guard
+    call: Call
+    found: Facts
+    route: _Route
+
+    def run(self, steps: Steps) -> None:
+        self.guard.run(self.call, self.route.run(steps))
+
+    def new(self, make: Callable[[], T]) -> T:
+        return self.guard.allocate(make, self.call.verb)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None = None) -> Array:
+        """Return memory for a result: `out`, where bytes can be received there."""
+        if out is not None and is_on_device(out) == self.route.is_on_gpu:
+            return out
+        return self.new(lambda: self.route.empty(shape, dtype))
 
 
 class DataMovement:
     """Moves arrays between the ranks of a communicator, one call at a time."""
 
-    def __init__(self, executor: Executor, guard: CollectiveGuard, calls: CallSequence, gpu: GpuArrays | None) -> None:
+    def __init__(self, executor: Executor, guard: Guard, calls: Calls, gpu: GpuArrays | None) -> None:
         self._group = group = executor.hierarchy.world_group
         self._rank, self._size, self._guard, self._calls = group.rank, group.size, guard, calls
+        self._by_mpi = _Route(
+            MpiTransport(group), lambda sends, receives: Pairwise(group, sends, receives).run(), to_host, np.empty, False, iter
+        )
         nccl = None if gpu is None else gpu.executor.transports.everywhere
-        self._by_host = HostMover(group)
-        self._by_nccl: DeviceMover | None = None
-        if gpu is not None and nccl is not None:
-            self._by_nccl = DeviceMover(None if gpu.executor.compares_by_messages else executor.intra.window, gpu, nccl)
+        self._by_nccl = None if gpu is None or nccl is None else _through_nccl(executor, gpu, nccl)
 
     def all_gather(self, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None) -> Array:
         """Concatenate along `axis`, in rank order: see `mpistrat.Communicator.all_gather`. A collective call."""
@@ -57,31 +101,31 @@ class DataMovement:
 
         def facts() -> tuple[int, int]:
             # ranks that pass `out` compare its extent
-            digest = shape_digest(array, axis % array.ndim, None if out is None else out.shape[axis])
-            return digest, _with_place(array.shape[axis], [array])
+            return _digest(array, axis % array.ndim, None if out is None else out.shape[axis]), array.shape[axis]
 
         with self._guard:
-            text = lambda _: f"({name_of(array.dtype)}, {array.ndim} axes, axis={axis})"  # noqa: E731 - a name would say no more
-            call, found = self._calls.enter("all_gather", text, options, check, facts)
+            text = f"({name_of(array.dtype)}, {array.ndim} axes, axis={axis})"
+            move = self._begin("all_gather", text, options, check, facts, [array])
             axis %= array.ndim
             needed = f"all_gather along axis {axis} needs one axis, one dtype and equal extents on all other axes"
             if out is not None:
                 needed += ", and out of one shape on all ranks or on none"
-            require_equal_shapes(found[:, 0], needed, self._group, array if out is None else out)
-            extents = [int(extent) >> 1 for extent in found[:, 1]]
-            if out is not None and out.shape[axis] != sum(extents):
+            self._require_equal(move.found[:, 0], needed, array if out is None else out)
+            starts = list(accumulate(map(int, move.found[:, 1]), initial=0))
+            if out is not None and out.shape[axis] != starts[-1]:
                 raise InvalidArgumentError(
-                    f"out must have extent {sum(extents)} along axis {axis}, that of all arrays; got shape {out.shape}"
+                    f"out must have extent {starts[-1]} along axis {axis}, that of all arrays; got shape {out.shape}"
                 )
-            mover = self._mover(call, found)
-            rows = _moved(mover.fetch(array), axis, 0)
-            whole = self._gather_rows(call, mover, rows, extents, out if axis == 0 else None)
+            mine = _moved(move.route.fetch(array), axis, 0)
+            whole = move.empty((starts[-1], *mine.shape[1:]), mine.dtype, out if axis == 0 else None)
+            whole[starts[self._rank] : starts[self._rank + 1]] = mine
+            if whole.nbytes:
+                row_bytes = whole.nbytes // starts[-1]
+                move.run(move.route.sender.all_gather(as_bytes(whole), [start * row_bytes for start in starts]).run())
             if out is None:
                 result: Array = like(_contiguous(_moved(whole, 0, axis)), array)
                 return result
-            if whole is not out:
-                out[...] = like(_moved(whole, 0, axis), out)
-            return out
+            return _delivered(whole if whole is out else _moved(whole, 0, axis), out)
 
     def gather(self, array: Array, root: int, options: CommunicationOptions | None) -> list[Array] | None:
         """Collect the arrays of all ranks on one: see `mpistrat.Communicator.gather`. A collective call."""
@@ -91,18 +135,16 @@ class DataMovement:
             check_dtype(ReduceOp.SUM, array.dtype)
 
         with self._guard:
-            text = lambda _: f"({name_of(array.dtype)}, root={root})"  # noqa: E731
-            call, found = self._calls.enter(
-                "gather", text, options, check, lambda: (shape_digest(array), _with_place(0, [array]))
-            )
-            require_equal_shapes(found[:, 0], "gather needs equal shapes, one dtype and one root", self._group, array)
-            mover, is_root = self._mover(call, found), self._rank == root
-            mine = self._allocate(call, lambda: mover.fetch(array).copy())
-            nothing, num_others = mover.empty((0,), np.dtype(np.uint8)), self._size - 1 if is_root else 0
-            others = self._allocate(call, lambda: [mover.empty(mine.shape, mine.dtype) for _ in range(num_others)])
-            received = [*others[:root], mine, *others[root:]] if is_root else [nothing] * self._size
-            sends = [mine if rank == root else nothing for rank in range(self._size)]
-            self._guard.run(call, mover.exchange(sends, received))
+            text = f"({name_of(array.dtype)}, root={root})"
+            move = self._begin("gather", text, options, check, lambda: (_digest(array), 0), [array])
+            self._require_equal(move.found[:, 0], "gather needs equal shapes, one dtype and one root", array)
+            mine, is_root = move.new(lambda: move.route.fetch(array).copy()), self._rank == root
+            nothing = move.empty((0,), np.dtype(np.uint8))
+            received = [
+                mine if rank == self._rank else move.empty(mine.shape, mine.dtype) if is_root else nothing
+                for rank in range(self._size)
+            ]
+            move.run(move.route.exchange([mine if rank == root else nothing for rank in range(self._size)], received))
             return [like(one, array) for one in received] if is_root else None
 
     def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None) -> list[Array]:
@@ -112,22 +154,18 @@ class DataMovement:
             check_parts(arrays, self._size)
             check_dtype(ReduceOp.SUM, arrays[0].dtype)
 
-        def facts() -> tuple[int, int]:
-            return shape_digest(arrays[0], 0 if arrays[0].ndim else None), _with_place(0, arrays)
-
         with self._guard:
-            text = lambda _: f"({', '.join(sorted({name_of(array.dtype) for array in arrays}))})"  # noqa: E731
-            call, found = self._calls.enter("all_to_all", text, options, check, facts)
+            text = f"({', '.join(sorted({name_of(array.dtype) for array in arrays}))})"
+            free_axis = 0 if arrays and arrays[0].ndim else None
+            move = self._begin("all_to_all", text, options, check, lambda: (_digest(arrays[0], free_axis), 0), arrays)
             needed = "all_to_all needs one dtype, and equal extents on all axes but the first"
-            require_equal_shapes(found[:, 0], needed, self._group, arrays[self._rank])
-            extents = self._exchange_extents(call, arrays)
-            mover = self._mover(call, found)
-            sends = self._allocate(call, lambda: [_contiguous(mover.fetch(array)) for array in arrays])
+            self._require_equal(move.found[:, 0], needed, arrays[self._rank])
+            extents = self._exchange_extents(move.call, arrays)
+            sends = move.new(lambda: [_contiguous(move.route.fetch(array)) for array in arrays])
             mine = sends[self._rank]
-            shapes = [(extent, *mine.shape[1:])[: mine.ndim] for extent in extents]
-            received = self._allocate(call, lambda: [mover.empty(shape, mine.dtype) for shape in shapes])
+            received = [move.empty((extent, *mine.shape[1:])[: mine.ndim], mine.dtype) for extent in extents]
             np.copyto(received[self._rank], mine)
-            self._guard.run(call, mover.exchange(sends, received))
+            move.run(move.route.exchange(sends, received))
             return [like(one, array) for one, array in zip(received, arrays, strict=True)]
 
     def all_to_all_parts(self, array: Array, options: CommunicationOptions | None) -> Array:
@@ -142,73 +180,75 @@ class DataMovement:
 
     def broadcast(self, array: Array, root: int, options: CommunicationOptions | None, out: Array | None) -> Array:
         """Return the array of rank `root`: see `mpistrat.Communicator.broadcast`. A collective call."""
+        known, is_root = array if out is None else out, self._rank == root
 
         def check(_: CommunicationOptions) -> None:
             check_root(root, self._size)
             if out is not None:
-                check_target(out, array if self._rank == root else out)
-
-        known = array if out is None else out
-
-        def facts() -> tuple[int, int]:
-            target = array if out is None or self._rank == root else out
-            return shape_digest(known), _with_place(out is not None, [target])
+                check_target(out, array if is_root else out)
 
         with self._guard:
-            call, found = self._calls.enter("broadcast", lambda _: f"(root={root})", options, check, facts)
+            facts = lambda: (_digest(known), out is not None)  # noqa: E731 - a name would say no more
+            move = self._begin("broadcast", f"(root={root})", options, check, facts, [array if is_root else known])
             # every `out` must have the shape of the root's array
-            is_given = found[:, 1] > 1
+            is_given = move.found[:, 1] > 0
             if is_given.any():
                 is_given[root] = True
                 needed = "broadcast needs out of the shape and dtype of the root's array"
-                require_equal_shapes(found[is_given, 0], needed, self._group, known)
-            if (found[:, 0] == found[0, 0]).all():
-                shape, dtype = known.shape, known.dtype
-            else:
-                header = encode_shape(array)
-                self._guard.run(call, self._by_host.broadcast(header, root))
-                shape, dtype = decode_shape(header)
+                self._require_equal(move.found[is_given, 0], needed, known)
+            shape, dtype = known.shape, known.dtype
+            if (move.found[:, 0] != move.found[0, 0]).any():
+                header = _encode_shape(array)
+                self._guard.run(move.call, self._by_mpi.sender.broadcast(as_bytes(header), root).run())
+                shape, dtype = _decode_shape(header)
             check_dtype(ReduceOp.SUM, dtype, f"the array of replica {root}")
-            mover = self._mover(call, found)
-            result = self._allocate(call, lambda: mover.empty(shape, dtype, out))
-            if self._rank == root:
-                np.copyto(result, mover.fetch(array))
+            result = move.empty(shape, dtype, out)
+            if is_root:
+                np.copyto(result, move.route.fetch(array))
             if result.nbytes:
-                self._guard.run(call, mover.broadcast(result, root))
+                move.run(move.route.sender.broadcast(as_bytes(result), root).run())
             if out is None:
                 received: Array = like(result, array)
                 return received
-            if result is not out:
-                out[...] = like(result, out)
-            return out
+            return _delivered(result, out)
 
     def barrier(self, options: CommunicationOptions | None) -> None:
         """Wait until all ranks have entered the barrier. A collective call."""
         with self._guard:
             self._calls.enter("barrier", lambda _: "()", options)
 
-    def _gather_rows(self, call: CollectiveCall, mover: Mover, mine: Array, extents: Sequence[int], out: Array | None) -> Array:
-        """Return the arrays of all ranks concatenated along axis 0: in `out` if they can be moved there."""
-        whole = self._allocate(call, lambda: mover.empty((sum(extents), *mine.shape[1:]), mine.dtype, out))
-        starts = list(accumulate(extents, initial=0))
-        whole[starts[self._rank] : starts[self._rank + 1]] = mine
-        if whole.nbytes:
-            row_bytes = whole.nbytes // whole.shape[0]
-            bounds = [start * row_bytes for start in starts]
-            self._guard.run(call, mover.all_gather(whole, bounds))
-        return whole
+    def _begin(
+        self,
+        verb: str,
+        text: str,
+        options: CommunicationOptions | None,
+        check: Callable[[CommunicationOptions], None],
+        facts: Callable[[], tuple[int, int]],
+        arrays: Sequence[Array],
+    ) -> _Move:
+        """Begin a call, and exchange a digest and a number of each rank; by NCCL, if all have their arrays on a GPU."""
 
-    def _mover(self, call: CollectiveCall, found: Facts) -> Mover:
-        """Return what moves the arrays of a call: NCCL if all ranks have theirs on a GPU."""
-        if self._by_nccl is None or not (found[:, 1] & 1).all():
-            return self._by_host
-        self._guard.begin(call, Signature(call.arguments))  # the barrier before NCCL compares it once more
-        return self._by_nccl
+        def placed() -> tuple[int, int]:
+            digest, number = facts()
+            return digest, number << 1 | all(map(is_on_device, arrays))
 
-    def _allocate(self, call: CollectiveCall, make: Callable[[], T]) -> T:
-        return self._guard.allocate(make, call.verb)
+        call, found = self._calls.enter(verb, lambda _: text, options, check, placed)
+        route, found = self._by_mpi, found.copy()
+        if self._by_nccl is not None and (found[:, 1] & 1).all():
+            self._guard.begin(call, Signature(call.arguments))  # the barrier before NCCL compares it once more
+            route = self._by_nccl
+        found[:, 1] >>= 1
+        return _Move(self._guard, call, found, route)
 
-    def _exchange_extents(self, call: CollectiveCall, arrays: Sequence[Array]) -> list[int]:
+    def _require_equal(self, digests: Facts, needed: str, array: Array) -> None:
+        """Check that the `_digest` of all ranks are equal. A collective call if they are not."""
+        if (digests == digests[0]).all():
+            return
+        found = self._group.comm.allgather(f"{array.dtype} {array.shape}")
+        shapes = ", ".join(f"replica {rank}: {text}" for rank, text in enumerate(found))
+        raise InvalidArgumentError(f"{needed}; got {shapes}")
+
+    def _exchange_extents(self, call: Call, arrays: Sequence[Array]) -> list[int]:
         """Return the first extent of the array that each rank sends to this one; 1 for scalars."""
         mine = np.array([array.shape[0] if array.ndim else 1 for array in arrays], np.int64)
         received = np.empty_like(mine)
@@ -217,9 +257,49 @@ class DataMovement:
         return [int(extent) for extent in received]
 
 
-def _with_place(number: int, arrays: Sequence[Array]) -> int:
-    """Return a number of a rank that says besides, in its last bit, whether all arrays are on a GPU."""
-    return number << 1 | all(map(is_on_device, arrays))
+def _through_nccl(executor: Executor, gpu: GpuArrays, nccl: NcclTransport) -> _Route:
+    """Return the way between GPUs. NCCL is called after a barrier: its kernels wait for all ranks, which have their memory."""
+    window = None if gpu.executor.compares_by_messages else executor.intra.window
+
+    def after_barrier(steps: Steps) -> Steps:
+        yield from gpu.barrier() if window is None else window.barrier()
+        yield from steps
+
+    def run(steps: Steps) -> Steps:
+        return gpu.abort_on_error(after_barrier(steps))
+
+    def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        made: Array = gpu.device.array_module.empty(shape, dtype)
+        return made
+
+    return _Route(nccl, nccl.exchange, lambda array: array, empty, True, run)
+
+
+@lru_cache(_DIGESTS_KEPT)
+def _shape_digest(dtype: np.dtype[Any], shape: tuple[int, ...], free_axis: int | None, out_extent: int | None) -> int:
+    extents = tuple(-1 if axis == free_axis else extent for axis, extent in enumerate(shape))
+    # the name of a dtype says nothing of its byte order, and its code does not tell bfloat16 from another void
+    return digest_of(f"{dtype.name} {dtype.str} {extents} {free_axis} {out_extent}")
+
+
+def _digest(array: Array, free_axis: int | None = None, out_extent: int | None = None) -> int:
+    """Return a hash of dtype and shape that ignores the extent along `free_axis`, but includes that of `out` if given."""
+    return _shape_digest(array.dtype, array.shape, free_axis, out_extent)
+
+
+def _encode_shape(array: Array) -> Array:
+    """Encode the shape and dtype of an array in a fixed number of bytes."""
+    header = np.zeros(1 + _MAX_NDIM + _NAME_BYTES // 8, np.int64)
+    header[0] = array.ndim
+    header[1 : 1 + array.ndim] = array.shape
+    name = (array.dtype.name if array.dtype in HALF_DTYPES else array.dtype.str).encode()
+    header[1 + _MAX_NDIM :].view(np.uint8)[: len(name)] = np.frombuffer(name[:_NAME_BYTES], np.uint8)
+    return header
+
+
+def _decode_shape(header: Array) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    name = header[1 + _MAX_NDIM :].view(np.uint8).tobytes().rstrip(b"\0").decode()
+    return tuple(int(extent) for extent in header[1 : 1 + header[0]]), np.dtype(name)
 
 
 def _moved(array: Array, source: int, target: int) -> Array:
@@ -229,3 +309,10 @@ def _moved(array: Array, source: int, target: int) -> Array:
 
 def _contiguous(array: Array) -> Array:
     return array if array.flags.c_contiguous else array.copy()
+
+
+def _delivered(result: Array, out: Array) -> Array:
+    """Return `out`, which holds the result."""
+    if result is not out:
+        out[...] = like(result, out)
+    return out

@@ -10,8 +10,6 @@ from mpistrat.algorithms.plan_report import alternatives_text, basis_text, chunk
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.topology.world import World
 
-__all__ = ["Explanation", "Pack"]
-
 
 @dataclass(frozen=True)
 class Pack:

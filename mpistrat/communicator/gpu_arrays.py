@@ -1,7 +1,4 @@
-"""GpuArrays: the part of a communicator that reduces arrays on its rank's GPU, by `execution.device_executor`.
-
-Arrays in host memory are reduced in host memory, even in one call with arrays on the GPU.
-"""
+"""GpuArrays: the part of a communicator that reduces arrays on its rank's GPU, by `execution.device_executor`."""
 
 from __future__ import annotations
 
@@ -9,28 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mpistrat.algorithms.cost import ON_DEVICE
+from mpistrat.algorithms.cost import ON_DEVICE, CostModel
 from mpistrat.arrays import Array, is_on_device
-from mpistrat.communicator.device_plans import DevicePlanCache, MixedPlanCache
-from mpistrat.communicator.guard import CollectiveGuard
-from mpistrat.communicator.plan_cache import PlanCache
 from mpistrat.device.abstract import Device
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.executor import Executor
+from mpistrat.execution.guard import Guard
 from mpistrat.groups.agreement import Agreement, CallsDifferError
 from mpistrat.transports.steps import Steps, until
 
 
 class GpuArrays:
-    """Plans, executor and stream for arrays on GPUs. Making one is a collective call."""
+    """Executor and stream for arrays on GPUs. Making one is a collective call."""
 
-    def __init__(
-        self, device: Device, host: Executor, plans: PlanCache, guard: CollectiveGuard, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, device: Device, host: Executor, model: CostModel, guard: Guard) -> None:
         self.device, self._guard, guard.is_on_gpu = device, guard, True
-        model = replace(ON_DEVICE, links=plans.model.links)
-        self.executor = DeviceExecutor(host, device, model)
-        self.plans = MixedPlanCache(plans, DevicePlanCache(self.executor, say))
+        self.executor = DeviceExecutor(host, device, replace(ON_DEVICE, links=model.links))
         self.stream = device.stream()
         self._agreement, self._call = Agreement(host.hierarchy.world_group), host.hierarchy.call
 

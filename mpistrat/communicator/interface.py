@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
 from mpistrat.algorithms.choose import Choice
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, like
 from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.validate import alike, check_root, copy_overlapping, read_arrays
@@ -25,10 +25,25 @@ from mpistrat.topology.world import World
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Arrays", "BaseCommunicator"]
 
 Arrays = TypeVar("Arrays", bound="Array | list[Array]")
 """An array, or a list of arrays; a verb returns the same kind as it is given."""
+
+
+class Movement(Protocol):
+    """The verbs that only move arrays, of one array each."""
+
+    def all_gather(self, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None) -> Array: ...
+
+    def gather(self, array: Array, root: int, options: CommunicationOptions | None) -> list[Array] | None: ...
+
+    def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None) -> list[Array]: ...
+
+    def all_to_all_parts(self, array: Array, options: CommunicationOptions | None) -> Array: ...
+
+    def broadcast(self, array: Array, root: int, options: CommunicationOptions | None, out: Array | None) -> Array: ...
+
+    def barrier(self, options: CommunicationOptions | None) -> None: ...
 
 
 class BaseCommunicator(ABC):
@@ -55,6 +70,8 @@ class BaseCommunicator(ABC):
     is_strict: bool = False
     is_closed: bool = False
     _closed_with = ""
+    _movement: Movement
+    _reduce_scatter: Callable[..., Array]  # of one array: operation, array, axis, options, out
     _active: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)  # makes this rank's GPU current
 
     @property
@@ -118,7 +135,6 @@ class BaseCommunicator(ABC):
     ) -> Work[Arrays]:
         """Start an asynchronous all-reduce and return its handle. A collective call."""
 
-    @abstractmethod
     def reduce_scatter(
         self,
         op: ReduceOp | str,
@@ -127,31 +143,118 @@ class BaseCommunicator(ABC):
         options: CommunicationOptions | None = None,
         out: Arrays | None = None,
     ) -> Arrays:
-        """Combine each array across replicas; each replica gets its part along `axis`. A collective call."""
+        """Combine each array across ranks; each rank gets its part along `axis`. A collective call.
 
-    @abstractmethod
+        Parts are in rank order and sized as by `numpy.array_split`: if they are not equal, the first ones are longer by one.
+
+        Parameters
+        ----------
+        op, arrays, options : ReduceOp or str, ndarray or list of ndarray, CommunicationOptions
+            As for `all_reduce`, but arrays have at least one axis, and those of a list are reduced one after the other.
+        axis : int
+            The axis to split.
+        out : ndarray or list of ndarray, optional
+            C-contiguous arrays of the shapes and dtypes of the parts.
+        """
+        return self._each(
+            "reduce_scatter", lambda array, target: self._reduce_scatter(op, array, axis, options, target), arrays, out, options
+        )
+
     def all_gather(
         self, arrays: Arrays, axis: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
     ) -> Arrays:
-        """Concatenate the arrays of all replicas along `axis`, in replica order. A collective call."""
+        """Concatenate the arrays of all ranks along `axis`, in rank order. A collective call.
 
-    @abstractmethod
+        Parameters
+        ----------
+        arrays : ndarray or list of ndarray
+            Sizes along `axis` may differ between ranks; all others, and the dtype, must agree. The arrays of a list are
+            gathered one after the other.
+        axis, options : int, CommunicationOptions
+            The axis to concatenate along; options that override those of the communicator.
+        out : ndarray or list of ndarray, optional
+            C-contiguous arrays of the shapes and dtypes of the results, on all ranks or on none.
+
+        Raises
+        ------
+        InvalidArgumentError
+            On every rank, if an array has no axes, `axis` is out of range, or shapes, dtypes or `out` do not match.
+        """
+        return self._each(
+            "all_gather", lambda array, target: self._movement.all_gather(array, axis, options, target), arrays, out, options
+        )
+
     def gather(self, arrays: Array | list[Array], root: int = 0, options: CommunicationOptions | None = None) -> Any:
-        """Return the arrays of all replicas, in replica order, on replica `root`; None elsewhere. A collective call."""
+        """Return the arrays of all ranks, in rank order, on rank `root`; None elsewhere. A collective call.
 
-    @abstractmethod
+        Parameters
+        ----------
+        arrays : ndarray or list of ndarray
+            The same shape and dtype on all ranks. For a list, a list of the results is returned.
+        root, options : int, CommunicationOptions
+            The rank that receives them; options that override those of the communicator.
+        """
+
+        def of_ranks(results: Sequence[Any], values: Sequence[Any], _: object) -> list[Any]:
+            return [each and [like(one, value) for one in each] for each, value in zip(results, values, strict=True)]
+
+        return self._each(
+            "gather", lambda array, _: self._movement.gather(array, root, options), arrays, None, options, of_ranks
+        )
+
     def all_to_all(self, arrays: Arrays, options: CommunicationOptions | None = None) -> Arrays:
-        """Send array i to replica i; return the arrays received, in replica order. A collective call."""
+        """Send array i to rank i; return the arrays received, in rank order. A collective call.
 
-    @abstractmethod
+        Parameters
+        ----------
+        arrays : list of ndarray or ndarray
+            One for each rank, of one dtype and equal sizes on all axes but the first. Or one array, which is split along the
+            first axis as by `reduce_scatter`: rank i gets part i, and the parts received are concatenated along that axis.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If there is not one array for each rank, or shapes or dtypes do not match.
+        """
+        is_list = isinstance(arrays, (list, tuple))
+        given: Any = arrays if is_list else [arrays]
+        sources, _ = self._read("all_to_all", given, None, options)
+        with self._active():
+            if is_list:
+                received: Any = alike(self._movement.all_to_all(sources, options), given, None)
+            else:
+                received = like(self._movement.all_to_all_parts(sources[0], options), arrays)
+        found: Arrays = received
+        return found
+
     def broadcast(
         self, arrays: Arrays, root: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
     ) -> Arrays:
-        """Return the array of replica `root`, with its shape and dtype. A collective call."""
+        """Return the array of rank `root`, with its shape and dtype. A collective call.
 
-    @abstractmethod
+        Parameters
+        ----------
+        arrays : ndarray or list of ndarray
+            On `root` the array to send; on another rank it only tells whether the result goes to the GPU. The arrays of a list
+            are sent one after the other.
+        root, options : int, CommunicationOptions
+            The rank that sends; options that override those of the communicator.
+        out : ndarray or list of ndarray, optional
+            C-contiguous arrays of the shape and dtype of the root's array; they may be `arrays` themselves.
+
+        Raises
+        ------
+        InvalidArgumentError
+            On every rank, if `root` is not a rank, or `out` of one rank has another shape or dtype.
+        """
+        return self._each(
+            "broadcast", lambda array, target: self._movement.broadcast(array, root, options, target), arrays, out, options
+        )
+
     def barrier(self, options: CommunicationOptions | None = None) -> None:
-        """Wait until all replicas have entered the barrier. A collective call."""
+        """Wait until all ranks have entered the barrier. A collective call."""
+        self._require_open()
+        self._movement.barrier(options)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return the object of rank `root`, on every rank. A collective call, and a slow one: what is sent is pickled.
@@ -240,9 +343,13 @@ class BaseCommunicator(ABC):
         """
         raise error
 
-    def refusing(self, call: str, options: CommunicationOptions | None = None) -> _Refusing:
+    @contextmanager
+    def refusing(self, call: str, options: CommunicationOptions | None = None) -> Iterator[None]:
         """Return a context that refuses a call, as by `refuse`, if what is in it raises."""
-        return _Refusing(self, call, options)
+        try:
+            yield
+        except Exception as error:  # reading a value of the program may raise anything
+            self.refuse(call, error, options)
 
     @abstractmethod
     def choose(self, count: int, dtype: np.dtype[np.generic], options: CommunicationOptions | None = None) -> Choice | None:
@@ -286,14 +393,15 @@ class BaseCommunicator(ABC):
         self,
         verb: str,
         act: Callable[[Array, Array | None], Any],
-        arrays: Any,
+        arrays: Arrays,
         out: Any = None,
         options: CommunicationOptions | None = None,
         alike: Callable[[Sequence[Any], Sequence[Any], Sequence[Any] | None], list[Any]] = alike,
-    ) -> Any:
+    ) -> Arrays:
         """Apply a verb to one array, or to each array of a list, which must be equally long on all replicas."""
         is_list = isinstance(arrays, (list, tuple))
-        given, wanted = (arrays, out) if is_list else ([arrays], None if out is None else [out])
+        given: Any = arrays if is_list else [arrays]
+        wanted = out if is_list or out is None else [out]
         sources, targets = self._read(verb, given, wanted, options)
         if is_list:
             self.note(f"{verb} of {len(sources)} arrays", options)
@@ -303,8 +411,9 @@ class BaseCommunicator(ABC):
             else:
                 sources = copy_overlapping(sources, targets) if len(sources) > 1 else sources
                 found = [act(source, target) for source, target in zip(sources, targets, strict=True)]
-            results = alike(found, given, wanted)
-        return results if is_list else results[0]
+            results: Any = alike(found, given, wanted)
+        answer: Arrays = results if is_list else results[0]
+        return answer
 
     def _require_open(self) -> None:
         if self.is_closed:
@@ -327,17 +436,3 @@ class BaseCommunicator(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}({self.size}), world={self.world.shape})"
-
-
-class _Refusing:
-    """What `BaseCommunicator.refusing` returns."""
-
-    def __init__(self, communicator: BaseCommunicator, call: str, options: CommunicationOptions | None) -> None:
-        self._communicator, self._call, self._options = communicator, call, options
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, Exception):  # reading a value of the program may raise anything
-            self._communicator.refuse(self._call, error, self._options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,6 @@ from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.timeline import Timeline
 from mpistrat.topology.world import World
 
-__all__ = ["LocalCommunicator"]
-
 
 class LocalCommunicator(BaseCommunicator):
     """The collectives of a single replica: nothing is sent and MPI is not started."""
@@ -28,6 +26,7 @@ class LocalCommunicator(BaseCommunicator):
         self.rank, self.size = 0, 1
         self.timeline = Timeline()
         self._number = 0
+        self._movement = _Copies(self._count)
 
     @property
     def num_collectives(self) -> int:
@@ -45,7 +44,7 @@ class LocalCommunicator(BaseCommunicator):
         if is_one := not isinstance(given, (list, tuple)):
             given, targets = [given], None if out is None else [out]
         sources, memory = self._read("all_reduce", given, targets, options)
-        results = alike(self._copies(op, sources, memory), given, targets)
+        results = alike(_copies(op, sources, memory), given, targets)
         return results[0] if is_one else results
 
     def start_all_reduce(
@@ -59,62 +58,12 @@ class LocalCommunicator(BaseCommunicator):
         """Return a completed handle."""
         return Work.ended(self.all_reduce(op, arrays, options, out))
 
-    def reduce_scatter(
-        self,
-        op: ReduceOp | str,
-        arrays: Arrays,
-        axis: int = 0,
-        options: CommunicationOptions | None = None,
-        out: Arrays | None = None,
-    ) -> Any:
-        """Return a copy."""
-
-        def part(array: Array, target: Array | None) -> Array:
-            check_gather(array, axis, "reduce_scatter")
-            copied: Array = self.all_reduce(op, array, options, target)
-            return copied
-
-        return self._each("reduce_scatter", part, arrays, out)
-
-    def all_gather(
-        self, arrays: Arrays, axis: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
-    ) -> Any:
-        """Return a copy."""
-
-        def whole(array: Array, target: Array | None) -> Array:
-            check_gather(array, axis)
-            return self._copy(array, target)
-
-        return self._each("all_gather", whole, arrays, out)
-
-    def gather(self, arrays: Array | list[Array], root: int = 0, options: CommunicationOptions | None = None) -> Any:
-        """Return a copy."""
-        check_root(root, self.size)
-        copies = self._each("gather", lambda array, _: self._copy(array), arrays)
-        return [[copied] for copied in copies] if isinstance(arrays, (list, tuple)) else [copies]
-
-    def all_to_all(self, arrays: Arrays, options: CommunicationOptions | None = None) -> Any:
-        """Return copies."""
-        is_list = isinstance(arrays, (list, tuple))
-        given: Any = arrays if is_list else [arrays]
-        sources, _ = self._read("all_to_all", given, None, options)
-        if is_list:
-            check_parts(sources, self.size)
-        else:
-            check_gather(sources[0], 0, "all_to_all")
-        results = alike(list(map(self._copy, sources)), given, None)
-        return results if is_list else results[0]
-
-    def broadcast(
-        self, arrays: Arrays, root: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
-    ) -> Any:
-        """Return a copy."""
-        check_root(root, self.size)
-        return self._each("broadcast", self._copy, arrays, out)
-
-    def barrier(self, options: CommunicationOptions | None = None) -> None:
-        """Return at once."""
-        self._count()
+    def _reduce_scatter(
+        self, op: ReduceOp | str, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None
+    ) -> Array:
+        check_gather(array, axis, "reduce_scatter")
+        copied: Array = self.all_reduce(op, array, options, out)
+        return copied
 
     def agree(self, call: str, error: Exception | None = None, options: CommunicationOptions | None = None) -> None:
         """Raise `error`, if there is one."""
@@ -131,17 +80,48 @@ class LocalCommunicator(BaseCommunicator):
         self._require_open()
         self._number += 1
 
-    def _copies(self, op: ReduceOp, arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
-        for array in arrays:
-            check_dtype(op, array.dtype)
-        if out is None:
-            return [array.copy() for array in arrays]
-        for target, array in zip(out, arrays, strict=True):
-            check_target(target, array)
-        for target, array in zip(out, copy_overlapping(arrays, out), strict=True):
-            np.copyto(target, array)
-        return list(out)
+
+class _Copies:
+    """The verbs that only move arrays, of which each is a copy; `count` counts a call."""
+
+    def __init__(self, count: Callable[[], None]) -> None:
+        self._count = count
+
+    def all_gather(self, array: Array, axis: int, options: object, out: Array | None) -> Array:
+        check_gather(array, axis)
+        return self._copy(array, out)
+
+    def gather(self, array: Array, root: int, options: object) -> list[Array]:
+        check_root(root, 1)
+        return [self._copy(array)]
+
+    def all_to_all(self, arrays: Sequence[Array], options: object) -> list[Array]:
+        check_parts(arrays, 1)
+        return list(map(self._copy, arrays))
+
+    def all_to_all_parts(self, array: Array, options: object) -> Array:
+        check_gather(array, 0, "all_to_all")
+        return self._copy(array)
+
+    def broadcast(self, array: Array, root: int, options: object, out: Array | None) -> Array:
+        check_root(root, 1)
+        return self._copy(array, out)
+
+    def barrier(self, options: object) -> None:
+        self._count()
 
     def _copy(self, array: Array, target: Array | None = None) -> Array:
         self._count()
-        return self._copies(ReduceOp.SUM, [array], None if target is None else [target])[0]
+        return _copies(ReduceOp.SUM, [array], None if target is None else [target])[0]
+
+
+def _copies(op: ReduceOp, arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
+    for array in arrays:
+        check_dtype(op, array.dtype)
+    if out is None:
+        return [array.copy() for array in arrays]
+    for target, array in zip(out, arrays, strict=True):
+        check_target(target, array)
+    for target, array in zip(out, copy_overlapping(arrays, out), strict=True):
+        np.copyto(target, array)
+    return list(out)

@@ -196,27 +196,13 @@ def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = Non
 
 
 def check_options(options: object) -> None:
-    """Check that `options` are communication options, or None.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If they are not.
-    """
+    """Check that `options` are communication options, or None."""
     if not isinstance(options, (CommunicationOptions, type(None))):
         raise InvalidArgumentError(f"options must be CommunicationOptions or None; got {options!r}")
 
 
 def shared_defaults(agreement: Agreement, values: settings.Snapshot) -> CommunicationOptions:
-    """Return the default options from the settings, after checking that all ranks have the same. A collective call.
-
-    Raises
-    ------
-    SettingError
-        If a setting is invalid on this rank.
-    AgreementError
-        On every other rank in that case, and on all ranks if a setting that must be shared differs.
-    """
+    """Return the default options from the settings, after checking that all ranks have the same. A collective call."""
     if values.error is not None:
         agreement.check("settings that cannot be read", values.error)
     shared = [f"{setting.name}={values[setting]}" for setting in settings.SETTINGS if setting.is_shared]

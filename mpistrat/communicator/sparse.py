@@ -104,30 +104,8 @@ def all_reduce_slices(
     """Sum the rows of all replicas; every replica receives the result. A collective call.
 
     Rows and indices are gathered; replicas may have different numbers of rows. Rows of equal index are summed in replica order,
-    16-bit floats in float32. The mean divides by the number of replicas, even if only some have a row.
-
-    Parameters
-    ----------
-    communicator : BaseCommunicator
-        The replicas.
-    op : ReduceOp
-        SUM or MEAN.
-    slices : IndexedSlices
-        The rows of this replica; dtype, row shape and dense shape are the same on all replicas.
-    options : CommunicationOptions, optional
-        Override those of `communicator`.
-
-    Returns
-    -------
-    IndexedSlices
-        Each index once, in ascending order.
-
-    Raises
-    ------
-    NotImplementedError, UnsupportedDtypeError
-        As `check_slices`.
-    AgreementError
-        On every replica, if dtypes, row shapes or dense shapes differ, or if another replica raises.
+    16-bit floats in float32. The mean divides by the number of replicas, even if only some have a row. Of the result each index
+    is there once, in ascending order; dtype, row shape and dense shape must be the same on all replicas.
     """
     error: Exception | None = None
     try:
@@ -147,28 +125,14 @@ def all_reduce_slices(
 
 
 def broadcast_slices(communicator: BaseCommunicator, slices: IndexedSlices, root: int = 0) -> IndexedSlices:
-    """Return the slices of replica `root`. A collective call.
-
-    Raises
-    ------
-    AgreementError
-        On every replica, if their dense shapes differ.
-    """
+    """Return the slices of replica `root`, whose dense shapes must be equal. A collective call."""
     communicator.agree(f"broadcast of IndexedSlices with dense_shape={slices.dense_shape}")
     values, indices = (like(communicator.broadcast(to_host(part), root), part) for part in (slices.values, slices.indices))
     return IndexedSlices(values, indices, slices.dense_shape)
 
 
 def check_slices(op: ReduceOp, slices: IndexedSlices) -> None:
-    """Check that `op` is defined for slices.
-
-    Raises
-    ------
-    NotImplementedError
-        If it is neither SUM nor MEAN.
-    UnsupportedDtypeError
-        If it is not defined for the dtype of the rows.
-    """
+    """Check that `op` is defined for slices."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise NotImplementedError(
             f"{op.name} of {slices!r} is not supported: the rows that it does not name are zero, and would have to be compared "

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from mpistrat.arrays import Array, as_array, as_target, is_aligned, is_on_device, like
 from mpistrat.communicator.options import DEFAULTS, CommunicationOptions
-from mpistrat.communicator.shapes import name_of
 from mpistrat.device.abstract import address
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp
@@ -111,6 +112,12 @@ def copy_overlapping(arrays: Sequence[Array], out: Sequence[Array]) -> list[Arra
     if not overlaps:
         return list(arrays)
     return [array if array is out[index] else array.copy() for index, array in enumerate(arrays)]
+
+
+@lru_cache(1024)
+def name_of(dtype: np.dtype[Any]) -> str:
+    """Return the name of a dtype, which NumPy composes anew each time."""
+    return str(dtype)
 
 
 def describe(arrays: Sequence[Array]) -> str:

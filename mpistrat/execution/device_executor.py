@@ -30,8 +30,6 @@ from mpistrat.transports.nccl import NcclTransport, nccl_refusal
 from mpistrat.transports.ordered import Caster, ordered_all_reduce
 from mpistrat.transports.steps import WAITING, Steps
 
-__all__ = ["DeviceExecutor", "DeviceScatter"]
-
 DIRECT_FROM_BYTES = 1 << 20  # per array: smaller ones are packed faster than one operation each is launched
 
 _REDUCING = (Verb.ALL_REDUCE, Verb.REDUCE_SCATTER)
@@ -40,21 +38,9 @@ _REDUCING = (Verb.ALL_REDUCE, Verb.REDUCE_SCATTER)
 class DeviceExecutor(Executor):
     """Binds plans to transports of device memory. Making one is a collective call.
 
-    A plan that uses NCCL begins with a barrier: in the shared memory of the node, or, if `compares_by_messages`, by messages.
-
-    Attributes
-    ----------
-    model : CostModel
-        The same, for the rails that were selected.
-    enqueues : bool
-        Whether plans end when their work has been enqueued, unless their call has a deadline, was started, or is timed.
-    compares_by_messages : bool
-        Whether ranks that NCCL joins have no barrier in shared memory, and so must compare their calls before each plan.
-
-    Raises
-    ------
-    TransportError
-        On all ranks, if the settings name a transport that a node does not support.
+    A plan that uses NCCL begins with a barrier: in the shared memory of the node, or by messages, where ranks that NCCL joins
+    share none (`compares_by_messages`). Where it `enqueues`, plans end when their work has been enqueued, unless their call has
+    a deadline, was started, or is timed.
     """
 
     device: Device
@@ -82,7 +68,13 @@ class DeviceExecutor(Executor):
 
     def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array, dtypes: Sequence[np.dtype[Any]]) -> CopySteps:
         """Return what copies arrays of these dtypes into a range of a bucket, after earlier copies out of it."""
-        return _Before(self._follow, DeviceCopyIn(self._device, layout, start, stop, buffer, dtypes))
+        copy = DeviceCopyIn(self._device, layout, start, stop, buffer, dtypes)
+
+        def run(arrays: Sequence[Array]) -> Steps:
+            self._follow()
+            yield from copy.run(arrays)
+
+        return run
 
     def copy_out(
         self,
@@ -98,7 +90,15 @@ class DeviceExecutor(Executor):
         """Return what copies a range of a bucket out to arrays, and waits for it if peers read memory by themselves."""
         assert all(len(part.addends) == 1 for part in parts), "transports of device memory leave no addends to fold"
         sources = [(part.start, part.stop, part.addends[0]) for part in parts] or [(0, buffer.size, buffer)]
-        return _After(DeviceCopyOut(self._device, layout, start, stop, sources, divisor, dtypes), self._note_copied)
+        copy = DeviceCopyOut(self._device, layout, start, stop, sources, divisor, dtypes)
+
+        def run(arrays: Sequence[Array]) -> Steps:
+            yield from copy.run(arrays)
+            self._copied_out = self._device.current_stream().record()
+            while self.intra.peers_read and not self._copied_out.done():
+                yield WAITING
+
+        return run
 
     def shares_memory(self, array: Array, buffer: Array) -> bool:
         """Return whether an array lies in a buffer."""
@@ -158,7 +158,7 @@ class DeviceExecutor(Executor):
         """Return NCCL's all-reduce of one array, or of a few large ones: see `Executor.bind_direct`."""
         is_large = layout.count * dtype.itemsize >= DIRECT_FROM_BYTES * (len(layout.offsets) - 1)
         scopes = {phase.scope for phase in plan.phases}
-        transport = self.intra if scopes == {Scope.INTRA} else self._over_all(plan, dtype, op)
+        transport = self.intra if scopes == {Scope.INTRA} else self._over_all(dtype, op)
         if len(scopes) != 1 or not scopes <= {Scope.INTRA, Scope.WORLD} or not transport.combines_arrays:
             return None
         if set(given) != {dtype} or not layout.has_whole_arrays or not (layout.is_one_array or is_large):
@@ -178,23 +178,23 @@ class DeviceExecutor(Executor):
         by_host = self.transports.intra_by_host
         return by_host if by_host and verb in _REDUCING and self.intra.refusal(dtype, op) else self.intra
 
-    def _over_all(self, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
-        """Return the transport over all ranks: NCCL, or one through the host if the plan or such values need that."""
+    def _over_all(self, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
+        """Return the transport over all ranks: NCCL, or one through the host if such values need that."""
         nccl = self.transports.everywhere
-        return self.world if nccl is None or plan.by_mpi or nccl.refusal(dtype, op) else nccl
+        return self.world if nccl is None or nccl.refusal(dtype, op) else nccl
 
-    def _rail(self, plan: Plan, shard: int, part: Array, op: ReduceOp) -> Transport:
-        """Return the transport along a rail: NCCL, if it joins all ranks and combines such values, unless the plan says MPI."""
+    def _rail(self, shard: int, part: Array, op: ReduceOp) -> Transport:
+        """Return the transport along a rail: NCCL, if it joins all ranks and combines such values."""
         nccl = self.transports.everywhere
-        if nccl is None or plan.by_mpi or nccl.refusal(part.dtype, op):
-            return super()._rail(plan, shard, part, op)
+        if nccl is None or nccl.refusal(part.dtype, op):
+            return super()._rail(shard, part, op)
         if not self._nccl_rails:  # made when all ranks bind the first plan along rails
             self._nccl_rails = nccl_rails(self.hierarchy, self._device, nccl)
             self._watch()
         return self._nccl_rails[shard]
 
     def _watch(self) -> None:
-        """Let the host wait for no kernel that it need not wait for."""
+        """From now on operations return when they are enqueued."""
         call, timeline = self.hierarchy.call, self.timeline
         for transport in self._on_gpus if self.enqueues else ():
             transport.watch(lambda: call.must_poll or timeline.enabled, self._notice.has_come, lambda: call.has_failed)
@@ -225,62 +225,6 @@ class DeviceExecutor(Executor):
         if self._copied_out is not None:
             self._device.current_stream().wait(self._copied_out)
 
-    def _note_copied(self) -> Steps:
-        self._copied_out = self._device.current_stream().record()
-        while self.intra.peers_read and not self._copied_out.done():
-            yield WAITING
-
-
-class DeviceScatter:
-    """A plan of a reduce-scatter of one chunk: NCCL combines the caller's arrays, and writes each rank's part where it goes."""
-
-    flat_count, scratch_bytes, begins_with_barrier = 0, 0, False
-
-    def __init__(self, executor: DeviceExecutor, nccl: NcclTransport, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> None:
-        self.plan, self._executor, self._nccl = plan, executor, nccl
-        self._fold = Fold(op, dtype, plan.world.size if op is ReduceOp.MEAN else 1)
-        if op is ReduceOp.MEAN:
-            executor.device.prepare(divide_kernel(dtype))
-
-    @property
-    def generation(self) -> int:
-        """Always the present one: no scratch memory of the executor is bound."""
-        return self._executor.generation
-
-    @property
-    def detects_mismatch(self) -> bool:
-        """Whether a rank in another call is found before results are used: see `Executor.detects_mismatch`."""
-        return self._executor.detects_mismatch(self.plan.phases)
-
-    def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
-        """Return the steps that combine one source, and write this rank's part to one target. A collective call.
-
-        Both are C-contiguous, of the dtype that was bound, and share no memory.
-        """
-        return self._nccl.scatter_between(sources[0].reshape(-1), self.plan.bounds, targets[0].reshape(-1), self._fold)
-
-
-class _Before:
-    """An action, then a copy."""
-
-    def __init__(self, act: Callable[[], None], copy: CopySteps) -> None:
-        self._act, self._copy = act, copy
-
-    def run(self, arrays: Sequence[Array]) -> Steps:
-        self._act()
-        return self._copy.run(arrays)
-
-
-class _After:
-    """A copy, then more steps."""
-
-    def __init__(self, copy: CopySteps, steps: Callable[[], Steps]) -> None:
-        self._copy, self._steps = copy, steps
-
-    def run(self, arrays: Sequence[Array]) -> Steps:
-        yield from self._copy.run(arrays)
-        yield from self._steps()
-
 
 def _cast_on_device(
     device: Device, buffer: DeviceArray, dtype: np.dtype[Any], bind: Callable[[DeviceArray], Operation]
@@ -288,12 +232,12 @@ def _cast_on_device(
     """Bind an operation to memory of a narrower dtype, into which a kernel casts a buffer before, and back afterwards."""
     layout, narrow = Layout([buffer.size]), device.allocate(buffer.size * dtype.itemsize).view(dtype)
     pack = DeviceCopyIn(device, layout, 0, buffer.size, narrow, [buffer.dtype])
-    outwards = DeviceCopyOut(device, layout, 0, buffer.size, [(0, buffer.size, narrow)], 1, [buffer.dtype])
+    unpack = DeviceCopyOut(device, layout, 0, buffer.size, [(0, buffer.size, narrow)], 1, [buffer.dtype])
     operation = bind(narrow)
 
     def run() -> Steps:
         yield from pack.run([buffer])
         yield from operation.run()
-        yield from outwards.run([buffer])
+        yield from unpack.run([buffer])
 
     return Operation(run, [Part(0, buffer.size, (buffer,))], narrow.nbytes + operation.scratch_bytes)

@@ -2,7 +2,7 @@
 
 Invariant: jobs run one at a time, in the order in which the program submits them; for collective jobs it must be the same on
 all ranks. Program threads submit and wait; only the engine runs jobs. From the submission of a job until it has ended, no
-other thread uses its communicator: a call that needs it waits for the job first (`communicator.guard`). The engine holds no
+other thread uses its communicator: a call that needs it waits for the job first (`execution.guard`). The engine holds no
 lock while a job runs, and marks a job as ended last, so that a thread that sees the mark sees everything the job wrote.
 
 A job's failure is raised by `Job.result`. If nobody asks for the result, the next collective call raises it, or the end of the
@@ -28,8 +28,6 @@ from mpistrat.errors import UnavailableError
 from mpistrat.launch import abort
 from mpistrat.transports.steps import yield_core
 from mpistrat.watch.recorder import recorder
-
-__all__ = ["Job", "back_off", "raise_unclaimed_failure", "submit", "wait_for_gpu"]
 
 # the increment of the sleeps and the longest one: sleeping delays messages, but leaves the core to the program
 _SLEEP_STEP_SECONDS, _MAX_SLEEP_SECONDS = 2e-5, 5e-4
@@ -82,13 +80,7 @@ class Job:
                 self._callbacks.popleft()()
 
     def join(self) -> None:
-        """Wait until it has ended.
-
-        Raises
-        ------
-        UnavailableError
-            If the engine's thread is gone, because the process was forked or ends, or if this is the engine's thread.
-        """
+        """Wait until it has ended; raise if it will not: the engine's thread is gone, or is this one."""
         if self._ended.is_set():
             return
         if _engine.is_this_thread():

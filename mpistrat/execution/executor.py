@@ -27,8 +27,6 @@ from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.ordered import Caster, ordered_all_reduce
 from mpistrat.transports.steps import Steps
 
-__all__ = ["CopySteps", "Executor", "ScratchUser", "Slots"]
-
 Casters = Callable[[int, int], Caster]
 """Returns the cast of a part of a chunk that is sent between nodes: ``casters(index of the part, elements)``."""
 
@@ -36,39 +34,28 @@ RING_FROM_BYTES = 1 << 16
 _EXCHANGE_PARTITION = (1, 0)  # no bucket has this one
 
 
-class ScratchUser(Protocol):
+class _ScratchUser(Protocol):
     """A plan that is bound to scratch memory."""
 
     def unbind(self) -> None:
         """Drop all references to it."""
 
 
-class CopySteps(Protocol):
-    """A copy between arrays and a bucket."""
-
-    def run(self, arrays: Sequence[Array]) -> Steps:
-        """Return the steps."""
+CopySteps = Callable[[Sequence[Array]], Steps]
+"""Returns the steps of a copy between arrays and a bucket."""
 
 
 class Slots:
-    """How the scratch memory is divided into slots, and which releases of the peers must precede the next write to each.
-
-    Attributes
-    ----------
-    partition : tuple of (int, int)
-        The number of slots, and the bytes of each.
-    turn : int
-        How often this partition has been used in a row. It is counted here and not in a plan, so that a rank that binds a plan
-        again stays in step with the others.
-    releases : dict of int to int
-        For each slot, the number (`Transport.release`) of its last release.
-    last_release : int
-        The last of them all.
-    """
+    """How the scratch memory is divided into slots, and which releases of the peers must precede the next write to each."""
 
     def __init__(self) -> None:
-        self.partition, self.turn, self.last_release = (0, 0), -1, 0
+        self.partition = 0, 0  # the number of slots, and the bytes of each
+        # how often this partition has been used in a row: not counted in a plan, so that a rank that binds one again stays in
+        # step with the others
+        self.turn = -1
+        # for each slot the number (`Transport.release`) of its last release, and the last of them all
         self.releases: dict[int, int] = {}
+        self.last_release = 0
 
     def repartition(self, count: int, nbytes: int) -> None:
         """Change the partition: the new slots may overlap any of the old ones."""
@@ -77,19 +64,7 @@ class Slots:
 
 
 class Executor:
-    """Binds phases of plans to the transports of one hierarchy. Making one is a collective call.
-
-    Attributes
-    ----------
-    generation : int
-        Counts how often the scratch memory was enlarged.
-    bound_plans : WeakSet
-        Plans bound to it, which are unbound when it is enlarged.
-    largest_pack_bytes : int
-        The largest bucket so far.
-    slots : Slots
-        How the scratch memory is divided.
-    """
+    """Binds phases of plans to the transports of one hierarchy. Making one is a collective call."""
 
     device: Device | None = None
     """The GPU whose memory it works on; None: memory of the host."""
@@ -102,8 +77,8 @@ class Executor:
         self.intra, self.world, self.rails = self.transports.intra, self.transports.world, self.transports.rails
         self._arena: Array = np.empty(0, np.uint8)
         self.slots = Slots()
-        self.generation = 0
-        self.bound_plans: WeakSet[ScratchUser] = WeakSet()
+        self.generation = 0  # how often the scratch memory was enlarged, and these were unbound
+        self.bound_plans: WeakSet[_ScratchUser] = WeakSet()
         self._shares_memory = hierarchy.all_agree(self.intra.window is not None or hierarchy.intra.size == 1)
         self.largest_pack_bytes = 0
 
@@ -113,7 +88,7 @@ class Executor:
 
     def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array, dtypes: Sequence[np.dtype[Any]]) -> CopySteps:
         """Return what copies arrays of these dtypes into a range of a bucket."""
-        return CopyIn(layout, start, stop, buffer)
+        return CopyIn(layout, start, stop, buffer).run
 
     def copy_out(
         self,
@@ -128,7 +103,7 @@ class Executor:
     ) -> CopySteps:
         """Return what copies a range of a bucket out to arrays: from the result of its last operation, or from the buffer."""
         addends = [(part.start, part.stop, part.addends) for part in parts] or [(0, buffer.size, (buffer,))]
-        return CopyOut(layout, start, stop, addends, op, divisor)
+        return CopyOut(layout, start, stop, addends, op, divisor).run
 
     def shares_memory(self, array: Array, buffer: Array) -> bool:
         """Return whether an array lies in a buffer."""
@@ -157,9 +132,9 @@ class Executor:
                 for index, (name, group, part) in enumerate(self._inter_node_buffers(phase, buffer, shards))
             ]
         if phase.scope is Scope.INTER:
-            rails = {shard: self._rail(plan, shard, part, op) for shard, part in shards.items()}
+            rails = {shard: self._rail(shard, part, op) for shard, part in shards.items()}
             return [(f"{phase} rail {shard}", rails[shard].all_reduce(part, op, slot)) for shard, part in shards.items()]
-        return [(str(phase), self._over_all(plan, buffer.dtype, op).all_reduce(buffer, op))]
+        return [(str(phase), self._over_all(buffer.dtype, op).all_reduce(buffer, op))]
 
     def _inter_node_buffers(self, phase: Phase, buffer: Array, shards: dict[int, Array]) -> Iterator[tuple[str, Group, Array]]:
         """Yield what this rank reduces with ranks of other nodes: a name, the group, and the part of the buffer."""
@@ -290,11 +265,11 @@ class Executor:
         """Return the transport for a verb inside the node on such values."""
         return self.intra
 
-    def _rail(self, plan: Plan, shard: int, part: Array, op: ReduceOp) -> Transport:
+    def _rail(self, shard: int, part: Array, op: ReduceOp) -> Transport:
         """Return the transport along a rail for such a part of a buffer."""
         return (self.transports.small_rails if part.nbytes < RING_FROM_BYTES else self.rails)[shard]
 
-    def _over_all(self, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
+    def _over_all(self, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
         """Return the transport over all ranks for such values."""
         return self.world
 

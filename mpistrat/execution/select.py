@@ -7,18 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Protocol, cast
 
 from mpistrat import settings
 from mpistrat.device.abstract import Device
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import TransportError
-from mpistrat.execution.device_rails import device_rails
+from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.launch.cuda_awareness import find_verdict
 from mpistrat.logger import logger
 from mpistrat.text import format_bytes
 from mpistrat.transports.base import Transport
+from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.mpi_ring import MpiRingTransport
@@ -65,54 +69,27 @@ _warned: set[str] = set()
 
 @dataclass
 class Transports:
-    """The transports of one rank's groups.
-
-    Attributes
-    ----------
-    intra, world : Transport
-        For the ranks of this node, and for all ranks.
-    rails, small_rails : mapping of int to Transport
-        For each rail of this rank: for large buffers, and for small ones.
-    """
+    """The transports of one rank's groups."""
 
     intra: Transport
     world: Transport
+    # of each rail of this rank: for large buffers, and for small ones
     rails: Mapping[int, Transport] = field(default_factory=dict)
     small_rails: Mapping[int, Transport] = field(default_factory=dict)
 
 
 @dataclass
 class DeviceTransports(Transports):
-    """The transports of device memory.
-
-    Attributes
-    ----------
-    world : StagedTransport
-        For all ranks.
-    intra_by_host : Transport or None
-        Inside the node, for values that `intra` does not combine.
-    path : str
-        The selected transports, as text; the same on all ranks.
-    why : str
-        Why no faster ones were selected.
-    lacks_nccl : str
-        Which nodes of several ranks do not use NCCL, and why; empty if all do. The same on all ranks.
-    has_channels : bool
-        Whether several operations of a rail may be in flight.
-    everywhere : NcclTransport or None
-        NCCL over all ranks: on one node that uses it, and on several if it is asked for.
-    combine_halves : bool
-        Whether 16-bit floats can be combined in their own dtype inside all nodes. The same on all ranks.
-    """
+    """The transports of device memory; the texts and answers are the same on all ranks, but for `why`."""
 
     world: StagedTransport
-    intra_by_host: Transport | None = None
-    path: str = ""
-    why: str = ""
-    lacks_nccl: str = ""
-    has_channels: bool = True
-    everywhere: NcclTransport | None = None
-    combine_halves: bool = False
+    intra_by_host: Transport | None = None  # for values that `intra` does not combine
+    path: str = ""  # the selected transports, as text
+    why: str = ""  # why no faster ones were selected
+    lacks_nccl: str = ""  # which nodes of several ranks do not use NCCL, and why; empty if all do
+    has_channels: bool = True  # whether several operations of a rail may be in flight
+    everywhere: NcclTransport | None = None  # NCCL over all ranks: on one node that uses it, on several if it is asked for
+    combine_halves: bool = False  # whether 16-bit floats can be combined in their own dtype inside all nodes
 
     def __str__(self) -> str:
         return f"{self.path} ({self.why})" if self.why else self.path
@@ -121,11 +98,7 @@ class DeviceTransports(Transports):
 def host_transports(hierarchy: Hierarchy) -> Transports:
     """Return the transports of host memory. A collective call.
 
-    Raises
-    ------
-    TransportError
-        On all ranks, if the settings name a transport that a node cannot use, or one of device memory although ranks compute
-        on CPUs.
+    All ranks raise if the settings name a transport that a node cannot use, or one of device memory for ranks on CPUs.
     """
     intra = _on_host(hierarchy, settings.INTRA_TRANSPORT, _INTRA)
     inter = _on_host(hierarchy, settings.INTER_TRANSPORT, _INTER)
@@ -150,11 +123,7 @@ def host_transports(hierarchy: Hierarchy) -> Transports:
 def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) -> DeviceTransports:
     """Return the transports of device memory. A collective call.
 
-    Raises
-    ------
-    TransportError
-        On all ranks, if the settings name a transport that a node does not support, or say that MPI is CUDA-aware and it is
-        not.
+    All ranks raise if the settings name a transport that a node does not support, or say that MPI is CUDA-aware and it is not.
     """
     intra, refusals = _inside_node(hierarchy.intra, device)
     is_alone = hierarchy.intra.size == 1
@@ -171,27 +140,25 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
     assert intra is not None, "a refusal on this node has raised on all ranks"
     taken = {name: transport for name, transport, alone, _ in answers if not alone}
     everywhere = _join_all(hierarchy, device, intra)
-    rails, between = device_rails(hierarchy, device, host.rails)
+    rails, between = _device_rails(hierarchy, device, host.rails)
     if between:
         between = _between_nodes(between, hierarchy)
     elif taken and intra.one_shot_bytes is not None:
         between = f"one shot up to {format_bytes(intra.one_shot_bytes)} ({settings.ONE_SHOT_BYTES.name})"
+    others = dict.fromkeys((n, kind, text) for n, kind, alone, text in answers if not alone and kind != NcclTransport.name)
+    by_mpi = any(rail.name == MpiTransport.name for rail in host.rails.values())
     return DeviceTransports(
         intra,
-        StagedTransport(hierarchy.world_group, device, lambda _: host.world),
-        rails,
-        rails,
-        StagedTransport(hierarchy.intra, device),
-        _path(taken, between),
-        next((text for _, _, _, text in answers if text), ""),
-        "; ".join(
-            f"{name} uses {transport}{f' ({text})' if text else ''}"
-            for name, transport, text in dict.fromkeys((n, t, text) for n, t, alone, text in answers if not alone)
-            if transport != NcclTransport.name
-        ),
-        all(rail.name != StagedTransport.name or host.rails[shard].name != MpiTransport.name for shard, rail in rails.items()),
-        everywhere,
-        all(transport in _COMBINE_HALVES for _, transport, _, _ in answers),
+        world=StagedTransport(hierarchy.world_group, device, partial(_given, host.world)),
+        rails=rails,
+        small_rails=rails,
+        intra_by_host=StagedTransport(hierarchy.intra, device),
+        path=_path(taken, between),
+        why=next((text for _, _, _, text in answers if text), ""),
+        lacks_nccl="; ".join(f"{name} uses {kind}{f' ({text})' if text else ''}" for name, kind, text in others),
+        has_channels=not (by_mpi and any(rail.name == StagedTransport.name for rail in rails.values())),
+        everywhere=everywhere,
+        combine_halves=all(kind in _COMBINE_HALVES for _, kind, _, _ in answers),
     )
 
 
@@ -209,13 +176,7 @@ def _join_all(hierarchy: Hierarchy, device: Device, intra: Transport) -> NcclTra
 
 
 def nccl_rails(hierarchy: Hierarchy, device: Device, everywhere: NcclTransport) -> Mapping[int, NcclTransport]:
-    """Return NCCL along each rail of this rank. A collective call.
-
-    Raises
-    ------
-    TransportError
-        On all ranks, if those of one rail cannot join.
-    """
+    """Return NCCL along each rail of this rank; all ranks raise if those of one rail cannot join. A collective call."""
     if hierarchy.world.num_shards == 1:
         return {0: everywhere}
     # each rank joins its rails in increasing order, so that they cannot deadlock
@@ -244,6 +205,65 @@ def _refused_between(reason: str) -> TransportError:
     return TransportError(
         f"{settings.INTER_TRANSPORT.name}=nccl cannot move memory of GPUs here: {reason}. Accepted are {accepted}"
     )
+
+
+def _device_rails(hierarchy: Hierarchy, device: Device, host: Mapping[int, Transport]) -> tuple[Mapping[int, Transport], str]:
+    """Return the transport of each rail for large buffers in GPU memory, and a description of them. A collective call.
+
+    All rails of a job use the same: MPI directly if it is CUDA-aware on all of them, else host memory. If it turns out not to
+    be, rank 0 prints a warning, once; if MPISTRAT_MPI_GPU says that it is, or nothing is delivered, all ranks raise.
+    """
+    if not host:
+        return {}, ""
+    rails, refusal = _cuda_aware(hierarchy, device)
+    if rails:
+        return rails, f"{CudaAwareTransport.name} between nodes"
+    by_host = {shard: StagedTransport(hierarchy.rails[shard], device, partial(_given, rail)) for shard, rail in host.items()}
+    return by_host, f"staged over {next(iter(host.values())).name} between nodes ({refusal})"
+
+
+def _given(transport: Transport, _: Group) -> Transport:
+    return transport
+
+
+def _cuda_aware(hierarchy: Hierarchy, device: Device) -> tuple[Mapping[int, Transport], str]:
+    """Return rails that pass GPU memory to MPI, or the reason why there are none."""
+    inter = hierarchy.settings[settings.INTER_TRANSPORT]
+    if inter != "auto":
+        return {}, f"{settings.INTER_TRANSPORT.name}={inter}"
+    comm = hierarchy.world_group.comm
+    verdict = bcast_or_raise(comm, find_verdict)
+    if not verdict.is_aware:
+        if not verdict.is_setting:
+            _warn_once(hierarchy, verdict.reason)
+        return {}, verdict.reason
+    rails = {shard: CudaAwareTransport(rail, device) for shard, rail in hierarchy.rails.items()}
+    # each rank goes through its rails in increasing order, so that they cannot deadlock
+    found = [_first_exchange(rail) for rail in rails.values()]
+    wrong, failed = (next(filter(None, texts), "") for texts in zip(*chain.from_iterable(comm.allgather(found)), strict=True))
+    if failed:
+        raise TransportError(failed)
+    if not wrong:
+        return rails, ""
+    if verdict.is_setting:
+        raise TransportError(f"{wrong}, and {verdict.reason} was set: unset it, or set it to off")
+    _warn_once(hierarchy, wrong)
+    return {}, wrong
+
+
+def _first_exchange(rail: CudaAwareTransport) -> tuple[str, str]:
+    """Return a reason why values were wrong, and one why the exchange failed: empty texts on success."""
+    try:
+        return rail.first_exchange(), ""
+    except TransportError as error:
+        return "", str(error)
+
+
+def _warn_once(hierarchy: Hierarchy, reason: str) -> None:
+    if hierarchy.rank == 0 and reason not in _warned:
+        _warned.add(reason)
+        silenced = f"{settings.MPI_GPU.name}=off silences this"
+        logger.warning(f"GPU memory is staged through host memory between nodes: {reason}; {silenced}")
 
 
 def _inside_node(group: Group, device: Device) -> tuple[Transport | None, list[str]]:

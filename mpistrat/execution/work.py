@@ -8,8 +8,6 @@ from typing import Any, Generic, TypeVar, cast
 
 from mpistrat.execution.engine import Job
 
-__all__ = ["Work"]
-
 T = TypeVar("T")
 U = TypeVar("U")
 

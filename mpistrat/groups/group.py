@@ -94,16 +94,8 @@ def _confirm_nothing(history: int) -> None:
 class Group:
     """Some ranks of the world and the communicator that joins them, made for this group, which frees it.
 
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        The communicator.
-    name : str
-        The name in error messages: ``world``, ``intra node0``, ``rail 1``.
-    ranks : tuple of int
-        The world ranks, in the order of their rank in `comm`.
-    call : CurrentCall, optional
-        The call that is under way; groups of one hierarchy share it.
+    `name` is for error messages: ``world``, ``intra node0``, ``rail 1``; `ranks` are world ranks, in the order of their rank in
+    `comm`. Groups of one hierarchy share the `call` that is under way.
     """
 
     def __init__(self, comm: MPI.Intracomm, name: str, ranks: tuple[int, ...], call: CurrentCall | None = None) -> None:

@@ -37,10 +37,7 @@ def mark(environ: MutableMapping[str, str]) -> None:
 def forget_launcher(environ: MutableMapping[str, str]) -> None:
     """Remove the launcher's variables if this process has inherited them from a rank, and log that.
 
-    Raises
-    ------
-    LaunchError
-        If this process has started MPI with them already.
+    Raises LaunchError if this process has started MPI with them already.
     """
     pid, _, checksum = environ.get(VARIABLE, "").partition(":")
     if not pid.isdigit() or int(pid) == os.getpid() or checksum != _checksum(environ) or _is_launched_by(int(pid)):

@@ -16,8 +16,8 @@ from mpi4py import MPI
 
 from mpistrat.arrays import Array, is_aligned, is_on_device
 from mpistrat.communicator.communicator import Communicator
-from mpistrat.communicator.fast_paths import FastPaths
 from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.passing import Passing
 from mpistrat.errors import CollectiveError, MpistratError
 from mpistrat.mpi4py.buffers import Buffer, check_writable, is_in_place, numbers_of, unwrapped
 from mpistrat.mpi4py.request import WorkRequest
@@ -60,7 +60,7 @@ class WrappedIntracomm(MPI.Intracomm):
 
     _options: CommunicationOptions | None = None
     _communicator: Communicator | None = None
-    _fast: FastPaths
+    _passing: Passing
     _pass_on: Callable[[Any, Any, MPI.Op], bool] = staticmethod(lambda *_: False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -71,8 +71,8 @@ class WrappedIntracomm(MPI.Intracomm):
         """Return what makes the collectives; the first call makes that, and is a collective one."""
         if self._communicator is None:
             self._communicator = Communicator(self, self._options)
-            self._fast = self._communicator.pass_small_arrays()
-            self._pass_on = self._fast.passing(self._communicator.run_fast)
+            self._passing = self._communicator.pass_small_arrays()
+            self._pass_on = self._passing.caller(self._communicator.run_known)
         return self._communicator
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:  # noqa: N802 - MPI's name
@@ -88,7 +88,7 @@ class WrappedIntracomm(MPI.Intracomm):
             return
         reduce_op, source, target = operands
         _write(target, lambda out: communicator.all_reduce(reduce_op, source, out=out))
-        self._fast.add_passed(op.handle, reduce_op, target)
+        self._passing.add(op.handle, reduce_op, target)
         _finish(communicator, target)
 
     def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> MPI.Request:  # noqa: N802

@@ -224,7 +224,9 @@ def _num_ranks(item: pytest.Item) -> int:
 
 def _description(config: pytest.Config, files: Sequence[str], reports: Path, asked: Path, folder: Path) -> dict[str, Any]:
     """Return what the ranks need to know: builtin types only, as `marshal` takes them."""
-    options = {name: value for name, value in vars(config.option).items() if _is_builtin(value)} | _NOT_ON_RANKS
+    given = dict(vars(config.option))
+    given.pop("file_or_dir", None)  # argparse warns of it, because the ranks are told the files as arguments
+    options = {name: value for name, value in given.items() if _is_builtin(value)} | _NOT_ON_RANKS
     options |= {"rootdir": str(config.rootpath), "inifilename": str(config.inipath or "") or None, "with_mpi": True}
     options["plugins"] = [*config.option.plugins, "no:terminal"]
     return {

@@ -45,13 +45,9 @@ def execute(arguments: argparse.Namespace) -> int:
 
     With -n, outside of a job, the ranks of a job of its own measure.
 
-    Raises
-    ------
-    InvalidArgumentError
-        If the size is invalid or too small for a measurement, --json comes with --delete, or -n is not the number of ranks
-        of this job.
-    LaunchError
-        If there is no MPI, or only one rank; or the file cannot be written.
+    Raises InvalidArgumentError if the size is invalid or too small for a measurement, --json comes with --delete, or -n is
+    not the number of ranks of this job.
+    Raises LaunchError if there is no MPI, or only one rank; or the file cannot be written.
     """
     if arguments.json and arguments.delete:
         raise InvalidArgumentError("--json shows what was measured, and --delete prints what it deletes: leave out one of them")

@@ -85,10 +85,7 @@ class World:
     def from_shape(cls, shape: str, num_ranks: int | None = None) -> World:
         """Build the world of a shape such as ``2x4``, ``3+1`` or ``2x2:cyclic``.
 
-        Raises
-        ------
-        TopologyError
-            If the shape is malformed, or does not have `num_ranks` ranks.
+        Raises TopologyError if the shape is malformed, or does not have `num_ranks` ranks.
         """
         sizes, placement = parse_shape(shape)
         if num_ranks is not None and sum(sizes) != num_ranks:

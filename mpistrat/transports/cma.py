@@ -20,8 +20,6 @@ from mpistrat.launch import process
 from mpistrat.settings import PEER_MEMORY
 from mpistrat.transports.steps import address
 
-__all__ = ["CrossMemoryAttach", "IoVectors"]
-
 # the Yama security module lets a process attach only to descendants, and to processes that have admitted it or an ancestor
 _PR_SET_PTRACER = 0x59616D61
 _PROOF = 0x6D70697374726174
@@ -78,10 +76,7 @@ class CrossMemoryAttach:
     def read(self, rank: int, remote: IoVectors, into: IoVectors) -> None:
         """Copy from memory of a rank of the group to our own; the ranges must have equal sizes.
 
-        Raises
-        ------
-        UnavailableError
-            If the process is gone, or its memory cannot be read.
+        Raises UnavailableError if the process is gone, or its memory cannot be read.
         """
         problem = self._copy(_READ, rank, remote, into)
         if problem:
@@ -90,10 +85,7 @@ class CrossMemoryAttach:
     def write(self, rank: int, remote: IoVectors, values: IoVectors) -> None:
         """Copy from our own memory to that of a rank of the group; the ranges must have equal sizes.
 
-        Raises
-        ------
-        UnavailableError
-            If the process is gone, or its memory cannot be written.
+        Raises UnavailableError if the process is gone, or its memory cannot be written.
         """
         problem = self._copy(_WRITE, rank, remote, values)
         if problem:

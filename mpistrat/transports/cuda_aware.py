@@ -30,8 +30,6 @@ from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.ring import BoundRing, Ring
 from mpistrat.transports.steps import Steps, drive, until
 
-__all__ = ["CudaAwareTransport", "segment_bytes"]
-
 # MPI matches each message, and registers its memory where it must; UCX pipelines memory of NVIDIA GPUs in fragments of 4 MiB
 SEGMENT_BYTES = 1 << 22
 SMALL_SEGMENT_BYTES = 1 << 20
@@ -63,10 +61,8 @@ class CudaAwareTransport(Transport):
     def first_exchange(self) -> str:
         """Return what was wrong with a first sum of known values, or an empty text. A collective call.
 
-        Raises
-        ------
-        TransportError
-            On all ranks of the group, if it did not end within a minute on one of them, or one has no memory for it.
+        Raises TransportError on all ranks of the group, if it did not end within a minute on one of them, or one has no
+        memory for it.
         """
         try:
             is_right, failure = self._sums_rightly(), ""

@@ -32,8 +32,6 @@ from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.steps import Steps, until
 from mpistrat.transports.window import NodeWindow, window_refusal
 
-__all__ = ["CudaIpcTransport"]
-
 SHARED_BLOCK_BYTES = 1 << 21  # CUDA shares whole blocks of this size, and smaller allocations lie in one together
 
 
@@ -61,10 +59,7 @@ class CudaIpcTransport(Transport):
     def allocate(self, nbytes: int) -> DeviceArray:
         """Return this rank's arena; every rank asks for the same size, once until `close`.
 
-        Raises
-        ------
-        TransportError
-            On all ranks, if one of them has no memory, or cannot map the arena of another.
+        Raises TransportError on all ranks, if one of them has no memory, or cannot map the arena of another.
         """
         assert not self._arenas, "allocate was called twice without close"
         memory: list[DeviceArray] = []

@@ -31,8 +31,6 @@ from mpistrat.transports.cma import IoVectors
 from mpistrat.transports.steps import WORKED, Steps, address
 from mpistrat.transports.window import NodeWindow
 
-__all__ = ["BLOCK_SLOT_BYTES", "OneBlock", "exchange", "exchange_bytes"]
-
 TABLE_ARRAYS, TABLE_BYTES = 4096, 1 << 16  # the table of the addresses of a rank's arrays, at the beginning of its arena
 BLOCK_BYTES, RECEIVE_BYTES = 1 << 21, 3 << 19  # of _CrossMemory
 SOURCES, TARGETS = 0, 1

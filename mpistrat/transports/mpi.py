@@ -24,8 +24,6 @@ from mpistrat.transports.steps import WAITING, Steps
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MpiTransport", "mpi_datatype", "mpi_op", "until_complete"]
-
 
 class MpiTransport(Transport):
     """Every verb is one call of MPI per message of at most MPISTRAT_MAX_MESSAGE_BYTES."""

@@ -15,8 +15,6 @@ from mpistrat.transports.base import Operation, Transport
 from mpistrat.transports.mpi import MpiTransport, mpi_datatype
 from mpistrat.transports.ring import BoundRing, Ring
 
-__all__ = ["MpiRingTransport"]
-
 # with its header just below 64 KiB, MPI's eager limit over TCP: longer messages wait for the receiver to answer (rendezvous)
 SEGMENT_BYTES = 63 << 10
 RECEIVES_AHEAD = 8

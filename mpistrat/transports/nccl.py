@@ -33,8 +33,6 @@ from mpistrat.transports.nccl_watcher import NcclWatcher
 from mpistrat.transports.ordered_device import ordered_on_device
 from mpistrat.transports.steps import WAITING, Steps
 
-__all__ = ["NcclTransport", "native_type", "nccl_refusal"]
-
 JOIN_SECONDS = 120.0
 POLLS_PER_CHECK = 64
 _POLL_SECONDS = 1e-4
@@ -76,11 +74,8 @@ def nccl_refusal(dtype: np.dtype[Any], op: ReduceOp) -> str:
 class NcclTransport(Transport):
     """The verbs of NCCL. Making one is a collective call.
 
-    Raises
-    ------
-    TransportError
-        On all ranks, if their versions differ, NCCL_COMM_BLOCKING is 0, NCCL finds no network, or not all have joined after two
-        minutes.
+    Raises TransportError on all ranks, if their versions differ, NCCL_COMM_BLOCKING is 0, NCCL finds no network, or not all
+    have joined after two minutes.
     """
 
     name = "nccl"
@@ -380,10 +375,7 @@ class NcclTransport(Transport):
     def _try_verbs(self, comm: Any, values: DeviceArray) -> None:
         """Make the first call of each verb, and check the results.
 
-        Raises
-        ------
-        TransportError
-            If that is wrong.
+        Raises TransportError if that is wrong.
         """
         # integers: the cube of the number of ranks need not be a float32
         size, kind, total = self.group.size, self._nccl.NCCL_INT64, self._nccl.NCCL_SUM

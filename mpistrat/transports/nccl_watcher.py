@@ -14,8 +14,6 @@ from collections.abc import Callable
 from mpistrat.device.abstract import Device, Event
 from mpistrat.transports.steps import WAITING, Steps
 
-__all__ = ["NcclWatcher"]
-
 CHECK_SECONDS = 0.02
 UNSEEN_SECONDS = 1.0
 STOP_SECONDS = 10.0  # it may be aborting a communicator, which NCCL can block in

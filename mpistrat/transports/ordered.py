@@ -26,8 +26,6 @@ from mpistrat.transports.steps import WAITING, WORKED, Steps
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Caster", "ordered_all_reduce"]
-
 
 class Caster(Protocol):
     """The interface of a cast to a narrower dtype; `packing.wire.Cast` implements it."""

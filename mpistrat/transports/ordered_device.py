@@ -17,8 +17,6 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import Operation
 from mpistrat.transports.steps import Steps
 
-__all__ = ["ordered_on_device"]
-
 Exchange = Callable[[Sequence[DeviceArray], Sequence[DeviceArray]], Steps]
 
 

@@ -12,8 +12,6 @@ from mpistrat.settings import MAX_MESSAGE_BYTES
 from mpistrat.transports.mpi import until_complete
 from mpistrat.transports.steps import Steps
 
-__all__ = ["Pairwise"]
-
 
 class Pairwise:
     """Sends one array to each peer and receives one from each; bound once and run any number of times by all ranks.

@@ -21,8 +21,6 @@ from mpistrat.transports.steps import WAITING, WORKED, Steps
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["BoundRing", "Ring"]
-
 
 class Ring:
     """The messages of one rank, in the order in which they are sent and received.

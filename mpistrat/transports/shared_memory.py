@@ -16,18 +16,13 @@ from mpistrat.transports.exchange import exchange
 from mpistrat.transports.steps import WORKED, Steps
 from mpistrat.transports.window import NodeWindow, window_refusal
 
-__all__ = ["SharedMemoryTransport"]
-
 BLOCK_BYTES = 1 << 17  # the blocks of all peers and of the sum fit in the cache of one core
 
 
 class SharedMemoryTransport(Transport):
     """Collectives over a shared window, on memory that `allocate` returned only. Making one is a collective call.
 
-    Raises
-    ------
-    TransportError
-        On all ranks, if the node has too little shared memory.
+    Raises TransportError on all ranks, if the node has too little shared memory.
     """
 
     name = "shared_memory"

@@ -27,8 +27,6 @@ from mpistrat.reduction import ReduceOp, combine, quiet
 from mpistrat.transports.steps import WAITING, Steps
 from mpistrat.transports.window import CALL, ENTERED, LEAST_SMALL_BYTES, RESULT, NodeWindow
 
-__all__ = ["MOST_NODES", "SmallAllReduce", "SmallExchange"]
-
 MOST_NODES = 4
 """With more nodes, leaders would send more messages than MPI's all-reduce does."""
 MOST_RANKS = 16
@@ -66,10 +64,7 @@ class SmallExchange:
     def barrier(self, window: NodeWindow) -> None:
         """Wait until all ranks of this node have entered the barrier.
 
-        Raises
-        ------
-        CallsDifferError
-            On all of them, if their calls differ.
+        Raises CallsDifferError on all of them, if their calls differ.
         """
         entered = window.announce(self.call.digest)
         for words in window.others:
@@ -103,10 +98,7 @@ class SmallExchange:
     def wait_for_result(self, window: NodeWindow, entered: int) -> None:
         """Wait until the leader of this node has published the result of the current call.
 
-        Raises
-        ------
-        CallsDifferError
-            If calls of ranks of this node differ, so that there will be no result.
+        Raises CallsDifferError if calls of ranks of this node differ, so that there will be no result.
         """
         words, count = window.words[0], self.count
         for _ in range(self.polls):
@@ -188,10 +180,7 @@ class SmallAllReduce:
     def steps(self, source: Array, target: Array) -> Steps:
         """Return the steps of an all-reduce. A collective call.
 
-        Raises
-        ------
-        CallsDifferError
-            On all ranks of a node, if their calls differ.
+        Raises CallsDifferError on all ranks of a node, if their calls differ.
         """
         exchange, window = self._exchange, self._exchange.window
         slots = self._fill_slot(source)

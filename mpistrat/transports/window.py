@@ -191,15 +191,17 @@ class NodeWindow:
         """Raise on all ranks if the node has too little shared memory: writing to it would kill the process (SIGBUS)."""
         from mpi4py import MPI
 
-        folder = os.statvfs("/dev/shm")
-        free = folder.f_bavail * folder.f_frsize
+        try:
+            folder = os.statvfs("/dev/shm")
+            free = folder.f_bavail * folder.f_frsize
+            flaw = ", which has no inodes left" if folder.f_files > 0 and folder.f_favail < 2 else ""
+        except OSError as error:
+            free, flaw = 0, f", which cannot be used ({error.strerror})"
         needed = self.group.size * nbytes
-        lacks_inodes = folder.f_files > 0 and folder.f_favail < 2
-        if self.group.comm.allreduce(free < needed or lacks_inodes, MPI.LOR):
-            inodes = ", which has no inodes left" if lacks_inodes else ""
+        if self.group.comm.allreduce(free < needed or bool(flaw), MPI.LOR):
             raise TransportError(
                 f"{self.group.name}: {format_bytes(needed)} of shared memory are needed, {format_bytes(free)} are free in "
-                f"/dev/shm{inodes}; remove what ended jobs have left there, enlarge it (containers: --shm-size), lower "
+                f"/dev/shm{flaw}; remove what ended jobs have left there, enlarge it (containers: --shm-size), lower "
                 "MPISTRAT_CHUNK_BYTES, or set MPISTRAT_INTRA_TRANSPORT=mpi"
             )
 
@@ -213,10 +215,7 @@ class NodeWindow:
     def barrier(self) -> Steps:
         """Enter a barrier, at once, and return the steps that wait until all ranks have entered it. A collective call.
 
-        Raises
-        ------
-        CallsDifferError
-            On all ranks, if their calls differ.
+        Raises CallsDifferError on all ranks, if their calls differ.
         """
         return self._complete(self.announce(self.group.call.digest))
 
@@ -247,10 +246,7 @@ class NodeWindow:
     def compare(self, entered: int) -> None:
         """Compare the digests of all ranks in a barrier that all have entered.
 
-        Raises
-        ------
-        CallsDifferError
-            On all ranks, if they differ.
+        Raises CallsDifferError on all ranks, if they differ.
         """
         if self.is_fenced:
             self.fence_memory()

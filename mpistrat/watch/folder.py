@@ -34,10 +34,7 @@ def bases() -> list[Path]:
 def make_job(base: Path, job: str) -> Path:
     """Make the folder of a job, unless another rank has, and return it.
 
-    Raises
-    ------
-    OSError
-        If it cannot be made, or another user can write to it.
+    Raises OSError if it cannot be made, or another user can write to it.
     """
     for folder in (base, base / job):
         with suppress(FileExistsError):

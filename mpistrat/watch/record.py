@@ -109,10 +109,7 @@ class Call:
 class RankFile:
     """The record of a rank, read from its bytes.
 
-    Raises
-    ------
-    ValueError
-        If it is not a record file, has another version, or is damaged.
+    Raises ValueError if it is not a record file, has another version, or is damaged.
     """
 
     def __init__(self, memory: memoryview) -> None:

@@ -66,7 +66,7 @@ _is_collection_paused = False
 class FlightRecorder:
     """Records the collectives that this process enters and leaves, in a file or, without a path, in memory of this process.
 
-    One per process: see `recorder`. What `enter` and `leave` do is also written out in `communicator.fast_paths`.
+    One per process: see `recorder`. What `enter` and `leave` do is also written out in `communicator.passing`.
     """
 
     def __init__(self, path: Path | None, rank: int = 0, size: int = 1) -> None:
@@ -373,10 +373,7 @@ def _anonymous() -> mmap.mmap:
 def _mapped(path: Path) -> mmap.mmap:
     """Make a file, replacing an existing one, and map it.
 
-    Raises
-    ------
-    OSError
-        If the file system has no room for it: a write to a mapped page without room would kill the process.
+    Raises OSError if the file system has no room for it: a write to a mapped page without room would kill the process.
     """
     new = path.with_name(f".new-{os.getpid()}")
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

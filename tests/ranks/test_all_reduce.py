@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpistrat.algorithms.choose import PLANNERS
-from mpistrat.communicator import plan_cache
+from mpistrat.communicator import programs
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import (
@@ -279,8 +279,8 @@ def test_packs_change_nothing(mixed):
 def test_packs_follow_the_rule(mixed):
     arrays = [np.ones(count, np.uint8) for count in (10, 20, 30, 40)]
     mixed.all_reduce(SUM, arrays, CommunicationOptions(bytes_per_pack=25))
-    [batch] = mixed._plans._plans.values()
-    assert [bucket.indices for bucket in batch] == [(3,), (2,), (1, 0)], "the last arrays first"
+    [program] = mixed._programs._programs.values()
+    assert [bucket.indices for bucket in program.buckets] == [(3,), (2,), (1, 0)], "the last arrays first"
 
 
 def test_a_repeated_call_uses_what_it_has(mixed):
@@ -289,14 +289,14 @@ def test_a_repeated_call_uses_what_it_has(mixed):
     for arrays in (small, large, small, large):
         mixed.all_reduce(SUM, arrays, options)
     generation = mixed._executor.generation
-    batches = list(mixed._plans._plans.values())
+    programs = list(mixed._programs._programs.values())
     for turn in range(6):
         for arrays in (small, large):
             sums = mixed.all_reduce(SUM, [array * (turn + mixed.rank) for array in arrays], options)
             total = mixed.size * turn + sum(range(mixed.size))
             assert all((result == total).all() for result in sums)
     assert mixed._executor.generation == generation, "the scratch memory was allocated again"
-    assert all(now is before for now, before in zip(mixed._plans._plans.values(), batches, strict=True))
+    assert all(now is before for now, before in zip(mixed._programs._programs.values(), programs, strict=True))
 
 
 def test_scratch_memory_grows(mixed):
@@ -308,11 +308,11 @@ def test_scratch_memory_grows(mixed):
 
 @up_to_ranks(2)  # ranks keep plans each for itself
 def test_more_signatures_than_are_kept(mixed):
-    kept = plan_cache.BATCHES_KEPT
+    kept = programs.PROGRAMS_KEPT
     for count in [*range(1, kept + 20), 1, 2, kept]:
         [result] = mixed.all_reduce(SUM, [np.full(count, mixed.rank)], by_name("hierarchical"))
         assert result.tolist() == [sum(range(mixed.size))] * count
-    assert len(mixed._plans._plans) <= kept
+    assert len(mixed._programs._programs) <= kept
 
 
 def test_a_started_all_reduce_goes_on_while_it_is_asked(mixed):

@@ -103,19 +103,16 @@ def test_what_is_inexact_stays_within_its_bound(mapped):
         assert (np.abs(one.astype(np.float64) - other.astype(np.float64)) <= bound).all()
 
 
-def test_arrays_in_host_memory_go_beside_those_on_the_gpu(pair):
-    arrays = [values(100, np.float32, pair.rank), values((), np.float64, 9 + pair.rank), values((3, 5), np.float32, pair.rank)]
-    expected = pair.host.all_reduce(SUM, arrays)
+def test_arrays_in_host_memory_are_combined_there(pair):
+    array = values(100, np.float32, pair.rank)
+    expected = pair.host.all_reduce(SUM, [array])[0]
     for _ in range(3):
-        given = [pair.up(arrays[0]), arrays[1], pair.up(arrays[2])]
-        found = pair.gpu.all_reduce(SUM, given)
-        assert type(found[1]) is np.ndarray
-        for one, other in zip([pair.device.get(found[0]), found[1], pair.device.get(found[2])], expected, strict=True):
-            np.testing.assert_array_equal(one, other)
-        # the fast path of an array in host memory does not serve one like it on the GPU
+        # what is known of an array in host memory does not serve one like it on the GPU
         for _ in range(2):
-            np.testing.assert_array_equal(pair.gpu.all_reduce(SUM, [arrays[0]])[0], expected[0])
-        np.testing.assert_array_equal(pair.reduce(SUM, arrays[:1])[0], expected[0])
+            found = pair.gpu.all_reduce(SUM, [array])[0]
+            assert type(found) is np.ndarray
+            np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(pair.reduce(SUM, [array])[0], expected)
 
 
 def test_results_go_where_they_are_wanted(pair):
@@ -307,7 +304,7 @@ def test_what_goes_by_way_of_the_host_is_said_once(comm, world, monkeypatch, tmp
     """Nobody's MPI takes memory of GPUs here, and says so."""
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "auto")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("mpistrat.execution.device_rails._warned", set())
+    monkeypatch.setattr("mpistrat.execution.select._warned", set())
     with stand_in(comm):
         for _ in range(2):
             communicator = Communicator(Hierarchy(comm, world))
@@ -369,8 +366,7 @@ def test_rails_that_keep_no_channels_apart(comm, world, monkeypatch):
 def test_nccl_may_be_asked_for_where_it_is(uneven):
     options = CommunicationOptions(implementation="nccl")
     np.testing.assert_array_equal(uneven.reduce(SUM, [np.ones(10, np.float32)], options)[0], uneven.size)
-    numbers = np.array(1.5), uneven.up(values(10, np.float32, 0))
-    assert uneven.gpu.all_reduce(SUM, numbers, options)[0] == 1.5 * uneven.size
+    assert uneven.gpu.all_reduce(SUM, np.array(1.5), options) == 1.5 * uneven.size  # it does not apply to host memory
     with pytest.raises(TransportError, match=r"NCCL was asked for, but NCCL does not combine float32 by MAX"):
         uneven.reduce(ReduceOp.MAX, [values(10, np.float32, 0)], options)
 
@@ -428,7 +424,7 @@ def test_out_must_lie_where_the_array_does(pair):
     with pytest.raises(InvalidArgumentError, match="the array is on a GPU, out in host memory"):
         pair.gpu.all_reduce(SUM, [pair.up(array)], out=[array])
     with pytest.raises(InvalidArgumentError, match="the array is in host memory, out on a GPU"):
-        pair.gpu.all_reduce(SUM, [array, pair.up(array)], out=[pair.up(array), pair.up(array)])
+        pair.gpu.all_reduce(SUM, [array, array], out=[pair.up(array), pair.up(array)])
 
 
 def test_out_must_lie_there_on_a_short_way_too(comm, world, monkeypatch):
@@ -571,18 +567,32 @@ def test_arrays_with_gaps_between_their_elements(comm, world, monkeypatch, count
 
 
 def test_what_is_held_and_done_is_told(pair):
-    arrays = [pair.up(values(25_000, np.float32, seed)) for seed in range(2)] + [values((), np.float64, 0)]
+    arrays = [pair.up(values(25_000, np.float32, seed)) for seed in range(2)] + [pair.up(values((), np.float64, 0))]
     pair.gpu.all_reduce(SUM, arrays)
+    pair.gpu.all_reduce(SUM, values((), np.float64, 0))
     report = pair.gpu.memory_report()
     assert report.device_bytes >= 200_000
     assert report.num_plans == 2
     assert (report.pinned_bytes > 0) == (pair.world.num_nodes > 1)
     assert "GPU " in str(report)
     explained = pair.gpu.explain(arrays)
-    assert [pack.dtype for pack in explained.packs] == ["float64", "float32"]
+    assert [pack.dtype for pack in explained.packs] == ["float32", "float64"]
     if pair.world.size > 1:
         assert pair.gpu.path in str(explained)
     assert "default constants for GPUs" in str(pair.gpu.explain(arrays[:1]))
+
+
+@needs_ranks(2)
+def test_arrays_of_both_memories_are_refused_in_one_call(pair):
+    there, here = pair.up(values(10, np.float32, 0)), values(10, np.float32, 0)
+    pair.gpu.all_reduce(SUM, [there, there])
+    pair.gpu.all_reduce(SUM, [here, here])
+    for arrays in ([there, here], [here, there]):
+        with pytest.raises(InvalidArgumentError, match=r"arrays of one call lie in one memory; got (GPU, host|host, GPU)"):
+            pair.gpu.all_reduce(SUM, arrays)
+        with pytest.raises(InvalidArgumentError, match="lie in one memory"):
+            pair.gpu.start_all_reduce(SUM, arrays)
+    pair.gpu.barrier()
 
 
 @needs_ranks(2)

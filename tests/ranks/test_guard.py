@@ -152,7 +152,7 @@ def test_calls_of_a_thread_are_not_paired_with_those_of_the_main_one(comm, one_n
 
     for _ in range(3):
         call()
-    with pytest.raises(AgreementError, match="after a change from the main thread to another one"):
+    with pytest.raises(AgreementError, match=r"after a change to thread 'other_#' \(1\)"):
         on_thread(call) if comm.rank else call()
 
 
@@ -185,12 +185,52 @@ def test_threads_that_were_started_together_are_refused_though_the_first_has_end
 
 
 @needs_ranks(2)
+@pytest.mark.parametrize("count", [3, 100_000])
+@pytest.mark.parametrize("names", [(None, None), ("A", "B"), ("part-1", "part-2")])
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_threads_that_begin_in_another_order_on_some_ranks_are_told_before_a_sum_is_wrong(
+    comm, one_node, count, names, is_reversed
+):
+    def call(value):
+        try:
+            results.append(one_node.all_reduce(SUM, np.full(count, value))[0])
+        except (AgreementError, UnavailableError) as error:
+            told.append(str(error))
+
+    results, told = [], []
+    threads = [threading.Thread(target=call, name=name, args=(value,)) for name, value in zip(names, (1.0, 10.0), strict=True)]
+    for _ in range(3):
+        one_node.all_reduce(SUM, np.ones(count))
+    for thread in threads[:: -1 if comm.rank and is_reversed else 1]:  # the second may get the identifier of the first
+        thread.start()
+        thread.join()
+    assert results == ([] if is_reversed else [comm.size, 10 * comm.size])
+    assert len(told) == (2 if is_reversed else 0)
+    assert not told or "after a change to thread" in told[0]
+
+
+@needs_ranks(2)
+def test_names_of_threads_may_have_the_number_of_the_rank(comm, one_node):
+    for name in (f"rank-{comm.rank}", f"Thread-{comm.rank + 5} (call)"):
+        assert on_thread(lambda: one_node.all_reduce(SUM, np.ones(3))[0], name) == comm.size
+
+
+@needs_ranks(2)
+def test_a_thread_that_makes_a_communicator_and_another_that_calls_it_are_told_apart(comm):
+    with ThreadPoolExecutor(1, "first") as first, ThreadPoolExecutor(1, "second") as second:
+        made = first.submit(Communicator, comm).result()
+        assert first.submit(made.all_reduce, SUM, np.ones(3)).result()[0] == comm.size
+        with pytest.raises(UnavailableError, match="second_0.*first_0"):
+            second.submit(made.all_reduce, SUM, np.ones(3)).result()
+
+
+@needs_ranks(2)
 def test_an_exception_after_a_call_has_its_number_is_told_to_the_other_ranks(comm, one_node, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
     if comm.rank == 0:
-        monkeypatch.setattr(one_node._guard, "take_notes", interrupted)
+        monkeypatch.setattr(one_node._guard, "_move_notes", interrupted)
     error, told = (
         (KeyboardInterrupt, None) if comm.rank == 0 else (UnavailableError, "rank 0 has left collective 1, which had not")
     )
@@ -206,5 +246,5 @@ def test_a_call_within_a_call_is_refused(one_node, monkeypatch):
         with pytest.raises(UnavailableError, match="this thread is in a collective already"):
             one_node.barrier()
 
-    monkeypatch.setattr(one_node._guard, "take_notes", within)  # as a signal handler or a finalizer would
+    monkeypatch.setattr(one_node._guard, "_move_notes", within)  # as a signal handler or a finalizer would
     one_node.barrier()

@@ -14,7 +14,7 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import TransportError
 from mpistrat.execution import select
-from mpistrat.execution.bound_plan import SLOT_ALIGNMENT_BYTES
+from mpistrat.execution.compile import SLOT_ALIGNMENT_BYTES
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World

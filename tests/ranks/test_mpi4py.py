@@ -428,8 +428,8 @@ def test_an_interrupt_in_a_small_sum_leaves_no_lock_held(passing, monkeypatch):
 
     sent, received = np.ones(3), np.empty(3)
     passing.Allreduce(sent, received)
-    [(key, known)] = communicator._fast._passed.items()
-    monkeypatch.setitem(communicator._fast._passed, key, (*known[:-2], interrupt, known[-1]))
+    [(key, known)] = communicator._programs.passed.items()
+    monkeypatch.setitem(communicator._programs.passed, key, (*known[:-2], interrupt, known[-1]))
     with pytest.raises(KeyboardInterrupt):
         passing.Allreduce(sent, received)
     assert not communicator._guard.lock.locked()

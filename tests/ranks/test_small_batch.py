@@ -13,8 +13,8 @@ import pytest
 import mpistrat
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.communicator.small_batch import SMALL_BATCH_BYTES, SmallBatch
 from mpistrat.errors import UnavailableError, UnsupportedDtypeError
+from mpistrat.execution.one_call import SMALL_BATCH_BYTES, SmallBatch
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
 from mpistrat.testing.transport_cases import DTYPES, operations
@@ -150,12 +150,12 @@ def test_after_a_failed_fast_path_no_collective_is_made(ops, into):
     array, out = np.ones(3), [np.empty(3)] if into else None
     for _ in range(2):
         ops.all_reduce(ReduceOp.SUM, [array], None, out)
-    [(key, path)] = ops._fast._paths.items()
+    [(key, known)] = ops._programs._known.items()
 
     def failing(arrays, out):
         raise KeyboardInterrupt
 
-    ops._fast._paths[key] = replace(path, run=failing)
+    ops._programs._known[key] = replace(known, run=failing)
     with pytest.raises(KeyboardInterrupt):
         ops.all_reduce(ReduceOp.SUM, [array], None, out)
     with pytest.raises(UnavailableError, match=r"an earlier all_reduce did not end \(KeyboardInterrupt\)"):

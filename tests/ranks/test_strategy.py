@@ -455,7 +455,7 @@ REFUSED_BY_ONE = {
         "options must be CommunicationOptions or None; got 'RING'",
     ),
     "options in a replica": (
-        lambda strategy, options: strategy.run(lambda: mpistrat.get_replica_context().all_gather([1.0], 0, options)),
+        lambda strategy, options: strategy.run(lambda: mpistrat.get_replica_context().all_gather([np.ones(1)], 0, options)),
         "RING",
         None,
         InvalidArgumentError,

@@ -2,6 +2,7 @@
 
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -245,6 +246,17 @@ def test_shared_memory_that_does_not_fit_is_refused_on_every_rank(group):
     message = rf"world: {needed}, {free}; remove what .*enlarge it .*MPISTRAT_INTRA_TRANSPORT=mpi"
     with pytest.raises(TransportError, match=message):
         transport.allocate(2**50)
+    transport.allocate(64)
+    transport.close()
+
+
+def test_shared_memory_that_one_rank_does_not_have_is_refused_on_every_rank(group, monkeypatch):
+    transport = SharedMemoryTransport(group)
+    if group.rank == 0:
+        monkeypatch.setattr("os.statvfs", lambda _: Path("/nowhere").stat())  # a container without /dev/shm
+    with pytest.raises(TransportError, match="cannot be used .No such file" if group.rank == 0 else "are free in /dev/shm"):
+        transport.allocate(64)
+    monkeypatch.undo()
     transport.allocate(64)
     transport.close()
 

@@ -275,7 +275,7 @@ def test_num_packs_may_change_between_calls(mixed):
             for given in (arrays, arrays[:1]):
                 for result in mixed.all_reduce(SUM, given, options):
                     assert (result == mixed.size * (mixed.size + 1) // 2).all()
-    buckets = {len(batch) for batch in mixed._plans._plans.values()}
+    buckets = {len(program.buckets) for program in mixed._programs._programs.values()}
     assert {1, 3, 7} <= buckets
     with pytest.raises(InvalidArgumentError, match="num_packs must be None, 0 .each array by itself. or positive; got -1"):
         CommunicationOptions(num_packs=-1)

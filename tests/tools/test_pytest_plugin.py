@@ -119,6 +119,7 @@ def test_each_test_of_several_ranks_is_one_test_here(folder):
     ended = re.match(r"the job of 2 ranks ended with (\d+)\n", failures["test_kills_one_rank[2-ranks]"])
     assert ended, failures["test_kills_one_rank[2-ranks]"]
     assert int(ended[1]) in codes_after_loss(3)
+    assert "UserWarning" not in failures["test_kills_one_rank[2-ranks]"]
     slept = failures["test_sleeps_on_one_rank[2-ranks]"]
     assert slept.startswith("the job of 2 ranks is not done with this test after 8 s")
     assert "barrier()" in slept

@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from mpistrat.execution.bound_plan import overlap
+from mpistrat.execution.program import overlap
 from mpistrat.transports.steps import WAITING, Steps
 
 Schedule = Callable[..., Steps]

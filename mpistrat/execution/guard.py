@@ -1,4 +1,4 @@
-"""CollectiveGuard: checks every collective call: none has failed before, all ranks arrive in time and make the same call.
+"""Guard: checks every collective call: none has failed before, all ranks arrive in time and make the same call.
 
 A call has a digest, a 64-bit hash of its description. Ranks that make different calls find out before a result is returned:
 
@@ -8,26 +8,25 @@ A call has a digest, a 64-bit hash of its description. Ranks that make different
   first, by a small exchange;
 - what is not a collective by itself (a structure, an assignment outside run) is noted, and compared with the next call;
 - where MPI reduces arrays between nodes, calls are compared afterwards: every 64 small calls, and before the program ends.
+
+At the end of the program the guards of all communicators compare the last calls, and refuse all after it, as in a forked child.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from mpistrat import settings
-from mpistrat.communicator.call import CollectiveCall
-from mpistrat.communicator.lifetime import follow
-from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import CollectiveError, DeadlineExceededError, MpistratError, TransportError, UnavailableError
 from mpistrat.execution.engine import Job, back_off, raise_unclaimed_failure, submit, wait_for_gpu
 from mpistrat.execution.work import Work
@@ -37,6 +36,7 @@ from mpistrat.groups.agreement import (
     CallsDifferError,
     Completion,
     Signature,
+    after,
     calls_differ,
     chained,
     digest_of,
@@ -45,12 +45,13 @@ from mpistrat.groups.agreement import (
 from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, DeadlineBarrier
 from mpistrat.groups.group import MOST_UNCONFIRMED, keep_alive_for_peers
 from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.launch import abort
 from mpistrat.transports.steps import Steps, drive
-from mpistrat.transports.window import NodeWindow
+from mpistrat.transports.window import NodeWindow, free_open_windows
+from mpistrat.watch import watcher
 from mpistrat.watch.record import RankFile
 from mpistrat.watch.recorder import recorder
 from mpistrat.watch.states import entered
-from mpistrat.watch.watcher import start
 
 T = TypeVar("T")
 
@@ -58,37 +59,83 @@ _INDEXES_KEPT, _NOTES_KEPT = 64, 64
 _OTHER_THREAD = "another thread is in a collective: make all collectives of a strategy on one thread"
 _SAME_THREAD = "this thread is in a collective already: signal handlers, finalizers and callbacks must not make one"
 _ANSWER_SECONDS = 1.0  # for ranks to report their call after a deadline has passed
+_LEAST_SECONDS = 0.2  # a call that all ranks entered just before the deadline still gets this long
 FRAMES = 3  # at least this many frames of this library lie between the recorder's caller and the program
 
+_POOLS = ("ThreadPoolExecutor", "asyncio", "Dummy")  # names of threads, as the standard library begins them
 
-class CollectiveGuard:
+Facts = np.ndarray[Any, np.dtype[np.int64]]
+"""Two numbers of each rank: int64, (ranks, 2)."""
+
+
+@dataclass
+class Call:
+    """A collective call of this rank: what it is, its deadline, and what was noted before it."""
+
+    number: int
+    verb: str
+    arguments: str  # the call with its arguments
+    seconds: float = 0.0  # the deadline, from the beginning of the call; 0 means none
+    is_started: bool = False
+    ends: float = 0.0  # on the clock of `time.monotonic`; 0: there is no deadline, or the call has not begun
+    noted: int = 0  # hash of the notes that are compared with it
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"collective {self.number}, {self.arguments}"
+
+    @property
+    def text(self) -> str:
+        """The call with its arguments, and with the notes before it that tell something."""
+        return f"{self.arguments}{after(self.notes)}"
+
+    def begin(self) -> None:
+        """Start the clock of the deadline."""
+        self.ends = time.monotonic() + self.seconds if self.seconds else 0.0
+
+    @property
+    def rest_seconds(self) -> float:
+        """The seconds left until the deadline; 0 without a deadline."""
+        return max(self.ends - time.monotonic(), _LEAST_SECONDS) if self.ends else 0.0
+
+
+class _ThreadTurn(threading.local):
+    """What each thread has for itself."""
+
+    turn: object = None
+
+
+def _threads() -> list[threading.Thread]:
+    """Return the threads that run, or have not been started, which the interpreter keeps in a private set alone."""
+    return [each for each in getattr(threading, "_dangling", threading.enumerate()) if each.is_alive() or each.ident is None]
+
+
+def _label(thread: threading.Thread) -> str:
+    """Return what tells a thread from others, equal on ranks that make their threads alike: its name, but for numbers.
+
+    Numbers may be those of ranks, or count threads that other ranks do not have. What counts is which of the threads with such
+    names it is; of pools, which threads may share, and of threads that other libraries make, not even that.
+    """
+    numbers = re.compile(r"\d+")
+    kind = numbers.sub("#", thread.name)
+    if kind.startswith(_POOLS):
+        return repr(kind)
+    alike = sorted(tuple(map(int, numbers.findall(each.name))) for each in _threads() if numbers.sub("#", each.name) == kind)
+    return f"{kind!r} ({alike.index(tuple(map(int, numbers.findall(thread.name)))) + 1})"
+
+
+class Guard:
     """Admits collective calls one at a time, and none after one has failed.
 
     Threads have no order that is the same on all ranks. So a change from the main thread to another one, or back, is noted, and
-    compared with the next call. Other threads cannot be told apart: there is one at a time, the next when it has ended.
+    compared with the next call, with what `_label` says of the other one. There is one other thread at a time, the next when it
+    has ended.
 
-    Attributes
-    ----------
-    number : int
-        Sequence number of the last collective.
-    refusal : str
-        Why a collective cannot begin at once, or an empty text.
-    checks : bool
-        Whether calls are compared even if nothing else has to be exchanged: unless MPISTRAT_CHECK is off.
-    lock : Lock
-        Held by the thread that is in a collective.
-    thread : int
-        The identifier of the thread that made the last call; only its calls may take a fast path.
-    is_on_gpu : bool
-        Whether calls may work on this process's GPU.
-    noted : int
-        Hash of what was noted since the last collective.
-    signature : Signature
-        Of the current call, or the last one.
-    communicator : int
-        Number of the hierarchy, by which the records of ranks tell communicators apart.
-    indexes : dict
-        Index of a call's description in this process's record, by the digest of the call.
+    `number` is that of the last call, and `signature` that of the current or last one; `noted` is the hash of what was
+    noted since. `refusal` says why no call can begin at once. The thread that is in a call holds `lock`; the one that made
+    the last call has `turn` in `here`, and only its calls may be known ones (an identifier of a thread is soon that of
+    another one). `communicator` is the number by which the records of ranks tell communicators apart, and `indexes` has
+    that of a call's description in this rank's record, by its digest.
     """
 
     def __init__(
@@ -96,7 +143,8 @@ class CollectiveGuard:
         hierarchy: Hierarchy,
         agreement: Agreement,
         window: NodeWindow | None,
-        options: CommunicationOptions,
+        seconds: float,
+        is_checked: bool,
         memory: object,
     ) -> None:
         world = hierarchy.world
@@ -105,26 +153,30 @@ class CollectiveGuard:
         self._agreement, self._memory, self._rank = agreement, memory, hierarchy.rank
         self._current, self._one_node = hierarchy.call, world.num_nodes == 1
         self._window = window if hierarchy.intra.size > 1 else None
-        self._options, self.checks, self.number = options, hierarchy.settings[settings.CHECK], 0
-        self._seconds = options.timeout_seconds or 0.0
+        # whether calls are compared even if nothing else has to be exchanged: unless MPISTRAT_CHECK is off
+        self.checks, self.number = is_checked, 0
+        self.default_seconds = self._seconds = seconds
         self._current.confirm, self._current.drive = self._confirm, self.drive_current
-        self._current.must_poll = bool(options.timeout_seconds)
+        self._current.must_poll = bool(seconds)
         self.lock, self.refusal, self.noted, self.is_on_gpu = threading.Lock(), "", 0, False
         self.communicator, self._job_ranks, self._members = hierarchy.number, hierarchy.job_ranks, hierarchy.members
         self.indexes: dict[int, int] = {}
-        self._recorder, self._watcher, self._slot = recorder(), start(), 0
+        self._recorder, self._watcher, self._slot = recorder(), watcher.start(), 0
         self.signature = Signature("")
         self._any_deadline, self._notes = False, list[str]()
         self._last: Job | None = None
         self._ends, self._failure, self._number_before = 0.0, "", 0
         self._cause: BaseException | None = None
         self._told: BaseException | None = None
-        self.thread, here = threading.get_ident(), threading.current_thread()
-        self._is_main = here is threading.main_thread()
-        # of the threads but the main one: which makes calls, and which were running when it made its first one
+        self.here, self.turn = _ThreadTurn(), object()
+        self._is_main = threading.current_thread() is threading.main_thread()
+        if self._is_main:
+            self.here.turn = self.turn
+        # of the threads but the main one: which makes calls, and which were there when it made its first one
         self._other: threading.Thread | None = None
         self._beside: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        follow(self)
+        _guards.add(self)
+        _watch_finalize()
 
     def __enter__(self) -> None:
         """Lock the communicator for this thread."""
@@ -166,9 +218,9 @@ class CollectiveGuard:
     def _acquire(self) -> None:
         """Lock the communicator, if calls of this thread can be told apart from those of others."""
         if not self.lock.acquire(blocking=False):
-            raise self._refused(_SAME_THREAD if self.thread == threading.get_ident() else _OTHER_THREAD)
+            raise self._refused(_SAME_THREAD if self.here.turn is self.turn else _OTHER_THREAD)
         try:
-            if self.thread != threading.get_ident():
+            if self.here.turn is not self.turn:
                 self._change_thread(threading.current_thread())
             self._number_before = self.number
         except BaseException:
@@ -187,9 +239,11 @@ class CollectiveGuard:
                 self._post(self.number + 1, error)
                 raise error
             self._other, self._beside = now, weakref.WeakSet(threading.enumerate())
-        if is_main is not self._is_main:
-            self.note("a change to the main thread" if is_main else "a change from the main thread to another one")
-        self._is_main, self.thread = is_main, threading.get_ident()
+            self.note(f"a change to thread {_label(now)}")
+        elif is_main is not self._is_main:
+            self.note("a change to the main thread" if is_main else f"a change to thread {_label(now)}")
+        self._is_main = is_main
+        self.here.turn = self.turn = object()
 
     def _account_for(self, error: BaseException, has_begun: bool) -> None:
         """Notify the other ranks of an error of a call that they make, unless they know of it."""
@@ -200,7 +254,7 @@ class CollectiveGuard:
             self._fail_and_notify("collective", error)
 
     def _forget_deadline(self) -> None:
-        self._current.must_poll, self._any_deadline = bool(self._options.timeout_seconds), False
+        self._current.must_poll, self._any_deadline = bool(self.default_seconds), False
         if self._watcher is not None:
             self._watcher.limit = None
 
@@ -220,7 +274,7 @@ class CollectiveGuard:
             self._last, self.refusal = None, self._failure
             raise_unclaimed_failure(self)
 
-    def start(self, call: CollectiveCall, carry_out: Callable[[], T]) -> Work[T]:
+    def start(self, call: Call, carry_out: Callable[[], T]) -> Work[T]:
         """Have the engine run a call after all calls started before; until it has ended no other collective can begin."""
         line, index = self._recorder.line(FRAMES), self.index(digest_of(call.text), call.verb, call.text)
 
@@ -245,7 +299,7 @@ class CollectiveGuard:
         submit(job)
         return Work(job)
 
-    def give_up_started(self, call: CollectiveCall, error: CollectiveError, is_strict: bool) -> None:
+    def give_up_started(self, call: Call, error: CollectiveError, is_strict: bool) -> None:
         """Refuse what was started behind a call in which ranks found a difference, unless all ranks make it nevertheless."""
         if is_strict and (self.number == call.number or all(text.startswith(call.verb) for text in error.calls)):
             return
@@ -270,7 +324,7 @@ class CollectiveGuard:
             index = self.indexes[digest] = self._recorder.intern(text, details[2], digest, self._members)
         return index
 
-    def enter(self, call: CollectiveCall, digest: int) -> None:
+    def enter(self, call: Call, digest: int) -> None:
         """Record that this rank has entered a call."""
         if not (self._slot or call.is_started):
             index = self.indexes.get(digest) or self.index(digest, call.verb, call.text, self.signature.details)
@@ -283,15 +337,19 @@ class CollectiveGuard:
         self.noted, self._notes = 0, []
         return digest
 
-    def take_notes(self, call: CollectiveCall) -> None:
-        """Move the notes to a call."""
+    def next_call(self, verb: str, arguments: str, seconds: float) -> Call:
+        """Return a call with the next number, and the notes since the last one."""
+        self.number += 1
+        call = Call(self.number, verb, arguments, seconds)
+        self._move_notes(call)
+        return call
+
+    def _move_notes(self, call: Call) -> None:
         if self._notes:
             call.noted, call.notes = self.noted, tuple(self._notes)
             self.noted, self._notes = 0, []
 
-    def agree(
-        self, call: CollectiveCall, error: Exception | None = None, facts: Sequence[int] = (0, 0)
-    ) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def agree(self, call: Call, error: Exception | None = None, facts: Sequence[int] = (0, 0)) -> Facts:
         """Wait until all ranks make the same call; return two numbers of each, (ranks, 2), valid until the next call.
 
         A collective call. If calls differ, every rank raises an AgreementError, and one that passes an `error` that error.
@@ -317,9 +375,7 @@ class CollectiveGuard:
         self._any_deadline = bool(found[:, 2].any())
         return found[:, :2]
 
-    def _agree_in_node(
-        self, window: NodeWindow, call: CollectiveCall, error: Exception | None, facts: Sequence[int]
-    ) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+    def _agree_in_node(self, window: NodeWindow, call: Call, error: Exception | None, facts: Sequence[int]) -> Facts | None:
         """Compare a call in the memory of the node, and return the facts of its ranks; None if all ranks will differ."""
         try:
             self._drive(call, window.barrier_with(facts), call.rest_seconds)
@@ -333,14 +389,14 @@ class CollectiveGuard:
             self._agreement.raise_on_all(call.text, error, call.number, self._completion(call))
         return None
 
-    def refuse(self, call: CollectiveCall, error: Exception) -> NoReturn:
+    def refuse(self, call: Call, error: Exception) -> NoReturn:
         """Raise the error of a call that this rank cannot make; ranks that make it see it in this rank's record."""
         text = f"{call.text}, which failed: {type(error).__name__}: {error}"
         self._told = error
-        self.enter(replace(call, describe=lambda: text, notes=()), digest_of(text))
+        self.enter(replace(call, arguments=text, notes=()), digest_of(text))
         raise error
 
-    def begin(self, call: CollectiveCall, signature: Signature) -> None:
+    def begin(self, call: Call, signature: Signature) -> None:
         """Make a call the current one. The signature describes it without its notes."""
         self.signature = signature
         self._current.digest = digest = signature.digest ^ call.noted
@@ -348,7 +404,7 @@ class CollectiveGuard:
         self._current.must_poll = bool(call.seconds) or self._any_deadline or call.is_started
         self._current.count()
 
-    def run(self, call: CollectiveCall, steps: Steps) -> None:
+    def run(self, call: Call, steps: Steps) -> None:
         """Run the steps of a call within the rest of its time. After a failure no other collective can be made."""
         self._drive(call, steps, call.rest_seconds)
 
@@ -368,7 +424,7 @@ class CollectiveGuard:
         self._fail_and_notify("all_reduce", error)
         return error
 
-    def overdue(self, call: CollectiveCall) -> DeadlineExceededError:
+    def overdue(self, call: Call) -> DeadlineExceededError:
         """Notify all ranks that this one gives up the call, and return the error that names the ranks that do not answer."""
         return self._deadline_barrier.overdue(str(call), call.seconds, self._missing())
 
@@ -432,13 +488,13 @@ class CollectiveGuard:
             with self:
                 self.number += 1
                 self.signature = Signature("confirm()")
-                call = CollectiveCall(self.number, "confirm", lambda: self.signature.text, self._options)
+                call = Call(self.number, "confirm", self.signature.text, self.default_seconds)
                 self.enter(call, self.signature.digest)
                 self._current.settle()
 
     def _confirm(self, history: int) -> None:
         """Compare the calls that MPI has reduced since the last comparison; name the first that differs. A collective call."""
-        call = CollectiveCall(self.number, "all_reduce", lambda: "the calls that MPI combined last", self._options)
+        call = Call(self.number, "all_reduce", "the calls that MPI combined last", self.default_seconds)
         found = self._agreement.check(call.text, None, self._completion(call), (history, 0, 0))
         if (found[:, 0] == history).all():
             return
@@ -452,20 +508,20 @@ class CollectiveGuard:
         error = calls_differ(number, {rank: texts.get(number, "another") for rank, texts in enumerate(every)})
         raise self._failed(call, error)
 
-    def _completion(self, call: CollectiveCall) -> Completion:
+    def _completion(self, call: Call) -> Completion:
         """Return what completes an exchange of all ranks before the deadline of a call, or fails the communicator."""
         steps, absent = self._deadline_barrier.steps, self._absent
         return lambda enter: self._drive(call, steps(enter, lambda: str(call), call.seconds, absent), is_arriving=True)
 
-    def _drive(self, call: CollectiveCall, steps: Steps, timeout_seconds: float = 0.0, is_arriving: bool = False) -> None:
+    def _drive(self, call: Call, steps: Steps, timeout_seconds: float = 0.0, is_arriving: bool = False) -> None:
         """Run steps; those of a deadline barrier (`is_arriving`) watch the deadline and the peers' messages themselves."""
         back = back_off if call.is_started else None
         try:
             if is_arriving:
-                drive(steps, call.describe, back_off=back, check=self._raise_verdict)
+                drive(steps, lambda: call.arguments, back_off=back, check=self._raise_verdict)
             else:
                 self._ends = call.ends
-                drive(steps, call.describe, timeout_seconds, lambda: self.overdue(call), back, self._check_progress)
+                drive(steps, lambda: call.arguments, timeout_seconds, lambda: self.overdue(call), back, self._check_progress)
         except BaseException as error:
             if isinstance(error, CallsDifferError) and self._current.digest & COMPARED:
                 raise
@@ -493,7 +549,7 @@ class CollectiveGuard:
     def _overdue(self) -> DeadlineExceededError:
         return self._deadline_barrier.overdue(self._describe_current(), self._seconds, self._missing())
 
-    def _blocked_in_mpi(self, call: CollectiveCall) -> DeadlineExceededError:
+    def _blocked_in_mpi(self, call: Call) -> DeadlineExceededError:
         """Return the error of a call whose deadline has passed while this rank is blocked in MPI."""
         return DeadlineExceededError(
             f"rank {self._rank}: {call} did not end within {call.seconds:g} s: this rank waits in a call of MPI that does not "
@@ -539,7 +595,7 @@ class CollectiveGuard:
             texts.setdefault(rank, found.text if found else f"({state.doing()})")
         return texts
 
-    def _failed(self, call: CollectiveCall, error: CollectiveError) -> CollectiveError:
+    def _failed(self, call: Call, error: CollectiveError) -> CollectiveError:
         self.fail(call.verb, error)
         return error
 
@@ -550,3 +606,52 @@ class CollectiveGuard:
 @cache
 def _still_running(verb: str) -> str:
     return f"an earlier {verb} is still under way: wait for it first"
+
+
+_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+
+
+def forget(guard: Guard) -> None:
+    """Do nothing more with a guard whose communicator is closed: its groups are freed."""
+    _guards.discard(guard)
+
+
+@cache
+def _watch_finalize() -> None:
+    abort.before_finalize(_before_finalize)
+
+
+def _before_finalize() -> None:
+    _confirm_at_exit()
+    _refuse("the program has called MPI_Finalize; do that after the last collective")
+
+
+def _after_end() -> None:
+    _refuse("the programs of all ranks have ended: this exit handler is called too late; register it after the first strategy")
+    free_open_windows()
+
+
+def _refuse(why: str) -> None:
+    for guard in list(_guards):
+        guard.refuse_from_now_on(why)
+    _guards.clear()
+
+
+def _confirm_at_exit() -> None:
+    if abort.ending_code() == 0:
+        try:
+            for guard in sorted(_guards, key=lambda guard: guard.communicator):
+                if not guard.is_broken():
+                    guard.confirm()
+        except Exception as error:
+            abort.end(error)
+
+
+def _refuse_in_child() -> None:
+    for guard in list(_guards):
+        guard.refuse_in_child()
+
+
+watcher.call_before_end(_confirm_at_exit)
+watcher.call_after_end(_after_end)
+os.register_at_fork(after_in_child=_refuse_in_child)

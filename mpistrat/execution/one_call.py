@@ -1,11 +1,12 @@
-"""SmallBatch: an all-reduce of small arrays in one message.
+"""All-reduces that are one call of MPI, or one exchange in shared memory, with as little Python as possible.
 
-It sends the same bytes as the plan `flat` of one bucket, with less Python. So one rank may take it while another, whose
-timeline is enabled for instance, runs the plan.
+They send the same bytes as the program. So one rank may take one while another, whose timeline is enabled for instance, runs
+the program.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import prod
@@ -13,11 +14,67 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat import settings
 from mpistrat.arrays import Array
-from mpistrat.communicator.bound_batch import Bucket
+from mpistrat.execution.executor import Executor
+from mpistrat.execution.program import Blocking, Bucket, Program
 from mpistrat.reduction import ReduceOp, accumulation_dtype, divider, quiet
 
 SMALL_BATCH_BYTES = 1 << 16  # in larger batches the copies take longer than the Python that is saved
+
+_Combine = Callable[[Array, "Array | None"], Array]
+
+
+def shorten(program: Program, executor: Executor, op: ReduceOp, arrays: Sequence[Array]) -> None:
+    """Give a program of host arrays like these its blocking call, if it is a single one."""
+    if len(program.buckets) != 1:
+        return
+    [bucket], dtype, world = program.buckets, accumulation_dtype(op, arrays[0].dtype), executor.world
+    nbytes = bucket.flat_count * dtype.itemsize
+    divisor = executor.hierarchy.world.size if op is ReduceOp.MEAN else 1
+    if bucket.blocking is not None:
+        program.blocking = _of_one(_timed(bucket.blocking, program))  # it divides for MEAN
+    elif not 0 < nbytes <= executor.hierarchy.settings[settings.MAX_MESSAGE_BYTES]:
+        return
+    elif len(arrays) == 1 and dtype == arrays[0].dtype:
+        program.blocking = _of_one(world.blocking_all_reduce(op, dtype, arrays[0].shape), divider(dtype, divisor))
+        program.is_one_message = divisor == 1
+    elif sum(array.nbytes for array in arrays) <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:
+        combine = world.blocking_all_reduce(op, dtype, (bucket.flat_count,))
+        program.blocking = SmallBatch(op, arrays, bucket, divisor, combine).run
+
+
+def _of_one(combine: _Combine, divide: Callable[[Array], object] | None = None) -> Blocking:
+    """Return the all-reduce of one array, by ``combine(source, target)``, whose sum is divided."""
+
+    def run(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
+        [source] = arrays
+        if out is None:
+            target = combine(source, None)
+        else:
+            [target] = out
+            if target is not source and (source.base is not None or target.base is not None):
+                source = source.copy() if np.may_share_memory(source, target) else source
+            combine(source, target)
+        if divide is not None:
+            divide(target)
+        return [target]
+
+    return run
+
+
+def _timed(blocking: Callable[[Array, Array], None], program: Program) -> _Combine:
+    """Return `blocking` with an optional target; it records its duration in the program."""
+
+    def run(source: Array, target: Array | None = None) -> Array:
+        if target is None:
+            target = np.empty(source.shape, source.dtype)
+        started = time.perf_counter()
+        blocking(np.ascontiguousarray(source), target)
+        program.seconds = time.perf_counter() - started
+        return target
+
+    return run
 
 
 class SmallBatch:
@@ -32,7 +89,7 @@ class SmallBatch:
         arrays: Sequence[Array],
         bucket: Bucket,
         divisor: int,
-        combine: Callable[[Array, Array | None], Array],
+        combine: _Combine,
     ) -> None:
         assert bucket.indices == tuple(reversed(range(len(arrays)))), "arrays are packed from the last to the first"
         self._dtype = arrays[0].dtype
@@ -40,7 +97,7 @@ class SmallBatch:
         self._is_cast = self._sent_dtype != self._dtype
         self._divide, self._combine = divider(self._sent_dtype, divisor), combine
         # what is sent: the arrays, then padding
-        self._given = np.zeros(bucket.bound.flat_count, self._dtype)
+        self._given = np.zeros(bucket.flat_count, self._dtype)
         self._bytes = self._given.view(np.uint8).data[: sum(array.nbytes for array in arrays)]
         self._record = _record([array.shape for array in arrays], self._dtype)
         self._scalars = [index for index, array in enumerate(arrays) if not array.ndim]

@@ -9,7 +9,7 @@ from itertools import accumulate, islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.execution.bound_plan import interleave, overlap
+from mpistrat.execution.program import interleave, overlap
 from mpistrat.transports.steps import WAITING, WORKED
 
 Event = tuple[str, int, str]

@@ -1,0 +1,112 @@
+"""Passing: buffers of a wrapped communicator that are handed to MPI as they are, with little Python."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, is_on_device
+from mpistrat.communicator.programs import Programs
+from mpistrat.execution.executor import Executor
+from mpistrat.execution.guard import Guard
+from mpistrat.groups.group import MOST_UNCONFIRMED, weight
+from mpistrat.reduction import ReduceOp
+from mpistrat.watch.recorder import recorder, write_entry
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_READABLE = 0x0101  # of flags.num: C_CONTIGUOUS and ALIGNED
+
+
+class Passing:
+    """The calls of a wrapped communicator that are known by the handle of MPI's operation, and size and dtype of a buffer."""
+
+    def __init__(self, programs: Programs, executor: Executor, guard: Guard) -> None:
+        self._programs, self._executor, self._guard = programs, executor, guard
+
+    def add(self, handle: int, op: ReduceOp, array: Array) -> None:
+        """Have calls with such an array passed, if it is known, by the handle of MPI's operation."""
+        known, world, nbytes = self._programs.known(op, [array], None, None), self._executor.world, array.nbytes
+        if known is not None and not is_on_device(array):
+            is_passed = known.is_one_message and 0 < nbytes <= world.most_passed_bytes
+            call = world.passing_call(op, array.dtype) if is_passed else (None, None)
+            # with as how many calls one counts, and MPI's call if it is small
+            self._programs.passed[handle, array.size, array.dtype] = known, weight(nbytes), *call
+
+    def caller(self, run_known: Callable[..., list[Array] | None]) -> Callable[[Any, Any, MPI.Op], bool]:
+        """Return what reduces two buffers of NumPy, if they are as in an earlier call, and returns whether it has.
+
+        For small ones it is `run_known`, of the communicator, in one function: MPI takes no longer than a few calls of Python.
+        """
+        from mpi4py import MPI
+
+        guard, present, timeline = self._guard, self._executor.hierarchy.call, self._executor.timeline
+        passed = self._programs.passed
+        acquire, release, communicator, indexes = guard.lock.acquire, guard.lock.release, guard.communicator, guard.indexes
+        in_place, ndarray, may_share_memory, record = MPI.IN_PLACE, np.ndarray, np.may_share_memory, recorder()
+        add_call = present.calls.append
+        frame_at, places, find_line, next_slot = sys._getframe, record.places, record.find_line, record.slots.__next__
+        memory, words = record.memory, record.words
+
+        def pass_on(source: Any, target: Any, op: MPI.Op) -> bool:
+            if type(target) is not ndarray:
+                return False
+            dtype, size = target.dtype, target.size
+            found = passed.get((op.handle, size, dtype))
+            if found is None or not target.flags.carray:
+                return False
+            if source is target or source is None:
+                source = in_place
+            elif source is not in_place:
+                if type(source) is not ndarray or source.dtype is not dtype or source.size != size:
+                    return False
+                if source.flags.num & _READABLE != _READABLE:
+                    return False
+                if (source.base is not None or target.base is not None) and may_share_memory(source, target):
+                    return False
+            call, calls, all_reduce, native = found
+            if all_reduce is None:
+                result = target if target.ndim == 1 else target.reshape(-1)
+                given = result if source is in_place else source if source.ndim == 1 else source.reshape(-1)
+                return run_known(call, [given], [result], 0, 3) is not None
+            digest = call.digest
+            if guard.noted or guard.refusal or timeline.enabled:
+                return False
+            index = indexes.get(digest)
+            if index is None or guard.here.turn is not guard.turn or not acquire(False):
+                return False
+            slot = 0
+            try:
+                guard.number = number = guard.number + 1
+                guard.signature, present.digest = call.signature, digest
+                try:
+                    frame = frame_at(2)
+                except ValueError:  # the call itself is an exit handler, with no frame of Python beneath
+                    frame = frame_at()
+                line = places.get((id(frame.f_code), frame.f_lasti)) or find_line(frame)
+                start, slot = next_slot()
+                write_entry(memory, start, number, communicator, index, line, monotonic_ns())
+                may_count = 0 < present.unconfirmed < MOST_UNCONFIRMED - calls  # without a comparison
+                if not may_count:
+                    present.count()
+                all_reduce(source, target, native)
+                if may_count:
+                    present.unconfirmed += calls
+                    add_call(digest)
+                else:
+                    present.add_unconfirmed(target.nbytes)
+                words[slot] = monotonic_ns()
+            except BaseException as error:
+                if slot:
+                    record.fail(slot)
+                raise guard.explain(error) from None
+            finally:
+                release()
+            return True
+
+        return pass_on

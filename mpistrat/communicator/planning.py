@@ -1,0 +1,275 @@
+"""Planner: which buckets and plans the arrays of a call get, in host memory or on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpistrat import settings
+from mpistrat.algorithms import planners
+from mpistrat.algorithms.choose import Choice, choose
+from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES, part_bounds
+from mpistrat.algorithms.cost import DEFAULT, CostModel
+from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
+from mpistrat.arrays import Array
+from mpistrat.communicator.explain import Explanation, Pack
+from mpistrat.communicator.options import NATIVE, WIRE_DTYPES, CommunicationImplementation, CommunicationOptions
+from mpistrat.communicator.validate import describe_all_reduce
+from mpistrat.errors import InvalidArgumentError, TransportError, Unsuitable
+from mpistrat.execution import compile as compiled
+from mpistrat.execution.device_executor import DeviceExecutor
+from mpistrat.execution.executor import Executor
+from mpistrat.execution.one_call import shorten
+from mpistrat.execution.program import Bucket, Program
+from mpistrat.packing.layout import Layout, pack_by_bytes, split_evenly
+from mpistrat.packing.wire import Wire
+from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_dtype
+
+WIRE_OPS = (ReduceOp.SUM, ReduceOp.MEAN)
+_ROUNDING_OPS = (*WIRE_OPS, ReduceOp.PROD)
+
+_LaidOut = tuple[np.dtype[Any], tuple[int, ...], Layout]
+"""Arrays that share a bucket: the dtype that they are combined in, their indices, and their layout."""
+
+
+class Planner:
+    """Chooses plans for arrays in host memory, and compiles them. `say` logs which plan was chosen, and why."""
+
+    def __init__(self, executor: Executor, say: Callable[[str], None], model: CostModel = DEFAULT) -> None:
+        self.executor, self._world, self._say, self.model = executor, executor.hierarchy.world, say, model
+        self._chunk_bytes = executor.hierarchy.settings[settings.CHUNK_BYTES]
+
+    def check(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> None:
+        """Check that arrays can be combined with these options."""
+        for index, array in enumerate(arrays):
+            check_dtype(op, array.dtype, f"array {index}")
+            if options.implementation is CommunicationImplementation.NCCL:
+                refusal = self.executor.nccl_refusal(self._combined_in(op, array.dtype, options), op)
+                if refusal:
+                    raise TransportError(f"NCCL was asked for, but {refusal}; implementation AUTO or RING is accepted")
+        if options.wire_dtype in WIRE_DTYPES and options.algorithm == "flat" and self._world.num_nodes > 1:
+            raise InvalidArgumentError(
+                f"wire_dtype={options.wire_dtype!r} needs a step between nodes, which algorithm 'flat' does not have; accepted "
+                "are auto, hierarchical, or wire_dtype='native'"
+            )
+
+    def compile(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, axis: int | None = None) -> Program:
+        """Choose plans for arrays of these shapes and dtypes, and bind them. A collective call.
+
+        With an `axis`, for a reduce-scatter of one array along it, or an all-reduce where that is not possible.
+        """
+        found = None if axis is None else self._compile_scatter(op, arrays[0], axis, options)
+        if found is not None:
+            return found
+        dtypes = ", ".join(sorted({array.dtype.name for array in arrays}))
+        details = op.name, dtypes, sum(array.nbytes for array in arrays)
+        text = describe_all_reduce(op, arrays, options)
+        while True:  # enlarging the scratch memory for a later bucket unbinds the earlier ones; then it is large enough for all
+            buckets = [self._bind(op, arrays, pack, options) for pack in self._lay_out(op, arrays, options)]
+            program = Program(buckets, text, details)
+            if program.is_current:
+                break
+        program.on_gpu = self.executor.device is not None and bool(arrays)
+        if axis is None and self.executor.device is None:
+            shorten(program, self.executor, op, arrays)
+        return program
+
+    def _bind(self, op: ReduceOp, arrays: Sequence[Array], pack: _LaidOut, options: CommunicationOptions) -> Bucket:
+        """Choose the plan of a bucket, and bind it. A collective call."""
+        combined, members, layout = pack
+        wire = _wire(op, combined, options)
+        choice = self._choice(op, layout.count, combined, options, wire)
+        plan = choice.plan
+        self._say(f"{op.name} of {layout.count} elements: {plan}; {choice.reason}")
+        crosses_nodes = any(phase.scope is Scope.INTER for phase in plan.phases)
+        dtypes, dtype = [arrays[index].dtype for index in members], _bucket_dtype(plan, combined)
+        bucket = compiled.all_reduce(self.executor, plan, layout, dtype, op, dtypes, wire if crosses_nodes else None)
+        bucket.indices = members
+        return bucket
+
+    def _compile_scatter(self, op: ReduceOp, array: Array, axis: int, options: CommunicationOptions) -> Program | None:
+        """Bind the plan of a reduce-scatter; return None, on all ranks, if an all-reduce is used instead."""
+        dtype = self._combined_in(op, array.dtype, options)
+        if options.deterministic or (_wire(op, dtype, options) is not None and self._world.num_nodes > 1):
+            return None
+        row_count = array.size // max(array.shape[axis], 1)
+        bounds = [row_count * row for row in part_bounds(array.shape[axis], self._world.size)]
+        bucket = self._scatter(op, dtype, bounds, options)
+        if bucket is None:
+            return None
+        self._say(f"{op.name} of {array.size} elements, divided along axis {axis}: {bucket.plan}")
+        program = Program([bucket])
+        program.scattered_dtype, program.on_gpu = dtype, self.executor.device is not None
+        return program
+
+    def _scatter(
+        self, op: ReduceOp, dtype: np.dtype[Any], bounds: Sequence[int], options: CommunicationOptions
+    ) -> Bucket | None:
+        """Return what gives rank r elements ``bounds[r]:bounds[r + 1]`` of the combination, if there is something."""
+        if not self.executor.scatters:
+            return None
+        try:
+            plan = planners.reduce_scatter(self._world, bounds, dtype.itemsize, options.algorithm or "auto", self._chunk_bytes)
+        except Unsuitable:
+            return None
+        self.executor.reserve_exchange()
+        return compiled.reduce_scatter(self.executor, plan, dtype, op) if self.executor.scatters else None
+
+    def explain(self, arrays: Sequence[Array], options: CommunicationOptions) -> Explanation:
+        """Return how a sum of such arrays is computed."""
+        packs = []
+        for dtype, members, layout in self._lay_out(ReduceOp.SUM, arrays, options):
+            choice = self.choose(layout.count, dtype, options)
+            packs.append(Pack(members, _bucket_dtype(choice.plan, dtype).name, choice, self.model))
+        return Explanation(self._world, tuple(packs), self.model)
+
+    def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
+        """Return the plan for a sum of `count` elements, and why it was chosen."""
+        dtype = self._combined_in(ReduceOp.SUM, dtype, options)
+        return self._choice(ReduceOp.SUM, count, dtype, options, _wire(ReduceOp.SUM, dtype, options))
+
+    def _combined_in(self, op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> np.dtype[Any]:
+        """Return the dtype in which arrays of a dtype are combined."""
+        return accumulation_dtype(op, dtype)
+
+    def _lay_out(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> list[_LaidOut]:
+        """Return which arrays share a bucket."""
+        by_dtype: dict[np.dtype[Any], list[int]] = {}
+        for index, array in enumerate(arrays):
+            by_dtype.setdefault(self._combined_in(op, array.dtype, options), []).append(index)
+        counts = [array.size for array in arrays]
+        return [
+            (dtype, members, layout)
+            for dtype, indices in by_dtype.items()
+            # backpropagation computes the last gradients first, so they are packed first
+            for members, layout in _pack(indices[::-1], counts, dtype.itemsize, options)
+        ]
+
+    def _choice(
+        self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions, wire: Wire | None
+    ) -> Choice:
+        """Return the plan for a bucket, and why it was chosen."""
+        if options.deterministic:
+            return Choice(self._plan_in_order(op, count, dtype), "deterministic=True adds in the order of the replicas", ())
+        return self._best(count, dtype.itemsize, options.algorithm or "auto", wire.dtype.itemsize if wire else 0)
+
+    def _best(self, count: int, itemsize: int, algorithm: str, wire_itemsize: int) -> Choice:
+        """Return the best plan for this memory, where addends may be summed in any order."""
+        return choose(self._world, count, itemsize, algorithm, self._chunk_bytes, self.model, wire_itemsize)
+
+    def _plan_in_order(self, op: ReduceOp, count: int, dtype: np.dtype[Any]) -> Plan:
+        """Return a plan that adds in the order of the replicas: inside one node, or by an exchange between all."""
+        if self._world.num_nodes > 1 or self._world.size == 1 or not self.executor.adds_in_order(dtype, op):
+            [plan] = planners.flat(self._world, count, dtype.itemsize)
+            return replace(plan, in_order=True)
+        chunk_bytes = self._chunk_bytes or self.default_chunk_bytes
+        *_, plan = planners.hierarchical(self._world, count, dtype.itemsize, chunk_bytes)  # in chunks
+        return replace(plan, phases=(Phase(Verb.ALL_REDUCE, Scope.INTRA),), in_order=True)
+
+    default_chunk_bytes = 0
+
+
+class DevicePlanner(Planner):
+    """Chooses plans for arrays on GPUs, and compiles them."""
+
+    default_chunk_bytes = DEVICE_CHUNK_BYTES
+    executor: DeviceExecutor
+
+    def __init__(self, executor: DeviceExecutor, say: Callable[[str], None]) -> None:
+        super().__init__(executor, say, executor.model)
+
+    def explain(self, arrays: Sequence[Array], options: CommunicationOptions) -> Explanation:
+        """Return how a sum of such arrays is computed."""
+        return replace(super().explain(arrays, options), path=str(self.executor.transports))
+
+    def _scatter(
+        self, op: ReduceOp, dtype: np.dtype[Any], bounds: Sequence[int], options: CommunicationOptions
+    ) -> Bucket | None:
+        nccl = self.executor.transports.everywhere
+        if nccl is None or nccl.refusal(dtype, op):
+            return None
+        phases, count = planners.scatter_phases(self._world), bounds[-1]
+        chunk_count = max(count, 1) * self._world.size
+        plan = Plan("hierarchical", self._world, count, dtype.itemsize, phases, chunk_count, bounds=tuple(bounds))
+        return compiled.reduce_scatter_by_nccl(self.executor, self.executor.device, nccl, plan, dtype, op)
+
+    def _combined_in(self, op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> np.dtype[Any]:
+        is_native = options.intra_dtype == NATIVE and op in _ROUNDING_OPS and dtype in HALF_DTYPES
+        if is_native and self.executor.transports.combine_halves:
+            return dtype
+        return super()._combined_in(op, dtype, options)
+
+    def _choice(
+        self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions, wire: Wire | None
+    ) -> Choice:
+        nccl, is_summed = self.executor.transports.everywhere, wire is None and not options.deterministic
+        by_nccl = nccl is not None and is_summed and not nccl.refusal(dtype, op)
+        joins_nodes = nccl is not None and self._world.num_nodes > 1
+        if joins_nodes and by_nccl and options.algorithm == "auto":
+            [plan] = planners.flat(self._world, count, dtype.itemsize)
+            return Choice(plan, f"{settings.INTER_TRANSPORT.name}=nccl joins all ranks, and NCCL chooses how", ())
+        choice = super()._choice(op, count, dtype, options, wire)
+        if dtype in HALF_DTYPES and not by_nccl:
+            choice = _without_halves_in_mpi(choice)
+        if not by_nccl or self._world.num_nodes == 1:
+            return choice
+        # kernels of several communicators run one after the other, in an order that depends on nothing else
+        return replace(choice, plan=replace(choice.plan, depth=1))
+
+    def _best(self, count: int, itemsize: int, algorithm: str, wire_itemsize: int) -> Choice:
+        # inside a node NCCL chooses the algorithm of an all-reduce itself
+        return choose(
+            self._world,
+            count,
+            itemsize,
+            algorithm,
+            self._chunk_bytes,
+            self.model,
+            wire_itemsize,
+            one_intra_phase=True,
+            default_chunk_bytes=self.default_chunk_bytes,
+        )
+
+
+def _pack(
+    indices: list[int], counts: Sequence[int], itemsize: int, options: CommunicationOptions
+) -> Iterator[tuple[tuple[int, ...], Layout]]:
+    """Yield the indices of the arrays of each bucket, and their layout."""
+    sizes = [counts[index] for index in indices]
+    if options.num_packs:
+        first = 0
+        for count in split_evenly(sum(sizes), options.num_packs):
+            yield tuple(indices), Layout(sizes, first, count)
+            first += count
+        return
+    alone = [[position] for position in range(len(indices))]
+    packs = alone if options.num_packs == 0 else pack_by_bytes([size * itemsize for size in sizes], options.bytes_per_pack)
+    for pack in packs:
+        yield tuple(indices[position] for position in pack), Layout([sizes[position] for position in pack])
+
+
+def _bucket_dtype(plan: Plan, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of a plan's buckets: float32 if its elements have four bytes, although arrays of two were given."""
+    return dtype if dtype.itemsize == plan.itemsize else np.dtype(np.float32)
+
+
+def _wire(op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> Wire | None:
+    """Return the wire dtype for values that are summed in `dtype`, if any."""
+    if options.wire_dtype in WIRE_DTYPES and op in WIRE_OPS and dtype == np.float32:
+        return Wire(np.dtype(options.wire_dtype), bool(options.error_feedback))
+    return None
+
+
+def _without_halves_in_mpi(choice: Choice) -> Choice:
+    """Return a plan in which MPI reduces no 16-bit floats, which it does not know.
+
+    In the scopes that MPI joins they are exchanged, and added in float32. A plan without a phase inside nodes gains nothing by
+    them: its buckets have float32.
+    """
+    plan, scopes = choice.plan, {phase.scope for phase in choice.plan.phases} & {Scope.WORLD, Scope.INTER}
+    if Scope.WORLD in scopes:
+        return replace(choice, plan=planners.flat(plan.world, plan.count, np.dtype(np.float32).itemsize)[0])
+    return replace(choice, plan=replace(plan, in_order=True)) if scopes else choice

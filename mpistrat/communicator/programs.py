@@ -1,0 +1,265 @@
+"""Programs: the one cache of a communicator: the program of a call by what the call is like.
+
+What must be the same on all ranks is the key of a program: operation, the options that shape it, memory, shapes and dtypes. All
+ranks keep the same programs. Beside it, each rank remembers its calls by what it sees of them without looking closely: the
+shape, dtype and class of each array, and all options. A call that is remembered skips its checks, its texts and the comparison
+of texts. Where the results go is not part of either key, so that ranks that reduce in place, into `out` and to new arrays make
+the same call.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrat.algorithms.choose import Choice
+from mpistrat.algorithms.cost import CostModel
+from mpistrat.arrays import Array, is_on_device
+from mpistrat.communicator.explain import Explanation
+from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.communicator.planning import WIRE_OPS, DevicePlanner, Planner
+from mpistrat.communicator.validate import are_disjoint
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.execution.guard import Guard
+from mpistrat.execution.memory import MemoryReport
+from mpistrat.execution.program import Blocking, Program
+from mpistrat.groups.agreement import Signature
+from mpistrat.reduction import ReduceOp
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+PROGRAMS_KEPT = 64
+
+_SIGNATURE = attrgetter("shape", "dtype", "__class__")
+_DEFAULT = 0
+
+
+@dataclass(frozen=True)
+class Known:
+    """A call that this rank has made before: its signature, the digest of that, and how it runs."""
+
+    signature: Signature
+    digest: int
+    run: Blocking
+    is_one_message: bool = False  # of the one array as it is, by MPI or shared memory, and nothing else
+
+
+class Programs:
+    """The programs of a communicator, at most 64. `run` runs one with host and device arrays: ``run(program, arrays, out)``."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        options: CommunicationOptions,
+        host: Planner,
+        device: DevicePlanner | None,
+        run: Callable[..., list[Array]],
+    ) -> None:
+        self._guard, self._options, self._host, self._device, self._run = guard, options, host, device, run
+        self._settle = host.executor.hierarchy.call.settle
+        self._programs: OrderedDict[tuple[Any, ...], Program] = OrderedDict()
+        self._known: dict[tuple[Any, ...], Known] = {}
+        self._numbers = {options.key: _DEFAULT}  # of options, merged over the communicator's and as calls pass them
+        # of a wrapped communicator: see `passing`
+        self.passed: dict[tuple[int, int, np.dtype[Any]], tuple[Known, int, Callable[..., None] | None, MPI.Op | None]] = {}
+
+    @property
+    def model(self) -> CostModel:
+        """The cost model of algorithm ``auto``."""
+        return (self._device or self._host).model
+
+    def has(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, axis: int | None = None) -> bool:
+        """Return whether there is a program for such arrays, so that `find` is not a collective call."""
+        program = self._programs.get(_key(op, arrays, options, axis))
+        return program is not None and program.is_current
+
+    def find(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, axis: int | None = None) -> Program:
+        """Return the program for such arrays. A collective call if there is none yet.
+
+        With an `axis`, for a reduce-scatter of one array along it, or an all-reduce where that is not possible or not faster:
+        `Program.scattered_dtype` tells which.
+        """
+        key = _key(op, arrays, options, axis)
+        program = self._programs.get(key)
+        if options.implementation is CommunicationImplementation.NCCL:  # not part of the key
+            self.check(op, arrays, options)
+        if program is None or not program.is_current:
+            self.check(op, arrays, options)
+            planner = self._planner(arrays)
+            generation = planner.executor.generation
+            try:
+                program = self._programs[key] = planner.compile(op, arrays, options, axis)
+            finally:
+                is_full = len(self._programs) > PROGRAMS_KEPT
+                if is_full:
+                    # the oldest, not the least recently used: all ranks must forget the same one, and calls that are
+                    # remembered are not looked up here
+                    self._programs.popitem(last=False)
+                if is_full or generation != planner.executor.generation:
+                    # the next call of a program that is gone, or lost its memory, compiles it again: all ranks take part
+                    self.forget_calls()
+        return program
+
+    def check(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> None:
+        """Check that arrays can be combined with these options: see `Planner.check`."""
+        planner = self._planner(arrays)
+        if self._device is not None:
+            if len({is_on_device(array) for array in arrays}) > 1:
+                where = ", ".join("GPU" if is_on_device(array) else "host" for array in arrays)
+                raise InvalidArgumentError(
+                    f"arrays of one call lie in one memory; got {where}: make two calls, or copy some with cupy.asarray"
+                )
+            if planner is self._host and options.implementation is CommunicationImplementation.NCCL:
+                options = replace(options, implementation="AUTO")  # it does not apply to host memory
+        planner.check(op, arrays, options)
+
+    def explain(self, arrays: Sequence[Array], options: CommunicationOptions) -> Explanation:
+        """Return how a sum of such arrays is computed, and how long the last sum or mean took, unless it is only enqueued."""
+        planner = self._planner(arrays)
+        found = [self._programs.get(_key(op, arrays, options)) for op in WIRE_OPS]
+        is_timed = planner is self._host or not (self._device and self._device.executor.enqueues)
+        seconds = [program.seconds for program in found if program and is_timed and not program.is_one_call]
+        return replace(planner.explain(arrays, options), last_seconds=next(filter(None, seconds), None))
+
+    def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
+        """Return the plan for a sum of `count` elements, on the GPU if there is one, and why it was chosen."""
+        return (self._device or self._host).choose(count, dtype, options)
+
+    def memory(self) -> MemoryReport:
+        """Return the memory of executors and programs."""
+        host, largest = self._host.executor, self._host.executor.largest_pack_bytes
+        report = MemoryReport(
+            host.hierarchy.rank,
+            host.window_bytes,
+            host.rail_bytes,
+            sum(program.held_bytes for program in self._programs.values()),
+            len(self._programs),
+            largest,
+        )
+        if self._device is None:
+            return report
+        device = self._device.executor
+        return replace(
+            report,
+            largest_pack_bytes=max(largest, device.largest_pack_bytes),
+            device_bytes=device.window_bytes + device.rail_bytes,
+            pinned_bytes=device.pinned_bytes,
+        )
+
+    def known(
+        self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions | None, out: Sequence[Array] | None
+    ) -> Known | None:
+        """Return what is known of a call; None if nothing is, or `out` must be looked at."""
+        try:
+            number = _DEFAULT if options is None else self._numbers[options.key]
+            if len(arrays) != 1:
+                found = self._known.get((number, op._value_, *map(_SIGNATURE, arrays)))
+                return found if found is None or out is None or _fit(out, arrays) else None
+            [array] = arrays
+            found = self._known.get((number, op._value_, array.shape, array.dtype, array.__class__))
+            if found is None or out is None:
+                return found
+            [target] = out
+            return found if _fits(target, array) else None
+        except (AttributeError, KeyError, TypeError, ValueError):  # new options, or no arrays: the slow path raises the error
+            return None
+
+    def remember(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions | None,
+        merged: CommunicationOptions,
+        program: Program,
+        is_strict: bool,
+    ) -> None:
+        """Remember a call, with the options that it passes, and as they are `merged` over those of the communicator.
+
+        A program that is not one call is known only where its calls need not be compared each time.
+        """
+        # a communicator sums booleans, and a strategy refuses to: its check must not be skipped
+        if op is ReduceOp.SUM and any(array.dtype.kind == "b" for array in arrays):
+            return
+        seconds, run = merged.timeout_seconds, program.blocking
+        if run is None and not (is_strict or seconds):
+            run = partial(self._run, program)
+        if run is None:
+            return
+        if is_strict:
+            run = self._settled(run)
+        if seconds != self._options.timeout_seconds:
+            run = self._limited(run, seconds or 0.0)
+        if max(len(self._known), len(self._numbers)) >= PROGRAMS_KEPT:
+            self.forget_calls()
+        number = self._numbers.setdefault(merged.key, len(self._numbers))
+        if options is not None:
+            self._numbers[options.key] = number
+        signature = program.signature("all_reduce")
+        key = _SIGNATURE(arrays[0]) if len(arrays) == 1 else map(_SIGNATURE, arrays)
+        is_one_message = program.is_one_message and not is_strict
+        self._known[(number, op._value_, *key)] = Known(signature, signature.digest, run, is_one_message)
+
+    def forget_calls(self) -> None:
+        """Forget what is known of calls: each is looked at again."""
+        self._known.clear()
+        self.passed.clear()
+        self._numbers = {self._options.key: _DEFAULT}
+
+    def clear(self) -> None:
+        """Forget all programs."""
+        self.forget_calls()
+        self._programs.clear()
+
+    def _planner(self, arrays: Sequence[Array]) -> Planner:
+        return self._device if self._device is not None and all(map(is_on_device, arrays)) else self._host
+
+    def _settled(self, run: Blocking) -> Blocking:
+        """Return `run`, after which calls are compared that could be compared later."""
+
+        def settled(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
+            results = run(arrays, out)
+            self._settle()
+            return results
+
+        return settled
+
+    def _limited(self, run: Blocking, seconds: float) -> Blocking:
+        """Return `run` with a deadline of its own, or without one."""
+
+        def limited(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
+            self._guard.limit(seconds)
+            try:
+                return run(arrays, out)
+            finally:
+                self._guard.limit(self._options.timeout_seconds or 0.0)
+
+        return limited
+
+
+def _key(op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, axis: int | None = None) -> tuple[Any, ...]:
+    # only the options that shape a program: ranks may differ in the others
+    shaping = options.algorithm, options.bytes_per_pack, options.wire_dtype, options.error_feedback, options.deterministic
+    on_gpu = sum(map(is_on_device, arrays))
+    return (op, *shaping, options.intra_dtype, options.num_packs, axis, on_gpu, *[(each.shape, each.dtype) for each in arrays])
+
+
+def _fits(target: Array, array: Array) -> bool:
+    """Return whether a result can be written to `target`: C-contiguous, aligned and writable; CuPy has no other arrays."""
+    kind = array.__class__
+    if target is not array and (target.__class__ is not kind or target.dtype is not array.dtype or target.shape != array.shape):
+        return False
+    return target.flags.carray if kind is np.ndarray else target.flags.c_contiguous
+
+
+def _fit(out: Sequence[Array], arrays: Sequence[Array]) -> bool:
+    """Return whether results can be written to `out`; False also if that needs a closer look."""
+    if not len(set(map(id, out))) == len(out) == len(arrays) or not all(map(_fits, out, arrays)):
+        return False
+    return all(target.base is None for target in out) or are_disjoint(out)

@@ -1,0 +1,429 @@
+"""Compile plans to buckets of a program: bind them to the transports of an executor and to memory.
+
+A chunk occupies a slot of the scratch memory from its copy-in to its copy-out. There is one slot more than chunks in flight,
+so that a rank can fill a slot while its peers still read the previous one; a single long chunk has only one slot.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from mpistrat.algorithms.plan import Plan, Scope
+from mpistrat.arrays import Array, flat
+from mpistrat.device.abstract import Device
+from mpistrat.device.kernels import divide_kernel
+from mpistrat.execution.executor import CopySteps, Executor
+from mpistrat.execution.program import Bucket, Lanes, interleave
+from mpistrat.packing.layout import Layout
+from mpistrat.packing.wire import Cast, Wire
+from mpistrat.reduction import Fold, ReduceOp, divide
+from mpistrat.transports.base import FlatArrays, Operation, SegmentCache
+from mpistrat.transports.exchange import BLOCK_SLOT_BYTES
+from mpistrat.transports.nccl import NcclTransport
+from mpistrat.transports.steps import WORKED, Steps
+
+SLOT_ALIGNMENT_BYTES = 4096
+LONE_SLOT_BYTES = 1 << 22  # a single chunk of at least this size has one slot: that saves memory and costs a short wait
+
+_Operations = list[list[tuple[str, Operation]]]
+"""The operations of each phase, by name: several where this rank owns several shards."""
+
+
+def all_reduce(
+    executor: Executor,
+    plan: Plan,
+    layout: Layout,
+    dtype: np.dtype[Any],
+    op: ReduceOp,
+    array_dtypes: Sequence[np.dtype[Any]],
+    wire: Wire | None = None,
+) -> Bucket:
+    """Bind a plan to the caller's arrays if a transport can work on them, else to a buffer of `dtype`. A collective call.
+
+    With `wire`, ranks send in its dtype between nodes, and add in their order.
+    """
+    executor.largest_pack_bytes = max(executor.largest_pack_bytes, layout.count * dtype.itemsize)
+    if not (plan.in_order or wire is not None):
+        found = _on_the_callers_arrays(executor, plan, layout, dtype, op, array_dtypes)
+        if found is not None:
+            return found
+    return _Buffered(executor, plan, layout, dtype, op, wire, array_dtypes).bucket()
+
+
+def _on_the_callers_arrays(
+    executor: Executor, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, array_dtypes: Sequence[np.dtype[Any]]
+) -> Bucket | None:
+    """Return a bucket that needs no buffer; None if there is no transport for it."""
+    run = executor.bind_direct(plan, layout, dtype, op, array_dtypes)
+    if run is None:
+        return None
+    count, intra, timeline, phases = layout.count, executor.intra, executor.timeline, plan.phases
+    fold = Fold(op, array_dtypes[0], plan.world.size if op is ReduceOp.MEAN else 1)
+    segments = SegmentCache(partial(layout.segments, longest=max(count, 1)))
+    scope = phases[0].scope if phases else Scope.WORLD
+
+    def lanes(sources: Sequence[Array], targets: Sequence[Array]) -> Lanes:
+        def head(_: int) -> Steps:
+            started = time.perf_counter()
+            arrays = FlatArrays(list(map(flat, sources)), [target.reshape(-1) for target in targets], count, segments)
+            yield from run(arrays, fold)
+            if timeline.enabled:
+                timeline.record(f"{scope.value} all_reduce", scope.value, started, arrays.nbytes)
+
+        return Lanes(head)
+
+    bucket = Bucket(
+        plan,
+        lanes,
+        # no scratch memory is bound, but the transport in the node may be another one now
+        lambda: executor.intra is intra,
+        begins_with_barrier=count > 0 and not (phases and not executor.begins_with_barrier(scope, in_order=False)),
+        detects_mismatch=executor.detects_mismatch(phases),
+        flat_count=count if _is_flat(plan) else 0,
+    )
+    is_in_window = {phase.scope for phase in phases} == {Scope.INTRA} and intra.window is not None
+    if is_in_window and layout.is_one_array and count > 0 and set(array_dtypes) == {dtype}:
+        is_small = intra.group.size == 2 and plan.num_bytes <= BLOCK_SLOT_BYTES
+        drive = executor.hierarchy.call.drive
+        bucket.blocking = (
+            executor.blocking_pair(dtype, count, fold)
+            if is_small
+            else lambda source, target: drive(bucket.run([source], [target]))
+        )
+    return bucket
+
+
+@dataclass
+class _Chunk:
+    """A chunk in its slot, with its copies and operations."""
+
+    slot: int
+    nbytes: int
+    copy_in: CopySteps
+    copy_out: CopySteps
+    head: _Operations
+    middle: _Operations
+    tail: _Operations
+
+
+class _Buffered:
+    """A plan of an all-reduce with its slots of the scratch memory."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        plan: Plan,
+        layout: Layout,
+        dtype: np.dtype[Any],
+        op: ReduceOp,
+        wire: Wire | None,
+        array_dtypes: Sequence[np.dtype[Any]],
+    ) -> None:
+        self._executor, self._plan, self._layout, self._op, self._wire = executor, plan, layout, op, wire
+        self._dtype, self._array_dtypes, self._is_ordered = dtype, array_dtypes, plan.in_order or wire is not None
+        padded = plan.padded(min(plan.chunk_count, plan.count)) * dtype.itemsize
+        slots = 1 if plan.num_chunks == 1 and padded >= LONE_SLOT_BYTES else plan.depth + 1
+        self._slot_bytes = -(-padded // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+        if plan.num_chunks > 1:  # arrays of other lengths have slightly longer chunks: they find the same slots, faulted in
+            self._slot_bytes = 1 << (self._slot_bytes - 1).bit_length()
+        self._partition = slots, self._slot_bytes
+        executor.reserve(slots * self._slot_bytes)
+        self._generation = executor.generation
+        self._bound: dict[tuple[int, int, int], _Operations] = {}
+        self._casters: dict[tuple[int, int, int], Cast] = {}
+        scopes = [phase.scope for phase in plan.phases]
+        # rails have a channel for each slot; operations inside a node run one after the other
+        self._max_in_flight = executor.max_in_flight(plan.depth) if Scope.INTER in scopes else 1
+        # without an INTRA phase no peer reads our slots, and peers may take another path
+        self._has_intra = Scope.INTRA in scopes
+        # a plan of one chunk alternates between its two slots
+        turns = slots if plan.num_chunks == 1 else 1
+        self._turns = [
+            [self._chunk(start, count, (index + turn) % slots) for index, (start, count) in enumerate(plan.chunks())]
+            for turn in range(turns)
+        ]
+        executor.bound_plans.add(self)
+
+    def bucket(self) -> Bucket:
+        executor, plan, dtype = self._executor, self._plan, self._dtype
+        is_one_call = executor.device is None and not plan.in_order and plan.num_chunks == 1 and _is_flat(plan)
+        shard_count = plan.padded(min(plan.chunk_count, plan.count)) // max(plan.world.num_shards, 1)
+        return Bucket(
+            plan,
+            self._lanes,
+            lambda: self._generation == executor.generation,
+            begins_with_barrier=bool(plan.phases and plan.count)
+            and executor.begins_with_barrier(plan.phases[0].scope, self._is_ordered),
+            detects_mismatch=executor.detects_mismatch(plan.phases, shard_count * dtype.itemsize, self._is_ordered),
+            max_in_flight=self._max_in_flight,
+            flat_count=plan.padded(plan.count) if is_one_call else 0,
+            held_bytes=self._held_bytes,
+        )
+
+    def unbind(self) -> None:
+        """Drop all references to the scratch memory; the plan cannot run any more."""
+        self._bound.clear()
+        self._turns.clear()
+
+    def _held_bytes(self) -> int:
+        operations = (operation for phases in self._bound.values() for phase in phases for _, operation in phase)
+        casts = self._casters.values()
+        return sum(operation.scratch_bytes for operation in operations) + sum(cast.scratch_bytes for cast in casts)
+
+    def _lanes(self, sources: Sequence[Array], targets: Sequence[Array]) -> Lanes:
+        executor = self._executor
+        # on a device only the addresses of the arrays are used
+        sources = [array.reshape(-1) if executor.device is None else flat(array) for array in sources]
+        targets = [array.reshape(-1) for array in targets]
+        slots, intra, timeline, has_intra = executor.slots, executor.intra, executor.timeline, self._has_intra
+        if has_intra:
+            if slots.partition != self._partition:
+                slots.repartition(*self._partition)
+            slots.turn += 1
+        chunks = self._turns[slots.turn % len(self._turns) if has_intra else 0]
+
+        def head(index: int) -> Steps:
+            chunk = chunks[index]
+            yield from intra.fence(slots.releases[chunk.slot] if has_intra else slots.last_release)
+            started = time.perf_counter()
+            yield from chunk.copy_in(sources)
+            if timeline.enabled:
+                self._record("copy in", started, chunk)
+            yield from self._walk(chunk, chunk.head)
+
+        def middle(index: int) -> Steps:
+            return self._walk(chunks[index], chunks[index].middle)
+
+        def tail(index: int) -> Steps:
+            chunk = chunks[index]
+            yield from self._walk(chunk, chunk.tail)
+            started = time.perf_counter()
+            yield from chunk.copy_out(targets)
+            if timeline.enabled:
+                self._record("copy out", started, chunk)
+            if has_intra:
+                slots.releases[chunk.slot] = slots.last_release = intra.release()
+
+        return Lanes(head, middle, tail, len(chunks))
+
+    def _chunk(self, start: int, count: int, slot: int) -> _Chunk:
+        executor, layout, plan = self._executor, self._layout, self._plan
+        padded = plan.padded(count)
+        buffer = executor.slot(slot, self._slot_bytes, padded, self._dtype)
+        phases = self._operations(slot, padded, buffer, start)
+        steps = [operation for operations in phases for _, operation in operations]
+        parts = steps[-1].parts if steps else []
+        divisor = plan.world.size if self._op is ReduceOp.MEAN else 1
+        # the middle is the phase between nodes; on one node it is all phases, which overlap with the copies
+        crossing = [phase.scope is not Scope.INTRA for phase in plan.phases]
+        first = crossing.index(True) if any(crossing) else 0
+        last = first + 1 if any(crossing) else len(phases)
+        return _Chunk(
+            slot,
+            padded * self._dtype.itemsize,
+            executor.copy_in(layout, start, start + count, buffer, self._array_dtypes),
+            executor.copy_out(layout, start, start + count, parts, buffer, self._op, divisor, self._array_dtypes),
+            phases[:first],
+            phases[first:last],
+            phases[last:],
+        )
+
+    def _operations(self, slot: int, padded: int, buffer: Array, start: int) -> _Operations:
+        """Return the operations of each phase; chunks of one size in one slot share them, unless casts differ."""
+        place = start if self._wire is not None and self._wire.error_feedback else 0
+        if (slot, padded, place) not in self._bound:
+            casters = None if self._wire is None else partial(self._caster, self._wire, place)
+            phases = [
+                self._executor.operations(self._plan, phase, slot, buffer, self._op, casters) for phase in self._plan.phases
+            ]
+            early = [part for operations in phases[:-1] for _, operation in operations for part in operation.parts]
+            lost = any(len(part.addends) > 1 or not self._executor.shares_memory(part.addends[0], buffer) for part in early)
+            assert not lost, f"{self._plan}: only the last phase may leave its result outside the buffer"
+            self._bound[slot, padded, place] = phases
+        return self._bound[slot, padded, place]
+
+    def _caster(self, wire: Wire, place: int, part: int, count: int) -> Cast:
+        """Return the cast of a part of the chunk at that place, in any slot: it keeps the rounding errors of these elements."""
+        key = place, part, count
+        if key not in self._casters:
+            self._casters[key] = Cast(wire, count)
+        return self._casters[key]
+
+    def _walk(self, chunk: _Chunk, phases: _Operations) -> Steps:
+        for operations in phases:
+            if len(operations) == 1 and not self._executor.timeline.enabled:
+                yield from operations[0][1].run()
+            else:
+                # a rank that owns several shards runs their rails together, since ranks of larger nodes do so
+                yield from interleave([self._step(chunk, name, operation) for name, operation in operations])
+
+    def _step(self, chunk: _Chunk, name: str, operation: Operation) -> Steps:
+        started = time.perf_counter()
+        yield from operation.run()
+        if self._executor.timeline.enabled:
+            self._record(name, started, chunk)
+
+    def _record(self, name: str, started: float, chunk: _Chunk) -> None:
+        scope, *_, last = name.split()
+        lane = "intra" if scope == "copy" else scope
+        # rails, and chunks in flight at the same time, have their own rows in the timeline
+        if lane == Scope.INTER.value:
+            lane = f"{lane} rail {last}" if self._max_in_flight == 1 else f"{lane} rail {last} {chunk.slot}"
+        self._executor.timeline.record(name, lane, started, chunk.nbytes)
+
+
+def reduce_scatter(executor: Executor, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> Bucket:
+    """Bind a reduce-scatter of one C-contiguous array of `dtype`, to a target that shares no memory. A collective call.
+
+    Inside a node each rank sums its shard over the arrays of all ranks, through shared memory; then a ring reduce-scatters the
+    shard between the ranks of its rail.
+    """
+    executor.largest_pack_bytes = max(executor.largest_pack_bytes, plan.bounds[-1] * dtype.itemsize)
+    scatter, intra = _Scatter(executor, plan, dtype, op), executor.intra
+    return Bucket(
+        plan,
+        scatter.lanes,
+        lambda: executor.intra is intra,
+        # barriers in shared memory compare calls, and messages carry their digest in the tag
+        begins_with_barrier=True,
+        detects_mismatch=True,
+        held_bytes=lambda: scatter.slots.nbytes,
+    )
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """Some elements of each rank's part of an array, which this rank's shard is a sum of.
+
+    `parts` are their elements in the source, in the order of the plan, and `bounds` those of the ranks of the node, in the
+    chunk; `members` bound what the ranks of this rank's rail get of the `shard`, whose `memory` the `ring` divides between
+    nodes, and `target` is this rank's part.
+    """
+
+    parts: list[slice]
+    bounds: list[int]
+    segments: SegmentCache
+    members: list[int]
+    memory: Array
+    ring: Operation | None
+    target: slice
+
+
+class _Scatter:
+    """The chunks of a reduce-scatter, with the memory of their shards in the ring."""
+
+    def __init__(self, executor: Executor, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> None:
+        self._plan, self._executor, self._op = plan, executor, op
+        self._place, self._crosses = executor.hierarchy.place, plan.world.num_nodes > 1
+        self._divisor = plan.world.size if op is ReduceOp.MEAN else 1
+        self._fold = Fold(op, dtype, 1 if self._crosses else self._divisor)
+        num_nodes, chunks = plan.world.num_nodes, plan.parts()
+        # the parts of a chunk that form this rank's shard, one for each rank of its rail
+        self._own = slice(self._place.local_rank * num_nodes, (self._place.local_rank + 1) * num_nodes)
+        longest = max(sum(part.stop - part.start for part in parts[self._own]) for parts in chunks) if self._crosses else 0
+        self.slots = np.empty((plan.depth, longest), dtype)
+        self._rings: dict[tuple[int, ...], Operation] = {}
+        self._chunks = [self._chunk(parts, index % plan.depth) for index, parts in enumerate(chunks)]
+
+    def lanes(self, sources: Sequence[Array], targets: Sequence[Array]) -> Lanes:
+        source, target, chunks = sources[0].reshape(-1), targets[0].reshape(-1), self._chunks
+        if not self._crosses:
+            return Lanes(lambda index: self._sum_inside(chunks[index], source, target))
+        return Lanes(
+            lambda index: self._sum_inside(chunks[index], source, chunks[index].memory),
+            lambda index: self._run_ring(chunks[index]),  # those of one rail share a channel: one after the other
+            lambda index: self._copy_out(chunks[index], target),
+            len(chunks),
+        )
+
+    def _chunk(self, parts: list[slice], slot: int) -> _Shard:
+        """Return the chunk of these parts of the source; its shard is in that slot during the ring."""
+        layout, own = Layout([part.stop - part.start for part in parts]), self._own
+        first, *_, last = layout.offsets[own.start : own.stop + 1]
+        members = [offset - first for offset in layout.offsets[own.start : own.stop + 1]]
+        begin = self._plan.bounds[self._executor.hierarchy.rank]
+        mine = parts[own][self._place.node_index]
+        memory = self.slots[slot, : last - first]
+        return _Shard(
+            parts,
+            layout.offsets[:: self._plan.world.num_nodes],
+            SegmentCache(partial(layout.segments, longest=max(layout.count, 1))),
+            members,
+            memory,
+            self._ring(slot, memory, members),
+            slice(mine.start - begin, mine.stop - begin),
+        )
+
+    def _ring(self, slot: int, shard: Array, members: list[int]) -> Operation | None:
+        """Return the ring that reduce-scatters a shard in that slot; chunks with equal bounds share it."""
+        key = slot, *members
+        if self._crosses and key not in self._rings:
+            rail = self._executor.rails[self._place.local_rank]
+            self._rings[key] = rail.reduce_scatter(shard, members, self._op)
+        return self._rings.get(key)
+
+    def _sum_inside(self, chunk: _Shard, source: Array, shard: Array) -> Steps:
+        """Sum this rank's shard over the ranks of the node."""
+        started, own = time.perf_counter(), self._own
+        addends = [source[part] for part in chunk.parts]
+        own_targets = [shard[first:last] for first, last in pairwise(chunk.members)]
+        if self._plan.world.num_shards == 1:
+            for addend, target in zip(addends, own_targets, strict=True):
+                np.copyto(target, addend)
+                yield WORKED
+            self._record("copy in", "intra", started, shard)
+            return
+        empty = shard[:0]
+        targets = [empty] * own.start + own_targets + [empty] * (len(addends) - own.stop)
+        arrays = FlatArrays(addends, targets, chunk.bounds[-1], chunk.segments)
+        yield from self._executor.direct_reduce_scatter(chunk.bounds, arrays, self._fold)
+        self._record("intra reduce_scatter", "intra", started, shard)
+
+    def _run_ring(self, chunk: _Shard) -> Steps:
+        """Reduce-scatter the shard between the ranks of this rank's rail."""
+        started = time.perf_counter()
+        assert chunk.ring is not None, "there is no ring on a single node"
+        yield from chunk.ring.run()
+        rail = f"rail {self._place.local_rank}"
+        self._record(f"inter reduce_scatter {rail}", f"inter {rail}", started, chunk.memory)
+
+    def _copy_out(self, chunk: _Shard, target: Array) -> Steps:
+        """Write this rank's part to the target."""
+        started = time.perf_counter()
+        first, last = chunk.members[self._place.node_index : self._place.node_index + 2]
+        part, own_target = chunk.memory[first:last], target[chunk.target]
+        if self._divisor > 1:
+            divide(part, self._divisor, out=own_target)
+        else:
+            np.copyto(own_target, part)
+        yield WORKED
+        self._record("copy out", "intra", started, part)
+
+    def _record(self, name: str, lane: str, started: float, array: Array) -> None:
+        if self._executor.timeline.enabled:
+            self._executor.timeline.record(name, lane, started, array.nbytes)
+
+
+def reduce_scatter_by_nccl(
+    executor: Executor, device: Device, nccl: NcclTransport, plan: Plan, dtype: np.dtype[Any], op: ReduceOp
+) -> Bucket:
+    """Bind the same to NCCL, which combines the caller's arrays, and writes each rank's part where it goes."""
+    fold = Fold(op, dtype, plan.world.size if op is ReduceOp.MEAN else 1)
+    if op is ReduceOp.MEAN:
+        device.prepare(divide_kernel(dtype))
+
+    def lanes(sources: Sequence[Array], targets: Sequence[Array]) -> Lanes:
+        return Lanes(lambda _: nccl.scatter_between(sources[0].reshape(-1), plan.bounds, targets[0].reshape(-1), fold))
+
+    return Bucket(plan, lanes, lambda: True, begins_with_barrier=False, detects_mismatch=executor.detects_mismatch(plan.phases))
+
+
+def _is_flat(plan: Plan) -> bool:
+    return all(phase.scope is Scope.WORLD for phase in plan.phases)

@@ -1,0 +1,166 @@
+"""Program: what a call compiles to: buckets of arrays, each in chunks of three lanes of steps, and what runs them.
+
+The head of a chunk is what comes before the phase between nodes: copy-in and reduce-scatter; its middle is that phase, its tail
+all-gather and copy-out. One thread advances all lanes in turn: with depth 2 that inside the node runs head 0, head 1, tail 0,
+head 2, tail 1, …; middles start in the order of the chunks, `max_in_flight` of them at a time: one where they share a group
+without channels.
+
+Invariant: the order of a lane's operations depends on chunk indexes only, never on what happens to be ready, so that all ranks
+issue the operations of a group in the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpistrat.algorithms.plan import Plan
+from mpistrat.arrays import Array
+from mpistrat.groups.agreement import Signature
+from mpistrat.transports.steps import WAITING, WORKED, Steps
+
+ChunkSteps = Callable[[int], Steps]
+Blocking = Callable[[Sequence[Array], Sequence[Array] | None], list[Array]]
+"""All-reduces arrays in a blocking call, into `out` or to new ones: ``blocking(arrays, out)``."""
+
+
+def nothing(_: int) -> Steps:
+    """Do nothing for a chunk."""
+    return iter(())
+
+
+class Lanes(NamedTuple):
+    """The steps of each chunk in one call, by the index of the chunk."""
+
+    head: ChunkSteps
+    middle: ChunkSteps = nothing
+    tail: ChunkSteps = nothing
+    num_chunks: int = 1
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Arrays, by their indices in the call, that are combined together, and how: bound to its memory.
+
+    `lanes` returns the lanes for sources and C-contiguous targets, and `is_current` whether the memory is still there.
+    `detects_mismatch` says whether a rank in another call is found before results are used; if not, calls are compared
+    afterwards. `flat_count` counts the elements of the one all-reduce of MPI, if the plan is nothing else; `blocking` combines
+    one C-contiguous array in a blocking call, where that is possible.
+    """
+
+    plan: Plan
+    lanes: Callable[[Sequence[Array], Sequence[Array]], Lanes]
+    is_current: Callable[[], bool]
+    begins_with_barrier: bool
+    detects_mismatch: bool
+    max_in_flight: int = 1
+    flat_count: int = 0
+    blocking: Callable[[Array, Array], None] | None = None
+    held_bytes: Callable[[], int] = int
+    indices: tuple[int, ...] = (0,)
+
+    def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
+        """Return the steps that combine `sources` into `targets`. A collective call."""
+        head, middle, tail, num_chunks = self.lanes(sources, targets)
+        if num_chunks > 1:
+            yield from overlap(num_chunks, self.plan.depth, self.max_in_flight, head, middle, tail)
+        elif num_chunks:
+            yield from head(0)
+            yield from middle(0)
+            yield from tail(0)
+
+
+class Program:
+    """The buckets of a call, in the order in which they are combined, and the text of the call, without its verb.
+
+    `seconds` is the duration of the last run on this rank. A reduce-scatter has a `scattered_dtype`, that of the array of which
+    each rank gets only its part. `blocking` does the same in one call of MPI or through shared memory, where that is all.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], text: str = "", details: tuple[str, str, int] = ("", "", 0)) -> None:
+        self.buckets, self._text, self._details = list(buckets), text, details
+        self.seconds: float | None = None
+        self.scattered_dtype: np.dtype[Any] | None = None
+        self.blocking: Blocking | None = None
+        self.on_gpu = False
+        self.is_one_message = False  # of the one array as it is, by MPI or shared memory, and nothing else
+        self.begins_with_barrier = bool(self.buckets) and self.buckets[0].begins_with_barrier
+        self.detects_mismatch = all(bucket.detects_mismatch for bucket in self.buckets)
+        self._signatures: dict[str, Signature] = {}
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the memory that it is bound to is still there."""
+        return all(bucket.is_current() for bucket in self.buckets)
+
+    @property
+    def is_one_call(self) -> bool:
+        """Whether it is one all-reduce of MPI."""
+        return len(self.buckets) == 1 and self.buckets[0].flat_count > 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of its own memory, besides the executor's scratch memory."""
+        return sum(bucket.held_bytes() for bucket in self.buckets)
+
+    def signature(self, verb: str) -> Signature:
+        """Return the signature of a call of `verb` that runs it."""
+        if verb not in self._signatures:
+            plans = ", ".join(dict.fromkeys(bucket.plan.algorithm for bucket in self.buckets))
+            self._signatures[verb] = Signature(verb + self._text, (*self._details, plans))
+        return self._signatures[verb]
+
+    def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
+        """Return the steps that combine `sources` into `targets`, bucket after bucket. A collective call."""
+        started = time.perf_counter()
+        for bucket in self.buckets:
+            yield from bucket.run([sources[i] for i in bucket.indices], [targets[i] for i in bucket.indices])
+        self.seconds = time.perf_counter() - started
+
+
+def overlap(num_chunks: int, depth: int, max_in_flight: int, head: ChunkSteps, middle: ChunkSteps, tail: ChunkSteps) -> Steps:
+    """Return the steps of all chunks, with at most `depth` chunks between their head and their tail."""
+    heads_done = middles_done = 0
+    is_middle_done = [False] * num_chunks
+
+    def intra() -> Steps:
+        nonlocal heads_done
+        for turn in range(num_chunks + depth - 1):
+            if turn < num_chunks:
+                yield from head(turn)
+                heads_done += 1
+                yield WORKED  # the middle of this chunk may start before the next chunk is copied
+            finished = turn - depth + 1
+            if finished >= 0:
+                while not is_middle_done[finished]:
+                    yield WAITING
+                yield from tail(finished)
+
+    def inter(chunk: int) -> Steps:
+        nonlocal middles_done
+        yield from middle(chunk)
+        is_middle_done[chunk] = True
+        middles_done += 1
+
+    lanes = [intra()]
+    started = 0
+    while lanes:
+        answers = [next(lane, None) for lane in lanes]
+        lanes = [lane for lane, answer in zip(lanes, answers, strict=True) if answer is not None]
+        if started < heads_done and started - middles_done < max_in_flight:
+            lanes.append(inter(started))
+            started += 1
+            answers.append(WORKED)
+        yield any(answers)
+
+
+def interleave(lanes: Sequence[Steps]) -> Steps:
+    """Return the steps of all lanes, advanced in turn."""
+    while lanes:
+        answers = [next(lane, None) for lane in lanes]
+        lanes = [lane for lane, answer in zip(lanes, answers, strict=True) if answer is not None]
+        yield any(answers)
