@@ -177,8 +177,13 @@ def _quotient(total: Array, count: Array, dtype: np.dtype[Any]) -> Array:
     """Return total / count: in `dtype`, or in float64 if that is an integer dtype."""
     if dtype.kind in "iu":
         total = total.astype(np.float64)
-    mean = quiet()(operator.truediv, total, count.astype(total.dtype))  # without rows on any replica it is NaN
+    mean = quiet()(operator.truediv, total, _number(count, total.dtype))  # without rows on any replica it is NaN
     return in_dtype(mean, mean.dtype if dtype.kind in "iu" else dtype)
+
+
+def _number(number: Array, dtype: np.dtype[Any]) -> Any:
+    """Return a number of an array's dtype: CuPy computes with its own 0-d arrays and with NumPy's scalars."""
+    return number.astype(dtype) if is_on_device(number) else dtype.type(number)
 
 
 def weighted_part(
@@ -202,7 +207,7 @@ def weighted_part(
     def finish(totals: list[Array]) -> list[Array]:
         *sums, weights = totals
         # if all weights are 0, the mean is NaN
-        means = [quiet()(operator.truediv, total, weights.astype(total.dtype)) for total in sums]
+        means = [quiet()(operator.truediv, total, _number(weights, total.dtype)) for total in sums]
         return [in_dtype(mean, dtype) for mean, dtype in zip(means, dtypes, strict=True)]
 
     return [*sent, np.asarray(number)], finish

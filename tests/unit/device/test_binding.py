@@ -16,7 +16,8 @@ from tests.gpu.stand_in_arrays import stand_in_gpu
 
 
 @pytest.fixture
-def gpu():
+def gpu(monkeypatch):
+    monkeypatch.setattr("mpistrat.context.stack._default", None)  # the default strategy knows its device
     with stand_in_gpu(7) as device:
         yield device
 
