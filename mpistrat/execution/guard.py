@@ -106,8 +106,10 @@ class _ThreadTurn(threading.local):
 
 
 def _threads() -> list[threading.Thread]:
-    """Return the threads that run, or have not been started, which the interpreter keeps in a private set alone."""
-    return [each for each in getattr(threading, "_dangling", threading.enumerate()) if each.is_alive() or each.ident is None]
+    """Return the threads that run, or have not been started: those are in a private set of the interpreter alone."""
+    known = getattr(threading, "_dangling", None)  # a WeakSet; its references are copied at once, as other threads add to it
+    every = threading.enumerate() if known is None else [each for ref in tuple(known.data) if (each := ref()) is not None]
+    return [each for each in every if each.is_alive() or each.ident is None]
 
 
 def _label(thread: threading.Thread) -> str:
