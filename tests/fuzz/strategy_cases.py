@@ -134,6 +134,7 @@ def play_variable(field: Any, rng: np.random.Generator) -> Callable[[], None]:
     operand = Operand(rng, "MAX" if kind == "ONLY_FIRST_REPLICA" else kind, field.comm.rank)
     if operand.dtype.kind in "iu" and kind == "MEAN":
         kind = operand.op = "SUM"  # a variable of integers holds no mean
+        operand.renew()  # sums are of smaller values
     on_read, repeats = bool(rng.random() < 0.3), int(rng.integers(1, _MOST_REPEATS + 1))
     field.note = f"variable {kind} {operand} on_read={on_read} x{repeats}"
 
