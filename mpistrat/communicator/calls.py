@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+from mpistrat.arrays import Array
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, MpistratError
 from mpistrat.execution.guard import Call, Facts, Guard
@@ -23,11 +24,11 @@ class Calls:
         arguments: Callable[[CommunicationOptions], str],
         options: CommunicationOptions | None,
         check: Callable[[CommunicationOptions], None] | None = None,
-        facts: Callable[[], tuple[int, int]] | None = None,
+        facts: Callable[[], tuple[tuple[int, int], Array | None]] = lambda: ((0, 0), None),
     ) -> tuple[Call, Facts]:
-        """Begin a call, compare it on all ranks, and exchange two numbers of each, which `facts` returns. A collective call."""
+        """Begin a call, compare it on all ranks, and exchange their facts: see `Guard.agree`. A collective call."""
         call, _ = self.begin(verb, arguments, options, check)
-        return call, self._guard.agree(call, None, (0, 0) if facts is None else facts())
+        return call, self._guard.agree(call, None, *facts())
 
     def begin(
         self,

@@ -215,7 +215,7 @@ class Communicator(BaseCommunicator):
         targets: Any = out
         if is_one := type(given) is np.ndarray or not isinstance(given, (list, tuple)):
             given, targets = [given], None if out is None else [out]
-        known = self._programs.known(op, given, options, targets)
+        known = self._programs.known(op._value_, given, options, targets)
         results = None if known is None else self.run_known(known, given, targets)
         if results is None:
             sources, memory = self._read("all_reduce", given, targets, options)
@@ -235,7 +235,7 @@ class Communicator(BaseCommunicator):
         frames: int = 2,
     ) -> list[Array] | None:
         """Combine arrays like earlier ones, if there were any: see `BaseCommunicator`. A collective call."""
-        known = self._programs.known(op, arrays, options, out)
+        known = self._programs.known(op._value_, arrays, options, out)
         return None if known is None else self.run_known(known, arrays, out, noted, frames + 1)
 
     def run_known(
@@ -252,7 +252,7 @@ class Communicator(BaseCommunicator):
             guard.number = number = guard.number + 1
             guard.signature = call = known.signature
             self._current.digest = key = known.digest ^ (guard.take_noted_digest(noted) if guard.noted else noted)
-            index = guard.indexes.get(key) or guard.index(key, "all_reduce", call.text_after(key ^ call.digest), call.details)
+            index = guard.indexes.get(key) or guard.index(key, call.text_after(key ^ call.digest), call.details)
             record = self._recorder
             try:
                 frame = _frame_at(frames)
@@ -321,7 +321,13 @@ class Communicator(BaseCommunicator):
     def _reduce_scatter(
         self, op: ReduceOp | str, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None
     ) -> Array:
-        return self._reductions.reduce_scatter(self._parsed(op, "reduce_scatter", options), array, axis, options, out)
+        op = self._parsed(op, "reduce_scatter", options)
+        known = self._programs.known((op._value_, axis), [array], options, None)
+        if known is not None and (out is None or self._reductions.fits_part(out, array, axis)):
+            results = self.run_known(known, [array], None if out is None else [out], frames=4)
+            if results is not None:
+                return results[0]
+        return self._reductions.reduce_scatter(op, array, axis, options, out)
 
     def agree(self, call: str, error: Exception | None = None, options: CommunicationOptions | None = None) -> None:
         """Check at once that all ranks pass the same text: see `BaseCommunicator.agree`. A collective call."""

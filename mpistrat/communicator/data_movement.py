@@ -2,15 +2,16 @@
 
 Arrays of any dtype are sent as bytes: between GPUs by NCCL if it joins all ranks and all of them pass arrays on GPUs, else
 through host memory. Ranks exchange shapes and dtypes first, so that a mismatch is an error on all of them before anything is
-sent.
+sent; on a single node they share small arrays in the same step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
+from functools import lru_cache, partial
+from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.validate import check_gather, check_parts, check_root, check_target, name_of
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.executor import Executor
-from mpistrat.execution.guard import Call, Facts, Guard
+from mpistrat.execution.guard import Call, Guard
 from mpistrat.groups.agreement import Signature, digest_of
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, check_dtype
 from mpistrat.transports.base import Operation
@@ -34,6 +35,7 @@ from mpistrat.transports.steps import Steps
 T = TypeVar("T")
 
 _MAX_NDIM, _NAME_BYTES, _DIGESTS_KEPT = 64, 32, 1024
+_MOST_SHARED_BYTES = 1 << 15
 
 
 class _Sender(Protocol):
@@ -56,17 +58,32 @@ class _Route:
     run: Callable[[Steps], Steps]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Move:
-    """A call that all ranks make, with their facts, and the way of its bytes."""
+    """A call that all ranks make, with a digest and a number of each, and the way of its bytes.
+
+    `shared` has the bytes of the ranks that have shared theirs already.
+    """
 
     guard: Guard
     call: Call
-    found: Facts
+    digests: list[int]
+    numbers: list[int]
     route: _Route
+    shared: dict[int, Array]
 
     def run(self, steps: Steps) -> None:
         self.guard.run(self.call, self.route.run(steps))
+
+    def is_shared(self, root: int | None = None) -> bool:
+        """Return whether all ranks, or `root`, have shared their bytes."""
+        return len(self.shared) == len(self.digests) if root is None else root in self.shared
+
+    def take(self, target: Array, bounds: Sequence[int], root: int | None = None) -> None:
+        """Copy what all ranks have shared, or `root`, one after the other; `bounds` are those in `target`."""
+        found = self.shared.values() if root is None else [self.shared[root]]
+        for memory, (first, last) in zip(found, pairwise(bounds), strict=True):
+            target[first:last] = memory[: last - first]
 
     def new(self, make: Callable[[], T]) -> T:
         return self.guard.allocate(make, self.call.verb)
@@ -75,7 +92,7 @@ class _Move:
         """Return memory for a result: `out`, where bytes can be received there."""
         if out is not None and is_on_device(out) == self.route.is_on_gpu:
             return out
-        return self.new(lambda: self.route.empty(shape, dtype))
+        return self.guard.allocate(partial(self.route.empty, shape, dtype), self.call.verb)
 
 
 class DataMovement:
@@ -83,6 +100,9 @@ class DataMovement:
 
     def __init__(self, executor: Executor, guard: Guard, calls: Calls, gpu: GpuArrays | None) -> None:
         self._group = group = executor.hierarchy.world_group
+        # where the ranks of a single node share small arrays
+        self._window = window = executor.intra.window if executor.hierarchy.intra.size == group.size > 1 else None
+        self._most_shared = 0 if window is None else min(_MOST_SHARED_BYTES, window.small_bytes)
         self._rank, self._size, self._guard, self._calls = group.rank, group.size, guard, calls
         self._by_mpi = _Route(
             MpiTransport(group), lambda sends, receives: Pairwise(group, sends, receives).run(), to_host, np.empty, False, iter
@@ -99,9 +119,10 @@ class DataMovement:
             if out is not None:
                 check_target(out, array, (*array.shape[: axis % array.ndim], -1, *array.shape[axis % array.ndim + 1 :]))
 
-        def facts() -> tuple[int, int]:
+        def facts() -> tuple[int, int, Array | None]:
             # ranks that pass `out` compare its extent
-            return _digest(array, axis % array.ndim, None if out is None else out.shape[axis]), array.shape[axis]
+            digest = _digest(array, axis % array.ndim, None if out is None else out.shape[axis])
+            return digest, array.shape[axis], self._shareable(_moved(array, axis % array.ndim, 0))
 
         with self._guard:
             text = f"({name_of(array.dtype)}, {array.ndim} axes, axis={axis})"
@@ -110,18 +131,21 @@ class DataMovement:
             needed = f"all_gather along axis {axis} needs one axis, one dtype and equal extents on all other axes"
             if out is not None:
                 needed += ", and out of one shape on all ranks or on none"
-            self._require_equal(move.found[:, 0], needed, array if out is None else out)
-            starts = list(accumulate(map(int, move.found[:, 1]), initial=0))
+            self._require_equal(move.digests, needed, array if out is None else out)
+            starts = list(accumulate(move.numbers, initial=0))
             if out is not None and out.shape[axis] != starts[-1]:
                 raise InvalidArgumentError(
                     f"out must have extent {starts[-1]} along axis {axis}, that of all arrays; got shape {out.shape}"
                 )
             mine = _moved(move.route.fetch(array), axis, 0)
             whole = move.empty((starts[-1], *mine.shape[1:]), mine.dtype, out if axis == 0 else None)
-            whole[starts[self._rank] : starts[self._rank + 1]] = mine
-            if whole.nbytes:
-                row_bytes = whole.nbytes // starts[-1]
-                move.run(move.route.sender.all_gather(as_bytes(whole), [start * row_bytes for start in starts]).run())
+            row_bytes = whole.nbytes // max(starts[-1], 1)
+            bounds = [start * row_bytes for start in starts]
+            if move.is_shared():
+                move.take(as_bytes(whole), bounds)
+            elif row_bytes:
+                whole[starts[self._rank] : starts[self._rank + 1]] = mine
+                move.run(move.route.sender.all_gather(as_bytes(whole), bounds).run())
             if out is None:
                 result: Array = like(_contiguous(_moved(whole, 0, axis)), array)
                 return result
@@ -136,9 +160,15 @@ class DataMovement:
 
         with self._guard:
             text = f"({name_of(array.dtype)}, root={root})"
-            move = self._begin("gather", text, options, check, lambda: (_digest(array), 0), [array])
-            self._require_equal(move.found[:, 0], "gather needs equal shapes, one dtype and one root", array)
-            mine, is_root = move.new(lambda: move.route.fetch(array).copy()), self._rank == root
+            move = self._begin("gather", text, options, check, lambda: (_digest(array), 0, self._shareable(array)), [array])
+            self._require_equal(move.digests, "gather needs equal shapes, one dtype and one root", array)
+            is_root = self._rank == root
+            if move.is_shared():
+                received = [move.empty(array.shape, array.dtype) for _ in range(self._size)] if is_root else []
+                for rank, one in enumerate(received):
+                    move.take(as_bytes(one), [0, one.nbytes], rank)
+                return [like(one, array) for one in received] if is_root else None
+            mine = move.new(lambda: move.route.fetch(array).copy())
             nothing = move.empty((0,), np.dtype(np.uint8))
             received = [
                 mine if rank == self._rank else move.empty(mine.shape, mine.dtype) if is_root else nothing
@@ -154,12 +184,16 @@ class DataMovement:
             check_parts(arrays, self._size)
             check_dtype(ReduceOp.SUM, arrays[0].dtype)
 
+        def facts() -> tuple[int, int, Array | None]:
+            return _digest(arrays[0], 0 if arrays[0].ndim else None), 0, self._shareable_parts(arrays)
+
         with self._guard:
             text = f"({', '.join(sorted({name_of(array.dtype) for array in arrays}))})"
-            free_axis = 0 if arrays and arrays[0].ndim else None
-            move = self._begin("all_to_all", text, options, check, lambda: (_digest(arrays[0], free_axis), 0), arrays)
+            move = self._begin("all_to_all", text, options, check, facts, arrays)
             needed = "all_to_all needs one dtype, and equal extents on all axes but the first"
-            self._require_equal(move.found[:, 0], needed, arrays[self._rank])
+            self._require_equal(move.digests, needed, arrays[self._rank])
+            if move.is_shared():
+                return self._parts_for_this_rank(move, arrays)
             extents = self._exchange_extents(move.call, arrays)
             sends = move.new(lambda: [_contiguous(move.route.fetch(array)) for array in arrays])
             mine = sends[self._rank]
@@ -187,17 +221,18 @@ class DataMovement:
             if out is not None:
                 check_target(out, array if is_root else out)
 
+        def facts() -> tuple[int, int, Array | None]:
+            return _digest(known), out is not None, self._shareable(array) if is_root else None
+
         with self._guard:
-            facts = lambda: (_digest(known), out is not None)  # noqa: E731 - a name would say no more
             move = self._begin("broadcast", f"(root={root})", options, check, facts, [array if is_root else known])
             # every `out` must have the shape of the root's array
-            is_given = move.found[:, 1] > 0
-            if is_given.any():
-                is_given[root] = True
+            given = [digest for digest, is_given in zip(move.digests, move.numbers, strict=True) if is_given]
+            if given:
                 needed = "broadcast needs out of the shape and dtype of the root's array"
-                self._require_equal(move.found[is_given, 0], needed, known)
+                self._require_equal([move.digests[root], *given], needed, known)
             shape, dtype = known.shape, known.dtype
-            if (move.found[:, 0] != move.found[0, 0]).any():
+            if len(set(move.digests)) > 1:
                 header = _encode_shape(array)
                 self._guard.run(move.call, self._by_mpi.sender.broadcast(as_bytes(header), root).run())
                 shape, dtype = _decode_shape(header)
@@ -205,7 +240,10 @@ class DataMovement:
             result = move.empty(shape, dtype, out)
             if is_root:
                 np.copyto(result, move.route.fetch(array))
-            if result.nbytes:
+            if move.is_shared(root):
+                if not is_root:
+                    move.take(as_bytes(result), [0, result.nbytes], root)
+            elif result.nbytes:
                 move.run(move.route.sender.broadcast(as_bytes(result), root).run())
             if out is None:
                 received: Array = like(result, array)
@@ -223,26 +261,55 @@ class DataMovement:
         text: str,
         options: CommunicationOptions | None,
         check: Callable[[CommunicationOptions], None],
-        facts: Callable[[], tuple[int, int]],
+        facts: Callable[[], tuple[int, int, Array | None]],
         arrays: Sequence[Array],
     ) -> _Move:
-        """Begin a call, and exchange a digest and a number of each rank; by NCCL, if all have their arrays on a GPU."""
+        """Begin a call, and exchange a digest and a number of each rank; by NCCL, if all have their arrays on a GPU.
 
-        def placed() -> tuple[int, int]:
-            digest, number = facts()
-            return digest, number << 1 | all(map(is_on_device, arrays))
+        `facts` returns those of this rank, and the bytes that it shares.
+        """
+
+        def placed() -> tuple[tuple[int, int], Array | None]:
+            digest, number, memory = facts()
+            return (digest, number << 2 | (memory is not None) << 1 | all(map(is_on_device, arrays))), memory
 
         call, found = self._calls.enter(verb, lambda _: text, options, check, placed)
-        route, found = self._by_mpi, found.copy()
-        if self._by_nccl is not None and (found[:, 1] & 1).all():
+        digests, numbers = [row[0] for row in found], [row[1] for row in found]
+        route = self._by_mpi
+        if self._by_nccl is not None and all(number & 1 for number in numbers):
             self._guard.begin(call, Signature(call.arguments))  # the barrier before NCCL compares it once more
             route = self._by_nccl
-        found[:, 1] >>= 1
-        return _Move(self._guard, call, found, route)
+        window = self._window
+        shared = {} if window is None else {rank: window.shared(rank) for rank, number in enumerate(numbers) if number & 2}
+        return _Move(self._guard, call, digests, [number >> 2 for number in numbers], route, shared)
 
-    def _require_equal(self, digests: Facts, needed: str, array: Array) -> None:
+    def _shareable(self, array: Array) -> Array | None:
+        """Return the bytes of a small array that ranks of a single node share when they compare the call."""
+        if not 0 < array.nbytes <= self._most_shared or is_on_device(array):
+            return None
+        return as_bytes(np.ascontiguousarray(array))
+
+    def _shareable_parts(self, arrays: Sequence[Array]) -> Array | None:
+        """Return the first extents of small arrays, one for each rank, and their bytes."""
+        if sum(array.nbytes for array in arrays) > self._most_shared - 8 * self._size or any(map(is_on_device, arrays)):
+            return None
+        return np.concatenate([as_bytes(_extents(arrays)), *[as_bytes(np.ascontiguousarray(array)) for array in arrays]])
+
+    def _parts_for_this_rank(self, move: _Move, arrays: Sequence[Array]) -> list[Array]:
+        """Return what each rank has shared for this one."""
+        received, mine = [], arrays[self._rank]
+        row_bytes = mine.itemsize * prod(mine.shape[1:])
+        for memory, array in zip(move.shared.values(), arrays, strict=True):
+            extents = memory[: 8 * self._size].view(np.int64)
+            first, extent = 8 * self._size + row_bytes * int(extents[: self._rank].sum()), int(extents[self._rank])
+            part = move.empty((extent, *mine.shape[1:])[: mine.ndim], mine.dtype)
+            as_bytes(part)[:] = memory[first : first + part.nbytes]
+            received.append(like(part, array))
+        return received
+
+    def _require_equal(self, digests: list[int], needed: str, array: Array) -> None:
         """Check that the `_digest` of all ranks are equal. A collective call if they are not."""
-        if (digests == digests[0]).all():
+        if len(set(digests)) == 1:
             return
         found = self._group.comm.allgather(f"{array.dtype} {array.shape}")
         shapes = ", ".join(f"replica {rank}: {text}" for rank, text in enumerate(found))
@@ -250,7 +317,7 @@ class DataMovement:
 
     def _exchange_extents(self, call: Call, arrays: Sequence[Array]) -> list[int]:
         """Return the first extent of the array that each rank sends to this one; 1 for scalars."""
-        mine = np.array([array.shape[0] if array.ndim else 1 for array in arrays], np.int64)
+        mine = _extents(arrays)
         received = np.empty_like(mine)
         request = self._group.comm.Ialltoall(mine, received)
         self._guard.run(call, until_complete([request], (mine, received)))
@@ -285,6 +352,11 @@ def _shape_digest(dtype: np.dtype[Any], shape: tuple[int, ...], free_axis: int |
 def _digest(array: Array, free_axis: int | None = None, out_extent: int | None = None) -> int:
     """Return a hash of dtype and shape that ignores the extent along `free_axis`, but includes that of `out` if given."""
     return _shape_digest(array.dtype, array.shape, free_axis, out_extent)
+
+
+def _extents(arrays: Sequence[Array]) -> Array:
+    """Return the first extents of arrays; 1 for scalars."""
+    return np.array([array.shape[0] if array.ndim else 1 for array in arrays], np.int64)
 
 
 def _encode_shape(array: Array) -> Array:

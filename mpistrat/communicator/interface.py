@@ -406,11 +406,12 @@ class BaseCommunicator(ABC):
         if is_list:
             self.note(f"{verb} of {len(sources)} arrays", options)
         with self._active():
-            if targets is None:
+            if len(sources) == 1:
+                found = [act(sources[0], None if targets is None else targets[0])]
+            elif targets is None:
                 found = [act(source, None) for source in sources]
             else:
-                sources = copy_overlapping(sources, targets) if len(sources) > 1 else sources
-                found = [act(source, target) for source, target in zip(sources, targets, strict=True)]
+                found = list(map(act, copy_overlapping(sources, targets), targets))
             results: Any = alike(found, given, wanted)
         answer: Arrays = results if is_list else results[0]
         return answer

@@ -31,7 +31,7 @@ class Passing:
 
     def add(self, handle: int, op: ReduceOp, array: Array) -> None:
         """Have calls with such an array passed, if it is known, by the handle of MPI's operation."""
-        known, world, nbytes = self._programs.known(op, [array], None, None), self._executor.world, array.nbytes
+        known, world, nbytes = self._programs.known(op._value_, [array], None, None), self._executor.world, array.nbytes
         if known is not None and not is_on_device(array):
             is_passed = known.is_one_message and 0 < nbytes <= world.most_passed_bytes
             call = world.passing_call(op, array.dtype) if is_passed else (None, None)

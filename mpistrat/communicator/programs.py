@@ -60,17 +60,10 @@ class Known:
 
 
 class Programs:
-    """The programs of a communicator, at most 64. `run` runs one with host and device arrays: ``run(program, arrays, out)``."""
+    """The programs of a communicator, at most 64."""
 
-    def __init__(
-        self,
-        guard: Guard,
-        options: CommunicationOptions,
-        host: Planner,
-        device: DevicePlanner | None,
-        run: Callable[..., list[Array]],
-    ) -> None:
-        self._guard, self._options, self._host, self._device, self._run = guard, options, host, device, run
+    def __init__(self, guard: Guard, options: CommunicationOptions, host: Planner, device: DevicePlanner | None) -> None:
+        self._guard, self._options, self._host, self._device = guard, options, host, device
         self._settle = host.executor.hierarchy.call.settle
         self._programs: OrderedDict[tuple[Any, ...], Program] = OrderedDict()
         self._known: dict[tuple[Any, ...], Known] = {}
@@ -162,16 +155,23 @@ class Programs:
         )
 
     def known(
-        self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions | None, out: Sequence[Array] | None
+        self,
+        kind: object,
+        arrays: Sequence[Array],
+        options: CommunicationOptions | None,
+        out: Sequence[Array] | None,
     ) -> Known | None:
-        """Return what is known of a call; None if nothing is, or `out` must be looked at."""
+        """Return what is known of a call; None if nothing is, or `out` must be looked at.
+
+        The `kind` of an all-reduce is the value of its operation, that of a reduce-scatter this and the axis.
+        """
         try:
             number = _DEFAULT if options is None else self._numbers[options.key]
             if len(arrays) != 1:
-                found = self._known.get((number, op._value_, *map(_SIGNATURE, arrays)))
+                found = self._known.get((number, kind, *map(_SIGNATURE, arrays)))
                 return found if found is None or out is None or _fit(out, arrays) else None
             [array] = arrays
-            found = self._known.get((number, op._value_, array.shape, array.dtype, array.__class__))
+            found = self._known.get((number, kind, array.shape, array.dtype, array.__class__))
             if found is None or out is None:
                 return found
             [target] = out
@@ -181,24 +181,22 @@ class Programs:
 
     def remember(
         self,
-        op: ReduceOp,
+        kind: object,
         arrays: Sequence[Array],
         options: CommunicationOptions | None,
         merged: CommunicationOptions,
         program: Program,
+        signature: Signature,
+        run: Blocking,
         is_strict: bool,
     ) -> None:
-        """Remember a call, with the options that it passes, and as they are `merged` over those of the communicator.
+        """Remember a call of that signature, which `run` makes: see `known`.
 
-        A program that is not one call is known only where its calls need not be compared each time.
+        It has the options that it passes, and as they are `merged` over those of the communicator. A program that is not one
+        call is known only where its calls need not be compared each time.
         """
-        # a communicator sums booleans, and a strategy refuses to: its check must not be skipped
-        if op is ReduceOp.SUM and any(array.dtype.kind == "b" for array in arrays):
-            return
-        seconds, run = merged.timeout_seconds, program.blocking
-        if run is None and not (is_strict or seconds):
-            run = partial(self._run, program)
-        if run is None:
+        seconds = merged.timeout_seconds
+        if program.blocking is None and (is_strict or seconds):
             return
         if is_strict:
             run = self._settled(run)
@@ -209,10 +207,9 @@ class Programs:
         number = self._numbers.setdefault(merged.key, len(self._numbers))
         if options is not None:
             self._numbers[options.key] = number
-        signature = program.signature("all_reduce")
         key = _SIGNATURE(arrays[0]) if len(arrays) == 1 else map(_SIGNATURE, arrays)
         is_one_message = program.is_one_message and not is_strict
-        self._known[(number, op._value_, *key)] = Known(signature, signature.digest, run, is_one_message)
+        self._known[(number, kind, *key)] = Known(signature, signature.digest, run, is_one_message)
 
     def forget_calls(self) -> None:
         """Forget what is known of calls: each is looked at again."""
@@ -287,7 +284,7 @@ class Reductions:
     ) -> None:
         self._executor, self._guard, self._calls, self._gpu = executor, guard, calls, gpu
         device = None if gpu is None else DevicePlanner(gpu.executor, say)
-        self.programs = Programs(guard, calls.options, planner, device, self.all_reduce_known)
+        self.programs = Programs(guard, calls.options, planner, device)
         self._current, self._rank, self._size = executor.hierarchy.call, executor.hierarchy.rank, executor.hierarchy.world.size
         self._window = executor.intra.window if executor.hierarchy.intra.size > 1 else None
         # returns a context manager that makes this rank's GPU current, if it has one
@@ -307,16 +304,19 @@ class Reductions:
         with self.active(), self._guard:
             call, wanted = self._calls.begin("all_reduce", arguments, options, check)
             # a rank that remembers it does not compare texts
-            is_known = self.programs.known(op, arrays, wanted, None) is not None
+            is_known = self.programs.known(op._value_, arrays, wanted, None) is not None
             program = self._program(call, op, arrays, wanted, is_known=is_known)
-            self.programs.remember(op, arrays, options, wanted, program, self._calls.is_strict)
-            self._guard.begin(call, program.signature("all_reduce"))
+            signature, run = program.signature("all_reduce"), program.blocking or partial(self._all_reduce_known, program)
+            # a communicator sums booleans, and a strategy refuses to: its check must not be skipped
+            if not (op is ReduceOp.SUM and any(array.dtype.kind == "b" for array in arrays)):
+                self.programs.remember(op._value_, arrays, options, wanted, program, signature, run, self._calls.is_strict)
+            self._guard.begin(call, signature)
             results, sources = self._results_and_sources(arrays, out)
             self._guard.run(call, self._steps(program, sources, results))
             self._settle()
             return results
 
-    def all_reduce_known(self, program: Program, arrays: Sequence[Array], out: Sequence[Array] | None = None) -> list[Array]:
+    def _all_reduce_known(self, program: Program, arrays: Sequence[Array], out: Sequence[Array] | None = None) -> list[Array]:
         """All-reduce arrays by their program, in a call that this rank remembers. A collective call."""
         if self._gpu is not None:
             wait_for_gpu(self._guard)
@@ -374,27 +374,54 @@ class Reductions:
 
         with self.active(), self._guard:
             call, wanted = self._calls.begin("reduce_scatter", arguments, options, check)
-            program = self._program(call, op, [array], wanted, axis % array.ndim)
-            self._guard.begin(call, Signature(call.arguments))
-            result = self._new(array, self._own_part(array, axis).shape) if out is None else out
-            if program.scattered_dtype is not None:
-                self._scatter(call, program, program.scattered_dtype, np.moveaxis(array, axis, 0), np.moveaxis(result, axis, 0))
-            else:
-                total = self._new(array, array.shape)
-                self._guard.run(call, self._steps(program, [array], [total]))
-                result[...] = self._own_part(total, axis)
+            kind, signature = (op._value_, axis), Signature(call.arguments)
+            is_known = self.programs.known(kind, [array], wanted, None) is not None
+            program = self._program(call, op, [array], wanted, axis % array.ndim, is_known)
+            known = partial(self._scatter_known, program, axis)
+            self.programs.remember(kind, [array], options, wanted, program, signature, known, self._calls.is_strict)
+            self._guard.begin(call, signature)
+            result = self._scatter(program, array, axis, out, partial(self._guard.run, call))
             self._settle()
             return result
 
-    def _scatter(self, call: Call, program: Program, dtype: np.dtype[Any], array: Array, part: Array) -> None:
-        """Reduce-scatter along the first axis, in a dtype; write this rank's part to `part`."""
-        source: Array = self._guard.allocate(lambda: quiet()(array.astype, dtype, "C", "unsafe", True, False))
+    def _scatter_known(
+        self, program: Program, axis: int, arrays: Sequence[Array], out: Sequence[Array] | None = None
+    ) -> list[Array]:
+        """Reduce-scatter an array by its program, in a call that this rank remembers. A collective call."""
+        [array], target = arrays, None if out is None else out[0]
+        if program.blocking is not None:
+            part = self._own_part(program.blocking(arrays, None)[0], axis)
+            if target is None:
+                return [part.copy()]
+            target[...] = part
+            return [target]
+        if self._gpu is not None:
+            wait_for_gpu(self._guard)
+        with self.active():
+            return [self._scatter(program, array, axis, target, self._guard.drive_current)]
+
+    def _scatter(self, program: Program, array: Array, axis: int, out: Array | None, drive: Callable[[Steps], None]) -> Array:
+        """Return this rank's part of a combination, whose steps are driven by `drive`."""
+        result, dtype = self._new(array, self._own_part(array, axis).shape) if out is None else out, program.scattered_dtype
+        if dtype is None:
+            total = self._new(array, array.shape)
+            drive(self._steps(program, [array], [total]))
+            result[...] = self._own_part(total, axis)
+            return result
+        moved = np.moveaxis(array, axis, 0)
+        source: Array = self._guard.allocate(lambda: quiet()(moved.astype, dtype, "C", "unsafe", True, False))
+        part = np.moveaxis(result, axis, 0)
         # peers may still read the source while the result is written
         is_direct = part.dtype == dtype and part.flags.c_contiguous and not np.may_share_memory(source, part)
         target = part if is_direct else self._new(source, part.shape)
-        self._guard.run(call, self._steps(program, [source], [target]))
+        drive(self._steps(program, [source], [target]))
         if not is_direct:
             quiet()(np.copyto, part, target, "unsafe")
+        return result
+
+    def fits_part(self, target: Array, array: Array, axis: int) -> bool:
+        """Return whether this rank's part of an array can be written to `target`; False also if that needs a closer look."""
+        return target.__class__ is array.__class__ and _fits(target, self._own_part(array, axis))
 
     def _own_part(self, array: Array, axis: int) -> Array:
         """Return this rank's part of an array along an axis."""

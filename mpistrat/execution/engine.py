@@ -46,7 +46,7 @@ class Job:
         self._carry_out: Callable[[], object] | None = carry_out
         self.owner, self.is_on_gpu = owner, is_on_gpu
         self._what = what
-        self._ended = threading.Event()
+        self._has_ended, self._ended = False, threading.Event()  # the event is for those who wait
         self._result: object = None
         self._callbacks: deque[Callable[[], object]] = deque()
         self.failure: BaseException | None = None
@@ -54,7 +54,7 @@ class Job:
 
     def has_ended(self) -> bool:
         """Return whether it has ended, successfully or not."""
-        return self._ended.is_set()
+        return self._has_ended
 
     def run(self) -> None:
         """Run it on this thread."""
@@ -65,13 +65,16 @@ class Job:
             self.failure = failure
             _engine.note_failure(self)
         self._carry_out = None  # frees the arrays it worked on
-        self._ended.set()
-        self._call_back()
+        self._has_ended = True
+        try:
+            self._call_back()  # before others wake up, and need the core and the GIL
+        finally:
+            self._ended.set()
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
         """Have `callback` called once when it has ended, on whatever thread learns of that."""
         self._callbacks.append(callback)
-        if self._ended.is_set():
+        if self._has_ended:
             self._call_back()
 
     def _call_back(self) -> None:
@@ -81,13 +84,13 @@ class Job:
 
     def join(self) -> None:
         """Wait until it has ended; raise if it will not: the engine's thread is gone, or is this one."""
-        if self._ended.is_set():
+        if self._has_ended:
             return
         if _engine.is_this_thread():
             raise UnavailableError(f"a callback of what was started cannot wait for {self._what()}, which is behind it")
         with _awaited():
             while not self._ended.wait(_ALIVE_CHECK_SECONDS):
-                if not _engine.is_alive() and not self._ended.is_set():
+                if not (_engine.is_alive() or self._has_ended):
                     raise UnavailableError(
                         f"{self._what()} will not end: the thread that carries out what was started is gone. Start and wait "
                         "for it in the process that made the strategy, and before that ends."

@@ -23,10 +23,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
-import numpy as np
-
+from mpistrat.arrays import Array
 from mpistrat.errors import CollectiveError, DeadlineExceededError, MpistratError, TransportError, UnavailableError
 from mpistrat.execution.engine import Job, back_off, raise_unclaimed_failure, submit, wait_for_gpu
 from mpistrat.execution.work import Work
@@ -46,7 +45,7 @@ from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, DeadlineBarr
 from mpistrat.groups.group import MOST_UNCONFIRMED, keep_alive_for_peers
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import abort
-from mpistrat.transports.steps import Steps, drive
+from mpistrat.transports.steps import Steps, drive, ends_soon
 from mpistrat.transports.window import NodeWindow, free_open_windows
 from mpistrat.watch import watcher
 from mpistrat.watch.record import RankFile
@@ -64,8 +63,8 @@ FRAMES = 3  # at least this many frames of this library lie between the recorder
 
 _POOLS = ("ThreadPoolExecutor", "asyncio", "Dummy")  # names of threads, as the standard library begins them
 
-Facts = np.ndarray[Any, np.dtype[np.int64]]
-"""Two numbers of each rank: int64, (ranks, 2)."""
+Facts = list[list[int]]
+"""Numbers of each rank."""
 
 
 @dataclass
@@ -278,7 +277,7 @@ class Guard:
 
     def start(self, call: Call, carry_out: Callable[[], T]) -> Work[T]:
         """Have the engine run a call after all calls started before; until it has ended no other collective can begin."""
-        line, index = self._recorder.line(FRAMES), self.index(digest_of(call.text), call.verb, call.text)
+        line, index = self._recorder.line(FRAMES), self.index(digest_of(call.text), call.text)
 
         def recorded() -> T:
             job.is_claimed = self._cause is not None  # what this one fails of is told already
@@ -317,7 +316,7 @@ class Guard:
             if len(self._notes) > _NOTES_KEPT:
                 del self._notes[: _NOTES_KEPT // 2]
 
-    def index(self, digest: int, verb: str, text: str, details: tuple[str, str, int, str] = ("", "", 0, "")) -> int:
+    def index(self, digest: int, text: str, details: tuple[str, str, int, str] = ("", "", 0, "")) -> int:
         """Return the index of a call's description in this process's record."""
         index = self.indexes.get(digest)
         if index is None:
@@ -329,7 +328,7 @@ class Guard:
     def enter(self, call: Call, digest: int) -> None:
         """Record that this rank has entered a call."""
         if not (self._slot or call.is_started):
-            index = self.indexes.get(digest) or self.index(digest, call.verb, call.text, self.signature.details)
+            index = self.indexes.get(digest) or self.index(digest, call.text, self.signature.details)
             self._slot = self._recorder.enter(self.communicator, call.number, index, FRAMES)
 
     def take_noted_digest(self, noted: int) -> int:
@@ -351,10 +350,13 @@ class Guard:
             call.noted, call.notes = self.noted, tuple(self._notes)
             self.noted, self._notes = 0, []
 
-    def agree(self, call: Call, error: Exception | None = None, facts: Sequence[int] = (0, 0)) -> Facts:
-        """Wait until all ranks make the same call; return two numbers of each, (ranks, 2), valid until the next call.
+    def agree(
+        self, call: Call, error: Exception | None = None, facts: Sequence[int] = (0, 0), memory: Array | None = None
+    ) -> Facts:
+        """Wait until all ranks make the same call; return two `facts` of each, and a third one. A collective call.
 
-        A collective call. If calls differ, every rank raises an AgreementError, and one that passes an `error` that error.
+        On a single node ranks may pass bytes, which the window returns until the next call. If calls differ, every rank raises
+        an AgreementError, and one that passes an `error` that error.
 
         Ranks of a node compare digests at a barrier in its memory. Where these are all ranks, none with a deadline or an error,
         that is all; else all ranks compare digests by messages. Where digests differ, all exchange texts, unless a rank has
@@ -368,23 +370,27 @@ class Guard:
         # also on a rank alone on its node: messages of the call carry it
         self._current.digest = digest_of(text if error is None else f"{text} {error!r}") | COMPARED
         if self._window is not None:
-            found = self._agree_in_node(self._window, call, error, facts)
+            in_node = self._agree_in_node(self._window, call, error, facts, memory)
             # if any rank has a deadline, all learn together whether all have arrived in time
-            if found is not None and self._one_node and error is None and not found[:, 2].any():
-                return found[:, :2]
-        found = self._agreement.check(text, error, self._completion(call), facts, call.number)
+            if in_node is not None and self._one_node and error is None and not any(row[2] for row in in_node):
+                return in_node
+        found: Facts = self._agreement.check(text, error, self._completion(call), facts, call.number).tolist()
         # MPI's blocking and nonblocking collectives do not match: if one rank has a deadline, all use nonblocking ones
-        self._any_deadline = bool(found[:, 2].any())
-        return found[:, :2]
+        self._any_deadline = any(row[2] for row in found)
+        return found
 
-    def _agree_in_node(self, window: NodeWindow, call: Call, error: Exception | None, facts: Sequence[int]) -> Facts | None:
+    def _agree_in_node(
+        self, window: NodeWindow, call: Call, error: Exception | None, facts: Sequence[int], memory: Array | None
+    ) -> Facts | None:
         """Compare a call in the memory of the node, and return the facts of its ranks; None if all ranks will differ."""
         try:
-            self._drive(call, window.barrier_with(facts), call.rest_seconds)
+            steps = window.barrier_with(facts, memory)
+            if not ends_soon(steps):
+                self._drive(call, steps, call.rest_seconds)
         except CallsDifferError as differ:
             all_compare = differ.all_compare
         else:
-            return np.array(window.facts())
+            return window.facts()
         if not all_compare:
             raise self._failed(call, self._mismatch(call.text))
         if self._one_node:
@@ -423,7 +429,7 @@ class Guard:
     def explain(self, error: BaseException) -> BaseException:
         """Return the error to raise for what a call on a fast path raised; no other collective can be made."""
         error = self._diagnosed(error, self.signature.text_after(self._current.digest ^ self.signature.digest))
-        self._fail_and_notify("all_reduce", error)
+        self._fail_and_notify(self.signature.text.partition("(")[0], error)
         return error
 
     def overdue(self, call: Call) -> DeadlineExceededError:
@@ -498,7 +504,7 @@ class Guard:
         """Compare the calls that MPI has reduced since the last comparison; name the first that differs. A collective call."""
         call = Call(self.number, "all_reduce", "the calls that MPI combined last", self.default_seconds)
         found = self._agreement.check(call.text, None, self._completion(call), (history, 0, 0))
-        if (found[:, 0] == history).all():
+        if all(history == other for other, *_ in found.tolist()):
             return
         calls = RankFile(self._recorder.memory).calls()
         # the last call of a number: those before it were refused

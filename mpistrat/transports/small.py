@@ -25,7 +25,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.openmpi import num_cores, yields_when_idle
 from mpistrat.reduction import ReduceOp, combine, quiet
 from mpistrat.transports.steps import WAITING, Steps
-from mpistrat.transports.window import CALL, ENTERED, LEAST_SMALL_BYTES, RESULT, NodeWindow
+from mpistrat.transports.window import CALL, ENTERED, LEAST_SMALL_BYTES, RESULT, RESULT_SLOTS, NodeWindow
 
 MOST_NODES = 4
 """With more nodes, leaders would send more messages than MPI's all-reduce does."""
@@ -33,7 +33,6 @@ MOST_RANKS = 16
 """Ranks of a node: with more, MPI's tree takes fewer steps."""
 _POLLS = 40  # before yielding the core: a peer on its own core usually arrives by then
 _YIELDS = 600  # before checking deadlines and verdicts
-_RESULT_SLOTS = 2  # index of the first one
 
 
 class SmallExchange:
@@ -162,7 +161,7 @@ class SmallAllReduce:
             for turn in range(2)
         ]
         self._results = (
-            [window.small[0][_RESULT_SLOTS + turn][:nbytes].view(dtype).reshape(shape) for turn in range(2)] if window else []
+            [window.small[0][RESULT_SLOTS + turn][:nbytes].view(dtype).reshape(shape) for turn in range(2)] if window else []
         )
         # two, used alternately: NumPy combines single elements in place three times as slowly
         self._partials = [np.empty(shape, dtype) for _ in range(2)]

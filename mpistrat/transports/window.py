@@ -50,8 +50,8 @@ LEAST_SMALL_BYTES, MOST_SMALL_BYTES, MOST_READ_BYTES = 1 << 15, 1 << 19, 6 << 20
 """Bounds of the size of a slot for small arrays, and of what all ranks of a node read together: each reads the slots of all.
 
 Beyond, MPI was faster with 7 and 8 ranks on two cores, and slots would take much memory with fewer."""
-SMALL_SLOTS = 4
-"""Slots of each rank: two for its addends and two for the results it publishes, used alternately."""
+SMALL_SLOTS, RESULT_SLOTS = 4, 2
+"""Slots of each rank, used alternately: two for its addends, and from the second number on two for what it publishes."""
 _CACHE_LINE_BYTES = 64
 _MOST_BARRIERS = 1 << 16
 """The barriers of one call are closer together than this; several are in flight where its operations take turns."""
@@ -231,9 +231,15 @@ class NodeWindow:
         self.own[ENTERED] = entered
         return entered
 
-    def barrier_with(self, facts: Sequence[int]) -> Steps:
-        """Enter a `barrier` with three numbers for the peers, which `facts` returns."""
-        place = FACTS + 3 * ((self.entered + 1) & 1)
+    def barrier_with(self, facts: Sequence[int], memory: Array | None = None) -> Steps:
+        """Enter a `barrier` with three numbers for the peers, which `facts` returns, and bytes, which `shared` returns.
+
+        If ranks pass memory, of at most `small_bytes`, they are on one node: between nodes results are published in its place.
+        """
+        turn = (self.entered + 1) & 1
+        if memory is not None:
+            self.small[self.group.rank][RESULT_SLOTS + turn][: memory.nbytes] = memory
+        place = FACTS + 3 * turn
         for index, fact in enumerate(facts):
             self.own[place + index] = fact
         return self.barrier()
@@ -242,6 +248,10 @@ class NodeWindow:
         """Return the numbers that each rank passed to the last `barrier_with`."""
         place = FACTS + 3 * (self.entered & 1)
         return [words[place : place + 3].tolist() for words in self.words]
+
+    def shared(self, rank: int) -> Array:
+        """Return the memory that a rank passed to the last `barrier_with`, valid until the next barrier."""
+        return self.small[rank][RESULT_SLOTS + (self.entered & 1)]
 
     def compare(self, entered: int) -> None:
         """Compare the digests of all ranks in a barrier that all have entered.
