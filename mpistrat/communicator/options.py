@@ -165,6 +165,8 @@ class CommunicationOptions:
                 field.name: getattr(other if getattr(other, field.name) != field.default else self, field.name)
                 for field in fields(self)
             }
+            if self.error_feedback and other.wire_dtype == NATIVE and other.error_feedback is None:  # nothing is lost then
+                chosen["error_feedback"] = False
             found = self._merged[other.key] = CommunicationOptions(**chosen)
         return found
 

@@ -163,6 +163,10 @@ class Transport(ABC):
         """Bind the same, if `adds_in_order` is true: the bits of the result depend on the values and the ranks' order alone."""
         return self.all_reduce(buffer, op)
 
+    def adds_small_in_order(self, nbytes: int) -> bool:
+        """Return whether all-reduces of `nbytes` bytes add in the order of the ranks."""
+        return False
+
     @abstractmethod
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind: combine the buffers; rank r gets elements ``bounds[r]:bounds[r + 1]``, in place. The rest is undefined."""

@@ -111,6 +111,10 @@ class WorldTransport(MpiTransport):
         """Return the all-reduce of small arrays, and the operation that is passed to it: see `Transport`."""
         return self.group.comm.Allreduce, self.native_op(op, dtype)
 
+    def adds_small_in_order(self, nbytes: int) -> bool:
+        """Return whether arrays of `nbytes` bytes are added in the order of the ranks: see `Transport`."""
+        return self.small.is_one_node and self.small.serves(nbytes) and not self._passes(nbytes)
+
     def _passes(self, nbytes: int) -> bool:
         """Return whether arrays of `nbytes` bytes are handed to MPI as they are: the same on all ranks."""
         return 0 < nbytes <= self.most_passed_bytes

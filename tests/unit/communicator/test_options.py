@@ -105,6 +105,11 @@ def test_what_excludes_each_other_is_not_merged() -> None:
     assert cast.merge(CommunicationOptions(wire_dtype="float16", error_feedback=True)).error_feedback
 
 
+def test_arrays_that_a_call_does_not_cast_lose_nothing() -> None:
+    cast = CommunicationOptions(wire_dtype="bfloat16", error_feedback=True)
+    assert cast.merge(CommunicationOptions(wire_dtype="native")).error_feedback is False
+
+
 def test_only_options_are_merged() -> None:
     with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got \\['sum'\\]"):
         CommunicationOptions().merge(["sum"])  # type: ignore[arg-type]
