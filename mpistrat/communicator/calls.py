@@ -6,10 +6,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from mpistrat.arrays import Array
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, MpistratError
-from mpistrat.execution.guard import Call, Facts, Guard
+from mpistrat.execution.guard import Call, Guard
 
 
 class Calls:
@@ -23,12 +22,10 @@ class Calls:
         verb: str,
         arguments: Callable[[CommunicationOptions], str],
         options: CommunicationOptions | None,
-        check: Callable[[CommunicationOptions], None] | None = None,
-        facts: Callable[[], tuple[tuple[int, int], Array | None]] = lambda: ((0, 0), None),
-    ) -> tuple[Call, Facts]:
-        """Begin a call, compare it on all ranks, and exchange their facts: see `Guard.agree`. A collective call."""
-        call, _ = self.begin(verb, arguments, options, check)
-        return call, self._guard.agree(call, None, *facts())
+    ) -> None:
+        """Begin a call, and compare it on all ranks. A collective call."""
+        call, _ = self.begin(verb, arguments, options)
+        self._guard.agree(call)
 
     def begin(
         self,

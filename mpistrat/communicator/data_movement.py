@@ -268,18 +268,14 @@ class DataMovement:
 
         `facts` returns those of this rank, and the bytes that it shares.
         """
-
-        def placed() -> tuple[tuple[int, int], Array | None]:
-            digest, number, memory = facts()
-            return (digest, number << 2 | (memory is not None) << 1 | all(map(is_on_device, arrays))), memory
-
-        call, found = self._calls.enter(verb, lambda _: text, options, check, placed)
-        digests, numbers = [row[0] for row in found], [row[1] for row in found]
-        route = self._by_mpi
+        call, _ = self._calls.begin(verb, lambda _: text, options, check)
+        digest, number, memory = facts()
+        is_shared, is_on_gpu = memory is not None, self._by_nccl is not None and all(map(is_on_device, arrays))
+        found = self._guard.agree(call, None, (digest, number << 2 | is_shared << 1 | is_on_gpu), memory)
+        digests, numbers, route, window = [row[0] for row in found], [row[1] for row in found], self._by_mpi, self._window
         if self._by_nccl is not None and all(number & 1 for number in numbers):
             self._guard.begin(call, Signature(call.arguments))  # the barrier before NCCL compares it once more
             route = self._by_nccl
-        window = self._window
         shared = {} if window is None else {rank: window.shared(rank) for rank, number in enumerate(numbers) if number & 2}
         return _Move(self._guard, call, digests, [number >> 2 for number in numbers], route, shared)
 
