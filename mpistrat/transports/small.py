@@ -23,7 +23,7 @@ from mpistrat.arrays import Array
 from mpistrat.groups.group import CurrentCall, Group, keep_alive_for_peers
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.openmpi import num_cores, yields_when_idle
-from mpistrat.reduction import ReduceOp, combine, quiet
+from mpistrat.reduction import ReduceOp, combine, quiet_call
 from mpistrat.transports.steps import WAITING, Steps
 from mpistrat.transports.window import CALL, ENTERED, LEAST_SMALL_BYTES, RESULT, RESULT_SLOTS, NodeWindow
 
@@ -82,17 +82,19 @@ class SmallExchange:
                 return
         self.call.drive(_until(partial(_has_reached, words, ENTERED, entered)))
 
-    def wait_for_call(self, words: memoryview, place: int, stamp: int) -> bool:
-        """Wait until a rank of this node has entered this barrier; return False if it is known to be in the same call."""
+    def wait_for_call(self, window: NodeWindow, words: memoryview, place: int, stamp: int) -> None:
+        """Wait until a rank of this node has entered this barrier in the same call.
+
+        If it has not come soon, compare the calls of all: see `NodeWindow.barrier`.
+        """
         for _ in range(self.polls):
             if words[place] == stamp:
-                return False
+                return
         for _ in range(_YIELDS):
             os.sched_yield()
             if words[place] == stamp:
-                return False
-        self.call.drive(_until(partial(_has_reached, words, ENTERED, stamp - self.call.digest)))
-        return True
+                return
+        self.call.drive(window.complete(stamp - self.call.digest))
 
     def wait_for_result(self, window: NodeWindow, entered: int) -> None:
         """Wait until the leader of this node has published the result of the current call.
@@ -166,7 +168,7 @@ class SmallAllReduce:
         # two, used alternately: NumPy combines single elements in place three times as slowly
         self._partials = [np.empty(shape, dtype) for _ in range(2)]
         self._messages: LeaderMessages | None = None
-        self._one_node, self._quiet = exchange.is_one_node, quiet()
+        self._one_node, self._quiet = exchange.is_one_node, quiet_call(op)
         if exchange.leaders:
             self._prepare_leader(exchange.leaders)
 
@@ -218,10 +220,10 @@ class SmallAllReduce:
         def run(source: Array, target: Array | None = None) -> Array:
             total, others, last = slots[barrier(source)]
             for slot, partial_sum in others:
-                total = quiet(fold, total, slot, out=partial_sum)
+                total = quiet(fold, total, slot, partial_sum)
             if target is None and not shape:  # NumPy would return a scalar
                 target = np.empty(shape, dtype)
-            result: Array = quiet(fold, total, last, out=target)
+            result: Array = quiet(fold, total, last, target)
             return result
 
         return run
@@ -245,11 +247,11 @@ class SmallAllReduce:
                 raise
             if is_pair:
                 first, second = sums
-                total: Array = quiet(fold, first, second, out=target)
+                total: Array = quiet(fold, first, second, target)
                 return total
             if target is None:
                 target = np.empty(shape, dtype)
-            quiet(self._publish, target)
+            self._publish(target)
             return target
 
         return run
@@ -326,15 +328,12 @@ class SmallAllReduce:
             if is_fenced:
                 fence()
             own[ENTERED] = entered
-            must_compare = False
             for words in others:
                 # a rank that has entered this barrier in the same call has written the same stamp
-                if words[place] != stamp and wait(words, place, stamp):
-                    must_compare = True
+                if words[place] != stamp:
+                    wait(window, words, place, stamp)
             if is_fenced:
                 fence()
-            if must_compare:
-                window.compare(entered)
             return turn
 
         return barrier
@@ -353,8 +352,8 @@ class SmallAllReduce:
             return
         total, *others, last = slots
         for slot, partial_sum in zip(others, cycle(self._partials)):
-            total = self._fold(total, slot, out=partial_sum)
-        self._fold(total, last, out=target)
+            total = self._quiet(self._fold, total, slot, partial_sum)
+        self._quiet(self._fold, total, last, target)
 
     def _prepare_leader(self, leaders: Group) -> None:
         """Make what a leader sums: of each turn the slots of its node, and then the sums of all nodes, in their order."""
@@ -364,7 +363,7 @@ class SmallAllReduce:
 
     def _sum_for_others(self, arrays: Sequence[Array], target: Array) -> Callable[[], None]:
         """Return what sums arrays."""
-        fold, (first, *others) = self._fold, arrays
+        quiet, fold, (first, *others) = self._quiet, self._fold, arrays
         if not others:
             return partial(np.copyto, target, first)
         steps = list(zip(others, [*islice(cycle(self._partials), len(others) - 1), target], strict=True))
@@ -372,9 +371,9 @@ class SmallAllReduce:
         def add() -> None:
             total = first
             for array, out in steps:
-                total = fold(total, array, out=out)
+                total = quiet(fold, total, array, out)
 
-        return partial(self._quiet, add)
+        return add
 
     def _start_messages(self) -> LeaderMessages:
         """Start the exchange of the sums of all nodes, with the tag of the current call."""

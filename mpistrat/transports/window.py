@@ -217,7 +217,7 @@ class NodeWindow:
 
         Raises CallsDifferError on all ranks, if their calls differ.
         """
-        return self._complete(self.announce(self.group.call.digest))
+        return self.complete(self.announce(self.group.call.digest))
 
     def announce(self, digest: int) -> int:
         """Enter a barrier with the digest of a call; return the number of the barrier."""
@@ -271,7 +271,8 @@ class NodeWindow:
         ranks = zip(self.group.ranks, self.words, strict=True)
         return [rank for rank, words in ranks if words[ENTERED] < self.entered]
 
-    def _complete(self, entered: int) -> Steps:
+    def complete(self, entered: int) -> Steps:
+        """Return the steps that wait until all ranks have entered a barrier, of that number, and compare their calls."""
         yield from self._wait(ENTERED, entered)
         self.compare(entered)
 
