@@ -1,8 +1,8 @@
 """small: all-reduce of small arrays over all ranks, through the control window of each node and its leader.
 
 Every rank copies its array into its slot. On one node a barrier follows, and each rank sums the slots of all. On several nodes,
-the leader of each waits for the ranks of its node and sums their slots, the leaders exchange their sums, and each publishes the
-total to its node; the other ranks wait only for that.
+the leader of each waits for the ranks of its node and sums their slots, the leaders sum these over all nodes (`leaders`), and
+each publishes the total to its node; the other ranks wait only for that.
 
 A rank compares the calls of all ranks of its node before it reads their slots, and the leaders' messages carry the digest of
 the call in their tags. So no rank reads data of another call, and every wait can be cut off by a deadline.
@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.groups.group import CurrentCall, Group, keep_alive_for_peers
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.openmpi import num_cores, yields_when_idle
 from mpistrat.reduction import ReduceOp, combine, quiet_call
+from mpistrat.transports.leaders import LeaderSum, radices, until
 from mpistrat.transports.steps import WAITING, Steps
 from mpistrat.transports.window import CALL, ENTERED, LEAST_SMALL_BYTES, RESULT, RESULT_SLOTS, NodeWindow
 
 MOST_NODES = 4
-"""With more nodes, leaders would send more messages than MPI's all-reduce does."""
+"""With more nodes it was not measured."""
 MOST_RANKS = 16
 """Ranks of a node: with more, MPI's tree takes fewer steps."""
 _POLLS = 40  # before yielding the core: a peer on its own core usually arrives by then
@@ -44,21 +44,22 @@ class SmallExchange:
         self.is_one_node = hierarchy.world.num_nodes == 1
         self.are_all_leaders = hierarchy.world.num_nodes == hierarchy.world.size
         self.turn = self.count = 0
-        is_crowded = hierarchy.intra.size > num_cores() or yields_when_idle(os.environ)
-        self.polls = 0 if is_crowded else _POLLS
+        yields = yields_when_idle(os.environ)
+        self.polls = 0 if yields or hierarchy.intra.size > num_cores() else _POLLS
+        self._message_polls = _YIELDS if yields else self.polls  # MPI yields the core itself when it has nothing to do
         self._is_available = self._is_supported(hierarchy)
         self.most_bytes = window.small_bytes if self.is_one_node and window else LEAST_SMALL_BYTES
 
     def wait(self, has_arrived: Callable[[], bool]) -> None:
-        """Wait for a peer; check deadlines and verdicts only if that takes longer than usual."""
-        for _ in range(self.polls):
+        """Wait for a message; check deadlines and verdicts only if that takes longer than usual."""
+        for _ in range(self._message_polls):
             if has_arrived():
                 return
         for _ in range(_YIELDS):
             os.sched_yield()
             if has_arrived():
                 return
-        self.call.drive(_until(has_arrived))
+        self.call.drive(until(has_arrived))
 
     def barrier(self, window: NodeWindow) -> None:
         """Wait until all ranks of this node have entered the barrier.
@@ -80,7 +81,7 @@ class SmallExchange:
             os.sched_yield()
             if words[ENTERED] >= entered:
                 return
-        self.call.drive(_until(partial(_has_reached, words, ENTERED, entered)))
+        self.call.drive(until(partial(_has_reached, words, ENTERED, entered)))
 
     def wait_for_call(self, window: NodeWindow, words: memoryview, place: int, stamp: int) -> None:
         """Wait until a rank of this node has entered this barrier in the same call.
@@ -118,37 +119,10 @@ class SmallExchange:
     def _is_supported(self, hierarchy: Hierarchy) -> bool:
         """Return whether every node has a window, or a single rank."""
         world = hierarchy.world
-        fits = world.num_nodes <= MOST_NODES and len(hierarchy.intra.ranks) <= MOST_RANKS
+        has_rounds = world.num_nodes == 1 or bool(radices(world.num_nodes))
+        fits = has_rounds and world.num_nodes <= MOST_NODES and len(hierarchy.intra.ranks) <= MOST_RANKS
         mine = fits and (self.window is not None or hierarchy.intra.size == 1) and world.size > 1
         return hierarchy.all_agree(mine)
-
-
-class LeaderMessages:
-    """Arrays exchanged between the leaders of all nodes, by persistent requests, which start faster than new ones."""
-
-    def __init__(self, group: Group, call: CurrentCall, arrays: Sequence[Array]) -> None:
-        from mpi4py import MPI
-
-        tag = call.tag(0)
-        peers = [rank for rank in range(group.size) if rank != group.rank]
-        self.digest, self._arrays = call.digest, arrays
-        self._requests = [group.comm.Recv_init(_message(arrays[peer]), peer, tag) for peer in peers]
-        self._requests += [group.comm.Send_init(_message(arrays[group.rank]), peer, tag) for peer in peers]
-        self._start_all, self._is_finalized = MPI.Prequest.Startall, MPI.Is_finalized
-        self.tests = [request.Test for request in self._requests]
-
-    def start(self) -> None:
-        """Start all requests."""
-        self._start_all(self._requests)
-
-    def give_up(self) -> None:
-        """Keep the requests and arrays alive forever: a late peer may still write to them."""
-        keep_alive_for_peers(self)
-
-    def __del__(self) -> None:
-        if not self._is_finalized():
-            for request in self._requests:
-                request.Free()
 
 
 class SmallAllReduce:
@@ -167,10 +141,11 @@ class SmallAllReduce:
         )
         # two, used alternately: NumPy combines single elements in place three times as slowly
         self._partials = [np.empty(shape, dtype) for _ in range(2)]
-        self._messages: LeaderMessages | None = None
         self._one_node, self._quiet = exchange.is_one_node, quiet_call(op)
         if exchange.leaders:
-            self._prepare_leader(exchange.leaders)
+            self._leaders = LeaderSum(exchange.leaders, op, dtype, shape)
+            # of each turn, what sums the slots of this node
+            self._add_ranks = [self._sum_for_others(slots, self._leaders.own) for slots in self._slots]
 
     def blocking(self) -> Callable[[Array, Array | None], Array]:
         """Return a blocking call, ``all_reduce(source, target)``, with little Python: see `Transport.blocking_all_reduce`."""
@@ -188,7 +163,7 @@ class SmallAllReduce:
         if window is not None:
             entered = window.announce(exchange.call.digest)
             for words in window.others:
-                yield from _until(partial(_has_reached, words, ENTERED, entered))
+                yield from until(partial(_has_reached, words, ENTERED, entered))
             window.compare(entered)
         if self._one_node:
             self._sum(slots, target)
@@ -196,17 +171,13 @@ class SmallAllReduce:
         exchange.count += 1
         if exchange.is_leader:
             self._add_ranks[exchange.turn]()
-            messages = self._start_messages()
-            try:
-                for test in messages.tests:
-                    yield from _until(test)
-            except BaseException:
-                messages.give_up()
-                raise
-            self._publish(target)
+            yield from self._leaders.steps()
+            if window is not None:
+                self._publish(window)
+            np.copyto(target, self._leaders.result)
             return
         assert window is not None, "a rank that is not a leader shares memory with one"
-        yield from _until(partial(_has_reached, window.words[0], RESULT, exchange.count))
+        yield from until(partial(_has_reached, window.words[0], RESULT, exchange.count))
         window.fence_memory()
         np.copyto(target, self._results[exchange.turn])
 
@@ -229,29 +200,15 @@ class SmallAllReduce:
         return run
 
     def _on_single_rank_node(self) -> Callable[[Array, Array | None], Array]:
-        exchange, quiet, fold, shape, dtype = self._exchange, self._quiet, self._fold, self._shape, self._dtype
-        wait, sums = exchange.wait, self._sums
-        assert exchange.leaders is not None, "this rank is a leader"
-        own = sums[exchange.leaders.rank]
-        is_pair = len(sums) == 2 and bool(shape) and exchange.are_all_leaders
+        leaders, wait, shape, dtype = self._leaders, self._exchange.wait, self._shape, self._dtype
+        own, result, run_rounds = leaders.own, leaders.result, leaders.run
 
         def run(source: Array, target: Array | None = None) -> Array:
             own[...] = source
-            messages = self._start_messages()
-            try:
-                for has_arrived in messages.tests:
-                    if not has_arrived():
-                        wait(has_arrived)
-            except BaseException:
-                messages.give_up()
-                raise
-            if is_pair:
-                first, second = sums
-                total: Array = quiet(fold, first, second, target)
-                return total
+            run_rounds(wait)
             if target is None:
                 target = np.empty(shape, dtype)
-            self._publish(target)
+            target[...] = result
             return target
 
         return run
@@ -262,28 +219,19 @@ class SmallAllReduce:
         return self._on_leader(window) if self._exchange.is_leader else self._on_follower(window)
 
     def _on_leader(self, window: NodeWindow) -> Callable[[Array, Array | None], Array]:
-        exchange, shape, dtype, results = self._exchange, self._shape, self._dtype, self._results
-        add_ranks, add_nodes, start_messages = self._add_ranks, self._add_nodes, self._start_messages
-        barrier, wait, own, fence = self._node_barrier(window), exchange.wait, window.own, window.fence_memory
+        exchange, shape, dtype, leaders = self._exchange, self._shape, self._dtype, self._leaders
+        add_ranks, run_rounds, result = self._add_ranks, leaders.run, leaders.result
+        barrier, wait, publish = self._node_barrier(window), exchange.wait, self._publish
 
         def run(source: Array, target: Array | None = None) -> Array:
             if target is None:
                 target = np.empty(shape, dtype)
             turn = barrier(source)
-            exchange.count = count = exchange.count + 1
+            exchange.count += 1
             add_ranks[turn]()
-            messages = start_messages()
-            try:
-                for has_arrived in messages.tests:
-                    if not has_arrived():
-                        wait(has_arrived)
-            except BaseException:
-                messages.give_up()
-                raise
-            add_nodes[turn]()
-            fence()
-            own[RESULT] = count
-            target[...] = results[turn]
+            run_rounds(wait)
+            publish(window)
+            target[...] = result
             return target
 
         return run
@@ -355,12 +303,6 @@ class SmallAllReduce:
             total = self._quiet(self._fold, total, slot, partial_sum)
         self._quiet(self._fold, total, last, target)
 
-    def _prepare_leader(self, leaders: Group) -> None:
-        """Make what a leader sums: of each turn the slots of its node, and then the sums of all nodes, in their order."""
-        self._sums = [np.empty(self._shape, self._dtype) for _ in range(leaders.size)]
-        self._add_ranks = [self._sum_for_others(slots, self._sums[leaders.rank]) for slots in self._slots]
-        self._add_nodes = [self._sum_for_others(self._sums, result) for result in self._results]
-
     def _sum_for_others(self, arrays: Sequence[Array], target: Array) -> Callable[[], None]:
         """Return what sums arrays."""
         quiet, fold, (first, *others) = self._quiet, self._fold, arrays
@@ -375,36 +317,11 @@ class SmallAllReduce:
 
         return add
 
-    def _start_messages(self) -> LeaderMessages:
-        """Start the exchange of the sums of all nodes, with the tag of the current call."""
-        exchange, messages = self._exchange, self._messages
-        if messages is None or messages.digest != exchange.call.digest:
-            assert exchange.leaders is not None, "this rank is a leader"
-            self._messages = messages = LeaderMessages(exchange.leaders, exchange.call, self._sums)
-        messages.start()
-        return messages
-
-    def _publish(self, target: Array) -> None:
-        """Sum the sums of all nodes, in the order of the nodes, and publish the total to the ranks of this node."""
-        exchange, window = self._exchange, self._exchange.window
-        if window is None:
-            self._sum(self._sums, target)
-            return
-        self._add_nodes[exchange.turn]()
+    def _publish(self, window: NodeWindow) -> None:
+        """Publish the sum of all nodes to the ranks of this one."""
+        self._results[self._exchange.turn][...] = self._leaders.result
         window.fence_memory()
-        window.own[RESULT] = exchange.count
-        np.copyto(target, self._results[exchange.turn])
-
-
-def _message(array: Array) -> list[Any]:
-    from mpi4py import MPI
-
-    return [array, array.nbytes, MPI.BYTE]
-
-
-def _until(has_arrived: Callable[[], bool]) -> Steps:
-    while not has_arrived():
-        yield WAITING
+        window.own[RESULT] = self._exchange.count
 
 
 def _until_result(window: NodeWindow, entered: int, count: int) -> Steps:

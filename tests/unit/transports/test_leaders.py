@@ -1,0 +1,43 @@
+"""The rounds in which leaders sum small arrays: what is sent must be what is received, and all must get the same sum."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpistrat.transports import leaders
+
+
+def sums(size: int, count: int, rounds_of: Any) -> list[Any]:
+    """Return the sums of all ranks, of which the messages of each round are delivered here."""
+    results = [np.full(count, np.nan) for _ in range(size)]
+    groups: Any = [SimpleNamespace(rank=rank, size=size) for rank in range(size)]
+    # powers of two: every subset of the ranks has another sum
+    own = [np.full(count, 2.0**rank) + np.arange(count) for rank in range(size)]
+    plans = [list(rounds_of(list(leaders._members(groups[rank])), rank, own[rank], results[rank])) for rank in range(size)]
+    for rounds in zip(*plans, strict=True):
+        sent = {(rank, peer): array.copy() for rank, each in enumerate(rounds) for peer, array in each.sends.items()}
+        for rank, each in enumerate(rounds):
+            for peer, array in each.receives.items():
+                array[...] = sent.pop((peer, rank))
+            if each.addends:
+                each.target[...] = sum(each.addends)
+        assert not sent
+    return results
+
+
+@pytest.mark.parametrize("rounds_of", [leaders._doubling, leaders._halving])
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 8, 9, 12])
+@pytest.mark.parametrize("count", [0, 1, 5, 37])
+def test_every_leader_gets_the_sum(size: int, count: int, rounds_of: Any) -> None:
+    expected = 2.0**size - 1 + size * np.arange(count)
+    for result in sums(size, count, rounds_of):
+        np.testing.assert_array_equal(result, expected)
+
+
+def test_there_are_rounds_of_pairs_and_triples_only() -> None:
+    assert [leaders.radices(size) for size in (2, 3, 4, 12)] == [[2], [3], [2, 2], [2, 2, 3]]
+    assert [leaders.radices(size) for size in (1, 5, 7, 10)] == [[], [], [], []]
