@@ -12,7 +12,6 @@ from mpistrat.inputs.input_options import InputContext
 from mpistrat.parameter_server.client import Client, current_client
 from mpistrat.parameter_server.dispatcher import Dispatcher, RemoteValue, ScheduledCall
 from mpistrat.parameter_server.functions import loading_worker, pickled_with_uses, use
-from mpistrat.parameter_server.server import FailedResource
 from mpistrat.structures import flatten, map_leaves
 
 
@@ -77,10 +76,7 @@ class _Kept(NamedTuple):
         resources = current_client(self.group).resources
         if self.call not in resources:
             raise RuntimeError("what the function is to work on is not on this worker: the chief has dropped it")
-        found = resources[self.call]
-        if isinstance(found, FailedResource):
-            raise found.error.with_traceback(found.trace)
-        return found
+        return resources[self.call]()
 
 
 class ClusterCoordinator:

@@ -13,18 +13,17 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import count
 from typing import Any
 
 from mpistrat.errors import CancelledError, UnavailableError
 from mpistrat.logger import logger
 from mpistrat.parameter_server import messages
-from mpistrat.parameter_server.client import Client
+from mpistrat.parameter_server.client import Client, numbers
 from mpistrat.parameter_server.functions import Pickled, SentFunction, dumps, loads, loads_error
-from mpistrat.parameter_server.messages import REQUEST, RESULT, Message, Received, Receiver
+from mpistrat.parameter_server.messages import REQUEST, RESULT, Received, Receiver
 
 MOST_QUEUED = 1024
 """How many functions may be scheduled that no worker has yet: `schedule` waits for room."""
@@ -96,13 +95,8 @@ class ScheduledCall:
     arguments: Pickled
     value: RemoteValue
     worker: int | None = None
-    number: int = field(default_factory=count().__next__)
+    number: int = field(default_factory=numbers.__next__)
     sent_to: int = -1
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the worker keeps what it returns."""
-        return self.worker is not None
 
 
 class Dispatcher:
@@ -124,9 +118,8 @@ class Dispatcher:
         self._told_to_stop, self._stopped = set[int](), set[int]()
         self._lost: frozenset[int] = frozenset()
         self._unavailable = ""
-        # what is freed when these ranks use it no more
-        self._forgetting: dict[int, tuple[set[int], list[tuple[int, int] | int]]] = {}
-        self._batches = count()
+        # calls to forget what was dropped: the ranks that may use it still, and what it is
+        self._forgetting: dict[int, tuple[set[int], bytes]] = {}
         self._is_ending = self.is_closed = False
         self._lock = threading.RLock()
         self._num_waiting = 0
@@ -236,66 +229,57 @@ class Dispatcher:
         """Free what no object of the chief and no scheduled call refers to: first on all workers, and then on the servers."""
         dropped = [self._client.dropped.popleft() for _ in range(len(self._client.dropped))]
         if dropped:
-            batch, ranks = next(self._batches), set(self._ranks)
-            self._forgetting[batch] = ranks, dropped
-            for rank in ranks:
-                self._tell(rank, messages.Forget(batch), dumps(dropped, "what was dropped"))
-        for batch, (ranks, keys) in list(self._forgetting.items()):
-            if ranks <= self._channel.lost:
-                del self._forgetting[batch]
-                for server, variable in (key for key in keys if isinstance(key, tuple)):
-                    self._tell(self._channel.group.servers[server], messages.Free(variable))
+            number, workers = next(numbers), set(self._ranks)
+            self._forgetting[number] = workers, dumps(dropped, "what was dropped")
+            self._forget(number, workers)
+        for number in [one for one, (workers, _) in self._forgetting.items() if workers <= self._channel.lost]:
+            self._forget(number, self._channel.group.servers)
+            del self._forgetting[number]
+
+    def _forget(self, number: int, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._channel.send(self._sends, rank, REQUEST, messages.Forget(number), self._forgetting[number][1])
 
     def _send(self, call: ScheduledCall, worker: int) -> None:
-        rank = self._ranks[worker]
-        if call.is_kept:
+        rank, is_kept = self._ranks[worker], call.worker is not None
+        if is_kept:
             self._made[call.number] = call
         self._last[worker] = call.number
-        function, sent = self._client.functions.send(call.function, rank)
-        self._sends += sent
-        self._tell(rank, messages.Run(call.number, function, worker, call.is_kept), call.arguments.data)
+        message = messages.Run(call.number, self._client.functions.send(self._sends, rank, call.function), worker, not is_kept)
+        self._channel.send(self._sends, rank, REQUEST, message, call.arguments.data)
         call.sent_to, self._in_flight[call.number] = worker, call
-
-    def _tell(self, rank: int, message: Message, *payload: bytes) -> None:
-        """Start to send a message to a worker or server."""
-        self._sends += self._channel.send(rank, REQUEST, message, *payload)
 
     def _take(self, received: Received) -> None:
         self._taken += 1
         source, message = received.source, received.message
         if type(message) is messages.Stopped:
             self._stopped.add(source)
-            return
-        if type(message) is messages.Forgotten:
-            if message.batch in self._forgetting:
-                self._forgetting[message.batch][0].discard(source)
-            return
-        try:
+        elif message.call in self._forgetting:
+            self._forgetting[message.call][0].discard(source)
+        else:
             self._take_result(received)
+
+    def _take_result(self, received: Received) -> None:
+        """Give a call its result; one that does not come whole fails the call, since it does not come again."""
+        number, is_error = received.message
+        call = None if received.source in self._channel.lost else self._in_flight.get(number)
+        try:
+            data = bytes(self._channel.payload(received))
+            if call is None:
+                return  # another worker runs it, or nobody wants it any more
+            if is_error:
+                self._fail(call, loads_error(data))
+            else:
+                call.value.set_data(data)
+                self._in_flight.pop(number, None)
         except UnavailableError:
             return
         except BaseException as error:
-            self._give_up_result(message.call, error)
+            if call is not None:
+                given_up = f"{self._channel.name}: the result of function {call.function.name} was given up"
+                self._fail(call, error if isinstance(error, Exception) else CancelledError(given_up))
             if not isinstance(error, Exception):
                 raise
-
-    def _take_result(self, received: Received) -> None:
-        message, data = received.message, bytes(self._channel.payload(received))
-        if received.source in self._channel.lost or message.call not in self._in_flight:
-            return  # another worker runs it, or nobody wants it any more
-        call = self._in_flight[message.call]
-        if message.is_error:
-            self._fail(call, loads_error(data))
-        else:
-            call.value.set_data(data)
-        self._in_flight.pop(message.call, None)
-
-    def _give_up_result(self, number: int, error: BaseException) -> None:
-        """Fail a call whose result did not come whole: it does not come again."""
-        if (call := self._in_flight.pop(number, None)) is not None:
-            if not isinstance(error, Exception):
-                error = CancelledError(f"{self._channel.name}: the result of function {call.function.name} was given up")
-            self._fail(call, error)
 
     def _fail(self, call: ScheduledCall, error: BaseException) -> None:
         call.value.abort(error)
@@ -329,7 +313,7 @@ class Dispatcher:
         for call in had:
             self._send(call, worker)
         for call in was_to_run:
-            if call.is_kept:
+            if call.worker is not None:
                 continue  # it is made again, or nobody wants it any more
             if self._error is not None:
                 call.value.abort(self._cancelled_error(call))
@@ -370,7 +354,7 @@ class Dispatcher:
 
         with self._lock:
             for rank in set(ranks) - self._told_to_stop:
-                self._tell(rank, messages.Stop())
+                self._channel.send(self._sends, rank, REQUEST, messages.Stop())
             self._told_to_stop |= set(ranks)
         self.wait(lambda: have_ended() or time.monotonic() > deadline, what)
         return have_ended()

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import starmap
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -56,17 +57,13 @@ class Create(NamedTuple):  # keep a variable; the payload: its name, dtype and s
     variable: int
 
 
-class Free(NamedTuple):  # keep it no longer
-    variable: int
-
-
 class Read(NamedTuple):  # send rows of a variable, without a header
     variable: int
     start: int
     stop: int
 
 
-class ReadRows(NamedTuple):  # send single rows, without a header; the payload: variables, how many rows of each, and which
+class Gather(NamedTuple):  # send single rows, without a header; the payload: variables, how many rows of each, and which
     num_variables: int
 
 
@@ -83,14 +80,8 @@ class Scatter(NamedTuple):  # apply rows; the payload: their indices and the row
     num_rows: int
 
 
-class Update(NamedTuple):  # call a function with a variable; the payload: its other arguments, and whether the result is wanted
+class Flush(NamedTuple):  # answer when all that this rank has asked for before is done, with the first error of that
     call: int
-    variable: int
-    function: int
-
-
-class Flush(NamedTuple):  # send one byte when all that this rank has asked for before is done
-    pass
 
 
 # To a server or a worker.
@@ -101,34 +92,27 @@ class Define(NamedTuple):  # keep a function, which the payload is, and another 
     forgotten: int
 
 
-class Stop(NamedTuple):  # end, after what has come before
-    pass
-
-
-# To a worker.
-
-
-class Run(NamedTuple):  # run a function, as a worker, with the payload as arguments; keep what it returns, or send it
+class Run(NamedTuple):  # call a function with the payload, on a server with a variable; answer what it returns, or keep it
     call: int
     function: int
-    worker: int
-    is_kept: bool
+    target: int  # the variable, or as which worker
+    wants_result: bool
 
 
-class Forget(NamedTuple):  # say when nothing of the payload is used any more: variables, and what calls have returned
-    batch: int
+class Forget(NamedTuple):  # nothing of the payload is used any more, numbers of variables and calls; a worker answers
+    call: int
+
+
+class Stop(NamedTuple):  # end, after what has come before
+    pass
 
 
 # From a server, to whoever asked, or from a worker, to the chief.
 
 
-class Result(NamedTuple):  # what a function returned, or its error
+class Result(NamedTuple):  # what a call has returned, or its error
     call: int
     is_error: bool
-
-
-class Forgotten(NamedTuple):  # nothing of a batch is used any more
-    batch: int
 
 
 class Stopped(NamedTuple):  # the task has ended
@@ -136,10 +120,7 @@ class Stopped(NamedTuple):  # the task has ended
 
 
 Message: TypeAlias = tuple[int, ...]  # one of the classes above
-_KINDS: tuple[Any, ...] = (
-    *(Create, Free, Read, ReadRows, Write, Scatter, Update, Flush, Define, Stop),
-    *(Run, Forget, Result, Forgotten, Stopped),
-)
+_KINDS: tuple[Any, ...] = (Create, Read, Gather, Write, Scatter, Flush, Define, Run, Forget, Stop, Result, Stopped)
 # the kind, the bytes of the payload, and the fields
 _HEADERS = tuple(Struct(f"=Bq{len(kind._fields)}q") for kind in _KINDS)
 _PACKED = {kind: (index, header.pack) for index, (kind, header) in enumerate(zip(_KINDS, _HEADERS, strict=True))}
@@ -197,28 +178,31 @@ class Channel:
         is_crowded = self.comm.Get_size() > num_cores() or yields_when_idle(os.environ)
         self.polls = 0 if is_crowded else _POLLS
 
-    def send(self, rank: int, tag: int, message: Message, *payload: Buffer) -> list[Request]:
-        """Start to send a message and C-contiguous arrays or bytes, which stay as they are until the requests have ended."""
+    def send(self, requests: list[Request], rank: int, tag: int, message: Message, *payload: Buffer) -> list[Request]:
+        """Start to send a message and C-contiguous arrays or bytes, which stay as they are until the requests have ended.
+
+        As in all methods that start something, the requests are added to a list, which is returned: an interrupt loses none.
+        """
         nbytes = sum(map(_size, payload))
         kind, pack = _PACKED[type(message)]
         header = pack(kind, nbytes, *message)
         if nbytes <= self.inline_bytes:
-            return self._started(self.comm.Isend, [(b"".join((header, *map(_as_bytes, payload))), rank, tag)])
-        parts = [part for buffer in payload for part in self._parts(buffer, rank, _payload_tag(tag, message))]
-        return self._started(self.comm.Isend, [(header, rank, tag), *parts])
+            return self._start(requests, self.comm.Isend, [(b"".join((header, *map(_as_bytes, payload))), rank, tag)])
+        parts = self._parts(rank, _payload_tag(tag, message), *payload)
+        return self._start(requests, self.comm.Isend, [(header, rank, tag), *parts])
 
-    def send_bare(self, array: Buffer, rank: int) -> list[Request]:
+    def send_bare(self, requests: list[Request], rank: int, array: Buffer) -> list[Request]:
         """Start to send an array as a reply without a header, to a rank that knows what it will be."""
-        return self._started(self.comm.Isend, self._parts(array, rank, REPLY))
+        return self._start(requests, self.comm.Isend, self._parts(rank, REPLY, array))
 
-    def start_receiving(self, array: Buffer, rank: int, tag: int = REPLY) -> list[Request]:
-        """Start to receive what `send_bare` sends, or a part of a payload."""
-        return self._started(self.comm.Irecv, self._parts(array, rank, tag))
+    def receive(self, requests: list[Request], rank: int, tag: int, *targets: Buffer) -> list[Request]:
+        """Start to receive what `send_bare` sends, or a payload, into arrays."""
+        return self._start(requests, self.comm.Irecv, self._parts(rank, tag, *targets))
 
     def report_end(self) -> None:
         """Tell the chief that this task has ended, and wait until it has taken that, and all that was sent to it before."""
         kind, pack = _PACKED[Stopped]
-        taken = self._started(self.comm.Issend, [(pack(kind, 0), self.group.chief, RESULT)])
+        taken = self._start([], self.comm.Issend, [(pack(kind, 0), self.group.chief, RESULT)])
         self.wait(taken, lambda: "the chief, to take what this task has sent", has_deadline=False)
 
     def receive_payload(self, received: Received, *targets: Buffer) -> None:
@@ -232,8 +216,7 @@ class Channel:
             return
         requests: list[Request] = []
         try:
-            for target in targets:
-                requests += self.start_receiving(target, received.source, received.tag)
+            self.receive(requests, received.source, received.tag, *targets)
             self.wait(list(requests), lambda: f"the payload of a message from {self.group.names[received.source]}")
         except BaseException as error:
             if not isinstance(error, UnavailableError):
@@ -342,23 +325,23 @@ class Channel:
         watching = watcher()
         return "" if watching is None else f"\n{others_report(self.group.job_rank, watching.compare())}"
 
-    def _started(self, start: Callable[..., Request], messages: Sequence[tuple[Buffer, int, int]]) -> list[Request]:
-        requests: list[Request] = []
+    def _start(
+        self, requests: list[Request], start: Callable[..., Request], messages: Iterable[tuple[Buffer, int, int]]
+    ) -> list[Request]:
+        """Start to send or receive messages; all of them, as an interrupt of the program comes before or after this one call.
+
+        A peer that has the header of a message waits for its payload.
+        """
         try:
-            for message in messages:
-                requests.append(start(*message))
+            requests.extend(starmap(start, messages))
         except self.failure as error:
             requests.append(_Refused(self.checked_loss(error)))
-        except BaseException:
-            keep_alive_for_peers((messages, requests))
-            raise
         return requests
 
-    def _parts(self, buffer: Buffer, rank: int, tag: int) -> list[tuple[Buffer, int, int]]:
-        view = _as_bytes(buffer)
-        if len(view) <= self._most:
-            return [(view, rank, tag)] if len(view) else []
-        return [(view[start : start + self._most], rank, tag) for start in range(0, len(view), self._most)]
+    def _parts(self, rank: int, tag: int, *buffers: Buffer) -> list[tuple[Buffer, int, int]]:
+        views = map(_as_bytes, buffers)
+        most = self._most
+        return [(view[start : start + most], rank, tag) for view in views for start in range(0, len(view), most)]
 
 
 class _Refused:

@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,9 +20,9 @@ from mpistrat.cluster.mpi_resolver import MPIClusterResolver
 from mpistrat.cluster.resolver import ClusterResolver, TFConfigClusterResolver, url
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.communicator.local import LocalCommunicator
-from mpistrat.errors import InvalidArgumentError
+from mpistrat.errors import CollectiveError, InvalidArgumentError
 from mpistrat.launch import abort
-from mpistrat.parameter_server.client import Client, add_client, current_client, remove_client
+from mpistrat.parameter_server.client import Client, current_client
 from mpistrat.parameter_server.coordinator import ClusterCoordinator
 from mpistrat.parameter_server.dispatcher import Dispatcher
 from mpistrat.parameter_server.messages import Channel
@@ -94,7 +94,6 @@ class ParameterServerStrategy(Strategy):
         self.client = Client(Channel(join_cluster(cluster, task_type, task_id)))
         self.dispatcher = Dispatcher(self.client)
         self.client.strategy = self
-        add_client(self.client)
         super().__init__(ParameterServerExtended(self.client, variable_partitioner, placement))
         self._until_closed = ExitStack()
         self._until_closed.enter_context(names_the_killed(self.client.channel.group))
@@ -156,16 +155,21 @@ class ParameterServerStrategy(Strategy):
     def close(self) -> None:
         """End the servers and workers, once they have done what they are doing; what has not begun is cancelled.
 
-        Not a collective call: `Server.join` returns on the other ranks. Closing again does nothing.
+        Not a collective call: `Server.join` returns on the other ranks. Closing again does nothing. An error in a change that
+        this rank has asked a server for, and that has not been raised yet, is raised.
         """
-        self._close()
+        try:
+            if not self.dispatcher.is_closed:
+                with suppress(CollectiveError):  # the call that has lost a server, or was given up, has raised it
+                    self.client.flush()
+        finally:
+            self._close()
 
     def _close(self, patience: float = math.inf) -> None:
         """Close, unless functions run for so many seconds; then the end of the program closes, or ends the job."""
         was_open = not self.dispatcher.is_closed
         self.dispatcher.stop(patience)
         if was_open and self.dispatcher.is_closed:
-            remove_client(self.client)
             self._until_closed.close()
             atexit.unregister(self._end)
 
@@ -529,22 +533,16 @@ class Server:
         with names_the_killed(self._group):
             if self._job == PS:
                 VariableServer(channel).serve()
-            else:
-                _work(channel)
+                return
+            client = Client(channel)
+            client.strategy = Strategy(ParameterServerExtended(client))
+            try:
+                Worker(client).serve()
+            finally:
+                client.close()
 
     def __repr__(self) -> str:
         return f"Server({self._job} {self._index})"
-
-
-def _work(channel: Channel) -> None:
-    client = Client(channel)
-    client.strategy = Strategy(ParameterServerExtended(client))
-    add_client(client)
-    try:
-        Worker(client, client.strategy).serve()
-    finally:
-        remove_client(client)
-        client.close()
 
 
 def _inferred(cluster: ClusterSpec, job: str | None, index: int | None) -> tuple[str, int]:

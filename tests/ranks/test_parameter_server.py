@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from mpistrat.experimental.partitioners import FixedShardsPartitioner, MinSizePa
 from mpistrat.launch.bootstrap import start
 from mpistrat.parameter_server.client import current_client
 from mpistrat.parameter_server.functions import dumps
-from mpistrat.parameter_server.messages import REQUEST, Update
+from mpistrat.parameter_server.messages import REQUEST, Run
 from mpistrat.parameter_server.variables import StoredVariable
 from tests.launches import needs_ranks, up_to_ranks
 from tests.processes import until
@@ -199,9 +199,9 @@ def test_rows_are_asked_for_once_for_each_server(run):
         channel, servers = coordinator.strategy.client.channel, coordinator.strategy.extended.parameter_devices
         send = channel.send
 
-        def counted(rank, *frame, **named):
+        def counted(requests, rank, *frame):
             asked.append((rank, frame))
-            return send(rank, *frame, **named)
+            return send(requests, rank, *frame)
 
         channel.send = counted
         ids = [[19, 3, 19], [0, 7, 11]]
@@ -464,6 +464,34 @@ def test_a_function_updates_a_variable_where_it_lives(run):
     run(program, FixedShardsPartitioner(2))
 
 
+@of_servers
+def test_an_error_in_a_change_is_raised_where_that_was_asked_for(run):
+    def program(coordinator):
+        number, update = variable(coordinator, np.full(2, 1e200)), coordinator.strategy.extended.update
+        update(number, lambda variable: np.seterr(over="raise"))
+
+        def overflow(row):
+            number.scatter_mul(mpistrat.IndexedSlices(np.full(1, 1e200), [row]))
+
+        for ask in (
+            lambda: coordinator.schedule(overflow, (1,)).fetch(),
+            lambda: overflow(1) or coordinator.schedule(abs, (1,)),
+        ):
+            with pytest.raises(FloatingPointError, match="overflow") as caught:
+                ask()
+            assert "ps " in str(caught.value.__cause__)
+            with suppress(FloatingPointError):
+                coordinator.join()
+        np.testing.assert_array_equal(number, np.full(2, 1e200))
+        overflow(0)
+
+    if start().rank == 0:
+        with pytest.raises(FloatingPointError, match="overflow"):
+            run(program, FixedShardsPartitioner(1))
+    else:
+        run(program)
+
+
 def test_workers_update_variables_where_they_live(run):
     def program(coordinator):
         table = variable(coordinator, np.zeros(10))
@@ -623,6 +651,7 @@ def test_a_result_that_does_not_come_whole_fails_its_function_alone(run, monkeyp
             monkeypatch.undo()
             raise cause
 
+        coordinator.strategy.client.flush()
         monkeypatch.setattr(coordinator.strategy.client.channel, "payload", given_up)
         monkeypatch.setattr(coordinator._dispatcher, "_num_waiting", 1)  # results are taken here, not by the thread beside
         value = coordinator.schedule(wanted.__getitem__, (0,))
@@ -644,7 +673,7 @@ def test_an_answer_to_another_request_is_refused(run):
     def program(coordinator):
         number = variable(coordinator, 1.0)
         client = coordinator.strategy.client
-        client.channel.send(1, REQUEST, Update(777, 0, 0), dumps(((), {}, True), "arguments"))
+        client.channel.send([], 1, REQUEST, Run(777, 0, number._refs[0].number, True), dumps(((), {}), "arguments"))
         with pytest.raises(CollectiveError, match="what came answers request 777"):
             coordinator.strategy.extended.update(number, abs)
         with pytest.raises(CollectiveError, match="no call can reach the servers any more"):
