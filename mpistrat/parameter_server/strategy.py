@@ -40,6 +40,21 @@ _PATIENCE_AFTER_AN_ERROR_SECONDS = 1.0
 PLACEMENTS = ("even_bytes", "round_robin")
 
 
+def _refused(method: str) -> Any:
+    """Return a method that refuses: the chief computes nothing."""
+
+    def refuse(self: object, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: the chief computes nothing. What a worker runs may use it; `ClusterCoordinator` makes per-worker datasets."""
+        raise NotImplementedError(
+            f"strategy.{method} was called on the chief, which computes nothing itself: workers do, independently of each "
+            f"other.\n    incorrect:  strategy.{method}(…)\n"
+            "    correct:    coordinator.schedule(step, args=(…)), with a ClusterCoordinator(strategy); what step calls may "
+            f"use strategy.{method}"
+        )
+
+    return refuse
+
+
 class ParameterServerStrategy(Strategy):
     """Keeps variables on servers, where workers read and change them without waiting for each other.
 
@@ -110,28 +125,18 @@ class ParameterServerStrategy(Strategy):
     ) -> Any:
         """Call ``fn(coordinator)`` on the chief, and serve on all other ranks. Not in TensorFlow.
 
-        A collective call of all ranks of the job; an evaluator returns at once.
+        A collective call of all ranks of the job; an evaluator returns at once. On the chief what `fn` returned is returned, or
+        its error raised, which does not wait for functions that still run: where it ends the program, it ends the job.
 
         Parameters
         ----------
         fn : callable
             The program of the chief; ``coordinator.strategy`` is the strategy, which is closed when it returns or raises.
-            An error does not wait for functions that still run: where it ends the program, it ends the job.
         cluster_resolver : ClusterResolver, optional
             Which rank plays which task; by default ``TF_CONFIG`` where that is set, else rank 0 is the chief, rank 1
             the ps, and the others are workers.
         variable_partitioner, placement : callable, str
             As for `ParameterServerStrategy`.
-
-        Returns
-        -------
-        object
-            On the chief what `fn` returned, None elsewhere.
-
-        Raises
-        ------
-        Exception
-            On the chief the error of `fn`; elsewhere as `ParameterServerStrategy` and `mpistrat.Server`.
         """
         resolver = _default_resolver() if cluster_resolver is None else cluster_resolver
         cluster, task_type, task_id = task_of(resolver)
@@ -173,31 +178,11 @@ class ParameterServerStrategy(Strategy):
             self._until_closed.close()
             atexit.unregister(self._end)
 
-    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: the chief computes nothing. In a scheduled function ``strategy.run`` calls the function on that worker.
-
-        Raises
-        ------
-        NotImplementedError
-            Always.
-        """
-        raise _needs_schedule("run")
-
-    def reduce(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse, as `run`."""
-        raise _needs_schedule("reduce")
-
-    def gather(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse, as `run`."""
-        raise _needs_schedule("gather")
-
-    def experimental_distribute_dataset(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse, as `run`; `ClusterCoordinator.create_per_worker_dataset` makes datasets on the workers."""
-        raise _needs_schedule("experimental_distribute_dataset")
-
-    def distribute_datasets_from_function(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse, as `experimental_distribute_dataset`."""
-        raise _needs_schedule("distribute_datasets_from_function")
+    run = _refused("run")
+    reduce = _refused("reduce")
+    gather = _refused("gather")
+    experimental_distribute_dataset = _refused("experimental_distribute_dataset")
+    distribute_datasets_from_function = _refused("distribute_datasets_from_function")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Stand, in a function that is sent to a worker, for the strategy of that worker."""
@@ -214,15 +199,7 @@ class ParameterServerStrategy(Strategy):
 
 
 class ShardInfo(NamedTuple):
-    """Which rows of a variable an initial value is wanted for, passed to a function that has a parameter `shard_info`.
-
-    Attributes
-    ----------
-    shape : tuple of int
-        The shape of the shard.
-    offset : tuple of int
-        Where it begins in the variable.
-    """
+    """The shape of a shard of a variable, and where it begins there, for a function that returns initial values."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -268,27 +245,14 @@ class ParameterServerExtended(StrategyExtended):
     ) -> ServerVariable:
         """Return a new variable, kept by servers: what ``mpistrat.Variable`` does in the scope of the strategy, on the chief.
 
+        Its arguments are those of `mpistrat.Variable`. There must be an initial value, and `synchronization` is AUTO or
+        ON_WRITE; `constraint` and `aggregation` are without effect, as an update is that of one worker.
+
         Parameters
         ----------
         initial_value : array_like or callable
-            As for `mpistrat.Variable`. A function with a parameter `shard_info`, or with `partition_shape` and
-            `partition_offset`, is called for each shard, if `shape` and `dtype` are given: so a table may be larger than the
-            memory of the chief.
-        trainable, name, dtype, shape : bool, str, dtype, sequence of int
-            As for `mpistrat.Variable`.
-        constraint, aggregation : callable, VariableAggregation
-            Accepted as there, and without effect: an update is that of one worker.
-        synchronization : VariableSynchronization
-            AUTO or ON_WRITE.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If there is no initial value, or the partitioner returns what it should not.
-        NotImplementedError
-            If it is to be synchronized ON_READ.
-        RuntimeError
-            On a worker, or if the strategy was closed.
+            A function with a parameter `shard_info`, or with `partition_shape` and `partition_offset`, is called for each
+            shard, if `shape` and `dtype` are given: so a table may be larger than the memory of the chief.
         """
         name = name or "Variable"
         self._check_chief(name)
@@ -322,30 +286,8 @@ class ParameterServerExtended(StrategyExtended):
 
         `fn` gets a `StoredVariable`: it changes its ``value``, and keeps state of an optimiser in its ``slot(name)``. While it
         runs, nothing else uses the variable. It is sent once, with what it refers to. For a sharded variable it is called
-        for each shard: with its rows of arguments that have the shape of the variable, and of IndexedSlices.
-
-        Parameters
-        ----------
-        var : ServerVariable
-            The variable to change.
-        fn : callable
-            What to do to it.
-        args, kwargs : sequence, mapping
-            Passed on.
-        group : bool
-            Whether the results are of no interest: then None is returned.
-
-        Returns
-        -------
-        None or list
-            What `fn` returned, for each shard.
-
-        Raises
-        ------
-        Exception
-            The error of `fn`.
-        TypeError
-            If `var` is not a variable that servers keep, or something cannot be pickled.
+        for each shard: with its rows of arguments that have the shape of the variable, and of IndexedSlices. Its error is
+        raised; without `group` a list of what it returned for each shard is returned.
         """
         if not isinstance(var, ServerVariable):
             raise TypeError(f"extended.update of a parameter server strategy changes variables on servers; got {var!r}")
@@ -366,13 +308,7 @@ class ParameterServerExtended(StrategyExtended):
 
     @contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
-        """Place the variables that are made inside with another one, on the server of its first shard, and whole.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If `colocate_with_variable` was not made under this strategy.
-        """
+        """Place the variables that are made inside with another one, on the server of its first shard, and whole."""
         if not self.variable_created_in_scope(colocate_with_variable):
             raise InvalidArgumentError(f"colocate_vars_with takes a variable of this strategy; got {colocate_with_variable!r}")
         outer, self._beside = self._beside, colocate_with_variable.server
@@ -461,8 +397,6 @@ class Server:
 
     Raises
     ------
-    TypeError
-        If `server_or_cluster_def` is neither.
     InvalidArgumentError
         If the job or the index is not known, or it is the chief, which makes a `ParameterServerStrategy` instead. From `start`
         on every rank, if the tasks are not those that such a job has.
@@ -479,18 +413,17 @@ class Server:
         config: Any = None,
         start: bool = True,
     ) -> None:
-        given = server_or_cluster_def
-        if isinstance(given, Mapping) and set(given) == {"cluster", "job_name", "task_index", "protocol"}:
-            job_name = given["job_name"] if job_name is None else job_name
-            task_index = given["task_index"] if task_index is None else task_index
-            protocol, given = protocol or given["protocol"], given["cluster"]
+        given: Any = server_or_cluster_def
         if not isinstance(given, (ClusterSpec, Mapping)):
             raise TypeError(
                 f"server_or_cluster_def must be a ClusterSpec, a dict from job to addresses, or a server_def; got {given!r}"
             )
-        self._cluster = ClusterSpec(given)
-        self._job, self._index = _inferred(self._cluster, job_name, task_index)
-        self._protocol = protocol or "mpi"
+        if not (isinstance(given, Mapping) and set(given) == {"cluster", "job_name", "task_index", "protocol"}):
+            given = {"cluster": given, "job_name": None, "task_index": None, "protocol": "mpi"}
+        self._cluster = ClusterSpec(given["cluster"])
+        job_name = given["job_name"] if job_name is None else job_name
+        self._job, self._index = _inferred(self._cluster, job_name, given["task_index"] if task_index is None else task_index)
+        self._protocol = protocol or given["protocol"]
         self._group: TaskGroup | None = None
         if start:
             self.start()
@@ -498,12 +431,8 @@ class Server:
     @property
     def server_def(self) -> dict[str, Any]:
         """What another server can be made from: cluster, job, index and protocol."""
-        return {
-            "cluster": self._cluster.as_dict(),
-            "job_name": self._job,
-            "task_index": self._index,
-            "protocol": self._protocol,
-        }
+        task = {"job_name": self._job, "task_index": self._index, "protocol": self._protocol}
+        return {"cluster": self._cluster.as_dict(), **task}
 
     @property
     def target(self) -> str:
@@ -562,15 +491,6 @@ def _inferred(cluster: ClusterSpec, job: str | None, index: int | None) -> tuple
             raise InvalidArgumentError(f"task_index is needed, for job {job!r} has the tasks {', '.join(map(str, known))}")
         index = known[0]
     return job, index
-
-
-def _needs_schedule(method: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"strategy.{method} was called on the chief, which computes nothing itself: workers do, independently of each other.\n"
-        f"    incorrect:  strategy.{method}(…)\n"
-        f"    correct:    coordinator.schedule(step, args=(…)), with a ClusterCoordinator(strategy); what step calls may use "
-        f"strategy.{method}"
-    )
 
 
 def _strategy_here(group: int) -> Any:
