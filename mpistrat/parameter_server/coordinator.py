@@ -103,19 +103,13 @@ class ClusterCoordinator:
     ----------
     strategy : ParameterServerStrategy
         Whose workers it has run functions.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If it is another strategy.
     """
 
     _dispatcher: Dispatcher
 
     def __new__(cls, strategy: Any) -> ClusterCoordinator:  # noqa: PYI034 - Self is of Python 3.11
         """Return the coordinator of a strategy."""
-        dispatcher = getattr(strategy, "dispatcher", None)
-        if not isinstance(dispatcher, Dispatcher):
+        if not isinstance(dispatcher := getattr(strategy, "dispatcher", None), Dispatcher):
             raise InvalidArgumentError(
                 f"a ClusterCoordinator works with a mpistrat.experimental.ParameterServerStrategy; got {strategy!r}"
             )
@@ -179,13 +173,7 @@ class ClusterCoordinator:
         self._dispatcher.raise_error()
 
     def done(self) -> bool:
-        """Return whether everything that was scheduled has run.
-
-        Raises
-        ------
-        Exception
-            As `join`.
-        """
+        """Return whether everything that was scheduled has run; raises as `join`."""
         self._dispatcher.pump()
         self._dispatcher.raise_error()
         return self._dispatcher.is_idle()
@@ -201,9 +189,7 @@ class ClusterCoordinator:
         Raises
         ------
         Exception
-            As `join`.
-        CancelledError
-            If a value's function was cancelled.
+            As `join`; a CancelledError if a value's function was cancelled.
         """
         leaves = [leaf for leaf in flatten(val)[0] if isinstance(leaf, RemoteValue)]
         for leaf in leaves:
@@ -227,11 +213,6 @@ class ClusterCoordinator:
         -------
         PerWorkerDataset
             ``iter`` of it is an argument for scheduled functions.
-
-        Raises
-        ------
-        TypeError
-            If it is neither, or cannot be pickled.
         """
         self._check_open("create_per_worker_dataset")
         given = dataset_or_dataset_fn

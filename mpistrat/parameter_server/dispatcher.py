@@ -71,9 +71,7 @@ class RemoteValue:
             self._value, self._data = loads(self._data), None
         return self._value
 
-    def get(self) -> Any:
-        """Return the same as `fetch`."""
-        return self.fetch()
+    get = fetch
 
     def set_data(self, data: bytes) -> None:
         """Take the result of the function, as bytes."""
@@ -155,15 +153,17 @@ class Dispatcher:
 
     def wait(self, has_come: Callable[[], bool], what: str) -> None:
         """Wait until a condition holds, which results may bring about. There is no deadline: functions take their time."""
+        taken = self._taken
+
+        def has_moved() -> bool:
+            self.pump()
+            return has_come() or self._taken != taken
+
         self._num_waiting += 1
         try:
             while not has_come():
                 taken = self._taken  # each result begins a new wait, in which the next one is looked for at once again
-                self._channel.wait_until(
-                    lambda taken=taken: self._pump_and(has_come) or self._taken != taken,  # type: ignore[misc]
-                    lambda: self._waiting_for(what),
-                    has_deadline=False,
-                )
+                self._channel.wait_until(has_moved, lambda: self._waiting_for(what), has_deadline=False)
         finally:
             self._num_waiting -= 1
 
@@ -201,10 +201,6 @@ class Dispatcher:
             self._beside.join()
         self._receiver.close()
         self._client.close()
-
-    def _pump_and(self, has_come: Callable[[], bool]) -> bool:
-        self.pump()
-        return has_come()
 
     def _pump(self) -> None:
         while (received := self._receiver.poll()) is not None:
@@ -316,7 +312,7 @@ class Dispatcher:
             if call.worker is not None:
                 continue  # it is made again, or nobody wants it any more
             if self._error is not None:
-                call.value.abort(self._cancelled_error(call))
+                self._cancel([call])
             else:
                 self._queue.appendleft(call)
 
@@ -325,26 +321,25 @@ class Dispatcher:
         if not self._is_ending:
             self._unavailable = str(self._channel.lost_error(sorted(newly_lost)))
         self._cancel_queued()
-        for call in self._in_flight.values():
-            call.value.abort(self._cancelled_error(call))
+        self._cancel(self._in_flight.values())
         self._in_flight.clear()
 
     def _check_available(self) -> None:
         if self._unavailable:
             raise UnavailableError(self._unavailable)
 
-    def _cancelled_error(self, call: ScheduledCall) -> CancelledError:
+    def _cancel_queued(self) -> None:
+        self._cancel(self._queue)
+        self._queue.clear()
+
+    def _cancel(self, calls: Iterable[ScheduledCall]) -> None:
         why = self._unavailable or "the strategy was closed"
         if self._error is not None:
             why = "another one had failed; schedule it again, if it is to run"
-        error = CancelledError(f"{self._channel.name}: function {call.function.name} was cancelled before it ran: {why}")
-        error.__cause__ = self._error
-        return error
-
-    def _cancel_queued(self) -> None:
-        for queued in self._queue:
-            queued.value.abort(self._cancelled_error(queued))
-        self._queue.clear()
+        for call in calls:
+            error = CancelledError(f"{self._channel.name}: function {call.function.name} was cancelled before it ran: {why}")
+            error.__cause__ = self._error
+            call.value.abort(error)
 
     def _stop(self, ranks: Sequence[int], what: str, deadline: float = math.inf) -> bool:
         """Have ranks end, and return whether they have before the deadline."""

@@ -48,7 +48,7 @@ _RECORDED_FROM_SECONDS = 0.01  # a wait that is shorter is not recorded
 _NOTIFIED_WITHIN_SECONDS = 2.0  # a message may fail before the launcher has reported that its rank is gone
 
 Buffer = Any
-Request = Any  # MPI.Request, or _Refused
+Request = Any  # MPI.Request, or the UnavailableError of a message that was not started
 
 # To a server.
 
@@ -183,21 +183,22 @@ class Channel:
 
         As in all methods that start something, the requests are added to a list, which is returned: an interrupt loses none.
         """
-        nbytes = sum(map(_size, payload))
+        views = [*map(_as_bytes, payload)]
+        nbytes = sum(map(len, views))
         kind, pack = _PACKED[type(message)]
         header = pack(kind, nbytes, *message)
         if nbytes <= self.inline_bytes:
-            return self._start(requests, self.comm.Isend, [(b"".join((header, *map(_as_bytes, payload))), rank, tag)])
-        parts = self._parts(rank, _payload_tag(tag, message), *payload)
+            return self._start(requests, self.comm.Isend, [(b"".join((header, *views)), rank, tag)])
+        parts = self._parts(rank, _payload_tag(tag, message), views)
         return self._start(requests, self.comm.Isend, [(header, rank, tag), *parts])
 
     def send_bare(self, requests: list[Request], rank: int, array: Buffer) -> list[Request]:
         """Start to send an array as a reply without a header, to a rank that knows what it will be."""
-        return self._start(requests, self.comm.Isend, self._parts(rank, REPLY, array))
+        return self._start(requests, self.comm.Isend, self._parts(rank, REPLY, [_as_bytes(array)]))
 
     def receive(self, requests: list[Request], rank: int, tag: int, *targets: Buffer) -> list[Request]:
         """Start to receive what `send_bare` sends, or a payload, into arrays."""
-        return self._start(requests, self.comm.Irecv, self._parts(rank, tag, *targets))
+        return self._start(requests, self.comm.Irecv, self._parts(rank, tag, map(_as_bytes, targets)))
 
     def report_end(self) -> None:
         """Tell the chief that this task has ended, and wait until it has taken that, and all that was sent to it before."""
@@ -270,12 +271,12 @@ class Channel:
         """Drop requests that have ended, the last ones first, until one has not; add what the end of one says of lost ranks."""
         while requests:
             try:
-                if not requests[-1].Test():
+                if isinstance(requests[-1], UnavailableError):
+                    lost.append(requests[-1])
+                elif not requests[-1].Test():
                     return False
             except self.failure as error:
                 lost.append(self.checked_loss(error))
-            except UnavailableError as error:
-                lost.append(error)
             requests.pop()
         return True
 
@@ -335,23 +336,12 @@ class Channel:
         try:
             requests.extend(starmap(start, messages))
         except self.failure as error:
-            requests.append(_Refused(self.checked_loss(error)))
+            requests.append(self.checked_loss(error))
         return requests
 
-    def _parts(self, rank: int, tag: int, *buffers: Buffer) -> list[tuple[Buffer, int, int]]:
-        views = map(_as_bytes, buffers)
+    def _parts(self, rank: int, tag: int, views: Iterable[memoryview]) -> list[tuple[Buffer, int, int]]:
         most = self._most
         return [(view[start : start + most], rank, tag) for view in views for start in range(0, len(view), most)]
-
-
-class _Refused:
-    """Stands for a request that MPI did not start, because of an error."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def Test(self) -> bool:  # noqa: N802 - as of a Request
-        raise self._error
 
 
 class Receiver:
@@ -422,7 +412,3 @@ def _as_bytes(buffer: Buffer) -> memoryview:
     if isinstance(buffer, np.ndarray):
         return buffer.reshape(-1).view(np.uint8).data if buffer.nbytes else memoryview(b"")
     return memoryview(buffer)
-
-
-def _size(buffer: Buffer) -> int:
-    return buffer.nbytes if isinstance(buffer, np.ndarray) else len(buffer)
