@@ -112,7 +112,7 @@ class ParameterServerStrategy(Strategy):
         super().__init__(ParameterServerExtended(self.client, variable_partitioner, placement))
         self._until_closed = ExitStack()
         self._until_closed.enter_context(names_the_killed(self.client.channel.group))
-        atexit.register(self._end)
+        self._until_closed.callback(atexit.unregister, atexit.register(self._end))
 
     @classmethod
     def main(
@@ -172,11 +172,9 @@ class ParameterServerStrategy(Strategy):
 
     def _close(self, patience: float = math.inf) -> None:
         """Close, unless functions run for so many seconds; then the end of the program closes, or ends the job."""
-        was_open = not self.dispatcher.is_closed
         self.dispatcher.stop(patience)
-        if was_open and self.dispatcher.is_closed:
+        if self.dispatcher.is_closed:
             self._until_closed.close()
-            atexit.unregister(self._end)
 
     run = _refused("run")
     reduce = _refused("reduce")
@@ -254,8 +252,12 @@ class ParameterServerExtended(StrategyExtended):
             A function with a parameter `shard_info`, or with `partition_shape` and `partition_offset`, is called for each
             shard, if `shape` and `dtype` are given: so a table may be larger than the memory of the chief.
         """
-        name = name or "Variable"
-        self._check_chief(name)
+        name, group = name or "Variable", self._client.channel.group
+        if group.task_type != CHIEF:
+            raise RuntimeError(
+                f"{name} was made in a function that {self._client.channel.name} runs: make variables on the chief, in "
+                "strategy.scope(), and use them in the function"
+            )
         if initial_value is None:
             raise InvalidArgumentError(f"{name} needs an initial_value: a parameter server strategy places it by its size")
         checked_aggregation(aggregation)
@@ -264,15 +266,24 @@ class ParameterServerExtended(StrategyExtended):
                 f"{name}: there is one copy of it, on a server, and no copy of each replica: use ON_WRITE"
             )
         is_trainable = True if trainable is None else bool(trainable)
-        initial = _initial(initial_value, dtype, shape, name)
-        num_shards, num_rows = self._num_shards(initial), initial.shape[0] if initial.shape else 0
+        extents, kind, rows = _initial(initial_value, dtype, shape, name)
+        num_shards, num_rows = 1, extents[0] if extents else 0
+        if self._partitioner is not None and self._beside is None and extents:
+            num_shards = check_partition(self._partitioner(shape=extents, dtype=kind), extents)
         if num_shards == 1:
-            return self._place(name, initial.rows(0, num_rows), is_trainable)
-        shards = [
-            self._place(f"{name}/part_{number}", initial.rows(start, stop), is_trainable)
-            for number, (start, stop) in enumerate(pairwise(part_bounds(num_rows, num_shards)))
-        ]
-        return ShardedVariable(shards, name)
+            return self._place(name, rows(0, num_rows), is_trainable)
+        bounds = enumerate(pairwise(part_bounds(num_rows, num_shards)))
+        return ShardedVariable([self._place(f"{name}/part_{part}", rows(*own), is_trainable) for part, own in bounds], name)
+
+    def _place(self, name: str, array: Array, trainable: bool) -> ServerVariable:
+        current_client(self._client.channel.group.number)  # raises where the strategy was closed: its servers have ended
+        self._client.strategy.dispatcher.pump()  # which frees what was dropped
+        counted = self.server_bytes  # once: variables may be dropped at any moment
+        server = self._num_placed % len(counted) if self._placement == "round_robin" else counted.index(min(counted))
+        array = np.asarray(array, order="C")
+        ref = self._client.create(server if self._beside is None else self._beside, name, array)
+        self._num_placed += 1
+        return ServerVariable(name, ref, array.shape, array.dtype, trainable)
 
     def update(
         self,
@@ -298,10 +309,6 @@ class ParameterServerExtended(StrategyExtended):
         """Return whether a variable was made under this strategy."""
         return isinstance(v, ServerVariable) and v.group == self._client.channel.group.number
 
-    def value_container(self, value: Any) -> Any:
-        """Return the value: a variable on a server is its own container."""
-        return value
-
     def read_var(self, v: Any) -> Any:
         """Return the array of a variable, as it is now."""
         return v.read()
@@ -317,53 +324,18 @@ class ParameterServerExtended(StrategyExtended):
         finally:
             self._beside = outer
 
-    def _check_chief(self, name: str) -> None:
-        group = self._client.channel.group
-        if group.task_type != CHIEF:
-            raise RuntimeError(
-                f"{name} was made in a function that {self._client.channel.name} runs: make variables on the chief, in "
-                "strategy.scope(), and use them in the function"
-            )
 
-    def _num_shards(self, initial: _Initial) -> int:
-        if self._partitioner is None or self._beside is not None or not initial.shape:
-            return 1
-        return check_partition(self._partitioner(shape=initial.shape, dtype=initial.dtype), initial.shape)
-
-    def _place(self, name: str, array: Array, trainable: bool) -> ServerVariable:
-        current_client(self._client.channel.group.number)  # raises where the strategy was closed: its servers have ended
-        self._client.strategy.dispatcher.pump()  # which frees what was dropped
-        server = self._next_server()
-        array = np.asarray(array, order="C")
-        ref = self._client.create(server, name, array)
-        self._num_placed += 1
-        return ServerVariable(name, ref, array.shape, array.dtype, trainable)
-
-    def _next_server(self) -> int:
-        if self._beside is not None:
-            return self._beside
-        if self._placement == "round_robin":
-            return self._num_placed % len(self._client.channel.group.servers)
-        counted = self.server_bytes  # once: variables may be dropped at any moment
-        return counted.index(min(counted))
-
-
-class _Initial(NamedTuple):
-    """The initial value of a variable: its shape and dtype, and what returns some of its rows."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    rows: Callable[[int, int], Array]
-
-
-def _initial(value: Any, dtype: Any, shape: Sequence[int] | None, name: str) -> _Initial:
+def _initial(
+    value: Any, dtype: Any, shape: Sequence[int] | None, name: str
+) -> tuple[tuple[int, ...], np.dtype[Any], Callable[[int, int], Array]]:
+    """Return the shape and dtype of an initial value, and what returns some of its rows."""
     parameters = inspect.signature(value).parameters if shape and callable(value) else {}
     takes_info = "shard_info" in parameters
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     takes_partition = takes_any or {"partition_shape", "partition_offset"} <= set(parameters)
     if not shape or not (takes_info or (takes_partition and dtype is not None)):
         array = initial_array(value, dtype, shape, name)
-        return _Initial(array.shape, array.dtype, lambda start, stop: array[start:stop] if array.ndim else array)
+        return array.shape, array.dtype, lambda start, stop: array[start:stop] if array.ndim else array
     extents, kind = tuple(shape), np.dtype(dtype or np.float32)
 
     def rows(start: int, stop: int) -> Array:
@@ -374,7 +346,7 @@ def _initial(value: Any, dtype: Any, shape: Sequence[int] | None, name: str) -> 
             made = made[start:stop]
         return initial_array(made, kind, shard.shape, name)
 
-    return _Initial(extents, kind, rows)
+    return extents, kind, rows
 
 
 class Server:
