@@ -49,7 +49,7 @@ class VariableRef:
         return _unpickled_ref, (self.group, self.server, self.number, self.name, self.nbytes)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Pending:
     """What a server was asked for: the messages that are under way for it, and the call that it answers, with the answer."""
 
@@ -150,10 +150,10 @@ class Client:
         with self._call(parts):
             for (ref, *_), payload in zip(parts, payloads, strict=True):
                 what = f"call of {function.name} of {ref.name}"
-                defined = self._begin(ref.server, what)
+                self._under_way.append(defined := _Pending(ref.server, what))
                 number = self.functions.send(defined.requests, self._ranks[ref.server], function)
                 message = messages.Run(next(numbers), number, ref.number, wants_results)
-                asked.append(self._ask(ref.server, what, message, payload))
+                asked.append(self._ask(ref.server, what, message, payload, call=message.call))
         _raise_first_error(asked)
         return [loads(one.answer) if wants_results else None for one in asked]
 
@@ -217,13 +217,12 @@ class Client:
                     self._given_up, self._under_way = (error, self._waits_for()), []
                 raise
 
-    def _begin(self, server: int, what: str, call: int | None = None) -> _Pending:
-        self._under_way.append(_Pending(server, what, call))
-        return self._under_way[-1]
-
-    def _ask(self, server: int, what: str, message: Message, *payload: Any, into: Array | None = None) -> _Pending:
-        """Start to ask a server for something, which it answers where that is a call, or without a header `into` an array."""
-        rank, pending = self._ranks[server], self._begin(server, what, getattr(message, "call", None))
+    def _ask(
+        self, server: int, what: str, message: Message, *payload: Any, into: Array | None = None, call: int | None = None
+    ) -> _Pending:
+        """Start to ask a server for something; it answers a call, or without a header `into` an array."""
+        rank, pending = self._ranks[server], _Pending(server, what, call)
+        self._under_way.append(pending)
         if into is not None:
             self.channel.receive(pending.requests, rank, REPLY, into)
         self.channel.send(pending.requests, rank, REQUEST, message, *payload)
@@ -237,7 +236,8 @@ class Client:
         """Wait until servers that have so many writes have done them."""
         servers = [server for server, writes in enumerate(self._writes) if writes >= least]
         if servers:
-            asked = [self._ask(server, "updates before", messages.Flush(next(numbers))) for server in servers]
+            calls = zip(servers, numbers, strict=False)
+            asked = [self._ask(server, "updates before", messages.Flush(call), call=call) for server, call in calls]
             self._finish()
             for server in servers:
                 self._writes[server] = 0
@@ -257,7 +257,8 @@ class Client:
                         busy.add(pending.server)
             return not self._under_way
 
-        self.channel.wait_until(have_ended, self._waits_for)
+        if not have_ended():
+            self.channel.wait_until(have_ended, self._waits_for)
         if lost:
             raise lost[0]
 

@@ -120,10 +120,10 @@ class Stopped(NamedTuple):  # the task has ended
 
 
 Message: TypeAlias = tuple[int, ...]  # one of the classes above
-_KINDS: tuple[Any, ...] = (Create, Read, Gather, Write, Scatter, Flush, Define, Run, Forget, Stop, Result, Stopped)
+KINDS: tuple[Any, ...] = (Create, Read, Gather, Write, Scatter, Flush, Define, Run, Forget, Stop, Result, Stopped)
 # the kind, the bytes of the payload, and the fields
-_HEADERS = tuple(Struct(f"=Bq{len(kind._fields)}q") for kind in _KINDS)
-_PACKED = {kind: (index, header.pack) for index, (kind, header) in enumerate(zip(_KINDS, _HEADERS, strict=True))}
+_HEADERS = tuple(Struct(f"=Bq{len(kind._fields)}q") for kind in KINDS)
+_PACKED = {kind: (index, header.pack) for index, (kind, header) in enumerate(zip(KINDS, _HEADERS, strict=True))}
 _HEADER_BYTES = max(header.size for header in _HEADERS)
 
 
@@ -189,16 +189,17 @@ class Channel:
         header = pack(kind, nbytes, *message)
         if nbytes <= self.inline_bytes:
             return self._start(requests, self.comm.Isend, [(b"".join((header, *views)), rank, tag)])
-        parts = self._parts(rank, _payload_tag(tag, message), views)
+        payload_tag = _payload_tag(tag, message)
+        parts = [part for view in views for part in self._parts(view, rank, payload_tag)]
         return self._start(requests, self.comm.Isend, [(header, rank, tag), *parts])
 
     def send_bare(self, requests: list[Request], rank: int, array: Buffer) -> list[Request]:
         """Start to send an array as a reply without a header, to a rank that knows what it will be."""
-        return self._start(requests, self.comm.Isend, self._parts(rank, REPLY, [_as_bytes(array)]))
+        return self._start(requests, self.comm.Isend, self._parts(_as_bytes(array), rank, REPLY))
 
-    def receive(self, requests: list[Request], rank: int, tag: int, *targets: Buffer) -> list[Request]:
-        """Start to receive what `send_bare` sends, or a payload, into arrays."""
-        return self._start(requests, self.comm.Irecv, self._parts(rank, tag, map(_as_bytes, targets)))
+    def receive(self, requests: list[Request], rank: int, tag: int, target: Buffer) -> list[Request]:
+        """Start to receive what `send_bare` sends, or a part of a payload."""
+        return self._start(requests, self.comm.Irecv, self._parts(_as_bytes(target), rank, tag))
 
     def report_end(self) -> None:
         """Tell the chief that this task has ended, and wait until it has taken that, and all that was sent to it before."""
@@ -217,7 +218,8 @@ class Channel:
             return
         requests: list[Request] = []
         try:
-            self.receive(requests, received.source, received.tag, *targets)
+            for target in targets:
+                self.receive(requests, received.source, received.tag, target)
             self.wait(list(requests), lambda: f"the payload of a message from {self.group.names[received.source]}")
         except BaseException as error:
             if not isinstance(error, UnavailableError):
@@ -271,7 +273,7 @@ class Channel:
         """Drop requests that have ended, the last ones first, until one has not; add what the end of one says of lost ranks."""
         while requests:
             try:
-                if isinstance(requests[-1], UnavailableError):
+                if type(requests[-1]) is UnavailableError:
                     lost.append(requests[-1])
                 elif not requests[-1].Test():
                     return False
@@ -339,9 +341,10 @@ class Channel:
             requests.append(self.checked_loss(error))
         return requests
 
-    def _parts(self, rank: int, tag: int, views: Iterable[memoryview]) -> list[tuple[Buffer, int, int]]:
-        most = self._most
-        return [(view[start : start + most], rank, tag) for view in views for start in range(0, len(view), most)]
+    def _parts(self, view: memoryview, rank: int, tag: int) -> list[tuple[Buffer, int, int]]:
+        if len(view) <= self._most:
+            return [(view, rank, tag)] if view else []
+        return [(view[start : start + self._most], rank, tag) for start in range(0, len(view), self._most)]
 
 
 class Receiver:
@@ -372,7 +375,7 @@ class Receiver:
         kind = self._buffer[0]
         header = _HEADERS[kind]
         _, nbytes, *fields = header.unpack_from(self._buffer)
-        message, source = _KINDS[kind](*fields), self._status.source
+        message, source = KINDS[kind](*fields), self._status.source
         if nbytes > self._channel.inline_bytes:
             return Received(source, message, _payload_tag(self._tag, message), nbytes, None)
         return Received(source, message, -1, nbytes, self._view[header.size : header.size + nbytes])

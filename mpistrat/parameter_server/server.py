@@ -45,6 +45,7 @@ class _Task:
         self.channel = channel
         # what loads a function, for a worker or for a server, when it is first called
         self._functions: dict[tuple[int, int], Callable[[int | None], Callable[..., Any]]] = {}
+        self._methods: dict[type, Any] = {kind: getattr(type(self), kind.__name__.lower(), None) for kind in messages.KINDS}
         self._is_stopped = False
         self._sends: list[_Sending] = []
 
@@ -67,7 +68,7 @@ class _Task:
                 pause(began)
             else:
                 with suppress(UnavailableError):  # whoever has asked is lost
-                    getattr(self, type(received.message).__name__.lower())(received.message, received)
+                    self._methods[type(received.message)](self, received.message, received)
                 began = time.monotonic()
         self.channel.report_end()
         self._sends = self._unfinished()
@@ -95,8 +96,10 @@ class _Task:
         except Exception as error:
             is_error, answer = True, dumps_error(error, self.channel.name)
         self.channel.activity.set(self.idle)
-        sent = self.channel.send([], received.source, self.answers, messages.Result(call, is_error), answer)
-        self._keep_sending(received.source, sent)
+        self._send_result(received.source, call, is_error, answer)
+
+    def _send_result(self, rank: int, call: int, is_error: bool = False, answer: bytes = b"") -> None:
+        self._keep_sending(rank, self.channel.send([], rank, self.answers, messages.Result(call, is_error), answer))
 
     def _keep_sending(self, rank: int, requests: list[messages.Request], variable: int = -1) -> None:
         if not self.channel.have_ended(requests, []):
@@ -152,20 +155,19 @@ class VariableServer(_Task):
         else:
             value = np.empty_like(target)
             self.channel.receive_payload(received, value)
-        self._change(received.source, assign_to, target, method, value)
+        try:
+            assign_to(target, method, value)
+        except Exception as error:  # such as an overflow, where the program makes that one: told with the next `Flush`
+            self._failed.setdefault(received.source, error)
 
     def scatter(self, message: messages.Scatter, received: Received) -> None:
         array = self._unread(message.variable).value
         indices, rows = np.empty(message.num_rows, np.int64), np.empty((message.num_rows, *array.shape[1:]), array.dtype)
         self.channel.receive_payload(received, indices, rows)
-        self._change(received.source, apply, SCATTERS[message.method], array, (rows, indices))
-
-    def _change(self, source: int, change: Callable[..., None], *given: Any) -> None:
-        """Change an array; an error, such as an overflow where the program makes it one, is told with the next `Flush`."""
         try:
-            change(*given)
+            apply(SCATTERS[message.method], array, (rows, indices))
         except Exception as error:
-            self._failed.setdefault(source, error)
+            self._failed.setdefault(received.source, error)
 
     def run(self, message: messages.Run, received: Received) -> None:
         data, variable = self.channel.payload(received), self._unread(message.target)
@@ -179,17 +181,15 @@ class VariableServer(_Task):
         self._answer(received, message.call, run)
 
     def flush(self, message: messages.Flush, received: Received) -> None:
-        def run() -> bytes:
-            if received.source in self._failed:
-                raise self._failed.pop(received.source)
-            return b""
-
-        self._answer(received, message.call, run)
+        error = self._failed.pop(received.source, None)
+        answer = b"" if error is None else dumps_error(error, self.channel.name)
+        self._send_result(received.source, message.call, error is not None, answer)
 
     def _variable(self, number: int) -> StoredVariable:
-        if number not in self._variables:
-            raise UnavailableError("a rank that is lost has asked for it, since all others have forgotten it")
-        return self._variables[number]
+        try:
+            return self._variables[number]
+        except KeyError:
+            raise UnavailableError("a rank that is lost has asked for it: all others have forgotten it") from None
 
     def _unread(self, number: int) -> StoredVariable:
         """Return a variable when nothing is being sent from its array."""
@@ -248,7 +248,7 @@ class Worker(_Task):
         for number in dropped:
             self._client.resources.pop(number, None)
         self._client.forget(dropped)
-        self._answer(received, message.call, bytes)
+        self._send_result(received.source, message.call)
 
 
 def _raise(error: Exception, trace: Any) -> NoReturn:
