@@ -195,7 +195,7 @@ class ClusterCoordinator:
         for leaf in leaves:
             self._dispatcher.wait_for(leaf)
         self._dispatcher.raise_error()
-        return map_leaves(_fetched_all, val)
+        return map_leaves(_fetched, val)
 
     def create_per_worker_dataset(self, dataset_or_dataset_fn: Any) -> PerWorkerDataset:
         """Make a dataset on each worker.
@@ -248,13 +248,9 @@ class ClusterCoordinator:
 
 
 def _fetched(leaf: Any) -> Any:
-    return leaf.fetch() if isinstance(leaf, RemoteValue) else leaf
-
-
-def _fetched_all(leaf: Any) -> Any:
     if type(leaf) is PerWorkerValues:
         return PerWorkerValues([_fetched(value) for value in leaf._values])
-    return _fetched(leaf)
+    return leaf.fetch() if isinstance(leaf, RemoteValue) else leaf
 
 
 def _takes_context(fn: Callable[..., Any]) -> bool:

@@ -311,12 +311,7 @@ def embedding_lookup(params: Any, ids: Any) -> Array:
     params : ServerVariable, ShardedVariable or Variable
         The table.
     ids : array_like of int
-        Which rows, in any shape; the result has this shape and then that of a row.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If an id is negative or out of range.
+        Which rows, in any shape, from 0; the result has this shape and then that of a row.
     """
     rows: Array = params.sparse_read(ids)
     return rows
