@@ -132,7 +132,7 @@ class Received(NamedTuple):
 
     source: int
     message: Any
-    tag: int  # of its payload, if that is still to come
+    tag: int
     nbytes: int
     inline: memoryview | None
 
@@ -219,7 +219,7 @@ class Channel:
         requests: list[Request] = []
         try:
             for target in targets:
-                self.receive(requests, received.source, received.tag, target)
+                self.receive(requests, received.source, _payload_tag(received.tag, received.message), target)
             self.wait(list(requests), lambda: f"the payload of a message from {self.group.names[received.source]}")
         except BaseException as error:
             if not isinstance(error, UnavailableError):
@@ -375,10 +375,9 @@ class Receiver:
         kind = self._buffer[0]
         header = _HEADERS[kind]
         _, nbytes, *fields = header.unpack_from(self._buffer)
-        message, source = KINDS[kind](*fields), self._status.source
-        if nbytes > self._channel.inline_bytes:
-            return Received(source, message, _payload_tag(self._tag, message), nbytes, None)
-        return Received(source, message, -1, nbytes, self._view[header.size : header.size + nbytes])
+        is_inline = nbytes <= self._channel.inline_bytes
+        inline = self._view[header.size : header.size + nbytes] if is_inline else None
+        return Received(self._status.source, KINDS[kind](*fields), self._tag, nbytes, inline)
 
     def close(self) -> None:
         """Give up the receive that is under way, if there is one."""

@@ -57,11 +57,11 @@ def run(request):
 
 
 def on_chief(partitioner=None):
-    """Have the chief run a test with its coordinator, while the other ranks serve."""
+    """Have the chief run a test with its coordinator, while the other ranks serve; a test may get a number of shards."""
 
     def made(test):
         def served(run, **given):
-            run(partial(test, **given), partitioner)
+            run(partial(test, **given), FixedShardsPartitioner(given["num_shards"]) if "num_shards" in given else partitioner)
 
         served.__name__, served.__doc__, served.__module__ = test.__name__, test.__doc__, test.__module__
         others = [one for name, one in signature(test).parameters.items() if name != "coordinator"]
@@ -151,38 +151,34 @@ INDICES = [*SLICES, 3, -1, (slice(1, 7), 1), (2, slice(None, None, -1)), [1, 9, 
 
 @of_servers
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 10])
-def test_slices_are_those_of_numpy(run, num_shards):
-    def program(coordinator):
-        wanted = np.arange(20).reshape(10, 2)
-        table = variable(coordinator, wanted)
-        for index in INDICES:
-            np.testing.assert_array_equal(table[index], wanted[index], err_msg=str(index))
-        with pytest.raises(IndexError):
-            table[10]
-        with pytest.raises(IndexError, match="rows must be -10 to 9; got 3 to 10"):
-            table[[3, 10]]
-        np.testing.assert_array_equal(table + 1, wanted + 1)
-        np.testing.assert_array_equal(np.sum(table, axis=0), wanted.sum(axis=0))
-        assert len(table) == 10
-
-    run(program, FixedShardsPartitioner(num_shards))
+@on_chief()
+def test_slices_are_those_of_numpy(coordinator, num_shards):
+    wanted = np.arange(20).reshape(10, 2)
+    table = variable(coordinator, wanted)
+    for index in INDICES:
+        np.testing.assert_array_equal(table[index], wanted[index], err_msg=str(index))
+    with pytest.raises(IndexError):
+        table[10]
+    with pytest.raises(IndexError, match="rows must be -10 to 9; got 3 to 10"):
+        table[[3, 10]]
+    np.testing.assert_array_equal(table + 1, wanted + 1)
+    np.testing.assert_array_equal(np.sum(table, axis=0), wanted.sum(axis=0))
+    assert len(table) == 10
 
 
 @of_servers
 @pytest.mark.parametrize("num_shards", [1, 2, 5])
-def test_rows_are_read_by_their_ids(run, num_shards):
-    def program(coordinator):
-        wanted = np.arange(30.0).reshape(10, 3)
-        table = variable(coordinator, wanted)
-        for ids in ([4], [9, 0, 9, 5], [[1, 2], [8, 1]], np.zeros(0, int), 7):
-            np.testing.assert_array_equal(table.sparse_read(ids), wanted[ids])
-            np.testing.assert_array_equal(embedding_lookup(table, ids), wanted[ids])
-        with pytest.raises(InvalidArgumentError, match="must be 0 to 9; got -1 to 3"):
-            table.sparse_read([3, -1])
-        large = variable(coordinator, np.arange(100_000.0).reshape(1000, 100))
-        np.testing.assert_array_equal(large.sparse_read(np.arange(0, 1000, 2)), large.numpy()[::2])
-
-    run(program, FixedShardsPartitioner(num_shards))
+@on_chief()
+def test_rows_are_read_by_their_ids(coordinator, num_shards):
+    wanted = np.arange(30.0).reshape(10, 3)
+    table = variable(coordinator, wanted)
+    for ids in ([4], [9, 0, 9, 5], [[1, 2], [8, 1]], np.zeros(0, int), 7):
+        np.testing.assert_array_equal(table.sparse_read(ids), wanted[ids])
+        np.testing.assert_array_equal(embedding_lookup(table, ids), wanted[ids])
+    with pytest.raises(InvalidArgumentError, match="must be 0 to 9; got -1 to 3"):
+        table.sparse_read([3, -1])
+    large = variable(coordinator, np.arange(100_000.0).reshape(1000, 100))
+    np.testing.assert_array_equal(large.sparse_read(np.arange(0, 1000, 2)), large.numpy()[::2])
 
 
 @of_servers
