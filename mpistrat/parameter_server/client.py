@@ -29,62 +29,72 @@ from mpistrat.state.changes import ASSIGNMENTS, SCATTERS
 # how many writes a server may have before it is asked whether it has done them
 _MOST_WRITES = 64
 
+numbers = count()  # of the variables and calls of this process: no two have the same one
 _clients: dict[int, Client] = {}  # by the numbers of their groups
 
 
+@dataclass(eq=False)
 class VariableRef:
     """Where a variable or shard is kept; its server frees that once the chief has no reference to this any more."""
 
-    def __init__(self, group: int, key: tuple[int, int], name: str, nbytes: int) -> None:
-        self.group, self.key, self.name, self.nbytes = group, key, name, nbytes
-        self.server, self.number = key
-        self.is_dropped = False  # by the chief: it cannot be used any more
+    group: int
+    server: int
+    number: int
+    name: str
+    nbytes: int
+    is_dropped: bool = field(default=False, init=False)  # by the chief: it cannot be used any more
 
     def __reduce__(self) -> tuple[Any, ...]:
         use(self)
-        return _unpickled_ref, (self.group, self.key, self.name, self.nbytes)
+        return _unpickled_ref, (self.group, self.server, self.number, self.name, self.nbytes)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Pending:
-    """What a server was asked for, with the messages that are under way for it and, of an update, its number and answer."""
+    """What a server was asked for: the messages that are under way for it, and the call that it answers, with the answer."""
 
     server: int
     what: str
     call: int | None = None
     requests: list[messages.Request] = field(default_factory=list)
-    answer: tuple[bool, bytes] = False, b""
+    is_error: bool = False
+    answer: bytes = b""
 
 
 class Client:
-    """Reads and changes variables on servers; requests to several servers are under way at once."""
+    """Reads and changes variables on servers; requests to several servers are under way at once.
+
+    What belongs to its group of tasks, and is unpickled in this process, uses it until it is closed.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self.channel, self._ranks = channel, channel.group.servers
         self.strategy: Any = None
         self.functions = FunctionTable(channel)
-        # what a worker keeps for functions, such as datasets, by the number of the call that made it
-        self.resources: dict[int, Any] = {}
-        # the variables that this process refers to, by their keys
-        self.refs: weakref.WeakValueDictionary[tuple[int, int], VariableRef] = weakref.WeakValueDictionary()
-        # what the chief has dropped, and is to be freed: keys of variables, numbers of calls that made resources
-        self.dropped: deque[tuple[int, int] | int] = deque()
-        self._known_as_dropped = set[tuple[int, int]]()
-        self._variables, self._updates = count(), count()
+        # what returns, or raises, what a worker keeps for functions, such as a dataset, by the number of the call that made it
+        self.resources: dict[int, Callable[[], Any]] = {}
+        # the variables that this process refers to, by their numbers
+        self.refs: weakref.WeakValueDictionary[int, VariableRef] = weakref.WeakValueDictionary()
+        # what the chief has dropped, and is to be freed: variables, and what calls have made
+        self.dropped: deque[int] = deque()
+        self._known_as_dropped = set[int]()
         self._writes = [0] * len(self._ranks)  # of which each server has not yet said that it has done them
         self._replies = [Receiver(channel, REPLY, rank) for rank in self._ranks]
         self._lock = threading.RLock()
         self._under_way: list[_Pending] = []
         self._given_up: tuple[BaseException, str] | None = None
+        _clients[channel.group.number] = self
 
     def create(self, server: int, name: str, array: Array) -> VariableRef:
         """Have a server keep a variable; only the chief does this."""
-        ref = VariableRef(self.channel.group.number, (server, next(self._variables)), name, array.nbytes)
+        ref = VariableRef(self.channel.group.number, server, next(numbers), name, array.nbytes)
         dtype = array.dtype.str if array.dtype.kind != "V" else array.dtype
         with self._call([(ref,)]):
-            self._ask(ref.server, f"{name}, which is new", messages.Create(ref.number), dumps((name, dtype, array.shape), name))
-            self.refs[ref.key] = ref
-            weakref.finalize(ref, self.dropped.append, ref.key).atexit = False  # at any moment: only notes it
+            self._ask(
+                server, f"{name}, which is new", messages.Create(ref.number), dumps((str(name), dtype, array.shape), name)
+            )
+            self.refs[ref.number] = ref
+            weakref.finalize(ref, self.dropped.append, ref.number).atexit = False  # at any moment: only notes it
             self.write("assign", [(ref, 0, array)])
         return ref
 
@@ -107,13 +117,12 @@ class Client:
                 refs, rows, targets = zip(*shards, strict=True)
                 asked = np.array([[ref.number for ref in refs], [len(one) for one in rows]], np.int64)
                 into = targets[0] if len(targets) == 1 else np.concatenate(targets)  # one answer has the rows of all
-                self._ask(server, "read of rows", messages.ReadRows(len(shards)), asked, *rows, into=into)
+                self._ask(server, "read of rows", messages.Gather(len(shards)), asked, *rows, into=into)
                 arrived.append((targets, into))
         for targets, into in arrived:
-            start = 0
-            for target in targets if len(targets) > 1 else ():
-                target[...] = into[start : start + len(target)]
-                start += len(target)
+            if len(targets) > 1:
+                for target, own in zip(targets, np.split(into, np.cumsum([len(one) for one in targets[:-1]])), strict=True):
+                    target[...] = own
 
     def write(self, method: str, parts: Sequence[tuple[VariableRef, int, Array]]) -> None:
         """Change variables by one of `ASSIGNMENTS`, from a row on; it is done before anything that this rank asks for later."""
@@ -136,21 +145,20 @@ class Client:
     ) -> list[Any]:
         """Call a function where variables live; when all calls have ended, raise its first error, or return the results."""
         function = self.functions.find(fn)
-        payloads = [dumps((*given, wants_results), f"an argument of {function.name}") for _, *given in parts]
+        payloads = [dumps(tuple(given), f"an argument of {function.name}") for _, *given in parts]
         asked = []
         with self._call(parts):
             for (ref, *_), payload in zip(parts, payloads, strict=True):
-                number, sent = self.functions.send(function, self._ranks[ref.server])
-                message = messages.Update(next(self._updates), ref.number, number)
                 what = f"call of {function.name} of {ref.name}"
-                asked.append(self._ask(ref.server, what, message, payload, call=message.call, before=sent))
-        for is_error, answer in (one.answer for one in asked):
-            if is_error:
-                raise loads_error(answer)
-        return [loads(one.answer[1]) if wants_results else None for one in asked]
+                self._under_way.append(defined := _Pending(ref.server, what))
+                number = self.functions.send(defined.requests, self._ranks[ref.server], function)
+                message = messages.Run(next(numbers), number, ref.number, wants_results)
+                asked.append(self._ask(ref.server, what, message, payload, call=message.call))
+        _raise_first_error(asked)
+        return [loads(one.answer) if wants_results else None for one in asked]
 
     def flush(self) -> None:
-        """Wait until the servers have done all that this rank has asked them for."""
+        """Wait until the servers have done all that this rank has asked them for, and raise the first error in that."""
         if any(self._writes):
             with self._call():
                 self._confirm_writes(1)
@@ -158,26 +166,27 @@ class Client:
     def find(self, ref: VariableRef) -> VariableRef:
         """Return this process's object of a variable that another one has sent; the chief has all that it has not dropped."""
         with self._lock:
-            found = self.refs.get(ref.key)
+            found = self.refs.get(ref.number)
             if found is not None:
                 return found
-            ref.is_dropped = self.channel.group.task_type == CHIEF or ref.key in self._known_as_dropped
+            ref.is_dropped = self.channel.group.task_type == CHIEF or ref.number in self._known_as_dropped
             if not ref.is_dropped:
-                self.refs[ref.key] = ref
+                self.refs[ref.number] = ref
             return ref
 
-    def forget(self, keys: Sequence[tuple[int, int]]) -> None:
+    def forget(self, dropped: Sequence[int]) -> None:
         """Use variables no more that the chief has dropped; all that this rank has asked their servers for is done then."""
         with self._lock:
-            self._known_as_dropped.update(keys)
-            for key in keys:
-                if (ref := self.refs.get(key)) is not None:
+            self._known_as_dropped.update(dropped)
+            for number in dropped:
+                if (ref := self.refs.get(number)) is not None:
                     ref.is_dropped = True
         with suppress(Exception):  # where calls were given up, nothing is sent any more
             self.flush()
 
     def close(self) -> None:
         """Give up what this rank still waits for."""
+        _clients.pop(self.channel.group.number, None)
         for receiver in self._replies:
             receiver.close()
 
@@ -209,22 +218,14 @@ class Client:
                 raise
 
     def _ask(
-        self,
-        server: int,
-        what: str,
-        message: Message,
-        *payload: Any,
-        into: Array | None = None,
-        call: int | None = None,
-        before: Sequence[messages.Request] = (),
+        self, server: int, what: str, message: Message, *payload: Any, into: Array | None = None, call: int | None = None
     ) -> _Pending:
-        """Start to ask a server for something; what it answers without a header goes `into` an array."""
+        """Start to ask a server for something; it answers a call, or without a header `into` an array."""
         rank, pending = self._ranks[server], _Pending(server, what, call)
         self._under_way.append(pending)
-        pending.requests.extend(before)
         if into is not None:
-            pending.requests.extend(self.channel.start_receiving(into, rank))
-        pending.requests.extend(self.channel.send(rank, REQUEST, message, *payload))
+            self.channel.receive(pending.requests, rank, REPLY, into)
+        self.channel.send(pending.requests, rank, REQUEST, message, *payload)
         return pending
 
     def _ask_to_write(self, ref: VariableRef, message: Message, *payload: Array) -> None:
@@ -235,11 +236,12 @@ class Client:
         """Wait until servers that have so many writes have done them."""
         servers = [server for server, writes in enumerate(self._writes) if writes >= least]
         if servers:
-            for server in servers:
-                self._ask(server, "updates before", messages.Flush(), into=np.empty(1, np.uint8))
+            calls = zip(servers, numbers, strict=False)
+            asked = [self._ask(server, "updates before", messages.Flush(call), call=call) for server, call in calls]
             self._finish()
             for server in servers:
                 self._writes[server] = 0
+            _raise_first_error(asked)
 
     def _finish(self) -> None:
         """Wait for all that is under way, also where one server is lost: the others still answer."""
@@ -281,10 +283,16 @@ class Client:
                     f"{self.channel.name}: waited for {self._waits_for()}, request {pending.call}; what came answers request "
                     f"{received.message.call}"
                 )
-            pending.answer = bool(received.message.is_error), bytes(self.channel.payload(received))
+            pending.is_error, pending.answer = bool(received.message.is_error), bytes(self.channel.payload(received))
         except UnavailableError as error:
             lost.append(error)
         return True
+
+
+def _raise_first_error(asked: Sequence[_Pending]) -> None:
+    for one in asked:
+        if one.is_error:
+            raise loads_error(one.answer)
 
 
 def _unpickled_ref(*fields: Any) -> VariableRef:
@@ -292,16 +300,6 @@ def _unpickled_ref(*fields: Any) -> VariableRef:
     ref = VariableRef(*fields)
     client = _clients.get(ref.group)
     return ref if client is None else client.find(ref)
-
-
-def add_client(client: Client) -> None:
-    """Have what belongs to a group of tasks, and is unpickled here, use a client."""
-    _clients[client.channel.group.number] = client
-
-
-def remove_client(client: Client) -> None:
-    """Undo `add_client`."""
-    _clients.pop(client.channel.group.number, None)
 
 
 def current_client(group: int) -> Client:

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs.input_options import InputContext
-from mpistrat.parameter_server.client import Client, current_client
+from mpistrat.parameter_server.client import current_client
 from mpistrat.parameter_server.dispatcher import Dispatcher, RemoteValue, ScheduledCall
 from mpistrat.parameter_server.functions import loading_worker, pickled_with_uses, use
-from mpistrat.parameter_server.server import FailedResource
 from mpistrat.structures import flatten, map_leaves
 
 
@@ -27,14 +26,6 @@ class PerWorkerValues:
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = tuple(values)
-
-    def on_worker(self, worker: int) -> Any:
-        """Return the value of one worker."""
-        return self._values[worker]
-
-    def map(self, fn: Callable[[Any], Any]) -> PerWorkerValues:
-        """Return what a function makes of each value."""
-        return PerWorkerValues([fn(value) for value in self._values])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _own_value, (self._values,)
@@ -52,21 +43,6 @@ def _own_value(values: tuple[Any, ...]) -> Any:
     return value.find() if isinstance(value, _Kept) else value
 
 
-class WorkerResource:
-    """What a worker keeps, such as a dataset, as the chief refers to it.
-
-    It holds the call that made it, with what that uses: a worker that takes the place of a lost one makes it again.
-    """
-
-    def __init__(self, client: Client, call: ScheduledCall) -> None:
-        self._group, self._call = client.channel.group.number, call
-        weakref.finalize(self, client.dropped.append, call.number).atexit = False  # at any moment: only notes it
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        use(self)
-        return _Kept, (self._group, self._call.number)
-
-
 class _Kept(NamedTuple):
     """What a worker keeps, as workers refer to it: only its own one can be found."""
 
@@ -77,10 +53,47 @@ class _Kept(NamedTuple):
         resources = current_client(self.group).resources
         if self.call not in resources:
             raise RuntimeError("what the function is to work on is not on this worker: the chief has dropped it")
-        found = resources[self.call]
-        if isinstance(found, FailedResource):
-            raise found.error.with_traceback(found.trace)
-        return found
+        return resources[self.call]()
+
+
+class _PerWorkerResource(PerWorkerValues):
+    """What workers keep, such as datasets, as the chief refers to it.
+
+    It holds the calls that made it, with what these use: a worker that takes the place of a lost one makes it again.
+    """
+
+    def __init__(self, coordinator: ClusterCoordinator, fn: Callable[..., Any], *args: Any) -> None:
+        client = coordinator.strategy.client
+        self._coordinator, self._calls = coordinator, coordinator._on_all_workers(fn, args)
+        super().__init__([_Kept(client.channel.group.number, call.number) for call in self._calls])
+        dropped = [call.number for call in self._calls]
+        weakref.finalize(self, client.dropped.extend, dropped).atexit = False  # at any moment: only notes it
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        use(self)
+        return super().__reduce__()
+
+
+class PerWorkerDataset(_PerWorkerResource):
+    """A dataset on each worker. `ClusterCoordinator.create_per_worker_dataset` makes them."""
+
+    def __iter__(self) -> PerWorkerIterator:
+        """Return an iterator on each worker, which begins at the beginning."""
+        return PerWorkerIterator(self._coordinator, iter, self)
+
+
+class PerWorkerIterator(_PerWorkerResource):
+    """An iterator on each worker: pass it to a scheduled function, which calls ``next`` on it."""
+
+    def __iter__(self) -> PerWorkerIterator:
+        return self
+
+    def __next__(self) -> NoReturn:
+        raise NotImplementedError(
+            "the elements of a per-worker dataset are on the workers.\n"
+            "    incorrect:  next(per_worker_iterator)\n"
+            "    correct:    coordinator.schedule(step, args=(per_worker_iterator,)), where step calls next(iterator)"
+        )
 
 
 class ClusterCoordinator:
@@ -90,19 +103,13 @@ class ClusterCoordinator:
     ----------
     strategy : ParameterServerStrategy
         Whose workers it has run functions.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If it is another strategy.
     """
 
     _dispatcher: Dispatcher
 
     def __new__(cls, strategy: Any) -> ClusterCoordinator:  # noqa: PYI034 - Self is of Python 3.11
         """Return the coordinator of a strategy."""
-        dispatcher = getattr(strategy, "dispatcher", None)
-        if not isinstance(dispatcher, Dispatcher):
+        if not isinstance(dispatcher := getattr(strategy, "dispatcher", None), Dispatcher):
             raise InvalidArgumentError(
                 f"a ClusterCoordinator works with a mpistrat.experimental.ParameterServerStrategy; got {strategy!r}"
             )
@@ -166,13 +173,7 @@ class ClusterCoordinator:
         self._dispatcher.raise_error()
 
     def done(self) -> bool:
-        """Return whether everything that was scheduled has run.
-
-        Raises
-        ------
-        Exception
-            As `join`.
-        """
+        """Return whether everything that was scheduled has run; raises as `join`."""
         self._dispatcher.pump()
         self._dispatcher.raise_error()
         return self._dispatcher.is_idle()
@@ -188,15 +189,13 @@ class ClusterCoordinator:
         Raises
         ------
         Exception
-            As `join`.
-        CancelledError
-            If a value's function was cancelled.
+            As `join`; a CancelledError if a value's function was cancelled.
         """
         leaves = [leaf for leaf in flatten(val)[0] if isinstance(leaf, RemoteValue)]
         for leaf in leaves:
             self._dispatcher.wait_for(leaf)
         self._dispatcher.raise_error()
-        return map_leaves(_fetched_all, val)
+        return map_leaves(_fetched, val)
 
     def create_per_worker_dataset(self, dataset_or_dataset_fn: Any) -> PerWorkerDataset:
         """Make a dataset on each worker.
@@ -214,32 +213,21 @@ class ClusterCoordinator:
         -------
         PerWorkerDataset
             ``iter`` of it is an argument for scheduled functions.
-
-        Raises
-        ------
-        TypeError
-            If it is neither, or cannot be pickled.
         """
         self._check_open("create_per_worker_dataset")
         given = dataset_or_dataset_fn
         if not callable(given):
             if not hasattr(given, "__iter__"):
                 raise TypeError(f"a per-worker dataset is made of a dataset, or of a function that returns one; got {given!r}")
-            return PerWorkerDataset(self, self._make(_itself, given))
+            return PerWorkerDataset(self, _itself, given)
         if not _takes_context(given):
-            return PerWorkerDataset(self, self._make(given))
-        workers = self._strategy.client.channel.group.workers
-        contexts = [InputContext(len(workers), worker, 1) for worker in range(len(workers))]
-        return PerWorkerDataset(self, self._make(given, PerWorkerValues(contexts)))
+            return PerWorkerDataset(self, given)
+        number = len(self._strategy.client.channel.group.workers)
+        return PerWorkerDataset(self, given, PerWorkerValues([InputContext(number, worker, 1) for worker in range(number)]))
 
-    def make_iterator(self, dataset: PerWorkerDataset) -> PerWorkerIterator:
-        """Return an iterator of each worker's dataset; what ``iter`` of the dataset calls."""
-        return PerWorkerIterator(self._make(iter, dataset))
-
-    def _make(self, fn: Callable[..., Any], *args: Any) -> list[WorkerResource]:
-        """Have each worker call a function, and keep what it returns."""
-        client = self._strategy.client
-        return [WorkerResource(client, call) for call in self._submit(fn, (args, {}), range(len(client.channel.group.workers)))]
+    def _on_all_workers(self, fn: Callable[..., Any], args: Sequence[Any]) -> list[ScheduledCall]:
+        """Have each worker call a function, and keep what it returns for functions to come."""
+        return self._submit(fn, (args, {}), range(len(self._strategy.client.channel.group.workers)))
 
     def _submit(self, fn: Callable[..., Any], given: Any, workers: Iterable[int | None] = (None,)) -> list[ScheduledCall]:
         """Have a worker call a function; or some workers, each of which keeps the result."""
@@ -247,8 +235,7 @@ class ClusterCoordinator:
         arguments = pickled_with_uses(given, f"an argument of function {function.name}")
         calls = []
         for worker in workers:
-            value = RemoteValue(self._dispatcher.wait_for)
-            calls.append(ScheduledCall(function, arguments, value, worker))
+            calls.append(ScheduledCall(function, arguments, RemoteValue(self._dispatcher.wait_for), worker))
             self._dispatcher.submit(calls[-1])
         return calls
 
@@ -260,40 +247,10 @@ class ClusterCoordinator:
         return f"ClusterCoordinator({self._strategy!r})"
 
 
-class PerWorkerDataset(PerWorkerValues):
-    """A dataset on each worker. `ClusterCoordinator.create_per_worker_dataset` makes them."""
-
-    def __init__(self, coordinator: ClusterCoordinator, resources: Sequence[WorkerResource]) -> None:
-        super().__init__(resources)
-        self._coordinator = coordinator
-
-    def __iter__(self) -> PerWorkerIterator:
-        """Return an iterator on each worker, which begins at the beginning."""
-        return self._coordinator.make_iterator(self)
-
-
-class PerWorkerIterator(PerWorkerValues):
-    """An iterator on each worker: pass it to a scheduled function, which calls ``next`` on it."""
-
-    def __iter__(self) -> PerWorkerIterator:
-        return self
-
-    def __next__(self) -> NoReturn:
-        raise NotImplementedError(
-            "the elements of a per-worker dataset are on the workers.\n"
-            "    incorrect:  next(per_worker_iterator)\n"
-            "    correct:    coordinator.schedule(step, args=(per_worker_iterator,)), where step calls next(iterator)"
-        )
-
-
 def _fetched(leaf: Any) -> Any:
-    return leaf.fetch() if isinstance(leaf, RemoteValue) else leaf
-
-
-def _fetched_all(leaf: Any) -> Any:
     if type(leaf) is PerWorkerValues:
-        return leaf.map(_fetched)
-    return _fetched(leaf)
+        return PerWorkerValues([_fetched(value) for value in leaf._values])
+    return leaf.fetch() if isinstance(leaf, RemoteValue) else leaf
 
 
 def _takes_context(fn: Callable[..., Any]) -> bool:

@@ -13,18 +13,17 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import count
 from typing import Any
 
 from mpistrat.errors import CancelledError, UnavailableError
 from mpistrat.logger import logger
 from mpistrat.parameter_server import messages
-from mpistrat.parameter_server.client import Client
+from mpistrat.parameter_server.client import Client, numbers
 from mpistrat.parameter_server.functions import Pickled, SentFunction, dumps, loads, loads_error
-from mpistrat.parameter_server.messages import REQUEST, RESULT, Message, Received, Receiver
+from mpistrat.parameter_server.messages import REQUEST, RESULT, Received, Receiver
 
 MOST_QUEUED = 1024
 """How many functions may be scheduled that no worker has yet: `schedule` waits for room."""
@@ -72,9 +71,7 @@ class RemoteValue:
             self._value, self._data = loads(self._data), None
         return self._value
 
-    def get(self) -> Any:
-        """Return the same as `fetch`."""
-        return self.fetch()
+    get = fetch
 
     def set_data(self, data: bytes) -> None:
         """Take the result of the function, as bytes."""
@@ -96,13 +93,8 @@ class ScheduledCall:
     arguments: Pickled
     value: RemoteValue
     worker: int | None = None
-    number: int = field(default_factory=count().__next__)
+    number: int = field(default_factory=numbers.__next__)
     sent_to: int = -1
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the worker keeps what it returns."""
-        return self.worker is not None
 
 
 class Dispatcher:
@@ -124,9 +116,8 @@ class Dispatcher:
         self._told_to_stop, self._stopped = set[int](), set[int]()
         self._lost: frozenset[int] = frozenset()
         self._unavailable = ""
-        # what is freed when these ranks use it no more
-        self._forgetting: dict[int, tuple[set[int], list[tuple[int, int] | int]]] = {}
-        self._batches = count()
+        # calls to forget what was dropped: the ranks that may use it still, and what it is
+        self._forgetting: dict[int, tuple[set[int], bytes]] = {}
         self._is_ending = self.is_closed = False
         self._lock = threading.RLock()
         self._num_waiting = 0
@@ -162,15 +153,17 @@ class Dispatcher:
 
     def wait(self, has_come: Callable[[], bool], what: str) -> None:
         """Wait until a condition holds, which results may bring about. There is no deadline: functions take their time."""
+        taken = self._taken
+
+        def has_moved() -> bool:
+            self.pump()
+            return has_come() or self._taken != taken
+
         self._num_waiting += 1
         try:
             while not has_come():
                 taken = self._taken  # each result begins a new wait, in which the next one is looked for at once again
-                self._channel.wait_until(
-                    lambda taken=taken: self._pump_and(has_come) or self._taken != taken,  # type: ignore[misc]
-                    lambda: self._waiting_for(what),
-                    has_deadline=False,
-                )
+                self._channel.wait_until(has_moved, lambda: self._waiting_for(what), has_deadline=False)
         finally:
             self._num_waiting -= 1
 
@@ -209,10 +202,6 @@ class Dispatcher:
         self._receiver.close()
         self._client.close()
 
-    def _pump_and(self, has_come: Callable[[], bool]) -> bool:
-        self.pump()
-        return has_come()
-
     def _pump(self) -> None:
         while (received := self._receiver.poll()) is not None:
             self._take(received)
@@ -236,66 +225,57 @@ class Dispatcher:
         """Free what no object of the chief and no scheduled call refers to: first on all workers, and then on the servers."""
         dropped = [self._client.dropped.popleft() for _ in range(len(self._client.dropped))]
         if dropped:
-            batch, ranks = next(self._batches), set(self._ranks)
-            self._forgetting[batch] = ranks, dropped
-            for rank in ranks:
-                self._tell(rank, messages.Forget(batch), dumps(dropped, "what was dropped"))
-        for batch, (ranks, keys) in list(self._forgetting.items()):
-            if ranks <= self._channel.lost:
-                del self._forgetting[batch]
-                for server, variable in (key for key in keys if isinstance(key, tuple)):
-                    self._tell(self._channel.group.servers[server], messages.Free(variable))
+            number, workers = next(numbers), set(self._ranks)
+            self._forgetting[number] = workers, dumps(dropped, "what was dropped")
+            self._forget(number, workers)
+        for number in [one for one, (workers, _) in self._forgetting.items() if workers <= self._channel.lost]:
+            self._forget(number, self._channel.group.servers)
+            del self._forgetting[number]
+
+    def _forget(self, number: int, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._channel.send(self._sends, rank, REQUEST, messages.Forget(number), self._forgetting[number][1])
 
     def _send(self, call: ScheduledCall, worker: int) -> None:
-        rank = self._ranks[worker]
-        if call.is_kept:
+        rank, is_kept = self._ranks[worker], call.worker is not None
+        if is_kept:
             self._made[call.number] = call
         self._last[worker] = call.number
-        function, sent = self._client.functions.send(call.function, rank)
-        self._sends += sent
-        self._tell(rank, messages.Run(call.number, function, worker, call.is_kept), call.arguments.data)
+        message = messages.Run(call.number, self._client.functions.send(self._sends, rank, call.function), worker, not is_kept)
+        self._channel.send(self._sends, rank, REQUEST, message, call.arguments.data)
         call.sent_to, self._in_flight[call.number] = worker, call
-
-    def _tell(self, rank: int, message: Message, *payload: bytes) -> None:
-        """Start to send a message to a worker or server."""
-        self._sends += self._channel.send(rank, REQUEST, message, *payload)
 
     def _take(self, received: Received) -> None:
         self._taken += 1
         source, message = received.source, received.message
         if type(message) is messages.Stopped:
             self._stopped.add(source)
-            return
-        if type(message) is messages.Forgotten:
-            if message.batch in self._forgetting:
-                self._forgetting[message.batch][0].discard(source)
-            return
-        try:
+        elif message.call in self._forgetting:
+            self._forgetting[message.call][0].discard(source)
+        else:
             self._take_result(received)
+
+    def _take_result(self, received: Received) -> None:
+        """Give a call its result; one that does not come whole fails the call, since it does not come again."""
+        number, is_error = received.message
+        call = None if received.source in self._channel.lost else self._in_flight.get(number)
+        try:
+            data = bytes(self._channel.payload(received))
+            if call is None:
+                return  # another worker runs it, or nobody wants it any more
+            if is_error:
+                self._fail(call, loads_error(data))
+            else:
+                call.value.set_data(data)
+                self._in_flight.pop(number, None)
         except UnavailableError:
             return
         except BaseException as error:
-            self._give_up_result(message.call, error)
+            if call is not None:
+                given_up = f"{self._channel.name}: the result of function {call.function.name} was given up"
+                self._fail(call, error if isinstance(error, Exception) else CancelledError(given_up))
             if not isinstance(error, Exception):
                 raise
-
-    def _take_result(self, received: Received) -> None:
-        message, data = received.message, bytes(self._channel.payload(received))
-        if received.source in self._channel.lost or message.call not in self._in_flight:
-            return  # another worker runs it, or nobody wants it any more
-        call = self._in_flight[message.call]
-        if message.is_error:
-            self._fail(call, loads_error(data))
-        else:
-            call.value.set_data(data)
-        self._in_flight.pop(message.call, None)
-
-    def _give_up_result(self, number: int, error: BaseException) -> None:
-        """Fail a call whose result did not come whole: it does not come again."""
-        if (call := self._in_flight.pop(number, None)) is not None:
-            if not isinstance(error, Exception):
-                error = CancelledError(f"{self._channel.name}: the result of function {call.function.name} was given up")
-            self._fail(call, error)
 
     def _fail(self, call: ScheduledCall, error: BaseException) -> None:
         call.value.abort(error)
@@ -329,10 +309,10 @@ class Dispatcher:
         for call in had:
             self._send(call, worker)
         for call in was_to_run:
-            if call.is_kept:
+            if call.worker is not None:
                 continue  # it is made again, or nobody wants it any more
             if self._error is not None:
-                call.value.abort(self._cancelled_error(call))
+                self._cancel([call])
             else:
                 self._queue.appendleft(call)
 
@@ -341,26 +321,25 @@ class Dispatcher:
         if not self._is_ending:
             self._unavailable = str(self._channel.lost_error(sorted(newly_lost)))
         self._cancel_queued()
-        for call in self._in_flight.values():
-            call.value.abort(self._cancelled_error(call))
+        self._cancel(self._in_flight.values())
         self._in_flight.clear()
 
     def _check_available(self) -> None:
         if self._unavailable:
             raise UnavailableError(self._unavailable)
 
-    def _cancelled_error(self, call: ScheduledCall) -> CancelledError:
+    def _cancel_queued(self) -> None:
+        self._cancel(self._queue)
+        self._queue.clear()
+
+    def _cancel(self, calls: Iterable[ScheduledCall]) -> None:
         why = self._unavailable or "the strategy was closed"
         if self._error is not None:
             why = "another one had failed; schedule it again, if it is to run"
-        error = CancelledError(f"{self._channel.name}: function {call.function.name} was cancelled before it ran: {why}")
-        error.__cause__ = self._error
-        return error
-
-    def _cancel_queued(self) -> None:
-        for queued in self._queue:
-            queued.value.abort(self._cancelled_error(queued))
-        self._queue.clear()
+        for call in calls:
+            error = CancelledError(f"{self._channel.name}: function {call.function.name} was cancelled before it ran: {why}")
+            error.__cause__ = self._error
+            call.value.abort(error)
 
     def _stop(self, ranks: Sequence[int], what: str, deadline: float = math.inf) -> bool:
         """Have ranks end, and return whether they have before the deadline."""
@@ -370,7 +349,7 @@ class Dispatcher:
 
         with self._lock:
             for rank in set(ranks) - self._told_to_stop:
-                self._tell(rank, messages.Stop())
+                self._channel.send(self._sends, rank, REQUEST, messages.Stop())
             self._told_to_stop |= set(ranks)
         self.wait(lambda: have_ended() or time.monotonic() > deadline, what)
         return have_ended()

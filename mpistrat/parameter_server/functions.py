@@ -11,6 +11,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
 from typing import Any, NamedTuple
@@ -35,12 +36,14 @@ class Pickled(NamedTuple):
     uses: list[Any]
 
 
+@dataclass(eq=False)
 class SentFunction:
-    """A function as bytes, and what it uses."""
+    """A function as bytes, which has a number, and what errors call it."""
 
-    def __init__(self, number: int, pickled: Pickled, digest: bytes, name: str) -> None:
-        self.data, self.uses = pickled
-        self.number, self.digest, self.name = number, digest, name
+    number: int
+    name: str
+    digest: bytes
+    pickled: Pickled
 
 
 class FunctionTable:
@@ -60,19 +63,19 @@ class FunctionTable:
         digest = blake2b(pickled.data).digest()
         found = self._found.get(digest)
         if found is None:
-            found = self._found[digest] = SentFunction(next(self._numbers), pickled, digest, name)
+            found = self._found[digest] = SentFunction(next(self._numbers), name, digest, pickled)
         return found
 
-    def send(self, function: SentFunction, rank: int) -> tuple[int, list[Request]]:
-        """Return the number that a function has on a rank, and the requests by which it is sent there unless that has it."""
-        known, requests = self._known.setdefault(rank, {}), list[Request]()
+    def send(self, requests: list[Request], rank: int, function: SentFunction) -> int:
+        """Return the number that a function has on a rank, where it is sent to unless that has it."""
+        known = self._known.setdefault(rank, {})
         number = known.pop(function.digest, None)
         if number is None:
             forgotten = known.pop(next(iter(known))) if len(known) >= _MOST_FUNCTIONS else -1
             number = function.number
-            requests = self._channel.send(rank, REQUEST, Define(number, forgotten), function.data)
+            self._channel.send(requests, rank, REQUEST, Define(number, forgotten), function.pickled.data)
         known[function.digest] = number
-        return number, requests
+        return number
 
 
 def use(thing: object) -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import starmap
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -47,16 +48,12 @@ _RECORDED_FROM_SECONDS = 0.01  # a wait that is shorter is not recorded
 _NOTIFIED_WITHIN_SECONDS = 2.0  # a message may fail before the launcher has reported that its rank is gone
 
 Buffer = Any
-Request = Any  # MPI.Request, or _Refused
+Request = Any  # MPI.Request, or the UnavailableError of a message that was not started
 
 # To a server.
 
 
 class Create(NamedTuple):  # keep a variable; the payload: its name, dtype and shape
-    variable: int
-
-
-class Free(NamedTuple):  # keep it no longer
     variable: int
 
 
@@ -66,7 +63,7 @@ class Read(NamedTuple):  # send rows of a variable, without a header
     stop: int
 
 
-class ReadRows(NamedTuple):  # send single rows, without a header; the payload: variables, how many rows of each, and which
+class Gather(NamedTuple):  # send single rows, without a header; the payload: variables, how many rows of each, and which
     num_variables: int
 
 
@@ -83,14 +80,8 @@ class Scatter(NamedTuple):  # apply rows; the payload: their indices and the row
     num_rows: int
 
 
-class Update(NamedTuple):  # call a function with a variable; the payload: its other arguments, and whether the result is wanted
+class Flush(NamedTuple):  # answer when all that this rank has asked for before is done, with the first error of that
     call: int
-    variable: int
-    function: int
-
-
-class Flush(NamedTuple):  # send one byte when all that this rank has asked for before is done
-    pass
 
 
 # To a server or a worker.
@@ -101,34 +92,27 @@ class Define(NamedTuple):  # keep a function, which the payload is, and another 
     forgotten: int
 
 
-class Stop(NamedTuple):  # end, after what has come before
-    pass
-
-
-# To a worker.
-
-
-class Run(NamedTuple):  # run a function, as a worker, with the payload as arguments; keep what it returns, or send it
+class Run(NamedTuple):  # call a function with the payload, on a server with a variable; answer what it returns, or keep it
     call: int
     function: int
-    worker: int
-    is_kept: bool
+    target: int  # the variable, or as which worker
+    wants_result: bool
 
 
-class Forget(NamedTuple):  # say when nothing of the payload is used any more: variables, and what calls have returned
-    batch: int
+class Forget(NamedTuple):  # nothing of the payload is used any more, numbers of variables and calls; a worker answers
+    call: int
+
+
+class Stop(NamedTuple):  # end, after what has come before
+    pass
 
 
 # From a server, to whoever asked, or from a worker, to the chief.
 
 
-class Result(NamedTuple):  # what a function returned, or its error
+class Result(NamedTuple):  # what a call has returned, or its error
     call: int
     is_error: bool
-
-
-class Forgotten(NamedTuple):  # nothing of a batch is used any more
-    batch: int
 
 
 class Stopped(NamedTuple):  # the task has ended
@@ -136,13 +120,10 @@ class Stopped(NamedTuple):  # the task has ended
 
 
 Message: TypeAlias = tuple[int, ...]  # one of the classes above
-_KINDS: tuple[Any, ...] = (
-    *(Create, Free, Read, ReadRows, Write, Scatter, Update, Flush, Define, Stop),
-    *(Run, Forget, Result, Forgotten, Stopped),
-)
+KINDS: tuple[Any, ...] = (Create, Read, Gather, Write, Scatter, Flush, Define, Run, Forget, Stop, Result, Stopped)
 # the kind, the bytes of the payload, and the fields
-_HEADERS = tuple(Struct(f"=Bq{len(kind._fields)}q") for kind in _KINDS)
-_PACKED = {kind: (index, header.pack) for index, (kind, header) in enumerate(zip(_KINDS, _HEADERS, strict=True))}
+_HEADERS = tuple(Struct(f"=Bq{len(kind._fields)}q") for kind in KINDS)
+_PACKED = {kind: (index, header.pack) for index, (kind, header) in enumerate(zip(KINDS, _HEADERS, strict=True))}
 _HEADER_BYTES = max(header.size for header in _HEADERS)
 
 
@@ -151,7 +132,7 @@ class Received(NamedTuple):
 
     source: int
     message: Any
-    tag: int  # of its payload, if that is still to come
+    tag: int
     nbytes: int
     inline: memoryview | None
 
@@ -197,28 +178,33 @@ class Channel:
         is_crowded = self.comm.Get_size() > num_cores() or yields_when_idle(os.environ)
         self.polls = 0 if is_crowded else _POLLS
 
-    def send(self, rank: int, tag: int, message: Message, *payload: Buffer) -> list[Request]:
-        """Start to send a message and C-contiguous arrays or bytes, which stay as they are until the requests have ended."""
-        nbytes = sum(map(_size, payload))
+    def send(self, requests: list[Request], rank: int, tag: int, message: Message, *payload: Buffer) -> list[Request]:
+        """Start to send a message and C-contiguous arrays or bytes, which stay as they are until the requests have ended.
+
+        As in all methods that start something, the requests are added to a list, which is returned: an interrupt loses none.
+        """
+        views = [*map(_as_bytes, payload)]
+        nbytes = sum(map(len, views))
         kind, pack = _PACKED[type(message)]
         header = pack(kind, nbytes, *message)
         if nbytes <= self.inline_bytes:
-            return self._started(self.comm.Isend, [(b"".join((header, *map(_as_bytes, payload))), rank, tag)])
-        parts = [part for buffer in payload for part in self._parts(buffer, rank, _payload_tag(tag, message))]
-        return self._started(self.comm.Isend, [(header, rank, tag), *parts])
+            return self._start(requests, self.comm.Isend, [(b"".join((header, *views)), rank, tag)])
+        payload_tag = _payload_tag(tag, message)
+        parts = [part for view in views for part in self._parts(view, rank, payload_tag)]
+        return self._start(requests, self.comm.Isend, [(header, rank, tag), *parts])
 
-    def send_bare(self, array: Buffer, rank: int) -> list[Request]:
+    def send_bare(self, requests: list[Request], rank: int, array: Buffer) -> list[Request]:
         """Start to send an array as a reply without a header, to a rank that knows what it will be."""
-        return self._started(self.comm.Isend, self._parts(array, rank, REPLY))
+        return self._start(requests, self.comm.Isend, self._parts(_as_bytes(array), rank, REPLY))
 
-    def start_receiving(self, array: Buffer, rank: int, tag: int = REPLY) -> list[Request]:
+    def receive(self, requests: list[Request], rank: int, tag: int, target: Buffer) -> list[Request]:
         """Start to receive what `send_bare` sends, or a part of a payload."""
-        return self._started(self.comm.Irecv, self._parts(array, rank, tag))
+        return self._start(requests, self.comm.Irecv, self._parts(_as_bytes(target), rank, tag))
 
     def report_end(self) -> None:
         """Tell the chief that this task has ended, and wait until it has taken that, and all that was sent to it before."""
         kind, pack = _PACKED[Stopped]
-        taken = self._started(self.comm.Issend, [(pack(kind, 0), self.group.chief, RESULT)])
+        taken = self._start([], self.comm.Issend, [(pack(kind, 0), self.group.chief, RESULT)])
         self.wait(taken, lambda: "the chief, to take what this task has sent", has_deadline=False)
 
     def receive_payload(self, received: Received, *targets: Buffer) -> None:
@@ -233,7 +219,7 @@ class Channel:
         requests: list[Request] = []
         try:
             for target in targets:
-                requests += self.start_receiving(target, received.source, received.tag)
+                self.receive(requests, received.source, _payload_tag(received.tag, received.message), target)
             self.wait(list(requests), lambda: f"the payload of a message from {self.group.names[received.source]}")
         except BaseException as error:
             if not isinstance(error, UnavailableError):
@@ -287,12 +273,12 @@ class Channel:
         """Drop requests that have ended, the last ones first, until one has not; add what the end of one says of lost ranks."""
         while requests:
             try:
-                if not requests[-1].Test():
+                if type(requests[-1]) is UnavailableError:
+                    lost.append(requests[-1])
+                elif not requests[-1].Test():
                     return False
             except self.failure as error:
                 lost.append(self.checked_loss(error))
-            except UnavailableError as error:
-                lost.append(error)
             requests.pop()
         return True
 
@@ -342,33 +328,23 @@ class Channel:
         watching = watcher()
         return "" if watching is None else f"\n{others_report(self.group.job_rank, watching.compare())}"
 
-    def _started(self, start: Callable[..., Request], messages: Sequence[tuple[Buffer, int, int]]) -> list[Request]:
-        requests: list[Request] = []
+    def _start(
+        self, requests: list[Request], start: Callable[..., Request], messages: Iterable[tuple[Buffer, int, int]]
+    ) -> list[Request]:
+        """Start to send or receive messages; all of them, as an interrupt of the program comes before or after this one call.
+
+        A peer that has the header of a message waits for its payload.
+        """
         try:
-            for message in messages:
-                requests.append(start(*message))
+            requests.extend(starmap(start, messages))
         except self.failure as error:
-            requests.append(_Refused(self.checked_loss(error)))
-        except BaseException:
-            keep_alive_for_peers((messages, requests))
-            raise
+            requests.append(self.checked_loss(error))
         return requests
 
-    def _parts(self, buffer: Buffer, rank: int, tag: int) -> list[tuple[Buffer, int, int]]:
-        view = _as_bytes(buffer)
+    def _parts(self, view: memoryview, rank: int, tag: int) -> list[tuple[Buffer, int, int]]:
         if len(view) <= self._most:
-            return [(view, rank, tag)] if len(view) else []
+            return [(view, rank, tag)] if view else []
         return [(view[start : start + self._most], rank, tag) for start in range(0, len(view), self._most)]
-
-
-class _Refused:
-    """Stands for a request that MPI did not start, because of an error."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def Test(self) -> bool:  # noqa: N802 - as of a Request
-        raise self._error
 
 
 class Receiver:
@@ -399,10 +375,9 @@ class Receiver:
         kind = self._buffer[0]
         header = _HEADERS[kind]
         _, nbytes, *fields = header.unpack_from(self._buffer)
-        message, source = _KINDS[kind](*fields), self._status.source
-        if nbytes > self._channel.inline_bytes:
-            return Received(source, message, _payload_tag(self._tag, message), nbytes, None)
-        return Received(source, message, -1, nbytes, self._view[header.size : header.size + nbytes])
+        is_inline = nbytes <= self._channel.inline_bytes
+        inline = self._view[header.size : header.size + nbytes] if is_inline else None
+        return Received(self._status.source, KINDS[kind](*fields), self._tag, nbytes, inline)
 
     def close(self) -> None:
         """Give up the receive that is under way, if there is one."""
@@ -439,7 +414,3 @@ def _as_bytes(buffer: Buffer) -> memoryview:
     if isinstance(buffer, np.ndarray):
         return buffer.reshape(-1).view(np.uint8).data if buffer.nbytes else memoryview(b"")
     return memoryview(buffer)
-
-
-def _size(buffer: Buffer) -> int:
-    return buffer.nbytes if isinstance(buffer, np.ndarray) else len(buffer)

@@ -13,7 +13,10 @@ from mpistrat.errors import InvalidArgumentError
 
 
 class Partitioner(ABC):
-    """Decides into how many shards a variable is split: an argument of `ParameterServerStrategy`."""
+    """Decides into how many shards a variable is split: an argument of `ParameterServerStrategy`.
+
+    Those below raise InvalidArgumentError if an argument is less than 1.
+    """
 
     @abstractmethod
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
@@ -37,11 +40,6 @@ class FixedShardsPartitioner(Partitioner):
     ----------
     num_shards : int
         The number of shards.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If `num_shards` is less than 1.
     """
 
     def __init__(self, num_shards: int) -> None:
@@ -49,7 +47,6 @@ class FixedShardsPartitioner(Partitioner):
         self._num_shards = num_shards
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Return the number of shards along each axis."""
         return _along(axis, shape, self._num_shards)
 
 
@@ -64,11 +61,6 @@ class MinSizePartitioner(Partitioner):
         The greatest number of shards.
     bytes_per_string : int
         How long a string counts, for an array of objects.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If an argument is less than 1.
     """
 
     def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16) -> None:
@@ -76,7 +68,6 @@ class MinSizePartitioner(Partitioner):
         self._min_shard_bytes, self._max_shards, self._bytes_per_string = min_shard_bytes, max_shards, bytes_per_string
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Return the number of shards along each axis."""
         shards = _num_bytes(shape, dtype, self._bytes_per_string) // self._min_shard_bytes
         return _along(axis, shape, min(self._max_shards, shards))
 
@@ -92,11 +83,6 @@ class MaxSizePartitioner(Partitioner):
         The greatest number of shards, which counts more than `max_shard_bytes`.
     bytes_per_string : int
         How long a string counts, for an array of objects.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If an argument is less than 1.
     """
 
     def __init__(self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16) -> None:
@@ -105,7 +91,6 @@ class MaxSizePartitioner(Partitioner):
         self._max_shard_bytes, self._max_shards, self._bytes_per_string = max_shard_bytes, max_shards, bytes_per_string
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Return the number of shards along each axis."""
         rows = shape[axis]
         row_bytes = _num_bytes(shape, dtype, self._bytes_per_string) / max(1, rows)
         rows_per_shard = max(1, math.floor(self._max_shard_bytes / row_bytes)) if row_bytes else max(1, rows)

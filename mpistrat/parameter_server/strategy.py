@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,9 +20,9 @@ from mpistrat.cluster.mpi_resolver import MPIClusterResolver
 from mpistrat.cluster.resolver import ClusterResolver, TFConfigClusterResolver, url
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.communicator.local import LocalCommunicator
-from mpistrat.errors import InvalidArgumentError
+from mpistrat.errors import CollectiveError, InvalidArgumentError
 from mpistrat.launch import abort
-from mpistrat.parameter_server.client import Client, add_client, current_client, remove_client
+from mpistrat.parameter_server.client import Client, current_client
 from mpistrat.parameter_server.coordinator import ClusterCoordinator
 from mpistrat.parameter_server.dispatcher import Dispatcher
 from mpistrat.parameter_server.messages import Channel
@@ -38,6 +38,21 @@ from mpistrat.strategy.strategy import Strategy
 # how long an error of the chief waits for functions that workers run, before it is raised
 _PATIENCE_AFTER_AN_ERROR_SECONDS = 1.0
 PLACEMENTS = ("even_bytes", "round_robin")
+
+
+def _refused(method: str) -> Any:
+    """Return a method that refuses: the chief computes nothing."""
+
+    def refuse(self: object, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: the chief computes nothing. What a worker runs may use it; `ClusterCoordinator` makes per-worker datasets."""
+        raise NotImplementedError(
+            f"strategy.{method} was called on the chief, which computes nothing itself: workers do, independently of each "
+            f"other.\n    incorrect:  strategy.{method}(…)\n"
+            "    correct:    coordinator.schedule(step, args=(…)), with a ClusterCoordinator(strategy); what step calls may "
+            f"use strategy.{method}"
+        )
+
+    return refuse
 
 
 class ParameterServerStrategy(Strategy):
@@ -94,11 +109,10 @@ class ParameterServerStrategy(Strategy):
         self.client = Client(Channel(join_cluster(cluster, task_type, task_id)))
         self.dispatcher = Dispatcher(self.client)
         self.client.strategy = self
-        add_client(self.client)
         super().__init__(ParameterServerExtended(self.client, variable_partitioner, placement))
         self._until_closed = ExitStack()
         self._until_closed.enter_context(names_the_killed(self.client.channel.group))
-        atexit.register(self._end)
+        self._until_closed.callback(atexit.unregister, atexit.register(self._end))
 
     @classmethod
     def main(
@@ -111,28 +125,18 @@ class ParameterServerStrategy(Strategy):
     ) -> Any:
         """Call ``fn(coordinator)`` on the chief, and serve on all other ranks. Not in TensorFlow.
 
-        A collective call of all ranks of the job; an evaluator returns at once.
+        A collective call of all ranks of the job; an evaluator returns at once. On the chief what `fn` returned is returned, or
+        its error raised, which does not wait for functions that still run: where it ends the program, it ends the job.
 
         Parameters
         ----------
         fn : callable
             The program of the chief; ``coordinator.strategy`` is the strategy, which is closed when it returns or raises.
-            An error does not wait for functions that still run: where it ends the program, it ends the job.
         cluster_resolver : ClusterResolver, optional
             Which rank plays which task; by default ``TF_CONFIG`` where that is set, else rank 0 is the chief, rank 1
             the ps, and the others are workers.
         variable_partitioner, placement : callable, str
             As for `ParameterServerStrategy`.
-
-        Returns
-        -------
-        object
-            On the chief what `fn` returned, None elsewhere.
-
-        Raises
-        ------
-        Exception
-            On the chief the error of `fn`; elsewhere as `ParameterServerStrategy` and `mpistrat.Server`.
         """
         resolver = _default_resolver() if cluster_resolver is None else cluster_resolver
         cluster, task_type, task_id = task_of(resolver)
@@ -156,44 +160,27 @@ class ParameterServerStrategy(Strategy):
     def close(self) -> None:
         """End the servers and workers, once they have done what they are doing; what has not begun is cancelled.
 
-        Not a collective call: `Server.join` returns on the other ranks. Closing again does nothing.
+        Not a collective call: `Server.join` returns on the other ranks. Closing again does nothing. An error in a change that
+        this rank has asked a server for, and that has not been raised yet, is raised.
         """
-        self._close()
+        try:
+            if not self.dispatcher.is_closed:
+                with suppress(CollectiveError):  # the call that has lost a server, or was given up, has raised it
+                    self.client.flush()
+        finally:
+            self._close()
 
     def _close(self, patience: float = math.inf) -> None:
         """Close, unless functions run for so many seconds; then the end of the program closes, or ends the job."""
-        was_open = not self.dispatcher.is_closed
         self.dispatcher.stop(patience)
-        if was_open and self.dispatcher.is_closed:
-            remove_client(self.client)
+        if self.dispatcher.is_closed:
             self._until_closed.close()
-            atexit.unregister(self._end)
 
-    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: the chief computes nothing. In a scheduled function ``strategy.run`` calls the function on that worker.
-
-        Raises
-        ------
-        NotImplementedError
-            Always.
-        """
-        raise _needs_schedule("run")
-
-    def reduce(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse, as `run`."""
-        raise _needs_schedule("reduce")
-
-    def gather(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse, as `run`."""
-        raise _needs_schedule("gather")
-
-    def experimental_distribute_dataset(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse, as `run`; `ClusterCoordinator.create_per_worker_dataset` makes datasets on the workers."""
-        raise _needs_schedule("experimental_distribute_dataset")
-
-    def distribute_datasets_from_function(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse, as `experimental_distribute_dataset`."""
-        raise _needs_schedule("distribute_datasets_from_function")
+    run = _refused("run")
+    reduce = _refused("reduce")
+    gather = _refused("gather")
+    experimental_distribute_dataset = _refused("experimental_distribute_dataset")
+    distribute_datasets_from_function = _refused("distribute_datasets_from_function")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Stand, in a function that is sent to a worker, for the strategy of that worker."""
@@ -210,15 +197,7 @@ class ParameterServerStrategy(Strategy):
 
 
 class ShardInfo(NamedTuple):
-    """Which rows of a variable an initial value is wanted for, passed to a function that has a parameter `shard_info`.
-
-    Attributes
-    ----------
-    shape : tuple of int
-        The shape of the shard.
-    offset : tuple of int
-        Where it begins in the variable.
-    """
+    """The shape of a shard of a variable, and where it begins there, for a function that returns initial values."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -264,30 +243,21 @@ class ParameterServerExtended(StrategyExtended):
     ) -> ServerVariable:
         """Return a new variable, kept by servers: what ``mpistrat.Variable`` does in the scope of the strategy, on the chief.
 
+        Its arguments are those of `mpistrat.Variable`. There must be an initial value, and `synchronization` is AUTO or
+        ON_WRITE; `constraint` and `aggregation` are without effect, as an update is that of one worker.
+
         Parameters
         ----------
         initial_value : array_like or callable
-            As for `mpistrat.Variable`. A function with a parameter `shard_info`, or with `partition_shape` and
-            `partition_offset`, is called for each shard, if `shape` and `dtype` are given: so a table may be larger than the
-            memory of the chief.
-        trainable, name, dtype, shape : bool, str, dtype, sequence of int
-            As for `mpistrat.Variable`.
-        constraint, aggregation : callable, VariableAggregation
-            Accepted as there, and without effect: an update is that of one worker.
-        synchronization : VariableSynchronization
-            AUTO or ON_WRITE.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If there is no initial value, or the partitioner returns what it should not.
-        NotImplementedError
-            If it is to be synchronized ON_READ.
-        RuntimeError
-            On a worker, or if the strategy was closed.
+            A function with a parameter `shard_info`, or with `partition_shape` and `partition_offset`, is called for each
+            shard, if `shape` and `dtype` are given: so a table may be larger than the memory of the chief.
         """
-        name = name or "Variable"
-        self._check_chief(name)
+        name, group = name or "Variable", self._client.channel.group
+        if group.task_type != CHIEF:
+            raise RuntimeError(
+                f"{name} was made in a function that {self._client.channel.name} runs: make variables on the chief, in "
+                "strategy.scope(), and use them in the function"
+            )
         if initial_value is None:
             raise InvalidArgumentError(f"{name} needs an initial_value: a parameter server strategy places it by its size")
         checked_aggregation(aggregation)
@@ -296,15 +266,24 @@ class ParameterServerExtended(StrategyExtended):
                 f"{name}: there is one copy of it, on a server, and no copy of each replica: use ON_WRITE"
             )
         is_trainable = True if trainable is None else bool(trainable)
-        initial = _initial(initial_value, dtype, shape, name)
-        num_shards, num_rows = self._num_shards(initial), initial.shape[0] if initial.shape else 0
+        extents, kind, rows = _initial(initial_value, dtype, shape, name)
+        num_shards, num_rows = 1, extents[0] if extents else 0
+        if self._partitioner is not None and self._beside is None and extents:
+            num_shards = check_partition(self._partitioner(shape=extents, dtype=kind), extents)
         if num_shards == 1:
-            return self._place(name, initial.rows(0, num_rows), is_trainable)
-        shards = [
-            self._place(f"{name}/part_{number}", initial.rows(start, stop), is_trainable)
-            for number, (start, stop) in enumerate(pairwise(part_bounds(num_rows, num_shards)))
-        ]
-        return ShardedVariable(shards, name)
+            return self._place(name, rows(0, num_rows), is_trainable)
+        bounds = enumerate(pairwise(part_bounds(num_rows, num_shards)))
+        return ShardedVariable([self._place(f"{name}/part_{part}", rows(*own), is_trainable) for part, own in bounds], name)
+
+    def _place(self, name: str, array: Array, trainable: bool) -> ServerVariable:
+        current_client(self._client.channel.group.number)  # raises where the strategy was closed: its servers have ended
+        self._client.strategy.dispatcher.pump()  # which frees what was dropped
+        counted = self.server_bytes  # once: variables may be dropped at any moment
+        server = self._num_placed % len(counted) if self._placement == "round_robin" else counted.index(min(counted))
+        array = np.asarray(array, order="C")
+        ref = self._client.create(server if self._beside is None else self._beside, name, array)
+        self._num_placed += 1
+        return ServerVariable(name, ref, array.shape, array.dtype, trainable)
 
     def update(
         self,
@@ -318,30 +297,8 @@ class ParameterServerExtended(StrategyExtended):
 
         `fn` gets a `StoredVariable`: it changes its ``value``, and keeps state of an optimiser in its ``slot(name)``. While it
         runs, nothing else uses the variable. It is sent once, with what it refers to. For a sharded variable it is called
-        for each shard: with its rows of arguments that have the shape of the variable, and of IndexedSlices.
-
-        Parameters
-        ----------
-        var : ServerVariable
-            The variable to change.
-        fn : callable
-            What to do to it.
-        args, kwargs : sequence, mapping
-            Passed on.
-        group : bool
-            Whether the results are of no interest: then None is returned.
-
-        Returns
-        -------
-        None or list
-            What `fn` returned, for each shard.
-
-        Raises
-        ------
-        Exception
-            The error of `fn`.
-        TypeError
-            If `var` is not a variable that servers keep, or something cannot be pickled.
+        for each shard: with its rows of arguments that have the shape of the variable, and of IndexedSlices. Its error is
+        raised; without `group` a list of what it returned for each shard is returned.
         """
         if not isinstance(var, ServerVariable):
             raise TypeError(f"extended.update of a parameter server strategy changes variables on servers; got {var!r}")
@@ -352,23 +309,13 @@ class ParameterServerExtended(StrategyExtended):
         """Return whether a variable was made under this strategy."""
         return isinstance(v, ServerVariable) and v.group == self._client.channel.group.number
 
-    def value_container(self, value: Any) -> Any:
-        """Return the value: a variable on a server is its own container."""
-        return value
-
     def read_var(self, v: Any) -> Any:
         """Return the array of a variable, as it is now."""
         return v.read()
 
     @contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
-        """Place the variables that are made inside with another one, on the server of its first shard, and whole.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If `colocate_with_variable` was not made under this strategy.
-        """
+        """Place the variables that are made inside with another one, on the server of its first shard, and whole."""
         if not self.variable_created_in_scope(colocate_with_variable):
             raise InvalidArgumentError(f"colocate_vars_with takes a variable of this strategy; got {colocate_with_variable!r}")
         outer, self._beside = self._beside, colocate_with_variable.server
@@ -377,53 +324,18 @@ class ParameterServerExtended(StrategyExtended):
         finally:
             self._beside = outer
 
-    def _check_chief(self, name: str) -> None:
-        group = self._client.channel.group
-        if group.task_type != CHIEF:
-            raise RuntimeError(
-                f"{name} was made in a function that {self._client.channel.name} runs: make variables on the chief, in "
-                "strategy.scope(), and use them in the function"
-            )
 
-    def _num_shards(self, initial: _Initial) -> int:
-        if self._partitioner is None or self._beside is not None or not initial.shape:
-            return 1
-        return check_partition(self._partitioner(shape=initial.shape, dtype=initial.dtype), initial.shape)
-
-    def _place(self, name: str, array: Array, trainable: bool) -> ServerVariable:
-        current_client(self._client.channel.group.number)  # raises where the strategy was closed: its servers have ended
-        self._client.strategy.dispatcher.pump()  # which frees what was dropped
-        server = self._next_server()
-        array = np.asarray(array, order="C")
-        ref = self._client.create(server, name, array)
-        self._num_placed += 1
-        return ServerVariable(name, ref, array.shape, array.dtype, trainable)
-
-    def _next_server(self) -> int:
-        if self._beside is not None:
-            return self._beside
-        if self._placement == "round_robin":
-            return self._num_placed % len(self._client.channel.group.servers)
-        counted = self.server_bytes  # once: variables may be dropped at any moment
-        return counted.index(min(counted))
-
-
-class _Initial(NamedTuple):
-    """The initial value of a variable: its shape and dtype, and what returns some of its rows."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    rows: Callable[[int, int], Array]
-
-
-def _initial(value: Any, dtype: Any, shape: Sequence[int] | None, name: str) -> _Initial:
+def _initial(
+    value: Any, dtype: Any, shape: Sequence[int] | None, name: str
+) -> tuple[tuple[int, ...], np.dtype[Any], Callable[[int, int], Array]]:
+    """Return the shape and dtype of an initial value, and what returns some of its rows."""
     parameters = inspect.signature(value).parameters if shape and callable(value) else {}
     takes_info = "shard_info" in parameters
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     takes_partition = takes_any or {"partition_shape", "partition_offset"} <= set(parameters)
     if not shape or not (takes_info or (takes_partition and dtype is not None)):
         array = initial_array(value, dtype, shape, name)
-        return _Initial(array.shape, array.dtype, lambda start, stop: array[start:stop] if array.ndim else array)
+        return array.shape, array.dtype, lambda start, stop: array[start:stop] if array.ndim else array
     extents, kind = tuple(shape), np.dtype(dtype or np.float32)
 
     def rows(start: int, stop: int) -> Array:
@@ -434,7 +346,7 @@ def _initial(value: Any, dtype: Any, shape: Sequence[int] | None, name: str) -> 
             made = made[start:stop]
         return initial_array(made, kind, shard.shape, name)
 
-    return _Initial(extents, kind, rows)
+    return extents, kind, rows
 
 
 class Server:
@@ -457,8 +369,6 @@ class Server:
 
     Raises
     ------
-    TypeError
-        If `server_or_cluster_def` is neither.
     InvalidArgumentError
         If the job or the index is not known, or it is the chief, which makes a `ParameterServerStrategy` instead. From `start`
         on every rank, if the tasks are not those that such a job has.
@@ -475,18 +385,17 @@ class Server:
         config: Any = None,
         start: bool = True,
     ) -> None:
-        given = server_or_cluster_def
-        if isinstance(given, Mapping) and set(given) == {"cluster", "job_name", "task_index", "protocol"}:
-            job_name = given["job_name"] if job_name is None else job_name
-            task_index = given["task_index"] if task_index is None else task_index
-            protocol, given = protocol or given["protocol"], given["cluster"]
+        given: Any = server_or_cluster_def
         if not isinstance(given, (ClusterSpec, Mapping)):
             raise TypeError(
                 f"server_or_cluster_def must be a ClusterSpec, a dict from job to addresses, or a server_def; got {given!r}"
             )
-        self._cluster = ClusterSpec(given)
-        self._job, self._index = _inferred(self._cluster, job_name, task_index)
-        self._protocol = protocol or "mpi"
+        if not (isinstance(given, Mapping) and set(given) == {"cluster", "job_name", "task_index", "protocol"}):
+            given = {"cluster": given, "job_name": None, "task_index": None, "protocol": "mpi"}
+        self._cluster = ClusterSpec(given["cluster"])
+        job_name = given["job_name"] if job_name is None else job_name
+        self._job, self._index = _inferred(self._cluster, job_name, given["task_index"] if task_index is None else task_index)
+        self._protocol = protocol or given["protocol"]
         self._group: TaskGroup | None = None
         if start:
             self.start()
@@ -494,12 +403,8 @@ class Server:
     @property
     def server_def(self) -> dict[str, Any]:
         """What another server can be made from: cluster, job, index and protocol."""
-        return {
-            "cluster": self._cluster.as_dict(),
-            "job_name": self._job,
-            "task_index": self._index,
-            "protocol": self._protocol,
-        }
+        task = {"job_name": self._job, "task_index": self._index, "protocol": self._protocol}
+        return {"cluster": self._cluster.as_dict(), **task}
 
     @property
     def target(self) -> str:
@@ -529,22 +434,16 @@ class Server:
         with names_the_killed(self._group):
             if self._job == PS:
                 VariableServer(channel).serve()
-            else:
-                _work(channel)
+                return
+            client = Client(channel)
+            client.strategy = Strategy(ParameterServerExtended(client))
+            try:
+                Worker(client).serve()
+            finally:
+                client.close()
 
     def __repr__(self) -> str:
         return f"Server({self._job} {self._index})"
-
-
-def _work(channel: Channel) -> None:
-    client = Client(channel)
-    client.strategy = Strategy(ParameterServerExtended(client))
-    add_client(client)
-    try:
-        Worker(client, client.strategy).serve()
-    finally:
-        remove_client(client)
-        client.close()
 
 
 def _inferred(cluster: ClusterSpec, job: str | None, index: int | None) -> tuple[str, int]:
@@ -564,15 +463,6 @@ def _inferred(cluster: ClusterSpec, job: str | None, index: int | None) -> tuple
             raise InvalidArgumentError(f"task_index is needed, for job {job!r} has the tasks {', '.join(map(str, known))}")
         index = known[0]
     return job, index
-
-
-def _needs_schedule(method: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"strategy.{method} was called on the chief, which computes nothing itself: workers do, independently of each other.\n"
-        f"    incorrect:  strategy.{method}(…)\n"
-        f"    correct:    coordinator.schedule(step, args=(…)), with a ClusterCoordinator(strategy); what step calls may use "
-        f"strategy.{method}"
-    )
 
 
 def _strategy_here(group: int) -> Any:

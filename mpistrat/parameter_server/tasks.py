@@ -44,32 +44,25 @@ class TaskGroup:
 
     comm: MPI.Comm | None  # of these ranks alone, in the order of the ranks of the job; an evaluator has none
     task_type: str
-    task_id: int
     chief: int  # ranks in `comm`, in the order of their task ids
     workers: tuple[int, ...]
     servers: tuple[int, ...]
     names: tuple[str, ...]  # what errors call each rank: its task, rank and node
     job_ranks: tuple[int, ...]  # each rank's number among all of the job
+    job_rank: int  # that of this rank
     number: int  # counts the groups of this process; equal on all ranks
     settings: Snapshot
-
-    @property
-    def rank(self) -> int:
-        """The rank of this task in `comm`."""
-        assert self.comm is not None, "an evaluator is none of the tasks"
-        return self.comm.Get_rank()
-
-    @property
-    def job_rank(self) -> int:
-        """The rank of this task among all of the job."""
-        return self.job_ranks[self.rank]
 
 
 def check_tasks(cluster: ClusterSpec) -> None:
     """Check that a cluster can train with parameter servers."""
+    if find_spec("cloudpickle") is None:
+        raise LaunchError(
+            "parameter servers send functions by cloudpickle, which is not installed: pip install '.[parameter-server]' in the "
+            "checkout"
+        )
     found = ", ".join(f"{cluster.num_tasks(job)} {job}" for job in cluster.jobs) or "no tasks"
-    unknown = [job for job in cluster.jobs if job not in JOBS]
-    if unknown:
+    if not set(cluster.jobs) <= set(JOBS):
         raise InvalidArgumentError(f"parameter servers know the jobs {', '.join(JOBS)}; this cluster has {found}")
     counts = {job: cluster.num_tasks(job) if job in cluster.jobs else 0 for job in JOBS}
     if counts[CHIEF] != 1 or counts[WORKER] < 1 or counts[PS] < 1:
@@ -92,58 +85,46 @@ def task_of(resolver: object) -> tuple[ClusterSpec, str | None, int | None]:
 def join_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | None) -> TaskGroup:
     """Return the tasks of the job. A collective call of all its ranks, evaluators included; what is wrong all of them raise."""
     settings = Snapshot()
+
+    def check() -> None:
+        if settings.error is not None:
+            raise settings.error
+        check_tasks(cluster)
+        check_role(cluster, task_type, task_id)
+
     with rendezvous("joining the cluster of parameter servers") as job:
         from mpi4py import MPI  # which has started
 
-        def check() -> None:
-            _check_installed()
-            if settings.error is not None:
-                raise settings.error
-            check_tasks(cluster)
-            check_role(cluster, task_type, task_id)
-
         limit = f"{MAX_MESSAGE_BYTES.name}={settings[MAX_MESSAGE_BYTES]}"  # both ends of a message are cut alike
         job.agree(f"joining the parameter servers of {cluster!r}, {limit}", check)
-        assert task_type is not None, "check_role has found the task"
-        assert task_id is not None, "check_role has found the task"
         played: list[tuple[str, int]] = job.comm.allgather((task_type, task_id))
         _check_played(cluster, played)
         if survival.is_on(os.environ):
             survival.end_together(job.comm)
         is_outside = task_type == EVALUATOR
         comm = job.comm.Split(MPI.UNDEFINED if is_outside else 0, job.rank)
-        node_names = [job.world.nodes[job.world.place(rank).node_index].name for rank in range(job.comm.Get_size())]
-    inside = [(rank, task) for rank, task in enumerate(played) if task[0] != EVALUATOR]
-    by_task = {task: rank for rank, (_, task) in enumerate(inside)}
+        nodes = [job.world.nodes[job.world.place(rank).node_index].name for rank in range(len(played))]
+        job_rank = job.rank
+    inside = [rank for rank, (kind, _) in enumerate(played) if kind != EVALUATOR]
+    ranks = {played[rank]: number for number, rank in enumerate(inside)}
+    chief, workers, servers = ([ranks[kind, index] for index in cluster.task_indices(kind)] for kind in (CHIEF, WORKER, PS))
     return TaskGroup(
-        None if is_outside else comm,
-        task_type,
-        task_id,
-        by_task[CHIEF, cluster.task_indices(CHIEF)[0]],
-        tuple(by_task[WORKER, index] for index in cluster.task_indices(WORKER)),
-        tuple(by_task[PS, index] for index in cluster.task_indices(PS)),
-        tuple(f"{kind} {index} (rank {rank} on {node_names[rank]})" for rank, (kind, index) in inside),
-        tuple(rank for rank, _ in inside),
-        next(_numbers),
-        settings,
+        comm=None if is_outside else comm,
+        task_type=str(task_type),
+        chief=chief[0],
+        workers=tuple(workers),
+        servers=tuple(servers),
+        names=tuple("{} {} (rank {} on {})".format(*played[rank], rank, nodes[rank]) for rank in inside),
+        job_ranks=tuple(inside),
+        job_rank=job_rank,
+        number=next(_numbers),
+        settings=settings,
     )
 
 
-def _check_installed() -> None:
-    if find_spec("cloudpickle") is None:
-        raise LaunchError(
-            "parameter servers send functions by cloudpickle, which is not installed: pip install '.[parameter-server]' in the "
-            "checkout"
-        )
-
-
 def _check_played(cluster: ClusterSpec, played: list[tuple[str, int]]) -> None:
-    tasks = [(job, index) for job in cluster.jobs for index in cluster.task_indices(job)]
-    wrong = [
-        f"{job} {index} is played by {played.count((job, index))} ranks"
-        for job, index in tasks
-        if played.count((job, index)) != 1
-    ]
+    times = {(job, index): played.count((job, index)) for job in cluster.jobs for index in cluster.task_indices(job)}
+    wrong = [f"{job} {index} is played by {number} ranks" for (job, index), number in times.items() if number != 1]
     if wrong:
         error = LaunchError(
             f"each task is played by one rank, but in this job of {len(played)} ranks {', '.join(wrong)}. Start all tasks as "

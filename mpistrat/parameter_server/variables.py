@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,13 +81,7 @@ class ServerVariable(ChangeMethods, Mirrored):
         """
         return self._rows(0, self._offsets[-1])
 
-    def numpy(self) -> Array:
-        """Return the same as `read`."""
-        return self.read()
-
-    def read_value(self) -> Array:
-        """Return the same as `read`."""
-        return self.read()
+    numpy = read_value = read
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Array:
         """Return some of the rows; each server is asked once, for those that it has, and once for a row that is named often.
@@ -94,21 +89,15 @@ class ServerVariable(ChangeMethods, Mirrored):
         Parameters
         ----------
         indices : array_like of int
-            Which rows, in any shape; the result has this shape and then that of a row.
+            Which rows, in any shape, from 0; the result has this shape and then that of a row.
         name : str, optional
             Without effect; accepted because programs for TensorFlow pass it.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If an index is negative or out of range, or the variable has no axis.
-        UnsupportedDtypeError
-            If the indices are not integers.
         """
         numbers, row = flat_indices(f"{self.name}.sparse_read", as_array(indices, "indices")[..., np.newaxis], self.shape)
         wanted, position = np.unique(numbers, return_inverse=True)
         rows = np.empty((len(wanted), *row), self.dtype)
-        self._client().read_rows([(ref, wanted[own] - offset, rows[own]) for ref, offset, own in self._split(wanted)])
+        shares = self._shares(self._bounds(wanted))
+        self._client().read_rows([(ref, wanted[own] - offset, rows[own]) for ref, offset, own in shares])
         return rows.take(position.reshape(-1), 0, mode="clip").reshape(*numbers.shape, *row)
 
     def update_where_it_lives(
@@ -116,8 +105,8 @@ class ServerVariable(ChangeMethods, Mirrored):
     ) -> list[Any]:
         """Call a function on the server of each shard, and return the results; what ``extended.update`` calls."""
         given = (tuple(args), dict(kwargs))
-        shares = [map_leaves(lambda leaf, part=part: self._share(leaf, part), given) for part in range(len(self._refs))]
-        parts = [(ref, *share) for ref, share in zip(self._refs, shares, strict=True)]
+        bounds = zip(self._refs, self._offsets, self._offsets[1:], strict=False)
+        parts = [(ref, *map_leaves(partial(self._argument_of_shard, *rows), given)) for ref, *rows in bounds]
         return self._client().update(fn, parts, wants_results)
 
     def __getitem__(self, index: Any) -> Any:
@@ -144,9 +133,12 @@ class ServerVariable(ChangeMethods, Mirrored):
     def _client(self) -> Client:
         return current_client(self.group)
 
-    def _split(self, indices: Array) -> Iterator[tuple[VariableRef, int, slice]]:
-        """Yield where shards are, from which row on, and which of the indices, ascending ones of several shards, each has."""
-        bounds = np.searchsorted(indices, self._offsets).tolist() if len(self._refs) > 1 else [0, len(indices)]
+    def _bounds(self, indices: Array) -> list[int]:
+        """Return where the indices of each shard begin, and the last ones end; those of several shards are ascending."""
+        return np.searchsorted(indices, self._offsets).tolist() if len(self._refs) > 1 else [0, len(indices)]
+
+    def _shares(self, bounds: list[int]) -> Iterator[tuple[VariableRef, int, slice]]:
+        """Yield where shards are, their first rows, and the part between two bounds, of those that have any."""
         for ref, offset, start, stop in zip(self._refs, self._offsets, bounds, bounds[1:], strict=False):
             if start < stop:
                 yield ref, offset, slice(start, stop)
@@ -155,12 +147,8 @@ class ServerVariable(ChangeMethods, Mirrored):
         """Return which part of an array, the rows of the variable from one on, belongs to each shard, and where it begins."""
         if len(self._refs) == 1:
             return [(self._refs[0], start, array)]
-        parts, stop = [], start + len(array)
-        for ref, first, last in zip(self._refs, self._offsets, self._offsets[1:], strict=False):
-            if max(start, first) < min(stop, last):
-                part = array[max(start, first) - start : min(stop, last) - start]
-                parts.append((ref, max(start, first) - first, part))
-        return parts
+        shares = self._shares(np.clip(np.subtract(self._offsets, start), 0, len(array)).tolist())
+        return [(ref, start + own.start - offset, array[own]) for ref, offset, own in shares]
 
     def _rows(self, start: int, stop: int) -> Array:
         rows = np.empty((stop - start, *self.shape[1:]) if self.shape else (), self.dtype)
@@ -176,15 +164,15 @@ class ServerVariable(ChangeMethods, Mirrored):
         if len(self._refs) > 1:
             order = np.argsort(indices, kind="stable")  # rows of one index stay in their order
             values, indices = values[order], indices[order]
-        parts = [(ref, indices[own] - offset, np.ascontiguousarray(values[own])) for ref, offset, own in self._split(indices)]
+        shares = self._shares(self._bounds(indices))
+        parts = [(ref, indices[own] - offset, np.ascontiguousarray(values[own])) for ref, offset, own in shares]
         self._client().scatter(method, parts)
         return self
 
-    def _share(self, leaf: Any, part: int) -> Any:
+    def _argument_of_shard(self, start: int, stop: int, leaf: Any) -> Any:
         """Return what the function gets for an argument on one shard: of an array of the variable's shape, its rows."""
         if len(self._refs) == 1:
             return leaf
-        start, stop = self._offsets[part : part + 2]
         if isinstance(leaf, IndexedSlices):
             indices = to_host(leaf.indices)
             chosen = (indices >= start) & (indices < stop)
@@ -206,8 +194,6 @@ class ShardedVariable(ServerVariable):
 
     Raises
     ------
-    TypeError
-        If it is not a sequence of variables that servers keep, or there are none.
     InvalidArgumentError
         If the shards differ in dtype, or in their shapes except for the number of rows.
     """
@@ -325,12 +311,7 @@ def embedding_lookup(params: Any, ids: Any) -> Array:
     params : ServerVariable, ShardedVariable or Variable
         The table.
     ids : array_like of int
-        Which rows, in any shape; the result has this shape and then that of a row.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If an id is negative or out of range.
+        Which rows, in any shape, from 0; the result has this shape and then that of a row.
     """
     rows: Array = params.sparse_read(ids)
     return rows

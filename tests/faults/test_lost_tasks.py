@@ -139,8 +139,8 @@ HALF_OF_AN_ASSIGNMENT = """
 
     def assign_half():
         channel = current_client(0).channel
-        started = channel._started
-        channel._started = lambda start, messages: started(start, messages[:2])
+        start = channel._start
+        channel._start = lambda requests, send, messages: start(requests, send, messages[:2])
         weights.assign(np.ones(20_000))
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -12,8 +12,9 @@ import tempfile
 import threading
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ from mpistrat.experimental.partitioners import FixedShardsPartitioner, MinSizePa
 from mpistrat.launch.bootstrap import start
 from mpistrat.parameter_server.client import current_client
 from mpistrat.parameter_server.functions import dumps
-from mpistrat.parameter_server.messages import REQUEST, Update
+from mpistrat.parameter_server.messages import REQUEST, Run
 from mpistrat.parameter_server.variables import StoredVariable
 from tests.launches import needs_ranks, up_to_ranks
 from tests.processes import until
@@ -53,6 +54,21 @@ def run(request):
     if start().size < request.param + 2:
         pytest.skip("each server needs a rank")
     return partial(serve, request.param)
+
+
+def on_chief(partitioner=None):
+    """Have the chief run a test with its coordinator, while the other ranks serve; a test may get a number of shards."""
+
+    def made(test):
+        def served(run, **given):
+            run(partial(test, **given), FixedShardsPartitioner(given["num_shards"]) if "num_shards" in given else partitioner)
+
+        served.__name__, served.__doc__, served.__module__ = test.__name__, test.__doc__, test.__module__
+        others = [one for name, one in signature(test).parameters.items() if name != "coordinator"]
+        served.__signature__ = Signature([Parameter("run", Parameter.POSITIONAL_OR_KEYWORD), *others])
+        return served
+
+    return made
 
 
 def serve(num_servers, program, partitioner=None, **named):
@@ -72,45 +88,42 @@ def test_main_returns_what_the_program_returns_on_the_chief_alone(run):
 
 @of_servers
 @pytest.mark.parametrize("dtype", ["float64", "float32", "int8", "bool", "complex128", "bfloat16"])
-def test_a_variable_reads_as_what_was_assigned(run, dtype):
+@on_chief(FixedShardsPartitioner(2))
+def test_a_variable_reads_as_what_was_assigned(coordinator, dtype):
     import ml_dtypes
 
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
-    def program(coordinator):
-        for extents in ((), (0,), (5,), (7, 3), (3, 0), (2000, 17)):
-            first = np.arange(np.prod(extents)).reshape(extents).astype(kind)
-            whole = variable(coordinator, first, name="whole")
-            assert (whole.shape, whole.dtype, whole.name, whole.nbytes) == (extents, kind, "whole", first.nbytes)
-            for _ in range(2):
-                np.testing.assert_array_equal(whole.numpy(), first)
-                np.testing.assert_array_equal(coordinator.schedule(lambda whole=whole: whole.numpy()).fetch(), first)
-                first = (first + np.ones(extents, kind)).astype(kind)
-                assert whole.assign(first) is whole
-
-    run(program, FixedShardsPartitioner(2))
+    for extents in ((), (0,), (5,), (7, 3), (3, 0), (2000, 17)):
+        first = np.arange(np.prod(extents)).reshape(extents).astype(kind)
+        whole = variable(coordinator, first, name="whole")
+        assert isinstance(whole, mpistrat.Variable)
+        assert (whole.shape, whole.dtype, whole.name, whole.nbytes) == (extents, kind, "whole", first.nbytes)
+        for _ in range(2):
+            np.testing.assert_array_equal(whole.numpy(), first)
+            np.testing.assert_array_equal(coordinator.schedule(lambda whole=whole: whole.numpy()).fetch(), first)
+            first = (first + np.ones(extents, kind)).astype(kind)
+            assert whole.assign(first) is whole
 
 
 @of_servers
-def test_assign_add_sub(run):
-    def program(coordinator):
-        whole, number = variable(coordinator, np.zeros((4, 2))), variable(coordinator, 5)
-        large = variable(coordinator, np.zeros((300, 100)))
-        whole.assign_add(np.full((4, 2), 3.0))
-        whole.assign_sub(np.ones((4, 2)))
-        assert number.assign_add(2, read_value=False) is None
-        large.assign_add(np.ones((300, 100)))
-        large.assign_sub(np.full((300, 100), 4))
-        np.testing.assert_array_equal(whole, np.full((4, 2), 2.0))
-        assert (int(number), float(large[0, 0])) == (7, -3.0)
-        with pytest.raises(InvalidArgumentError, match=r"has shape \(4, 2\); a value of shape \(2,\)"):
-            whole.assign([1.0, 2.0])
-        with pytest.raises(UnsupportedDtypeError, match="cannot hold a value of dtype float64"):
-            number.assign(2.5)
-        with pytest.raises(UnsupportedDtypeError, match="not defined for bool"):
-            variable(coordinator, True).assign_sub(True)
-
-    run(program, FixedShardsPartitioner(2))
+@on_chief(FixedShardsPartitioner(2))
+def test_assign_add_sub(coordinator):
+    whole, number = variable(coordinator, np.zeros((4, 2))), variable(coordinator, 5)
+    large = variable(coordinator, np.zeros((300, 100)))
+    whole.assign_add(np.full((4, 2), 3.0))
+    whole.assign_sub(np.ones((4, 2)))
+    assert number.assign_add(2, read_value=False) is None
+    large.assign_add(np.ones((300, 100)))
+    large.assign_sub(np.full((300, 100), 4))
+    np.testing.assert_array_equal(whole, np.full((4, 2), 2.0))
+    assert (int(number), float(large[0, 0])) == (7, -3.0)
+    with pytest.raises(InvalidArgumentError, match=r"has shape \(4, 2\); a value of shape \(2,\)"):
+        whole.assign([1.0, 2.0])
+    with pytest.raises(UnsupportedDtypeError, match="cannot hold a value of dtype float64"):
+        number.assign(2.5)
+    with pytest.raises(UnsupportedDtypeError, match="not defined for bool"):
+        variable(coordinator, True).assign_sub(True)
 
 
 METHODS = ["add", "sub", "mul", "div", "min", "max", "update"]
@@ -118,235 +131,182 @@ METHODS = ["add", "sub", "mul", "div", "min", "max", "update"]
 
 @of_servers
 @pytest.mark.parametrize("method", METHODS)
-def test_scatter_does_what_it_does_to_an_ordinary_variable(run, method):
+@on_chief(FixedShardsPartitioner(3))
+def test_scatter_does_what_it_does_to_an_ordinary_variable(coordinator, method):
     slices = mpistrat.IndexedSlices(np.array([[2.0, 5], [3, 7], [-1, 9], [4, 4]]), [6, 0, 6, 3])
 
-    def program(coordinator):
-        wanted = mpistrat.Variable(np.arange(1.0, 15).reshape(7, 2))
-        table = variable(coordinator, wanted.numpy())
-        assert getattr(table, f"scatter_{method}")(slices) is table
-        np.testing.assert_array_equal(table, getattr(wanted, f"scatter_{method}")(slices))
-        with pytest.raises(InvalidArgumentError, match="index 7 is out of range"):
-            table.scatter_add(mpistrat.IndexedSlices(np.ones((1, 2)), [7]))
-        table.scatter_add(mpistrat.IndexedSlices(np.ones((0, 2)), np.zeros(0, int)))
-        np.testing.assert_array_equal(table, wanted)
-
-    run(program, FixedShardsPartitioner(3))
+    wanted = mpistrat.Variable(np.arange(1.0, 15).reshape(7, 2))
+    table = variable(coordinator, wanted.numpy())
+    assert getattr(table, f"scatter_{method}")(slices) is table
+    np.testing.assert_array_equal(table, getattr(wanted, f"scatter_{method}")(slices))
+    with pytest.raises(InvalidArgumentError, match="index 7 is out of range"):
+        table.scatter_add(mpistrat.IndexedSlices(np.ones((1, 2)), [7]))
+    table.scatter_add(mpistrat.IndexedSlices(np.ones((0, 2)), np.zeros(0, int)))
+    np.testing.assert_array_equal(table, wanted)
 
 
-INDICES = [
-    3,
-    -1,
-    slice(None),
-    slice(2, 9),
-    slice(None, None, 3),
-    slice(None, None, -2),
-    slice(8, 1, -3),
-    slice(4, 4),
-    (slice(1, 7), 1),
-    (2, slice(None, None, -1)),
-    [1, 9, 1],
-    (..., 0),
-    None,
-    ...,
-    ([3, -1, 3], 1),
-    np.arange(10) > 6,
-]
+SLICES = [slice(None), slice(2, 9), slice(None, None, 3), slice(None, None, -2), slice(8, 1, -3), slice(4, 4)]
+INDICES = [*SLICES, 3, -1, (slice(1, 7), 1), (2, slice(None, None, -1)), [1, 9, 1], ([3, -1, 3], 1), np.arange(10) > 6, ...]
 
 
 @of_servers
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 10])
-def test_slices_are_those_of_numpy(run, num_shards):
-    def program(coordinator):
-        wanted = np.arange(20).reshape(10, 2)
-        table = variable(coordinator, wanted)
-        for index in INDICES:
-            np.testing.assert_array_equal(table[index], wanted[index], err_msg=str(index))
-        with pytest.raises(IndexError):
-            table[10]
-        with pytest.raises(IndexError, match="rows must be -10 to 9; got 3 to 10"):
-            table[[3, 10]]
-        np.testing.assert_array_equal(table + 1, wanted + 1)
-        np.testing.assert_array_equal(np.sum(table, axis=0), wanted.sum(axis=0))
-        assert len(table) == 10
-
-    run(program, FixedShardsPartitioner(num_shards))
+@on_chief()
+def test_slices_are_those_of_numpy(coordinator, num_shards):
+    wanted = np.arange(20).reshape(10, 2)
+    table = variable(coordinator, wanted)
+    for index in INDICES:
+        np.testing.assert_array_equal(table[index], wanted[index], err_msg=str(index))
+    with pytest.raises(IndexError):
+        table[10]
+    with pytest.raises(IndexError, match="rows must be -10 to 9; got 3 to 10"):
+        table[[3, 10]]
+    np.testing.assert_array_equal(table + 1, wanted + 1)
+    np.testing.assert_array_equal(np.sum(table, axis=0), wanted.sum(axis=0))
+    assert len(table) == 10
 
 
 @of_servers
 @pytest.mark.parametrize("num_shards", [1, 2, 5])
-def test_rows_are_read_by_their_ids(run, num_shards):
-    def program(coordinator):
-        wanted = np.arange(30.0).reshape(10, 3)
-        table = variable(coordinator, wanted)
-        for ids in ([4], [9, 0, 9, 5], [[1, 2], [8, 1]], np.zeros(0, int), 7):
-            np.testing.assert_array_equal(table.sparse_read(ids), wanted[ids])
-            np.testing.assert_array_equal(embedding_lookup(table, ids), wanted[ids])
-        with pytest.raises(InvalidArgumentError, match="must be 0 to 9; got -1 to 3"):
-            table.sparse_read([3, -1])
-        large = variable(coordinator, np.arange(100_000.0).reshape(1000, 100))
-        np.testing.assert_array_equal(large.sparse_read(np.arange(0, 1000, 2)), large.numpy()[::2])
-
-    run(program, FixedShardsPartitioner(num_shards))
+@on_chief()
+def test_rows_are_read_by_their_ids(coordinator, num_shards):
+    wanted = np.arange(30.0).reshape(10, 3)
+    table = variable(coordinator, wanted)
+    for ids in ([4], [9, 0, 9, 5], [[1, 2], [8, 1]], np.zeros(0, int), 7):
+        np.testing.assert_array_equal(table.sparse_read(ids), wanted[ids])
+        np.testing.assert_array_equal(embedding_lookup(table, ids), wanted[ids])
+    with pytest.raises(InvalidArgumentError, match="must be 0 to 9; got -1 to 3"):
+        table.sparse_read([3, -1])
+    large = variable(coordinator, np.arange(100_000.0).reshape(1000, 100))
+    np.testing.assert_array_equal(large.sparse_read(np.arange(0, 1000, 2)), large.numpy()[::2])
 
 
 @of_servers
-def test_rows_are_asked_for_once_for_each_server(run):
+@on_chief(FixedShardsPartitioner(5))
+def test_rows_are_asked_for_once_for_each_server(coordinator):
     asked = []
 
-    def program(coordinator):
-        table = variable(coordinator, np.arange(40.0).reshape(20, 2))
-        channel, servers = coordinator.strategy.client.channel, coordinator.strategy.extended.parameter_devices
-        send = channel.send
+    table = variable(coordinator, np.arange(40.0).reshape(20, 2))
+    channel, servers = coordinator.strategy.client.channel, coordinator.strategy.extended.parameter_devices
+    send = channel.send
 
-        def counted(rank, *frame, **named):
-            asked.append((rank, frame))
-            return send(rank, *frame, **named)
+    def counted(requests, rank, *frame):
+        asked.append((rank, frame))
+        return send(requests, rank, *frame)
 
-        channel.send = counted
-        ids = [[19, 3, 19], [0, 7, 11]]
-        np.testing.assert_array_equal(embedding_lookup(table, ids), np.arange(40.0).reshape(20, 2)[ids])
-        channel.send = send
-        assert sorted(rank for rank, _ in asked) == list(range(1, 1 + len(servers)))
-        assert sum(part.size for _, frame in asked for part in frame[3:]) == 5, "rows 0, 3, 7, 11 and 19, each once"
-
-    run(program, FixedShardsPartitioner(5))
+    channel.send = counted
+    ids = [[19, 3, 19], [0, 7, 11]]
+    np.testing.assert_array_equal(embedding_lookup(table, ids), np.arange(40.0).reshape(20, 2)[ids])
+    channel.send = send
+    assert sorted(rank for rank, _ in asked) == list(range(1, 1 + len(servers)))
+    assert sum(part.size for _, frame in asked for part in frame[3:]) == 5, "rows 0, 3, 7, 11 and 19, each once"
 
 
 @of_servers
-def test_a_sharded_variable_is_split_evenly(run):
-    def program(coordinator):
-        table = variable(coordinator, np.arange(20).reshape(10, 2), name="table")
-        assert isinstance(table, ShardedVariable)
-        assert [(part.name, part.shape) for part in table.variables] == [
-            ("table/part_0", (4, 2)),
-            ("table/part_1", (3, 2)),
-            ("table/part_2", (3, 2)),
-        ]
-        assert list(table) == table.variables
-        np.testing.assert_array_equal(np.concatenate(table.variables), table)
-        again = ShardedVariable(table.variables[1:], "again")
-        np.testing.assert_array_equal(again, table[4:])
-        with pytest.raises(InvalidArgumentError, match="must have the same dtype; got int64, float64"):
-            ShardedVariable([table.variables[0], *variable(coordinator, np.ones((6, 2))).variables])
-        with pytest.raises(InvalidArgumentError, match="must have the same shape of a row"):
-            ShardedVariable([table.variables[0], *variable(coordinator, np.ones((6, 3), int)).variables])
-        for wrong in ([], [1], table.variables[0]):
-            with pytest.raises(TypeError, match="must be a list of one or more variables that servers keep"):
-                ShardedVariable(wrong)
-
-    run(program, FixedShardsPartitioner(3))
+@on_chief(FixedShardsPartitioner(3))
+def test_a_sharded_variable_is_split_evenly(coordinator):
+    table = variable(coordinator, np.arange(20).reshape(10, 2), name="table")
+    assert isinstance(table, ShardedVariable)
+    assert [(part.name, part.shape) for part in table.variables] == [
+        ("table/part_0", (4, 2)),
+        ("table/part_1", (3, 2)),
+        ("table/part_2", (3, 2)),
+    ]
+    assert list(table) == table.variables
+    np.testing.assert_array_equal(np.concatenate(table.variables), table)
+    again = ShardedVariable(table.variables[1:], "again")
+    np.testing.assert_array_equal(again, table[4:])
+    with pytest.raises(InvalidArgumentError, match="must have the same dtype; got int64, float64"):
+        ShardedVariable([table.variables[0], *variable(coordinator, np.ones((6, 2))).variables])
+    with pytest.raises(InvalidArgumentError, match="must have the same shape of a row"):
+        ShardedVariable([table.variables[0], *variable(coordinator, np.ones((6, 3), int)).variables])
+    for wrong in ([], [1], table.variables[0]):
+        with pytest.raises(TypeError, match="must be a list of one or more variables that servers keep"):
+            ShardedVariable(wrong)
 
 
 @of_servers
-def test_initial_values_of_shards_are_made_one_by_one(run):
+@on_chief(lambda shape, dtype: [2, 1])
+def test_initial_values_of_shards_are_made_one_by_one(coordinator):
     asked = []
 
-    def rows(shard_info):
-        asked.append(shard_info)
+    def of_shard(shard_info):
+        asked.append(tuple(shard_info))
         return np.full(shard_info.shape, shard_info.offset[0])
 
-    def program(coordinator):
-        table = variable(coordinator, rows, shape=(5, 2), dtype=np.int64)
-        np.testing.assert_array_equal(table[:, 0], [0, 0, 0, 3, 3])
-        assert [info.shape for info in asked] == [(3, 2), (2, 2)]
-        whole = variable(coordinator, lambda: [1.0, 2.0])
-        np.testing.assert_array_equal(whole, [1, 2])
-
-    run(program, FixedShardsPartitioner(2))
-
-
-@of_servers
-def test_initial_values_are_told_which_part_of_the_variable_is_wanted(run):
-    asked = []
-
-    def rows(shape, dtype, partition_shape=None, partition_offset=None):
+    def of_partition(shape, dtype, partition_shape=None, partition_offset=None):
         asked.append((partition_shape, partition_offset))
         return np.full(partition_shape or shape, (partition_offset or [0])[0], dtype)
 
     def ignores(**kwargs):
         return np.arange(10.0).reshape(5, 2)
 
-    def program(coordinator):
-        table = variable(coordinator, partial(rows, (5, 2), np.int64), shape=(5, 2), dtype=np.int64)
+    for rows in of_shard, partial(of_partition, (5, 2), np.int64):
+        table = variable(coordinator, rows, shape=(5, 2), dtype=np.int64)
         np.testing.assert_array_equal(table[:, 0], [0, 0, 0, 3, 3])
-        assert asked == [((3, 2), (0, 0)), ((2, 2), (3, 0))]
-        np.testing.assert_array_equal(variable(coordinator, ignores, shape=(5, 2), dtype=np.float64), ignores())
-        with pytest.raises(InvalidArgumentError, match=r"must have shape \(3, 2\); got an initial value of shape \(3, 1\)"):
-            variable(coordinator, lambda **kwargs: np.zeros((3, 1)), shape=(5, 2), dtype=np.float64)
-
-    run(program, lambda shape, dtype: [2, 1])
-
-
-@of_servers
-def test_what_the_scope_makes_is_a_variable(run):
-    def program(coordinator):
-        for value in (0, np.zeros(3)):
-            assert isinstance(variable(coordinator, value), mpistrat.Variable)
-        assert not isinstance(coordinator, mpistrat.Variable)
-
-    run(program, FixedShardsPartitioner(2))
+    assert asked == 2 * [((3, 2), (0, 0)), ((2, 2), (3, 0))]
+    np.testing.assert_array_equal(variable(coordinator, ignores, shape=(5, 2), dtype=np.float64), ignores())
+    np.testing.assert_array_equal(variable(coordinator, lambda: [[1.0], [2.0]]), [[1], [2]])
+    with pytest.raises(InvalidArgumentError, match=r"must have shape \(3, 2\); got an initial value of shape \(3, 1\)"):
+        variable(coordinator, lambda **kwargs: np.zeros((3, 1)), shape=(5, 2), dtype=np.float64)
 
 
 @of_servers
-def test_variables_that_cannot_be_are_refused(run):
-    def program(coordinator):
-        with pytest.raises(InvalidArgumentError, match="needs an initial_value"):
-            variable(coordinator, None)
-        with pytest.raises(NotImplementedError, match="there is one copy of it"):
-            variable(coordinator, 1.0, synchronization=mpistrat.VariableSynchronization.ON_READ)
-        with pytest.raises(InvalidArgumentError, match=r"returned \[2, 2\] for shape \(4, 4\)"):
-            variable(coordinator, np.ones((4, 4)))
-        with pytest.raises(RuntimeError, match=r"make variables on the chief, in strategy.scope\(\)"):
-            coordinator.schedule(lambda: mpistrat.Variable(1.0)).fetch()
-
-    run(program, lambda shape, dtype: [2, 2])
+@on_chief(lambda shape, dtype: [2, 2])
+def test_variables_that_cannot_be_are_refused(coordinator):
+    with pytest.raises(InvalidArgumentError, match="needs an initial_value"):
+        variable(coordinator, None)
+    with pytest.raises(NotImplementedError, match="there is one copy of it"):
+        variable(coordinator, 1.0, synchronization=mpistrat.VariableSynchronization.ON_READ)
+    with pytest.raises(InvalidArgumentError, match=r"returned \[2, 2\] for shape \(4, 4\)"):
+        variable(coordinator, np.ones((4, 4)))
+    with pytest.raises(RuntimeError, match=r"make variables on the chief, in strategy.scope\(\)"):
+        coordinator.schedule(lambda: mpistrat.Variable(1.0)).fetch()
 
 
 @of_servers
-def test_servers_free_the_variables_that_the_chief_drops(run):
-    def program(coordinator):
-        extended, size = coordinator.strategy.extended, 1 << 18
-        kept = [variable(coordinator, np.zeros(1)) for _ in extended.server_bytes]
+@on_chief()
+def test_servers_free_the_variables_that_the_chief_drops(coordinator):
+    extended, size = coordinator.strategy.extended, 1 << 18
+    kept = [variable(coordinator, np.zeros(1)) for _ in extended.server_bytes]
 
-        def num_kept():
-            gc.collect()
-            coordinator.done()
-            return sum(extended.update(one, _bytes_of_large_variables, group=False)[0] for one in kept) // (8 * size)
+    def num_kept():
+        gc.collect()
+        coordinator.done()
+        return sum(extended.update(one, _bytes_of_large_variables, group=False)[0] for one in kept) // (8 * size)
 
-        def use(table, wanted):
-            time.sleep(0.05)
-            assert table.assign_add(np.ones(size)).numpy().min() == wanted
-            return table
+    def use(table, wanted):
+        time.sleep(0.05)
+        assert table.assign_add(np.ones(size)).numpy().min() == wanted
+        return table
 
-        for _ in range(5):
-            table = variable(coordinator, np.zeros(size))
-            same = coordinator.schedule(use, (table, 1)).fetch()
-            coordinator.schedule(use, (table, 2))
-            del table  # while a function that uses it waits, and another object of the same variable is there
-        coordinator.join()
-        assert same.numpy().max() == 2
-        assert until(lambda: num_kept() == 1, 60)
-        del same
-        assert until(lambda: num_kept() == 0, 60)
-        assert extended.server_bytes == (8,) * len(kept)
-
+    for _ in range(5):
         table = variable(coordinator, np.zeros(size))
-        copies = [copy.copy(table), pickle.loads(pickle.dumps(table)), table[:1], *getattr(table, "variables", [])]
-        data = iter(coordinator.create_per_worker_dataset(lambda table=table: itertools.repeat(table)))
-        del table
-        assert num_kept() == 1
-        del copies
-        for _ in range(3):
-            assert coordinator.schedule(lambda data: next(data).numpy().max(), (data,)).fetch() == 0
-        del data
-        assert until(lambda: num_kept() == 0, 60)
+        same = coordinator.schedule(use, (table, 1)).fetch()
+        coordinator.schedule(use, (table, 2))
+        del table  # while a function that uses it waits, and another object of the same variable is there
+    coordinator.join()
+    assert same.numpy().max() == 2
+    assert until(lambda: num_kept() == 1, 60)
+    del same
+    assert until(lambda: num_kept() == 0, 60)
+    assert extended.server_bytes == (8,) * len(kept)
 
-    run(program)
+    table = variable(coordinator, np.zeros(size))
+    copies = [copy.copy(table), pickle.loads(pickle.dumps(table)), table[:1], *getattr(table, "variables", [])]
+    data = iter(coordinator.create_per_worker_dataset(lambda table=table: itertools.repeat(table)))
+    del table
+    assert num_kept() == 1
+    del copies
+    for _ in range(3):
+        assert coordinator.schedule(lambda data: next(data).numpy().max(), (data,)).fetch() == 0
+    del data
+    assert until(lambda: num_kept() == 0, 60)
 
 
 @of_servers
-def test_what_a_worker_keeps_of_a_dropped_variable_cannot_be_used(run):
+@on_chief()
+def test_what_a_worker_keeps_of_a_dropped_variable_cannot_be_used(coordinator):
     def keep(table, held):
         mpistrat.kept_by_a_test = table
         table.assign_add([1.0], read_value=False)
@@ -364,23 +324,20 @@ def test_what_a_worker_keeps_of_a_dropped_variable_cannot_be_used(run):
             while time.monotonic() < ends:
                 assert mpistrat.kept_by_a_test.numpy() > 1
 
-    def program(coordinator):
-        number = len(coordinator.strategy.extended.worker_devices)
-        kept, table = variable(coordinator, [1.0]), variable(coordinator, [1.0])
-        with tempfile.TemporaryDirectory() as folder:
-            held = str(Path(folder) / "held")
-            for _ in range(20 * number):
-                coordinator.schedule(keep, (table, held)).fetch()
-            reading = coordinator.schedule(read_for_a_while)
-            del table
-            gc.collect()
-            assert until(lambda: coordinator.done() and sum(coordinator.strategy.extended.server_bytes) == 8, 60)
-            reading.fetch()  # its server frees it only after that
-            for _ in range(20 * number):
-                coordinator.schedule(use, (held,)).fetch()
-        assert kept.numpy() == [1]
-
-    run(program)
+    number = len(coordinator.strategy.extended.worker_devices)
+    kept, table = variable(coordinator, [1.0]), variable(coordinator, [1.0])
+    with tempfile.TemporaryDirectory() as folder:
+        held = str(Path(folder) / "held")
+        for _ in range(20 * number):
+            coordinator.schedule(keep, (table, held)).fetch()
+        reading = coordinator.schedule(read_for_a_while)
+        del table
+        gc.collect()
+        assert until(lambda: coordinator.done() and sum(coordinator.strategy.extended.server_bytes) == 8, 60)
+        reading.fetch()  # its server frees it only after that
+        for _ in range(20 * number):
+            coordinator.schedule(use, (held,)).fetch()
+    assert kept.numpy() == [1]
 
 
 def _bytes_of_large_variables(stored):
@@ -438,94 +395,95 @@ def momentum(variable, gradient, rate, decay=0.9):
 
 
 @of_servers
-def test_a_function_updates_a_variable_where_it_lives(run):
+@on_chief(FixedShardsPartitioner(2))
+def test_a_function_updates_a_variable_where_it_lives(coordinator):
     gradient = np.arange(10.0).reshape(5, 2)
 
+    table, update = variable(coordinator, np.ones((5, 2))), coordinator.strategy.extended.update
+    wanted, velocity = np.ones((5, 2)), np.zeros((5, 2))
+    for rate in (0.5, 0.1):
+        assert update(table, momentum, (gradient,), {"rate": rate}) is None
+        velocity = 0.9 * velocity + gradient
+        wanted -= rate * velocity
+    np.testing.assert_allclose(table, wanted)
+    assert update(table, momentum, (gradient, 0.0), group=False) == [3, 2]
+    update(table, lambda var, rows: var.scatter_update(rows), (mpistrat.IndexedSlices(np.zeros((2, 2)), [4, 0]),))
+    assert (table[0] == 0).all()
+    assert (table[4] == 0).all()
+    with pytest.raises(ZeroDivisionError) as caught:
+        update(table, lambda var: 1 // 0)
+    assert "ps 0 (rank 1" in str(caught.value.__cause__)
+    with pytest.raises(TypeError, match="the result of an update of .* cannot be sent"):
+        update(table, lambda var: threading.Lock(), group=False)
+    with pytest.raises(TypeError, match="changes variables on servers"):
+        update(3, momentum)
+
+
+@of_servers
+def test_an_error_in_a_change_is_raised_where_that_was_asked_for(run):
     def program(coordinator):
-        table, update = variable(coordinator, np.ones((5, 2))), coordinator.strategy.extended.update
-        wanted, velocity = np.ones((5, 2)), np.zeros((5, 2))
-        for rate in (0.5, 0.1):
-            assert update(table, momentum, (gradient,), {"rate": rate}) is None
-            velocity = 0.9 * velocity + gradient
-            wanted -= rate * velocity
-        np.testing.assert_allclose(table, wanted)
-        assert update(table, momentum, (gradient, 0.0), group=False) == [3, 2]
-        update(table, lambda var, rows: var.scatter_update(rows), (mpistrat.IndexedSlices(np.zeros((2, 2)), [4, 0]),))
-        assert (table[0] == 0).all()
-        assert (table[4] == 0).all()
-        with pytest.raises(ZeroDivisionError) as caught:
-            update(table, lambda var: 1 // 0)
-        assert "ps 0 (rank 1" in str(caught.value.__cause__)
-        with pytest.raises(TypeError, match="the result of an update of .* cannot be sent"):
-            update(table, lambda var: threading.Lock(), group=False)
-        with pytest.raises(TypeError, match="changes variables on servers"):
-            update(3, momentum)
+        number, update = variable(coordinator, np.full(2, 1e200)), coordinator.strategy.extended.update
+        update(number, lambda variable: np.seterr(over="raise"))
 
-    run(program, FixedShardsPartitioner(2))
+        def overflow(row):
+            number.scatter_mul(mpistrat.IndexedSlices(np.full(1, 1e200), [row]))
+
+        for ask in (
+            lambda: coordinator.schedule(overflow, (1,)).fetch(),
+            lambda: overflow(1) or coordinator.schedule(abs, (1,)),
+        ):
+            with pytest.raises(FloatingPointError, match="overflow") as caught:
+                ask()
+            assert "ps " in str(caught.value.__cause__)
+            with suppress(FloatingPointError):
+                coordinator.join()
+        np.testing.assert_array_equal(number, np.full(2, 1e200))
+        overflow(0)
+
+    if start().rank == 0:
+        with pytest.raises(FloatingPointError, match="overflow"):
+            run(program, FixedShardsPartitioner(1))
+    else:
+        run(program)
 
 
-def test_workers_update_variables_where_they_live(run):
-    def program(coordinator):
-        table = variable(coordinator, np.zeros(10))
+@on_chief(FixedShardsPartitioner(2))
+def test_workers_update_variables_where_they_live(coordinator):
+    table = variable(coordinator, np.zeros(10))
 
-        def add(variable, delta):
-            variable.assign_add(delta)
+    def add(variable, delta):
+        variable.assign_add(delta)
 
-        def step():
-            mpistrat.get_strategy().extended.update(table, add, (np.arange(10.0),))
+    def step():
+        mpistrat.get_strategy().extended.update(table, add, (np.arange(10.0),))
 
-        for _ in range(20):
-            coordinator.schedule(step)
-        coordinator.join()
-        np.testing.assert_array_equal(table, 20 * np.arange(10))
-
-    run(program, FixedShardsPartitioner(2))
+    for _ in range(20):
+        coordinator.schedule(step)
+    coordinator.join()
+    np.testing.assert_array_equal(table, 20 * np.arange(10))
 
 
 @up_to_ranks(8)
-def test_no_update_is_lost_and_none_is_seen_by_halves(run):
-    def program(coordinator):
-        table, count = variable(coordinator, np.zeros((1000, 1000))), variable(coordinator, 0)
+@on_chief()
+def test_no_update_is_lost_and_none_is_seen_by_halves(coordinator):
+    table, count = variable(coordinator, np.zeros((1000, 1000))), variable(coordinator, 0)
 
-        def write():
-            table.assign_add(np.ones((1000, 1000)))
-            count.assign_add(1)
+    def write():
+        table.assign_add(np.ones((1000, 1000)))
+        count.assign_add(1)
 
-        def read():
-            seen = table.numpy()
-            assert (seen == seen[0, 0]).all(), "half an update was read"
+    def read():
+        seen = table.numpy()
+        assert (seen == seen[0, 0]).all(), "half an update was read"
+        return seen[0, 0]
 
-        for _ in range(25):
-            coordinator.schedule(write)
-            coordinator.schedule(read)
-        coordinator.join()
-        assert int(count) == 25
-        assert (table.numpy() == 25).all()
-
-    run(program)
-
-
-def test_a_large_array_is_read_under_constant_updates(run):
-    def program(coordinator):
-        table = variable(coordinator, np.zeros(2_000_000))
-
-        def write():
-            for _ in range(20):
-                table.assign_add(np.ones(2_000_000))
-
-        def read():
-            seen = table.numpy()
-            assert (seen == seen[0]).all(), "half an update was read"
-            return seen[0]
-
-        for _ in range(2):
-            coordinator.schedule(write)
-        seen = [read() for _ in range(5)]
-        coordinator.join()
-        assert seen == sorted(seen)
-        assert coordinator.schedule(read).fetch() == 40
-
-    run(program)
+    for _ in range(25):
+        coordinator.schedule(write)
+        coordinator.schedule(read)
+    seen = [read() for _ in range(5)]
+    coordinator.join()
+    assert seen == sorted(seen)
+    assert (int(count), read()) == (25, 25)
 
 
 def held(variable, folder):
@@ -558,174 +516,155 @@ def impatient(variable, folder):
 
 
 @of_servers
-def test_a_late_answer_arrives_in_memory_that_is_kept(run, tmp_path):
-    def program(coordinator):
-        table = variable(coordinator, np.full(100_000, 42.0))
-        value = coordinator.schedule(update_held, (table, tmp_path))
-        assert until((tmp_path / "held").exists, 60)
-        target = np.zeros(100_000)
-        late, client = weakref.ref(target), coordinator.strategy.client
-        with deadline(table), pytest.raises(DeadlineExceededError, match="0.1 s for an answer of ps 0 .*: read of"):
-            client.read([(table._refs[0], 0, target)])
-        del target
-        gc.collect()
-        (tmp_path / "let go").touch()
-        value.fetch()
-        assert until(lambda: coordinator.done() and late() is not None and (late() == 42).all(), 60)
-
-    run(program)
+@on_chief()
+def test_a_late_answer_arrives_in_memory_that_is_kept(coordinator, tmp_path):
+    table = variable(coordinator, np.full(100_000, 42.0))
+    value = coordinator.schedule(update_held, (table, tmp_path))
+    assert until((tmp_path / "held").exists, 60)
+    target = np.zeros(100_000)
+    late, client = weakref.ref(target), coordinator.strategy.client
+    with deadline(table), pytest.raises(DeadlineExceededError, match="0.1 s for an answer of ps 0 .*: read of"):
+        client.read([(table._refs[0], 0, target)])
+    del target
+    gc.collect()
+    (tmp_path / "let go").touch()
+    value.fetch()
+    assert until(lambda: coordinator.done() and late() is not None and (late() == 42).all(), 60)
 
 
 @of_servers
 @pytest.mark.parametrize("cause", [DeadlineExceededError, KeyboardInterrupt])
-def test_after_a_call_that_was_given_up_no_other_is_made(run, tmp_path, monkeypatch, cause):
+@on_chief()
+def test_after_a_call_that_was_given_up_no_other_is_made(coordinator, tmp_path, monkeypatch, cause):
     def interrupt(*args, **named):
         raise KeyboardInterrupt
 
-    def program(coordinator):
-        number = variable(coordinator, 1.0, name="number")
-        channel = coordinator.strategy.client.channel
-        assert coordinator.schedule(number.numpy).fetch() == 1
-        with monkeypatch.context() as patch, deadline(number):
-            if cause is KeyboardInterrupt:
-                patch.setattr(channel, "wait_until", interrupt)
-            with pytest.raises(cause):
-                update_held(number, tmp_path)
-        (tmp_path / "let go").touch()
-        said = rf"chief 0 \(rank 0 on .*\({cause.__name__}\).* answer of ps 0 \(rank 1 on .*: call of held of number"
-        for call in (number.numpy, lambda: number.assign(2.0), lambda: update_held(number, tmp_path)):
-            with pytest.raises(CollectiveError, match=said):
-                call()
-        assert coordinator.schedule(number.numpy).fetch() == 1, "the workers go on"
-
-    run(program)
+    number = variable(coordinator, 1.0, name="number")
+    channel = coordinator.strategy.client.channel
+    assert coordinator.schedule(number.numpy).fetch() == 1
+    with monkeypatch.context() as patch, deadline(number):
+        if cause is KeyboardInterrupt:
+            patch.setattr(channel, "wait_until", interrupt)
+        with pytest.raises(cause):
+            update_held(number, tmp_path)
+    (tmp_path / "let go").touch()
+    said = rf"chief 0 \(rank 0 on .*\({cause.__name__}\).* answer of ps 0 \(rank 1 on .*: call of held of number"
+    for call in (number.numpy, lambda: number.assign(2.0), lambda: update_held(number, tmp_path)):
+        with pytest.raises(CollectiveError, match=said):
+            call()
+    assert coordinator.schedule(number.numpy).fetch() == 1, "the workers go on"
 
 
 @of_servers
-def test_a_function_that_misses_a_deadline_raises_it(run, tmp_path):
-    def program(coordinator):
-        number = variable(coordinator, 1.0)
-        with pytest.raises(DeadlineExceededError, match=r"worker . \(.*: call of held of"):
-            coordinator.schedule(impatient, (number, tmp_path)).fetch()
-        (tmp_path / "let go").touch()
-        assert number.numpy() == 2
-
-    run(program)
+@on_chief()
+def test_a_function_that_misses_a_deadline_raises_it(coordinator, tmp_path):
+    number = variable(coordinator, 1.0)
+    with pytest.raises(DeadlineExceededError, match=r"worker . \(.*: call of held of"):
+        coordinator.schedule(impatient, (number, tmp_path)).fetch()
+    (tmp_path / "let go").touch()
+    assert number.numpy() == 2
 
 
 @of_servers
 @pytest.mark.parametrize("cause", [DeadlineExceededError("planted"), MemoryError("planted"), KeyboardInterrupt()], ids=repr)
-def test_a_result_that_does_not_come_whole_fails_its_function_alone(run, monkeypatch, cause):
-    def program(coordinator):
-        number, wanted = variable(coordinator, 1.0), [bytes([one]) * (1 << 20) for one in range(4)]
+@on_chief()
+def test_a_result_that_does_not_come_whole_fails_its_function_alone(coordinator, monkeypatch, cause):
+    number, wanted = variable(coordinator, 1.0), [bytes([one]) * (1 << 20) for one in range(4)]
 
-        def given_up(*args):
-            monkeypatch.undo()
-            raise cause
+    def given_up(*args):
+        monkeypatch.undo()
+        raise cause
 
-        monkeypatch.setattr(coordinator.strategy.client.channel, "payload", given_up)
-        monkeypatch.setattr(coordinator._dispatcher, "_num_waiting", 1)  # results are taken here, not by the thread beside
-        value = coordinator.schedule(wanted.__getitem__, (0,))
-        with pytest.raises(type(cause)):
-            coordinator.fetch(value)
-        if isinstance(cause, KeyboardInterrupt):
-            with pytest.raises(CancelledError, match="the result of function list.__getitem__ was given up"):
-                coordinator.join()
-        coordinator.join()
-        for _ in range(2):
-            assert coordinator.fetch([coordinator.schedule(wanted.__getitem__, (one,)) for one in (1, 2, 3)]) == wanted[1:]
-        assert number.numpy() == 1
-
-    run(program)
+    coordinator.strategy.client.flush()
+    monkeypatch.setattr(coordinator.strategy.client.channel, "payload", given_up)
+    monkeypatch.setattr(coordinator._dispatcher, "_num_waiting", 1)  # results are taken here, not by the thread beside
+    value = coordinator.schedule(wanted.__getitem__, (0,))
+    with pytest.raises(type(cause)):
+        coordinator.fetch(value)
+    if isinstance(cause, KeyboardInterrupt):
+        with pytest.raises(CancelledError, match="the result of function list.__getitem__ was given up"):
+            coordinator.join()
+    coordinator.join()
+    for _ in range(2):
+        assert coordinator.fetch([coordinator.schedule(wanted.__getitem__, (one,)) for one in (1, 2, 3)]) == wanted[1:]
+    assert number.numpy() == 1
 
 
 @of_servers
-def test_an_answer_to_another_request_is_refused(run):
-    def program(coordinator):
-        number = variable(coordinator, 1.0)
-        client = coordinator.strategy.client
-        client.channel.send(1, REQUEST, Update(777, 0, 0), dumps(((), {}, True), "arguments"))
-        with pytest.raises(CollectiveError, match="what came answers request 777"):
-            coordinator.strategy.extended.update(number, abs)
-        with pytest.raises(CollectiveError, match="no call can reach the servers any more"):
-            number.numpy()
-
-    run(program)
+@on_chief()
+def test_an_answer_to_another_request_is_refused(coordinator):
+    number = variable(coordinator, 1.0)
+    client = coordinator.strategy.client
+    client.channel.send([], 1, REQUEST, Run(777, 0, number._refs[0].number, True), dumps(((), {}), "arguments"))
+    with pytest.raises(CollectiveError, match="what came answers request 777"):
+        coordinator.strategy.extended.update(number, abs)
+    with pytest.raises(CollectiveError, match="no call can reach the servers any more"):
+        number.numpy()
 
 
-def test_what_the_chief_writes_scheduled_functions_read_and_the_other_way_round(run):
-    def program(coordinator):
-        number = variable(coordinator, 0)
-        for turn in range(1, 50):
-            number.assign(turn)
-            assert coordinator.schedule(lambda: int(number)).fetch() == turn
-            coordinator.schedule(lambda: number.assign_add(1000, read_value=False)).fetch()
-            assert int(number) == turn + 1000
-
-    run(program)
+@on_chief()
+def test_what_the_chief_writes_scheduled_functions_read_and_the_other_way_round(coordinator):
+    number = variable(coordinator, 0)
+    for turn in range(1, 50):
+        number.assign(turn)
+        assert coordinator.schedule(lambda: int(number)).fetch() == turn
+        coordinator.schedule(lambda: number.assign_add(1000, read_value=False)).fetch()
+        assert int(number) == turn + 1000
 
 
-def test_functions_get_arguments_and_return_results(run):
+@on_chief()
+def test_functions_get_arguments_and_return_results(coordinator):
     def scaled(numbers, by=1, *, also=0):
         return {"scaled": numbers * by, "pid": os.getpid(), "also": also}
 
-    def program(coordinator):
-        values = [coordinator.schedule(scaled, (np.arange(turn),), {"by": turn, "also": "x"}) for turn in range(20)]
-        found = coordinator.fetch({"all": values})["all"]
-        for turn, one in enumerate(found):
-            np.testing.assert_array_equal(one["scaled"], turn * np.arange(turn))
-        assert os.getpid() not in {one["pid"] for one in found}
-        assert values[3].status is RemoteValueStatus.READY
-        assert values[3].get()["also"] == "x"
-        assert coordinator.schedule(sum, ([1, 2, values[2].fetch()["also"] == "x"],)).fetch() == 4
-        later = coordinator.schedule(lambda: 20)
-        assert coordinator.schedule(lambda number: number + 1, (later,)).fetch() == 21
-        large = np.arange(3_000_000.0)
-        assert coordinator.schedule(np.sum, (large,)).fetch() == large.sum()
-        np.testing.assert_array_equal(coordinator.schedule(lambda: np.arange(3_000_000.0)).fetch(), large)
-        assert coordinator.done()
-
-    run(program)
+    values = [coordinator.schedule(scaled, (np.arange(turn),), {"by": turn, "also": "x"}) for turn in range(20)]
+    found = coordinator.fetch({"all": values})["all"]
+    for turn, one in enumerate(found):
+        np.testing.assert_array_equal(one["scaled"], turn * np.arange(turn))
+    assert os.getpid() not in {one["pid"] for one in found}
+    assert values[3].status is RemoteValueStatus.READY
+    assert values[3].get()["also"] == "x"
+    assert coordinator.schedule(sum, ([1, 2, values[2].fetch()["also"] == "x"],)).fetch() == 4
+    later = coordinator.schedule(lambda: 20)
+    assert coordinator.schedule(lambda number: number + 1, (later,)).fetch() == 21
+    large = np.arange(3_000_000.0)
+    assert coordinator.schedule(np.sum, (large,)).fetch() == large.sum()
+    np.testing.assert_array_equal(coordinator.schedule(lambda: np.arange(3_000_000.0)).fetch(), large)
+    assert coordinator.done()
 
 
 @up_to_ranks(8)
-def test_all_workers_work(run):
-    def program(coordinator):
-        workers = len(coordinator.strategy.extended.worker_devices)
+@on_chief()
+def test_all_workers_work(coordinator):
+    workers = len(coordinator.strategy.extended.worker_devices)
 
-        def step():
-            time.sleep(0.01)
-            return os.getpid()
+    def step():
+        time.sleep(0.01)
+        return os.getpid()
 
-        pids = coordinator.fetch([coordinator.schedule(step) for _ in range(8 * workers)])
-        assert len(set(pids)) == workers
-
-    run(program)
+    pids = coordinator.fetch([coordinator.schedule(step) for _ in range(8 * workers)])
+    assert len(set(pids)) == workers
 
 
 @of_servers
-def test_schedule_does_not_wait_and_thousands_do_not_grow_without_bound(run):
-    def program(coordinator):
-        began = time.monotonic()
-        coordinator.schedule(time.sleep, (0.5,))
-        assert time.monotonic() - began < 0.4
-        assert not coordinator.done()
-        count = variable(coordinator, 0)
-        for _ in range(3000):
-            coordinator.schedule(lambda: count.assign_add(1, read_value=False))
-        coordinator.join()
-        assert int(count) == 3000
-
-    run(program)
+@on_chief()
+def test_schedule_does_not_wait_and_thousands_do_not_grow_without_bound(coordinator):
+    began = time.monotonic()
+    coordinator.schedule(time.sleep, (0.5,))
+    assert time.monotonic() - began < 0.4
+    assert not coordinator.done()
+    count = variable(coordinator, 0)
+    for _ in range(3000):
+        coordinator.schedule(lambda: count.assign_add(1, read_value=False))
+    coordinator.join()
+    assert int(count) == 3000
 
 
-def test_what_is_scheduled_goes_on_while_the_chief_computes(run):
-    def program(coordinator):
-        values = [coordinator.schedule(lambda: None) for _ in range(200)]
-        time.sleep(1.0)
-        assert all(value.status is RemoteValueStatus.READY for value in values)
-
-    run(program)
+@on_chief()
+def test_what_is_scheduled_goes_on_while_the_chief_computes(coordinator):
+    values = [coordinator.schedule(lambda: None) for _ in range(200)]
+    time.sleep(1.0)
+    assert all(value.status is RemoteValueStatus.READY for value in values)
 
 
 def fail_at_3(number):
@@ -737,125 +676,104 @@ def fail_at_3(number):
 
 
 @of_servers
-def test_the_first_error_is_raised_once_and_the_rest_is_cancelled(run):
-    def program(coordinator):
-        for collect in (coordinator.join, coordinator.done, lambda: coordinator.fetch([]), lambda: coordinator.schedule(max)):
-            values = [coordinator.schedule(fail_at_3, (number,)) for number in range(3, 200)]
-            coordinator.strategy.dispatcher.wait_for(values[0])
-            with pytest.raises(ValueError, match="three") as caught:
-                collect()
-            assert "in fail_at_3" in str(caught.value.__cause__)
-            assert values[0].status is RemoteValueStatus.ABORTED
-            with pytest.raises(ValueError, match="three"):
-                values[0].fetch()
-            assert values[-1].status is RemoteValueStatus.ABORTED
-            with pytest.raises(CancelledError, match="was cancelled before it ran: another one had failed"):
-                values[-1].fetch()
-            coordinator.join()
-            assert coordinator.done()
-            assert coordinator.fetch(coordinator.schedule(fail_at_3, (4,))) == 4
-
-    run(program)
+@on_chief()
+def test_the_first_error_is_raised_once_and_the_rest_is_cancelled(coordinator):
+    for collect in (coordinator.join, coordinator.done, lambda: coordinator.fetch([]), lambda: coordinator.schedule(max)):
+        values = [coordinator.schedule(fail_at_3, (number,)) for number in range(3, 200)]
+        coordinator.strategy.dispatcher.wait_for(values[0])
+        with pytest.raises(ValueError, match="three") as caught:
+            collect()
+        assert "in fail_at_3" in str(caught.value.__cause__)
+        assert values[0].status is RemoteValueStatus.ABORTED
+        with pytest.raises(ValueError, match="three"):
+            values[0].fetch()
+        assert values[-1].status is RemoteValueStatus.ABORTED
+        with pytest.raises(CancelledError, match="was cancelled before it ran: another one had failed"):
+            values[-1].fetch()
+        coordinator.join()
+        assert coordinator.done()
+        assert coordinator.fetch(coordinator.schedule(fail_at_3, (4,))) == 4
 
 
 @of_servers
-def test_what_cannot_be_sent_is_refused(run):
+@on_chief()
+def test_what_cannot_be_sent_is_refused(coordinator):
     lock = threading.Lock()
 
-    def program(coordinator):
-        with pytest.raises(TypeError, match="function .*<lambda> cannot be sent to another rank"):
-            coordinator.schedule(lambda: lock)
-        with pytest.raises(TypeError, match="an argument of function .* cannot be sent to another rank"):
-            coordinator.schedule(print, (lock,))
-        with pytest.raises(TypeError, match="got 3"):
-            coordinator.schedule(3)
-        value = coordinator.schedule(threading.Lock)
-        with pytest.raises(TypeError, match="the result of function .* cannot be sent to another rank"):
-            coordinator.join()
-        assert value.status is RemoteValueStatus.ABORTED
-        assert coordinator.schedule(abs, (-1,)).fetch() == 1
-
-    run(program)
+    with pytest.raises(TypeError, match="function .*<lambda> cannot be sent to another rank"):
+        coordinator.schedule(lambda: lock)
+    with pytest.raises(TypeError, match="an argument of function .* cannot be sent to another rank"):
+        coordinator.schedule(print, (lock,))
+    with pytest.raises(TypeError, match="got 3"):
+        coordinator.schedule(3)
+    value = coordinator.schedule(threading.Lock)
+    with pytest.raises(TypeError, match="the result of function .* cannot be sent to another rank"):
+        coordinator.join()
+    assert value.status is RemoteValueStatus.ABORTED
+    assert coordinator.schedule(abs, (-1,)).fetch() == 1
 
 
 @up_to_ranks(8)
-def test_each_element_of_a_dataset_is_visited_once(run):
+@on_chief()
+def test_each_element_of_a_dataset_is_visited_once(coordinator):
     def elements(context):
         return range(context.input_pipeline_id, 60, context.num_input_pipelines)
 
-    def program(coordinator):
-        dataset = coordinator.create_per_worker_dataset(elements)
-        for _ in range(2):
-            iterator = iter(dataset)
-            numbers = []
-            for _ in range(1000):  # where ranks outnumber cores some workers come late to their elements
-                seen = [coordinator.schedule(next, (iterator, None)) for _ in range(50)]
-                numbers += [number for number in coordinator.fetch(seen) if number is not None]
-                if len(numbers) >= 60:
-                    break
-            assert sorted(numbers) == list(range(60))
-            coordinator.schedule(lambda iterator: [next(iterator) for _ in range(61)], (iterator,))
-            with pytest.raises(OutOfRangeError, match="the dataset of the worker has ended"):
-                coordinator.join()
-        with pytest.raises(NotImplementedError, match="are on the workers"):
-            next(iterator)
-
-    run(program)
-
-
-def test_one_worker_visits_all_elements_once():
-    def program(coordinator):
-        iterator = iter(coordinator.create_per_worker_dataset(lambda: iter(range(100))))
-        values = [coordinator.schedule(next, (iterator,)) for _ in range(100)]
-        assert sorted(coordinator.fetch(values)) == list(range(100))
-
-    serve(start().size - 2, program)
-
-
-def test_per_worker_datasets_of_datasets(run):
-    def program(coordinator):
-        whole = mpistrat.ArrayDataset(np.arange(10.0), 5)
-        iterator = iter(coordinator.create_per_worker_dataset(whole))
-        np.testing.assert_array_equal(coordinator.schedule(next, (iterator,)).fetch(), np.arange(5))
-
-        def made():
-            return mpistrat.get_strategy().distribute_datasets_from_function(lambda context: whole)
-
-        iterator = iter(coordinator.create_per_worker_dataset(made))
-        np.testing.assert_array_equal(coordinator.schedule(lambda it: next(it), (iterator,)).fetch(), np.arange(5))
-        with pytest.raises(TypeError, match="is made of a dataset"):
-            coordinator.create_per_worker_dataset(3)
-
-    run(program)
-
-
-def test_a_dataset_that_cannot_be_made_fails_the_functions_that_use_it_and_no_others(run):
-    def program(coordinator):
-        number = coordinator.schedule(lambda: time.sleep(0.1) or 1)
-        dataset = coordinator.create_per_worker_dataset(lambda: 1 // 0)
+    dataset = coordinator.create_per_worker_dataset(elements)
+    for _ in range(2):
         iterator = iter(dataset)
-        coordinator.join()
-        assert number.fetch() == 1
-        for argument in (dataset, iterator):
-            coordinator.schedule(next, (argument,))
-            with pytest.raises(ZeroDivisionError):
-                coordinator.join()
-        assert coordinator.schedule(abs, (-1,)).fetch() == 1
+        numbers = []
+        for _ in range(1000):  # where ranks outnumber cores some workers come late to their elements
+            seen = [coordinator.schedule(next, (iterator, None)) for _ in range(50)]
+            numbers += [number for number in coordinator.fetch(seen) if number is not None]
+            if len(numbers) >= 60:
+                break
+        assert sorted(numbers) == list(range(60))
+        coordinator.schedule(lambda iterator: [next(iterator) for _ in range(61)], (iterator,))
+        with pytest.raises(OutOfRangeError, match="the dataset of the worker has ended"):
+            coordinator.join()
+    with pytest.raises(NotImplementedError, match="are on the workers"):
+        next(iterator)
 
-    run(program)
+
+@on_chief()
+def test_per_worker_datasets_of_datasets(coordinator):
+    whole = mpistrat.ArrayDataset(np.arange(10.0), 5)
+    iterator = iter(coordinator.create_per_worker_dataset(whole))
+    np.testing.assert_array_equal(coordinator.schedule(next, (iterator,)).fetch(), np.arange(5))
+
+    def made():
+        return mpistrat.get_strategy().distribute_datasets_from_function(lambda context: whole)
+
+    iterator = iter(coordinator.create_per_worker_dataset(made))
+    np.testing.assert_array_equal(coordinator.schedule(lambda it: next(it), (iterator,)).fetch(), np.arange(5))
+    with pytest.raises(TypeError, match="is made of a dataset"):
+        coordinator.create_per_worker_dataset(3)
 
 
-def test_a_dropped_iterator_stays_until_the_functions_that_use_it_have_run(run):
-    def program(coordinator):
-        values = []
-        for _ in range(3):
-            iterator = iter(coordinator.create_per_worker_dataset(lambda: itertools.count()))
-            values += [coordinator.schedule(lambda own: time.sleep(0.005) or next(own[0]), ([iterator],)) for _ in range(20)]
-            del iterator
-            gc.collect()
-        assert len(coordinator.fetch(values)) == 60
+@on_chief()
+def test_a_dataset_that_cannot_be_made_fails_the_functions_that_use_it_and_no_others(coordinator):
+    number = coordinator.schedule(lambda: time.sleep(0.1) or 1)
+    dataset = coordinator.create_per_worker_dataset(lambda: 1 // 0)
+    iterator = iter(dataset)
+    coordinator.join()
+    assert number.fetch() == 1
+    for argument in (dataset, iterator):
+        coordinator.schedule(next, (argument,))
+        with pytest.raises(ZeroDivisionError):
+            coordinator.join()
+    assert coordinator.schedule(abs, (-1,)).fetch() == 1
 
-    run(program)
+
+@on_chief()
+def test_a_dropped_iterator_stays_until_the_functions_that_use_it_have_run(coordinator):
+    values = []
+    for _ in range(3):
+        iterator = iter(coordinator.create_per_worker_dataset(lambda: itertools.count()))
+        values += [coordinator.schedule(lambda own: time.sleep(0.005) or next(own[0]), ([iterator],)) for _ in range(20)]
+        del iterator
+        gc.collect()
+    assert len(coordinator.fetch(values)) == 60
 
 
 @up_to_ranks(8)
@@ -880,64 +798,58 @@ def test_no_function_waits_behind_a_long_one_while_a_worker_is_free():
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
-def test_per_worker_values_are_those_of_the_worker_that_runs(run, is_captured):
-    def program(coordinator):
-        workers = len(coordinator.strategy.extended.worker_devices)
-        own, args = PerWorkerValues(range(workers)), ()
-        data = iter(coordinator.create_per_worker_dataset(lambda context: itertools.repeat(context.input_pipeline_id)))
-        if not is_captured:
-            own, data, args = None, None, (own, data)
+@on_chief()
+def test_per_worker_values_are_those_of_the_worker_that_runs(coordinator, is_captured):
+    workers = len(coordinator.strategy.extended.worker_devices)
+    own, args = PerWorkerValues(range(workers)), ()
+    data = iter(coordinator.create_per_worker_dataset(lambda context: itertools.repeat(context.input_pipeline_id)))
+    if not is_captured:
+        own, data, args = None, None, (own, data)
 
-        def step(number=own, numbers=data):
-            return os.getpid(), number, next(numbers)
+    def step(number=own, numbers=data):
+        return os.getpid(), number, next(numbers)
 
-        seen = {coordinator.schedule(step, args).fetch() for _ in range(10 * workers)}
-        assert len(seen) == len({number for _, number, _ in seen})
-        assert all(number == from_data for _, number, from_data in seen)
-
-    run(program)
+    seen = {coordinator.schedule(step, args).fetch() for _ in range(10 * workers)}
+    assert len(seen) == len({number for _, number, _ in seen})
+    assert all(number == from_data for _, number, from_data in seen)
 
 
-def test_scheduled_functions_run_in_the_scope_and_may_use_the_strategy(run):
-    def program(coordinator):
-        strategy, total = coordinator.strategy, variable(coordinator, 0.0)
+@on_chief()
+def test_scheduled_functions_run_in_the_scope_and_may_use_the_strategy(coordinator):
+    strategy, total = coordinator.strategy, variable(coordinator, 0.0)
 
-        def replica(batch):
-            assert strategy.num_replicas_in_sync == 1
-            total.assign_add(mpistrat.get_replica_context().all_reduce("sum", batch.sum()), read_value=False)
-            return batch.max()
+    def replica(batch):
+        assert strategy.num_replicas_in_sync == 1
+        total.assign_add(mpistrat.get_replica_context().all_reduce("sum", batch.sum()), read_value=False)
+        return batch.max()
 
-        def step(batch):
-            assert mpistrat.get_strategy() is strategy
-            assert mpistrat.in_cross_replica_context()
-            return strategy.reduce("sum", strategy.run(replica, args=(batch,)), axis=None)
+    def step(batch):
+        assert mpistrat.get_strategy() is strategy
+        assert mpistrat.in_cross_replica_context()
+        return strategy.reduce("sum", strategy.run(replica, args=(batch,)), axis=None)
 
-        assert coordinator.schedule(step, (np.arange(4.0),)).fetch() == 3
-        assert float(total) == 6
-
-    run(program)
+    assert coordinator.schedule(step, (np.arange(4.0),)).fetch() == 3
+    assert float(total) == 6
 
 
 @of_servers
-def test_the_chief_computes_nothing(run):
-    def program(coordinator):
-        strategy = coordinator.strategy
-        assert ClusterCoordinator(strategy) is coordinator
-        assert coordinator.strategy is strategy
-        assert (strategy.num_replicas_in_sync, strategy.cluster_resolver.task_type) == (1, "chief")
-        for method in (
-            "run",
-            "reduce",
-            "gather",
-            "experimental_distribute_dataset",
-            "distribute_datasets_from_function",
-        ):
-            with pytest.raises(NotImplementedError, match=rf"strategy.{method} was called on the chief"):
-                getattr(strategy, method)(abs, 1)
-        servers = tuple(f"/job:ps/task:{index}" for index in range(len(strategy.extended.server_bytes)))
-        assert strategy.extended.parameter_devices == servers
-
-    run(program)
+@on_chief()
+def test_the_chief_computes_nothing(coordinator):
+    strategy = coordinator.strategy
+    assert ClusterCoordinator(strategy) is coordinator
+    assert coordinator.strategy is strategy
+    assert (strategy.num_replicas_in_sync, strategy.cluster_resolver.task_type) == (1, "chief")
+    for method in (
+        "run",
+        "reduce",
+        "gather",
+        "experimental_distribute_dataset",
+        "distribute_datasets_from_function",
+    ):
+        with pytest.raises(NotImplementedError, match=rf"strategy.{method} was called on the chief"):
+            getattr(strategy, method)(abs, 1)
+    servers = tuple(f"/job:ps/task:{index}" for index in range(len(strategy.extended.server_bytes)))
+    assert strategy.extended.parameter_devices == servers
 
 
 def test_a_chief_that_raises_ends_the_servers(run):
@@ -1032,66 +944,13 @@ def test_wrong_roles_are_refused_on_all_ranks():
         ParameterServerStrategy.main(abs, resolver)
 
 
-def test_a_setting_that_one_rank_cannot_read_is_refused_on_all(monkeypatch):
+def test_settings_that_ranks_cannot_share_are_refused_on_all(monkeypatch):
     is_first = start().rank == 0
-    if is_first:
-        monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", "soon")
-    with pytest.raises(SettingError if is_first else AgreementError, match="MPISTRAT_TIMEOUT_SECONDS='soon'"):
-        serve(1, abs)
-
-
-def test_messages_are_cut_alike_on_all_ranks(monkeypatch):
-    monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", "10000" if start().rank else "20000")
+    with monkeypatch.context() as patch:
+        if is_first:
+            patch.setenv("MPISTRAT_TIMEOUT_SECONDS", "soon")
+        with pytest.raises(SettingError if is_first else AgreementError, match="MPISTRAT_TIMEOUT_SECONDS='soon'"):
+            serve(1, abs)
+    monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", "20000" if is_first else "10000")
     with pytest.raises(AgreementError, match="MPISTRAT_MAX_MESSAGE_BYTES=10000"):
         serve(1, abs)
-
-
-def test_logistic_regression_learns_what_the_synchronous_one_does(run):
-    generator = np.random.default_rng(0)
-    weights = np.array([1.5, -2.0, 0.5, 3.0])
-    inputs = generator.normal(size=(512, 4))
-    labels = (inputs @ weights > 0).astype(float)
-
-    def gradient(current, rows):
-        predicted = 1 / (1 + np.exp(-inputs[rows] @ current))
-        return inputs[rows].T @ (predicted - labels[rows]) / len(rows)
-
-    def accuracy(current):
-        return np.mean((inputs @ current > 0) == labels)
-
-    def program(coordinator):
-        learned = variable(coordinator, np.zeros(4))
-
-        def step(rows):
-            learned.assign_sub(0.5 * gradient(learned.numpy(), rows))
-
-        for turn in range(200):
-            coordinator.schedule(step, (np.arange(turn % 8, 512, 8),))
-        coordinator.join()
-        alone = np.zeros(4)
-        for turn in range(200):
-            alone -= 0.5 * gradient(alone, np.arange(turn % 8, 512, 8))
-        assert abs(accuracy(learned.numpy()) - accuracy(alone)) < 0.02
-        assert accuracy(learned.numpy()) > 0.95
-
-    run(program)
-
-
-def test_an_embedding_learns_by_sparse_rows(run):
-    wanted = np.random.default_rng(1).normal(size=(50, 8))
-
-    def program(coordinator):
-        table = variable(coordinator, np.zeros((50, 8)))
-
-        def step(seed):
-            ids = np.random.default_rng(seed).integers(0, 50, 16)
-            rows = embedding_lookup(table, ids)
-            different, first = np.unique(ids, return_index=True)
-            table.scatter_sub(mpistrat.IndexedSlices(0.5 * (rows - wanted[ids])[first], different))
-
-        for seed in range(300):
-            coordinator.schedule(step, (seed,))
-        coordinator.join()
-        assert np.abs(table.numpy() - wanted).max() < 0.01
-
-    run(program, FixedShardsPartitioner(3))

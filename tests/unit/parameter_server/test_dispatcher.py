@@ -20,7 +20,7 @@ def made(monkeypatch, results):
     channel.group.workers, channel.payload.return_value, channel.unfinished.return_value = (1,), b"", []
     monkeypatch.setattr(dispatcher, "Receiver", lambda *arguments: SimpleNamespace(poll=lambda: next(results, None)))
     client = MagicMock(channel=channel, dropped=[])
-    client.functions.send.return_value = 0, []
+    client.functions.send.return_value = 0
     return Dispatcher(client)
 
 

@@ -1,8 +1,12 @@
-"""What a task does, as other processes read it."""
+"""What a task does, as other processes read it, and what is under way after an interrupt."""
+
+import _thread
+from signal import SIGINT
+from types import SimpleNamespace
 
 import pytest
 
-from mpistrat.parameter_server.messages import Activity
+from mpistrat.parameter_server.messages import Activity, Channel
 from mpistrat.watch.record import RankFile
 from mpistrat.watch.recorder import FlightRecorder
 from mpistrat.watch.states import look
@@ -40,3 +44,11 @@ def test_a_long_text_is_cut(recorded):
     assert state().node
     activity.set("runs f")
     assert state().activity == "worker 1 runs f"
+
+
+def test_an_interrupt_leaves_no_message_half_sent():
+    """A peer that has a header waits for the payload."""
+    requests, channel = [], SimpleNamespace(failure=RuntimeError)
+    with pytest.raises(KeyboardInterrupt):
+        Channel._start(channel, requests, _thread.interrupt_main, [(SIGINT,)] * 3)
+    assert requests == [None] * 3

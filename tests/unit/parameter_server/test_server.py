@@ -6,13 +6,12 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from mpistrat.parameter_server import messages
-from mpistrat.parameter_server.messages import Received
+from mpistrat.parameter_server.messages import Read, Received, Run, Scatter, Write
 from mpistrat.parameter_server.server import VariableServer
 from mpistrat.parameter_server.variables import StoredVariable
 
 
-@pytest.mark.parametrize("change", [messages.Write(0, 1, 0, 3), messages.Scatter(0, 0, 3), messages.Update(7, 0, 0)], ids=repr)
+@pytest.mark.parametrize("change", [Write(0, 1, 0, 3), Scatter(0, 0, 3), Run(7, 0, 0, False)], ids=repr)
 def test_a_variable_is_changed_only_when_no_answer_is_being_sent_from_its_array(change):
     array, other, waited = np.zeros(3), np.zeros(3), []
     channel = MagicMock(survives=False)
@@ -22,8 +21,8 @@ def test_a_variable_is_changed_only_when_no_answer_is_being_sent_from_its_array(
     server._variables = {0: StoredVariable("read", array), 1: StoredVariable("other", other)}
     for variable, request in ((0, "of read"), (1, "of other")):
         channel.send_bare.return_value = [request]
-        read = messages.Read(variable, 0, 3)
-        server.handlers[type(read)](server, read, Received(2, read, -1, 0, None))
+        read = Read(variable, 0, 3)
+        server.read(read, Received(2, read, -1, 0, None))
 
     def receive(received, indices, rows):
         indices[:], rows[:] = range(3), 1
@@ -32,9 +31,9 @@ def test_a_variable_is_changed_only_when_no_answer_is_being_sent_from_its_array(
         variable.value += 1
 
     channel.receive_payload.side_effect = receive
-    channel.payload.return_value = pickle.dumps(((), {}, False))
+    channel.payload.return_value = pickle.dumps(((), {}))
     server._functions[3, 0] = lambda worker: add
     inline = memoryview(np.ones(3).tobytes())
-    server.handlers[type(change)](server, change, Received(3, change, -1, inline.nbytes, inline))
+    getattr(server, type(change).__name__.lower())(change, Received(3, change, -1, inline.nbytes, inline))
     assert waited == [(["of read"], [0, 0, 0])]
     assert array.tolist() == [1, 1, 1]

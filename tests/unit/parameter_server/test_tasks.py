@@ -39,7 +39,7 @@ def server(*arguments, **named):
 def test_without_cloudpickle_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(tasks, "find_spec", {}.get)
     with pytest.raises(LaunchError, match=r"cloudpickle, which is not installed: pip install '\.\[parameter-server\]'"):
-        tasks._check_installed()
+        check_tasks(ClusterSpec(GOOD))
 
 
 def test_a_server_knows_its_task():

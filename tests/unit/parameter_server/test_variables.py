@@ -38,7 +38,7 @@ def servers(monkeypatch):
 
 @pytest.fixture
 def table(servers):
-    return ServerVariable("table", VariableRef(0, (0, 0), "table", ARRAY.nbytes), ARRAY.shape, ARRAY.dtype, trainable=True)
+    return ServerVariable("table", VariableRef(0, 0, 0, "table", ARRAY.nbytes), ARRAY.shape, ARRAY.dtype, trainable=True)
 
 
 @pytest.mark.parametrize(
