@@ -47,6 +47,13 @@ class Setting(Generic[T]):
         except ValueError as error:
             raise SettingError(f"{self.name}={text!r} was found; {error}. Meaning: {self.meaning}") from error
 
+    def read_or_default(self) -> T:
+        """Return the value, or the default of one that cannot be read: all ranks raise that when they make a communicator."""
+        try:
+            return self.read()
+        except SettingError:
+            return self.default
+
 
 def setting(name: str, parse: Callable[[str], T], default: T, is_shared: bool = False) -> Callable[[str], Setting[T]]:
     """Return what declares a setting, when it is called with its meaning."""

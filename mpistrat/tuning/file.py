@@ -54,7 +54,7 @@ def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
         if tuning.conditions != conditions:
             raise ValueError(f"it was measured under other conditions: {_difference(tuning.conditions, conditions)}")
         return tuning.model(str(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         if path.name == conditions.file_name:
             return None
         logger.warning(

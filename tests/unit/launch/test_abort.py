@@ -123,8 +123,3 @@ def test_they_are_shown_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_error_that_arose_in_the_library_without_a_raise_keeps_its_frames() -> None:
     lines = _text_of(lambda: parse_spans(7))  # type: ignore[arg-type]
     assert [line for line in lines if "mpistrat/text.py" in line]
-
-
-def test_a_setting_that_cannot_be_read_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPISTRAT_TRACEBACK", "short-ish")
-    assert [line for line in _text_of(lambda: CommunicationOptions(bytes_per_pack=-1)) if "options.py" in line]

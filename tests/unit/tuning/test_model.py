@@ -97,6 +97,8 @@ def test_a_file_that_is_not_ours_is_not_read_whole(tmp_path: Path, capsys) -> No
 
 def test_no_file_is_the_usual_case_and_one_asked_for_by_name_is_missed(tmp_path: Path, capsys) -> None:
     assert read(tmp_path / HERE.file_name, WORLD, HERE) is None
+    (tmp_path / "file").touch()
+    assert read(tmp_path / "file" / HERE.file_name, WORLD, HERE) is None
     assert capsys.readouterr().err == ""
     assert read(tmp_path / "mine.json", WORLD, HERE) is None
     assert f"MPISTRAT_TUNING names {tmp_path / 'mine.json'}, which does not exist" in capsys.readouterr().err
