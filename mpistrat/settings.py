@@ -184,7 +184,7 @@ INTER_TRANSPORT = setting("MPISTRAT_INTER_TRANSPORT", _one_of("auto", "mpi_ring"
 )
 MPI_GPU = setting("MPISTRAT_MPI_GPU", _one_of("auto", "on", "off"), "auto")(
     "Whether GPU memory is passed to MPI directly: on, off (staged through host memory) or auto (on if the MPI library is "
-    "CUDA-aware, which is tested once and cached). Rank 0 reads it for all ranks."
+    "CUDA-aware, which each job tests once). Rank 0 reads it for all ranks."
 )
 ONE_SHOT_BYTES = setting("MPISTRAT_ONE_SHOT_BYTES", parse_bytes, 1 << 18, is_shared=True)(
     "The largest buffer of which cuda_ipc lets each GPU of a node read and sum everything, after one barrier of the ranks; in "

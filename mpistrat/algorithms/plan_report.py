@@ -51,7 +51,7 @@ def basis_text(model: CostModel = DEFAULT) -> str:
     if model.source == DEFAULT.source:
         return f"Predicted for {rates}: default constants; mpistrat tune corrects them by measurements of this cluster."
     if model.source == ON_DEVICE.source:
-        return f"Predicted for {rates}: default constants for GPUs, of which mpistrat tune measures only the number of links."
+        return f"Predicted for {rates}: default constants for GPUs, which nobody has measured."
     return f"Predicted for {rates}, corrected by measurements: {model.source}."
 
 

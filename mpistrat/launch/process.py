@@ -116,7 +116,7 @@ def watched_launcher() -> Process | None:
 
 
 def open_mpi_segments(pid: int) -> set[Path]:
-    """Return the files in /dev/shm through which a rank of Open MPI sends to others of its host; only a launcher removes them."""
+    """Return the files in /dev/shm by which a rank of Open MPI sends to others of its host: only a launcher removes them."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")  # names of files need not be UTF-8
     except OSError:  # it has exited, or belongs to another user

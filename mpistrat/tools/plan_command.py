@@ -18,7 +18,6 @@ from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
 from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel
 from mpistrat.algorithms.plan_report import alternatives_text, basis_text, choice_document, chunks_text, phases_text
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
-from mpistrat.launch.cuda_awareness import kept_verdicts
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_table
 from mpistrat.topology.world import World
@@ -47,9 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("cpu", "gpu"),
         help="memory of the buffer (default: cpu); with gpu the transports are shown too",
     )
-    parser.add_argument(
-        "--links", type=int, metavar="N", help="network links of a node, used at the same time (default: 1, or as measured)"
-    )
+    parser.add_argument("--links", type=int, metavar="N", help="network links of a node, used at the same time (default: 1)")
     parser.add_argument("--tuning", type=Path, metavar="FILE", help="predict by the measurements of mpistrat tune in FILE")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
@@ -170,11 +167,7 @@ def _between(world: World) -> list[str]:
         return [f"staged over {inter}: set by {settings.INTER_TRANSPORT.name}"]
     if mpi_gpu != "auto":
         return [f"{_transport(mpi_gpu == 'on')}: {settings.MPI_GPU.name}={mpi_gpu}"]
-    found = [
-        f"{_transport(verdict.is_aware)} with {library.version} in {library.path}: {verdict.reason} ({date})"
-        for library, verdict, date in kept_verdicts()
-    ]
-    return found or [f"{_transport(True)} if MPI is CUDA-aware, else {_transport(False)}: the first job on GPUs will find out"]
+    return [f"{_transport(True)} if MPI is CUDA-aware, else {_transport(False)}: each job on GPUs finds out"]
 
 
 def _transport(is_aware: bool) -> str:

@@ -20,7 +20,7 @@ from mpistrat.text import format_bytes, format_count, format_seconds, format_tab
 from mpistrat.tools import run
 from mpistrat.topology.discover import discover
 from mpistrat.tuning.file import kept, kept_files, tuning_path
-from mpistrat.tuning.measure import MAX_BYTES, measure, measure_links
+from mpistrat.tuning.measure import MAX_BYTES, measure
 from mpistrat.tuning.model import ITEM_BYTES, Measurement, Tuning, present_conditions
 
 LEAST_BYTES = 1024
@@ -71,10 +71,9 @@ def execute(arguments: argparse.Namespace) -> int:
             figures = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in times.items())
             print(f"{format_bytes(num_bytes)}: {figures}", flush=True)
 
-    links = measure_links(comm, world)
     measurements = measure(comm, world, by_algorithm, max_bytes, report)
     if is_chief:
-        tuning = Tuning.of(present_conditions(world), measurements, links)
+        tuning = Tuning.of(present_conditions(world), measurements)
         path = tuning_path(tuning.conditions)
         try:
             cache.write(tuning.document(), path)
@@ -95,7 +94,7 @@ def describe(tuning: Tuning, path: Path) -> str:
     model = tuning.model(str(path))
     conditions = tuning.conditions
     heading = [("cluster", conditions.cluster), ("processor", conditions.processor), ("MPI", conditions.mpi)]
-    heading += [("ranks", conditions.world), ("links of a node", str(tuning.links)), ("measured", tuning.date)]
+    heading += [("ranks", conditions.world), ("measured", tuning.date)]
     heading += [("settings", conditions.settings)] if conditions.settings else []
     return f"{format_table(heading)}\n\n{_choices(tuning.measurements, model)}"
 

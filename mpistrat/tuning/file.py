@@ -15,7 +15,7 @@ from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.logger import logger
 from mpistrat.topology.world import World
-from mpistrat.tuning.measure import Make, measure, measure_links
+from mpistrat.tuning.measure import Make, measure
 from mpistrat.tuning.model import Conditions, Measurement, Tuning, present_conditions
 
 
@@ -76,8 +76,8 @@ def shared_model(hierarchy: Hierarchy, make: Make) -> CostModel:
     found = bcast_or_raise(comm, lambda: _find(hierarchy.world))
     if found is not None:
         return found
-    links, measurements = measure_links(comm, hierarchy.world), measure(comm, hierarchy.world, make)
-    return bcast_or_raise(comm, lambda: _keep(hierarchy.world, measurements, links))
+    measurements = measure(comm, hierarchy.world, make)
+    return bcast_or_raise(comm, lambda: _keep(hierarchy.world, measurements))
 
 
 def _find(world: World) -> CostModel | None:
@@ -96,9 +96,9 @@ def _find(world: World) -> CostModel | None:
     return None
 
 
-def _keep(world: World, measurements: Sequence[Measurement], links: int) -> CostModel:
+def _keep(world: World, measurements: Sequence[Measurement]) -> CostModel:
     """Cache the measurements, and return their model."""
-    tuning = Tuning.of(present_conditions(world), measurements, links)
+    tuning = Tuning.of(present_conditions(world), measurements)
     source = "this run"
     try:
         path = tuning_path(tuning.conditions)

@@ -1,4 +1,4 @@
-"""Benchmark every algorithm on the ranks of this job, and how many links of a node they use at the same time."""
+"""Benchmark every algorithm on the ranks of this job."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ _PASS_SECONDS, _ENOUGH_SECONDS = 0.06, 0.5  # of one size: about the time of a p
 _MIN_ROUNDS, _MAX_ROUNDS = 2, 30
 _HOPELESS = 1.5  # times the fastest: slower algorithms are tried once in each pass, and not timed in rounds
 _SHORT_SECONDS, _TRIES = 0.005, 6
-LINK_BYTES, _LINK_ROUNDS = 1 << 22, 6  # the first round connects
 
 Times = dict[str, float]
 Run = Callable[[], object]
@@ -175,38 +174,3 @@ def _sizes(max_bytes: int) -> list[int]:
 
 def _fastest(times: Times) -> str:
     return min(times, key=lambda name: times[name])
-
-
-def measure_links(comm: MPI.Intracomm, world: World) -> int:
-    """Return the links of a node, by how much faster its ranks exchange together than one does alone. A collective call.
-
-    One rank of each node sends to its like on the next node; then as many do as the smallest node has ranks. The same on all
-    ranks: at least 1, at most the ranks of the smallest node; 1 where there is one node.
-    """
-    most = min(world.local_sizes)
-    if world.num_nodes == 1 or most == 1:
-        return 1
-    own = comm.Dup()
-    alone, together = _exchange_seconds(own, world, 1), _exchange_seconds(own, world, most)
-    own.Free()
-    return min(max(int(most * alone / together + 0.5), 1), most)
-
-
-def _exchange_seconds(comm: MPI.Intracomm, world: World, ranks: int) -> float:
-    """Return the shortest time of an exchange between neighbouring nodes by so many ranks of each. A collective call."""
-    from mpi4py import MPI
-
-    place = world.place(comm.Get_rank())
-    sent, received = np.zeros((2, LINK_BYTES), np.uint8)
-    before, after = (
-        world.nodes[(place.node_index + step) % world.num_nodes].ranks[place.local_rank % ranks] for step in (-1, 1)
-    )
-    mine, slowest = np.zeros(_LINK_ROUNDS), np.empty(_LINK_ROUNDS)
-    for index in range(_LINK_ROUNDS):
-        comm.Barrier()
-        started = time.perf_counter()
-        if place.local_rank < ranks:
-            comm.Sendrecv(sent, after, recvbuf=received, source=before)
-            mine[index] = time.perf_counter() - started
-    comm.Allreduce(mine, slowest, MPI.MAX)
-    return float(slowest.min())

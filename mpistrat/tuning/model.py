@@ -15,7 +15,6 @@ from mpistrat import cache, settings
 from mpistrat.algorithms.choose import PLANNERS, choose
 from mpistrat.algorithms.cost import DEFAULT, Correction, CostModel, predict_seconds
 from mpistrat.launch.bootstrap import library_version
-from mpistrat.launch.environment import MOST_RANKS
 from mpistrat.topology.world import World
 
 _MOST_BYTES = 2.0**40
@@ -63,18 +62,16 @@ class Tuning:
 
     conditions: Conditions
     date: str  # when it was measured: ``2026-11-20``
-    links: int  # of a node, that its rails use at the same time
     measurements: tuple[Measurement, ...]  # all of one world
 
     @classmethod
-    def of(cls, conditions: Conditions, measurements: Sequence[Measurement], links: int = 1) -> Tuning:
-        """Return the tuning of measurements made just now, on nodes with so many links."""
-        return cls(conditions, datetime.date.today().isoformat(), links, tuple(measurements))
+    def of(cls, conditions: Conditions, measurements: Sequence[Measurement]) -> Tuning:
+        """Return the tuning of measurements made just now."""
+        return cls(conditions, datetime.date.today().isoformat(), tuple(measurements))
 
     def model(self, source: str) -> CostModel:
         """Return the model for the measured world; `source` says where the measurements come from."""
-        model = replace(DEFAULT, links=self.links, source=f"{source}, measured {self.date}")
-        return corrected(model, self.measurements)
+        return corrected(replace(DEFAULT, source=f"{source}, measured {self.date}"), self.measurements)
 
     def document(self) -> dict[str, Any]:
         """Return the content of the file, for JSON."""
@@ -85,7 +82,6 @@ class Tuning:
             "format": FORMAT,
             "date": self.date,
             "conditions": asdict(self.conditions),
-            "links": self.links,
             "seconds": seconds,
         }
 
@@ -109,7 +105,7 @@ class Tuning:
                 for algorithm, ladder in document["seconds"].items()
                 for num_bytes, seconds in ladder.items()
             )
-            return cls(conditions, str(document["date"]), _links(document["links"]), measurements)
+            return cls(conditions, str(document["date"]), measurements)
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"it is not a file of mpistrat tune ({type(error).__name__}: {error})") from None
 
@@ -154,12 +150,6 @@ def _positive(number: Any, below: float = float("inf")) -> float:
     if not (type(number) in (int, float) and 0 < number < below):
         raise ValueError(f"it is not a file of mpistrat tune ({number!r} is not a positive number below {below:g})")
     return float(number)
-
-
-def _links(number: Any) -> int:
-    if type(number) is not int or not 1 <= number <= MOST_RANKS:
-        raise ValueError(f"it is not a file of mpistrat tune ({number!r} is not a number of links)")
-    return number
 
 
 def _world(conditions: Conditions) -> World:

@@ -200,7 +200,7 @@ def test_a_communicator_that_cannot_be_made_leaves_nothing(comm, monkeypatch, fa
     def fail(*_):
         raise LaunchError("planted")
 
-    monkeypatch.setattr("mpistrat.tuning.file.measure_links", fail)
+    monkeypatch.setattr("mpistrat.tuning.file.measure", fail)
 
     def left():
         duplicate = comm.Dup()  # MPI numbers communicators, and windows are mapped files

@@ -14,7 +14,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from mpistrat.tuning.file import shared_model, tuning_path
-from mpistrat.tuning.measure import measure, measure_links
+from mpistrat.tuning.measure import measure
 from mpistrat.tuning.model import Measurement, Tuning, present_conditions
 from tests.launches import needs_ranks, up_to_ranks
 
@@ -54,21 +54,6 @@ def test_all_ranks_measure_alike(comm, world):
     assert all(0 < one.seconds < 60 for one in found)
     assert sorted(size for size, _ in told) == sorted({one.num_bytes for one in found})
     assert len({tuple((one.algorithm, one.num_bytes, one.seconds) for one in each) for each in comm.allgather(found)}) == 1
-
-
-@needs_ranks(2)
-def test_all_ranks_measure_the_same_number_of_links(comm, world):
-    found = comm.allgather(measure_links(comm, world))
-    assert len(set(found)) == 1
-    assert 1 <= found[0] <= (min(world.local_sizes) if world.num_nodes > 1 else 1)
-
-
-@needs_ranks(4)
-@pytest.mark.parametrize(("together", "links"), [(0.02, 1), (0.014, 1), (0.011, 2), (0.004, 2), (0.1, 1)])
-def test_links_are_counted_by_what_ranks_send_together(comm, monkeypatch, together, links):
-    monkeypatch.setattr("mpistrat.tuning.measure._exchange_seconds", lambda *arguments: together if arguments[2] > 1 else 0.01)
-    assert measure_links(comm, World.from_shape(f"{comm.size // 2}x2")) == links
-    assert measure_links(comm, World.from_shape(f"1x{comm.size}")) == 1
 
 
 @needs_ranks(2)

@@ -30,12 +30,6 @@ def test_the_document_comes_back_as_it_went() -> None:
     assert Tuning.from_document(document) == TUNING, "the world follows from its shape"
 
 
-def test_the_number_of_links_is_kept() -> None:
-    tuning = Tuning.of(HERE, TUNING.measurements, links=2)
-    assert Tuning.from_document(tuning.document(), WORLD) == tuning
-    assert Tuning.from_document(tuning.document()).model("a file").links == 2
-
-
 def test_the_model_says_where_it_comes_from() -> None:
     model = TUNING.model("a file")
     assert model.source == f"a file, measured {TUNING.date}"
@@ -60,9 +54,6 @@ def test_the_model_says_where_it_comes_from() -> None:
         (changed(seconds={"flat": {"16": 10**400}}), "it is not a file of mpistrat tune (OverflowError"),
         (changed(seconds={"flat": {"16": "soon"}}), "'soon' is not a positive number"),
         (changed(seconds={"flat": {str(2**50): 1e-5}}), "is not a positive number below 1.09951e+12"),
-        (changed(links=2**40), "is not a number of links"),
-        (changed(links=0), "0 is not a number of links"),
-        (changed(links=1.5), "1.5 is not a number of links"),
         (changed(seconds=3), "it is not a file of mpistrat tune (TypeError"),
         (
             changed(conditions={**dataclasses.asdict(HERE), "mpi": "MPICH 5"}),
