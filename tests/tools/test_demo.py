@@ -109,7 +109,7 @@ def test_ranks_alone_make_two_nodes(tmp_path, monkeypatch, ranks, size, nodes):
     assert cli.main(["demo", "--epochs", "3", "--out", str(tmp_path), *chosen]) == 7
     [(program, num_ranks, shape)] = started
     assert (num_ranks, shape) == (size, nodes)
-    assert program[:4] == ["-m", "mpistrat.tools.demo_rank", "--epochs", "3"]
+    assert program[:6] == ["-m", "mpistrat.tools.demo", "--width", "0", "--epochs", "3"]
 
 
 def test_failing_rank_gives_the_exit_code(tmp_path):
