@@ -1,8 +1,7 @@
 """mpistrat bench: collectives measured against plain MPI in the same run, each result checked before it is timed.
 
-The two are timed in alternating blocks, so that drift of the machine favours none. A block begins with untimed calls: a real
-program repeats one call, and finds its own data in the cache. Bandwidths are defined as in nccl-tests: algorithm bandwidth is
-bytes / time, bus bandwidth is that times 2 (n - 1) / n for n ranks.
+Bandwidths are defined as in nccl-tests: algorithm bandwidth is bytes / time, bus bandwidth is that times 2 (n - 1) / n for n
+ranks.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ import argparse
 import json
 import os
 import platform
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +33,7 @@ from mpistrat.text import format_bytes
 from mpistrat.tools import run
 from mpistrat.topology.discover import check_gpu_assignment, discover
 from mpistrat.transports.steps import drive, until
-from mpistrat.tuning.measure import slowest_seconds
+from mpistrat.tuning.measure import Race
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -44,9 +41,6 @@ if TYPE_CHECKING:
 ALGORITHMS = ("auto", *PLANNERS, "mpi")
 DEVICES = ("auto", "gpu", "cpu")
 ITEM_BYTES = 4
-BUDGET_SECONDS = 1.0
-MIN_BLOCKS, MAX_BLOCKS = 3, 20
-MIN_ROUNDS, MAX_ROUNDS = 3, 20  # in a block; a third as many come first, untimed
 DEADLINE_SECONDS = 60.0  # of a call on GPUs: another rank may not have made it
 
 
@@ -129,10 +123,11 @@ def measure(ops: Communicator, nbytes: int, algorithm: str) -> Row:
     calls: list[Callable[[], object]] = [timed(ours, ops), bare]
     for call, result in zip(calls, (in_host[1] if algorithm == "mpi" else target, in_host[1]), strict=True):
         check_sum(comm, call, result)
-    (seconds, mpi_seconds), rounds = time_interleaved(comm, calls)
+    race = Race(comm, calls)
+    seconds, mpi_seconds = race.run()
     algorithm_gbs = nbytes / seconds / 1e9
     bus_gbs = algorithm_gbs * 2 * (ops.size - 1) / ops.size
-    return Row(nbytes, plan, seconds, mpi_seconds, algorithm_gbs, bus_gbs, mpi_seconds / seconds, rounds)
+    return Row(nbytes, plan, seconds, mpi_seconds, algorithm_gbs, bus_gbs, mpi_seconds / seconds, race.rounds)
 
 
 def place_text(ops: Communicator) -> str:
@@ -206,35 +201,3 @@ def check_sum(comm: MPI.Intracomm, run: Callable[[], object], target: Array) -> 
     expected = comm.Get_size() * (comm.Get_size() + 1) // 2
     if not comm.allreduce(bool((target == expected).all()), MPI.LAND):
         raise CollectiveError(f"a wrong sum of {target.nbytes} bytes: not every element is {expected} on every rank")
-
-
-def time_interleaved(
-    comm: MPI.Intracomm, calls: Sequence[Callable[[], object]], min_rounds: int = MIN_ROUNDS
-) -> tuple[list[float], int]:
-    """Time collective calls, each of which has run before. A collective call.
-
-    A block has `min_rounds` or more; with less than 3 there is no warm-up. For each call the median over all rounds of the
-    slowest rank's seconds is returned, the same on all ranks, and how many rounds were timed.
-    """
-    blocks, rounds = _fit(comm, calls, min_rounds)
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(blocks):
-        for call, found in zip(calls, times, strict=True):
-            for _ in range(rounds // 3):
-                comm.Barrier()
-                call()
-            found += slowest_seconds(comm, call, rounds)
-    return [statistics.median(found) for found in times], blocks * rounds
-
-
-def _fit(comm: MPI.Intracomm, calls: Sequence[Callable[[], object]], min_rounds: int) -> tuple[int, int]:
-    """Return how many blocks, of how many rounds, fit the budget; the same on all ranks."""
-    from mpi4py import MPI
-
-    started = time.perf_counter()
-    for call in calls:
-        call()
-    spent: float = comm.allreduce(time.perf_counter() - started, MPI.MAX)
-    affordable = BUDGET_SECONDS / spent
-    rounds = int(min(max(affordable / MIN_BLOCKS, min_rounds), MAX_ROUNDS))
-    return int(min(max(affordable / rounds, MIN_BLOCKS), MAX_BLOCKS)), rounds

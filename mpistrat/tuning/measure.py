@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
@@ -24,11 +24,9 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 2**24
 _MIN_BYTES, _STEP_FACTOR = 16, 4
-_MIN_PASSES, _MAX_PASSES = 3, 8  # over all sizes in turn, so that drift of the machine favours none
-_PASS_SECONDS, _ENOUGH_SECONDS = 0.06, 0.5  # of one size: about the time of a pass, and the total after which there is none
-_MIN_ROUNDS, _MAX_ROUNDS = 2, 30
-_HOPELESS = 1.5  # times the fastest: slower algorithms are tried once in each pass, and not timed in rounds
-_SHORT_SECONDS, _TRIES = 0.005, 6
+BUDGET_SECONDS = 1.0  # of one size
+MIN_BLOCKS, MAX_BLOCKS = 3, 20
+MIN_ROUNDS, MAX_ROUNDS = 3, 20  # in a block; a third as many come first, untimed
 
 Times = dict[str, float]
 Run = Callable[[], object]
@@ -71,9 +69,9 @@ def measure(
         return {name: partial(each.all_reduce, ReduceOp.SUM, arrays, None, targets) for name, each in measured.items()}
 
     sizes = _sizes(max_bytes or MAX_BYTES)
-    found = race(comm, runs, sizes, report)
+    found = _measure_sizes(comm, runs, sizes, report)
     crossings = [2 * smaller for smaller, larger in pairwise(sizes) if _fastest(found[smaller]) != _fastest(found[larger])]
-    found |= race(comm, runs, crossings, report)
+    found |= _measure_sizes(comm, runs, crossings, report)
     for each in measured.values():
         each.close()
     return [
@@ -83,53 +81,74 @@ def measure(
     ]
 
 
-class _Race:
-    """What is timed at one size: seconds of the best try by name, and of each round of those that are not hopelessly slow."""
+def _measure_sizes(
+    comm: MPI.Intracomm,
+    runs: Callable[[int], dict[str, Run]],
+    sizes: list[int],
+    report: Callable[[int, Times], None] | None,
+) -> dict[int, Times]:
+    """Return the seconds of each algorithm that runs, by name, at some sizes."""
+    possible = {num_bytes: {name: run for name, run in runs(num_bytes).items() if _works(run)} for num_bytes in sizes}
+    races = {num_bytes: Race(comm, [*found.values()]) for num_bytes, found in possible.items()}
+    while going := [race for race in races.values() if not race.is_over]:  # all sizes in turn: drift favours none
+        for race in going:
+            race.run_block()
+    times = {num_bytes: dict(zip(possible[num_bytes], race.medians(), strict=True)) for num_bytes, race in races.items()}
+    if report is not None:
+        for num_bytes in sizes:
+            report(num_bytes, times[num_bytes])
+    return times
 
-    def __init__(self, comm: MPI.Intracomm, runs: dict[str, Run]) -> None:
-        self._comm, self._runs = comm, runs
-        self.tried: Times = {}
-        for name in runs:
-            self._try(name)
-        self.samples: dict[str, list[float]] = {}
-        self._admit()
-        affordable = _PASS_SECONDS / sum(self.tried[name] for name in self.samples)
-        self._rounds = int(min(max(affordable, _MIN_ROUNDS), _MAX_ROUNDS))
 
-    def _try(self, name: str) -> None:
-        try:
-            self._runs[name]()
-        except TransportError:  # raised on all ranks: too little shared memory for this algorithm
-            return
-        [seconds] = slowest_seconds(self._comm, self._runs[name], 1)
-        if seconds < _SHORT_SECONDS:  # short calls reach their speed only after some repetitions
-            seconds = min(slowest_seconds(self._comm, self._runs[name], _TRIES))
-        self.tried[name] = min(seconds, self.tried.get(name, seconds))
+def _works(run: Run) -> bool:
+    try:
+        run()
+    except TransportError:  # raised on all ranks: too little shared memory for this algorithm
+        return False
+    return True
 
-    def _admit(self) -> None:
-        """Let those take part in the rounds that are not hopelessly slow."""
-        limit = _HOPELESS * min(self.tried.values())
-        for name, seconds in self.tried.items():
-            if seconds < limit:
-                self.samples.setdefault(name, [])
+
+class Race:
+    """Times collective calls that do the same in alternating blocks, so that drift of the machine favours none.
+
+    A block begins with untimed calls: a real program repeats one call, and finds its own data in the cache. It has `min_rounds`
+    or more; with less than 3 there are no untimed ones. Making one makes each call once, and is a collective call.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, calls: Sequence[Run], min_rounds: int = MIN_ROUNDS) -> None:
+        self._comm, self._calls = comm, calls
+        self._times: list[list[float]] = [[] for _ in calls]
+        [spent] = slowest_seconds(comm, lambda: [call() for call in calls], 1)
+        self._rounds = int(min(max(BUDGET_SECONDS / MIN_BLOCKS / spent, min_rounds), MAX_ROUNDS))
 
     @property
-    def seconds(self) -> float:
-        """Total time of all rounds so far, the same on all ranks."""
-        return sum(map(sum, self.samples.values()))
+    def rounds(self) -> int:
+        """How many calls of each were timed."""
+        return len(self._times[0])
 
-    def run(self) -> None:
-        """Time one pass. A collective call."""
-        for name in [name for name in self.tried if name not in self.samples]:
-            self._try(name)  # the machine may have been busy when it was slow
-        self._admit()
-        for name, sample in self.samples.items():
-            self._runs[name]()
-            sample += slowest_seconds(self._comm, self._runs[name], self._rounds)
+    @property
+    def is_over(self) -> bool:
+        """Whether enough was timed; the same on all ranks."""
+        blocks, seconds = self.rounds // self._rounds, sum(map(sum, self._times))
+        return blocks >= MIN_BLOCKS and (blocks >= MAX_BLOCKS or seconds >= BUDGET_SECONDS)
 
-    def times(self) -> Times:
-        """Return the seconds of each algorithm: the median of its rounds, or the best try of slow ones."""
-        return {**self.tried, **{name: statistics.median(sample) for name, sample in self.samples.items() if sample}}
+    def run_block(self) -> None:
+        """Time a block of each call. A collective call."""
+        for call, found in zip(self._calls, self._times, strict=True):
+            for _ in range(self._rounds // 3):
+                self._comm.Barrier()
+                call()
+            found += slowest_seconds(self._comm, call, self._rounds)
+
+    def medians(self) -> list[float]:
+        """Return the median time of each call, over all rounds; the same on all ranks."""
+        return [statistics.median(found) for found in self._times]
+
+    def run(self) -> list[float]:
+        """Time all blocks, and return the medians. A collective call."""
+        while not self.is_over:
+            self.run_block()
+        return self.medians()
 
 
 def slowest_seconds(comm: MPI.Intracomm, call: Run, rounds: int) -> list[float]:
@@ -144,25 +163,6 @@ def slowest_seconds(comm: MPI.Intracomm, call: Run, rounds: int) -> list[float]:
         mine[index] = time.perf_counter() - started
     comm.Allreduce(mine, slowest, MPI.MAX)
     return [float(seconds) for seconds in slowest]
-
-
-def race(
-    comm: MPI.Intracomm,
-    runs: Callable[[int], dict[str, Run]],
-    sizes: list[int],
-    report: Callable[[int, Times], None] | None = None,
-) -> dict[int, Times]:
-    """Return the seconds of each way to do one thing, by name, at some sizes. A collective call."""
-    racing = {num_bytes: _Race(comm, runs(num_bytes)) for num_bytes in sizes}
-    for count in range(_MAX_PASSES):
-        for each in racing.values():
-            if count < _MIN_PASSES or each.seconds < _ENOUGH_SECONDS:
-                each.run()
-    found = {num_bytes: each.times() for num_bytes, each in racing.items()}
-    for num_bytes, times in found.items():
-        if report is not None:
-            report(num_bytes, times)
-    return found
 
 
 def _sizes(max_bytes: int) -> list[int]:
