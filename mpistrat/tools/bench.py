@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import mpistrat
-from mpistrat import settings
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.arrays import Array, array_module
 from mpistrat.communicator.communicator import Communicator
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 ALGORITHMS = ("auto", *PLANNERS, "mpi")
-DEVICES = ("auto", "gpu", "cpu")
 ITEM_BYTES = 4
 DEADLINE_SECONDS = 60.0  # of a call on GPUs: another rank may not have made it
 
@@ -70,9 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-bytes", default="64MiB", metavar="SIZE", help="largest array (default: 64MiB)")
     parser.add_argument("--step-factor", type=int, default=4, metavar="N", help="factor from one size to the next (default: 4)")
     parser.add_argument("--algorithm", default="auto", choices=ALGORITHMS, help="default: auto; mpi: plain MPI")
-    parser.add_argument(
-        "--device", default="auto", choices=DEVICES, help="memory of the arrays: gpu, cpu, or auto (default: the ranks' device)"
-    )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
@@ -85,8 +79,6 @@ def execute(arguments: argparse.Namespace) -> int:
     code = run.start_own_ranks(arguments)
     if code is not None:
         return code
-    if arguments.device != "auto":
-        os.environ[settings.DEVICE.name] = arguments.device
     comm = start()
     check_gpu_assignment(comm)
     ops = Communicator(Hierarchy(comm, discover(comm)))

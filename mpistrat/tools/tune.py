@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mpistrat import cache
 from mpistrat.algorithms.choose import PLANNERS, choose
@@ -19,7 +16,7 @@ from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.tools import run
 from mpistrat.topology.discover import discover
-from mpistrat.tuning.file import kept, kept_files, tuning_path
+from mpistrat.tuning.file import kept, tuning_path
 from mpistrat.tuning.measure import MAX_BYTES, measure
 from mpistrat.tuning.model import ITEM_BYTES, Measurement, Tuning, present_conditions
 
@@ -36,25 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_own_rank_options(parser)
     parser.add_argument("--max-bytes", default=str(MAX_BYTES), metavar="SIZE", help="largest array (default: 16MiB)")
     parser.add_argument("--show", action="store_true", help="show the cached files, and measure nothing")
-    parser.add_argument("--json", action="store_true", help="print what was measured, or with --show the files, as JSON")
-    parser.add_argument("--delete", action="store_true", help="delete the cached files, and measure nothing")
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Measure, print and write, or show or delete; return the exit code. Measuring is a collective call.
+    """Measure, print and write, or show; return the exit code. Measuring is a collective call.
 
     With -n, outside of a job, the ranks of a job of its own measure.
-
-    Raises InvalidArgumentError if the size is invalid or too small for a measurement, --json comes with --delete, or -n is
-    not the number of ranks of this job.
-    Raises LaunchError if there is no MPI, or only one rank; or the file cannot be written.
     """
-    if arguments.json and arguments.delete:
-        raise InvalidArgumentError("--json shows what was measured, and --delete prints what it deletes: leave out one of them")
-    if arguments.show or arguments.delete:
+    if arguments.show:
         view = detect()
         if view is None or not view.rank:  # if several ranks run this, the first one does it
-            _delete() if arguments.delete else _show(arguments.json)
+            _show()
         return 0
     max_bytes = _size(arguments.max_bytes)
     code = run.start_own_ranks(arguments)
@@ -67,7 +56,7 @@ def execute(arguments: argparse.Namespace) -> int:
     is_chief = comm.Get_rank() == 0
 
     def report(num_bytes: int, times: dict[str, float]) -> None:
-        if is_chief and not arguments.json:
+        if is_chief:
             figures = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in times.items())
             print(f"{format_bytes(num_bytes)}: {figures}", flush=True)
 
@@ -79,14 +68,9 @@ def execute(arguments: argparse.Namespace) -> int:
             cache.write(tuning.document(), path)
         except OSError as error:
             raise LaunchError(f"{path} cannot be written: {error}; set MPISTRAT_TUNING or XDG_CACHE_HOME") from None
-        if arguments.json:
-            print(json.dumps(_document(tuning, path), indent=1))
-            return 0
-        print(f"\n{describe(tuning, path)}\n\nWrote {path}. {_ADVICE}")
+        advice = "Programs use it automatically; MPISTRAT_TUNING=off ignores it."
+        print(f"\n{describe(tuning, path)}\n\nWrote {path}. {advice}")
     return 0
-
-
-_ADVICE = "Programs use it automatically; MPISTRAT_TUNING=off ignores it, mpistrat tune --delete removes it."
 
 
 def describe(tuning: Tuning, path: Path) -> str:
@@ -99,15 +83,6 @@ def describe(tuning: Tuning, path: Path) -> str:
     return f"{format_table(heading)}\n\n{_choices(tuning.measurements, model)}"
 
 
-def _document(tuning: Tuning, path: Path) -> dict[str, Any]:
-    """Return the same as a JSON document: what the file holds, and what follows from it."""
-    return {
-        "path": str(path),
-        **tuning.document(),
-        "auto_chooses": _chosen(tuning.measurements, tuning.model(str(path))),
-    }
-
-
 def _choices(measurements: tuple[Measurement, ...], model: CostModel) -> str:
     """Return a table with the measurements and the choice of auto for each size."""
     found: dict[int, dict[str, float]] = {}
@@ -115,44 +90,18 @@ def _choices(measurements: tuple[Measurement, ...], model: CostModel) -> str:
         found.setdefault(measurement.num_bytes, {})[measurement.algorithm] = measurement.seconds
     names = [name for name in PLANNERS if any(name in times for times in found.values())]
     rows = [("size", *names, "auto chooses")]
-    for num_bytes, chosen in _chosen(measurements, model).items():
-        times = found[num_bytes]
+    for num_bytes, times in sorted(found.items()):
         cells = [format_seconds(times[name]) if name in times else "-" for name in names]
-        rows.append((format_bytes(num_bytes), *cells, chosen))
+        choice = choose(measurements[0].world, num_bytes // ITEM_BYTES, ITEM_BYTES, model=model)
+        rows.append((format_bytes(num_bytes), *cells, choice.plan.algorithm))
     return format_table(rows, right=range(1, len(names) + 1))
 
 
-def _chosen(measurements: tuple[Measurement, ...], model: CostModel) -> dict[int, str]:
-    """Return the algorithm that auto chooses for each size that was measured, in the order of sizes."""
-    sizes = sorted({measurement.num_bytes for measurement in measurements})
-    choices = [choose(measurements[0].world, num_bytes // ITEM_BYTES, ITEM_BYTES, model=model) for num_bytes in sizes]
-    return {num_bytes: choice.plan.algorithm for num_bytes, choice in zip(sizes, choices, strict=True)}
-
-
-def _show(as_json: bool) -> None:
+def _show() -> None:
     found = kept()
-    if as_json:
-        documents = [
-            _document(tuning, path) if tuning else {"path": str(path), "problem": text} for path, tuning, text in found
-        ]
-        print(json.dumps(documents, indent=1))
-        return
     for path, tuning, problem in found:
         print(f"{path}\n\n{describe(tuning, path)}\n" if tuning else f"{path}\nignored: {problem}\n")
-    print(_number_of(found))
-
-
-def _delete() -> None:
-    paths = kept_files()
-    for path in paths:
-        path.unlink()
-        print(f"deleted {path}")
-    if not paths:
-        print(_number_of(paths))
-
-
-def _number_of(files: Sequence[object]) -> str:
-    return f"{format_count(len(files), 'file')} of mpistrat tune in {cache.folder()}"
+    print(f"{format_count(len(found), 'file')} of mpistrat tune in {cache.folder()}")
 
 
 def _size(text: str) -> int:

@@ -25,21 +25,11 @@ def tuning_path(conditions: Conditions) -> Path:
     return cache.folder() / conditions.file_name if named.lower() in ("auto", "off", "measure") else Path(named).expanduser()
 
 
-def kept_files() -> list[Path]:
-    """Return the existing files of `mpistrat tune`: the one that MPISTRAT_TUNING names, or those in `cache.folder`."""
-    named = settings.TUNING.read()
-    if named.lower() in ("auto", "off", "measure"):
-        try:
-            return sorted(cache.folder().glob("*.json"))
-        except RuntimeError:  # there is no home folder
-            return []
-    return [path for path in [Path(named).expanduser()] if path.exists()]
-
-
 def kept() -> list[tuple[Path, Tuning | None, str]]:
-    """Return each of these files, and what it holds, or why it cannot be used."""
-    found: list[tuple[Path, Tuning | None, str]] = []
-    for path in kept_files():
+    """Return the file that MPISTRAT_TUNING names, or those in `cache.folder`, and what each holds, or why it cannot be used."""
+    named, found = settings.TUNING.read(), list[tuple[Path, Tuning | None, str]]()
+    in_folder = named.lower() in ("auto", "off", "measure")
+    for path in sorted(cache.folder().glob("*.json")) if in_folder else [Path(named).expanduser()]:
         try:
             found.append((path, Tuning.from_document(cache.read(path)), ""))
         except (OSError, ValueError) as error:
@@ -61,7 +51,7 @@ def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
             f"MPISTRAT_TUNING names {path}, which does not exist: mpistrat tune writes it; the built-in constants are used"
         )
     except (OSError, ValueError, ArithmeticError) as error:
-        logger.warning(f"{path} is ignored: {error}; mpistrat tune writes it anew, mpistrat tune --delete removes it")
+        logger.warning(f"{path} is ignored: {error}; mpistrat tune writes it anew")
     return None
 
 

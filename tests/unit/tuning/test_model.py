@@ -68,7 +68,7 @@ def test_what_cannot_be_used_is_said_and_ignored(text: str, reason: str, tmp_pat
     said = capsys.readouterr().err
     assert said.startswith(f"mpistrat: {path} is ignored: ")
     assert reason in said
-    assert said.endswith("; mpistrat tune writes it anew, mpistrat tune --delete removes it\n")
+    assert said.endswith("; mpistrat tune writes it anew\n")
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path, capsys) -> None:
