@@ -1,4 +1,4 @@
-"""WrappedIntracomm: an intracommunicator of mpi4py whose collectives are made by a `mpistrat.Communicator`.
+"""WrappedIntracomm: an intracommunicator of mpi4py whose collectives are made by a `mpistrat.Communicator`, and its requests.
 
 Invariant: whether a call is made here or by MPI follows only from what MPI requires to be the same on all ranks: the
 operation, the datatype, and which calls were made before. Where MPI makes a reduction, ranks compare that first, so that no two
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial, wraps
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -19,8 +19,8 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.passing import Passing
 from mpistrat.errors import CollectiveError, MpistratError
+from mpistrat.execution.work import Work
 from mpistrat.mpi4py.buffers import Buffer, check_writable, is_in_place, numbers_of, unwrapped
-from mpistrat.mpi4py.request import WorkRequest
 from mpistrat.reduction import ReduceOp
 
 _OPS = {
@@ -185,6 +185,56 @@ class WrappedIntracomm(MPI.Intracomm):
             raise ValueError(f"mismatch in send count {len(source) // blocks} and receive count {len(target)}")
         check_writable(target)
         return reduce_op, source, target
+
+
+class WorkRequest(MPI.Grequest):
+    """A generalized request of MPI that is complete when a `Work` has ended.
+
+    ``MPI.Request.Waitall`` and its like take it with other requests; they report a failure as an error of MPI, while `Wait` and
+    `Test` raise what made it fail.
+    """
+
+    _work: Work[Any]
+
+    @classmethod
+    def of(cls, work: Work[Any]) -> WorkRequest:
+        """Return the request of what has been started."""
+
+        def query(_: MPI.Status) -> None:
+            work.done()  # raises what made it fail, which mpi4py turns into an error of MPI
+
+        started = MPI.Grequest.Start(query, _nothing, _nothing)
+        request = cls(started)
+        request._work = work
+        work.add_done_callback(started.Complete)
+        return request
+
+    def Wait(self, status: MPI.Status | None = None) -> Literal[True]:  # noqa: N802 - MPI's name
+        """Wait for the end.
+
+        Raises
+        ------
+        AgreementError, DeadlineExceededError, UnavailableError
+            As ``Work.wait``.
+        """
+        self._work.wait()
+        return super().Wait(status)
+
+    def Test(self, status: MPI.Status | None = None) -> bool:  # noqa: N802
+        """Return whether it has ended; raises as `Wait`."""
+        return self._work.done() and super().Test(status)
+
+    def wait(self, status: MPI.Status | None = None) -> Any:
+        """Wait for the end, and return None, as mpi4py does where nothing was pickled."""
+        self.Wait(status)
+
+    def test(self, status: MPI.Status | None = None) -> tuple[bool, Any]:
+        """Return whether it has ended, and None."""
+        return self.Test(status), None
+
+
+def _nothing(*_: object) -> None:
+    """Free or cancel nothing: what was started goes on."""
 
 
 class _RefuseOnError:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import io
-import pickle
+import os
 import shutil
 import socket
 import sys
@@ -25,7 +24,7 @@ from mpistrat.communicator.options import WIRE_DTYPES, CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch.gpu_binding import what_is_bound
 from mpistrat.text import format_bytes, format_count, format_table
-from mpistrat.timeline import Timeline, write_chrome_trace
+from mpistrat.timeline import Timeline
 from mpistrat.tools import run, train_digits
 from mpistrat.topology.world import World
 
@@ -78,6 +77,7 @@ def execute(arguments: argparse.Namespace) -> int:
     world = World.from_shape(nodes, arguments.ranks)
     _check_packages()
     _make_folder(arguments.out)
+    os.environ[settings.TIMELINE.name] = str(arguments.out / "timeline.json")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     return run.start(["-m", "mpistrat.tools.demo", "--width", str(width), *arguments.words[1:]], world.size, nodes)
 
@@ -151,11 +151,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     _introduce(console, communicator, options)
     meter = Meter(communicator.timeline)
     accuracy = _train(console, strategy, arguments.epochs, meter)
-    timelines = _all_timelines(communicator)
     if chief:
-        title = f"{_sizes(communicator.world)}: test accuracy {accuracy:.3f}"
-        _plot(arguments.out / "training.png", title, meter.steps)
-        write_chrome_trace(arguments.out / "timeline.json", timelines)
+        _plot(arguments.out / "training.png", f"{_sizes(communicator.world)}: test accuracy {accuracy:.3f}", meter.steps)
     _conclude(console, accuracy, meter.steps, arguments.out)
 
 
@@ -222,13 +219,6 @@ def _train(console: Console, strategy: mpistrat.Strategy, epochs: int, meter: Me
 def _summary(steps: Sequence[Step]) -> str:
     rate, share = images_per_second(steps), share_communicating(steps)
     return f"loss {mean_loss(steps):.3f}  {rate:6.0f} images/s  {share:4.0%} communicating"
-
-
-def _all_timelines(communicator: BaseCommunicator) -> dict[int, Timeline]:
-    """Return the timelines of all ranks. A collective call."""
-    pickled = np.frombuffer(pickle.dumps(communicator.timeline), np.uint8)
-    stream = io.BytesIO(communicator.all_gather(pickled).tobytes())
-    return {rank: pickle.load(stream) for rank in range(communicator.size)}
 
 
 def _conclude(console: Console, accuracy: float, steps: Sequence[Step], out: Path) -> None:

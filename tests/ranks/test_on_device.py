@@ -80,7 +80,7 @@ def test_the_demo_runs_on_gpus_and_says_so(comm, gpu, tmp_path, capsys, monkeypa
     if comm.rank == 0:
         shown = capsys.readouterr().out
         assert re.search(r"^computed   on GPUs, with CuPy \(.*\); arrays are combined by \w", shown, re.MULTILINE), shown
-        assert (tmp_path / "timeline.json").exists()
+        assert (tmp_path / "training.png").exists()
 
 
 def test_the_strategy_knows_where_it_computes(comm, on_gpu, xp):
