@@ -275,11 +275,9 @@ class Watcher:
         self._next_look = time.monotonic() + min(max(WAKE_SECONDS, waited / 8), LONGEST_BETWEEN_LOOKS_SECONDS)
         if self._patience and waited < self._next_report:
             self._next_look = min(self._next_look, time.monotonic() + self._next_report - waited)
-        is_overdue = bool(self._patience) and waited >= self._next_report
-        wanted = {*self._wanted, waiting.key}
         if self._is_lowest_waiting() and time.monotonic() > self._surveyed + 2 * LONGEST_BETWEEN_LOOKS_SECONDS:
-            self._begin(Survey(wanted, ANSWER_SECONDS, is_overdue))
-        elif is_overdue:
+            self._begin(Survey({*self._wanted, waiting.key}, ANSWER_SECONDS))
+        elif self._patience and waited >= self._next_report:
             self._put_off_report(waited)
 
     def _is_lowest_waiting(self) -> bool:
@@ -348,7 +346,7 @@ class Watcher:
                 self._notices.post(Notice(**message["notice"]))
 
     def _answer(self, question: Message) -> Message:
-        expected = self._messages.own if self._messages is not None and question["is_thorough"] else ()
+        expected = self._messages.own if self._messages is not None else ()
         states, _ = self._neighbours.states([(first, second) for first, second in question["wanted"]], expected)
         return {"answer": question["ask"], "states": encode(states)}
 
