@@ -46,8 +46,8 @@ _LINE = b"-" * 74 + b"\n"
 _KIND = rb"(?P<kind>MPI_ABORT was invoked|\w+ has exited due to process rank)"
 _BANNER = re.compile(_TAG + _LINE + _TAG + _KIND + rb".*?\n" + _TAG + _LINE, re.DOTALL)
 _NUL = re.compile(_TAG + rb"\0")
-# how `abort` says why a rank ends the job
-_REASON = re.compile(rb"\[rank \d+ on [^\]\n]*\] (?:Traceback|interrupted|sys\.exit)")
+# how `abort`, or a command that the ranks run, says why a rank ends the job
+_REASON = re.compile(rb"\[rank \d+ on [^\]\n]*\] (?:Traceback|interrupted|sys\.exit)|mpistrat (?:bench|tune): ")
 # how Open MPI and MPICH say that a signal has ended a process
 _KILLED = re.compile(
     rb"PID (?P<pid>\d+) (?:on node|RUNNING AT) (?P<node>\S+)"

@@ -100,6 +100,7 @@ def test_banners_come_after_the_traceback_once_and_without_nul() -> None:
         b"[rank 1 on vm] Traceback (most recent call last):\n[rank 1 on vm] ValueError: planted\n",
         b"[rank 1 on vm, thread Thread-1] sys.exit(3) in a thread ends the job\n",
         b"[1]<stderr>: [rank 1 on vm] interrupted\n",
+        b"mpistrat tune: file.json cannot be written\n",
     ],
 )
 def test_a_rank_that_says_why_it_ends_the_job_is_enough(reason: bytes) -> None:
