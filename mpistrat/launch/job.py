@@ -1,8 +1,8 @@
 """Run mpiexec and wait for it: signals are forwarded, it may have a time limit, and its exit code is made reliable.
 
 What it and its ranks print to stderr is handed on at once, but for Open MPI's banners of an aborted job, which may come before
-the traceback of the rank that has called MPI_Abort. They are left out if a rank has said why it ends the job, and come last, each
-once, if none has. Open MPI also ends its messages with a NUL byte, for which grep takes a whole log to be binary.
+the traceback of the rank that has called MPI_Abort. They are left out if a rank has said why it ends the job, and come last,
+each once, if none has. Open MPI also ends its messages with a NUL byte, for which grep takes a whole log to be binary.
 """
 
 from __future__ import annotations

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from mpistrat import cache
 from mpistrat.algorithms.choose import PLANNERS, choose
-from mpistrat.algorithms.cost import CostModel
-from mpistrat.communicator.communicator import by_algorithm
-from mpistrat.errors import InvalidArgumentError, LaunchError
+from mpistrat.algorithms.cost import DEFAULT, CostModel
+from mpistrat.communicator.communicator import Communicator
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.errors import InvalidArgumentError, LaunchError, TransportError
+from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import start
 from mpistrat.launch.environment import detect
+from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.tools import run
 from mpistrat.topology.discover import discover
+from mpistrat.topology.world import World
 from mpistrat.tuning.file import kept, tuning_path
-from mpistrat.tuning.measure import MAX_BYTES, measure
+from mpistrat.tuning.measure import Race
 from mpistrat.tuning.model import ITEM_BYTES, Measurement, Tuning, present_conditions
 
-LEAST_BYTES = 1024
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+LEAST_BYTES, MAX_BYTES = 1024, 2**24
+_MIN_BYTES, _STEP_FACTOR = 16, 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,15 +68,8 @@ def execute(arguments: argparse.Namespace) -> int:
     world = discover(comm)
     if world.size == 1:
         raise LaunchError("a single rank has no other to communicate with; start more: mpistrat tune -n 4")
-    is_chief = comm.Get_rank() == 0
-
-    def report(num_bytes: int, times: dict[str, float]) -> None:
-        if is_chief:
-            figures = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in times.items())
-            print(f"{format_bytes(num_bytes)}: {figures}", flush=True)
-
-    measurements = measure(comm, world, by_algorithm, max_bytes, report)
-    if is_chief:
+    measurements = measure(comm, world, max_bytes)
+    if comm.Get_rank() == 0:
         tuning = Tuning.of(present_conditions(world), measurements)
         path = tuning_path(tuning.conditions)
         try:
@@ -69,8 +77,53 @@ def execute(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise LaunchError(f"{path} cannot be written: {error}; set MPISTRAT_TUNING or XDG_CACHE_HOME") from None
         advice = "Programs use it automatically; MPISTRAT_TUNING=off ignores it."
-        print(f"\n{describe(tuning, path)}\n\nWrote {path}. {advice}")
+        print(f"{describe(tuning, path)}\n\nWrote {path}. {advice}")
     return 0
+
+
+def measure(comm: MPI.Intracomm, world: World, max_bytes: int) -> list[Measurement]:
+    """Return the time of each algorithm on a world, from 16 bytes to about `max_bytes`. A collective call.
+
+    Sizes increase by a factor of 4; where the fastest algorithm changes, the size between is measured too.
+    """
+    with Communicator(Hierarchy(comm, world), model=DEFAULT, uses_gpu=False) as communicator:
+        sizes = _sizes(max_bytes)
+        found = _seconds(communicator, sizes)
+        fastest = [min(found[size], key=lambda name: found[size][name]) for size in sizes]
+        found |= _seconds(
+            communicator, [2 * sizes[i] for i, (one, next_one) in enumerate(pairwise(fastest)) if one != next_one]
+        )
+    return [Measurement(world, name, size, seconds) for size in sorted(found) for name, seconds in found[size].items()]
+
+
+def _seconds(communicator: Communicator, sizes: list[int]) -> dict[int, dict[str, float]]:
+    """Return the seconds of each algorithm that works, by size and name."""
+    calls = {size: _calls(communicator, size) for size in sizes}
+    races = {size: Race(communicator.hierarchy.world_group.comm, [*found.values()]) for size, found in calls.items()}
+    while going := [race for race in races.values() if not race.is_over]:  # all sizes in turn: drift favours none
+        for race in going:
+            race.run_block()
+    return {size: dict(zip(calls[size], race.medians(), strict=True)) for size, race in races.items()}
+
+
+def _calls(communicator: Communicator, size: int) -> dict[str, Callable[[], object]]:
+    source, calls = np.ones(size // ITEM_BYTES, np.float32), dict[str, Callable[[], object]]()
+    target = np.empty_like(source)
+    for name in PLANNERS:
+        options = CommunicationOptions(algorithm=name)
+        with suppress(TransportError):  # raised on all ranks: too little shared memory for this algorithm
+            call = partial(communicator.all_reduce, ReduceOp.SUM, [source], options, [target])
+            call()
+            calls[name] = call
+    return calls
+
+
+def _sizes(max_bytes: int) -> list[int]:
+    """Return sizes up to a power of two."""
+    sizes = [1 << max_bytes.bit_length() - 1]
+    while sizes[-1] // _STEP_FACTOR >= _MIN_BYTES:
+        sizes.append(sizes[-1] // _STEP_FACTOR)
+    return sizes[::-1]
 
 
 def describe(tuning: Tuning, path: Path) -> str:
