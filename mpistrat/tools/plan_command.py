@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +12,7 @@ import numpy as np
 from mpistrat.algorithms.choose import PLANNERS, Choice, choose
 from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
 from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel
-from mpistrat.algorithms.plan_report import alternatives_text, basis_text, choice_document, chunks_text, phases_text
+from mpistrat.algorithms.plan_report import alternatives_text, basis_text, chunks_text, phases_text
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_table
@@ -44,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory of the buffer (default: cpu)",
     )
     parser.add_argument("--links", type=int, metavar="N", help="network links of a node, used at the same time (default: 1)")
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -71,8 +68,7 @@ def execute(arguments: argparse.Namespace) -> int:
             one_intra_phase=on_gpu,
             default_chunk_bytes=DEVICE_CHUNK_BYTES * on_gpu,
         )
-        report = _document if arguments.json else _report
-        text = report(choice, arguments.world, arguments.dtype, model)
+        text = _report(choice, arguments.world, arguments.dtype, model)
     except (MpistratError, ValueError) as error:
         print(f"mpistrat plan: {error}", file=sys.stderr)
         return 2
@@ -100,20 +96,6 @@ def _report(choice: Choice, shape: str, dtype: str, model: CostModel) -> str:
         ("why", choice.reason),
     ]
     return "\n\n".join([format_table(heading), phases_text(choice.plan, model), alternatives_text(choice), basis_text(model)])
-
-
-def _document(choice: Choice, shape: str, dtype: str, model: CostModel) -> str:
-    world = choice.plan.world
-    document: dict[str, Any] = {
-        "world": shape,
-        "ranks": world.size,
-        "nodes": world.num_nodes,
-        "shards": world.num_shards,
-        "bytes": choice.plan.num_bytes,
-        "dtype": dtype,
-        **choice_document(choice, model),
-    }
-    return json.dumps(document, indent=1)
 
 
 def _size(world: World) -> str:
