@@ -317,6 +317,9 @@ def _fold(text: traceback.TracebackException | None) -> bool:
     is_folded = 0 < len(others) < len(text.stack)
     if is_folded:
         text.stack[:] = others
+    context = None if text.__suppress_context__ else text.__context__
+    if context is not None and context.stack and all(map(_is_ours, context.stack)):  # how the library came to the error
+        text.__context__, is_folded = None, True
     causes = [_fold(text.__cause__), _fold(text.__context__)]
     return is_folded or any(causes)
 

@@ -8,10 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.launch import abort
+from mpistrat.strategy.extended import read_leaves
 from mpistrat.text import parse_spans
 
 
@@ -111,6 +113,14 @@ def test_frames_of_the_library_are_left_out() -> None:
     assert not [line for line in places if "mpistrat/communicator" in line]
     assert _HINT in lines[-2]
     assert "bytes_per_pack" in lines[-1]
+
+
+def test_an_error_within_the_library_before_it_is_left_out() -> None:
+    wrong = {"b": np.ones(2, "U3")}
+    lines = _text_of(lambda: read_leaves(wrong, [*wrong.values()]))
+    assert not [line for line in lines if "During handling" in line or "mpistrat/arrays.py" in line]
+    assert _HINT in lines[-2]
+    assert "value['b'] has dtype <U3" in lines[-1]
 
 
 def test_they_are_shown_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
