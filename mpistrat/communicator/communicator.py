@@ -46,7 +46,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import bootstrap
 from mpistrat.logger import logger
 from mpistrat.reduction import ReduceOp
-from mpistrat.tuning.file import shared_model
+from mpistrat.tuning import shared_model
 from mpistrat.watch.recorder import recorder, watched, write_entry
 
 if TYPE_CHECKING:

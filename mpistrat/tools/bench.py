@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +33,15 @@ from mpistrat.text import format_bytes
 from mpistrat.tools import run
 from mpistrat.topology.discover import check_gpu_assignment, discover
 from mpistrat.transports.steps import drive, until
-from mpistrat.tuning.measure import Race
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 ALGORITHMS = ("auto", *PLANNERS, "mpi")
 ITEM_BYTES = 4
+BUDGET_SECONDS = 1.0  # of a size
+MIN_BLOCKS, MAX_BLOCKS = 3, 20
+MIN_ROUNDS, MAX_ROUNDS = 3, 20  # in a block; a third as many come first, untimed
 DEADLINE_SECONDS = 60.0  # of a call on GPUs: another rank may not have made it
 
 
@@ -193,3 +197,60 @@ def check_sum(comm: MPI.Intracomm, run: Callable[[], object], target: Array) -> 
     expected = comm.Get_size() * (comm.Get_size() + 1) // 2
     if not comm.allreduce(bool((target == expected).all()), MPI.LAND):
         raise CollectiveError(f"a wrong sum of {target.nbytes} bytes: not every element is {expected} on every rank")
+
+
+class Race:
+    """Times collective calls that do the same in alternating blocks, so that drift of the machine favours none.
+
+    A block begins with untimed calls: a real program repeats one call, and finds its own data in the cache. It has `min_rounds`
+    or more; with less than 3 there are no untimed ones. Making one makes each call once, and is a collective call.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, calls: Sequence[Callable[[], object]], min_rounds: int = MIN_ROUNDS) -> None:
+        self._comm, self._calls = comm, calls
+        self._times: list[list[float]] = [[] for _ in calls]
+        [spent] = slowest_seconds(comm, lambda: [call() for call in calls], 1)
+        self._rounds = int(min(max(BUDGET_SECONDS / MIN_BLOCKS / spent, min_rounds), MAX_ROUNDS))
+
+    @property
+    def rounds(self) -> int:
+        """How many calls of each were timed."""
+        return len(self._times[0])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether enough was timed; the same on all ranks."""
+        blocks, seconds = self.rounds // self._rounds, sum(map(sum, self._times))
+        return blocks >= MIN_BLOCKS and (blocks >= MAX_BLOCKS or seconds >= BUDGET_SECONDS)
+
+    def run_block(self) -> None:
+        """Time a block of each call. A collective call."""
+        for call, found in zip(self._calls, self._times, strict=True):
+            for _ in range(self._rounds // 3):
+                self._comm.Barrier()
+                call()
+            found += slowest_seconds(self._comm, call, self._rounds)
+
+    def medians(self) -> list[float]:
+        """Return the median time of each call, over all rounds; the same on all ranks."""
+        return [statistics.median(found) for found in self._times]
+
+    def run(self) -> list[float]:
+        """Time all blocks, and return the medians. A collective call."""
+        while not self.is_over:
+            self.run_block()
+        return self.medians()
+
+
+def slowest_seconds(comm: MPI.Intracomm, call: Callable[[], object], rounds: int) -> list[float]:
+    """Return the time of the slowest rank in each of some rounds of a collective call. A collective call."""
+    from mpi4py import MPI
+
+    mine, slowest = np.empty(rounds), np.empty(rounds)
+    for index in range(rounds):
+        comm.Barrier()
+        started = time.perf_counter()
+        call()
+        mine[index] = time.perf_counter() - started
+    comm.Allreduce(mine, slowest, MPI.MAX)
+    return [float(seconds) for seconds in slowest]

@@ -25,11 +25,10 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.tools import run
+from mpistrat.tools.bench import Race
 from mpistrat.topology.discover import discover
 from mpistrat.topology.world import World
-from mpistrat.tuning.file import kept, tuning_path
-from mpistrat.tuning.measure import Race
-from mpistrat.tuning.model import ITEM_BYTES, Measurement, Tuning, present_conditions
+from mpistrat.tuning import ITEM_BYTES, Measurement, Tuning, kept, present_conditions, tuning_path
 
 if TYPE_CHECKING:
     from mpi4py import MPI

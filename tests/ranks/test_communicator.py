@@ -201,7 +201,7 @@ def test_a_communicator_that_cannot_be_made_leaves_nothing(comm, monkeypatch, fa
         raise LaunchError("planted")
 
     if failure == "tuning":
-        monkeypatch.setattr("mpistrat.tuning.file._find", fail)
+        monkeypatch.setattr("mpistrat.tuning._find", fail)
 
     def left():
         duplicate = comm.Dup()  # MPI numbers communicators, and windows are mapped files

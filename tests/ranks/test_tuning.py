@@ -14,8 +14,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.tools.tune import measure
 from mpistrat.topology.world import World
-from mpistrat.tuning.file import shared_model, tuning_path
-from mpistrat.tuning.model import Measurement, Tuning, present_conditions
+from mpistrat.tuning import Measurement, Tuning, present_conditions, shared_model, tuning_path
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = up_to_ranks(4)
@@ -26,7 +25,7 @@ FLOAT = np.dtype(np.float32)
 @pytest.fixture(autouse=True)
 def in_haste(monkeypatch):
     """Let what is measured here take no longer than it must."""
-    monkeypatch.setattr("mpistrat.tuning.measure.BUDGET_SECONDS", 0.0)
+    monkeypatch.setattr("mpistrat.tools.bench.BUDGET_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -89,6 +88,6 @@ def test_what_keeps_rank_0_from_a_model_is_told_to_all(comm, hierarchy, kept, mo
         raise KeyError("planted")
 
     if comm.Get_rank() == 0:
-        monkeypatch.setattr("mpistrat.tuning.file._find", fail)
+        monkeypatch.setattr("mpistrat.tuning._find", fail)
     with pytest.raises(AgreementError, match="rank 0 failed for all: KeyError: 'planted'"):
         shared_model(hierarchy)

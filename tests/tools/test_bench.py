@@ -14,7 +14,7 @@ from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.errors import DeadlineExceededError, SettingError
 from mpistrat.settings import ALGORITHM
 from mpistrat.tools import bench, cli
-from mpistrat.tuning.measure import MAX_BLOCKS, MAX_ROUNDS, MIN_BLOCKS, MIN_ROUNDS
+from mpistrat.tools.bench import MAX_BLOCKS, MAX_ROUNDS, MIN_BLOCKS, MIN_ROUNDS
 from tests.gpu.stand_in import UNFINISHED
 from tests.gpu.stand_in_arrays import stand_in_gpu
 from tests.processes import run_bounded

@@ -18,7 +18,7 @@ import mpistrat
 import mpistrat.mpi4py
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.reduction import ReduceOp
-from mpistrat.tuning.measure import Race
+from mpistrat.tools.bench import Race
 
 strategy = mpistrat.MultiWorkerMirroredStrategy()
 communicator = strategy.extended.communicator

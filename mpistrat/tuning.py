@@ -1,4 +1,7 @@
-"""Tuning: the measurements of a cluster, as a document that can be cached, and the cost model that they correct."""
+"""Tuning: the measurements of a cluster in a file, and the cost model that they correct, by which ``auto`` chooses.
+
+Invariant: only rank 0 accesses files, and a bad one never stops a program: it is logged, and the built-in constants hold.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,11 @@ from typing import Any
 from mpistrat import cache, settings
 from mpistrat.algorithms.choose import PLANNERS, choose
 from mpistrat.algorithms.cost import DEFAULT, Correction, CostModel, predict_seconds
+from mpistrat.errors import LaunchError
+from mpistrat.groups.agreement import bcast_or_raise
+from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import library_version
+from mpistrat.logger import logger
 from mpistrat.topology.world import World
 
 _MOST_BYTES = 2.0**40
@@ -24,7 +31,7 @@ _SHAPING: tuple[settings.Setting[Any], ...] = (
     settings.VIRTUAL_NODES, settings.STRICT, settings.CHUNK_BYTES, settings.MAX_MESSAGE_BYTES,
     settings.INTRA_TRANSPORT, settings.INTER_TRANSPORT, settings.MPI_GPU, settings.PEER_MEMORY,
 )  # fmt: skip
-
+_NO_PATHS = ("auto", "off")  # values of MPISTRAT_TUNING
 
 ITEM_BYTES = 4
 
@@ -144,6 +151,65 @@ def present_conditions(world: World) -> Conditions:
         f"{world.shape} {world.placement}",
         ", ".join(f"{name}={value}" for name, value, default in shaping if value != default),
     )
+
+
+def tuning_path(conditions: Conditions) -> Path:
+    """Return the file for these conditions: the one that MPISTRAT_TUNING names, or one in `cache.folder`."""
+    named = settings.TUNING.read()
+    return cache.folder() / conditions.file_name if named.lower() in _NO_PATHS else Path(named).expanduser()
+
+
+def kept() -> list[tuple[Path, Tuning | None, str]]:
+    """Return the file that MPISTRAT_TUNING names, or those in `cache.folder`, and what each holds, or why it cannot be used."""
+    named, found = settings.TUNING.read(), list[tuple[Path, Tuning | None, str]]()
+    in_folder = named.lower() in _NO_PATHS
+    for path in sorted(cache.folder().glob("*.json")) if in_folder else [Path(named).expanduser()]:
+        try:
+            found.append((path, Tuning.from_document(cache.read(path)), ""))
+        except (OSError, ValueError) as error:
+            found.append((path, None, str(error)))
+    return found
+
+
+def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
+    """Return the model of a file; None if it does not exist, or cannot be used, which is logged."""
+    try:
+        tuning = Tuning.from_document(cache.read(path), world)
+        if tuning.conditions != conditions:
+            raise ValueError(f"it was measured under other conditions: {_difference(tuning.conditions, conditions)}")
+        return tuning.model(str(path))
+    except (FileNotFoundError, NotADirectoryError):
+        if path.name == conditions.file_name:
+            return None
+        logger.warning(
+            f"MPISTRAT_TUNING names {path}, which does not exist: mpistrat tune writes it; the built-in constants are used"
+        )
+    except (OSError, ValueError, ArithmeticError) as error:
+        logger.warning(f"{path} is ignored: {error}; mpistrat tune writes it anew")
+    return None
+
+
+def shared_model(hierarchy: Hierarchy) -> CostModel:
+    """Return the cost model for ``auto``, the same on all ranks: see the setting MPISTRAT_TUNING. A collective call."""
+    if hierarchy.world.size == 1:
+        return DEFAULT
+    return bcast_or_raise(hierarchy.world_group.comm, lambda: _find(hierarchy.world))
+
+
+def _find(world: World) -> CostModel:
+    if settings.TUNING.read().lower() == "off":
+        return DEFAULT
+    try:
+        conditions = present_conditions(world)
+        return read(tuning_path(conditions), world, conditions) or DEFAULT
+    except LaunchError as error:
+        logger.warning(str(error))
+        return DEFAULT
+
+
+def _difference(found: Conditions, expected: Conditions) -> str:
+    pairs = [(name, value, getattr(expected, name)) for name, value in asdict(found).items()]
+    return ", ".join(f"{name} {value!r}, here {here!r}" for name, value, here in pairs if value != here)
 
 
 def _positive(number: Any, below: float = float("inf")) -> float:

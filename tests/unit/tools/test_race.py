@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from mpistrat.tuning.measure import MAX_BLOCKS, MAX_ROUNDS, MIN_BLOCKS, MIN_ROUNDS, Race
+from mpistrat.tools.bench import MAX_BLOCKS, MAX_ROUNDS, MIN_BLOCKS, MIN_ROUNDS, Race
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_what_was_slow_once_is_outvoted_and_what_is_slow_is_timed_less(
     def timed(_: object, call: Mock, count: int) -> list[float]:
         return [first] if call not in clocks else [next(clocks[call], later) for _ in range(count)]
 
-    monkeypatch.setattr("mpistrat.tuning.measure.slowest_seconds", timed)
+    monkeypatch.setattr("mpistrat.tools.bench.slowest_seconds", timed)
     race = Race(Mock(), calls)
     assert race.run() == [later, later]
     assert race.rounds == rounds
