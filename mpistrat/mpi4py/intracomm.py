@@ -80,16 +80,11 @@ class WrappedIntracomm(MPI.Intracomm):
         if self._pass_on(sendbuf, recvbuf, op) or self._pass_on(unwrapped(sendbuf), unwrapped(recvbuf), op):
             return
         communicator = self.open()
-        with _RefuseOnError(communicator, "Allreduce"):
-            operands = self._operands(sendbuf, recvbuf, op)
-        if operands is None:
-            communicator.agree("Allreduce by MPI")
+        target = self._combine("Allreduce", communicator.all_reduce, sendbuf, recvbuf, op)
+        if target is None:
             super().Allreduce(sendbuf, recvbuf, op)
-            return
-        reduce_op, source, target = operands
-        _write(target, lambda out: communicator.all_reduce(reduce_op, source, out=out))
-        self._passing.add(op.handle, reduce_op, target)
-        _finish(communicator, target)
+        else:
+            self._passing.add(op.handle, _OPS[op.handle], target)
 
     def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> MPI.Request:  # noqa: N802
         """Start what `Allreduce` does, and return a request. A collective call."""
@@ -109,15 +104,8 @@ class WrappedIntracomm(MPI.Intracomm):
     def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:  # noqa: N802
         """Combine arrays of all ranks; each gets its part, of equal lengths, in `recvbuf`. A collective call."""
         communicator = self.open()
-        with _RefuseOnError(communicator, "Reduce_scatter_block"):
-            operands = self._operands(sendbuf, recvbuf, op, self.size)
-        if operands is None:
-            communicator.agree("Reduce_scatter_block by MPI")
+        if self._combine("Reduce_scatter_block", communicator.reduce_scatter, sendbuf, recvbuf, op, self.size) is None:
             super().Reduce_scatter_block(sendbuf, recvbuf, op)
-            return
-        reduce_op, source, target = operands
-        _write(target, lambda out: communicator.reduce_scatter(reduce_op, source, out=out))
-        _finish(communicator, target)
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:  # noqa: N802
         """Gather the elements of all ranks, in rank order, in `recvbuf` of each. A collective call."""
@@ -161,6 +149,24 @@ class WrappedIntracomm(MPI.Intracomm):
         if self._communicator is not None:
             self._communicator.close()
         super().Free()
+
+    def _combine(
+        self, name: str, verb: Callable[..., Any], sendbuf: Any, recvbuf: Any, op: MPI.Op, blocks: int = 1
+    ) -> Array | None:
+        """Combine arrays by a verb of the communicator, and return the result; None if ranks have agreed that MPI does."""
+        communicator = self.open()
+        with _RefuseOnError(communicator, name):
+            operands = self._operands(sendbuf, recvbuf, op, blocks)
+        if operands is None:
+            communicator.agree(f"{name} by MPI")
+            return None
+        reduce_op, source, target = operands
+        if is_aligned(target):
+            verb(reduce_op, source, out=target)
+        else:
+            target[...] = verb(reduce_op, source)
+        _finish(communicator, target)
+        return target
 
     def _operands(self, sendbuf: Any, recvbuf: Any, op: MPI.Op, blocks: int = 1) -> tuple[ReduceOp, Array, Array] | None:
         """Return the operation, what is combined, and where the result goes; None if MPI combines it.
@@ -288,14 +294,6 @@ def _deriving(method: Callable[..., MPI.Intracomm]) -> Callable[..., MPI.Intraco
         return wrapped(made, self._options) if made else made
 
     return derive
-
-
-def _write(target: Array, reduce: Callable[[Array | None], Array]) -> None:
-    """Call ``reduce(target)``; without the target, which is then written to, if its elements are not aligned."""
-    if is_aligned(target):
-        reduce(target)
-    else:
-        target[...] = reduce(None)
 
 
 def _finish(communicator: Communicator, result: Array) -> None:
