@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
+from mpistrat.errors import LaunchError
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -20,12 +22,12 @@ MAX_BYTES = 1 << 24  # a thousand times the size of the files that we write
 
 
 def folder() -> Path:
-    """Return the cache folder, ``$XDG_CACHE_HOME/mpistrat`` or ``~/.cache/mpistrat``; a RuntimeError if there is no home."""
+    """Return the cache folder, ``$XDG_CACHE_HOME/mpistrat`` or ``~/.cache/mpistrat``; a LaunchError if there is no home."""
     from platformdirs import user_cache_path
 
     found = user_cache_path("mpistrat")
     if not found.is_absolute():
-        raise RuntimeError("there is no home folder")
+        raise LaunchError("there is no home folder for files of mpistrat: set HOME, or XDG_CACHE_HOME")
     return found
 
 

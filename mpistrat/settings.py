@@ -47,6 +47,13 @@ class Setting(Generic[T]):
         except ValueError as error:
             raise SettingError(f"{self.name}={text!r} was found; {error}. Meaning: {self.meaning}") from error
 
+    def read_or_default(self) -> T:
+        """Return the value, or the default of one that cannot be read: all ranks raise that when they make a communicator."""
+        try:
+            return self.read()
+        except SettingError:
+            return self.default
+
 
 def setting(name: str, parse: Callable[[str], T], default: T, is_shared: bool = False) -> Callable[[str], Setting[T]]:
     """Return what declares a setting, when it is called with its meaning."""
@@ -177,7 +184,7 @@ INTER_TRANSPORT = setting("MPISTRAT_INTER_TRANSPORT", _one_of("auto", "mpi_ring"
 )
 MPI_GPU = setting("MPISTRAT_MPI_GPU", _one_of("auto", "on", "off"), "auto")(
     "Whether GPU memory is passed to MPI directly: on, off (staged through host memory) or auto (on if the MPI library is "
-    "CUDA-aware, which is tested once and cached). Rank 0 reads it for all ranks."
+    "CUDA-aware, which each job tests once). Rank 0 reads it for all ranks."
 )
 ONE_SHOT_BYTES = setting("MPISTRAT_ONE_SHOT_BYTES", parse_bytes, 1 << 18, is_shared=True)(
     "The largest buffer of which cuda_ipc lets each GPU of a node read and sum everything, after one barrier of the ranks; in "
@@ -188,8 +195,7 @@ PEER_MEMORY = setting("MPISTRAT_PEER_MEMORY", _parse_bool, True)(
 )
 TUNING = setting("MPISTRAT_TUNING", str, "auto")(
     "The measurements by which auto chooses algorithms: auto (the file that mpistrat tune wrote for this cluster and rank "
-    "placement, if there is one), measure (the same; if there is none, creating a strategy runs the benchmark), off (the "
-    "built-in constants), or the path of such a file. Rank 0 reads it for all ranks."
+    "placement, if there is one), off (the built-in constants), or the path of such a file. Rank 0 reads it for all ranks."
 )
 TIMEOUT_SECONDS = setting("MPISTRAT_TIMEOUT_SECONDS", _parse_seconds, 0.0)(
     "Deadline in seconds of collectives that set none themselves. 0: none."

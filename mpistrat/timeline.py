@@ -16,6 +16,7 @@ from mpistrat import settings
 from mpistrat.logger import logger
 
 _kept: list[Timeline] = []
+_is_alone = True
 
 
 class TimelineEvent(NamedTuple):
@@ -68,11 +69,13 @@ def merged() -> Timeline:
 
 def skip_write_at_exit() -> None:
     """Do not write a trace of this rank at exit: the caller writes the trace of all ranks."""
-    atexit.unregister(_write_alone)
+    global _is_alone
+    _is_alone = False
 
 
 def _write_alone() -> None:
-    write_trace({0: merged()})
+    if _is_alone:
+        write_trace({0: merged()})
 
 
 def write_trace(timelines: dict[int, Timeline]) -> None:

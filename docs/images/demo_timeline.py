@@ -28,7 +28,7 @@ HEIGHTS = {"step": (0.0, 0.8), "copy": (0.08, 0.3), "intra": (0.08, 0.3), "inter
 def main() -> None:
     """Draw the picture beside this script."""
     rows = json.loads(Path(sys.argv[1]).read_text())["traceEvents"]
-    events = [row for row in rows if row["ph"] == "X"]
+    events = [row for row in rows if row["ph"] == "X" and _kind(row) in HEIGHTS]  # collectives have a row of their own, too
     steps = [row for row in events if row["pid"] == 0 and _kind(row) == "step"]
     first, last = min(pairwise(steps), key=lambda pair: pair[0]["dur"] + pair[1]["dur"])
     start, stop = first["ts"], last["ts"] + last["dur"]

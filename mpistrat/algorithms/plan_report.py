@@ -1,8 +1,6 @@
-"""Plans as text, and for JSON: phases with their bytes and predicted times, and the predicted time of every algorithm."""
+"""Plans as text: phases with their bytes and predicted times, and the predicted time of every algorithm."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from mpistrat.algorithms.choose import Choice
 from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel, link_bytes, phase_bytes, phase_seconds, predict_seconds
@@ -51,27 +49,5 @@ def basis_text(model: CostModel = DEFAULT) -> str:
     if model.source == DEFAULT.source:
         return f"Predicted for {rates}: default constants; mpistrat tune corrects them by measurements of this cluster."
     if model.source == ON_DEVICE.source:
-        return f"Predicted for {rates}: default constants for GPUs, of which mpistrat tune measures only the number of links."
+        return f"Predicted for {rates}: default constants for GPUs, which nobody has measured."
     return f"Predicted for {rates}, corrected by measurements: {model.source}."
-
-
-def choice_document(choice: Choice, model: CostModel = DEFAULT) -> dict[str, Any]:
-    """Return what these texts say as a JSON document: sizes in bytes, times in seconds."""
-    plan = choice.plan
-    return {
-        "algorithm": plan.algorithm,
-        "why": choice.reason,
-        "seconds": predict_seconds(plan, model),
-        "chunks": {"count": plan.num_chunks, "bytes": plan.chunk_count * plan.itemsize, "at_a_time": plan.depth},
-        "phases": [
-            {
-                "phase": str(phase),
-                "bytes_per_rank": phase_bytes(plan, phase),
-                "bytes_per_link": link_bytes(plan, phase),
-                "seconds": phase_seconds(plan, phase, model),
-            }
-            for phase in plan.phases
-        ],
-        "alternatives": [{"algorithm": each.plan.algorithm, "seconds": each.seconds} for each in choice.considered],
-        "basis": basis_text(model),
-    }

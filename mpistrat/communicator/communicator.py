@@ -17,7 +17,7 @@ import numpy as np
 
 from mpistrat import settings
 from mpistrat.algorithms.choose import Choice
-from mpistrat.algorithms.cost import DEFAULT, CostModel
+from mpistrat.algorithms.cost import CostModel
 from mpistrat.arrays import Array, as_operand, is_on_device, like, to_device
 from mpistrat.communicator.calls import Calls
 from mpistrat.communicator.construction import build_hierarchy
@@ -46,7 +46,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import bootstrap
 from mpistrat.logger import logger
 from mpistrat.reduction import ReduceOp
-from mpistrat.tuning.file import shared_model
+from mpistrat.tuning import shared_model
 from mpistrat.watch.recorder import recorder, watched, write_entry
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Communicator(BaseCommunicator):
         self._recorder, self._current = recorder(), self.hierarchy.call
         self._verbose = self.rank == 0 and self.hierarchy.settings[settings.VERBOSE]
         self._say(f"{self.world}: {', '.join(f'{node.name} has ranks {node.ranks}' for node in self.world.nodes)}")
-        model = shared_model(self.hierarchy, by_algorithm) if model is None else model
+        model = shared_model(self.hierarchy) if model is None else model
         device = bound_device() if uses_gpu else None
         self._gpu = None if device is None else GpuArrays(device, self._executor, model, self._guard)
         if self._gpu is not None:
@@ -426,11 +426,6 @@ class Communicator(BaseCommunicator):
     def _say(self, text: str) -> None:
         if self._verbose:
             logger.info(text)
-
-
-def by_algorithm(hierarchy: Hierarchy, name: str) -> Communicator:
-    """Return a communicator for host memory that uses the named algorithm. A collective call."""
-    return Communicator(hierarchy, CommunicationOptions(algorithm=name), model=DEFAULT, uses_gpu=False)
 
 
 @cache

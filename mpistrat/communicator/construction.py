@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mpistrat import settings
 from mpistrat.algorithms.cost import CostModel
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import InvalidArgumentError, SettingError
+from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.rendezvous import rendezvous
 
@@ -36,10 +36,7 @@ def rendezvous_seconds(options: object) -> float:
     """Return how many seconds ranks wait for each other while a communicator is made; 0 means forever."""
     if isinstance(options, CommunicationOptions) and options.timeout_seconds is not None:
         return options.timeout_seconds
-    try:
-        return settings.TIMEOUT_SECONDS.read()
-    except SettingError:
-        return 0.0  # the communicator raises this error, on all ranks together
+    return settings.TIMEOUT_SECONDS.read_or_default()
 
 
 def _check_comm(comm: object) -> None:

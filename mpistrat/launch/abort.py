@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from mpistrat import settings
-from mpistrat.errors import MpistratError, SettingError
+from mpistrat.errors import MpistratError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -162,7 +162,8 @@ def format_exception(error: BaseException, label: str) -> str:
     ``raise`` statement, a TypeError for example, may be a bug in it: then all frames are shown.
     """
     text = traceback.TracebackException(type(error), error, _without_runner(error.__traceback__))
-    is_folded = False if _wants_all() or _may_be_bug(error, text) else _fold(text)
+    wants_all = settings.TRACEBACK.read_or_default() == "full"
+    is_folded = False if wants_all or _may_be_bug(error, text) else _fold(text)
     chunks, last = list(text.format()), len(list(text.format_exception_only()))
     if is_folded:  # the error stays the last thing to read
         chunks.insert(len(chunks) - last, _HINT)
@@ -301,13 +302,6 @@ def _is_runner(module: dict[str, Any]) -> bool:
     return module.get("__name__") == "runpy" or module.get("__package__") == "mpi4py"
 
 
-def _wants_all() -> bool:
-    try:
-        return settings.TRACEBACK.read() == "full"
-    except SettingError:
-        return True
-
-
 def _may_be_bug(error: BaseException, text: traceback.TracebackException) -> bool:
     if isinstance(error, MpistratError) or not text.stack:
         return False
@@ -323,6 +317,9 @@ def _fold(text: traceback.TracebackException | None) -> bool:
     is_folded = 0 < len(others) < len(text.stack)
     if is_folded:
         text.stack[:] = others
+    context = None if text.__suppress_context__ else text.__context__
+    if context is not None and context.stack and all(map(_is_ours, context.stack)):  # how the library came to the error
+        text.__context__, is_folded = None, True
     causes = [_fold(text.__cause__), _fold(text.__context__)]
     return is_folded or any(causes)
 

@@ -125,7 +125,7 @@ def _install_exit_hooks(comm: MPI.Intracomm, launcher: process.Process | None) -
     """Make this process end together with its job, and its forked children end without affecting the job."""
     abort.watch_exit()
     children.mark(os.environ)
-    if settings.ABORT.read():
+    if settings.ABORT.read_or_default():
         abort.install(comm)
     if launcher is not None and comm.size > 1:
         process.watch_launcher(launcher, comm.rank)

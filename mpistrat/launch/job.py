@@ -1,9 +1,8 @@
 """Run mpiexec and wait for it: signals are forwarded, it may have a time limit, and its exit code is made reliable.
 
-What it and its ranks print to stderr is handed on at once, but for Open MPI's banners of an aborted job. Open MPI prints such a
-banner when a rank has called MPI_Abort, and may do so before that rank's traceback. They are left out if a rank has said why
-it ends the job, and come last, each once, if none has. Open MPI also ends its messages with a NUL byte, for which grep takes a
-whole log to be binary.
+What it and its ranks print to stderr is handed on at once, but for Open MPI's banners of an aborted job, which may come before
+the traceback of the rank that has called MPI_Abort. They are left out if a rank has said why it ends the job, and come last,
+each once, if none has. Open MPI also ends its messages with a NUL byte, for which grep takes a whole log to be binary.
 """
 
 from __future__ import annotations
@@ -46,11 +45,9 @@ _TAG = rb"(?:\[[\d,]+\]<stderr>: ?)?"
 _LINE = b"-" * 74 + b"\n"
 _KIND = rb"(?P<kind>MPI_ABORT was invoked|\w+ has exited due to process rank)"
 _BANNER = re.compile(_TAG + _LINE + _TAG + _KIND + rb".*?\n" + _TAG + _LINE, re.DOTALL)
-# what may become a banner when more arrives: dashes; or a line of them, and the beginning of the next line, or of the text
-_BEGINNING = re.compile(_TAG + rb"(?:-{1,74}|" + _LINE + _TAG + rb"(?:[\w ]{0,40}|" + _KIND + rb".*))\Z", re.DOTALL)
 _NUL = re.compile(_TAG + rb"\0")
-# how `abort` says why a rank ends the job
-_REASON = re.compile(rb"\[rank \d+ on [^\]\n]*\] (?:Traceback|interrupted|sys\.exit)")
+# how `abort`, or a command that the ranks run, says why a rank ends the job
+_REASON = re.compile(rb"\[rank \d+ on [^\]\n]*\] (?:Traceback|interrupted|sys\.exit)|mpistrat (?:bench|tune): ")
 # how Open MPI and MPICH say that a signal has ended a process
 _KILLED = re.compile(
     rb"PID (?P<pid>\d+) (?:on node|RUNNING AT) (?P<node>\S+)"
@@ -59,7 +56,7 @@ _KILLED = re.compile(
 _LONGEST_MESSAGE = 1000
 
 _READ_BYTES = 1 << 16
-# how long what may be the beginning of a banner waits for the rest
+# how long a line of dashes, with which messages of Open MPI begin, waits for the rest
 _PATIENCE_SECONDS = 0.1
 
 
@@ -174,40 +171,25 @@ class Banners:
     """Hold back the banners of an aborted job until its end, and note which process a signal has ended first."""
 
     def __init__(self) -> None:
-        self._undecided = self._seen = b""
-        self._held: dict[bytes, bytes] = {}
+        self._seen, self._held = b"", dict[bytes, bytes]()
         self._has_message = self._has_reason = False
         self.killed: Killed | None = None
-
-    @property
-    def is_undecided(self) -> bool:
-        """Whether the last bytes may be the beginning of a banner."""
-        return bool(self._undecided)
 
     def feed(self, data: bytes) -> bytes:
         """Return what is to be printed after these bytes have arrived."""
         self._look(data)
-        data = self._undecided + data
-        if not data.endswith(b"-") and _LINE not in data:  # nearly always, and much faster than what follows
-            self._undecided = b""
-            return self._without_nul(data)
-        # MPI_ABORT's own is printed once for each rank that calls it: the first is the one to read
-        for banner in _BANNER.finditer(data):
-            self._held.setdefault(banner["kind"], banner[0])
-        data = _BANNER.sub(b"", data)
-        beginning = _BEGINNING.search(data)
-        end = beginning.start() if beginning else len(data)
-        self._undecided = data[end:]
-        return self._without_nul(data[:end])
-
-    def give_up(self) -> bytes:
-        """Return the undecided bytes: the rest of a banner would have come by now."""
-        data, self._undecided = self._undecided, b""
-        return self._without_nul(data)
+        if _LINE in data:
+            self._has_message = True
+            # MPI_ABORT's own is printed once for each rank that calls it: the first is the one to read
+            for banner in _BANNER.finditer(data):
+                self._held.setdefault(banner["kind"], banner[0])
+            data = _BANNER.sub(b"", data)
+        # only messages of mpiexec have a line of dashes before; what a program prints otherwise stays as it is
+        return _NUL.sub(b"", data) if self._has_message and b"\0" in data else data
 
     def end(self) -> bytes:
-        """Return what is left when there is no more: undecided bytes, then the banners unless a rank has given the reason."""
-        return self.give_up() + (b"" if self._has_reason else b"".join(self._held.values()))
+        """Return what is left when there is no more: the banners, unless a rank has given the reason."""
+        return b"" if self._has_reason else b"".join(self._held.values())
 
     def _look(self, data: bytes) -> None:
         """Note whether a rank says why it ends the job, and which process was killed."""
@@ -216,11 +198,6 @@ class Banners:
         if self.killed is None and (found := _KILLED.search(self._seen)):
             self.killed = Killed(int(found["pid"]), found["node"].decode(errors="replace"), int(found["number"]))
 
-    def _without_nul(self, data: bytes) -> bytes:
-        # only messages of mpiexec have a line of dashes before; what a program prints otherwise stays as it is
-        self._has_message |= bool(self._held) or _LINE in data
-        return _NUL.sub(b"", data) if self._has_message and b"\0" in data else data
-
 
 def relay_stderr(source: int, target: int, banners: Banners) -> None:
     """Copy bytes as they arrive, through `banners`, until there are no more or nobody reads them.
@@ -228,12 +205,14 @@ def relay_stderr(source: int, target: int, banners: Banners) -> None:
     `source` is closed, so that its writers see if nobody reads `target`.
     """
     with suppress(OSError), os.fdopen(source, "rb", buffering=0) as stream:
-        while True:
-            if banners.is_undecided and not select.select([stream], [], [], _PATIENCE_SECONDS)[0]:
-                _write(target, banners.give_up())
-            data = stream.read(_READ_BYTES)
-            if not data:
-                break
+        while data := stream.read(_READ_BYTES):
+            while (
+                data.count(_LINE) % 2 and len(data) < _LONGEST_MESSAGE and select.select([stream], [], [], _PATIENCE_SECONDS)[0]
+            ):
+                more = stream.read(_READ_BYTES)  # a message may come in pieces
+                data += more
+                if not more:
+                    break
             _write(target, banners.feed(data))
         _write(target, banners.end())
 

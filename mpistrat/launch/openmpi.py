@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pwd
-import re
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import suppress
@@ -101,10 +100,8 @@ def mapped_segments(pid: int) -> set[Path]:
     """Return the files in /dev/shm through which the ranks that an mpiexec has started send: killed ones leave them."""
     found: set[Path] = set()
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has exited, or belongs to another user
-            if any(ancestor.pid == pid for ancestor in process.ancestors(int(folder.name))):
-                maps = (folder / "maps").read_text(errors="replace")  # names of files need not be UTF-8
-                found.update(map(Path, re.findall(r"(/dev/shm/sm_segment\.\S+)$", maps, re.MULTILINE)))
+        if any(ancestor.pid == pid for ancestor in process.ancestors(int(folder.name))):
+            found |= process.open_mpi_segments(int(folder.name))
     return found
 
 

@@ -115,6 +115,15 @@ def watched_launcher() -> Process | None:
     return _launcher
 
 
+def open_mpi_segments(pid: int) -> set[Path]:
+    """Return the files in /dev/shm by which a rank of Open MPI sends to others of its host: only a launcher removes them."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")  # names of files need not be UTF-8
+    except OSError:  # it has exited, or belongs to another user
+        return set()
+    return set(map(Path, re.findall(r"(/dev/shm/sm_segment\.\S+)$", maps, re.MULTILINE)))
+
+
 @cache
 def pid_namespace() -> int:
     """Return the namespace that pids are counted in, which differs between containers; 0 if that is not known."""
@@ -147,4 +156,7 @@ def _end(text: str) -> None:
     with suppress(OSError, ValueError):
         if select.select([], [2], [], 0)[1]:  # the reader of stderr is probably gone as well, and a full pipe would block
             os.write(2, text.encode())
+    for path in open_mpi_segments(os.getpid()):
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
     os._exit(_EXIT_CODE)

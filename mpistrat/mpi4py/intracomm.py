@@ -1,4 +1,4 @@
-"""WrappedIntracomm: an intracommunicator of mpi4py whose collectives are made by a `mpistrat.Communicator`.
+"""WrappedIntracomm: an intracommunicator of mpi4py whose collectives are made by a `mpistrat.Communicator`, and its requests.
 
 Invariant: whether a call is made here or by MPI follows only from what MPI requires to be the same on all ranks: the
 operation, the datatype, and which calls were made before. Where MPI makes a reduction, ranks compare that first, so that no two
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial, wraps
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -19,8 +19,8 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.passing import Passing
 from mpistrat.errors import CollectiveError, MpistratError
+from mpistrat.execution.work import Work
 from mpistrat.mpi4py.buffers import Buffer, check_writable, is_in_place, numbers_of, unwrapped
-from mpistrat.mpi4py.request import WorkRequest
 from mpistrat.reduction import ReduceOp
 
 _OPS = {
@@ -80,16 +80,11 @@ class WrappedIntracomm(MPI.Intracomm):
         if self._pass_on(sendbuf, recvbuf, op) or self._pass_on(unwrapped(sendbuf), unwrapped(recvbuf), op):
             return
         communicator = self.open()
-        with _RefuseOnError(communicator, "Allreduce"):
-            operands = self._operands(sendbuf, recvbuf, op)
-        if operands is None:
-            communicator.agree("Allreduce by MPI")
+        target = self._combine("Allreduce", communicator.all_reduce, sendbuf, recvbuf, op)
+        if target is None:
             super().Allreduce(sendbuf, recvbuf, op)
-            return
-        reduce_op, source, target = operands
-        _write(target, lambda out: communicator.all_reduce(reduce_op, source, out=out))
-        self._passing.add(op.handle, reduce_op, target)
-        _finish(communicator, target)
+        else:
+            self._passing.add(op.handle, _OPS[op.handle], target)
 
     def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> MPI.Request:  # noqa: N802
         """Start what `Allreduce` does, and return a request. A collective call."""
@@ -109,15 +104,8 @@ class WrappedIntracomm(MPI.Intracomm):
     def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:  # noqa: N802
         """Combine arrays of all ranks; each gets its part, of equal lengths, in `recvbuf`. A collective call."""
         communicator = self.open()
-        with _RefuseOnError(communicator, "Reduce_scatter_block"):
-            operands = self._operands(sendbuf, recvbuf, op, self.size)
-        if operands is None:
-            communicator.agree("Reduce_scatter_block by MPI")
+        if self._combine("Reduce_scatter_block", communicator.reduce_scatter, sendbuf, recvbuf, op, self.size) is None:
             super().Reduce_scatter_block(sendbuf, recvbuf, op)
-            return
-        reduce_op, source, target = operands
-        _write(target, lambda out: communicator.reduce_scatter(reduce_op, source, out=out))
-        _finish(communicator, target)
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:  # noqa: N802
         """Gather the elements of all ranks, in rank order, in `recvbuf` of each. A collective call."""
@@ -162,6 +150,24 @@ class WrappedIntracomm(MPI.Intracomm):
             self._communicator.close()
         super().Free()
 
+    def _combine(
+        self, name: str, verb: Callable[..., Any], sendbuf: Any, recvbuf: Any, op: MPI.Op, blocks: int = 1
+    ) -> Array | None:
+        """Combine arrays by a verb of the communicator, and return the result; None if ranks have agreed that MPI does."""
+        communicator = self.open()
+        with _RefuseOnError(communicator, name):
+            operands = self._operands(sendbuf, recvbuf, op, blocks)
+        if operands is None:
+            communicator.agree(f"{name} by MPI")
+            return None
+        reduce_op, source, target = operands
+        if is_aligned(target):
+            verb(reduce_op, source, out=target)
+        else:
+            target[...] = verb(reduce_op, source)
+        _finish(communicator, target)
+        return target
+
     def _operands(self, sendbuf: Any, recvbuf: Any, op: MPI.Op, blocks: int = 1) -> tuple[ReduceOp, Array, Array] | None:
         """Return the operation, what is combined, and where the result goes; None if MPI combines it.
 
@@ -185,6 +191,56 @@ class WrappedIntracomm(MPI.Intracomm):
             raise ValueError(f"mismatch in send count {len(source) // blocks} and receive count {len(target)}")
         check_writable(target)
         return reduce_op, source, target
+
+
+class WorkRequest(MPI.Grequest):
+    """A generalized request of MPI that is complete when a `Work` has ended.
+
+    ``MPI.Request.Waitall`` and its like take it with other requests; they report a failure as an error of MPI, while `Wait` and
+    `Test` raise what made it fail.
+    """
+
+    _work: Work[Any]
+
+    @classmethod
+    def of(cls, work: Work[Any]) -> WorkRequest:
+        """Return the request of what has been started."""
+
+        def query(_: MPI.Status) -> None:
+            work.done()  # raises what made it fail, which mpi4py turns into an error of MPI
+
+        started = MPI.Grequest.Start(query, _nothing, _nothing)
+        request = cls(started)
+        request._work = work
+        work.add_done_callback(started.Complete)
+        return request
+
+    def Wait(self, status: MPI.Status | None = None) -> Literal[True]:  # noqa: N802 - MPI's name
+        """Wait for the end.
+
+        Raises
+        ------
+        AgreementError, DeadlineExceededError, UnavailableError
+            As ``Work.wait``.
+        """
+        self._work.wait()
+        return super().Wait(status)
+
+    def Test(self, status: MPI.Status | None = None) -> bool:  # noqa: N802
+        """Return whether it has ended; raises as `Wait`."""
+        return self._work.done() and super().Test(status)
+
+    def wait(self, status: MPI.Status | None = None) -> Any:
+        """Wait for the end, and return None, as mpi4py does where nothing was pickled."""
+        self.Wait(status)
+
+    def test(self, status: MPI.Status | None = None) -> tuple[bool, Any]:
+        """Return whether it has ended, and None."""
+        return self.Test(status), None
+
+
+def _nothing(*_: object) -> None:
+    """Free or cancel nothing: what was started goes on."""
 
 
 class _RefuseOnError:
@@ -238,14 +294,6 @@ def _deriving(method: Callable[..., MPI.Intracomm]) -> Callable[..., MPI.Intraco
         return wrapped(made, self._options) if made else made
 
     return derive
-
-
-def _write(target: Array, reduce: Callable[[Array | None], Array]) -> None:
-    """Call ``reduce(target)``; without the target, which is then written to, if its elements are not aligned."""
-    if is_aligned(target):
-        reduce(target)
-    else:
-        target[...] = reduce(None)
 
 
 def _finish(communicator: Communicator, result: Array) -> None:

@@ -192,7 +192,7 @@ class ParameterServerStrategy(Strategy):
 
     def _end(self) -> None:
         """Close where the program ends; but not where it ends the job by itself, with an error."""
-        if not (abort.ending_code() and settings.ABORT.read()):
+        if not (abort.ending_code() and settings.ABORT.read_or_default()):
             self.close()
 
 

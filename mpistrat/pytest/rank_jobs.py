@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -172,10 +172,8 @@ class RankJob:
 
     def _start(self, description: Path) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "mpistrat", "run", "-n", str(self.num_ranks), "-m", "mpistrat.pytest.rank_main"]
-        # os.environ, because an earlier test may have started MPI here, which sets variables that only C programs see
-        if self._config.option.capture == "no":
-            return subprocess.Popen([*argv, str(description)], stdin=subprocess.DEVNULL, env=dict(os.environ))
-        with self._output.open("wb") as output:
+        with nullcontext() if self._config.option.capture == "no" else self._output.open("wb") as output:
+            # os.environ, because an earlier test may have started MPI here, which sets variables that only C programs see
             return subprocess.Popen(
                 [*argv, str(description)], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=dict(os.environ)
             )

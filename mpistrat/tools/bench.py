@@ -1,15 +1,13 @@
 """mpistrat bench: collectives measured against plain MPI in the same run, each result checked before it is timed.
 
-The two are timed in alternating blocks, so that drift of the machine favours none. A block begins with untimed calls: a real
-program repeats one call, and finds its own data in the cache. Bandwidths are defined as in nccl-tests: algorithm bandwidth is
-bytes / time, bus bandwidth is that times 2 (n - 1) / n for n ranks.
+Bandwidths are defined as in nccl-tests: algorithm bandwidth is bytes / time, bus bandwidth is that times 2 (n - 1) / n for n
+ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import time
@@ -20,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import mpistrat
-from mpistrat import settings
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.arrays import Array, array_module
 from mpistrat.communicator.communicator import Communicator
@@ -36,15 +33,13 @@ from mpistrat.text import format_bytes
 from mpistrat.tools import run
 from mpistrat.topology.discover import check_gpu_assignment, discover
 from mpistrat.transports.steps import drive, until
-from mpistrat.tuning.measure import slowest_seconds
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 ALGORITHMS = ("auto", *PLANNERS, "mpi")
-DEVICES = ("auto", "gpu", "cpu")
 ITEM_BYTES = 4
-BUDGET_SECONDS = 1.0
+BUDGET_SECONDS = 1.0  # of a size
 MIN_BLOCKS, MAX_BLOCKS = 3, 20
 MIN_ROUNDS, MAX_ROUNDS = 3, 20  # in a block; a third as many come first, untimed
 DEADLINE_SECONDS = 60.0  # of a call on GPUs: another rank may not have made it
@@ -76,9 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-bytes", default="64MiB", metavar="SIZE", help="largest array (default: 64MiB)")
     parser.add_argument("--step-factor", type=int, default=4, metavar="N", help="factor from one size to the next (default: 4)")
     parser.add_argument("--algorithm", default="auto", choices=ALGORITHMS, help="default: auto; mpi: plain MPI")
-    parser.add_argument(
-        "--device", default="auto", choices=DEVICES, help="memory of the arrays: gpu, cpu, or auto (default: the ranks' device)"
-    )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
@@ -91,8 +83,6 @@ def execute(arguments: argparse.Namespace) -> int:
     code = run.start_own_ranks(arguments)
     if code is not None:
         return code
-    if arguments.device != "auto":
-        os.environ[settings.DEVICE.name] = arguments.device
     comm = start()
     check_gpu_assignment(comm)
     ops = Communicator(Hierarchy(comm, discover(comm)))
@@ -129,10 +119,11 @@ def measure(ops: Communicator, nbytes: int, algorithm: str) -> Row:
     calls: list[Callable[[], object]] = [timed(ours, ops), bare]
     for call, result in zip(calls, (in_host[1] if algorithm == "mpi" else target, in_host[1]), strict=True):
         check_sum(comm, call, result)
-    (seconds, mpi_seconds), rounds = time_interleaved(comm, calls)
+    race = Race(comm, calls)
+    seconds, mpi_seconds = race.run()
     algorithm_gbs = nbytes / seconds / 1e9
     bus_gbs = algorithm_gbs * 2 * (ops.size - 1) / ops.size
-    return Row(nbytes, plan, seconds, mpi_seconds, algorithm_gbs, bus_gbs, mpi_seconds / seconds, rounds)
+    return Row(nbytes, plan, seconds, mpi_seconds, algorithm_gbs, bus_gbs, mpi_seconds / seconds, race.rounds)
 
 
 def place_text(ops: Communicator) -> str:
@@ -208,33 +199,58 @@ def check_sum(comm: MPI.Intracomm, run: Callable[[], object], target: Array) -> 
         raise CollectiveError(f"a wrong sum of {target.nbytes} bytes: not every element is {expected} on every rank")
 
 
-def time_interleaved(
-    comm: MPI.Intracomm, calls: Sequence[Callable[[], object]], min_rounds: int = MIN_ROUNDS
-) -> tuple[list[float], int]:
-    """Time collective calls, each of which has run before. A collective call.
+class Race:
+    """Times collective calls that do the same in alternating blocks, so that drift of the machine favours none.
 
-    A block has `min_rounds` or more; with less than 3 there is no warm-up. For each call the median over all rounds of the
-    slowest rank's seconds is returned, the same on all ranks, and how many rounds were timed.
+    A block begins with untimed calls: a real program repeats one call, and finds its own data in the cache. It has `min_rounds`
+    or more; with less than 3 there are no untimed ones. Making one makes each call once, and is a collective call.
     """
-    blocks, rounds = _fit(comm, calls, min_rounds)
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(blocks):
-        for call, found in zip(calls, times, strict=True):
-            for _ in range(rounds // 3):
-                comm.Barrier()
+
+    def __init__(self, comm: MPI.Intracomm, calls: Sequence[Callable[[], object]], min_rounds: int = MIN_ROUNDS) -> None:
+        self._comm, self._calls = comm, calls
+        self._times: list[list[float]] = [[] for _ in calls]
+        [spent] = slowest_seconds(comm, lambda: [call() for call in calls], 1)
+        self._rounds = int(min(max(BUDGET_SECONDS / MIN_BLOCKS / spent, min_rounds), MAX_ROUNDS))
+
+    @property
+    def rounds(self) -> int:
+        """How many calls of each were timed."""
+        return len(self._times[0])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether enough was timed; the same on all ranks."""
+        blocks, seconds = self.rounds // self._rounds, sum(map(sum, self._times))
+        return blocks >= MIN_BLOCKS and (blocks >= MAX_BLOCKS or seconds >= BUDGET_SECONDS)
+
+    def run_block(self) -> None:
+        """Time a block of each call. A collective call."""
+        for call, found in zip(self._calls, self._times, strict=True):
+            for _ in range(self._rounds // 3):
+                self._comm.Barrier()
                 call()
-            found += slowest_seconds(comm, call, rounds)
-    return [statistics.median(found) for found in times], blocks * rounds
+            found += slowest_seconds(self._comm, call, self._rounds)
+
+    def medians(self) -> list[float]:
+        """Return the median time of each call, over all rounds; the same on all ranks."""
+        return [statistics.median(found) for found in self._times]
+
+    def run(self) -> list[float]:
+        """Time all blocks, and return the medians. A collective call."""
+        while not self.is_over:
+            self.run_block()
+        return self.medians()
 
 
-def _fit(comm: MPI.Intracomm, calls: Sequence[Callable[[], object]], min_rounds: int) -> tuple[int, int]:
-    """Return how many blocks, of how many rounds, fit the budget; the same on all ranks."""
+def slowest_seconds(comm: MPI.Intracomm, call: Callable[[], object], rounds: int) -> list[float]:
+    """Return the time of the slowest rank in each of some rounds of a collective call. A collective call."""
     from mpi4py import MPI
 
-    started = time.perf_counter()
-    for call in calls:
+    mine, slowest = np.empty(rounds), np.empty(rounds)
+    for index in range(rounds):
+        comm.Barrier()
+        started = time.perf_counter()
         call()
-    spent: float = comm.allreduce(time.perf_counter() - started, MPI.MAX)
-    affordable = BUDGET_SECONDS / spent
-    rounds = int(min(max(affordable / MIN_BLOCKS, min_rounds), MAX_ROUNDS))
-    return int(min(max(affordable / rounds, MIN_BLOCKS), MAX_BLOCKS)), rounds
+        mine[index] = time.perf_counter() - started
+    comm.Allreduce(mine, slowest, MPI.MAX)
+    return [float(seconds) for seconds in slowest]

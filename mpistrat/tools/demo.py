@@ -4,16 +4,40 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import shutil
+import socket
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from mpistrat.communicator.options import WIRE_DTYPES
+import numpy as np
+
+import mpistrat
+from mpistrat import settings
+from mpistrat.communicator.interface import BaseCommunicator
+from mpistrat.communicator.options import WIRE_DTYPES, CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, LaunchError
-from mpistrat.tools import run
+from mpistrat.launch.gpu_binding import what_is_bound
+from mpistrat.text import format_bytes, format_count, format_table
+from mpistrat.timeline import Timeline
+from mpistrat.tools import run, train_digits
 from mpistrat.topology.world import World
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 NEEDED = {"rich": "rich", "sklearn": "scikit-learn", "matplotlib": "matplotlib"}
+# wide enough for more than 1 MiB of gradients
+HIDDEN, RATE = 4096, 0.03
+# the progress bar shows the mean of so many steps, because single steps vary
+RECENT = 10
+# every scope of a plan; training steps have their own lane
+LANES = ("intra", "inter", "world")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--error-feedback", action="store_true", help="with --wire-dtype: add the rounding error of a cast in the next step"
     )
+    # a rank cannot find out itself: mpiexec reads its output, and may give it a pseudo-terminal
+    parser.add_argument("--width", type=int, default=0, help=argparse.SUPPRESS)
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -50,13 +76,10 @@ def execute(arguments: argparse.Namespace) -> int:
     nodes = arguments.nodes or _two_nodes(arguments.ranks or 4)
     world = World.from_shape(nodes, arguments.ranks)
     _check_packages()
-    folder = _make_folder(arguments.out)
-    # a rank cannot find out itself: mpiexec reads its output, and may give it a pseudo-terminal
+    _make_folder(arguments.out)
+    os.environ[settings.TIMELINE.name] = str(arguments.out / "timeline.json")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    options = ["--epochs", str(arguments.epochs), "--out", str(folder), "--width", str(width)]
-    options += ["--wire-dtype", arguments.wire_dtype] if arguments.wire_dtype else []
-    options += ["--error-feedback"] if arguments.error_feedback else []
-    return run.start(["-m", "mpistrat.tools.demo_rank", *options], world.size, nodes)
+    return run.start(["-m", "mpistrat.tools.demo", "--width", str(width), *arguments.words[1:]], world.size, nodes)
 
 
 def _two_nodes(num_ranks: int) -> str:
@@ -70,9 +93,197 @@ def _check_packages() -> None:
         raise LaunchError(f"the demo needs {', '.join(missing)}, which is not installed: pip install '.[demo]' in the checkout")
 
 
-def _make_folder(folder: Path) -> Path:
+def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidArgumentError(f"--out {folder} cannot be created as a folder: {error.strerror}") from None
-    return folder
+
+
+@dataclass(frozen=True)
+class Step:
+    """The measurements of one training step, from the end of the previous one on, or from the meter's `start`."""
+
+    epoch: int  # counted from 0
+    loss: float  # mean over the images of the global batch
+    images: int  # of the global batch
+    seconds: float
+    communicating_seconds: float  # in which this rank was in a collective: copying, sending or waiting for other ranks
+
+
+class Meter:
+    """Measures steps, and records them on the timeline of this rank's collectives, which it enables."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.steps: list[Step] = []
+        self._timeline = timeline
+        self._timeline.enabled = True
+        self.start()
+
+    def start(self) -> None:
+        """Begin the first step now; what came before is no part of it."""
+        self._started = time.perf_counter()
+        self._busy_seconds = self._timeline.busy_seconds(LANES)
+
+    def end_step(self, epoch: int, loss: float, images: int) -> Step:
+        """End a step now, and return its measurements."""
+        self._timeline.record(f"step {len(self.steps)}", "step", self._started)
+        now, busy_seconds = time.perf_counter(), self._timeline.busy_seconds(LANES)
+        step = Step(epoch, loss, images, now - self._started, busy_seconds - self._busy_seconds)
+        self._started, self._busy_seconds = now, busy_seconds
+        self.steps.append(step)
+        return step
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train on one of the ranks; print and write the results on rank 0. A collective call."""
+    from rich.console import Console
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    options = CommunicationOptions(wire_dtype=arguments.wire_dtype, error_feedback=arguments.error_feedback)
+    strategy = mpistrat.MultiWorkerMirroredStrategy(communication_options=options)
+    communicator, chief = strategy.extended.communicator, strategy.extended.should_save_summary
+    console = Console(
+        force_terminal=arguments.width > 0, width=arguments.width or None, soft_wrap=True, highlight=False, quiet=not chief
+    )
+    _introduce(console, communicator, options)
+    meter = Meter(communicator.timeline)
+    accuracy = _train(console, strategy, arguments.epochs, meter)
+    if chief:
+        _plot(arguments.out / "training.png", f"{_sizes(communicator.world)}: test accuracy {accuracy:.3f}", meter.steps)
+    _conclude(console, accuracy, meter.steps, arguments.out)
+
+
+def _introduce(console: Console, communicator: BaseCommunicator, options: CommunicationOptions) -> None:
+    """Show the topology, and the plan for the gradients."""
+    from rich.markup import escape
+
+    # the loss and the number of images are reduced together with the gradients
+    count = sum(array.size for array in train_digits.first_weights(HIDDEN).values()) + 2
+    dtype = np.dtype(np.float32)
+    kind = "virtual nodes on" if settings.VIRTUAL_NODES.read() else "real nodes, this is"
+    choice = communicator.choose(count, dtype)
+    facts = [
+        ("computed", escape(_where(communicator))),
+        ("gradients", f"{format_bytes(count * dtype.itemsize)} of {dtype} on each rank, summed over all ranks in each step"),
+        ("plan", "one replica: nothing is sent" if choice is None else str(choice.plan)),
+        ("why", "there is only one rank" if choice is None else choice.reason),
+    ]
+    if options.wire_dtype:
+        later = ", and the rounding error is added in the next step" * bool(options.error_feedback)
+        facts.append(("between nodes", f"sums are rounded to {options.wire_dtype}{later}"))
+    console.print(
+        f"[bold]A network learns handwritten digits on {_sizes(communicator.world)}[/], {kind} {socket.gethostname()}\n"
+    )
+    console.print(_topology(communicator.world), "", format_table(facts), "", sep="\n")
+
+
+def _where(communicator: BaseCommunicator) -> str:
+    """Return the device of this rank and why, and on GPUs by which transports gradients are combined."""
+    found = what_is_bound()
+    assert found is not None, "a strategy binds what it computes on"
+    if communicator.path:
+        return f"on GPUs, with CuPy ({found.why}); arrays are combined by {communicator.path}"
+    return f"in host memory, with NumPy: {found.why}"
+
+
+def _topology(world: World) -> str:
+    """Return a row for each node, a column for each rail: which ranks reduce together."""
+    shards = range(world.num_shards)
+    nodes = [(node.name, *(f"rank {world.owner(shard, node.index)}" for shard in shards)) for node in world.nodes]
+    return format_table([("", *(f"rail {shard}" for shard in shards)), *nodes])
+
+
+def _train(console: Console, strategy: mpistrat.Strategy, epochs: int, meter: Meter) -> float:
+    """Train with a progress bar, or without a terminal a line per epoch; return the accuracy on the test data."""
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    console.print("rank 0 loads the images: it imports scikit-learn …")
+    columns = (TextColumn("epoch {task.fields[epoch]}"), BarColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        total = epochs * train_digits.TRAINING_IMAGES
+        bar = progress.add_task("", total=total, epoch=1)
+
+        def on_step(epoch: int, loss: float, images: int) -> None:
+            meter.end_step(epoch, loss, images)
+            progress.update(bar, advance=images, epoch=epoch + 1, description=_summary(meter.steps[-RECENT:]))
+            ended = sum(step.images for step in meter.steps) % train_digits.TRAINING_IMAGES == 0
+            if ended and not console.is_terminal:
+                console.print(f"epoch {epoch + 1}/{epochs}  {_summary([step for step in meter.steps if step.epoch == epoch])}")
+
+        return train_digits.train(strategy, epochs, rate=RATE, hidden=HIDDEN, on_start=meter.start, on_step=on_step)[1]
+
+
+def _summary(steps: Sequence[Step]) -> str:
+    rate, share = images_per_second(steps), share_communicating(steps)
+    return f"loss {mean_loss(steps):.3f}  {rate:6.0f} images/s  {share:4.0%} communicating"
+
+
+def _conclude(console: Console, accuracy: float, steps: Sequence[Step], out: Path) -> None:
+    console.print(f"\n[bold]test accuracy {accuracy:.3f}[/] after {format_count(steps[-1].epoch + 1, 'epoch')}")
+    rate, share = images_per_second(steps), share_communicating(steps)
+    console.print(f"{rate:.0f} images/s; {share:.0%} of the time communicating, copies and waiting for other ranks included\n")
+    files = [
+        (str(out / "training.png"), "loss and throughput of each step"),
+        (str(out / "timeline.json"), "what each rank did when: open it at https://ui.perfetto.dev or chrome://tracing"),
+        (train_digits.__file__, "the training script; start it with python, mpiexec, srun or mpistrat run"),
+    ]
+    console.print(format_table(files))
+
+
+def _sizes(world: World) -> str:
+    return f"{format_count(world.size, 'rank')} on {format_count(world.num_nodes, 'node')} ({world.shape})"
+
+
+def mean_loss(steps: Sequence[Step]) -> float:
+    """Return the mean loss over the images of some steps."""
+    return sum(step.loss * step.images for step in steps) / sum(step.images for step in steps)
+
+
+def images_per_second(steps: Sequence[Step]) -> float:
+    """Return the throughput of all ranks over some steps."""
+    return sum(step.images for step in steps) / sum(step.seconds for step in steps)
+
+
+def share_communicating(steps: Sequence[Step]) -> float:
+    """Return the share, 0 to 1, of the time of some steps that this rank spent communicating."""
+    return sum(step.communicating_seconds for step in steps) / sum(step.seconds for step in steps)
+
+
+def _plot(path: Path, title: str, steps: Sequence[Step]) -> None:
+    """Draw the loss and the throughput of each step into a PNG file."""
+    import matplotlib  # slow, and no other rank needs it
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    epochs = [list(group) for _, group in groupby(steps, key=lambda step: step.epoch)]
+    figure, (upper, lower) = plt.subplots(2, 1, sharex=True, figsize=(8, 5.5), layout="constrained")
+    figure.suptitle(title)
+    _draw(upper, epochs, [step.loss for step in steps], [mean_loss(epoch) for epoch in epochs], "#2a6fb0")
+    upper.set_yscale("log")
+    upper.set_ylabel("training loss")
+    rates = [images_per_second([step]) for step in steps]
+    _draw(lower, epochs, rates, [images_per_second(epoch) for epoch in epochs], "#c2571a")
+    lower.set_ylim(0, 1.1 * max(rates))
+    lower.set_ylabel("images per second")
+    lower.set_xlabel(f"epoch ({share_communicating(steps):.0%} of the time communicating, copies and waiting included)")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _draw(axes: Any, epochs: Sequence[Sequence[Step]], values: Sequence[float], means: Sequence[float], color: str) -> None:
+    """Draw a value of each step where the step ends, in epochs, and the means of the epochs."""
+    places = [number + (index + 1) / len(epoch) for number, epoch in enumerate(epochs) for index in range(len(epoch))]
+    axes.plot(places, values, color=color, alpha=0.35, label="each step")
+    axes.stairs(means, range(len(epochs) + 1), baseline=None, color=color, linewidth=2, label="mean of the epoch")
+    axes.set_xlim(0, len(epochs))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -57,8 +57,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def describe(pid: int) -> str:
     """Return what the ranks of this host are doing that a process has started, an mpiexec; empty if none keeps a record."""
-    started = [path for path in folder.jobs() if any(_descends_from(rank, pid) for rank in _recorded(path))]
-    return "\n\n".join(_report(job) for path in started if (job := examine(path)) is not None)
+    return "\n\n".join(_report(job) for _, job in _all_jobs() if job.has_process(pid))
 
 
 def _all_jobs() -> Iterator[tuple[float, JobReport]]:
@@ -94,6 +93,11 @@ class JobReport:
     def program(self) -> str:
         """The script that it runs."""
         return next((state.program for state in self.states if state.program), "")
+
+    def has_process(self, pid: int) -> bool:
+        """Return whether a process is one of its ranks that exist, or has started one."""
+        ranks = [process.find(state.pid) for state in self.states if state.state not in ("gone", "killed", "unknown")]
+        return any(each.pid == pid for rank in ranks if rank for each in (rank, *process.ancestors(rank.pid)))
 
     def document(self) -> dict[str, Any]:
         """Return it as a JSON document."""
@@ -142,25 +146,8 @@ def _of_process(jobs: Sequence[JobReport], pid: int) -> list[JobReport]:
 
     A killed job counts only in the second case, because pids are reused.
     """
-    there = [job for job in jobs if any(_descends_from(rank, pid) for rank in _processes(job))]
+    there = [job for job in jobs if job.has_process(pid)]
     return there or [job for job in jobs if any(state.pid == pid for state in job.states)][:1]
-
-
-def _processes(job: JobReport) -> Iterator[process.Process | None]:
-    """Yield the processes of a job's ranks that exist: those with a record, and others that were seen."""
-    yield from _recorded(job.path)
-    recorded = {file.rank for file in Neighbours(job.path).files()}
-    yield from (process.find(state.pid) for state in job.states if state.rank not in recorded)
-
-
-def _recorded(job: Path) -> Iterator[process.Process | None]:
-    for file in Neighbours(job).files():
-        with suppress(LookupError):  # it is another container's
-            yield file.process()
-
-
-def _descends_from(found: process.Process | None, pid: int) -> bool:
-    return found is not None and any(each.pid == pid for each in (found, *process.ancestors(found.pid)))
 
 
 def _list(jobs: Sequence[JobReport]) -> str:

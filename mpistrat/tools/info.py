@@ -1,4 +1,4 @@
-"""mpistrat info: versions, the MPI library and how it was found, GPUs, settings, and what auto would choose. Starts no MPI."""
+"""mpistrat info: versions, the MPI library and how it was found, GPUs and settings. Starts no MPI."""
 
 from __future__ import annotations
 
@@ -14,15 +14,11 @@ from typing import Any
 
 import mpistrat
 from mpistrat import settings
-from mpistrat.algorithms.choose import choose
 from mpistrat.errors import LaunchError, MpistratError
-from mpistrat.launch import environment, mpiexec, openmpi
+from mpistrat.launch import environment, mpiexec
 from mpistrat.settings import SETTINGS
-from mpistrat.text import format_bytes, format_table
-from mpistrat.tools.plan_command import paths_text
-from mpistrat.topology.world import World
+from mpistrat.text import format_table
 
-_SIZES = (8, 1 << 20, 64 << 20)
 _SECONDS = 60.0
 
 # runs in a separate process, because a broken CuPy or driver may crash it
@@ -41,9 +37,7 @@ print(json.dumps(found))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``mpistrat info``."""
-    parser.description = (
-        "Show versions, the MPI library and how it was found, GPUs, the settings, and which algorithms auto would choose."
-    )
+    parser.description = "Show versions, the MPI library and how it was found, GPUs, and the settings."
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
@@ -63,7 +57,6 @@ def gather() -> dict[str, Any]:
         "gpu": _gpu(),
         "settings": [_setting(setting) for setting in SETTINGS],
         "misspelt": settings.misspelt(),
-        "choices": _choices(),
     }
 
 
@@ -109,10 +102,7 @@ def _gpu() -> dict[str, Any]:
     if done.returncode:
         return {"problem": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
     found: dict[str, Any] = json.loads(done.stdout)
-    try:
-        return found | {"ways": paths_text(World.from_shape("2x2")).splitlines()}
-    except MpistratError as error:
-        return found | {"problem": str(error)}
+    return found
 
 
 def _setting(setting: settings.Setting[Any]) -> dict[str, Any]:
@@ -121,19 +111,6 @@ def _setting(setting: settings.Setting[Any]) -> dict[str, Any]:
         return {"name": setting.name, "value": setting.read(), "origin": "environment" if is_set else "default"}
     except MpistratError as error:
         return {"name": setting.name, "value": os.environ[setting.name], "origin": "environment", "problem": str(error)}
-
-
-def _choices() -> list[dict[str, str]]:
-    """Return what auto would choose for a sum of float32 in host memory, on one and on two nodes like this host."""
-    cores = openmpi.num_cores()
-    rows = []
-    for shape in (f"1x{cores}", f"2x{cores}"):
-        for nbytes in _SIZES:
-            choice = choose(World.from_shape(shape), nbytes // 4, 4)
-            rows.append(
-                {"world": shape, "bytes": format_bytes(nbytes), "algorithm": choice.plan.algorithm, "why": choice.reason}
-            )
-    return rows
 
 
 def _report(found: dict[str, Any]) -> str:
@@ -149,8 +126,6 @@ def _report(found: dict[str, Any]) -> str:
         format_table([(f"GPU {name}", str(text)) for name, text in gpu.items()]),
         format_table(used),
         *([_warnings(found["misspelt"])] if found["misspelt"] else []),
-        "what auto would choose for a sum of float32 in host memory:\n"
-        + format_table([("world", "size", "algorithm", "why"), *(tuple(row.values()) for row in found["choices"])]),
     ]
     return "\n\n".join(parts)
 

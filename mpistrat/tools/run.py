@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mpistrat import settings
 from mpistrat.errors import InvalidArgumentError, LaunchError
@@ -63,46 +64,40 @@ def execute(arguments: argparse.Namespace) -> int:
     program = program[1:] if program[:1] == ["--"] else program  # the usual end of the options
     _check_program(program)
     num_ranks = _count_ranks(arguments.ranks, arguments.nodes)
-    return start(
+    timeout = _seconds(arguments.timeout) if arguments.timeout else 0.0
+    command, extra = _command(
         program,
         num_ranks,
         arguments.nodes,
         survive=arguments.survive,
         tag_output=arguments.tag_output,
         hostfile=arguments.hostfile,
-        timeout=_seconds(arguments.timeout) if arguments.timeout else 0.0,
-        dry_run=arguments.dry_run,
     )
+    if not arguments.dry_run:
+        # at the timeout the job is ended, after a report of what its ranks are doing
+        limit = Limit(timeout, partial(_report_timeout, timeout)) if timeout else None
+        return follow(command, {**os.environ, **extra}, limit, _report_killed)
+    print(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in extra.items()), shlex.join(command)]))
+    return 0
 
 
-def start(
-    program: Sequence[str],
-    num_ranks: int,
-    nodes: str = "",
-    *,
-    survive: bool = False,
-    tag_output: bool = False,
-    hostfile: Path | None = None,
-    timeout: float = 0.0,
-    dry_run: bool = False,
-) -> int:
-    """Start a job, wait for its end, and return its exit code, as `follow` does; a dry run only prints the command.
+def start(program: Sequence[str], num_ranks: int, nodes: str = "") -> int:
+    """Start a job, wait for its end, and return its exit code, as `follow` does."""
+    command, extra = _command(program, num_ranks, nodes)
+    return follow(command, {**os.environ, **extra}, None, _report_killed)
 
-    At the timeout, 0 for none, the job is ended, after a report of what its ranks are doing.
-    """
+
+def _command(
+    program: Sequence[str], num_ranks: int, nodes: str, hostfile: Path | None = None, **options: Any
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command of a job, and the variables to add to its environment."""
     _check_alone()
     # with python -m mpi4py, a rank that fails before it has made a strategy ends the job, too (afterwards `launch.abort` does)
     python = [sys.executable, "-m", "mpi4py", *program]
-    command, extra_environ = mpiexec.command(
-        num_ranks, python, nodes, survive=survive, tag_output=tag_output, hostfile=hostfile
-    )
+    command, extra = mpiexec.command(num_ranks, python, nodes, hostfile=hostfile, **options)
     if hostfile is None and not os.environ.get("SLURM_JOB_ID"):
-        extra_environ |= _share_of_cores(num_ranks)
-    if not dry_run:
-        limit = Limit(timeout, partial(_report_timeout, timeout)) if timeout else None
-        return follow(command, {**os.environ, **extra_environ}, limit, _report_killed)
-    print(_as_shell_line(command, extra_environ))
-    return 0
+        extra |= _share_of_cores(num_ranks)
+    return command, extra
 
 
 def _count_ranks(ranks: int | None, nodes: str) -> int:
@@ -198,7 +193,3 @@ def _check_alone() -> None:
             f"this is rank {view.rank} of {view.size} that {view.launcher} started, and each rank would start a job. "
             "Call mpistrat once, outside the job; or leave it out, and start the script with that launcher."
         )
-
-
-def _as_shell_line(command: list[str], extra_environ: dict[str, str]) -> str:
-    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in extra_environ.items()), shlex.join(command)])

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from mpistrat import cache
 from mpistrat.algorithms.choose import PLANNERS, choose
-from mpistrat.algorithms.cost import CostModel
-from mpistrat.communicator.communicator import by_algorithm
-from mpistrat.errors import InvalidArgumentError, LaunchError
+from mpistrat.algorithms.cost import DEFAULT, CostModel
+from mpistrat.communicator.communicator import Communicator
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.errors import InvalidArgumentError, LaunchError, TransportError
+from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import start
 from mpistrat.launch.environment import detect
+from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.tools import run
+from mpistrat.tools.bench import Race
 from mpistrat.topology.discover import discover
-from mpistrat.tuning.file import kept, kept_files, tuning_path
-from mpistrat.tuning.measure import MAX_BYTES, measure, measure_links
-from mpistrat.tuning.model import ITEM_BYTES, Measurement, Tuning, present_conditions
+from mpistrat.topology.world import World
+from mpistrat.tuning import ITEM_BYTES, Measurement, Tuning, kept, present_conditions, tuning_path
 
-LEAST_BYTES = 1024
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+LEAST_BYTES, MAX_BYTES = 1024, 2**24
+_MIN_BYTES, _STEP_FACTOR = 16, 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,25 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_own_rank_options(parser)
     parser.add_argument("--max-bytes", default=str(MAX_BYTES), metavar="SIZE", help="largest array (default: 16MiB)")
     parser.add_argument("--show", action="store_true", help="show the cached files, and measure nothing")
-    parser.add_argument("--json", action="store_true", help="print what was measured, or with --show the files, as JSON")
-    parser.add_argument("--delete", action="store_true", help="delete the cached files, and measure nothing")
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Measure, print and write, or show or delete; return the exit code. Measuring is a collective call.
+    """Measure, print and write, or show; return the exit code. Measuring is a collective call.
 
     With -n, outside of a job, the ranks of a job of its own measure.
-
-    Raises InvalidArgumentError if the size is invalid or too small for a measurement, --json comes with --delete, or -n is
-    not the number of ranks of this job.
-    Raises LaunchError if there is no MPI, or only one rank; or the file cannot be written.
     """
-    if arguments.json and arguments.delete:
-        raise InvalidArgumentError("--json shows what was measured, and --delete prints what it deletes: leave out one of them")
-    if arguments.show or arguments.delete:
+    if arguments.show:
         view = detect()
         if view is None or not view.rank:  # if several ranks run this, the first one does it
-            _delete() if arguments.delete else _show(arguments.json)
+            _show()
         return 0
     max_bytes = _size(arguments.max_bytes)
     code = run.start_own_ranks(arguments)
@@ -64,30 +67,62 @@ def execute(arguments: argparse.Namespace) -> int:
     world = discover(comm)
     if world.size == 1:
         raise LaunchError("a single rank has no other to communicate with; start more: mpistrat tune -n 4")
-    is_chief = comm.Get_rank() == 0
-
-    def report(num_bytes: int, times: dict[str, float]) -> None:
-        if is_chief and not arguments.json:
-            figures = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in times.items())
-            print(f"{format_bytes(num_bytes)}: {figures}", flush=True)
-
-    links = measure_links(comm, world)
-    measurements = measure(comm, world, by_algorithm, max_bytes, report)
-    if is_chief:
-        tuning = Tuning.of(present_conditions(world), measurements, links)
+    measurements = measure(comm, world, max_bytes)
+    if comm.Get_rank() == 0:
+        tuning = Tuning.of(present_conditions(world), measurements)
         path = tuning_path(tuning.conditions)
         try:
             cache.write(tuning.document(), path)
         except OSError as error:
             raise LaunchError(f"{path} cannot be written: {error}; set MPISTRAT_TUNING or XDG_CACHE_HOME") from None
-        if arguments.json:
-            print(json.dumps(_document(tuning, path), indent=1))
-            return 0
-        print(f"\n{describe(tuning, path)}\n\nWrote {path}. {_ADVICE}")
+        advice = "Programs use it automatically; MPISTRAT_TUNING=off ignores it."
+        print(f"{describe(tuning, path)}\n\nWrote {path}. {advice}")
     return 0
 
 
-_ADVICE = "Programs use it automatically; MPISTRAT_TUNING=off ignores it, mpistrat tune --delete removes it."
+def measure(comm: MPI.Intracomm, world: World, max_bytes: int) -> list[Measurement]:
+    """Return the time of each algorithm on a world, from 16 bytes to about `max_bytes`. A collective call.
+
+    Sizes increase by a factor of 4; where the fastest algorithm changes, the size between is measured too.
+    """
+    with Communicator(Hierarchy(comm, world), model=DEFAULT, uses_gpu=False) as communicator:
+        sizes = _sizes(max_bytes)
+        found = _seconds(communicator, sizes)
+        fastest = [min(found[size], key=lambda name: found[size][name]) for size in sizes]
+        found |= _seconds(
+            communicator, [2 * sizes[i] for i, (one, next_one) in enumerate(pairwise(fastest)) if one != next_one]
+        )
+    return [Measurement(world, name, size, seconds) for size in sorted(found) for name, seconds in found[size].items()]
+
+
+def _seconds(communicator: Communicator, sizes: list[int]) -> dict[int, dict[str, float]]:
+    """Return the seconds of each algorithm that works, by size and name."""
+    calls = {size: _calls(communicator, size) for size in sizes}
+    races = {size: Race(communicator.hierarchy.world_group.comm, [*found.values()]) for size, found in calls.items()}
+    while going := [race for race in races.values() if not race.is_over]:  # all sizes in turn: drift favours none
+        for race in going:
+            race.run_block()
+    return {size: dict(zip(calls[size], race.medians(), strict=True)) for size, race in races.items()}
+
+
+def _calls(communicator: Communicator, size: int) -> dict[str, Callable[[], object]]:
+    source, calls = np.ones(size // ITEM_BYTES, np.float32), dict[str, Callable[[], object]]()
+    target = np.empty_like(source)
+    for name in PLANNERS:
+        options = CommunicationOptions(algorithm=name)
+        with suppress(TransportError):  # raised on all ranks: too little shared memory for this algorithm
+            call = partial(communicator.all_reduce, ReduceOp.SUM, [source], options, [target])
+            call()
+            calls[name] = call
+    return calls
+
+
+def _sizes(max_bytes: int) -> list[int]:
+    """Return sizes up to a power of two."""
+    sizes = [1 << max_bytes.bit_length() - 1]
+    while sizes[-1] // _STEP_FACTOR >= _MIN_BYTES:
+        sizes.append(sizes[-1] // _STEP_FACTOR)
+    return sizes[::-1]
 
 
 def describe(tuning: Tuning, path: Path) -> str:
@@ -95,18 +130,9 @@ def describe(tuning: Tuning, path: Path) -> str:
     model = tuning.model(str(path))
     conditions = tuning.conditions
     heading = [("cluster", conditions.cluster), ("processor", conditions.processor), ("MPI", conditions.mpi)]
-    heading += [("ranks", conditions.world), ("links of a node", str(tuning.links)), ("measured", tuning.date)]
+    heading += [("ranks", conditions.world), ("measured", tuning.date)]
     heading += [("settings", conditions.settings)] if conditions.settings else []
     return f"{format_table(heading)}\n\n{_choices(tuning.measurements, model)}"
-
-
-def _document(tuning: Tuning, path: Path) -> dict[str, Any]:
-    """Return the same as a JSON document: what the file holds, and what follows from it."""
-    return {
-        "path": str(path),
-        **tuning.document(),
-        "auto_chooses": _chosen(tuning.measurements, tuning.model(str(path))),
-    }
 
 
 def _choices(measurements: tuple[Measurement, ...], model: CostModel) -> str:
@@ -116,44 +142,18 @@ def _choices(measurements: tuple[Measurement, ...], model: CostModel) -> str:
         found.setdefault(measurement.num_bytes, {})[measurement.algorithm] = measurement.seconds
     names = [name for name in PLANNERS if any(name in times for times in found.values())]
     rows = [("size", *names, "auto chooses")]
-    for num_bytes, chosen in _chosen(measurements, model).items():
-        times = found[num_bytes]
+    for num_bytes, times in sorted(found.items()):
         cells = [format_seconds(times[name]) if name in times else "-" for name in names]
-        rows.append((format_bytes(num_bytes), *cells, chosen))
+        choice = choose(measurements[0].world, num_bytes // ITEM_BYTES, ITEM_BYTES, model=model)
+        rows.append((format_bytes(num_bytes), *cells, choice.plan.algorithm))
     return format_table(rows, right=range(1, len(names) + 1))
 
 
-def _chosen(measurements: tuple[Measurement, ...], model: CostModel) -> dict[int, str]:
-    """Return the algorithm that auto chooses for each size that was measured, in the order of sizes."""
-    sizes = sorted({measurement.num_bytes for measurement in measurements})
-    choices = [choose(measurements[0].world, num_bytes // ITEM_BYTES, ITEM_BYTES, model=model) for num_bytes in sizes]
-    return {num_bytes: choice.plan.algorithm for num_bytes, choice in zip(sizes, choices, strict=True)}
-
-
-def _show(as_json: bool) -> None:
+def _show() -> None:
     found = kept()
-    if as_json:
-        documents = [
-            _document(tuning, path) if tuning else {"path": str(path), "problem": text} for path, tuning, text in found
-        ]
-        print(json.dumps(documents, indent=1))
-        return
     for path, tuning, problem in found:
         print(f"{path}\n\n{describe(tuning, path)}\n" if tuning else f"{path}\nignored: {problem}\n")
-    print(_number_of(found))
-
-
-def _delete() -> None:
-    paths = kept_files()
-    for path in paths:
-        path.unlink()
-        print(f"deleted {path}")
-    if not paths:
-        print(_number_of(paths))
-
-
-def _number_of(files: Sequence[object]) -> str:
-    return f"{format_count(len(files), 'file')} of mpistrat tune in {cache.folder()}"
+    print(f"{format_count(len(found), 'file')} of mpistrat tune in {cache.folder()}")
 
 
 def _size(text: str) -> int:

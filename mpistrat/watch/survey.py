@@ -27,29 +27,28 @@ _NEXT_SECONDS = 0.3
 
 
 class Survey:
-    """One round of questions; a thorough one looks for processes without a file too, on all hosts, which takes longer.
+    """One round of questions.
 
     It is made by whoever wants to know, begun and taken further by the watching thread, and `done` then.
     """
 
     _numbers = iter(range(1, 2**62))
 
-    def __init__(self, wanted: Collection[Key], seconds: float, is_thorough: bool = False) -> None:
+    def __init__(self, wanted: Collection[Key], seconds: float) -> None:
         self.done = threading.Event()
-        self.keys, self._seconds, self._is_thorough = {*wanted}, seconds, is_thorough
+        self.keys, self._seconds = {*wanted}, seconds
         self._found: dict[int, RankState] = {}
         self._asked = 0
 
     def begin(self, size: int, neighbours: Neighbours, messages: HostMessages | None) -> None:
         """Look at the ranks of this host."""
         self._size, self._messages, self.number = size, messages, next(self._numbers)
-        expected = (messages.own if messages else range(size)) if self._is_thorough else ()
-        found, self.keys = neighbours.states(self.keys, expected)
+        found, self.keys = neighbours.states(self.keys, messages.own if messages else range(size))
         self._add(found)
         self._silent = list(messages.others) if messages else []
         self._ask_at = time.monotonic()
         self._ends = self._ask_at + self._seconds
-        self._question: Message = {"ask": self.number, "wanted": sorted(self.keys), "is_thorough": self._is_thorough}
+        self._question: Message = {"ask": self.number, "wanted": sorted(self.keys)}
 
     def is_done(self) -> bool:
         """Return whether all hosts have answered or the time is up; ask more ranks until then."""

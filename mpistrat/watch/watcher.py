@@ -19,7 +19,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from mpistrat import settings, timeline
-from mpistrat.errors import AgreementError, CollectiveError, LaunchError, SettingError
+from mpistrat.errors import AgreementError, CollectiveError, LaunchError
 from mpistrat.launch import abort, environment, survival
 from mpistrat.logger import logger
 from mpistrat.timeline import Timeline, TimelineEvent
@@ -76,13 +76,13 @@ class Watcher:
         self._main = threading.main_thread().ident
         self._wake, self._stopping = threading.Event(), False
         self._survey: Survey | None = None
-        self._to_post: Notice | None = None
+        self._to_post: deque[Notice] = deque()
         self._surveyed = -math.inf  # when another host, of lower ranks, last looked around
         self._turn_seconds = 0.0
-        self._asked: Survey | None = None
+        self._asked: deque[Survey] = deque()
         self._wanted: set[Key] = set()
         self._next_look = 0.0
-        self._next_report = self._patience = _stall_seconds()
+        self._next_report = self._patience = settings.STALL_SECONDS.read_or_default()
         self._waiting: Call | None = None
         self._suspicion: Finding | None = None
         self._judged: tuple[float, Call] | None = None
@@ -142,7 +142,8 @@ class Watcher:
         Those whose host does not answer in time are ``unknown``.
         """
         own = self._own.last()
-        survey = self._asked = Survey({own.key} if own else (), timeout_seconds)
+        survey = Survey({own.key} if own else (), timeout_seconds)
+        self._asked.append(survey)
         self._wake.set()
         has_answer = survey.done.wait(timeout_seconds + 1.0)
         states = survey.states() if has_answer else [RankState(rank) for rank in range(self._size)]
@@ -150,7 +151,7 @@ class Watcher:
 
     def post_failure(self, key: Key, error: CollectiveError) -> None:
         """Make the other ranks in a collective that has failed here, or in a later one of its communicator, raise an error."""
-        self._to_post = Notice(*key, str(error), is_mismatch=isinstance(error, AgreementError), is_for_all=False)
+        self._to_post.append(Notice(*key, str(error), is_mismatch=isinstance(error, AgreementError), is_for_all=False))
         self._wake.set()
 
     def dismiss(self, communicator: int) -> None:
@@ -230,9 +231,8 @@ class Watcher:
 
     def _step(self) -> None:
         self._listen()
-        notice, self._to_post = self._to_post, None
-        if notice is not None:
-            self._post(notice)
+        while self._to_post:
+            self._post(self._to_post.popleft())
         self._take_notices()
         inside = self._own.inside()
         waiting = next((record for record in inside if not record.is_started), inside[0] if inside else None)
@@ -241,9 +241,8 @@ class Watcher:
             if self._survey.is_done():
                 survey, self._survey = self._survey, None
                 self._conclude(survey, waiting)
-        elif self._asked is not None:
-            asked, self._asked = self._asked, None
-            self._begin(asked)
+        elif self._asked:
+            self._begin(self._asked.popleft())
         elif waiting is not None and time.monotonic() >= self._next_look:
             self._look(waiting)
 
@@ -276,11 +275,9 @@ class Watcher:
         self._next_look = time.monotonic() + min(max(WAKE_SECONDS, waited / 8), LONGEST_BETWEEN_LOOKS_SECONDS)
         if self._patience and waited < self._next_report:
             self._next_look = min(self._next_look, time.monotonic() + self._next_report - waited)
-        is_overdue = bool(self._patience) and waited >= self._next_report
-        wanted = {*self._wanted, waiting.key}
         if self._is_lowest_waiting() and time.monotonic() > self._surveyed + 2 * LONGEST_BETWEEN_LOOKS_SECONDS:
-            self._begin(Survey(wanted, ANSWER_SECONDS, is_overdue))
-        elif is_overdue:
+            self._begin(Survey({*self._wanted, waiting.key}, ANSWER_SECONDS))
+        elif self._patience and waited >= self._next_report:
             self._put_off_report(waited)
 
     def _is_lowest_waiting(self) -> bool:
@@ -349,7 +346,7 @@ class Watcher:
                 self._notices.post(Notice(**message["notice"]))
 
     def _answer(self, question: Message) -> Message:
-        expected = self._messages.own if self._messages is not None and question["is_thorough"] else ()
+        expected = self._messages.own if self._messages is not None else ()
         states, _ = self._neighbours.states([(first, second) for first, second in question["wanted"]], expected)
         return {"answer": question["ask"], "states": encode(states)}
 
@@ -419,7 +416,7 @@ def _end_job(error: CollectiveError, frame: FrameType | None, own: RankFile) -> 
     """End the job, unless MPISTRAT_ABORT is off, where the program is stuck in a call in C, with an error and its traceback."""
     label = f"rank {own.rank} on {own.text('host')}"
     abort.say(abort.format_exception(error.with_traceback(_traceback_of(frame)), label))
-    if settings.ABORT.read():
+    if settings.ABORT.read_or_default():
         from mpi4py import MPI
 
         time.sleep(OTHERS_SECONDS)
@@ -460,13 +457,6 @@ def _promised_size() -> int:
     except LaunchError:
         return 1
     return view.size or 1 if view else 1
-
-
-def _stall_seconds() -> float:
-    try:
-        return settings.STALL_SECONDS.read()
-    except SettingError:
-        return settings.STALL_SECONDS.default
 
 
 def _mpi_runs() -> bool:

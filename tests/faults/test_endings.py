@@ -152,8 +152,11 @@ def test_where_the_launcher_is_killed_the_ranks_end(tmp_path: Path, wrapper: lis
     (tmp_path / "pid").mkdir()
     # each rank is ended for itself, whatever it does
     program = """
+import re
+segments = re.findall(r"/dev/shm/sm_segment.*", Path("/proc/self/maps").read_text())
 if comm.rank == 0:
-    Path("up").touch()
+    Path("starting").write_text("\\n".join(segments))
+    Path("starting").rename("up")
     time.sleep(1000)
 while comm.rank == 1:
     pass
@@ -177,6 +180,7 @@ mine.Recv(bytearray(1), source=0)
             launcher.wait()
             done = subprocess.CompletedProcess(argv, -signal.SIGKILL, "", "")
             assert not ended(done, tmp_path).leftovers()
+            assert not any(Path(segment).exists() for segment in (tmp_path / "up").read_text().split())
         finally:
             kill_session(launcher.pid)
 

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,23 @@ def test_run_starts_the_ranks_and_hands_on_their_code(folder: Path) -> None:
     assert done.returncode == 0
     (folder / "job.py").write_text(PROLOGUE + "sys.exit(5 if comm.rank == 1 else 0)")
     assert run_bounded([*MPISTRAT_RUN, "-n", "2", "job.py"], SECONDS).returncode == 5
+
+
+@pytest.mark.parametrize("name", ["MPISTRAT_ABORT", "MPISTRAT_DEVICE", "MPISTRAT_STALL_SECONDS", "MPISTRAT_TRACEBACK"])
+def test_a_setting_that_one_rank_cannot_read_at_its_start_is_told_to_all(folder: Path, name: str) -> None:
+    program = f"""
+        import os
+        if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+            os.environ["{name}"] = "ture"
+        import mpistrat
+        try:
+            mpistrat.MultiWorkerMirroredStrategy()
+        except mpistrat.errors.MpistratError as error:
+            print("{name}='ture'" in str(error))
+    """
+    (folder / "job.py").write_text(textwrap.dedent(program))
+    done = run_bounded([*MPISTRAT_RUN, "-n", "2", "job.py"], SECONDS)
+    assert (done.returncode, done.stdout) == (0, "True\nTrue\n"), done.stderr
 
 
 def test_run_takes_a_module(folder: Path) -> None:

@@ -232,6 +232,11 @@ def test_a_trace_of_all_ranks_is_written_at_the_end(job: Job, tmp_path: Path) ->
         assert max(row["dur"] for row in calls if row["pid"] == rank) > 0.15e6
 
 
+def test_a_trace_that_cannot_be_written_is_told_once(job: Job) -> None:
+    ended = job(2, program("pass", seconds=30), MPISTRAT_TIMELINE="missing/trace.json")
+    assert (ended.code, ended.stderr.count("cannot be written: No such file or directory")) == (0, 1), ended.stderr
+
+
 LARGE = """
     import gc
     import numpy as np, mpistrat

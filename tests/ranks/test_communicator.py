@@ -186,7 +186,7 @@ def test_a_setting_that_cannot_be_read_is_told_to_all(comm, monkeypatch, name, w
 FAILURES = {
     "a setting": ({"MPISTRAT_ALGORITHM": "best"}, (SettingError, AgreementError)),
     "a transport": ({"MPISTRAT_INTRA_TRANSPORT": "nccl"}, TransportError),
-    "tuning": ({"MPISTRAT_TUNING": "measure"}, LaunchError),
+    "tuning": ({}, LaunchError),
 }
 
 
@@ -200,7 +200,8 @@ def test_a_communicator_that_cannot_be_made_leaves_nothing(comm, monkeypatch, fa
     def fail(*_):
         raise LaunchError("planted")
 
-    monkeypatch.setattr("mpistrat.tuning.file.measure_links", fail)
+    if failure == "tuning":
+        monkeypatch.setattr("mpistrat.tuning._find", fail)
 
     def left():
         duplicate = comm.Dup()  # MPI numbers communicators, and windows are mapped files

@@ -72,15 +72,15 @@ def test_the_demo_runs_on_gpus_and_says_so(comm, gpu, tmp_path, capsys, monkeypa
     # rank 0 alone needs the plot, but Hypothesis draws other examples where other modules are imported
     import matplotlib.pyplot  # noqa: F401
 
-    from mpistrat.tools import demo_rank
+    from mpistrat.tools import demo
 
-    monkeypatch.setattr(demo_rank, "HIDDEN", 64)
+    monkeypatch.setattr(demo, "HIDDEN", 64)
     monkeypatch.setattr("mpistrat.tools.train_digits.TRAINING_IMAGES", 256)
-    demo_rank.main(["--epochs", "1", "--out", str(tmp_path), "--width", "0"])
+    demo.main(["--epochs", "1", "--out", str(tmp_path), "--width", "0"])
     if comm.rank == 0:
         shown = capsys.readouterr().out
         assert re.search(r"^computed   on GPUs, with CuPy \(.*\); arrays are combined by \w", shown, re.MULTILINE), shown
-        assert (tmp_path / "timeline.json").exists()
+        assert (tmp_path / "training.png").exists()
 
 
 def test_the_strategy_knows_where_it_computes(comm, on_gpu, xp):

@@ -18,7 +18,7 @@ import mpistrat
 import mpistrat.mpi4py
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.reduction import ReduceOp
-from mpistrat.tools.bench import time_interleaved
+from mpistrat.tools.bench import Race
 
 strategy = mpistrat.MultiWorkerMirroredStrategy()
 communicator = strategy.extended.communicator
@@ -73,7 +73,7 @@ def is_right(targets: list[np.ndarray]) -> bool:
 def copy_bytes_per_second(nbytes: int) -> float:
     """Return the bytes that each rank reads and writes per second while all copy arrays of this size (as STREAM does)."""
     source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-    [seconds], _ = time_interleaved(comm, [lambda: np.copyto(target, source)])
+    [seconds] = Race(comm, [lambda: np.copyto(target, source)]).run()
     return 2 * nbytes / seconds
 
 
@@ -84,7 +84,7 @@ def overhead(leaves: int, calls: int) -> dict[str, float]:
     source = np.full(2 * leaves, comm.rank + 1, np.float32)
     target = np.empty_like(source)
     runs = {"bare": lambda: comm.Allreduce(source, target), "ours": lambda: context().all_reduce("sum", value)}
-    medians, _ = time_interleaved(comm, list(runs.values()), calls)
+    medians = Race(comm, list(runs.values()), calls).run()
     return dict(zip(runs, medians, strict=True))
 
 
@@ -123,7 +123,7 @@ def forms(nbytes: int, calls: int) -> dict[str, float]:
     }
     for run in runs.values():
         run()
-    medians, _ = time_interleaved(comm, list(runs.values()), calls)
+    medians = Race(comm, list(runs.values()), calls).run()
     wrapped._communicator.close()
     return dict(zip(runs, medians, strict=True))
 

@@ -13,7 +13,6 @@ import numpy as np
 import mpistrat
 from mpistrat.launch.bootstrap import start
 from mpistrat.topology.discover import discover
-from mpistrat.tuning.measure import measure_links
 from tests.hosts.lab import parse_bytes_sent
 
 DTYPES = [
@@ -75,7 +74,6 @@ world = discover(comm)
 wrong = [f"{dtype.name} ({count},)" for dtype in DTYPES for count in COUNTS if not is_exact(count, dtype)]
 wrong_anywhere = sorted({name for names in comm.allgather(wrong) for name in names})
 sent = comm.allgather(bytes_per_all_reduce())
-links = measure_links(comm, world)
 if comm.rank == 0:
     Path(sys.argv[1]).write_text(
         json.dumps(
@@ -84,7 +82,6 @@ if comm.rank == 0:
                 "wrong": wrong_anywhere,
                 "bytes_per_all_reduce": {node.name: sent[node.ranks[0]] for node in world.nodes},
                 "buffer_bytes": BUFFER_BYTES,
-                "links": links,
             }
         )
     )

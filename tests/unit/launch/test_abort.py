@@ -8,10 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.launch import abort
+from mpistrat.strategy.extended import read_leaves
 from mpistrat.text import parse_spans
 
 
@@ -113,6 +115,14 @@ def test_frames_of_the_library_are_left_out() -> None:
     assert "bytes_per_pack" in lines[-1]
 
 
+def test_an_error_within_the_library_before_it_is_left_out() -> None:
+    wrong = {"b": np.ones(2, "U3")}
+    lines = _text_of(lambda: read_leaves(wrong, [*wrong.values()]))
+    assert not [line for line in lines if "During handling" in line or "mpistrat/arrays.py" in line]
+    assert _HINT in lines[-2]
+    assert "value['b'] has dtype <U3" in lines[-1]
+
+
 def test_they_are_shown_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPISTRAT_TRACEBACK", "full")
     lines = _text_of(lambda: CommunicationOptions(bytes_per_pack=-1))
@@ -123,8 +133,3 @@ def test_they_are_shown_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_error_that_arose_in_the_library_without_a_raise_keeps_its_frames() -> None:
     lines = _text_of(lambda: parse_spans(7))  # type: ignore[arg-type]
     assert [line for line in lines if "mpistrat/text.py" in line]
-
-
-def test_a_setting_that_cannot_be_read_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPISTRAT_TRACEBACK", "short-ish")
-    assert [line for line in _text_of(lambda: CommunicationOptions(bytes_per_pack=-1)) if "options.py" in line]

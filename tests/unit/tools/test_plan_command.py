@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from mpistrat import cache
 from mpistrat.algorithms.planners import hierarchical
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.tools import cli, plan_command
 from mpistrat.topology.world import World
-from mpistrat.tuning.model import Conditions, Measurement, Tuning
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -98,96 +94,9 @@ def test_bad_input_is_explained(capsys: pytest.CaptureFixture[str], changed: dic
     assert message in err
 
 
-def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "--world", "4x8", "--bytes", "64MiB", "--json")
-    assert (code, err) == (0, "")
-    found = json.loads(out)
-    _, report, _ = run(capsys, "--world", "4x8", "--bytes", "64MiB")
-    assert [found[name] for name in ("world", "ranks", "nodes", "shards", "bytes", "dtype")] == [
-        "4x8",
-        32,
-        4,
-        8,
-        2**26,
-        "float32",
-    ]
-    assert f"\nwhy        {found['why']}\n" in report
-    assert (
-        f"{found['chunks']['count']} chunks of {format_bytes(found['chunks']['bytes'])}, {found['chunks']['at_a_time']} at"
-        in report
-    )
-    for phase in found["phases"]:
-        cells = [format_bytes(phase["bytes_per_rank"]), format_bytes(phase["bytes_per_link"]), format_seconds(phase["seconds"])]
-        assert " ".join([phase["phase"], *cells]) in [" ".join(line.split()) for line in report.splitlines()]
-    [chosen] = [row["seconds"] for row in found["alternatives"] if row["algorithm"] == found["algorithm"]]
-    assert (found["seconds"], len(found["alternatives"])) == (chosen, 2)
-    assert report.rstrip().endswith(found["basis"])
-    code, out, _ = run(capsys, "--world", "1x4", "--bytes", "8", "--device", "gpu", "--json")
-    found = json.loads(out)
-    assert [way.split()[0] for way in found["ways"]] == ["inside", "between"]
-
-
 def test_on_gpus_of_one_node_a_buffer_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, "--world", "1x8", "--bytes", "64MiB", "--device", "gpu", "--json")
-    assert json.loads(out)["chunks"]["count"] == 1
-
-
-def _ways(capsys: pytest.CaptureFixture[str], shape: str) -> list[str]:
-    code, out, err = run(capsys, "--world", shape, "--bytes", "64MiB", "--device", "gpu")
-    assert (code, err) == (0, "")
-    return [" ".join(line.split()) for line in out.splitlines() if line.startswith(("inside nodes", "between nodes"))]
-
-
-def test_on_gpus_it_says_which_transports_are_used_and_why(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("MPISTRAT_MPI_GPU", "auto")
-    nccl = "inside nodes nccl where the ranks of a node can use it, else cuda_ipc, else staged"
-    unknown = "cuda_aware if MPI is CUDA-aware, else staged over mpi_ring: the first job on GPUs will find out"
-    assert _ways(capsys, "2x4") == [nccl, f"between nodes {unknown}"]
-    assert _ways(capsys, "1x4") == [nccl, "between nodes nothing: there is one node"]
-    assert _ways(capsys, "4x1")[0] == "inside nodes nothing: each node has one rank"
-    document = {
-        "library": {"path": "/mpi/libmpi.so", "version": "Open MPI v5.0.11", "modified": 1},
-        "verdict": {"is_aware": False, "reason": "Open MPI v5.0.11 says no (MPIX_Query_cuda_support)"},
-        "date": "2026-11-20",
-    }
-    (tmp_path / "mpistrat/cuda-aware").mkdir(parents=True)
-    (tmp_path / "mpistrat/cuda-aware/1.json").write_text(json.dumps(document))
-    assert _ways(capsys, "2x4")[1] == (
-        "between nodes staged over mpi_ring with Open MPI v5.0.11 in /mpi/libmpi.so: "
-        "Open MPI v5.0.11 says no (MPIX_Query_cuda_support) (2026-11-20)"
-    )
-    monkeypatch.setenv("MPISTRAT_MPI_GPU", "on")
-    assert _ways(capsys, "2x4")[1] == "between nodes cuda_aware: MPISTRAT_MPI_GPU=on"
-    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "mpi")
-    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "cuda_ipc")
-    assert _ways(capsys, "2x4") == [
-        "inside nodes cuda_ipc: set by MPISTRAT_INTRA_TRANSPORT",
-        "between nodes staged over mpi: set by MPISTRAT_INTER_TRANSPORT",
-    ]
-    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "nccl")
-    assert _ways(capsys, "2x4")[1].startswith("between nodes nccl: set by MPISTRAT_INTER_TRANSPORT; auto is one call of NCCL")
-    code, _, err = run(capsys, "--world", "2x4", "--bytes", "64", "--device", "gpu", "--tuning", "file.json")
-    assert (code, err) == (
-        2,
-        "mpistrat plan: --device gpu cannot be combined with --tuning, which is for host memory\n",
-    )
-
-
-def test_a_tuning_is_what_predictions_rest_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path, world = tmp_path / "tuned.json", World.from_shape("2x2")
-    found = [Measurement(world, name, 64, seconds) for name, seconds in (("flat", 2e-3), ("hierarchical", 1e-3))]
-    cache.write(Tuning.of(Conditions("c", "p", "m", "2x2 block"), found).document(), path)
-    _, out, _ = run(capsys, "--world", "2x2", "--bytes", "64", "--tuning", str(path))
-    assert "flat          2 ms\n" in out
-    assert f"corrected by measurements: {path}, measured 2" in out
-    code, _, err = run(capsys, "--world", "4x2", "--bytes", "64", "--tuning", str(path))
-    assert (code, err) == (2, f"mpistrat plan: --tuning {path} was measured on 2x2 block, and says nothing of other worlds\n")
-    code, _, err = run(capsys, "--world", "4x2", "--bytes", "64", "--tuning", str(tmp_path / "none"))
-    assert code == 2
-    assert err.startswith(f"mpistrat plan: --tuning {tmp_path / 'none'} cannot be used: ")
+    _, out, _ = run(capsys, "--world", "1x8", "--bytes", "64MiB", "--device", "gpu")
+    assert "64 MiB of float32: 16777216 elements\n" in out
 
 
 def test_nodes_with_several_links(capsys: pytest.CaptureFixture[str]) -> None:

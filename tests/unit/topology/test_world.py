@@ -108,3 +108,17 @@ def test_shape_is_read_back(sizes: list[int], placement: str) -> None:
     world = World.from_shape("+".join(map(str, sizes)) + ":" + placement)
     assert world.local_sizes == tuple(sizes)
     assert World.from_shape(world.shape).local_sizes == world.local_sizes
+
+
+@pytest.mark.parametrize(
+    ("world", "placement"),
+    [
+        (World.from_shape("3+1"), "block"),
+        (World.from_shape("1x4"), "block"),
+        (World.from_shape("3+1:cyclic"), "cyclic"),
+        (World.from_shape("2x2:cyclic"), "cyclic"),
+        (World.from_node_of_rank([0, 1, 1, 0]), "mixed"),
+    ],
+)
+def test_placements(world: World, placement: str) -> None:
+    assert world.placement == placement

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from mpistrat.timeline import Timeline, TimelineEvent
-from mpistrat.tools import demo_rank
-from mpistrat.tools.demo_rank import Meter, Step, images_per_second, mean_loss, share_communicating
+from mpistrat.tools import demo
+from mpistrat.tools.demo import Meter, Step, images_per_second, mean_loss, share_communicating
 
 
 def test_steps_follow_each_other(monkeypatch: pytest.MonkeyPatch):
     timeline, clock = Timeline(), iter([3.0, 10.0, 12.0, 12.0, 16.0, 16.0])
-    monkeypatch.setattr(demo_rank.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(demo.time, "perf_counter", lambda: next(clock))
     measured = Meter(timeline)
     assert timeline.enabled
     timeline.events.append(TimelineEvent("broadcast", "world", 4.0, 9.0, 0))

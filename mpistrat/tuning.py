@@ -1,4 +1,7 @@
-"""Tuning: the measurements of a cluster, as a document that can be cached, and the cost model that they correct."""
+"""Tuning: the measurements of a cluster in a file, and the cost model that they correct, by which ``auto`` chooses.
+
+Invariant: only rank 0 accesses files, and a bad one never stops a program: it is logged, and the built-in constants hold.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,11 @@ from typing import Any
 from mpistrat import cache, settings
 from mpistrat.algorithms.choose import PLANNERS, choose
 from mpistrat.algorithms.cost import DEFAULT, Correction, CostModel, predict_seconds
+from mpistrat.errors import LaunchError
+from mpistrat.groups.agreement import bcast_or_raise
+from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import library_version
-from mpistrat.launch.environment import MOST_RANKS
+from mpistrat.logger import logger
 from mpistrat.topology.world import World
 
 _MOST_BYTES = 2.0**40
@@ -25,7 +31,7 @@ _SHAPING: tuple[settings.Setting[Any], ...] = (
     settings.VIRTUAL_NODES, settings.STRICT, settings.CHUNK_BYTES, settings.MAX_MESSAGE_BYTES,
     settings.INTRA_TRANSPORT, settings.INTER_TRANSPORT, settings.MPI_GPU, settings.PEER_MEMORY,
 )  # fmt: skip
-
+_NO_PATHS = ("auto", "off")  # values of MPISTRAT_TUNING
 
 ITEM_BYTES = 4
 
@@ -63,18 +69,16 @@ class Tuning:
 
     conditions: Conditions
     date: str  # when it was measured: ``2026-11-20``
-    links: int  # of a node, that its rails use at the same time
     measurements: tuple[Measurement, ...]  # all of one world
 
     @classmethod
-    def of(cls, conditions: Conditions, measurements: Sequence[Measurement], links: int = 1) -> Tuning:
-        """Return the tuning of measurements made just now, on nodes with so many links."""
-        return cls(conditions, datetime.date.today().isoformat(), links, tuple(measurements))
+    def of(cls, conditions: Conditions, measurements: Sequence[Measurement]) -> Tuning:
+        """Return the tuning of measurements made just now."""
+        return cls(conditions, datetime.date.today().isoformat(), tuple(measurements))
 
     def model(self, source: str) -> CostModel:
         """Return the model for the measured world; `source` says where the measurements come from."""
-        model = replace(DEFAULT, links=self.links, source=f"{source}, measured {self.date}")
-        return corrected(model, self.measurements)
+        return corrected(replace(DEFAULT, source=f"{source}, measured {self.date}"), self.measurements)
 
     def document(self) -> dict[str, Any]:
         """Return the content of the file, for JSON."""
@@ -85,7 +89,6 @@ class Tuning:
             "format": FORMAT,
             "date": self.date,
             "conditions": asdict(self.conditions),
-            "links": self.links,
             "seconds": seconds,
         }
 
@@ -109,7 +112,7 @@ class Tuning:
                 for algorithm, ladder in document["seconds"].items()
                 for num_bytes, seconds in ladder.items()
             )
-            return cls(conditions, str(document["date"]), _links(document["links"]), measurements)
+            return cls(conditions, str(document["date"]), measurements)
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"it is not a file of mpistrat tune ({type(error).__name__}: {error})") from None
 
@@ -150,16 +153,69 @@ def present_conditions(world: World) -> Conditions:
     )
 
 
+def tuning_path(conditions: Conditions) -> Path:
+    """Return the file for these conditions: the one that MPISTRAT_TUNING names, or one in `cache.folder`."""
+    named = settings.TUNING.read()
+    return cache.folder() / conditions.file_name if named.lower() in _NO_PATHS else Path(named).expanduser()
+
+
+def kept() -> list[tuple[Path, Tuning | None, str]]:
+    """Return the file that MPISTRAT_TUNING names, or those in `cache.folder`, and what each holds, or why it cannot be used."""
+    named, found = settings.TUNING.read(), list[tuple[Path, Tuning | None, str]]()
+    in_folder = named.lower() in _NO_PATHS
+    for path in sorted(cache.folder().glob("*.json")) if in_folder else [Path(named).expanduser()]:
+        try:
+            found.append((path, Tuning.from_document(cache.read(path)), ""))
+        except (OSError, ValueError) as error:
+            found.append((path, None, str(error)))
+    return found
+
+
+def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
+    """Return the model of a file; None if it does not exist, or cannot be used, which is logged."""
+    try:
+        tuning = Tuning.from_document(cache.read(path), world)
+        if tuning.conditions != conditions:
+            raise ValueError(f"it was measured under other conditions: {_difference(tuning.conditions, conditions)}")
+        return tuning.model(str(path))
+    except (FileNotFoundError, NotADirectoryError):
+        if path.name == conditions.file_name:
+            return None
+        logger.warning(
+            f"MPISTRAT_TUNING names {path}, which does not exist: mpistrat tune writes it; the built-in constants are used"
+        )
+    except (OSError, ValueError, ArithmeticError) as error:
+        logger.warning(f"{path} is ignored: {error}; mpistrat tune writes it anew")
+    return None
+
+
+def shared_model(hierarchy: Hierarchy) -> CostModel:
+    """Return the cost model for ``auto``, the same on all ranks: see the setting MPISTRAT_TUNING. A collective call."""
+    if hierarchy.world.size == 1:
+        return DEFAULT
+    return bcast_or_raise(hierarchy.world_group.comm, lambda: _find(hierarchy.world))
+
+
+def _find(world: World) -> CostModel:
+    if settings.TUNING.read().lower() == "off":
+        return DEFAULT
+    try:
+        conditions = present_conditions(world)
+        return read(tuning_path(conditions), world, conditions) or DEFAULT
+    except LaunchError as error:
+        logger.warning(str(error))
+        return DEFAULT
+
+
+def _difference(found: Conditions, expected: Conditions) -> str:
+    pairs = [(name, value, getattr(expected, name)) for name, value in asdict(found).items()]
+    return ", ".join(f"{name} {value!r}, here {here!r}" for name, value, here in pairs if value != here)
+
+
 def _positive(number: Any, below: float = float("inf")) -> float:
     if not (type(number) in (int, float) and 0 < number < below):
         raise ValueError(f"it is not a file of mpistrat tune ({number!r} is not a positive number below {below:g})")
     return float(number)
-
-
-def _links(number: Any) -> int:
-    if type(number) is not int or not 1 <= number <= MOST_RANKS:
-        raise ValueError(f"it is not a file of mpistrat tune ({number!r} is not a number of links)")
-    return number
 
 
 def _world(conditions: Conditions) -> World:
