@@ -300,7 +300,7 @@ def test_plans_are_chosen_for_rails_that_need_no_staging(comm, world, monkeypatc
             assert pack.model.direct_rails == (mpi_gpu == "on" and world.num_nodes > 1)
 
 
-def test_what_goes_by_way_of_the_host_is_said_once(comm, world, monkeypatch, tmp_path, capsys):
+def test_what_goes_by_way_of_the_host_is_said_once(comm, world, monkeypatch, tmp_path, said):
     """Nobody's MPI takes memory of GPUs here, and says so."""
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "auto")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -309,8 +309,9 @@ def test_what_goes_by_way_of_the_host_is_said_once(comm, world, monkeypatch, tmp
         for _ in range(2):
             communicator = Communicator(Hierarchy(comm, world))
             communicator.close()
-    said = capsys.readouterr().err
-    assert said.count("GPU memory is staged through host memory between nodes: ") == (world.num_nodes > 1 and comm.rank == 0)
+    assert said.getvalue().count("GPU memory is staged through host memory between nodes: ") == (
+        world.num_nodes > 1 and comm.rank == 0
+    )
     if world.num_nodes > 1:
         assert "staged over mpi_ring between nodes (" in communicator.path
 

@@ -9,7 +9,6 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.device.kernels import TYPES
 from mpistrat.errors import AgreementError, DeadlineExceededError, InvalidArgumentError, TransportError, UnavailableError
 from mpistrat.groups.group import Group
-from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.testing.transport_cases import operations
 from mpistrat.topology.world import World
@@ -26,20 +25,11 @@ pytestmark = up_to_ranks(3)
 SUM = ReduceOp.SUM
 
 
-SHAPES = {2: ["1x2", "2x1"], 3: ["1x3", "2+1"]}
-
-
-def pytest_generate_tests(metafunc):
-    if "joined" in metafunc.fixturenames:
-        size = start().size
-        metafunc.parametrize("joined", SHAPES.get(size, [f"1x{size}"]), indirect=True)
-
-
 @pytest.fixture
-def joined(request, monkeypatch):
+def joined(world, monkeypatch):
     """Give a world whose ranks NCCL joins: one node, or several between which it is asked for."""
     monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "nccl")
-    return World.from_shape(request.param)
+    return world
 
 
 @pytest.fixture

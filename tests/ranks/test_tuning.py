@@ -93,16 +93,16 @@ def test_all_ranks_choose_by_the_file_of_rank_0(comm, world, kept):
 
 
 @needs_ranks(2)
-def test_a_broken_file_changes_nothing_and_rank_0_says_so(comm, hierarchy, kept, capfd):
+def test_a_broken_file_changes_nothing_and_rank_0_says_so(comm, hierarchy, kept, said):
     if comm.Get_rank() == 0:
         kept.mkdir()
         (kept / present_conditions(hierarchy.world).file_name).write_text("{")
     assert shared_model(hierarchy, by_algorithm) == DEFAULT
-    assert capfd.readouterr().err.count("is ignored") == (1 if comm.Get_rank() == 0 else 0)
+    assert said.getvalue().count("is ignored") == (1 if comm.Get_rank() == 0 else 0)
 
 
 @needs_ranks(2)
-def test_on_first_use_it_is_measured_and_kept_where_that_is_asked_for(comm, hierarchy, kept, monkeypatch, capfd):
+def test_on_first_use_it_is_measured_and_kept_where_that_is_asked_for(comm, hierarchy, kept, monkeypatch, said):
     assert shared_model(hierarchy, by_algorithm) == DEFAULT
     monkeypatch.setenv("MPISTRAT_TUNING", "measure")
     monkeypatch.setattr("mpistrat.tuning.measure.MAX_BYTES", 64)
@@ -111,7 +111,7 @@ def test_on_first_use_it_is_measured_and_kept_where_that_is_asked_for(comm, hier
     assert first == second != DEFAULT
     assert len(set(comm.allgather(first))) == 1
     if comm.Get_rank() == 0:
-        assert capfd.readouterr().err.count(", and wrote ") == 1
+        assert said.getvalue().count(", and wrote ") == 1
         assert len(list(kept.iterdir())) == 1
     monkeypatch.setenv("MPISTRAT_TUNING", "off")
     assert shared_model(hierarchy, by_algorithm) == DEFAULT
@@ -132,10 +132,10 @@ def test_what_keeps_rank_0_from_a_model_is_told_to_all(comm, hierarchy, kept, mo
 
 
 @needs_ranks(2)
-def test_what_cannot_be_kept_is_used_all_the_same(comm, hierarchy, kept, monkeypatch, capfd):
+def test_what_cannot_be_kept_is_used_all_the_same(comm, hierarchy, kept, monkeypatch, said):
     monkeypatch.setenv("MPISTRAT_TUNING", "measure")
     monkeypatch.setattr("mpistrat.tuning.measure.MAX_BYTES", 64)
     kept.write_text("a file where the folder should be")
     model = shared_model(hierarchy, by_algorithm)
     assert model.source.startswith("this run, measured ")
-    assert ("could not be cached" in capfd.readouterr().err) == (comm.Get_rank() == 0)
+    assert ("could not be cached" in said.getvalue()) == (comm.Get_rank() == 0)
