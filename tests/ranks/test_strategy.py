@@ -27,20 +27,16 @@ def test_replicas_are_ranks(comm, strategy, world):
     assert strategy.num_replicas_in_sync == context.num_replicas_in_sync == comm.size
     assert strategy.extended.should_checkpoint == (comm.rank == 0)
     assert strategy.extended.communicator.world.shape == world.shape
+    place = world.place(comm.rank)
+    assert (strategy.rank, strategy.local_rank, strategy.node_rank) == (comm.rank, place.local_rank, place.node_index)
+    assert sum(comm.allgather(strategy.is_chief)) == 1
+    assert strategy.is_chief == strategy.extended.should_save_summary
 
 
 @needs_ranks(2)
 def test_gather_refuses_other_extents_on_every_rank(comm, strategy):
     with pytest.raises(InvalidArgumentError, match="equal extents on all other axes"):
         strategy.gather(PerReplica(np.zeros((2 + (comm.rank == 0), 1))), axis=1)
-    assert comm.allreduce(1) == comm.size
-
-
-def test_plain_values_are_combined_over_ranks(comm, strategy):
-    assert strategy.reduce("mean", float(comm.rank), axis=None) == (comm.size - 1) / 2
-    assert strategy.reduce("max", {"a": comm.rank, "b": PerReplica(-comm.rank)}, axis=None) == {"a": comm.size - 1, "b": 0}
-    assert strategy.gather(np.array([comm.rank]), axis=0).tolist() == list(range(comm.size))
-    assert strategy.reduce("sum", 0.0, axis=None) == 0
     assert comm.allreduce(1) == comm.size
 
 
@@ -95,22 +91,6 @@ def test_none_in_a_nest_is_part_of_its_structure(comm, strategy):
     assert comm.allreduce(1) == comm.size
 
 
-def test_ranks_know_where_they_are(comm, strategy, world):
-    place = world.place(comm.rank)
-    assert (strategy.rank, strategy.local_rank, strategy.node_rank) == (comm.rank, place.local_rank, place.node_index)
-    assert sum(comm.allgather(strategy.is_chief)) == 1
-    assert strategy.is_chief == strategy.extended.should_save_summary
-    assert strategy.local(strategy.run(lambda: {"a": comm.rank, "b": None})) == {"a": comm.rank, "b": None}
-
-
-def test_merge_call_runs_on_every_rank(comm, strategy):
-    def step():
-        context = mpistrat.get_replica_context()
-        return context.merge_call(lambda merged, value: merged.reduce("sum", value, axis=None), args=(comm.rank,))
-
-    assert strategy.experimental_local_results(strategy.run(step)) == (sum(range(comm.size)),)
-
-
 @needs_ranks(2)
 def test_merge_calls_that_not_all_replicas_make_raise_on_all(comm, strategy):
     def step():
@@ -139,28 +119,6 @@ def test_structures_that_differ_between_replicas_raise_on_all(comm, strategy):
     with pytest.raises(AgreementError, match="ranks made different calls"):
         strategy.run(lambda: mpistrat.get_replica_context().all_reduce("mean", 1.0, weight=1 if comm.rank else None))
     assert comm.allreduce(1) == comm.size
-
-
-def test_the_calls_that_tensorflow_does_not_have(comm, strategy):
-    size, rank = comm.size, comm.rank
-
-    def step():
-        context = mpistrat.get_replica_context()
-        context.barrier()
-        work = context.start_all_reduce("sum", {"a": np.full(3, rank)})
-        return {
-            "started": work.wait()["a"],
-            "broadcast": context.broadcast([np.full(rank + 1, rank)], root=size - 1)[0],
-            "part": context.reduce_scatter("sum", np.arange(size + 1)),
-            "received": context.all_to_all([np.array([10 * rank + target]) for target in range(size)]),
-        }
-
-    (result,) = strategy.experimental_local_results(strategy.run(step))
-    assert result["started"].tolist() == [sum(range(size))] * 3
-    assert result["broadcast"].tolist() == [size - 1] * size
-    assert result["part"].tolist() == np.array_split(np.arange(size + 1) * size, size)[rank].tolist()
-    assert [part.tolist() for part in result["received"]] == [[10 * source + rank] for source in range(size)]
-    assert strategy.broadcast(np.full(2, rank), root=size - 1).tolist() == [size - 1] * 2
 
 
 def test_updates_from_either_context_keep_a_variable_mirrored(comm, strategy):
