@@ -182,19 +182,22 @@ def test_ranks_of_a_node_that_share_no_memory_meet_by_messages(comm, monkeypatch
         comm.Barrier()
 
 
-@needs_ranks(2)
-def test_known_reduce_scatters_are_compared_before_nccl_is_called(comm, joined, monkeypatch):
+@pytest.mark.ranks(nodes=["1x2", "2x1", "1x3", "2+1", "2x2", "3+1"])
+@pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter"])
+def test_known_calls_are_compared_before_nccl_is_called(comm, joined, monkeypatch, verb):
+    """NCCL would add what the others multiply, and tell nobody."""
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     ops = SUM, ReduceOp.PROD
-    with Pair(comm, joined) as pair:
-        array = pair.up(values(4 * comm.size, np.float32, comm.rank))
-        for op in ops * 2:
-            pair.gpu.reduce_scatter(op, array)
-        calls = pair.library.calls.copy()
-        with pytest.raises(AgreementError, match=r"reduce_scatter\(SUM, .*\n.*reduce_scatter\(PROD, "):
-            pair.gpu.reduce_scatter(ops[comm.rank % 2], array)
-        assert pair.library.calls == calls
-        comm.Barrier()
+    for num_others in {1, comm.size - 1}:
+        with Pair(comm, joined) as pair:
+            array, call = pair.up(values(4 * comm.size, np.float32, comm.rank)), getattr(pair.gpu, verb)
+            for op in ops * 2:
+                call(op, array)
+            calls = pair.library.calls.copy()
+            with pytest.raises(AgreementError, match=rf"{verb}\(PROD, .*\n.*{verb}\(SUM, "):
+                call(ops[comm.rank < num_others], array)
+            assert pair.library.calls == calls
+            comm.Barrier()
 
 
 @needs_ranks(2)
