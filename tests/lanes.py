@@ -1,7 +1,7 @@
 """The lanes: what kinds of tests there are, what each needs, and the last word of a session: how many of each ran, how long.
 
-A session of all tests has two workers of pytest-xdist, if there are several cores: one makes the launches of tests/ranks while
-the other takes what needs one core, file by file; what mostly waits comes last.
+A session of all tests has two workers of pytest-xdist, if there are several cores: one runs the jobs of tests/ranks while the
+other takes what needs one core, file by file; what mostly waits comes last.
 
 A lane is a folder of tests/; tests directly in it are the lane `quality`. A lane that cannot run on this machine says why,
 and that is a failure where MPISTRAT_REQUIRE_LANES (names joined by commas) demands the lane. A lane that runs nothing for
@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import PurePosixPath
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from mpistrat.device.cuda import count_visible
 from mpistrat.text import format_elapsed
@@ -39,7 +40,7 @@ LANES: dict[str, Callable[[], str]] = {
 }
 
 
-_ORDER = ("docs", "quality", "unit", "tools", "hosts", "slurm", "gpu", "faults", "ranks")
+_ORDER = ("ranks", "docs", "quality", "unit", "tools", "hosts", "slurm", "gpu", "faults")
 
 
 def is_selection(config: pytest.Config) -> bool:
@@ -74,12 +75,26 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Summary(config), "mpistrat-lanes")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _ORDER.index(lane_of(item.nodeid)))
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, object, object]:
     for item in items:
         reason = _reason(lane_of(item.nodeid))
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+    done = yield
+    items.sort(key=lambda item: _ORDER.index(lane_of(item.nodeid)))  # keeps the order of jobs, which the plugin has made
+    return done
+
+
+class _OneWorkerStartsJobs(LoadFileScheduling):  # type: ignore[misc]
+    """Hands out files; those of tests/ranks together, because the tests of one number of ranks share a job."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "ranks" if lane_of(nodeid) == "ranks" else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> _OneWorkerStartsJobs:
+    return _OneWorkerStartsJobs(config, log)
 
 
 @dataclass
@@ -100,12 +115,7 @@ class _Summary:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         result = self.results[lane_of(report.nodeid)]
         result.seconds += report.duration
-        launch = dict(report.user_properties).get("launch") if report.when == "call" else None
-        if isinstance(launch, dict):
-            result.passed += launch["passed"]
-            result.failed += launch["failed"]
-            result.skipped.update(launch["reasons"])
-        elif report.skipped:
+        if report.skipped:
             result.skipped[_skip_reason(report)] += 1
         elif report.failed:
             result.failed += 1

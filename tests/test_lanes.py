@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.lanes import LANES
+from tests.launches import needs_ranks, numbers_of_ranks, on_ranks, up_to_ranks
 from tests.processes import run_bounded
 
 _ROOT = Path(__file__).parents[1]
@@ -100,3 +101,27 @@ def test_an_unknown_lane_cannot_be_required(session):
     done = session(MPISTRAT_REQUIRE_LANES="host")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "MPISTRAT_REQUIRE_LANES names host; lanes are quality, unit, ranks" in done.stderr
+
+
+def test_marks_say_on_which_numbers_of_ranks_a_test_runs(pytestconfig):
+    for marks, numbers in (
+        ([], [1, 2, 3, 4]),
+        ([needs_ranks(2), up_to_ranks(3)], [2, 3]),
+        ([up_to_ranks(8)], [1, 2, 3, 4, 8]),
+        ([on_ranks(2, 8)], [2, 8]),
+        ([on_ranks(2, 4), up_to_ranks(3)], [2]),
+        ([on_ranks(6)], [6]),  # deselected, unless --num-ranks names it
+    ):
+        assert numbers_of_ranks(pytestconfig, _Marked(marks)) == numbers
+    with pytest.raises(pytest.UsageError, match=r"unknown \['minsize'\] in its mpi mark; see tests/launches.py"):
+        numbers_of_ranks(pytestconfig, _Marked([pytest.mark.mpi(minsize=2)]))
+
+
+class _Marked:
+    nodeid = "test_planted.py::test_spelling"
+
+    def __init__(self, marks):
+        self.marks = [each.mark for each in marks]
+
+    def iter_markers(self, name):
+        return self.marks

@@ -142,6 +142,8 @@ class RankJob:
         while True:
             document = self._next(self._timeout, "is not done with this test")
             report = self._config.hook.pytest_report_from_serializable(config=self._config, data=document)
+            if isinstance(report.longrepr, list):  # where and why a test was skipped: JSON has no tuples, and pytest wants one
+                report.longrepr = tuple(report.longrepr)
             if report.failed and self._output_size() > self._told:
                 report.sections.append(("output of the job", self._output_text()))
             yield report
@@ -227,6 +229,11 @@ def _description(config: pytest.Config, files: Sequence[str], reports: Path, ask
     options = {name: value for name, value in given.items() if _is_builtin(value)} | _NOT_ON_RANKS
     options |= {"rootdir": str(config.rootpath), "inifilename": str(config.inipath or "") or None, "with_mpi": True}
     options["plugins"] = [*config.option.plugins, "no:terminal"]
+    # the ranks have imported mpistrat before pytest; where warnings are errors, that would be one
+    options["pythonwarnings"] = [
+        *(options.get("pythonwarnings") or []),
+        "ignore:Module already imported:pytest.PytestAssertRewriteWarning",
+    ]
     return {
         "options": options,
         "files": list(files),

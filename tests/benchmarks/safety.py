@@ -10,8 +10,8 @@ from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 from tests.disagreements.case import Plan
 from tests.disagreements.job import run_cases
+from tests.disagreements.kinds import SHAPES, all_plans, quick_plans
 from tests.disagreements.places import Place
-from tests.disagreements.plans import SHAPES, all_plans, quick_plans
 from tests.disagreements.verdicts import CLASSES
 
 HOSTS = {"hosts:2+2": 0.5, "hosts:1+1+1+1": 0.3}  # which part of all kinds

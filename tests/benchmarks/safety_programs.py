@@ -7,8 +7,8 @@ from typing import Any
 from tests.benchmarks import safety
 from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
+from tests.disagreements.kinds import drawn_plans
 from tests.disagreements.places import Place
-from tests.disagreements.plans import drawn_plans
 
 COUNTS = {
     "drawn_program": {"1x2": 250, "2+1": 250, "2x2": 250, "1x4": 250},

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import fnmatch
-import json
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from tests.disagreements.case import Plan
-from tests.disagreements.job import PATIENCE_SECONDS, run_cases
-from tests.disagreements.kinds import KINDS
+from tests.disagreements.job import run_cases
+from tests.disagreements.kinds import KINDS, SHAPES, all_plans, drawn_plans, quick_plans
 from tests.disagreements.places import Place
-from tests.disagreements.plans import SHAPES, all_plans, drawn_plans, quick_plans
 from tests.disagreements.verdicts import CLASSES
 
 
@@ -26,24 +22,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.list:
         for kind in KINDS.values():
-            print(f"{kind.name:32} {kind.family:10} {kind.text}  [{', '.join(sorted(kind.allowed))}]")
+            print(f"{kind.name:40} {kind.family:10} {', '.join(sorted(kind.allowed))}")
         return 0
     settings = dict(pair.split("=", 1) for pair in arguments.set)
     counts: collections.Counter[str] = collections.Counter()
     wrong = 0
     # what ends this must end the ranks first
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    with contextlib.ExitStack() as stack:
-        log = stack.enter_context(arguments.json.open("a")) if arguments.json else None
-        for shape in arguments.shape or SHAPES:
-            for done in run_cases(shape, _plans(arguments, Place(shape).size), settings, arguments.patience):
-                counts[done.verdict.name] += 1
-                wrong += not done.is_allowed
-                if not arguments.quiet or not done.is_allowed:
-                    print(done, flush=True)
-                if log is not None:
-                    log.write(json.dumps(done.document()) + "\n")
-                    log.flush()
+    for shape in arguments.shape or SHAPES:
+        for done in run_cases(shape, _plans(arguments, Place(shape).size), settings):
+            counts[done.verdict.name] += 1
+            wrong += not done.is_allowed
+            print(done, flush=True)
     print(", ".join(f"{name} {counts[name]}" for name in CLASSES if counts[name]), f"- not as they must be: {wrong}")
     return 1 if wrong else 0
 
@@ -51,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _plans(arguments: argparse.Namespace, ranks: int) -> list[Plan]:
     if arguments.drawn:
         name = arguments.kind[0] if arguments.kind else "drawn_program"
-        return list(drawn_plans(name, ranks, arguments.drawn, arguments.most, arguments.seed))
+        return list(drawn_plans(name, ranks, arguments.drawn, 300_000, arguments.seed))
     names = [name for name in KINDS if any(fnmatch.fnmatch(name, pattern) for pattern in arguments.kind or ["*"])]
     if not names:
         raise SystemExit(f"no kind is called {' or '.join(arguments.kind)}; see --list")
@@ -76,12 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--odd", type=int, help="which rank is the odd one (default: it depends on the case)")
     parser.add_argument("--quick", action="store_true", help="one or two cases of each kind")
     parser.add_argument("--drawn", type=int, default=0, metavar="N", help="N cases of --kind drawn_program or drawn_pair")
-    parser.add_argument("--most", type=int, default=300_000, help="elements of the largest array of what is drawn")
     parser.add_argument("--seed", type=int, default=1, help="of the first case that is drawn")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable for the ranks")
-    parser.add_argument("--patience", type=float, default=PATIENCE_SECONDS, help="seconds without a word that end a job")
-    parser.add_argument("--quiet", action="store_true", help="show only what is not as it must be")
-    parser.add_argument("--json", type=Path, help="append a line for each case to this file")
     return parser
 
 

@@ -6,9 +6,11 @@ import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.disagreements.places import Folder, Place, default_environment, script
+from tests.disagreements.places import Place, default_environment, script
 from tests.disagreements.verdicts import missing_in_report, ranks_named
 
 ODD = 1  # the rank that does not come
@@ -143,17 +145,16 @@ class Found:
 
 def find_report(place: Place, hang: Hang, settings: Mapping[str, str] | None = None, until: str = "") -> Found:
     """Run a program, and return what it reports of the rank that does not come; then end it."""
-    folder = Folder()
-    environment = default_environment({"MPISTRAT_STALL_SECONDS": "1", **(settings or {})})
-    program, begun = folder.path / _NAME, time.monotonic()
-    program.write_text(hang.program)
-    try:
-        with (folder.path / "output").open("wb") as stream:
+    environment, begun = default_environment({"MPISTRAT_STALL_SECONDS": "1", **(settings or {})}), time.monotonic()
+    with TemporaryDirectory(prefix="disagree-", ignore_cleanup_errors=True) as folder:
+        program, said = Path(folder, _NAME), Path(folder, "output")
+        program.write_text(hang.program)
+        with said.open("wb") as stream:
             process = place.start(script(program), environment, stream)
         try:
             while True:
                 ended = process.poll() is not None
-                output = (folder.path / "output").read_text(errors="replace")
+                output = said.read_text(errors="replace")
                 line = next((line for line in missing_in_report(output, ODD) if line in hang.lines), "")
                 told = "AgreementError" in output and ODD in ranks_named(output)
                 seconds = time.monotonic() - begun
@@ -162,5 +163,3 @@ def find_report(place: Place, hang: Hang, settings: Mapping[str, str] | None = N
                 time.sleep(0.1)
         finally:
             place.end(process)
-    finally:
-        folder.remove()

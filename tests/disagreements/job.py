@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.disagreements.case import Plan
 from tests.disagreements.kinds import KINDS
 from tests.disagreements.memory import changed
-from tests.disagreements.places import Folder, Place, default_environment, rank_program
+from tests.disagreements.places import Place, default_environment, rank_program
 from tests.disagreements.verdicts import Evidence, Verdict, judge, missing_in_report
 from tests.processes import patient
 
@@ -42,20 +43,6 @@ class Done:
     def is_allowed(self) -> bool:
         """Whether a case of this kind may end like that."""
         return self.verdict.name in KINDS[self.plan.kind].allowed
-
-    def document(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
-        found = KINDS[self.plan.kind]
-        return {
-            "shape": self.shape,
-            **asdict(self.plan),
-            "family": found.family,
-            "class": self.verdict.name,
-            "allowed": self.is_allowed,
-            "further": self.verdict.further,
-            "text": self.verdict.text,
-            "note": self.note,
-        }
 
     def __str__(self) -> str:
         flag = "  " if self.is_allowed else "! "
@@ -97,7 +84,8 @@ def run_cases(
 class _Job:
     def __init__(self, place: Place, environment: Mapping[str, str], patience: float) -> None:
         self._place, self._patience, self._cases = place, patience, 0
-        self._folder = Folder()
+        self._folder = TemporaryDirectory(prefix="disagree-", ignore_cleanup_errors=True)
+        self._path = Path(self._folder.name)
         self._streams: dict[int, _Stream] = {}
         self._selector = selectors.DefaultSelector()
         with socket.socket(socket.AF_UNIX) as server, (self._path / "output").open("wb") as output:
@@ -106,10 +94,6 @@ class _Job:
             started = rank_program("tests.disagreements.rank")
             self._process = place.start(started, {**environment, "DISAGREEMENTS_FOLDER": str(self._path)}, output)
             self._meet(server)
-
-    @property
-    def _path(self) -> Path:
-        return self._folder.path
 
     def run(self, plan: Plan) -> Evidence:
         """Run a case until all ranks have said how it ended, the job has ended, or nothing happens any more."""
@@ -151,7 +135,7 @@ class _Job:
         for stream in self._streams.values():
             stream.close()
         self._selector.close()
-        self._folder.remove()
+        self._folder.cleanup()
 
     def _look(self, evidence: Evidence) -> None:
         """Find what was changed that nobody may change: from outside, and by the ranks that can still answer."""

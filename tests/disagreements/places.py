@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -93,14 +91,3 @@ def rank_program(module: str) -> list[str]:
 def script(path: Path) -> list[str]:
     """Return the command of a rank that runs a script."""
     return [sys.executable, str(path)]
-
-
-class Folder:
-    """A folder of a job, which is removed with it."""
-
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="disagree-"))
-
-    def remove(self) -> None:
-        """Remove it."""
-        shutil.rmtree(self.path, ignore_errors=True)

@@ -101,11 +101,7 @@ class Turns:
     def _call_equally(self, case: Case) -> None:
         """Make one of the calls before the disagreement, and say so: large ones may be slow, and are no hang."""
         self.say(at="equal calls")
-        found = KINDS[case.plan.kind]
-        if found.rewarm:
-            found.run(case)
-        else:
-            case.all_reduce("sum", case.operand())
+        KINDS[case.plan.kind].warm_up(case)
 
     def _leave(self, close: bool) -> None:
         if close and self._case is not None:

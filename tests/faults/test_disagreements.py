@@ -11,8 +11,8 @@ import pytest
 
 from tests.disagreements.case import Plan
 from tests.disagreements.job import run_cases
+from tests.disagreements.kinds import drawn_plans, quick_plans
 from tests.disagreements.places import Place
-from tests.disagreements.plans import drawn_plans, quick_plans
 
 _PATIENCE_SECONDS = 8.0
 _ENOUGH = 12  # failures; each of them may have stood still for a while

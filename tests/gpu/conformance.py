@@ -1,6 +1,6 @@
 """The conformance kit on one transport, as the ranks of a job run it: on real device memory where the transport is of a GPU.
 
-    mpiexec -n 4 python -m tests.gpu.conformance cuda_ipc --shape 2x2 --report FILE
+    mpiexec -n 4 python -m tests.gpu.conformance cuda_ipc 2x2 --report FILE
 
 Several ranks may share a GPU. On several virtual nodes a transport that works inside a node is tried on every node at once,
 one that works between nodes on every rail.
@@ -8,12 +8,9 @@ one that works between nodes on every rail.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
@@ -29,6 +26,7 @@ from mpistrat.transports.mpi_ring import MpiRingTransport
 from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 from mpistrat.transports.staged import StagedTransport
+from tests.gpu.program import write_report
 
 WORLD, NODES, RAILS = "world", "nodes", "rails"
 """Whom a transport joins: all ranks, those of a node, or those of a rail; where there is one node, its rails are not there,
@@ -58,22 +56,15 @@ SUBJECTS: dict[str, Subject] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Try a transport, and let rank 0 write what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("transport", choices=SUBJECTS)
-    parser.add_argument("--shape", required=True, help="the nodes to pretend, such as 2x2")
-    parser.add_argument("--host-id-per-rank", action="store_true", help="let NCCL take every rank for a host of its own")
-    parser.add_argument("--report", type=Path, required=True, help="where rank 0 writes what came of it")
-    arguments = parser.parse_args(argv)
+def main(transport: str, shape: str, *more: str) -> dict[str, int | str]:
+    """Try a transport on nodes of a shape; with ``host-id-per-rank`` NCCL takes every rank for a host of its own."""
     comm = start()  # MPISTRAT_DEVICE says whether it binds a GPU
-    if arguments.host_id_per_rank:
+    if more:
         os.environ["NCCL_HOSTID"] = f"rank{comm.Get_rank()}"  # NCCL asks for it once, when it is first used
-    hierarchy = Hierarchy(comm, discover(comm, arguments.shape))
-    found = check(SUBJECTS[arguments.transport], hierarchy)
+    hierarchy = Hierarchy(comm, discover(comm, shape))
+    found = check(SUBJECTS[transport], hierarchy)
     hierarchy.close()
-    if comm.Get_rank() == 0:
-        arguments.report.write_text(json.dumps(found))
+    return found
 
 
 def check(subject: Subject, hierarchy: Hierarchy) -> dict[str, int | str]:
@@ -99,4 +90,4 @@ def _groups(subject: Subject, hierarchy: Hierarchy) -> list[Group]:
 
 
 if __name__ == "__main__":
-    main()
+    write_report(main)

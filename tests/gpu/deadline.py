@@ -5,11 +5,8 @@ mpiexec -n 2 python -m tests.gpu.deadline --report FILE
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 
@@ -19,20 +16,10 @@ from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.steps import drive
+from tests.gpu.program import write_report
 
 DEADLINE_SECONDS = 2.0
 FIRST_SECONDS = 40.0  # the first collective connects the ranks
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Let a collective pass its deadline; let rank 0 write how long that took."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--report", type=Path, required=True, help="where rank 0 writes what came of it")
-    arguments = parser.parse_args(argv)
-    comm = start()
-    found = check(Group(comm.Dup(), "world", tuple(range(comm.Get_size()))), NcclTransport)
-    if comm.Get_rank() == 0:
-        arguments.report.write_text(json.dumps(found))
 
 
 def check(group: Group, make: Callable[[Group], NcclTransport], seconds: float = DEADLINE_SECONDS) -> dict[str, float]:
@@ -63,5 +50,11 @@ def check(group: Group, make: Callable[[Group], NcclTransport], seconds: float =
     return {"seconds_late": round(late, 2)}
 
 
+def main() -> dict[str, float]:
+    """Let a collective of all ranks pass its deadline."""
+    comm = start()
+    return check(Group(comm.Dup(), "world", tuple(range(comm.Get_size()))), NcclTransport)
+
+
 if __name__ == "__main__":
-    main()
+    write_report(main)

@@ -8,19 +8,18 @@ looks how much of it is used before and after, and takes most of the rest.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 import mpistrat
 from mpistrat.launch.mpiexec import command
+from tests.gpu.program import write_report
 from tests.processes import TIMED_OUT, run_bounded
 
 FAULTS = ("raise", "kill")
@@ -34,22 +33,13 @@ _ROOT = Path(__file__).parents[2]
 _MIB = 1 << 20
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Let jobs end by each fault; or, as one of the ranks, be part of one."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--as-rank", choices=FAULTS, help="be one of the ranks, of which one has this fault")
-    parser.add_argument("--report", type=Path, help="where to write the figures")
-    arguments = parser.parse_args(argv)
-    if arguments.as_rank:
-        _be_rank(arguments.as_rank)
-        return
-    figures: dict[str, float] = {}
+def main() -> dict[str, float]:
+    """Let jobs end by each fault; the program is one of their ranks where it is told a fault."""
     before = _used_mib()
-    for fault in FAULTS:
-        figures[f"{fault}_seconds"] = end(fault)
+    figures = {f"{fault}_seconds": end(fault) for fault in FAULTS}
     figures["mib_left"] = _freed(before)
     _take_the_rest()
-    arguments.report.write_text(json.dumps(figures))
+    return figures
 
 
 def end(fault: str, environ: Mapping[str, str] | None = None) -> float:
@@ -57,7 +47,7 @@ def end(fault: str, environ: Mapping[str, str] | None = None) -> float:
 
     Returns seconds from the fault to the end of the job.
     """
-    argv, extra = command(NUM_RANKS, [sys.executable, "-m", "tests.gpu.first_fault", "--as-rank", fault])
+    argv, extra = command(NUM_RANKS, [sys.executable, "-m", "tests.gpu.first_fault", fault])
     done = run_bounded(argv, LIMIT_SECONDS, {**(os.environ if environ is None else environ), **extra}, _ROOT)
     now, said = time.time(), done.stdout + done.stderr
     if done.returncode == TIMED_OUT:
@@ -116,4 +106,7 @@ def _take_the_rest() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] in FAULTS:
+        _be_rank(sys.argv[1])
+    else:
+        write_report(main)

@@ -7,14 +7,11 @@ JAX takes most of the GPU's memory for itself unless XLA_PYTHON_CLIENT_PREALLOCA
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -22,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import mpistrat
+from tests.gpu.program import with_strategy, write_report
 
 DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 COUNTS = (1, 1000, 1_000_003)
@@ -146,20 +144,15 @@ class Jax(Kind):
 KINDS: dict[str, type[Kind]] = {"torch": Torch, "jax": Jax}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Try the arrays of a library; let rank 0 write what came of it. A collective call."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("library", choices=KINDS)
-    parser.add_argument("--report", type=Path, required=True, help="where rank 0 writes what came of it")
-    arguments = parser.parse_args(argv)
-    strategy = mpistrat.MultiWorkerMirroredStrategy()
-    kind = KINDS[arguments.library]()
-    missing = kind.missing()
-    found = {"skipped": missing} if missing else check(strategy, kind)
-    chief = strategy.extended.should_save_summary
-    strategy.close()
-    if chief:
-        arguments.report.write_text(json.dumps(found))
+def main(library: str) -> dict[str, Any]:
+    """Try the arrays of a library. A collective call."""
+    kind = KINDS[library]()
+
+    def found(strategy: mpistrat.Strategy) -> dict[str, Any]:
+        missing = kind.missing()
+        return {"skipped": missing} if missing else check(strategy, kind)
+
+    return with_strategy(found)
 
 
 def check(strategy: mpistrat.Strategy, kind: Kind) -> dict[str, float]:
@@ -214,4 +207,4 @@ def _cases(kind: Kind) -> Iterator[tuple[str, Callable[[], Any], NDArray[Any]]]:
 
 
 if __name__ == "__main__":
-    main()
+    write_report(main)

@@ -7,8 +7,6 @@ That it finds nothing shows little, unless it finds a write that is planted.
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,6 +27,7 @@ from mpistrat.packing.layout import Layout
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, combine
 from mpistrat.testing.transport_cases import operations
 from tests.gpu.machine import find_sanitizer
+from tests.gpu.program import write_report
 from tests.processes import run_bounded
 
 TOOLS = ("memcheck", "initcheck", "racecheck")
@@ -45,19 +44,9 @@ _ROOT = Path(__file__).parents[2]
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Start the sanitizer's tools on this module; or run the kernels, which they watch."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--as-subject", action="store_true", help="run the kernels")
-    parser.add_argument("--planted", action="store_true", help="and write beyond the end of an array")
-    parser.add_argument("--report", type=Path, help="where to write how many errors were found")
-    arguments = parser.parse_args(argv)
-    if arguments.as_subject:
-        _be_subject(arguments.planted)
-        return
-    figures = {f"{tool}_errors": _watched(tool) for tool in TOOLS}
-    figures["planted_errors"] = _watched("memcheck", "--planted")
-    arguments.report.write_text(json.dumps(figures))
+def main() -> dict[str, int]:
+    """Start the sanitizer's tools on this module, which runs the kernels."""
+    return {f"{tool}_errors": _watched(tool) for tool in TOOLS} | {"planted_errors": _watched("memcheck", "planted")}
 
 
 def try_all(device: Device) -> int:
@@ -107,7 +96,7 @@ def _be_subject(has_fault: bool) -> None:
 
 
 def _watched(tool: str, *more: str) -> int:
-    program = [sys.executable, "-m", "tests.gpu.sanitizer", "--as-subject", *more]
+    program = [sys.executable, "-m", "tests.gpu.sanitizer", "subject", *more]
     done = run_bounded([find_sanitizer(), "--tool", tool, *OPTIONS, *program], TOOL_SECONDS, cwd=_ROOT)
     found = errors_in(done.stdout + done.stderr)
     if more and not found:
@@ -196,4 +185,7 @@ def _write_beyond(device: Device) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] == "subject":
+        _be_subject("planted" in sys.argv)
+    else:
+        write_report(main)

@@ -1,17 +1,17 @@
-"""Thousands of steps whose arrays differ in size, started and plain collectives mixed: all results right, and no memory lost.
+"""Steps, and strategies that come and go, by the thousand: all results right, and nothing is lost.
 
-    MPISTRAT_VIRTUAL_NODES=2x2 MPISTRAT_CHUNK_BYTES=1MiB mpistrat run -n 4 -m tests.gpu.soak --report FILE
+    MPISTRAT_VIRTUAL_NODES=2x2 MPISTRAT_CHUNK_BYTES=1MiB mpistrat run -n 4 -m tests.gpu.soak steps --report FILE
+    mpistrat run -n 2 -m tests.gpu.soak strategies 100 --report FILE
 
-Sizes come in a cycle that holds more plans than are kept, so that plans come and go. Values are whole numbers, of which every
-order of adding makes the same.
+Steps mix started and plain collectives of arrays whose sizes come in a cycle that holds more plans than are kept, so that plans
+come and go. Strategies are opened, used and closed, two at a time now and then; their buffers grow from 64 KiB to 64 MiB and
+begin small again. Values are whole numbers, of which every order of adding makes the same.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +20,51 @@ from numpy.typing import NDArray
 
 import mpistrat
 from mpistrat.arrays import to_host
-from tests.gpu.holding import Holding, growth, holding
+from mpistrat.device import cuda
+from mpistrat.launch.bootstrap import start
+from tests.gpu.program import with_strategy, write_report
 
-STEPS, SETTLED, CYCLE = 2000, 200, 100
+STEPS, SETTLED_STEPS, CYCLE = 2000, 200, 100
 LARGEST = 2_000_000
 DTYPES = ("float32", "int32", "float64")
+SETTLED_ROUNDS = 12
+SIZES = tuple(1 << power for power in range(16, 27))
+
+Holding = Callable[[Callable[[], None]], Mapping[str, float]]
+"""Returns what is held, given a barrier."""
+
+_SELF = Path("/proc/self")
+_MIB = 1 << 20
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Take the steps; let rank 0 write what was held. A collective call."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=STEPS, help="how many")
-    parser.add_argument("--report", type=Path, required=True, help="where rank 0 writes the figures")
-    arguments = parser.parse_args(argv)
-    strategy = mpistrat.MultiWorkerMirroredStrategy()
-    begun = time.monotonic()
-    figures = soak(strategy, arguments.steps) | {"seconds": round(time.monotonic() - begun, 1)}
-    chief = strategy.extended.should_save_summary
-    strategy.close()
-    if chief:
-        arguments.report.write_text(json.dumps(figures))
+def holding(barrier: Callable[[], None]) -> dict[str, float]:
+    """Return what is held after all that is under way, and without what CuPy keeps for later. A collective call.
+
+    Returns ``device_mib``: memory of the GPU, of all processes on it; ``allocations``: those of this library, and what it
+    has mapped of others'; and the ``threads``, open ``files`` and ``mappings`` of this process.
+    """
+    import cupy
+
+    gc.collect()
+    cupy.cuda.runtime.deviceSynchronize()
+    cupy.get_default_memory_pool().free_all_blocks()
+    cupy.get_default_pinned_memory_pool().free_all_blocks()
+    barrier()
+    free, total = cupy.cuda.runtime.memGetInfo()
+    barrier()
+    return {
+        "device_mib": (total - free) / _MIB,
+        "allocations": sum(type(found) is cuda._Memory for found in gc.get_objects()),
+        "threads": len(list((_SELF / "task").iterdir())),
+        "files": len(list((_SELF / "fd").iterdir())),
+        "mappings": len((_SELF / "maps").read_text().splitlines()),
+    }
 
 
 def soak(
     strategy: mpistrat.Strategy,
     steps: int = STEPS,
-    settled: int = SETTLED,
+    settled: int = SETTLED_STEPS,
     largest: int = LARGEST,
     held: Holding = holding,
 ) -> dict[str, float]:
@@ -64,9 +83,35 @@ def soak(
         return compared
 
     [compared] = strategy.experimental_local_results(strategy.run(run))
-    return {"steps": steps, "compared": compared, "device_mib": round(noted[-1].get("device_mib", 0), 1)} | growth(
-        noted[0], noted[-1]
-    )
+    return {"steps": steps, "compared": compared, "device_mib": round(noted[-1].get("device_mib", 0), 1), **_growth(noted)}
+
+
+def open_and_close(
+    rounds: int, settled: int = SETTLED_ROUNDS, sizes: Sequence[int] = SIZES, held: Holding = holding
+) -> dict[str, float]:
+    """Open and close strategies, every third time two together. A collective call.
+
+    Returns ``rounds``, and how much more is held at the end than after `settled` rounds.
+    """
+    comm = start().Dup()
+    noted: list[Mapping[str, float]] = []
+    for index in range(rounds):
+        strategies = [mpistrat.MultiWorkerMirroredStrategy() for _ in range(2 if index % 3 == 2 else 1)]
+        for turn in range(2):
+            for strategy in strategies:
+                _use(strategy, sizes[index % len(sizes)] >> turn)
+        for strategy in strategies:
+            strategy.close()
+        del strategies, strategy
+        if index + 1 in (settled, rounds):
+            noted.append(held(comm.Barrier))
+    comm.Free()
+    return {"rounds": rounds, **_growth(noted)}
+
+
+def _growth(noted: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return how much more is held in the end."""
+    return {f"{name}_growth": round(noted[-1][name] - noted[0][name], 1) for name in noted[0]}
 
 
 def _step(step: int, largest: int) -> int:
@@ -85,9 +130,7 @@ def _step(step: int, largest: int) -> int:
     size = context.num_replicas_in_sync
     for batch, results in zip(batches, found, strict=True):
         for rows, result in zip(batch, results, strict=True):
-            array = to_host(result)
-            if array.dtype != rows.dtype or not np.array_equal(array, rows * (size * (size + 1) // 2)):
-                raise AssertionError(f"step {step}: {rows.size} elements of {rows.dtype}: not what NumPy makes of it")
+            _check(result, rows * (size * (size + 1) // 2), rows.dtype, f"step {step}")
     return sum(map(len, batches))
 
 
@@ -102,5 +145,29 @@ def _of(rows: NDArray[Any], context: mpistrat.ReplicaContext) -> NDArray[Any]:
     return rows * (context.replica_id_in_sync_group + 1)
 
 
+def _use(strategy: mpistrat.Strategy, nbytes: int) -> None:
+    """Add arrays, in a plain call and in a started one."""
+
+    def run() -> None:
+        context = mpistrat.get_replica_context()
+        size, values = context.num_replicas_in_sync, np.arange(nbytes // 4, dtype=np.float32) % 1000
+        array = strategy.array_module.asarray(values + context.replica_id_in_sync_group)
+        for result in (context.all_reduce("sum", array), context.start_all_reduce("sum", array).wait()):
+            _check(result, values * size + sum(range(size)), values.dtype, f"{nbytes} bytes")
+
+    strategy.run(run)
+
+
+def _check(result: Any, expected: NDArray[Any], dtype: np.dtype[Any], what: str) -> None:
+    array = to_host(result)
+    if array.dtype != dtype or not np.array_equal(array, expected):
+        raise AssertionError(f"{what}: {expected.size} elements of {dtype}: not what NumPy makes of it")
+
+
+def main(what: str, rounds: str = "") -> Mapping[str, float]:
+    """Take steps, or open and close strategies so often."""
+    return with_strategy(soak) if what == "steps" else open_and_close(int(rounds))
+
+
 if __name__ == "__main__":
-    main()
+    write_report(main)

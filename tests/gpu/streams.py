@@ -8,12 +8,9 @@ and the results are read on it. That nothing went wrong shows little, unless it 
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,8 +18,7 @@ import numpy as np
 
 import mpistrat
 from mpistrat.device.abstract import Device, Stream, address
-from mpistrat.device.binding import bound_device
-from mpistrat.errors import LaunchError
+from tests.gpu.program import settle, the_gpu, with_strategy, write_report
 
 COUNTS = (1 << 20, 1 << 18)
 MILLISECONDS = 100
@@ -39,20 +35,10 @@ extern "C" __global__ void delay(unsigned long long nanoseconds) {
 """
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Try both kinds of call; let rank 0 write what came of it. A collective call."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--report", type=Path, required=True, help="where rank 0 writes what came of it")
-    arguments = parser.parse_args(argv)
-    strategy = mpistrat.MultiWorkerMirroredStrategy()
-    device = bound_device()
-    if device is None:
-        raise LaunchError("this process computes on its CPU; MPISTRAT_DEVICE=gpu says why")
-    found = check(strategy, device, lambda stream: _delay()((1,), (1,), (np.uint64(MILLISECONDS * 1_000_000),)))
-    chief = strategy.extended.should_save_summary
-    strategy.close()
-    if chief:
-        arguments.report.write_text(json.dumps(found))
+def main() -> dict[str, float]:
+    """Try both kinds of call. A collective call."""
+    delay = lambda stream: _delay()((1,), (1,), (np.uint64(MILLISECONDS * 1_000_000),))  # noqa: E731
+    return with_strategy(lambda strategy: check(strategy, the_gpu(), delay))
 
 
 def check(
@@ -119,7 +105,7 @@ class _Late:
                 for array in self._arrays
             ]
             self._write(self._stale)
-            self._settle()
+            settle(self._device)
             self._communicator.barrier()
             if rank == size - 1:
                 self._delay(self._side)
@@ -131,17 +117,12 @@ class _Late:
                 np.array_equal(self._device.get(result), np.arange(result.size, dtype=np.float32) % 97 * size + added)
                 for result in results
             )
-            self._settle()
+            settle(self._device)
         return self._all(right)
 
     def _write(self, values: Sequence[Any]) -> None:
         for array, value in zip(self._arrays, values, strict=True):
             self._side.copy(address(array), address(value), array.nbytes)
-
-    def _settle(self) -> None:
-        event = self._side.record()
-        while not event.done():
-            pass
 
     def _all(self, right: bool) -> bool:
         """Return whether all ranks found the right results. A collective call."""
@@ -166,4 +147,4 @@ def _delay() -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    write_report(main)

@@ -8,14 +8,11 @@ taken away again: so a kernel is measured, and not how fast Python launches it, 
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -33,13 +30,13 @@ from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.staged import StagedTransport
 from mpistrat.transports.steps import drive
+from tests.gpu.program import STUCK_SECONDS, settle, write_report
 from tests.gradients import resnet50
 
 F32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 GIGA = 1e9
 PEERS = 4
 CHECKED = 10_000
-STUCK_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -119,10 +116,7 @@ class _Bench:
 
     def settle(self) -> None:
         """Wait until all work on the stream is through."""
-        event, deadline = self._stream.record(), time.monotonic() + STUCK_SECONDS
-        while not event.done():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the GPU was not through after {STUCK_SECONDS:g} s")
+        settle(self.device)
 
     def expect(self, found: DeviceArray, expected: NDArray[Any]) -> None:
         """Check that what was timed is right: what moves nothing is fast."""
@@ -212,16 +206,11 @@ TIMINGS: dict[str, Callable[[_Bench], dict[str, float]]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure one of TIMINGS on the GPU, and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("timing", choices=TIMINGS)
-    parser.add_argument("--report", type=Path, required=True, help="where to write the figures")
-    arguments = parser.parse_args(argv)
+def main(timing: str) -> dict[str, float]:
+    """Measure one of TIMINGS on the GPU."""
     device = CudaDevice(0)
     with device.activate(device.stream()):
-        figures = TIMINGS[arguments.timing](_Bench(device, Sizes()))
-    arguments.report.write_text(json.dumps(figures))
+        return TIMINGS[timing](_Bench(device, Sizes()))
 
 
 def _large(bench: _Bench) -> tuple[list[DeviceArray], Layout, DeviceArray]:
@@ -236,4 +225,4 @@ def _exhaust(copy: DeviceCopyIn | DeviceCopyOut, arrays: Sequence[DeviceArray]) 
 
 
 if __name__ == "__main__":
-    main()
+    write_report(main)

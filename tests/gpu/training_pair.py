@@ -1,17 +1,15 @@
 """Train what the demo trains on GPUs and on CPUs, one job after the other, and compare the losses of all steps.
 
-python -m tests.gpu.training_pair --ranks 4 --nodes 2x2 --report FILE
+python -m tests.gpu.training_pair 4 2x2 gpu,cpu --report FILE
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +19,16 @@ from mpistrat.device.binding import bound_device
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpiexec import command
 from mpistrat.tools import train_digits
+from tests.gpu.program import with_strategy, write_report
 
 EPOCHS = 2
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Start the two jobs and compare them; or, as a rank of one, train."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=1, help="how many ranks each job has")
-    parser.add_argument("--nodes", default="", help="the nodes to pretend, such as 2x2")
-    parser.add_argument("--devices", default="gpu,cpu", help="what MPISTRAT_DEVICE is in the two jobs")
-    parser.add_argument("--report", type=Path, required=True, help="where to write the figures")
-    parser.add_argument("--as-rank", action="store_true", help="train, as one of the ranks")
-    arguments = parser.parse_args(argv)
-    if arguments.as_rank:
-        _train(arguments.report)
-        return
-    jobs = [_run(device, arguments.ranks, arguments.nodes) for device in arguments.devices.split(",")]
-    figures = compare(*jobs)
-    print(json.dumps(figures))
-    arguments.report.write_text(json.dumps(figures))
+def main(num_ranks: str = "", nodes: str = "", devices: str = "gpu,cpu") -> dict[str, Any]:
+    """Start a job on each of two devices, and compare them; or train, as a rank of one, where no ranks are said."""
+    if not num_ranks:
+        return with_strategy(_train)
+    return compare(*(_run(device, int(num_ranks), nodes) for device in devices.split(",")))
 
 
 def compare(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
@@ -57,7 +45,7 @@ def _run(device: str, num_ranks: int, nodes: str) -> dict[str, Any]:
     """Run a job to its end, and return what its first rank wrote."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "losses.json")
-        program = [sys.executable, "-m", "tests.gpu.training_pair", "--as-rank", "--report", str(report)]
+        program = [sys.executable, "-m", "tests.gpu.training_pair", "--report", str(report)]
         argv, extra = command(num_ranks, program, nodes)
         # in this process's session: whoever ends that ends the job
         done = subprocess.run(argv, env={**os.environ, **extra, settings.DEVICE.name: device}, check=False)
@@ -69,15 +57,10 @@ def _run(device: str, num_ranks: int, nodes: str) -> dict[str, Any]:
     return found
 
 
-def _train(report: Path) -> None:
-    strategy = mpistrat.MultiWorkerMirroredStrategy()
+def _train(strategy: mpistrat.Strategy) -> dict[str, Any]:
     _, accuracy, losses = train_digits.train(strategy, EPOCHS)
-    chief = strategy.extended.should_save_summary
-    found = {"losses": losses, "accuracy": accuracy, "on_gpu": bound_device() is not None}
-    strategy.close()
-    if chief:
-        report.write_text(json.dumps(found))
+    return {"losses": losses, "accuracy": accuracy, "on_gpu": bound_device() is not None}
 
 
 if __name__ == "__main__":
-    main()
+    write_report(main)

@@ -8,10 +8,7 @@ transports. Values are whole numbers, of which every order of adding makes the s
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -22,6 +19,7 @@ import mpistrat
 from mpistrat.arrays import is_on_device
 from mpistrat.device.binding import bound_device
 from mpistrat.experimental import CommunicationOptions
+from tests.gpu.program import with_strategy, write_report
 
 DTYPES = ("float32", "float64", "int32", "int64", "int16", "complex64", "float16", ml_dtypes.bfloat16)
 SHAPES = ((), (1,), (3, 5), (0, 4), (257, 129), (300_001,))
@@ -34,20 +32,10 @@ OPS: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
 LARGEST = 7  # sums of the narrowest dtype stay exact
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Try the verbs; let rank 0 write how many results were compared, and on what. A collective call."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--report", type=Path, help="where rank 0 writes what came of it")
-    arguments = parser.parse_args(argv)
-    strategy = mpistrat.MultiWorkerMirroredStrategy()
+def check(strategy: mpistrat.Strategy) -> dict[str, Any]:
+    """Try the verbs; return how many results were compared, and on what. A collective call."""
     [compared] = strategy.experimental_local_results(strategy.run(_try_all, args=(strategy,)))
-    found = {"compared": compared, "replicas": strategy.num_replicas_in_sync, "path": _path(strategy)}
-    chief = strategy.extended.should_save_summary
-    strategy.close()
-    if chief:
-        print(json.dumps(found))
-        if arguments.report:
-            arguments.report.write_text(json.dumps(found))
+    return {"compared": compared, "replicas": strategy.num_replicas_in_sync, "path": _path(strategy)}
 
 
 def _path(strategy: mpistrat.Strategy) -> str:
@@ -119,4 +107,4 @@ def _rows(dtype: np.dtype[Any], shape: tuple[int, ...], size: int, seed: int) ->
 
 
 if __name__ == "__main__":
-    main()
+    write_report(lambda: with_strategy(check))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
 
+from mpistrat import settings
 from mpistrat.launch.bootstrap import start
+from mpistrat.logger import StderrHandler, logger
 from mpistrat.topology.discover import discover
 from mpistrat.topology.world import World
+from tests.launches import numbers_of_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -18,7 +23,6 @@ if TYPE_CHECKING:
     from mpistrat.communicator.interface import BaseCommunicator
     from mpistrat.groups.group import Group
     from mpistrat.groups.hierarchy import Hierarchy
-    from mpistrat.strategy.strategy import Strategy
 
 # The node shapes of each number of ranks. Of 4 and 8 ranks those that fewer have not: several nodes of several ranks.
 SHAPES = {
@@ -34,13 +38,48 @@ MIXED = {1: "1x1", 2: "2x1", 3: "2+1", 4: "3+1", 8: "3+1+2+2"}
 STRATEGY_SHAPES = {**SHAPES, 3: ("2+1",), 4: ("2x2", "3+1"), 8: ("2x4", "3+1+2+2")}
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "shape" in metafunc.fixturenames:
-        metafunc.parametrize("shape", _shapes("strategy" in metafunc.fixturenames))
+    """Have each test that names none run on its numbers of ranks, or on the node shapes of these."""
+    if metafunc.definition.get_closest_marker("ranks"):
+        return
+    numbers = numbers_of_ranks(metafunc.config, metafunc.definition)
+    names = metafunc.fixturenames
+    table = STRATEGY_SHAPES if "strategy" in names else SHAPES if "shape" in names else None
+    if table is None:
+        mark = pytest.mark.ranks(*numbers)
+    else:
+        mark = pytest.mark.ranks(nodes=[shape for number in numbers for shape in table.get(number, (f"{number}x1",))])
+    metafunc.definition.add_marker(mark)
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    item.add_marker("mpi")
+@pytest.fixture
+def shape() -> str:
+    """Give the present node shape."""
+    return os.environ[settings.VIRTUAL_NODES.name]
+
+
+@pytest.fixture(autouse=True)
+def _nodes_lie_within_machines() -> None:
+    for node in World.from_shape(shape).nodes if (shape := os.environ[settings.VIRTUAL_NODES.name]) else ():
+        if not any(set(node.ranks) <= machine for machine in _machines()):
+            pytest.skip("a virtual node would span machines")
+
+
+@cache
+def _machines() -> list[set[int]]:
+    comm = start().Dup()
+    machines = [set(node.ranks) for node in discover(comm, "").nodes]
+    comm.Free()
+    return machines
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Give what the library says during the test, wherever it would be shown."""
+    stream = io.StringIO()
+    monkeypatch.setattr(logger, "handlers", [StderrHandler(stream)])
+    return stream
 
 
 @pytest.fixture
@@ -97,28 +136,3 @@ def mixed(comm: MPI.Intracomm) -> Iterator[BaseCommunicator]:
     operations = Communicator(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
     yield operations
     operations.close()
-
-
-@pytest.fixture
-def strategy(shape: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
-    """Give the strategy that spans all ranks, on virtual nodes of the present shape."""
-    from mpistrat.strategy.mirrored import MultiWorkerMirroredStrategy
-
-    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
-    strategy = MultiWorkerMirroredStrategy()
-    yield strategy
-    strategy.close()
-
-
-@cache
-def _shapes(of_strategies: bool) -> list[str]:
-    """Return the shapes of these ranks whose nodes each lie within one machine, where ranks are on several."""
-    comm = start().Dup()
-    machines = [set(node.ranks) for node in discover(comm, "").nodes]
-    comm.Free()
-    size, table = start().size, STRATEGY_SHAPES if of_strategies else SHAPES
-    return [shape for shape in table.get(size, (f"{size}x1",)) if _fits(shape, machines)]
-
-
-def _fits(shape: str, machines: list[set[int]]) -> bool:
-    return all(any(set(node.ranks) <= machine for machine in machines) for node in World.from_shape(shape).nodes)

@@ -173,6 +173,24 @@ def test_cost_models_that_differ_are_told(comm):
 
 
 @needs_ranks(2)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("CHUNK_BYTES", "300000"),
+        ("STRICT", "0"),
+        ("INTRA_TRANSPORT", "mpi"),
+        ("ALGORITHM", "flat"),
+        ("MAX_MESSAGE_BYTES", "4096"),
+    ],
+)
+def test_settings_that_differ_are_an_error_on_every_rank(comm, monkeypatch, name, value):
+    if comm.rank == 0:
+        monkeypatch.setenv(f"MPISTRAT_{name}", value)
+    with pytest.raises(AgreementError, match=rf"(?s)rank 0: settings .*MPISTRAT_{name}=.*\n  ranks? 1.*mpiexec -x NAME"):
+        mpistrat.Communicator(comm)
+
+
+@needs_ranks(2)
 @pytest.mark.parametrize("where", ["everywhere", "on rank 0"])
 @pytest.mark.parametrize("name", ["MPISTRAT_MPI_GPU", "MPISTRAT_PEER_MEMORY", "MPISTRAT_VERBOSE", "MPISTRAT_CHECK"])
 def test_a_setting_that_cannot_be_read_is_told_to_all(comm, monkeypatch, name, where):

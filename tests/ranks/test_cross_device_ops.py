@@ -72,45 +72,6 @@ def test_a_batch_lands_where_it_is_wanted(comm, strategy, make):
     assert value.values[0].tolist() == (np.arange(1000.0) + rank).tolist(), "an input was changed"
 
 
-@pytest.mark.parametrize("make", FAMILY, ids=NAMES)
-def test_every_operation(comm, strategy, make):
-    ops, size = make(), comm.size
-    if not suits(ops, strategy):
-        return
-    expected = {
-        "sum": size * (size + 1) / 2,
-        "mean": (size + 1) / 2,
-        "min": 1,
-        "max": size,
-        "prod": np.prod(np.arange(size) + 1.0),
-    }
-    for op, wanted in expected.items():
-        with strategy.scope():
-            result = ops.reduce(op, PerReplica(np.full((2, 2), comm.rank + 1.0)), "/cpu:0")
-        assert plain(result) == [[wanted] * 2] * 2
-        reduced = strategy.run(lambda op=op: ops.all_reduce_in_replica(ReduceOp.parse(op), [np.full(3, comm.rank + 1.0)]))
-        assert strategy.experimental_local_results(reduced)[0][0].tolist() == [wanted] * 3
-
-
-@pytest.mark.parametrize("root", [None, "rank:0", "last"])
-def test_one_rank_combines_in_replica_order(comm, strategy, root):
-    rank, size = comm.rank, comm.size
-    device = f"rank:{size - 1}" if root == "last" else root
-    ops = ReductionToOneDevice(
-        device, accumulation_fn=lambda parts: sum(10.0**index * part for index, part in enumerate(parts))
-    )
-    wanted = [sum((other + 1) * 10.0**other for other in range(size))]
-    value = PerReplica(np.array([rank + 1.0]))
-    with strategy.scope():
-        results = [ops.reduce("sum", value, destination) for destination in (value, 0, size - 1)]
-    if size > 1:
-        assert [plain(result) for result in results] == [
-            wanted,
-            wanted if rank == 0 else None,
-            wanted if rank == size - 1 else None,
-        ]
-
-
 @needs_ranks(2)
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_an_accumulation_function_that_fails_is_told_to_all(comm, monkeypatch, strict):
@@ -156,17 +117,6 @@ def test_replicas_that_ask_for_different_things_are_told(comm, monkeypatch):
     strategy.close()
 
 
-def test_packs_do_not_change_the_bits(comm, strategy):
-    random = np.random.default_rng(comm.rank)
-    arrays = [random.integers(-50, 50, shape).astype(np.float32) for shape in [(7,), (3, 5), (), (0, 2), (129,)]]
-    pairs = [(PerReplica(array), "/cpu:0") for array in arrays]
-    with strategy.scope():
-        expected = [plain(result) for result in HierarchicalAllReduce().batch_reduce("mean", pairs)]
-        for num_packs in (0, 1, 2, 3, 10, 1000):
-            found = HierarchicalAllReduce(num_packs).batch_reduce("mean", pairs, CommunicationOptions(bytes_per_pack=16))
-            assert [plain(result) for result in found] == expected, num_packs
-
-
 @pytest.mark.parametrize(("num_packs", "packs"), [(None, 2), (0, 4), (1, 2), (3, 6)])
 def test_a_batch_is_cut_into_so_many_packs(comm, strategy, num_packs, packs):
     communicator = strategy.extended.communicator
@@ -189,20 +139,6 @@ def test_nccl_is_refused_by_all(comm, strategy):
     assert mpistrat.get_strategy() is not strategy
 
 
-def test_the_value_of_rank_0_is_broadcast(comm, strategy):
-    ops, array = HierarchicalAllReduce(), np.full((2, 3), comm.rank)
-    with strategy.scope():
-        variable = mpistrat.Variable(np.ones(5))
-        assert plain(ops.broadcast(array, variable)) == [[0] * 3] * 2
-        rows = IndexedSlices(np.full((comm.rank + 1, 1), comm.rank + 1), np.arange(comm.rank + 1), (comm.size, 1))
-        assert plain(ops.broadcast(rows, "/cpu:0")) == [[1]] + [[0]] * (comm.size - 1)
-        total = ops.reduce("sum", PerReplica(comm.rank + 1), comm.size - 1)
-        assert plain(ops.broadcast(total, variable)) == sum(range(comm.size + 1))
-        moved = ops.reduce("mean", total, 0)
-    assert plain(moved) == (sum(range(comm.size + 1)) if comm.rank == 0 else None)
-    assert variable.numpy().tolist() == [1] * 5
-
-
 class ByOne(CrossDeviceOps):
     def __init__(self):
         self.seen = []
@@ -221,25 +157,6 @@ class InBatches(HierarchicalAllReduce):
     def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
         self.seen += [reduce_op.name] * len(value_destination_pairs)
         return super().batch_reduce_implementation(reduce_op, value_destination_pairs, options)
-
-
-@pytest.mark.parametrize("family", [ByOne, InBatches])
-def test_a_subclass_sees_every_reduction(comm, strategy, family):
-    ops, total = family(), sum(range(comm.size))
-    with strategy.scope():
-        value = PerReplica(np.array([comm.rank]))
-        found = [ops.reduce("max", value, value), *ops.batch_reduce("sum", [(value, value)] * 2)]
-    assert [plain(result) for result in found] == [[comm.size - 1], [total], [total]]
-    strategy.run(lambda: ops.all_reduce_in_replica(ReduceOp.MIN, [np.ones(2), np.ones(1)]))
-    # a value of one replica is its own result
-    assert ops.seen == (["MAX", "SUM", "SUM"] if comm.size > 1 else []) + ["MIN", "MIN"]
-
-
-@pytest.mark.parametrize("family", [ByOne, InBatches])
-def test_a_strategy_hands_every_reduction_to_its_ops(ops, family):
-    own = family()
-    strategy = mpistrat.Strategy(mpistrat.StrategyExtended(ops, own))
-    check_every_reduction(strategy, own)
 
 
 @pytest.mark.parametrize("family", [ByOne, InBatches])

@@ -17,7 +17,6 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, TransportError, UnavailableError
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.launch.bootstrap import start
 from mpistrat.mpi4py import wrap
 from mpistrat.mpi4py.buffers import Buffer
 from mpistrat.reduction import ReduceOp
@@ -26,28 +25,21 @@ from mpistrat.torch import average_gradients, broadcast_state
 from mpistrat.transports import nccl_watcher
 from mpistrat.transports.nccl import NcclTransport
 from tests.gpu.pair import Pair, values
-from tests.launches import on_ranks
 
-pytestmark = on_ranks(2, 4)
+pytestmark = pytest.mark.ranks(nodes=["1x2", "2x1", "2x2"])
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 SOON_SECONDS = 5.0
 
 
-def pytest_generate_tests(metafunc):
-    if "node" in metafunc.fixturenames:
-        size = start().size
-        metafunc.parametrize("node", ["1x2", "2x1"] if size == 2 else ["2x2"], indirect=True)
-
-
 @pytest.fixture
-def node(comm, request, monkeypatch):
+def node(comm, world, monkeypatch):
     """Give collectives on one node, whose plans have several chunks; or on several that NCCL joins."""
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "4096")
     monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "nccl")
     monkeypatch.setattr(nccl_watcher, "UNSEEN_SECONDS", 60.0)  # a busy machine needs longer until the next call
-    with Pair(comm, World.from_shape(request.param)) as pair:
+    with Pair(comm, world) as pair:
         pair.of_nccl = pair.nccl._stream
         yield pair
 

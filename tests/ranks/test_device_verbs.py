@@ -9,7 +9,6 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.device.kernels import TYPES
 from mpistrat.errors import AgreementError, DeadlineExceededError, InvalidArgumentError, TransportError, UnavailableError
 from mpistrat.groups.group import Group
-from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.testing.transport_cases import operations
 from mpistrat.topology.world import World
@@ -26,20 +25,11 @@ pytestmark = up_to_ranks(3)
 SUM = ReduceOp.SUM
 
 
-SHAPES = {2: ["1x2", "2x1"], 3: ["1x3", "2+1"]}
-
-
-def pytest_generate_tests(metafunc):
-    if "joined" in metafunc.fixturenames:
-        size = start().size
-        metafunc.parametrize("joined", SHAPES.get(size, [f"1x{size}"]), indirect=True)
-
-
 @pytest.fixture
-def joined(request, monkeypatch):
+def joined(world, monkeypatch):
     """Give a world whose ranks NCCL joins: one node, or several between which it is asked for."""
     monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "nccl")
-    return World.from_shape(request.param)
+    return world
 
 
 @pytest.fixture
@@ -192,19 +182,22 @@ def test_ranks_of_a_node_that_share_no_memory_meet_by_messages(comm, monkeypatch
         comm.Barrier()
 
 
-@needs_ranks(2)
-def test_known_reduce_scatters_are_compared_before_nccl_is_called(comm, joined, monkeypatch):
+@pytest.mark.ranks(nodes=["1x2", "2x1", "1x3", "2+1", "2x2", "3+1"])
+@pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter"])
+def test_known_calls_are_compared_before_nccl_is_called(comm, joined, monkeypatch, verb):
+    """NCCL would add what the others multiply, and tell nobody."""
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     ops = SUM, ReduceOp.PROD
-    with Pair(comm, joined) as pair:
-        array = pair.up(values(4 * comm.size, np.float32, comm.rank))
-        for op in ops * 2:
-            pair.gpu.reduce_scatter(op, array)
-        calls = pair.library.calls.copy()
-        with pytest.raises(AgreementError, match=r"reduce_scatter\(SUM, .*\n.*reduce_scatter\(PROD, "):
-            pair.gpu.reduce_scatter(ops[comm.rank % 2], array)
-        assert pair.library.calls == calls
-        comm.Barrier()
+    for num_others in {1, comm.size - 1}:
+        with Pair(comm, joined) as pair:
+            array, call = pair.up(values(4 * comm.size, np.float32, comm.rank)), getattr(pair.gpu, verb)
+            for op in ops * 2:
+                call(op, array)
+            calls = pair.library.calls.copy()
+            with pytest.raises(AgreementError, match=rf"{verb}\(PROD, .*\n.*{verb}\(SUM, "):
+                call(ops[comm.rank < num_others], array)
+            assert pair.library.calls == calls
+            comm.Barrier()
 
 
 @needs_ranks(2)

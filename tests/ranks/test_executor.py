@@ -220,7 +220,7 @@ def all_verbs(communicator, count):
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize(("room", "strict"), [(0, "0"), (2**22, "0"), (2**22, "1"), (2**24, "1")])  # none, barriers, some calls
-def test_a_node_without_shared_memory_goes_on_over_mpi(comm, monkeypatch, capfd, room, strict):
+def test_a_node_without_shared_memory_goes_on_over_mpi(comm, monkeypatch, said, room, strict):
     shape = {2: "1x2", 4: "3+1"}[comm.size]
     monkeypatch.setattr("mpistrat.execution.select._warned", set())
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
@@ -229,7 +229,7 @@ def test_a_node_without_shared_memory_goes_on_over_mpi(comm, monkeypatch, capfd,
     with Communicator(Hierarchy(comm, world)) as communicator:
         for count in (10, 300_000, 3_000_000, 10, 300_000):
             all_verbs(communicator, count)
-    warned = capfd.readouterr().err.count("are free in /dev/shm; remove what ended jobs have left there")
+    warned = said.getvalue().count("are free in /dev/shm; remove what ended jobs have left there")
     lacks = len(world.nodes[0].ranks) > 1
     assert warned <= (comm.rank == 0 and lacks)
     assert warned == (comm.rank == 0 and lacks) or room

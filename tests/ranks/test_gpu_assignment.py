@@ -26,7 +26,7 @@ def _view(comm, local_rank=None):
     return LauncherView("srun", comm.rank, comm.size, comm.rank if local_rank is None else local_rank, comm.size)
 
 
-def test_each_rank_drives_a_gpu_of_its_own(fake, comm, capsys, monkeypatch):
+def test_each_rank_drives_a_gpu_of_its_own(fake, comm, said, monkeypatch):
     monkeypatch.setenv("MPISTRAT_VERBOSE", "1")
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", f"{comm.size}x1")  # the GPUs are those of the machine, whatever is pretended
     fake.show(*range(comm.size))
@@ -34,7 +34,7 @@ def test_each_rank_drives_a_gpu_of_its_own(fake, comm, capsys, monkeypatch):
     with rendezvous("a test") as job:
         assert job.world.num_nodes == comm.size
     assert bound_device().index == comm.rank
-    told = capsys.readouterr().err.splitlines()
+    told = said.getvalue().splitlines()
     assert len(told) == (comm.size if comm.rank == 0 else 0)
     if comm.size > 1 and comm.rank == 0:
         assert told[1].startswith("mpistrat: rank 1: NVIDIA H200 0000:18:00.0 on ")
@@ -48,14 +48,13 @@ def test_the_launcher_of_this_very_job_tells_each_rank_its_gpu(fake, comm):
     assert bound_device().index == comm.rank
 
 
-def test_ranks_without_gpus_have_nothing_to_say_but_why_when_asked(fake, comm, capsys, monkeypatch):
+def test_ranks_without_gpus_have_nothing_to_say_but_why_when_asked(fake, comm, said, monkeypatch):
     bind_device(_view(comm))
     check_gpu_assignment(comm)
-    assert capsys.readouterr().err == ""
+    assert said.getvalue() == ""
     monkeypatch.setenv("MPISTRAT_VERBOSE", "1")
     check_gpu_assignment(comm)
-    said = "mpistrat: computing on CPUs: CuPy is not installed\n"
-    assert capsys.readouterr().err == (said if comm.rank == 0 else "")
+    assert said.getvalue() == ("mpistrat: computing on CPUs: CuPy is not installed\n" if comm.rank == 0 else "")
 
 
 def test_a_device_that_was_bound_by_hand_takes_part(fake, comm):
@@ -138,12 +137,12 @@ def test_a_place_that_nobody_told_is_found_among_the_peers(fake, comm):
 
 
 @needs_ranks(2)
-def test_ranks_that_do_not_see_their_neighbours_gpus_are_told_how_to(fake, comm, capsys):
+def test_ranks_that_do_not_see_their_neighbours_gpus_are_told_how_to(fake, comm, said):
     fake.show(comm.rank)
     bind_device(_view(comm))
     check_gpu_assignment(comm)
-    said = capsys.readouterr().err
-    assert ("sees only its own GPU" in said) == ("--gpu-bind=none" in said) == (comm.rank == 0)
+    told = said.getvalue()
+    assert ("sees only its own GPU" in told) == ("--gpu-bind=none" in told) == (comm.rank == 0)
 
 
 def test_what_cuda_is_shown_is_left_alone(fake, comm, monkeypatch):

@@ -13,7 +13,7 @@ import mpistrat
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
-from tests.gpu import call_time, interop, open_close, overhead, sanitizer, soak, streams, sums, verbs_rank
+from tests.gpu import calls, interop, sanitizer, soak, streams, verbs_rank
 from tests.gpu.bound import stand_in
 from tests.gpu.stand_in import UNFINISHED
 from tests.launches import on_ranks, up_to_ranks
@@ -52,7 +52,7 @@ def test_a_call_of_a_rank_alone_is_timed(comm):
     world = World.from_shape("1x1")
     with stand_in(comm) as device:
         communicator = Communicator(Hierarchy(comm, world))
-        figures = call_time.measure(communicator, device, calls=1)
+        figures = calls.python(communicator, device, calls=1)
         communicator.close()
     assert figures.keys() == {"python_us", "python_us_of_gradients"}
     assert min(figures.values()) > 0
@@ -67,15 +67,15 @@ def test_a_rank_alone_is_compared_with_a_copy(comm):
         def raw(source, target, count, stream):
             device.current_stream().copy(target, source, 4 * count)
 
-        figures = overhead.measure(communicator, device, raw, {"4KiB": 4096}, rounds=2)
+        figures = calls.overhead(communicator, device, raw, {"4KiB": 4096}, rounds=2)
         assert figures["ratio_4KiB"] > 0
         assert figures.keys() == {
             *(f"{way}_us_4KiB" for way in ("copy", "nccl", "call", "out")),
             "ratio_4KiB",
             "ratio_out_4KiB",
         }
-        with pytest.raises(AssertionError, match="nccl of 1024 floats"):
-            overhead.measure(communicator, device, lambda *_: None, {"4KiB": 4096}, rounds=1)
+        with pytest.raises(AssertionError, match="nccl of 1024 elements of float32"):
+            calls.overhead(communicator, device, lambda *_: None, {"4KiB": 4096}, rounds=1)
         communicator.close()
 
 
@@ -83,13 +83,13 @@ def test_a_rank_alone_is_compared_with_a_copy(comm):
 def test_ways_to_sum_are_timed(comm, monkeypatch):
     small, large = {"4KiB": 4096}, {"64KiB": 1 << 16}
     with stand_in(comm) as device:
-        figures = sums.measure(comm, device, small, large, rounds=1)
+        figures = calls.sums(comm, device, small, large, rounds=1)
         ways = [f"{way}_us_4KiB" for way in ("one_shot", "two_shots", "nccl")]
         assert [*figures] == [*ways, "bfloat16_in_float32_us_64KiB", "bfloat16_native_us_64KiB"]
         assert min(figures.values()) > 0
         monkeypatch.setattr(Communicator, "all_reduce", lambda *_, **__: None)  # fast, and wrong
-        with pytest.raises(AssertionError, match=r"one_shot of float32, 4096 bytes, gave a wrong result"):
-            sums.measure(comm, device, small, large, rounds=1)
+        with pytest.raises(AssertionError, match=r"one_shot of 1024 elements of float32 gave a wrong result"):
+            calls.sums(comm, device, small, large, rounds=1)
 
 
 @up_to_ranks(1)
@@ -133,7 +133,7 @@ def test_strategies_are_opened_and_closed(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_ALLOW_SHARED_GPU", "1")
     held = iter([{"threads": 3, "files": 7}, {"threads": 5, "files": 7}])
     with stand_in(comm):
-        figures = open_close.open_and_close(6, 3, (1 << 10, 1 << 14), lambda barrier: next(held))
+        figures = soak.open_and_close(6, 3, (1 << 10, 1 << 14), lambda barrier: next(held))
     assert figures == {"rounds": 6, "threads_growth": 2, "files_growth": 0}
 
 

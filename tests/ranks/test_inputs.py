@@ -1,6 +1,5 @@
 """Distributed datasets: what the ranks get, seen together."""
 
-import itertools
 import threading
 import time
 
@@ -10,7 +9,7 @@ import pytest
 import mpistrat
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.inputs.input_options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode
-from mpistrat.inputs.rebatch import ArraySpec, shard_bounds
+from mpistrat.inputs.rebatch import ArraySpec
 from mpistrat.inputs.sources import ArrayDataset, FileDataset, MapDataset
 from tests.launches import needs_ranks, on_ranks
 
@@ -58,33 +57,6 @@ def batches_of(rows, batch_size):
     return [rows[first : first + batch_size] for first in range(0, len(rows), batch_size)]
 
 
-def test_every_row_is_seen_once_in_every_epoch(comm, strategy):
-    data = np.random.default_rng(5).normal(size=(29, 3)).astype(np.float32)
-    dataset = mpistrat.ArrayDataset({"x": data, "row": np.arange(29)}, batch_size=8, shuffle=True, seed=1)
-    batches = strategy.experimental_distribute_dataset(dataset)
-    orders = []
-    for epoch in range(2):
-        seen = []
-        for global_batch, batch in zip(dataset.batches(epoch), batches, strict=True):
-            gathered = strategy.gather(batch, axis=0) if comm.size > 1 else batch
-            np.testing.assert_array_equal(gathered["row"], global_batch["row"])
-            np.testing.assert_array_equal(gathered["x"], data[gathered["row"]])
-            seen += gathered["row"].tolist()
-        assert sorted(seen) == list(range(29))
-        orders.append(seen)
-    assert orders[0] != orders[1]
-
-
-def test_the_step_gets_this_replicas_share(comm, strategy):
-    batches = strategy.experimental_distribute_dataset(mpistrat.ArrayDataset(np.arange(10), batch_size=4))
-    shares = [strategy.experimental_local_results(strategy.run(lambda batch: batch, args=(batch,)))[0] for batch in batches]
-    expected = []
-    for first, rows in ((0, 4), (4, 4), (8, 2)):
-        start, stop = shard_bounds(rows, comm.rank, comm.size)
-        expected.append(list(range(first + start, first + stop)))
-    assert [share.tolist() for share in shares] == expected
-
-
 def test_all_ranks_take_the_same_number_of_steps(comm, strategy):
     dataset = mpistrat.ArrayDataset(np.arange(2 * comm.size + 1), batch_size=2)
     batches = strategy.experimental_distribute_dataset(dataset)
@@ -124,16 +96,6 @@ def test_an_epoch_of_files_has_every_row_once(comm, either, tmp_path, policy):
     for _ in range(2):
         steps = list(zip(*everyone(comm, [local(either, element).tolist() for element in batches]), strict=True))
         assert sorted(row for step in steps for share in step for row in share) == list(range(61))
-
-
-def test_without_sharding_every_rank_has_all_rows(comm, either):
-    options = InputOptions(auto_shard_policy=OFF)
-    batches = either.experimental_distribute_dataset(ArrayDataset(np.arange(20), 8), options)
-    shares = [local(either, element).tolist() for element in batches]
-    assert [row for share in shares for row in share] == list(range(20))
-    sizes = [shard_bounds(8, replica, comm.size) for replica in range(comm.size)]
-    coming = itertools.cycle([stop - start for start, stop in sizes[comm.rank :] + sizes[: comm.rank]])
-    assert [len(share) for share in shares[:-1]] == [next(coming) for _ in shares[:-1]], "batches are cut anew"
 
 
 def test_ranks_may_read_other_things_without_sharding(comm, either):
@@ -275,14 +237,6 @@ def test_in_strict_mode_a_rank_that_stops_early_is_noticed(comm, lax):
     next(iterator)
     with pytest.raises(AgreementError, match="the next element of a DistributedIterator .number 1 of epoch 0"):
         lax.extended.communicator.barrier() if comm.rank == 0 else next(iterator)
-
-
-@needs_ranks(2)
-def test_one_pipeline_for_each_replica_is_for_mirrored_strategies(comm, either):
-    options = InputOptions(experimental_replication_mode=InputReplicationMode.PER_REPLICA)
-    for distribute in (either.distribute_datasets_from_function, either.experimental_distribute_dataset):
-        with pytest.raises(NotImplementedError, match=r"only; got MultiWorkerMirroredStrategy\."):
-            distribute(lambda context: [np.zeros(2)], options)
 
 
 def test_a_mirrored_strategy_takes_one_pipeline_for_each_replica(comm, monkeypatch):

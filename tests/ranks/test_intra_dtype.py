@@ -10,7 +10,6 @@ import pytest
 from mpistrat.algorithms.chunks import part_bounds
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError
-from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, combine
 from mpistrat.topology.world import World
 from tests.gpu.pair import Pair
@@ -22,13 +21,6 @@ SUM, MEAN, PROD = ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PROD
 OPS = (SUM, MEAN, PROD)
 NATIVE = CommunicationOptions(intra_dtype="native")
 ROUNDING = dict(zip(HALF_DTYPES, (2.0**-11, 2.0**-8), strict=True))
-
-
-def pytest_generate_tests(metafunc):
-    if "nodes" in metafunc.fixturenames:
-        size = start().size
-        few = [f"{size - 1}+1 nccl mpi"]
-        metafunc.parametrize("nodes", {4: ["3+1 nccl mpi", "2x2 nccl nccl", "2x2 cuda_ipc mpi"]}.get(size, few))
 
 
 @pytest.fixture
@@ -112,8 +104,10 @@ def test_a_part_of_the_sum_for_each_rank(node, dtype):
             check(op, found, [given(dtype, (rows, 3), rank)[first:stop] for rank in range(node.size)])
 
 
-def test_every_algorithm_between_nodes(comm, nodes, monkeypatch):
-    shape, intra, between = nodes.split()
+@pytest.mark.ranks(nodes=["1+1", "2+1", "3+1", "2x2"])
+@pytest.mark.parametrize("between", ["nccl", "mpi"])
+def test_every_algorithm_between_nodes(comm, shape, between, monkeypatch):
+    intra = "cuda_ipc" if (shape, between) == ("2x2", "mpi") else "nccl"
     monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", intra)
     monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "nccl" if between == "nccl" else "auto")
     monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "4096")

@@ -120,6 +120,8 @@ LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "backwards": lambda array: array[::-1].copy()[::-1] if array.ndim else array,
     "read-only": _read_only,
     "scalar": lambda array: array if array.ndim else array[()],
+    "columns": lambda array: np.moveaxis(np.ascontiguousarray(np.moveaxis(array, 0, -1)), -1, 0) if array.ndim else array,
+    "broadcast": lambda array: np.broadcast_to(array[:1], array.shape) if array.ndim else array,
 }
 
 
@@ -320,7 +322,8 @@ def test_gathering_is_concatenation(comm, shape, strategy):
         parts = [Leaf(dtype, shape, "strided", number).of(rank, "SUM", False) for rank, shape in enumerate(shapes)]
         wanted = np.concatenate(parts, axis)
         outside = strategy.gather(PerReplica(parts[comm.rank]), axis=axis)
-        inside = in_replica(strategy, lambda context: context.all_gather({"a": [parts[comm.rank]]}, axis=axis))
+        from_the_end = axis - len(extents) - 1
+        inside = in_replica(strategy, lambda context: context.all_gather({"a": [parts[comm.rank]]}, axis=from_the_end))
         for found in (outside, inside["a"][0]):
             assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
             assert found.tobytes() == wanted.tobytes()
@@ -379,6 +382,7 @@ def test_every_replica_sends_to_every_other(comm, shape, strategy):
         root %= comm.size
         of_root = in_replica(strategy, lambda context: context.broadcast({"a": sent(comm.rank, 0)}, root=root))
         assert (of_root["a"].shape, of_root["a"].tobytes()) == (sent(root, 0).shape, sent(root, 0).tobytes())
+        assert (of_root["a"].dtype, of_root["a"].flags.writeable) == (dtype, True)
 
     check_examples(comm, shape, check_one, st.sampled_from(NAMES), LENGTHS, EXTENTS, st.integers(0, 7), SEEDS)
 

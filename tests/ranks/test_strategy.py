@@ -27,63 +27,16 @@ def test_replicas_are_ranks(comm, strategy, world):
     assert strategy.num_replicas_in_sync == context.num_replicas_in_sync == comm.size
     assert strategy.extended.should_checkpoint == (comm.rank == 0)
     assert strategy.extended.communicator.world.shape == world.shape
-
-
-def test_all_reduce_takes_a_nest(comm, strategy):
-    def step():
-        nest = {"a": np.full((3, 2), comm.rank, np.int64), "b": [1.0, np.zeros(0)], "c": None}
-        return mpistrat.get_replica_context().all_reduce("sum", nest)
-
-    total = strategy.experimental_local_results(strategy.run(step))[0]
-    assert total["a"].tolist() == [[sum(range(comm.size))] * 2] * 3
-    assert (total["b"][0], total["b"][1].shape, total["c"]) == (comm.size, (0,), None)
-
-
-def test_the_mean_over_an_axis_is_exact(comm, strategy):
-    # replica r holds r rows, replica 0 none
-    rows = strategy.run(lambda: np.full((comm.rank, 2), comm.rank, np.float64))
-    total = sum(rank * rank for rank in range(comm.size))
-    count = sum(range(comm.size))
-    assert strategy.reduce("sum", rows, axis=0).tolist() == [total] * 2
-    mean = strategy.reduce("mean", rows, axis=(0, 1))
-    assert np.isnan(mean) if count == 0 else mean == total / count
-
-
-def test_gather_in_replica_order(comm, strategy):
-    value = PerReplica(np.full((comm.rank % 3, 2), comm.rank))
-    gathered = strategy.gather(value, axis=0)
-    assert gathered[:, 0].tolist() == [rank for rank in range(comm.size) for _ in range(rank % 3)]
-    inside = strategy.run(lambda: mpistrat.get_replica_context().all_gather(np.full((2, 1), comm.rank), axis=1))
-    assert strategy.experimental_local_results(inside)[0].tolist() == [list(range(comm.size))] * 2
+    place = world.place(comm.rank)
+    assert (strategy.rank, strategy.local_rank, strategy.node_rank) == (comm.rank, place.local_rank, place.node_index)
+    assert sum(comm.allgather(strategy.is_chief)) == 1
+    assert strategy.is_chief == strategy.extended.should_save_summary
 
 
 @needs_ranks(2)
 def test_gather_refuses_other_extents_on_every_rank(comm, strategy):
     with pytest.raises(InvalidArgumentError, match="equal extents on all other axes"):
         strategy.gather(PerReplica(np.zeros((2 + (comm.rank == 0), 1))), axis=1)
-    assert comm.allreduce(1) == comm.size
-
-
-@needs_ranks(2)
-def test_ranks_that_disagree_all_raise(comm, strategy):
-    with pytest.raises(AgreementError, match="ranks made different calls"):
-        strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.zeros(2 + (comm.rank == 1))))
-    assert comm.allreduce(1) == comm.size
-
-
-@needs_ranks(2)
-def test_one_rank_without_an_array_of_numbers_hangs_nobody(comm, strategy):
-    value = np.array([object()]) if comm.rank == 1 else np.zeros(1)
-    with pytest.raises((AgreementError, TypeError)):
-        strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", {"a": value}))
-    assert comm.allreduce(1) == comm.size
-
-
-def test_plain_values_are_combined_over_ranks(comm, strategy):
-    assert strategy.reduce("mean", float(comm.rank), axis=None) == (comm.size - 1) / 2
-    assert strategy.reduce("max", {"a": comm.rank, "b": PerReplica(-comm.rank)}, axis=None) == {"a": comm.size - 1, "b": 0}
-    assert strategy.gather(np.array([comm.rank]), axis=0).tolist() == list(range(comm.size))
-    assert strategy.reduce("sum", 0.0, axis=None) == 0
     assert comm.allreduce(1) == comm.size
 
 
@@ -123,14 +76,6 @@ def test_booleans_have_no_sum_across_ranks_but_are_counted_over_rows(comm, strat
 
 
 @needs_ranks(2)
-def test_one_rank_with_booleans_to_sum_hangs_nobody(comm, strategy):
-    value = np.ones(3, bool) if comm.rank == 1 else np.ones(3)
-    with pytest.raises(UnsupportedDtypeError if comm.rank == 1 else AgreementError, match="SUM is not defined|different calls"):
-        strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", value))
-    assert comm.allreduce(1) == comm.size
-
-
-@needs_ranks(2)
 def test_none_in_a_nest_is_part_of_its_structure(comm, strategy):
     value = {"a": np.ones(3), "b": None} if comm.rank else {"a": None, "b": np.ones(3)}
     for call in (
@@ -144,22 +89,6 @@ def test_none_in_a_nest_is_part_of_its_structure(comm, strategy):
         assert "'a': *, 'b': None" in str(raised.value)
         assert "'a': None, 'b': *" in str(raised.value)
     assert comm.allreduce(1) == comm.size
-
-
-def test_ranks_know_where_they_are(comm, strategy, world):
-    place = world.place(comm.rank)
-    assert (strategy.rank, strategy.local_rank, strategy.node_rank) == (comm.rank, place.local_rank, place.node_index)
-    assert sum(comm.allgather(strategy.is_chief)) == 1
-    assert strategy.is_chief == strategy.extended.should_save_summary
-    assert strategy.local(strategy.run(lambda: {"a": comm.rank, "b": None})) == {"a": comm.rank, "b": None}
-
-
-def test_merge_call_runs_on_every_rank(comm, strategy):
-    def step():
-        context = mpistrat.get_replica_context()
-        return context.merge_call(lambda merged, value: merged.reduce("sum", value, axis=None), args=(comm.rank,))
-
-    assert strategy.experimental_local_results(strategy.run(step)) == (sum(range(comm.size)),)
 
 
 @needs_ranks(2)
@@ -190,66 +119,6 @@ def test_structures_that_differ_between_replicas_raise_on_all(comm, strategy):
     with pytest.raises(AgreementError, match="ranks made different calls"):
         strategy.run(lambda: mpistrat.get_replica_context().all_reduce("mean", 1.0, weight=1 if comm.rank else None))
     assert comm.allreduce(1) == comm.size
-
-
-@needs_ranks(2)
-def test_what_one_rank_refuses_hangs_nobody(comm, strategy):
-    is_bad = comm.rank == 1
-    slices = IndexedSlices(np.ones((1, 1)), [0])
-    for call in (
-        lambda c: c.all_reduce("mean", 1.0, weight=-1 if is_bad else 1),
-        lambda c: c.start_all_reduce("median" if is_bad else "sum", 1.0).wait(),
-        lambda c: c.all_gather(slices if is_bad else np.ones(1), axis=0),
-        lambda c: c.broadcast("text" if is_bad else 1.0),
-        lambda c: c.reduce_scatter("median" if is_bad else "sum", np.ones(1)),
-        lambda c: c.all_to_all(["text" if is_bad else np.ones(1)] * comm.size),
-    ):
-        with pytest.raises((AgreementError, TypeError, ValueError, NotImplementedError)) as caught:
-            strategy.run(lambda call=call: call(mpistrat.get_replica_context()))
-        assert isinstance(caught.value, AgreementError) != is_bad
-    with strategy.scope():
-        variable = mpistrat.Variable(0.0)
-    delta = PerReplica(np.array("text")) if is_bad else 1.0
-    with pytest.raises(TypeError if is_bad else AgreementError, match="extended.update"):
-        strategy.extended.update(variable, lambda *_: strategy.extended.communicator.barrier(), (delta,))
-    assert comm.allreduce(1) == comm.size
-
-
-def test_the_weighted_mean_over_all_ranks(comm, strategy):
-    """Give rank r the mean of r rows, none on rank 0, with the number of rows as its weight."""
-    rows = np.full((comm.rank, 2), comm.rank, np.float32)
-
-    def step():
-        with np.errstate(invalid="ignore"):
-            mean = np.float32(rows.sum(axis=0)) / np.float32(len(rows))
-        return mpistrat.get_replica_context().all_reduce("mean", {"m": mean}, weight=len(rows))
-
-    mean = strategy.experimental_local_results(strategy.run(step))[0]["m"]
-    count, total = sum(range(comm.size)), sum(rank * rank for rank in range(comm.size))
-    assert mean.dtype == np.float32
-    assert np.isnan(mean).all() if comm.size == 1 else mean.tolist() == [np.float32(total) / np.float32(count)] * 2
-
-
-def test_the_calls_that_tensorflow_does_not_have(comm, strategy):
-    size, rank = comm.size, comm.rank
-
-    def step():
-        context = mpistrat.get_replica_context()
-        context.barrier()
-        work = context.start_all_reduce("sum", {"a": np.full(3, rank)})
-        return {
-            "started": work.wait()["a"],
-            "broadcast": context.broadcast([np.full(rank + 1, rank)], root=size - 1)[0],
-            "part": context.reduce_scatter("sum", np.arange(size + 1)),
-            "received": context.all_to_all([np.array([10 * rank + target]) for target in range(size)]),
-        }
-
-    (result,) = strategy.experimental_local_results(strategy.run(step))
-    assert result["started"].tolist() == [sum(range(size))] * 3
-    assert result["broadcast"].tolist() == [size - 1] * size
-    assert result["part"].tolist() == np.array_split(np.arange(size + 1) * size, size)[rank].tolist()
-    assert [part.tolist() for part in result["received"]] == [[10 * source + rank] for source in range(size)]
-    assert strategy.broadcast(np.full(2, rank), root=size - 1).tolist() == [size - 1] * 2
 
 
 def test_updates_from_either_context_keep_a_variable_mirrored(comm, strategy):
@@ -411,6 +280,11 @@ class Unreadable:
         raise OSError("the disk is gone")
 
 
+def in_replica(call):
+    """Return what calls ``call(context, value)`` in each replica."""
+    return lambda strategy, value: strategy.run(lambda: call(mpistrat.get_replica_context(), value))
+
+
 def update(strategy, argument):
     with strategy.scope():
         variable = mpistrat.Variable(0.0)
@@ -421,6 +295,8 @@ def to_one_device(strategy, value):
     strategy = mpistrat.Strategy(mpistrat.StrategyExtended(strategy.extended.communicator, mpistrat.ReductionToOneDevice()))
     strategy.run(lambda: mpistrat.get_replica_context().all_reduce("max", value))
 
+
+ALL_REDUCE = lambda context, value: context.all_reduce("sum", value)  # noqa: E731
 
 # what is called with the first argument on rank 0, with the second on the others: what rank 0 raises, and what the others read
 REFUSED_BY_ONE = {
@@ -455,18 +331,41 @@ REFUSED_BY_ONE = {
         "options must be CommunicationOptions or None; got 'RING'",
     ),
     "options in a replica": (
-        lambda strategy, options: strategy.run(lambda: mpistrat.get_replica_context().all_gather([np.ones(1)], 0, options)),
+        in_replica(lambda context, options: context.all_gather([np.ones(1)], 0, options)),
         "RING",
         None,
         InvalidArgumentError,
         "options must be CommunicationOptions or None; got 'RING'",
     ),
-    "an array that cannot be read": (
-        lambda strategy, value: strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", value)),
-        Unreadable(),
-        1.0,
-        OSError,
-        "the disk is gone",
+    "an array that cannot be read": (in_replica(ALL_REDUCE), Unreadable(), 1.0, OSError, "the disk is gone"),
+    "an array of objects": (in_replica(ALL_REDUCE), {"a": np.array([object()])}, {"a": np.zeros(1)}, TypeError, "object"),
+    "a ragged list": (in_replica(ALL_REDUCE), [1, [2, 3]], np.ones(2), AgreementError, "different calls"),
+    "booleans": (in_replica(ALL_REDUCE), np.ones(3, bool), np.ones(3), UnsupportedDtypeError, "SUM is not defined"),
+    "a weight": (in_replica(lambda c, weight: c.all_reduce("mean", 1.0, weight=weight)), -1, 1, ValueError, "weight"),
+    "an operation": (in_replica(lambda c, op: c.all_reduce(op, 1.0)), "average", "sum", ValueError, "average"),
+    "one to start": (in_replica(lambda c, op: c.start_all_reduce(op, 1.0).wait()), "median", "sum", ValueError, "median"),
+    "one to scatter": (in_replica(lambda c, op: c.reduce_scatter(op, np.ones(1))), "median", "sum", ValueError, "median"),
+    "an axis": (
+        lambda strategy, shape: strategy.reduce("sum", strategy.run(lambda: np.ones(shape)), axis=1),
+        2,
+        (2, 2),
+        ValueError,
+        "axis",
+    ),
+    "slices": (
+        in_replica(lambda c, value: c.all_gather(value, axis=0)),
+        IndexedSlices(np.ones((1, 1)), [0]),
+        np.ones(1),
+        NotImplementedError,
+        "cannot be gathered",
+    ),
+    "text": (in_replica(lambda c, value: c.broadcast(value)), "text", 1.0, TypeError, "text|dtype"),
+    "text for others": (
+        in_replica(lambda c, value: c.all_to_all([value] * c.num_replicas_in_sync)),
+        "text",
+        np.ones(1),
+        TypeError,
+        "text|dtype",
     ),
 }
 

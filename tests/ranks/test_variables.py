@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.communicator.sparse import IndexedSlices
-from mpistrat.context.values import Mirrored
 from mpistrat.errors import AgreementError
 from tests.launches import needs_ranks, on_ranks
 
@@ -35,12 +33,6 @@ def test_one_rank_alone_cannot_change_a_variable(comm, strategy):
         with pytest.raises(RuntimeError, match=r"ctx.update of Variable\(.*must be called inside strategy.run"):
             mpistrat.get_replica_context().update(variable, np.add, (1.0,))
     assert comm.allgather(variable.numpy().tolist()) == [[0, 0]] * comm.size
-
-
-def test_one_rank_alone_can_ask_for_the_length_of_an_on_read_variable(comm, strategy):
-    with strategy.scope():
-        variable = mpistrat.Variable(np.zeros((3, 2)), synchronization=mpistrat.VariableSynchronization.ON_READ)
-    assert comm.rank != 0 or len(variable) == 3
 
 
 @pytest.mark.parametrize("kind", ["ON_WRITE", "ON_READ"])
@@ -78,17 +70,6 @@ def test_an_initial_value_that_one_rank_cannot_load_is_an_error_on_all(comm, str
 
     with strategy.scope(), pytest.raises(OSError if comm.rank == culprit else AgreementError, match="the disk is gone"):
         mpistrat.Variable(load, name="w")
-
-
-def test_a_reduced_variable_is_a_snapshot(comm, strategy):
-    variable = made(strategy, [1.0, 2.0], aggregation=AGGREGATION.MEAN)
-    metric = made(strategy, [1.0, 2.0], synchronization=ON_READ, aggregation=AGGREGATION.MEAN)
-    for each in (variable, metric):
-        results = [strategy.extended.reduce_to("mean", each, each), strategy.extended.read_var(each), each.read_value()]
-        results += strategy.extended.batch_reduce_to("mean", [(each, each)])
-        each.assign([7.0, 7.0])
-        assert [np.asarray(result).tolist() for result in results] == [[1, 2]] * 4
-    assert comm.size == 1 or type(results[0]) is Mirrored
 
 
 def apply_gradients(strategy, gradients_and_variables, apply, rate, name=None):
@@ -137,24 +118,3 @@ def test_an_update_that_differs_between_replicas_is_found_afterwards(comm, strat
     with pytest.raises(AgreementError, match=rf"{method}(.|\n)*checksum") as caught:
         strategy.run(step)
     assert len(str(caught.value)) < 4000
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_captured_per_replica_value_is_the_part_of_this_replica(comm, strategy, strict):
-    strategy.extended.communicator.is_strict = strict
-    value = strategy.run(lambda: np.full(2, comm.rank + 1.0))
-    rows = strategy.run(lambda: IndexedSlices([comm.rank + 1.0], [0]))
-    total = comm.size * (comm.size + 1) / 2
-    for aggregation, expected in ((AGGREGATION.SUM, total), (AGGREGATION.MEAN, total / comm.size)):
-        variable = made(strategy, np.zeros(2), aggregation=aggregation)
-        strategy.run(lambda variable=variable: variable.assign(value))
-        assert variable.numpy().tolist() == [expected] * 2
-        strategy.run(lambda variable=variable: variable.scatter_sub(rows))
-        assert variable.numpy().tolist() == [0, expected]
-
-
-def test_entries_of_all_replicas_are_scattered_and_read(comm, strategy):
-    table = made(strategy, np.zeros((comm.size, 2)), aggregation=AGGREGATION.SUM)
-    strategy.run(lambda: table.scatter_nd_add([[comm.rank, 1], [0, 0]], [5.0, 1.0]))
-    assert table.gather_nd([[comm.rank, 1], [0, 0]]).tolist() == [5, comm.size]
-    assert table.sparse_read([0]).tolist() == [[comm.size, 5]]

@@ -36,7 +36,7 @@ def test_a_wrong_sum_is_told(monkeypatch):
 
 def test_two_trainings_are_compared(tmp_path):
     report = tmp_path / "report.json"
-    argv = [sys.executable, "-m", "tests.gpu.training_pair", "--ranks", "2", "--nodes", "2x1", "--devices", "cpu,cpu"]
+    argv = [sys.executable, "-m", "tests.gpu.training_pair", "2", "2x1", "cpu,cpu"]
     done = run_bounded([*argv, "--report", str(report)], SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(report.read_text())

@@ -41,6 +41,10 @@ def test_fails_as_expected(strategy):
     assert strategy.rank < 0
 
 @pytest.mark.ranks(2)
+def test_skipped(communicator):
+    pytest.skip("planted")
+
+@pytest.mark.ranks(2)
 def test_left_by_one_rank(communicator):
     if communicator.rank == 0:
         communicator.all_reduce("sum", np.ones(3))
@@ -81,7 +85,7 @@ def pytest_addoption(parser):
 def folder(tmp_path):
     (tmp_path / "test_planted.py").write_text(_TESTS)
     (tmp_path / "conftest.py").write_text(_CONFTEST)
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     return tmp_path
 
 
@@ -97,7 +101,7 @@ def _results(path) -> dict[str, tuple[str, str]]:
 
 def test_each_test_of_several_ranks_is_one_test_here(folder):
     quick = {**os.environ, "MPISTRAT_STALL_SECONDS": "2"}
-    options = ["--greeting=hello", "-k", "not selected", "--junitxml=results.xml", "-o", "ranks_timeout=8"]
+    options = ["--greeting=hello", "-rs", "-k", "not selected", "--junitxml=results.xml", "-o", "ranks_timeout=8"]
     done = run_bounded([sys.executable, "-m", "pytest", *options], 300, quick, folder)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     results = _results(folder / "results.xml")
@@ -109,9 +113,11 @@ def test_each_test_of_several_ranks_is_one_test_here(folder):
         "test_wrong_on_one_rank[2-ranks-0]",
         "test_after_all_that[2-ranks]",
     }
-    assert results["test_fails_as_expected[2-ranks]"][0] == "skipped"
+    skipped = {name for name, (outcome, _) in results.items() if outcome == "skipped"}
+    assert skipped == {"test_fails_as_expected[2-ranks]", "test_skipped[2-ranks]"}
+    assert re.search(r"SKIPPED \[1\] test_planted.py:\d+: planted", done.stdout)
     failures = {name: text for name, (outcome, text) in results.items() if outcome == "failure"}
-    assert failures.keys() == results.keys() - passed - {"test_fails_as_expected[2-ranks]"}
+    assert failures.keys() == results.keys() - passed - skipped
     assert failures["test_wrong_on_one_rank[2-ranks-1]"].startswith("rank 1 of 2: AssertionError: planted")
     assert failures["test_skipped_on_one_rank[2-ranks]"] == "ranks disagree: ['passed', 'skipped']"
     assert "all_reduce(SUM, [float64 (3,)]" in failures["test_left_by_one_rank[2-ranks]"]

@@ -13,6 +13,8 @@ import numpy as np
 
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.validate import check_gather
+from mpistrat.context.stack import get_replica_context
+from mpistrat.context.values import select_replica
 from mpistrat.errors import AgreementError
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype, combine, divide
@@ -39,6 +41,16 @@ def on_replicas(num_replicas: int, program: Callable[[Strategy], Any]) -> list[A
         assert len(reached) == num_replicas, "replicas made different numbers of collective calls"
         assert len({collective.call for collective in reached}) == 1, [collective.call for collective in reached]
         known.append(reached[0].finish([collective.contribution for collective in reached]))
+
+
+def in_run(fn: Callable[[Any, int], Any], num_replicas: int = 2) -> list[Any]:
+    """Return what ``fn(context, replica)`` returns on each replica."""
+
+    def step() -> Any:
+        context = get_replica_context()
+        return fn(context, context.replica_id_in_sync_group)
+
+    return on_replicas(num_replicas, lambda strategy: select_replica(strategy.run(step)))
 
 
 class _Reached(BaseException):

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mpistrat
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, combine, divide
 
@@ -151,3 +152,12 @@ def test_halves_are_rounded_once(dtype: np.dtype) -> None:
     out = np.empty(2, dtype)
     divide(total, 2, out)
     assert (out == np.array([60_000, 0.5], np.float32).astype(dtype)).all()
+
+
+def test_operations_of_variable_aggregations():
+    aggregation = mpistrat.VariableAggregation
+    for name in ("SUM", "MEAN"):
+        assert ReduceOp.from_variable_aggregation(aggregation[name]) is ReduceOp[name]
+    for refused in (aggregation.NONE, aggregation.ONLY_FIRST_REPLICA, "SUM"):
+        with pytest.raises(ValueError, match=r"only VariableAggregation.SUM and MEAN have a reduce_op; got .+"):
+            ReduceOp.from_variable_aggregation(refused)

@@ -1,6 +1,7 @@
 """Values with one component per replica: how they are read, taken apart and put together."""
 
 import collections
+import operator
 import types
 from typing import Any, NamedTuple
 
@@ -113,29 +114,6 @@ def test_a_mirrored_value_has_what_arrays_have():
     assert f"{Mirrored(2.5):.2f} {Mirrored(2.5)}" == "2.50 Mirrored(2.5)"
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: np.concatenate([x, np.ones(2)]),
-        lambda x: np.stack([np.ones(2), x]),
-        lambda x: np.where(x > 1, x, 0),
-        lambda x: np.mean(x, axis=0),
-        lambda x: np.linalg.norm(x),
-        lambda x: np.einsum("i,i", x, x),
-        lambda x: np.zeros_like(x),
-        lambda x: np.maximum(x, 1.5),
-        lambda x: np.add.reduce(x),
-        lambda x: np.clip(x, a_min=0, a_max=x),
-        lambda x: -x / 2 + x @ x - abs(x) ** 2,
-    ],
-)
-def test_functions_of_numpy_take_mirrored_values(function):
-    array = np.array([1.0, 2.0])
-    result = function(Mirrored(array))
-    assert not isinstance(result, Mirrored)
-    np.testing.assert_array_equal(result, function(array))
-
-
 def iadd(value):
     value += 1
 
@@ -154,14 +132,17 @@ def setitem(value):
         lambda value: np.copyto(dst=value, src=1),
         lambda value: np.concatenate([np.zeros(1)] * 2, out=value),
         lambda value: np.sum(np.zeros((2, 2)), axis=0, out=value),
+        lambda value: operator.imatmul(value, np.ones((2, 2))),
+        lambda value: np.add(value, 1, out=value),
+        lambda value: np.put(value, 0, 1),
     ],
 )
-@pytest.mark.parametrize("kind", [Mirrored, PerReplica])
+@pytest.mark.parametrize("kind", [Mirrored, PerReplica, mpistrat.Variable])
 def test_no_distributed_value_is_changed_in_place(kind, write):
     value = kind(np.zeros(2))
-    with pytest.raises(TypeError, match=r"cannot be the target of an in-place(.|\n)*correct: +variable.assign_add\(value\)"):
+    with pytest.raises(TypeError, match=r"cannot be the target of an in-place(.|\n)*correct: +variable.assign"):
         write(value)
-    assert value.values[0].tolist() == [0, 0]
+    assert np.asarray(value.values[0]).tolist() == [0, 0]
 
 
 def test_select_replica_takes_components_out_of_any_nest():

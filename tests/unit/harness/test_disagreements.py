@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from tests.disagreements.hangs import HANGS, WAITS
-from tests.disagreements.kinds import KINDS
+from tests.disagreements.kinds import KINDS, all_plans, drawn_plans, quick_plans
 from tests.disagreements.memory import Memory, Neighbours, changed
-from tests.disagreements.plans import all_plans, drawn_plans, quick_plans
 from tests.disagreements.signatures import DIFFERENCES, draw_program, other_than, with_disagreement
 from tests.disagreements.verdicts import Evidence, judge, missing_in_report, ranks_named
 
@@ -144,7 +143,6 @@ def test_what_ranks_may_do_differently_is_not_drawn_as_a_difference() -> None:
 def test_there_are_kinds_and_cases_enough() -> None:
     disagreements = [kind for kind in KINDS.values() if kind.sizes and kind.family != "legal"]
     assert len(disagreements) >= 45
-    assert all(kind.text.endswith(".") for kind in KINDS.values())
     plans = list(all_plans(4))
     assert len(set(plans)) == len(plans)
     assert {plan.odd for plan in plans} == {0, 1, 2, 3}

@@ -10,7 +10,7 @@ import pytest
 
 from tests.gpu.conformance import SUBJECTS
 from tests.gpu.machine import Machine, driver_version
-from tests.gpu.probes import PROBES, Goal, Probe
+from tests.gpu.probes import PROBES, Probe
 
 H200 = Machine(["NVIDIA H200"], {"CuPy": "14.2.0", "NCCL": "2.32.3", "Open MPI": "5.0.11"})
 SEVERAL, HOST_IDS = "with several ranks on a GPU", "with a host id for every rank"
@@ -123,13 +123,13 @@ def test_four_ranks_of_nccl_have_more_time():
 
 
 def test_a_probe_is_judged_by_what_it_writes(program):
-    probe = program("report.write_text('{\"fraction\": 0.5}')", goals=(Goal("fraction", 0.85),))
+    probe = program("report.write_text('{\"fraction\": 0.5}')", least={"fraction": 0.85})
     assert (probe.run(), probe.missed({"fraction": 0.5}), probe.missed({"fraction": 0.9})) == (
         {"fraction": 0.5},
         ["fraction >= 0.85"],
         [],
     )
-    probe = program("", goals=(Goal("us", 30, is_upper=True),))
+    probe = program("", most={"us": 30})
     assert (probe.missed({"us": 20}), probe.missed({"us": 40})) == ([], ["us <= 30"])
 
 

@@ -13,7 +13,14 @@ from mpistrat.context.stack import default_mode
 from mpistrat.context.values import PerReplica, select_replica
 from mpistrat.errors import AgreementError, InvalidArgumentError, OutOfRangeError
 from mpistrat.inputs.distribute import distribute_dataset, distribute_from_function
-from mpistrat.inputs.input_options import SHARD_HINT, AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
+from mpistrat.inputs.input_options import (
+    SHARD_HINT,
+    AutoShardPolicy,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+    ValueContext,
+)
 from mpistrat.inputs.rebatch import ArraySpec
 from mpistrat.inputs.sources import ArrayDataset, FileDataset, MapDataset
 from tests.unit.replicas import on_replicas
@@ -552,3 +559,29 @@ def test_a_replica_that_left_the_loop_alone_is_noticed():
 class Endless:
     def __iter__(self):
         return itertools.repeat(np.zeros(2))
+
+
+def test_a_dataset_that_distributes_itself_does():
+    class Own:
+        def distribute(self, strategy, options):
+            return [strategy, options]
+
+    strategy, dataset = mpistrat.OneDeviceStrategy(), Own()
+    assert strategy.experimental_distribute_dataset(dataset, "options") == [strategy, "options"]
+    assert mpistrat.get_strategy().experimental_distribute_dataset(dataset) is dataset
+
+
+def test_values_from_a_function_are_per_replica_values():
+    def program(strategy):
+        value = strategy.experimental_distribute_values_from_function(
+            lambda context: {"id": context.replica_id_in_sync_group, "of": [context.num_replicas_in_sync]}
+        )
+        assert isinstance(value["id"], PerReplica)
+        return strategy.experimental_local_results(value)
+
+    assert on_replicas(2, program) == [({"id": 0, "of": [2]},), ({"id": 1, "of": [2]},)]
+
+
+def test_a_single_replica_gets_the_bare_value():
+    value = mpistrat.OneDeviceStrategy().experimental_distribute_values_from_function(lambda context: [context])
+    assert value == [ValueContext(0, 1)]

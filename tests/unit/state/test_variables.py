@@ -54,19 +54,6 @@ def test_a_variable_owns_its_array():
         np.asarray(variable)[0] = 5
 
 
-def test_a_variable_can_be_used_like_an_array():
-    variable = mpistrat.Variable(np.arange(6).reshape(2, 3), dtype=np.float32)
-    assert (variable.shape, variable.dtype, variable.size, variable.ndim, len(variable)) == ((2, 3), np.float32, 6, 2, 2)
-    assert variable[1, 0] == 3
-    assert (variable @ np.ones(3, np.float32)).tolist() == [3, 12]
-    assert (2 * variable - variable).tolist() == variable.numpy().tolist()
-    assert np.sqrt(variable).dtype == np.float32
-    assert np.sum(variable) == 15
-    assert np.concatenate([variable, variable]).shape == (4, 3)
-    assert (variable > 4).sum() == 1
-    assert float(mpistrat.Variable(2.0)) == 2.0
-
-
 @pytest.mark.parametrize("kind", ["ON_WRITE", "ON_READ"])
 def test_numpy_sees_what_is_read(kind):
     aggregation = AGGREGATION.SUM if kind == "ON_READ" else AGGREGATION.NONE
@@ -101,8 +88,21 @@ def test_numpy_sees_what_is_read(kind):
             lambda x: np.linalg.inv(x),
             lambda x: np.array(x, np.float32),
             lambda x: np.add.reduce(x, axis=0),
+            lambda x: (x.shape, x.dtype, x.size, x.ndim, len(x)),
+            lambda x: np.sqrt(x).dtype,
+            lambda x: (x > 2).sum(),
+            lambda x: np.stack([np.ones((2, 2)), x]),
+            lambda x: np.mean(x, axis=0),
+            lambda x: np.linalg.norm(x),
+            lambda x: np.zeros_like(x),
+            lambda x: np.maximum(x, 1.5),
+            lambda x: np.clip(x, a_min=0, a_max=x),
+            lambda x: -x / 2 + x @ x - abs(x) ** 2,
         ):
-            np.testing.assert_array_equal(function(table), function(array))
+            for value in (table, Mirrored(array)):
+                result = function(value)
+                assert type(result) is type(function(array))
+                np.testing.assert_equal(result, function(array))
         array += table
         return array.tolist()
 
@@ -115,32 +115,6 @@ def test_variables_of_one_number_are_numbers():
     assert (int(count), float(rate), complex(rate), bool(rate), f"{rate:.3f}") == (3, 0.25, 0.25, True, "0.250")
     with pytest.raises(TypeError, match="integer"):
         operator.index(rate)
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda variable: operator.iadd(variable, 1),
-        lambda variable: operator.imatmul(variable, np.eye(2)),
-        lambda variable: operator.setitem(variable, 0, 1.0),
-        lambda variable: np.add(variable, 1, out=variable),
-        lambda variable: np.concatenate([variable, variable], out=variable),
-        lambda variable: np.copyto(variable, 0.0),
-        lambda variable: np.fill_diagonal(variable, 0.0),
-    ],
-)
-def test_writing_in_place_is_refused_with_advice(write):
-    variable = mpistrat.Variable(np.ones((2, 2)))
-    with pytest.raises(TypeError, match=r"cannot be the target of an in-place op(.|\n)*incorrect: (.|\n)*correct: .*assign"):
-        write(variable)
-    assert variable.numpy().tolist() == [[1, 1], [1, 1]]
-
-
-def test_scalar_variables():
-    variable = mpistrat.Variable(0, dtype=np.int64)
-    variable.assign_add(2)
-    variable.assign(variable + 1)
-    assert (variable.shape, int(variable)) == ((), 3)
 
 
 def test_on_write_without_aggregation_refuses_values_that_differ():
@@ -156,18 +130,6 @@ def test_on_write_without_aggregation_refuses_values_that_differ():
         return float(variable)
 
     assert on_replicas(2, program) == [10, 10]
-
-
-def test_on_write_assigned_outside_run():
-    def program(strategy):
-        variable = made(strategy, 10.0)
-        variable.assign(1.0)
-        with strategy.scope():
-            variable.assign_add(2.0)
-        strategy.run(lambda: mpistrat.get_replica_context().merge_call(lambda _: variable.assign_sub(0.5)))
-        return float(variable)
-
-    assert on_replicas(2, program) == [2.5, 2.5]
 
 
 def test_per_replica_values_cannot_be_assigned():

@@ -9,19 +9,9 @@ import pytest
 import mpistrat
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices
-from mpistrat.context.values import select_replica
+from mpistrat.context.values import PerReplica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from tests.unit.replicas import on_replicas
-
-
-def in_run(fn, num_replicas=2):
-    """Return what ``fn(ctx, rank)`` returns on each replica."""
-
-    def step():
-        context = mpistrat.get_replica_context()
-        return fn(context, context.replica_id_in_sync_group)
-
-    return on_replicas(num_replicas, lambda strategy: select_replica(strategy.run(step)))
+from tests.unit.replicas import in_run, on_replicas
 
 
 def alone(fn):
@@ -149,9 +139,16 @@ def test_bad_reductions_are_refused(method, op, value, error, message):
 
 
 def test_broadcast_hands_out_the_value_of_the_root():
-    results = in_run(lambda context, rank: context.broadcast({"a": np.full(rank + 1, rank), "b": rank}, root=1), num_replicas=3)
-    for result in results:
-        assert (result["a"].tolist(), result["b"]) == ([1, 1], 1)
+    def program(strategy):
+        nest = {"a": np.full(strategy.rank + 1, strategy.rank), "b": PerReplica(strategy.rank)}
+        inside = strategy.run(lambda value: mpistrat.get_replica_context().broadcast(value, root=1), (nest,))
+        with strategy.scope():
+            assert strategy.broadcast(strategy.rank) == 0
+        return [(each["a"].tolist(), int(each["b"])) for each in (strategy.broadcast(nest, root=1), strategy.local(inside))]
+
+    assert on_replicas(3, program) == [[([1, 1], 1)] * 2] * 3
+    with pytest.raises(InvalidArgumentError, match="root must be a replica, 0 to 0; got 3"):
+        mpistrat.OneDeviceStrategy().broadcast(1.0, root=3)
 
 
 def test_reduce_scatter_hands_each_replica_its_part():

@@ -14,7 +14,7 @@ from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica, select_replica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.strategy.deprecated import RunOptions
-from tests.unit.replicas import on_replicas
+from tests.unit.replicas import in_run, on_replicas
 
 
 def reduced(op, components, axis):
@@ -247,11 +247,6 @@ def test_booleans_have_neither_sum_nor_mean_across_replicas(call, num_replicas):
     on_replicas(num_replicas, program)
 
 
-def test_all_reduce_names_the_leaf_of_booleans():
-    with pytest.raises(UnsupportedDtypeError, match=r"SUM is not defined for value\['b'\] of dtype bool"):
-        mpistrat.get_replica_context().all_reduce("sum", {"a": 1.0, "b": True})
-
-
 def test_moving_booleans_is_another_matter():
     def program(strategy):
         flag = np.array([strategy.rank == 1])
@@ -346,20 +341,6 @@ def test_run_takes_options_and_ignores_them():
         strategy.run(lambda: 5, options=CommunicationOptions())
 
 
-def test_broadcast_hands_out_the_value_of_the_root():
-    def program(strategy):
-        rank = strategy.extended.communicator.rank
-        whole = strategy.broadcast({"a": np.full(rank + 1, rank), "b": PerReplica(rank)}, root=1)
-        with strategy.scope():
-            assert strategy.broadcast(rank) == 0
-        assert not mpistrat.has_strategy()
-        return whole["a"].tolist(), int(whole["b"])
-
-    assert on_replicas(3, program) == [([1, 1], 1)] * 3
-    with pytest.raises(InvalidArgumentError, match="root must be a replica, 0 to 0; got 3"):
-        mpistrat.OneDeviceStrategy().broadcast(1.0, root=3)
-
-
 def test_a_strategy_of_one_device_can_be_copied_deeply():
     strategy = mpistrat.OneDeviceStrategy()
     copied = copy.deepcopy(strategy)
@@ -380,16 +361,6 @@ def test_other_copies_are_refused():
         copy.copy(mpistrat.OneDeviceStrategy())
     with pytest.raises(InvalidArgumentError, match="cannot be copied: collectives of the copy"):
         on_replicas(2, copy.deepcopy)
-
-
-def in_run(fn, num_replicas=2):
-    """Return what ``fn(ctx, rank)`` returns on each replica."""
-
-    def step():
-        context = mpistrat.get_replica_context()
-        return fn(context, context.replica_id_in_sync_group)
-
-    return on_replicas(num_replicas, lambda strategy: select_replica(strategy.run(step)))
 
 
 @pytest.mark.parametrize(("op", "expected"), [("sum", 6), ("MEAN", 2), ("Min", 1), ("max", 3), ("prod", 6)])
@@ -442,11 +413,6 @@ def test_all_reduce_of_a_variable_reduces_the_array_of_this_replica():
 def test_all_reduce_names_the_leaf_that_is_not_an_array_of_numbers(value, message):
     with pytest.raises(UnsupportedDtypeError, match=message):
         mpistrat.get_replica_context().all_reduce("sum", value)
-
-
-def test_all_reduce_names_the_leaf_whose_dtype_does_not_fit_the_operation():
-    with pytest.raises(UnsupportedDtypeError, match=r"MEAN is not defined for value\['b'\] of dtype bool"):
-        mpistrat.get_replica_context().all_reduce("mean", {"a": 1.0, "b": True})
 
 
 def test_all_gather_concatenates_each_leaf():

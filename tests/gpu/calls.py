@@ -1,0 +1,176 @@
+"""How long all-reduces on a GPU take: in Python; beside NCCL and a copy; and by each way to sum, until the GPU is through.
+
+    MPISTRAT_DEVICE=gpu python -m tests.gpu.calls python --report FILE
+    MPISTRAT_DEVICE=gpu python -m tests.gpu.calls overhead --report FILE
+    MPISTRAT_DEVICE=gpu mpistrat run -n 2 -m tests.gpu.calls sums --report FILE
+
+A rank alone has nobody to wait for: NCCL copies then, and whatever a call takes beyond that is ours. Ranks that share a GPU
+take turns on it: then only meetings and launches are compared.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from mpistrat.communicator.communicator import Communicator
+from mpistrat.communicator.interface import BaseCommunicator
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.device.abstract import Device, address
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.launch.bootstrap import start
+from mpistrat.reduction import ReduceOp
+from mpistrat.topology.world import World
+from tests.gpu.program import settle, the_gpu, write_report
+from tests.gradients import resnet50
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+SIZES = {"4KiB": 1 << 12, "1MiB": 1 << 20, "16MiB": 1 << 24, "256MiB": 1 << 28}
+SMALL = {"4KiB": 1 << 12, "16KiB": 1 << 14, "64KiB": 1 << 16, "256KiB": 1 << 18, "1MiB": 1 << 20}
+LARGE = {"1MiB": 1 << 20, "64MiB": 1 << 26}
+CALLS, ROUNDS, CHECKED = 200, 50, 1000
+
+Raw = Callable[[int, int, int, int], None]
+"""Sums floats: the address of what is read, of what is written, how many, and the stream."""
+
+_SHOTS = {"one_shot": ("cuda_ipc", "1GiB"), "two_shots": ("cuda_ipc", "0"), "nccl": ("nccl", "0")}
+_DTYPES = {"in_float32": None, "native": CommunicationOptions(intra_dtype="native")}
+
+
+def python(communicator: BaseCommunicator, device: Device, calls: int = CALLS) -> dict[str, float]:
+    """Return what Python takes for an all-reduce whose plan is known: of one array, and of as many as a network's gradients."""
+    figures = {}
+    for name, count in {"python_us": 1, "python_us_of_gradients": len(resnet50())}.items():
+        # small ones: it is not the GPU that is measured
+        arrays = [device.array_module.asarray(np.ones(1000, np.float32)) for _ in range(count)]
+        samples = []
+        for _ in range(2 + calls):
+            begun = time.perf_counter()
+            communicator.all_reduce(ReduceOp.SUM, arrays)
+            samples.append(time.perf_counter() - begun)
+            settle(device)
+        figures[name] = round(1e6 * median(samples[2:]), 1)
+    return figures
+
+
+def overhead(
+    communicator: BaseCommunicator, device: Device, raw: Raw, sizes: Mapping[str, int] = SIZES, rounds: int = ROUNDS
+) -> dict[str, float]:
+    """Return the median times of each way to sum floats on a rank alone, and how ours compare with NCCL's.
+
+    Returns for each size ``copy_us``, ``nccl_us``, ``call_us`` and, with ``out=``, ``out_us``; ``ratio`` and ``ratio_out``
+    divide ours by NCCL's.
+    """
+    figures: dict[str, float] = {}
+    for name, nbytes in sizes.items():
+        taken = _beside_nccl(communicator, device, raw, nbytes // 4, rounds)
+        figures |= {f"{way}_us_{name}": us for way, us in taken.items()}
+        figures |= {f"ratio_{name}": round(taken["call"] / taken["nccl"], 3)}
+        figures |= {f"ratio_out_{name}": round(taken["out"] / taken["nccl"], 3)}
+    return figures
+
+
+def _beside_nccl(communicator: BaseCommunicator, device: Device, raw: Raw, count: int, rounds: int) -> dict[str, float]:
+    values = np.random.default_rng(count).standard_normal(count, np.float32)
+    stream, source = device.current_stream(), device.array_module.asarray(values)
+    copied, summed, target = (device.array_module.empty(count, np.float32) for _ in range(3))
+    ways = {
+        "copy": lambda: stream.copy(address(copied), address(source), 4 * count) or copied,
+        "nccl": lambda: raw(address(source), address(summed), count, stream.pointer) or summed,
+        "call": lambda: communicator.all_reduce(ReduceOp.SUM, [source])[0],
+        "out": lambda: communicator.all_reduce(ReduceOp.SUM, [source], out=[target])[0],
+    }
+    return _take_turns(device, ways, values, rounds)
+
+
+def sums(
+    comm: MPI.Intracomm, device: Device, small: Mapping[str, int], large: Mapping[str, int], rounds: int = ROUNDS
+) -> dict[str, float]:
+    """Return the median microseconds of each way, on this rank. A collective call.
+
+    Small arrays of float32: by cuda_ipc in one shot and in two, and by NCCL. Large ones of bfloat16: by NCCL in float32, which
+    is the default, and in their own dtype.
+    """
+    communicators: dict[str, Communicator] = {}
+    for way, (transport, limit) in _SHOTS.items():
+        with patch.dict(os.environ, {"MPISTRAT_INTRA_TRANSPORT": transport, "MPISTRAT_ONE_SHOT_BYTES": limit}):
+            communicators[way] = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    shots = {way: (communicator, None) for way, communicator in communicators.items()}
+    dtypes = {f"bfloat16_{way}": (communicators["nccl"], options) for way, options in _DTYPES.items()}
+    figures: dict[str, float] = {}
+    for ways, sizes, dtype in ((shots, small, np.dtype(np.float32)), (dtypes, large, np.dtype(ml_dtypes.bfloat16))):
+        for name, nbytes in sizes.items():
+            taken = _ways_to_sum(ways, device, np.ones(nbytes // dtype.itemsize, dtype), rounds)
+            figures |= {f"{way}_us_{name}": us for way, us in taken.items()}
+    for communicator in communicators.values():
+        communicator.close()
+    return figures
+
+
+def _ways_to_sum(
+    ways: Mapping[str, tuple[Communicator, CommunicationOptions | None]], device: Device, array: NDArray[Any], rounds: int
+) -> dict[str, float]:
+    source, target = device.array_module.asarray(array), device.array_module.asarray(np.zeros_like(array))
+
+    def run(communicator: Communicator, options: CommunicationOptions | None) -> Any:
+        communicator.all_reduce(ReduceOp.SUM, [source], options, out=[target])
+        return target
+
+    first, _ = next(iter(ways.values()))
+    runs = {way: partial(run, *how) for way, how in ways.items()}
+    return _take_turns(device, runs, array * array.dtype.type(first.size), rounds, first.barrier)
+
+
+def _take_turns(
+    device: Device,
+    ways: Mapping[str, Callable[[], Any]],
+    expected: NDArray[Any],
+    rounds: int,
+    meet: Callable[[], object] = lambda: None,
+) -> dict[str, float]:
+    """Return the median microseconds of each way to compute what is expected, and to return it; they take turns."""
+    samples: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(2 + rounds):
+        for way, run in ways.items():
+            meet()
+            begun = time.perf_counter()
+            found = run()
+            settle(device)
+            if turn > 1:  # the first ones make plans and compile kernels
+                samples[way].append(time.perf_counter() - begun)
+            elif not np.array_equal(device.get(found[:CHECKED]), expected[:CHECKED]):
+                raise AssertionError(f"{way} of {expected.size} elements of {expected.dtype} gave a wrong result")
+    return {way: round(1e6 * median(seconds), 1) for way, seconds in samples.items()}
+
+
+def main(what: str) -> Mapping[str, float]:
+    """Measure what is said."""
+    comm, device = start(), the_gpu()
+    if what == "sums":
+        return sums(comm, device, SMALL, LARGE)
+    communicator = Communicator(Hierarchy(comm, World.from_shape("1x1")))
+    figures = python(communicator, device) if what == "python" else overhead(communicator, device, _nccl())
+    communicator.close()
+    return figures
+
+
+def _nccl() -> Raw:
+    from cupy.cuda import nccl
+
+    comm = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
+    return lambda source, target, count, stream: comm.allReduce(source, target, count, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
+
+
+if __name__ == "__main__":
+    write_report(main)
