@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 import time
 import weakref
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from types import FrameType
 from typing import NoReturn, TypeVar
 
 from mpistrat.arrays import Array
@@ -125,6 +127,19 @@ def _label(thread: threading.Thread) -> str:
     return f"{kind!r} ({alike.index(tuple(map(int, numbers.findall(thread.name)))) + 1})"
 
 
+def _is_within_call() -> bool:
+    """Return whether the program makes this call within another one: in a signal handler, a finalizer or a callback."""
+    frame: FrameType | None = sys._getframe(2)
+    has_left = False
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if has_left and name.startswith(("mpistrat.communicator", "mpistrat.execution", "mpistrat.transports")):
+            return True
+        has_left = has_left or not name.startswith("mpistrat.")
+        frame = frame.f_back
+    return False
+
+
 class Guard:
     """Admits collective calls one at a time, and none after one has failed.
 
@@ -219,6 +234,9 @@ class Guard:
     def _acquire(self) -> None:
         """Lock the communicator, if calls of this thread can be told apart from those of others."""
         if not self.lock.acquire(blocking=False):
+            if self.here.turn is self.turn and not _is_within_call():
+                self._fail_interrupted()
+                self.raise_if_failed()
             raise self._refused(_SAME_THREAD if self.here.turn is self.turn else _OTHER_THREAD)
         try:
             if self.here.turn is not self.turn:
@@ -227,6 +245,10 @@ class Guard:
         except BaseException:
             self.lock.release()
             raise
+
+    def _fail_interrupted(self) -> None:
+        """Refuse all further collectives, on all ranks: an exception of a signal handler has left this one locked."""
+        self._fail_and_notify("collective", InterruptedError("a signal handler raised an exception while it began or ended"))
 
     def _change_thread(self, now: threading.Thread) -> None:
         is_main, other = now is threading.main_thread(), self._other

@@ -371,3 +371,42 @@ def test_the_traceback_of_who_failed_is_the_one_that_is_printed(job: Job) -> Non
     assert ended.seconds < LIMIT_SECONDS
     assert ended.marked[-1].endswith("ValueError: a bad file")
     assert ended.stderr.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("where", ["_acquire", "__enter__", "__exit__"])
+def test_a_signal_that_interrupts_the_beginning_or_end_of_a_call_is_told_to_all(job: Job, where: str) -> None:
+    program = f"""
+        import mpistrat
+        communicator = mpistrat.Communicator(comm)
+        communicator.barrier()
+
+        def trace(frame, event, argument):
+            if frame.f_code.co_name == "{where}" and frame.f_code.co_filename.endswith("guard.py"):
+                if "{where}" == "__exit__":
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+                return interrupt
+
+        def interrupt(frame, event, argument):
+            if communicator._guard.lock.locked():
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return interrupt
+
+        if comm.rank == 0:
+            sys.settrace(trace)
+            try:
+                communicator.barrier()
+            except KeyboardInterrupt:
+                pass
+        else:
+            time.sleep(0.5)
+        try:
+            for _ in range(2):
+                communicator.barrier()
+        except mpistrat.errors.UnavailableError as error:
+            print(comm.rank, "InterruptedError" in str(error), flush=True)
+        time.sleep(1.0)
+    """
+    ended = job(2, program)
+    assert (ended.code, sorted(ended.stdout.splitlines())) == (0, ["0 True", "1 True"]), ended.stderr
