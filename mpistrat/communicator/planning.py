@@ -31,9 +31,6 @@ from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_
 WIRE_OPS = (ReduceOp.SUM, ReduceOp.MEAN)
 _ROUNDING_OPS = (*WIRE_OPS, ReduceOp.PROD)
 
-_MOST_WHOLE_BYTES = 1 << 14
-"""Of small arrays a reduce-scatter is part of an all-reduce, whose time does not depend on their size."""
-
 _LaidOut = tuple[np.dtype[Any], tuple[int, ...], Layout]
 """Arrays that share a bucket: the dtype that they are combined in, their indices, and their layout."""
 
@@ -97,8 +94,6 @@ class Planner:
         """Bind the plan of a reduce-scatter; return None, on all ranks, if an all-reduce is used instead."""
         dtype = self._combined_in(op, array.dtype, options)
         if options.deterministic or (_wire(op, dtype, options) is not None and self._world.num_nodes > 1):
-            return None
-        if array.nbytes <= _MOST_WHOLE_BYTES and self.executor.device is None:
             return None
         row_count = array.size // max(array.shape[axis], 1)
         bounds = [row_count * row for row in part_bounds(array.shape[axis], self._world.size)]
