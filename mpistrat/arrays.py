@@ -74,6 +74,12 @@ def flat(array: Array) -> Array:
     return array.reshape(-1) if array.flags.c_contiguous and is_aligned(array) else array.copy().reshape(-1)
 
 
+def part_bounds(extent: int, num_parts: int) -> list[int]:
+    """Return where parts begin that are as equal as can be, the first ones longer by one; and where the last one ends."""
+    least, longer = divmod(extent, num_parts)
+    return [part * least + min(part, longer) for part in range(num_parts + 1)]
+
+
 def is_aligned(array: Array) -> bool:
     """Return whether the address of each element suits its dtype, as MPI needs; a view of packed bytes may differ."""
     return getattr(array.flags, "aligned", True)  # arrays on GPUs always are

@@ -74,12 +74,6 @@ def whole_shards(world: World, itemsize: int, num_bytes: int) -> int:
     return max(num_bytes // itemsize // world.num_shards, 1) * world.num_shards
 
 
-def part_bounds(extent: int, num_parts: int) -> list[int]:
-    """Return where parts begin that are as equal as can be, the first ones longer by one; and where the last one ends."""
-    least, longer = divmod(extent, num_parts)
-    return [part * least + min(part, longer) for part in range(num_parts + 1)]
-
-
 def _even(world: World, count: int, largest: int) -> int:
     """Return the elements of a chunk, for as few chunks as possible."""
     return padded(world, max(_ceil_div(count, max(_ceil_div(count, largest), 1)), 1))

@@ -28,7 +28,8 @@ from mpistrat.communicator.interface import Arrays, BaseCommunicator
 from mpistrat.communicator.options import DEFAULTS, CommunicationOptions, shared_defaults
 from mpistrat.communicator.passing import Passing
 from mpistrat.communicator.planning import Planner
-from mpistrat.communicator.programs import Known, Reductions
+from mpistrat.communicator.programs import Known
+from mpistrat.communicator.reductions import Reductions
 from mpistrat.communicator.validate import alike, read_arrays
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import (
@@ -252,7 +253,7 @@ class Communicator(BaseCommunicator):
             guard.number = number = guard.number + 1
             guard.signature = call = known.signature
             self._current.digest = key = known.digest ^ (guard.take_noted_digest(noted) if guard.noted else noted)
-            index = guard.indexes.get(key) or guard.index(key, call.text_after(key ^ call.digest), call.details)
+            index = guard.indexes.get(key) or guard.index(key, call.text_after(key ^ call.digest), call.nbytes)
             record = self._recorder
             try:
                 frame = _frame_at(frames)

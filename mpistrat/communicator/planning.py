@@ -11,13 +11,12 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.algorithms import planners
 from mpistrat.algorithms.choose import Choice, choose
-from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES, part_bounds
+from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
 from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, part_bounds
 from mpistrat.communicator.explain import Explanation, Pack
 from mpistrat.communicator.options import NATIVE, WIRE_DTYPES, CommunicationImplementation, CommunicationOptions
-from mpistrat.communicator.validate import describe_all_reduce
 from mpistrat.errors import InvalidArgumentError, TransportError, Unsuitable
 from mpistrat.execution import compile as compiled
 from mpistrat.execution.device_executor import DeviceExecutor
@@ -64,12 +63,9 @@ class Planner:
         found = None if axis is None else self._compile_scatter(op, arrays[0], axis, options)
         if found is not None:
             return found
-        dtypes = ", ".join(sorted({array.dtype.name for array in arrays}))
-        details = op.name, dtypes, sum(array.nbytes for array in arrays)
-        text = describe_all_reduce(op, arrays, options)
         while True:  # enlarging the scratch memory for a later bucket unbinds the earlier ones; then it is large enough for all
             buckets = [self._bind(op, arrays, pack, options) for pack in self._lay_out(op, arrays, options)]
-            program = Program(buckets, text, details)
+            program = Program(buckets)
             if program.is_current:
                 break
         program.on_gpu = self.executor.device is not None and bool(arrays)

@@ -1,4 +1,4 @@
-"""Programs: the one cache of a communicator: the program of a call by what the call is like; and the reductions that run them.
+"""Programs: the one cache of a communicator: the program of a call by what the call is like.
 
 What must be the same on all ranks is the key of a program: operation, the options that shape it, memory, shapes and dtypes. All
 ranks keep the same programs. Beside it, each rank remembers its calls by what it sees of them without looking closely: the
@@ -11,34 +11,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrat.algorithms.choose import Choice
-from mpistrat.algorithms.chunks import part_bounds
 from mpistrat.algorithms.cost import CostModel
 from mpistrat.arrays import Array, is_on_device
-from mpistrat.communicator.calls import Calls
 from mpistrat.communicator.explain import Explanation
-from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.communicator.planning import WIRE_OPS, DevicePlanner, Planner
-from mpistrat.communicator.validate import are_disjoint, check_gather, check_target, copy_overlapping, describe_all_reduce
-from mpistrat.errors import CollectiveError, InvalidArgumentError
-from mpistrat.execution.engine import wait_for_gpu
-from mpistrat.execution.executor import Executor
-from mpistrat.execution.guard import Call, Guard
+from mpistrat.communicator.validate import are_disjoint
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.execution.guard import Guard
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.program import Blocking, Program
-from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Signature
-from mpistrat.reduction import ReduceOp, quiet
-from mpistrat.transports.steps import Steps
+from mpistrat.reduction import ReduceOp
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -175,7 +166,7 @@ class Programs:
             if found is None or out is None:
                 return found
             [target] = out
-            return found if _fits(target, array) else None
+            return found if fits(target, array) else None
         except (AttributeError, KeyError, TypeError, ValueError):  # new options, or no arrays: the slow path raises the error
             return None
 
@@ -255,7 +246,7 @@ def _key(op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, a
     return (op, *shaping, options.intra_dtype, options.num_packs, axis, on_gpu, *[(each.shape, each.dtype) for each in arrays])
 
 
-def _fits(target: Array, array: Array) -> bool:
+def fits(target: Array, array: Array) -> bool:
     """Return whether a result can be written to `target`: C-contiguous, aligned and writable; CuPy has no other arrays."""
     kind = array.__class__
     if target is not array and (target.__class__ is not kind or target.dtype is not array.dtype or target.shape != array.shape):
@@ -265,252 +256,6 @@ def _fits(target: Array, array: Array) -> bool:
 
 def _fit(out: Sequence[Array], arrays: Sequence[Array]) -> bool:
     """Return whether results can be written to `out`; False also if that needs a closer look."""
-    if not len(set(map(id, out))) == len(out) == len(arrays) or not all(map(_fits, out, arrays)):
+    if not len(set(map(id, out))) == len(out) == len(arrays) or not all(map(fits, out, arrays)):
         return False
     return all(target.base is None for target in out) or are_disjoint(out)
-
-
-class Reductions:
-    """The reductions of one communicator, and the `programs` that they run."""
-
-    def __init__(
-        self,
-        executor: Executor,
-        guard: Guard,
-        calls: Calls,
-        planner: Planner,
-        gpu: GpuArrays | None,
-        say: Callable[[str], None],
-    ) -> None:
-        self._executor, self._guard, self._calls, self._gpu = executor, guard, calls, gpu
-        device = None if gpu is None else DevicePlanner(gpu.executor, say)
-        self.programs = Programs(guard, calls.options, planner, device)
-        self._current, self._rank, self._size = executor.hierarchy.call, executor.hierarchy.rank, executor.hierarchy.world.size
-        self._window = executor.intra.window if executor.hierarchy.intra.size > 1 else None
-        # returns a context manager that makes this rank's GPU current, if it has one
-        self.active: Callable[[], AbstractContextManager[None]] = nullcontext if gpu is None else gpu.device.activate
-
-    def all_reduce(
-        self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions | None, out: Sequence[Array] | None
-    ) -> list[Array]:
-        """Combine each array across ranks: see `mpistrat.Communicator.all_reduce`. A collective call."""
-
-        def check(wanted: CommunicationOptions) -> None:
-            self._check(op, arrays, wanted, out)
-
-        def arguments(wanted: CommunicationOptions) -> str:
-            return describe_all_reduce(op, arrays, wanted)
-
-        with self.active(), self._guard:
-            call, wanted = self._calls.begin("all_reduce", arguments, options, check)
-            # a rank that remembers it does not compare texts
-            is_known = self.programs.known(op._value_, arrays, wanted, None) is not None
-            program = self._program(call, op, arrays, wanted, is_known=is_known)
-            signature, run = program.signature("all_reduce"), program.blocking or partial(self._all_reduce_known, program)
-            # a communicator sums booleans, and a strategy refuses to: its check must not be skipped
-            if not (op is ReduceOp.SUM and any(array.dtype.kind == "b" for array in arrays)):
-                self.programs.remember(op._value_, arrays, options, wanted, program, signature, run, self._calls.is_strict)
-            self._guard.begin(call, signature)
-            results, sources = self._results_and_sources(arrays, out)
-            self._guard.run(call, self._steps(program, sources, results))
-            self._settle()
-            return results
-
-    def _all_reduce_known(self, program: Program, arrays: Sequence[Array], out: Sequence[Array] | None = None) -> list[Array]:
-        """All-reduce arrays by their program, in a call that this rank remembers. A collective call."""
-        if self._gpu is not None:
-            wait_for_gpu(self._guard)
-        with self.active():
-            results, sources = self._results_and_sources(arrays, out)
-            self._guard.drive_current(self._steps(program, sources, results))
-            return results
-
-    def start_all_reduce(
-        self,
-        op: ReduceOp,
-        arrays: Sequence[Array],
-        options: CommunicationOptions | None,
-        out: Sequence[Array] | None,
-        structure: object,
-    ) -> Work[list[Array]]:
-        """Start what `all_reduce` does: see `mpistrat.Communicator.start_all_reduce`. A collective call."""
-        given = list(arrays)  # the program may change its list before the engine runs
-
-        def check(wanted: CommunicationOptions) -> None:
-            self._check(op, given, wanted, out)
-
-        def arguments(wanted: CommunicationOptions) -> str:
-            return describe_all_reduce(op, given, wanted)
-
-        with self.active():
-            with self._guard.starting():
-                if structure is not None:
-                    self._guard.note(f"start_all_reduce of {structure}")
-                call, wanted, refused = self._calls.prepare("start_all_reduce", arguments, options, check)
-                if refused is None:
-                    call.is_started = True
-                    results, sources = self._results_and_sources(given, out)
-                    carry_out: Callable[[], list[Array]] = partial(self._carry_out, call, op, wanted, list(sources), results)
-                    if self._gpu is not None and has_arrays(given):
-                        carry_out = self._gpu.on_own_stream(carry_out, partial(self._guard.run, call))
-                    return self._guard.start(call, carry_out)
-            with self._guard:  # the other ranks find out when the engine begins their call
-                call.begin()
-                return self._calls.refuse(call, refused)
-
-    def reduce_scatter(
-        self, op: ReduceOp, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None
-    ) -> Array:
-        """Combine arrays, and take this rank's part: see `mpistrat.Communicator.reduce_scatter`. A collective call."""
-
-        def check(wanted: CommunicationOptions) -> None:
-            check_gather(array, axis, "reduce_scatter")
-            self.programs.check(op, [array], wanted)
-            if out is not None:
-                check_target(out, array, self._own_part(array, axis).shape)
-
-        def arguments(wanted: CommunicationOptions) -> str:
-            return describe_all_reduce(op, [array], wanted, axis)
-
-        with self.active(), self._guard:
-            call, wanted = self._calls.begin("reduce_scatter", arguments, options, check)
-            kind, signature = (op._value_, axis), Signature(call.arguments)
-            is_known = self.programs.known(kind, [array], wanted, None) is not None
-            program = self._program(call, op, [array], wanted, axis % array.ndim, is_known)
-            known = partial(self._scatter_known, program, axis)
-            self.programs.remember(kind, [array], options, wanted, program, signature, known, self._calls.is_strict)
-            self._guard.begin(call, signature)
-            result = self._scatter(program, array, axis, out, partial(self._guard.run, call))
-            self._settle()
-            return result
-
-    def _scatter_known(
-        self, program: Program, axis: int, arrays: Sequence[Array], out: Sequence[Array] | None = None
-    ) -> list[Array]:
-        """Reduce-scatter an array by its program, in a call that this rank remembers. A collective call."""
-        [array], target = arrays, None if out is None else out[0]
-        if program.blocking is not None:
-            part = self._own_part(program.blocking(arrays, None)[0], axis)
-            if target is None:
-                return [part.copy()]
-            target[...] = part
-            return [target]
-        if self._gpu is not None:
-            wait_for_gpu(self._guard)
-        with self.active():
-            return [self._scatter(program, array, axis, target, self._guard.drive_current)]
-
-    def _scatter(self, program: Program, array: Array, axis: int, out: Array | None, drive: Callable[[Steps], None]) -> Array:
-        """Return this rank's part of a combination, whose steps are driven by `drive`."""
-        result, dtype = self._new(array, self._own_part(array, axis).shape) if out is None else out, program.scattered_dtype
-        if dtype is None:
-            total = self._new(array, array.shape)
-            drive(self._steps(program, [array], [total]))
-            result[...] = self._own_part(total, axis)
-            return result
-        moved = np.moveaxis(array, axis, 0)
-        source: Array = self._guard.allocate(lambda: quiet()(moved.astype, dtype, "C", "unsafe", True, False))
-        part = np.moveaxis(result, axis, 0)
-        # peers may still read the source while the result is written
-        is_direct = part.dtype == dtype and part.flags.c_contiguous and not np.may_share_memory(source, part)
-        target = part if is_direct else self._new(source, part.shape)
-        drive(self._steps(program, [source], [target]))
-        if not is_direct:
-            quiet()(np.copyto, part, target, "unsafe")
-        return result
-
-    def fits_part(self, target: Array, array: Array, axis: int) -> bool:
-        """Return whether this rank's part of an array can be written to `target`; False also if that needs a closer look."""
-        return target.__class__ is array.__class__ and _fits(target, self._own_part(array, axis))
-
-    def _own_part(self, array: Array, axis: int) -> Array:
-        """Return this rank's part of an array along an axis."""
-        axis %= array.ndim
-        first, last = part_bounds(array.shape[axis], self._size)[self._rank : self._rank + 2]
-        part: Array = array[(slice(None),) * axis + (slice(first, last),)]
-        return part
-
-    def _check(
-        self,
-        op: ReduceOp,
-        arrays: Sequence[Array],
-        options: CommunicationOptions,
-        out: Sequence[Array] | None,
-    ) -> None:
-        """Check the arguments of an all-reduce; arrays that have a program were checked when it was made."""
-        if not self.programs.has(op, arrays, options):
-            self.programs.check(op, arrays, options)
-        if out is not None:
-            for target, array in zip(out, arrays, strict=True):
-                check_target(target, array)
-
-    def _program(
-        self,
-        call: Call,
-        op: ReduceOp,
-        arrays: Sequence[Array],
-        options: CommunicationOptions,
-        axis: int | None = None,
-        is_known: bool = False,
-    ) -> Program:
-        """Return the program of a call, which ranks compare first if it binds memory, or has a deadline and is not known."""
-        is_new = not self.programs.has(op, arrays, options, axis)
-        if (is_new and self._guard.checks) or ((call.ends or self._calls.is_strict) and not is_known):
-            self._guard.agree(call)
-        if is_new and self._gpu is not None:  # binding may free memory that enqueued operations use
-            self._guard.run(call, self._gpu.executor.settle())
-        return self.programs.find(op, arrays, options, axis)
-
-    def _results_and_sources(self, arrays: Sequence[Array], out: Sequence[Array] | None) -> tuple[list[Array], Sequence[Array]]:
-        """Return the results, and the sources: copies where they overlap with results."""
-        if out is not None:
-            results = list(out)
-            return results, copy_overlapping(arrays, results)
-        try:
-            return [self._empty(array, array.shape) for array in arrays], arrays
-        except MemoryError as error:
-            raise self._guard.no_memory(error) from None
-
-    def _new(self, array: Array, shape: tuple[int, ...]) -> Array:
-        """Return a new array, on the GPU if `array` is: see `allocate`."""
-        return self._guard.allocate(lambda: self._empty(array, shape))
-
-    def _empty(self, array: Array, shape: tuple[int, ...]) -> Array:
-        if self._gpu is not None and is_on_device(array):
-            target: Array = self._gpu.device.array_module.empty(shape, array.dtype)
-            return target
-        return np.empty(shape, array.dtype)
-
-    def _steps(self, program: Program, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
-        steps = self._combine(program, sources, results)
-        return self._gpu.abort_on_error(steps) if self._gpu is not None and program.on_gpu else steps
-
-    def _combine(self, program: Program, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
-        """Return the steps that combine `sources` into `results`; they begin with a barrier of the node."""
-        if self._window is not None and not program.begins_with_barrier:
-            yield from self._window.barrier()
-        if self._gpu is not None and program.on_gpu and self._gpu.executor.compares_by_messages:
-            yield from self._gpu.barrier()
-        yield from program.run(sources, results)
-        if not program.detects_mismatch:
-            self._current.add_unconfirmed(sum(array.nbytes for array in sources))
-
-    def _carry_out(
-        self, call: Call, op: ReduceOp, options: CommunicationOptions, arrays: list[Array], results: list[Array]
-    ) -> list[Array]:
-        """Run a started all-reduce, on the engine's thread."""
-        call.begin()
-        try:
-            program = self._program(call, op, arrays, options)
-        except CollectiveError as error:
-            self._guard.give_up_started(call, error, self._calls.is_strict)
-            raise
-        self._guard.begin(call, program.signature("start_all_reduce"))
-        self._guard.run(call, self._steps(program, arrays, results))
-        self._settle()
-        return results
-
-    def _settle(self) -> None:
-        """With MPISTRAT_STRICT, compare at once what could be compared later."""
-        if self._calls.is_strict:
-            self._current.settle()

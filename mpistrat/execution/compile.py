@@ -19,8 +19,8 @@ from mpistrat.algorithms.plan import Plan, Scope
 from mpistrat.arrays import Array, flat
 from mpistrat.device.abstract import Device
 from mpistrat.device.kernels import divide_kernel
-from mpistrat.execution.executor import Executor
-from mpistrat.execution.program import Bucket, Chunk, Lanes, Operations, Slotted
+from mpistrat.execution.executor import CopySteps, Executor
+from mpistrat.execution.program import Bucket, Lanes
 from mpistrat.packing.layout import Layout
 from mpistrat.packing.wire import Cast, Wire
 from mpistrat.reduction import Fold, ReduceOp, divide
@@ -97,7 +97,24 @@ def _on_the_callers_arrays(
     return bucket
 
 
-class _Buffered(Slotted):
+Operations = list[list[tuple[str, Operation]]]
+"""The operations of each phase, by name: several where this rank owns several shards."""
+
+
+@dataclass
+class Chunk:
+    """A chunk in its slot of the scratch memory, with its copies and operations."""
+
+    slot: int
+    nbytes: int
+    copy_in: CopySteps
+    copy_out: CopySteps
+    head: Operations
+    middle: Operations
+    tail: Operations
+
+
+class _Buffered:
     """A plan of an all-reduce with its slots of the scratch memory."""
 
     def __init__(
@@ -150,6 +167,65 @@ class _Buffered(Slotted):
             flat_count=plan.padded(plan.count) if is_one_call else 0,
             held_bytes=self._held_bytes,
         )
+
+    def lanes(self, sources: Sequence[Array], targets: Sequence[Array]) -> Lanes:
+        """Return the lanes of a call."""
+        executor = self.executor
+        # on a device only the addresses of the arrays are used
+        sources = [array.reshape(-1) if executor.device is None else flat(array) for array in sources]
+        targets = [array.reshape(-1) for array in targets]
+        slots, intra, timeline, has_intra = executor.slots, executor.intra, executor.timeline, self.has_intra
+        if has_intra:
+            if slots.partition != self.partition:
+                slots.repartition(*self.partition)
+            slots.turn += 1
+        chunks = self.turns[slots.turn % len(self.turns) if has_intra else 0]
+
+        def head(index: int) -> Steps:
+            chunk = chunks[index]
+            yield from intra.fence(slots.releases[chunk.slot] if has_intra else slots.last_release)
+            started = time.perf_counter()
+            yield from chunk.copy_in(sources)
+            if timeline.enabled:
+                self._record("copy in", started, chunk)
+            yield from self._walk(chunk, chunk.head)
+
+        def middle(index: int) -> Steps:
+            return self._walk(chunks[index], chunks[index].middle)
+
+        def tail(index: int) -> Steps:
+            chunk = chunks[index]
+            yield from self._walk(chunk, chunk.tail)
+            started = time.perf_counter()
+            yield from chunk.copy_out(targets)
+            if timeline.enabled:
+                self._record("copy out", started, chunk)
+            if has_intra:
+                slots.releases[chunk.slot] = slots.last_release = intra.release()
+
+        return Lanes(head, middle, tail, len(chunks))
+
+    def _walk(self, chunk: Chunk, phases: Operations) -> Steps:
+        for operations in phases:
+            if len(operations) == 1 and not self.executor.timeline.enabled:
+                yield from operations[0][1].run()
+            else:
+                # a rank that owns several shards runs their rails together, since ranks of larger nodes do so
+                yield from interleave([self._step(chunk, name, operation) for name, operation in operations])
+
+    def _step(self, chunk: Chunk, name: str, operation: Operation) -> Steps:
+        started = time.perf_counter()
+        yield from operation.run()
+        if self.executor.timeline.enabled:
+            self._record(name, started, chunk)
+
+    def _record(self, name: str, started: float, chunk: Chunk) -> None:
+        scope, *_, last = name.split()
+        lane = "intra" if scope == "copy" else scope
+        # rails, and chunks in flight at the same time, have their own rows in the timeline
+        if lane == Scope.INTER.value:
+            lane = f"{lane} rail {last}" if self.max_in_flight == 1 else f"{lane} rail {last} {chunk.slot}"
+        self.executor.timeline.record(name, lane, started, chunk.nbytes)
 
     def unbind(self) -> None:
         """Drop all references to the scratch memory; the plan cannot run any more."""
@@ -353,3 +429,11 @@ def reduce_scatter_by_nccl(
 
 def _is_flat(plan: Plan) -> bool:
     return all(phase.scope is Scope.WORLD for phase in plan.phases)
+
+
+def interleave(lanes: Sequence[Steps]) -> Steps:
+    """Return the steps of all lanes, advanced in turn."""
+    while lanes:
+        answers = [next(lane, None) for lane in lanes]
+        lanes = [lane for lane, answer in zip(lanes, answers, strict=True) if answer is not None]
+        yield any(answers)

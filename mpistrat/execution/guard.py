@@ -338,19 +338,19 @@ class Guard:
             if len(self._notes) > _NOTES_KEPT:
                 del self._notes[: _NOTES_KEPT // 2]
 
-    def index(self, digest: int, text: str, details: tuple[str, str, int, str] = ("", "", 0, "")) -> int:
+    def index(self, digest: int, text: str, nbytes: int = 0) -> int:
         """Return the index of a call's description in this process's record."""
         index = self.indexes.get(digest)
         if index is None:
             if len(self.indexes) >= _INDEXES_KEPT:
                 self.indexes.clear()
-            index = self.indexes[digest] = self._recorder.intern(text, details[2], digest, self._members)
+            index = self.indexes[digest] = self._recorder.intern(text, nbytes, digest, self._members)
         return index
 
     def enter(self, call: Call, digest: int) -> None:
         """Record that this rank has entered a call."""
         if not (self._slot or call.is_started):
-            index = self.indexes.get(digest) or self.index(digest, call.text, self.signature.details)
+            index = self.indexes.get(digest) or self.index(digest, call.text, self.signature.nbytes)
             self._slot = self._recorder.enter(self.communicator, call.number, index, FRAMES)
 
     def take_noted_digest(self, noted: int) -> int:

@@ -18,11 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrat.algorithms.plan import Plan, Scope
-from mpistrat.arrays import Array, flat
-from mpistrat.execution.executor import CopySteps, Executor
-from mpistrat.groups.agreement import Signature
-from mpistrat.transports.base import Operation
+from mpistrat.algorithms.plan import Plan
+from mpistrat.arrays import Array
 from mpistrat.transports.steps import WAITING, WORKED, Steps
 
 ChunkSteps = Callable[[int], Steps]
@@ -76,101 +73,15 @@ class Bucket:
             yield from tail(0)
 
 
-Operations = list[list[tuple[str, Operation]]]
-"""The operations of each phase, by name: several where this rank owns several shards."""
-
-
-@dataclass
-class Chunk:
-    """A chunk in its slot of the scratch memory, with its copies and operations."""
-
-    slot: int
-    nbytes: int
-    copy_in: CopySteps
-    copy_out: CopySteps
-    head: Operations
-    middle: Operations
-    tail: Operations
-
-
-class Slotted:
-    """Chunks in slots of the scratch memory, of which `partition` tells the number and the bytes; `turns` alternate."""
-
-    executor: Executor
-    partition: tuple[int, int]
-    turns: list[list[Chunk]]
-    max_in_flight: int
-    has_intra: bool  # without an INTRA phase no peer reads the slots, and peers may take another path
-
-    def lanes(self, sources: Sequence[Array], targets: Sequence[Array]) -> Lanes:
-        """Return the lanes of a call."""
-        executor = self.executor
-        # on a device only the addresses of the arrays are used
-        sources = [array.reshape(-1) if executor.device is None else flat(array) for array in sources]
-        targets = [array.reshape(-1) for array in targets]
-        slots, intra, timeline, has_intra = executor.slots, executor.intra, executor.timeline, self.has_intra
-        if has_intra:
-            if slots.partition != self.partition:
-                slots.repartition(*self.partition)
-            slots.turn += 1
-        chunks = self.turns[slots.turn % len(self.turns) if has_intra else 0]
-
-        def head(index: int) -> Steps:
-            chunk = chunks[index]
-            yield from intra.fence(slots.releases[chunk.slot] if has_intra else slots.last_release)
-            started = time.perf_counter()
-            yield from chunk.copy_in(sources)
-            if timeline.enabled:
-                self._record("copy in", started, chunk)
-            yield from self._walk(chunk, chunk.head)
-
-        def middle(index: int) -> Steps:
-            return self._walk(chunks[index], chunks[index].middle)
-
-        def tail(index: int) -> Steps:
-            chunk = chunks[index]
-            yield from self._walk(chunk, chunk.tail)
-            started = time.perf_counter()
-            yield from chunk.copy_out(targets)
-            if timeline.enabled:
-                self._record("copy out", started, chunk)
-            if has_intra:
-                slots.releases[chunk.slot] = slots.last_release = intra.release()
-
-        return Lanes(head, middle, tail, len(chunks))
-
-    def _walk(self, chunk: Chunk, phases: Operations) -> Steps:
-        for operations in phases:
-            if len(operations) == 1 and not self.executor.timeline.enabled:
-                yield from operations[0][1].run()
-            else:
-                # a rank that owns several shards runs their rails together, since ranks of larger nodes do so
-                yield from interleave([self._step(chunk, name, operation) for name, operation in operations])
-
-    def _step(self, chunk: Chunk, name: str, operation: Operation) -> Steps:
-        started = time.perf_counter()
-        yield from operation.run()
-        if self.executor.timeline.enabled:
-            self._record(name, started, chunk)
-
-    def _record(self, name: str, started: float, chunk: Chunk) -> None:
-        scope, *_, last = name.split()
-        lane = "intra" if scope == "copy" else scope
-        # rails, and chunks in flight at the same time, have their own rows in the timeline
-        if lane == Scope.INTER.value:
-            lane = f"{lane} rail {last}" if self.max_in_flight == 1 else f"{lane} rail {last} {chunk.slot}"
-        self.executor.timeline.record(name, lane, started, chunk.nbytes)
-
-
 class Program:
-    """The buckets of a call, in the order in which they are combined, and the text of the call, without its verb.
+    """The buckets of a call, in the order in which they are combined.
 
     `seconds` is the duration of the last run on this rank. A reduce-scatter has a `scattered_dtype`, that of the array of which
     each rank gets only its part. `blocking` does the same in one call of MPI or through shared memory, where that is all.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], text: str = "", details: tuple[str, str, int] = ("", "", 0)) -> None:
-        self.buckets, self._text, self._details = list(buckets), text, details
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets = list(buckets)
         self.seconds: float | None = None
         self.scattered_dtype: np.dtype[Any] | None = None
         self.blocking: Blocking | None = None
@@ -178,7 +89,6 @@ class Program:
         self.is_one_message = False  # of the one array as it is, by MPI or shared memory, and nothing else
         self.begins_with_barrier = bool(self.buckets) and self.buckets[0].begins_with_barrier
         self.detects_mismatch = all(bucket.detects_mismatch for bucket in self.buckets)
-        self._signatures: dict[str, Signature] = {}
 
     @property
     def is_current(self) -> bool:
@@ -194,13 +104,6 @@ class Program:
     def held_bytes(self) -> int:
         """Bytes of its own memory, besides the executor's scratch memory."""
         return sum(bucket.held_bytes() for bucket in self.buckets)
-
-    def signature(self, verb: str) -> Signature:
-        """Return the signature of a call of `verb` that runs it."""
-        if verb not in self._signatures:
-            plans = ", ".join(dict.fromkeys(bucket.plan.algorithm for bucket in self.buckets))
-            self._signatures[verb] = Signature(verb + self._text, (*self._details, plans))
-        return self._signatures[verb]
 
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
         """Return the steps that combine `sources` into `targets`, bucket after bucket. A collective call."""
@@ -243,12 +146,4 @@ def overlap(num_chunks: int, depth: int, max_in_flight: int, head: ChunkSteps, m
             lanes.append(inter(started))
             started += 1
             answers.append(WORKED)
-        yield any(answers)
-
-
-def interleave(lanes: Sequence[Steps]) -> Steps:
-    """Return the steps of all lanes, advanced in turn."""
-    while lanes:
-        answers = [next(lane, None) for lane in lanes]
-        lanes = [lane for lane, answer in zip(lanes, answers, strict=True) if answer is not None]
         yield any(answers)

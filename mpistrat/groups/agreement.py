@@ -61,13 +61,13 @@ def bcast_or_raise(comm: MPI.Intracomm, find: Callable[[], T]) -> T:
 class Signature:
     """The part of a call that must be the same on all ranks.
 
-    `details` are for the flight record: the operation, the dtype, the bytes of this rank's arrays, and the plan.
+    `nbytes` is for the flight record: what this rank passes.
     """
 
-    __slots__ = ("details", "digest", "text")
+    __slots__ = ("digest", "nbytes", "text")
 
-    def __init__(self, text: str, details: tuple[str, str, int, str] = ("", "", 0, "")) -> None:
-        self.text, self.digest, self.details = text, digest_of(text), details
+    def __init__(self, text: str, nbytes: int = 0) -> None:
+        self.text, self.digest, self.nbytes = text, digest_of(text), nbytes
 
     def text_after(self, noted: int) -> str:
         """Return the text of the call, with that of the notes before it, whose digest is `noted`."""

@@ -20,8 +20,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from mpistrat.algorithms.chunks import part_bounds
-from mpistrat.arrays import Array, as_array, like
+from mpistrat.arrays import Array, as_array, like, part_bounds
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.structures import flatten, leaf_names, map_leaves
 

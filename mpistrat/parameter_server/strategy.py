@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from mpistrat import settings
-from mpistrat.algorithms.chunks import part_bounds
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, part_bounds
 from mpistrat.cluster.mpi_resolver import MPIClusterResolver
 from mpistrat.cluster.resolver import ClusterResolver, TFConfigClusterResolver, url
 from mpistrat.cluster.spec import ClusterSpec

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpistrat.algorithms.chunks import part_bounds
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, part_bounds
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import ReduceOp, combine, quiet_call
 from mpistrat.transports.steps import WAITING, Steps

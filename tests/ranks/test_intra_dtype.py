@@ -7,7 +7,7 @@ from itertools import cycle, product
 import numpy as np
 import pytest
 
-from mpistrat.algorithms.chunks import part_bounds
+from mpistrat.arrays import part_bounds
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, combine

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpistrat.communicator.communicator import Communicator
-from mpistrat.communicator.programs import Reductions
+from mpistrat.communicator.reductions import Reductions
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp

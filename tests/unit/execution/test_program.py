@@ -9,7 +9,8 @@ from itertools import accumulate, islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.execution.program import interleave, overlap
+from mpistrat.execution.compile import interleave
+from mpistrat.execution.program import overlap
 from mpistrat.transports.steps import WAITING, WORKED
 
 Event = tuple[str, int, str]
