@@ -17,7 +17,7 @@ class Calls:
     def __init__(self, guard: Guard, options: CommunicationOptions, is_strict: bool) -> None:
         self._guard, self.options, self.is_strict = guard, options, is_strict
 
-    def enter(
+    def compare(
         self,
         verb: str,
         arguments: Callable[[CommunicationOptions], str],
@@ -40,7 +40,7 @@ class Calls:
         cannot make the call with them.
         """
         call, wanted, refused = self.prepare(verb, arguments, options, check)
-        call.begin()
+        call.start_clock()
         if refused is not None:
             self.refuse(call, refused)
         return call, wanted
@@ -69,7 +69,7 @@ class Calls:
             with suppress(InvalidArgumentError):  # they may contradict those of the communicator
                 wanted = self.options.merge(options)
         call = self._guard.next_call(text.partition("(")[0], text, wanted.timeout_seconds or 0.0)
-        call.begin()
+        call.start_clock()
         return call
 
     def refuse(self, call: Call, error: Exception) -> NoReturn:

@@ -270,7 +270,7 @@ class Communicator(BaseCommunicator):
         except BaseException as error:
             if slot:
                 self._recorder.fail(slot)
-            raise guard.explain(error) from None
+            raise guard.fail_current(error) from None
         finally:
             guard.lock.release()
 
@@ -393,7 +393,7 @@ class Communicator(BaseCommunicator):
                 self._gpu.executor.abort("a collective has failed")
         else:
             with self._guard:
-                self._calls.enter("close", lambda _: "()", None)  # all ranks free the memory together
+                self._calls.compare("close", lambda _: "()", None)  # all ranks free the memory together
             self.confirm()
             with watched("Communicator: close", self.hierarchy.members):
                 self._programs.clear()

@@ -253,7 +253,7 @@ class DataMovement:
     def barrier(self, options: CommunicationOptions | None) -> None:
         """Wait until all ranks have entered the barrier. A collective call."""
         with self._guard:
-            self._calls.enter("barrier", lambda _: "()", options)
+            self._calls.compare("barrier", lambda _: "()", options)
 
     def _begin(
         self,
@@ -274,7 +274,7 @@ class DataMovement:
         found = self._guard.agree(call, None, (digest, number << 2 | is_shared << 1 | is_on_gpu), memory)
         digests, numbers, route, window = [row[0] for row in found], [row[1] for row in found], self._by_mpi, self._window
         if self._by_nccl is not None and all(number & 1 for number in numbers):
-            self._guard.begin(call, Signature(call.arguments))  # the barrier before NCCL compares it once more
+            self._guard.make_current(call, Signature(call.arguments))  # the barrier before NCCL compares it once more
             route = self._by_nccl
         shared = {} if window is None else {rank: window.shared(rank) for rank, number in enumerate(numbers) if number & 2}
         return _Move(self._guard, call, digests, [number >> 2 for number in numbers], route, shared)

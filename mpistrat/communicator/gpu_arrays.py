@@ -65,7 +65,7 @@ class GpuArrays:
             try:
                 self._guard.drive_current(self.abort_on_error(self._end()))
             except BaseException as error:
-                raise self._guard.explain(error) from None
+                raise self._guard.fail_current(error) from None
 
     def _end(self) -> Steps:
         for waits in until(self.device.current_stream().record()):

@@ -104,7 +104,7 @@ class Passing:
             except BaseException as error:
                 if slot:
                     record.fail(slot)
-                raise guard.explain(error) from None
+                raise guard.fail_current(error) from None
             finally:
                 release()
             return True

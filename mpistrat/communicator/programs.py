@@ -55,7 +55,7 @@ class Programs:
 
     def __init__(self, guard: Guard, options: CommunicationOptions, host: Planner, device: DevicePlanner | None) -> None:
         self._guard, self._options, self._host, self._device = guard, options, host, device
-        self._settle = host.executor.hierarchy.call.settle
+        self._confirm = host.executor.hierarchy.call.confirm
         self._programs: OrderedDict[tuple[Any, ...], Program] = OrderedDict()
         self._known: dict[tuple[Any, ...], Known] = {}
         self._numbers = {options.key: _DEFAULT}  # of options, merged over the communicator's and as calls pass them
@@ -190,7 +190,7 @@ class Programs:
         if program.blocking is None and (is_strict or seconds):
             return
         if is_strict:
-            run = self._settled(run)
+            run = self._confirming(run)
         if seconds != self._options.timeout_seconds:
             run = self._limited(run, seconds or 0.0)
         if max(len(self._known), len(self._numbers)) >= PROGRAMS_KEPT:
@@ -216,15 +216,15 @@ class Programs:
     def _planner(self, arrays: Sequence[Array]) -> Planner:
         return self._device if self._device is not None and all(map(is_on_device, arrays)) else self._host
 
-    def _settled(self, run: Blocking) -> Blocking:
+    def _confirming(self, run: Blocking) -> Blocking:
         """Return `run`, after which calls are compared that could be compared later."""
 
-        def settled(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
+        def confirming(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
             results = run(arrays, out)
-            self._settle()
+            self._confirm()
             return results
 
-        return settled
+        return confirming
 
     def _limited(self, run: Blocking, seconds: float) -> Blocking:
         """Return `run` with a deadline of its own, or without one."""

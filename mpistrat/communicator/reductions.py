@@ -66,10 +66,10 @@ class Reductions:
             # a communicator sums booleans, and a strategy refuses to: its check must not be skipped
             if not (op is ReduceOp.SUM and any(array.dtype.kind == "b" for array in arrays)):
                 self.programs.remember(op._value_, arrays, options, wanted, program, signature, run, self._calls.is_strict)
-            self._guard.begin(call, signature)
+            self._guard.make_current(call, signature)
             results, sources = self._results_and_sources(arrays, out)
             self._guard.run(call, self._steps(program, sources, results))
-            self._settle()
+            self._confirm_if_strict()
             return results
 
     def _all_reduce_known(self, program: Program, arrays: Sequence[Array], out: Sequence[Array] | None = None) -> list[Array]:
@@ -111,7 +111,7 @@ class Reductions:
                         carry_out = self._gpu.on_own_stream(carry_out, partial(self._guard.run, call))
                     return self._guard.start(call, carry_out)
             with self._guard:  # the other ranks find out when the engine begins their call
-                call.begin()
+                call.start_clock()
                 return self._calls.refuse(call, refused)
 
     def reduce_scatter(
@@ -135,9 +135,9 @@ class Reductions:
             program = self._program(call, op, [array], wanted, axis % array.ndim, is_known)
             known = partial(self._scatter_known, program, axis)
             self.programs.remember(kind, [array], options, wanted, program, signature, known, self._calls.is_strict)
-            self._guard.begin(call, signature)
+            self._guard.make_current(call, signature)
             result = self._scatter(program, array, axis, out, partial(self._guard.run, call))
-            self._settle()
+            self._confirm_if_strict()
             return result
 
     def _scatter_known(
@@ -255,21 +255,21 @@ class Reductions:
         self, call: Call, op: ReduceOp, options: CommunicationOptions, arrays: list[Array], results: list[Array]
     ) -> list[Array]:
         """Run a started all-reduce, on the engine's thread."""
-        call.begin()
+        call.start_clock()
         try:
             program = self._program(call, op, arrays, options)
         except CollectiveError as error:
             self._guard.give_up_started(call, error, self._calls.is_strict)
             raise
-        self._guard.begin(call, _signature(call, arrays))
+        self._guard.make_current(call, _signature(call, arrays))
         self._guard.run(call, self._steps(program, arrays, results))
-        self._settle()
+        self._confirm_if_strict()
         return results
 
-    def _settle(self) -> None:
+    def _confirm_if_strict(self) -> None:
         """With MPISTRAT_STRICT, compare at once what could be compared later."""
         if self._calls.is_strict:
-            self._current.settle()
+            self._current.confirm()
 
 
 def _signature(call: Call, arrays: Sequence[Array]) -> Signature:

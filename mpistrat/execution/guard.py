@@ -90,7 +90,7 @@ class Call:
         """The call with its arguments, and with the notes before it that tell something."""
         return f"{self.arguments}{after(self.notes)}"
 
-    def begin(self) -> None:
+    def start_clock(self) -> None:
         """Start the clock of the deadline."""
         self.ends = time.monotonic() + self.seconds if self.seconds else 0.0
 
@@ -172,7 +172,7 @@ class Guard:
         # whether calls are compared even if nothing else has to be exchanged: unless MPISTRAT_CHECK is off
         self.checks, self.number = is_checked, 0
         self.default_seconds = self._seconds = seconds
-        self._current.confirm, self._current.drive = self._confirm, self.drive_current
+        self._current.compare_history, self._current.drive = self._compare_history, self.drive_current
         self._current.must_poll = bool(seconds)
         self.lock, self.refusal, self.noted, self.is_on_gpu = threading.Lock(), "", 0, False
         self.communicator, self._job_ranks, self._members = hierarchy.number, hierarchy.job_ranks, hierarchy.members
@@ -237,7 +237,7 @@ class Guard:
             if self.here.turn is self.turn and not _is_within_call():
                 self._fail_interrupted()
                 self.raise_if_failed()
-            raise self._refused(_SAME_THREAD if self.here.turn is self.turn else _OTHER_THREAD)
+            raise self._unavailable(_SAME_THREAD if self.here.turn is self.turn else _OTHER_THREAD)
         try:
             if self.here.turn is not self.turn:
                 self._change_thread(threading.current_thread())
@@ -254,7 +254,7 @@ class Guard:
         is_main, other = now is threading.main_thread(), self._other
         if not is_main and now is not other:
             if other is not None and (other.is_alive() or now in self._beside):
-                error = self._refused(
+                error = self._unavailable(
                     f"thread {now.name!r} makes one, and so does thread {other.name!r}, which ranks cannot tell apart. "
                     "Make all collectives of a strategy on one thread, or give each a strategy or Communicator of its own"
                 )
@@ -288,7 +288,7 @@ class Guard:
     def raise_if_failed(self) -> None:
         """Raise UnavailableError if a collective has failed."""
         if self._failure:
-            raise self._refused(self._failure) from self._cause
+            raise self._unavailable(self._failure) from self._cause
 
     def wait_for_started(self) -> None:
         """Wait for all started operations, and raise the first failure that the program has not seen yet."""
@@ -347,7 +347,7 @@ class Guard:
             index = self.indexes[digest] = self._recorder.intern(text, nbytes, digest, self._members)
         return index
 
-    def enter(self, call: Call, digest: int) -> None:
+    def record_entry(self, call: Call, digest: int) -> None:
         """Record that this rank has entered a call."""
         if not (self._slot or call.is_started):
             index = self.indexes.get(digest) or self.index(digest, call.text, self.signature.nbytes)
@@ -386,7 +386,7 @@ class Guard:
         """
         text, facts, self._told = call.text, (*facts, bool(call.ends)), error
         self.signature = Signature(call.arguments)
-        self.enter(call, self.signature.digest ^ call.noted)
+        self.record_entry(call, self.signature.digest ^ call.noted)
         if self._watcher is not None and call.ends:
             self._watcher.limit = call.ends, lambda: self._blocked_in_mpi(call)
         # also on a rank alone on its node: messages of the call carry it
@@ -414,7 +414,7 @@ class Guard:
         else:
             return window.facts()
         if not all_compare:
-            raise self._failed(call, self._mismatch(call.text))
+            raise self._fail_with(call, self._mismatch(call.text))
         if self._one_node:
             self._agreement.raise_on_all(call.text, error, call.number, self._completion(call))
         return None
@@ -423,14 +423,14 @@ class Guard:
         """Raise the error of a call that this rank cannot make; ranks that make it see it in this rank's record."""
         text = f"{call.text}, which failed: {type(error).__name__}: {error}"
         self._told = error
-        self.enter(replace(call, arguments=text, notes=()), digest_of(text))
+        self.record_entry(replace(call, arguments=text, notes=()), digest_of(text))
         raise error
 
-    def begin(self, call: Call, signature: Signature) -> None:
+    def make_current(self, call: Call, signature: Signature) -> None:
         """Make a call the current one. The signature describes it without its notes."""
         self.signature = signature
         self._current.digest = digest = signature.digest ^ call.noted
-        self.enter(call, digest)
+        self.record_entry(call, digest)
         self._current.must_poll = bool(call.seconds) or self._any_deadline or call.is_started
         self._current.count()
 
@@ -448,7 +448,7 @@ class Guard:
         """Give calls on fast paths from now on a deadline; 0 means none."""
         self._seconds, self._current.must_poll = seconds, bool(seconds)
 
-    def explain(self, error: BaseException) -> BaseException:
+    def fail_current(self, error: BaseException) -> BaseException:
         """Return the error to raise for what a call on a fast path raised; no other collective can be made."""
         error = self._diagnosed(error, self.signature.text_after(self._current.digest ^ self.signature.digest))
         self._fail_and_notify(self.signature.text.partition("(")[0], error)
@@ -519,10 +519,10 @@ class Guard:
                 self.number += 1
                 self.signature = Signature("confirm()")
                 call = Call(self.number, "confirm", self.signature.text, self.default_seconds)
-                self.enter(call, self.signature.digest)
-                self._current.settle()
+                self.record_entry(call, self.signature.digest)
+                self._current.confirm()
 
-    def _confirm(self, history: int) -> None:
+    def _compare_history(self, history: int) -> None:
         """Compare the calls that MPI has reduced since the last comparison; name the first that differs. A collective call."""
         call = Call(self.number, "all_reduce", "the calls that MPI combined last", self.default_seconds)
         found = self._agreement.check(call.text, None, self._completion(call), (history, 0, 0))
@@ -536,7 +536,7 @@ class Guard:
         every: list[dict[int, str]] = [dict(pairs) for pairs in sent]
         number = next((n for n in recent if len({texts.get(n) for texts in every}) > 1), self.number)
         error = calls_differ(number, {rank: texts.get(number, "another") for rank, texts in enumerate(every)})
-        raise self._failed(call, error)
+        raise self._fail_with(call, error)
 
     def _completion(self, call: Call) -> Completion:
         """Return what completes an exchange of all ranks before the deadline of a call, or fails the communicator."""
@@ -625,11 +625,11 @@ class Guard:
             texts.setdefault(rank, found.text if found else f"({state.doing()})")
         return texts
 
-    def _failed(self, call: Call, error: CollectiveError) -> CollectiveError:
+    def _fail_with(self, call: Call, error: CollectiveError) -> CollectiveError:
         self.fail(call.verb, error)
         return error
 
-    def _refused(self, why: str) -> UnavailableError:
+    def _unavailable(self, why: str) -> UnavailableError:
         return UnavailableError(f"rank {self._rank}: no further collective can be made: {why}")
 
 

@@ -29,7 +29,7 @@ class CurrentCall:
     the call has a deadline or was started: a blocking MPI call that waits for other ranks could not be given up.
     """
 
-    __slots__ = ("_span", "calls", "confirm", "digest", "drive", "has_failed", "must_poll", "settings", "unconfirmed")
+    __slots__ = ("_span", "calls", "compare_history", "digest", "drive", "has_failed", "must_poll", "settings", "unconfirmed")
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -37,7 +37,7 @@ class CurrentCall:
         self.digest = self.unconfirmed = 0
         self.calls: list[int] = []
         self.must_poll, self.has_failed, self.settings = False, False, Snapshot()  # compared by the communicator
-        self.confirm: Callable[[int], None] = _confirm_nothing
+        self.compare_history: Callable[[int], None] = _compare_nothing
         self.drive: Callable[[Iterator[bool]], None] = _run_to_end
         tag_ub = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0
         self._span = (min(int(tag_ub), _MAX_TAG) - _FIRST_TAG) // _CHANNELS if self.settings[CHECK] else 0
@@ -58,23 +58,23 @@ class CurrentCall:
         self.calls.append(self.digest)
         self.unconfirmed += weight(nbytes) - bool(self.unconfirmed)
         if self.unconfirmed >= MOST_UNCONFIRMED:
-            self.settle()
+            self.confirm()
 
     def count(self) -> None:
         """Count a call that begins while earlier ones are unconfirmed; confirm them if it is the last that may be."""
         if self.unconfirmed:
             self.unconfirmed += 1
             if self.unconfirmed >= MOST_UNCONFIRMED:
-                self.settle()
+                self.confirm()
 
-    def settle(self) -> None:
+    def confirm(self) -> None:
         """Confirm the calls that have not been confirmed yet. A collective call if there are any."""
         if self.unconfirmed:
             self.unconfirmed = 0
             history = blake2b(array("Q", self.calls), digest_size=7).digest()
             self.calls.clear()
             _to_confirm.discard(self)
-            self.confirm(int.from_bytes(history, "little"))
+            self.compare_history(int.from_bytes(history, "little"))
 
 
 def weight(nbytes: int) -> int:
@@ -87,8 +87,8 @@ def _run_to_end(steps: Iterator[bool]) -> None:
         os.sched_yield()
 
 
-def _confirm_nothing(history: int) -> None:
-    """Default of `CurrentCall.confirm`, for calls that are not compared."""
+def _compare_nothing(history: int) -> None:
+    """Default of `CurrentCall.compare_history`, for calls that are not compared."""
 
 
 class Group:

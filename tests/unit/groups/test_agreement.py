@@ -50,21 +50,21 @@ def test_without_the_check_tags_are_channels(monkeypatch):
 @pytest.mark.parametrize(("nbytes", "calls"), [(8, MOST_UNCONFIRMED), (1 << 16, 8), (1 << 30, 1)])
 def test_calls_are_confirmed_after_64_of_them_at_most(nbytes, calls):
     call, confirmed = CurrentCall(), []
-    call.confirm = confirmed.append
+    call.compare_history = confirmed.append
     for number in range(calls):
         assert not confirmed, number
         call.digest = digest_of(str(number))
         call.count()
         call.add_unconfirmed(nbytes)
     assert len(confirmed) == 1
-    call.settle()
-    call.settle()
+    call.confirm()
+    call.confirm()
     assert len(confirmed) <= 2, "there is nothing left to confirm"
 
 
 def test_calls_of_every_kind_count_after_one_that_is_unconfirmed():
     call, confirmed = CurrentCall(), []
-    call.confirm = confirmed.append
+    call.compare_history = confirmed.append
     call.count()
     call.add_unconfirmed(8)
     for _ in range(MOST_UNCONFIRMED - 1):
@@ -79,11 +79,11 @@ def test_what_is_confirmed_depends_on_every_call_and_their_order():
     found = set()
     for texts in (["a", "b"], ["b", "a"], ["a", "c"], ["a"]):
         call = CurrentCall()
-        call.confirm = found.add
+        call.compare_history = found.add
         for text in texts:
             call.digest = digest_of(text)
             call.add_unconfirmed(8)
-        call.settle()
+        call.confirm()
     assert len(found) == 4
     assert all(np.int64(history) == history for history in found)
 
