@@ -246,7 +246,8 @@ class Communicator(BaseCommunicator):
         guard = self._guard
         if self._gpu is not None and not self._gpu.admits(arrays if out is None else [*arrays, *out]):
             return None
-        if self.timeline.enabled or guard.refusal or guard.here.turn is not guard.turn or not guard.lock.acquire(False):
+        thread = guard.thread  # `is_this` would cost a call
+        if self.timeline.enabled or guard.refusal or thread.own.token is not thread.token or not guard.lock.acquire(False):
             return None
         slot = 0
         try:

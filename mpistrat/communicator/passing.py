@@ -46,7 +46,7 @@ class Passing:
         from mpi4py import MPI
 
         guard, present, timeline = self._guard, self._executor.hierarchy.call, self._executor.timeline
-        passed = self._programs.passed
+        passed, thread = self._programs.passed, guard.thread
         acquire, release, communicator, indexes = guard.lock.acquire, guard.lock.release, guard.communicator, guard.indexes
         in_place, ndarray, may_share_memory, record = MPI.IN_PLACE, np.ndarray, np.may_share_memory, recorder()
         add_call = present.calls.append
@@ -78,7 +78,7 @@ class Passing:
             if guard.noted or guard.refusal or timeline.enabled:
                 return False
             index = indexes.get(digest)
-            if index is None or guard.here.turn is not guard.turn or not acquire(False):
+            if index is None or thread.own.token is not thread.token or not acquire(False):
                 return False
             slot = 0
             try:

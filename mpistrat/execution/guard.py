@@ -15,8 +15,6 @@ At the end of the program the guards of all communicators compare the last calls
 from __future__ import annotations
 
 import os
-import re
-import sys
 import threading
 import time
 import weakref
@@ -24,12 +22,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from types import FrameType
 from typing import NoReturn, TypeVar
 
 from mpistrat.arrays import Array
 from mpistrat.errors import CollectiveError, DeadlineExceededError, MpistratError, TransportError, UnavailableError
 from mpistrat.execution.engine import Job, back_off, raise_unclaimed_failure, submit, wait_for_gpu
+from mpistrat.execution.threads import CallingThread, is_within_call
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import (
     COMPARED,
@@ -62,8 +60,6 @@ _SAME_THREAD = "this thread is in a collective already: signal handlers, finaliz
 _ANSWER_SECONDS = 1.0  # for ranks to report their call after a deadline has passed
 _LEAST_SECONDS = 0.2  # a call that all ranks entered just before the deadline still gets this long
 FRAMES = 3  # at least this many frames of this library lie between the recorder's caller and the program
-
-_POOLS = ("ThreadPoolExecutor", "asyncio", "Dummy")  # names of threads, as the standard library begins them
 
 Facts = list[list[int]]
 """Numbers of each rank."""
@@ -100,58 +96,13 @@ class Call:
         return max(self.ends - time.monotonic(), _LEAST_SECONDS) if self.ends else 0.0
 
 
-class _ThreadTurn(threading.local):
-    """What each thread has for itself."""
-
-    turn: object = None
-
-
-def _threads() -> list[threading.Thread]:
-    """Return the threads that run, or have not been started: those are in a private set of the interpreter alone."""
-    known = getattr(threading, "_dangling", None)  # a WeakSet; its references are copied at once, as other threads add to it
-    every = threading.enumerate() if known is None else [each for ref in tuple(known.data) if (each := ref()) is not None]
-    return [each for each in every if each.is_alive() or each.ident is None]
-
-
-def _label(thread: threading.Thread) -> str:
-    """Return what tells a thread from others, equal on ranks that make their threads alike: its name, but for numbers.
-
-    Numbers may be those of ranks, or count threads that other ranks do not have. What counts is which of the threads with such
-    names it is; of pools, which threads may share, and of threads that other libraries make, not even that.
-    """
-    numbers = re.compile(r"\d+")
-    kind = numbers.sub("#", thread.name)
-    if kind.startswith(_POOLS):
-        return repr(kind)
-    alike = sorted(tuple(map(int, numbers.findall(each.name))) for each in _threads() if numbers.sub("#", each.name) == kind)
-    return f"{kind!r} ({alike.index(tuple(map(int, numbers.findall(thread.name)))) + 1})"
-
-
-def _is_within_call() -> bool:
-    """Return whether the program makes this call within another one: in a signal handler, a finalizer or a callback."""
-    frame: FrameType | None = sys._getframe(2)
-    has_left = False
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if has_left and name.startswith(("mpistrat.communicator", "mpistrat.execution", "mpistrat.transports")):
-            return True
-        has_left = has_left or not name.startswith("mpistrat.")
-        frame = frame.f_back
-    return False
-
-
 class Guard:
     """Admits collective calls one at a time, and none after one has failed.
 
-    Threads have no order that is the same on all ranks. So a change from the main thread to another one, or back, is noted, and
-    compared with the next call, with what `_label` says of the other one. There is one other thread at a time, the next when it
-    has ended.
-
     `number` is that of the last call, and `signature` that of the current or last one; `noted` is the hash of what was
-    noted since. `refusal` says why no call can begin at once. The thread that is in a call holds `lock`; the one that made
-    the last call has `turn` in `here`, and only its calls may be known ones (an identifier of a thread is soon that of
-    another one). `communicator` is the number by which the records of ranks tell communicators apart, and `indexes` has
-    that of a call's description in this rank's record, by its digest.
+    noted since. `refusal` says why no call can begin at once. The thread that is in a call holds `lock`; only those of the
+    `thread` that made the last call may be known ones. `communicator` is the number by which the records of ranks tell
+    communicators apart, and `indexes` has that of a call's description in this rank's record, by its digest.
     """
 
     def __init__(
@@ -184,13 +135,7 @@ class Guard:
         self._ends, self._failure, self._number_before = 0.0, "", 0
         self._cause: BaseException | None = None
         self._told: BaseException | None = None
-        self.here, self.turn = _ThreadTurn(), object()
-        self._is_main = threading.current_thread() is threading.main_thread()
-        if self._is_main:
-            self.here.turn = self.turn
-        # of the threads but the main one: which makes calls, and which were there when it made its first one
-        self._other: threading.Thread | None = None
-        self._beside: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self.thread = CallingThread()
         _guards.add(self)
         _watch_finalize()
 
@@ -234,39 +179,30 @@ class Guard:
     def _acquire(self) -> None:
         """Lock the communicator, if calls of this thread can be told apart from those of others."""
         if not self.lock.acquire(blocking=False):
-            if self.here.turn is self.turn and not _is_within_call():
-                self._fail_interrupted()
+            if self.thread.is_this() and not is_within_call():
+                # an exception of a signal handler has left it locked
+                why = "a signal handler raised an exception while it began or ended"
+                self._fail_and_notify("collective", InterruptedError(why))
                 self.raise_if_failed()
-            raise self._unavailable(_SAME_THREAD if self.here.turn is self.turn else _OTHER_THREAD)
+            raise self._unavailable(_SAME_THREAD if self.thread.is_this() else _OTHER_THREAD)
         try:
-            if self.here.turn is not self.turn:
-                self._change_thread(threading.current_thread())
+            if not self.thread.is_this():
+                self._change_thread()
             self._number_before = self.number
         except BaseException:
             self.lock.release()
             raise
 
-    def _fail_interrupted(self) -> None:
-        """Refuse all further collectives, on all ranks: an exception of a signal handler has left this one locked."""
-        self._fail_and_notify("collective", InterruptedError("a signal handler raised an exception while it began or ended"))
-
-    def _change_thread(self, now: threading.Thread) -> None:
-        is_main, other = now is threading.main_thread(), self._other
-        if not is_main and now is not other:
-            if other is not None and (other.is_alive() or now in self._beside):
-                error = self._unavailable(
-                    f"thread {now.name!r} makes one, and so does thread {other.name!r}, which ranks cannot tell apart. "
-                    "Make all collectives of a strategy on one thread, or give each a strategy or Communicator of its own"
-                )
-                self.fail("collective", error)
-                self._post(self.number + 1, error)
-                raise error
-            self._other, self._beside = now, weakref.WeakSet(threading.enumerate())
-            self.note(f"a change to thread {_label(now)}")
-        elif is_main is not self._is_main:
-            self.note("a change to the main thread" if is_main else f"a change to thread {_label(now)}")
-        self._is_main = is_main
-        self.here.turn = self.turn = object()
+    def _change_thread(self) -> None:
+        refusal = self.thread.refusal()
+        if refusal:
+            error = self._unavailable(refusal)
+            self.fail("collective", error)
+            self._post(self.number + 1, error)
+            raise error
+        change = self.thread.change()
+        if change:
+            self.note(change)
 
     def _account_for(self, error: BaseException, has_begun: bool) -> None:
         """Notify the other ranks of an error of a call that they make, unless they know of it."""

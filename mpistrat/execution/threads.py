@@ -1,0 +1,99 @@
+"""Threads: which one makes the collective calls of a communicator, so that ranks can compare that too.
+
+Threads have no order that is the same on all ranks. So a change from the main thread to another one, or back, is noted, and
+compared with the next call, with what `label` says of the other one. There is one other thread at a time, the next when it has
+ended.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import weakref
+from types import FrameType
+
+_POOLS = ("ThreadPoolExecutor", "asyncio", "Dummy")  # names of threads, as the standard library begins them
+
+
+class _Own(threading.local):
+    """What each thread has for itself."""
+
+    token: object = None
+
+
+class CallingThread:
+    """The thread that made the last call.
+
+    It has `token` in `own`: an identifier of a thread is soon that of another one.
+    """
+
+    def __init__(self) -> None:
+        self.own, self.token = _Own(), object()
+        self._is_main = threading.current_thread() is threading.main_thread()
+        if self._is_main:
+            self.own.token = self.token
+        # of the threads but the main one: which makes calls, and which were there when it made its first one
+        self._other: threading.Thread | None = None
+        self._beside: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+    def is_this(self) -> bool:
+        """Return whether it is the current one."""
+        return self.own.token is self.token
+
+    def refusal(self) -> str:
+        """Return why the current thread may not make calls now, or an empty text."""
+        now, other = threading.current_thread(), self._other
+        if now in (threading.main_thread(), other) or other is None or not (other.is_alive() or now in self._beside):
+            return ""
+        return (
+            f"thread {now.name!r} makes one, and so does thread {other.name!r}, which ranks cannot tell apart. "
+            "Make all collectives of a strategy on one thread, or give each a strategy or Communicator of its own"
+        )
+
+    def change(self) -> str:
+        """Make the current thread the one that makes calls; return what ranks compare of that, or an empty text."""
+        now, was_main = threading.current_thread(), self._is_main
+        self._is_main = now is threading.main_thread()
+        self.own.token = self.token = object()
+        if self._is_main:
+            return "" if was_main else "a change to the main thread"
+        if now is self._other and not was_main:
+            return ""
+        if now is not self._other:
+            self._other, self._beside = now, weakref.WeakSet(threading.enumerate())
+        return f"a change to thread {label(now)}"
+
+
+def label(thread: threading.Thread) -> str:
+    """Return what tells a thread from others, equal on ranks that make their threads alike: its name, but for numbers.
+
+    Numbers may be those of ranks, or count threads that other ranks do not have. What counts is which of the threads with such
+    names it is; of pools, which threads may share, and of threads that other libraries make, not even that.
+    """
+    numbers = re.compile(r"\d+")
+    kind = numbers.sub("#", thread.name)
+    if kind.startswith(_POOLS):
+        return repr(kind)
+    alike = sorted(tuple(map(int, numbers.findall(each.name))) for each in _threads() if numbers.sub("#", each.name) == kind)
+    return f"{kind!r} ({alike.index(tuple(map(int, numbers.findall(thread.name)))) + 1})"
+
+
+def is_within_call() -> bool:
+    """Return whether the program makes this call within another one: in a signal handler, a finalizer or a callback."""
+    frame: FrameType | None = sys._getframe(2)
+    has_left = False
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if has_left and name.startswith(("mpistrat.communicator", "mpistrat.execution", "mpistrat.transports")):
+            return True
+        has_left = has_left or not name.startswith("mpistrat.")
+        frame = frame.f_back
+    return False
+
+
+def _threads() -> list[threading.Thread]:
+    """Return the threads that run, or have not been started: those are in a private set of the interpreter alone."""
+    known = getattr(threading, "_dangling", None)  # a WeakSet; its references are copied at once, as other threads add to it
+    every = threading.enumerate() if known is None else [each for ref in tuple(known.data) if (each := ref()) is not None]
+    return [each for each in every if each.is_alive() or each.ident is None]
