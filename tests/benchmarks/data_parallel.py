@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from mpistrat.launch.mpiexec import command
 from mpistrat.text import format_seconds
 from tests.benchmarks.pages import Table
-from tests.benchmarks.session import Session
+from tests.benchmarks.session import Session, answers_of
 from tests.hosts.lab import Lab
-from tests.processes import run_bounded
 
 COUNTS = (10_000, 100_000, 1_000_000, 5_000_000, 25_000_000)
 QUICK = COUNTS[:2]
@@ -25,10 +22,10 @@ _LIMIT_SECONDS = 600.0
 def run(session: Session) -> dict[str, Any]:
     """Measure every number of parameters on one host of two ranks and of four, and on two hosts of two."""
     session.versions["PyTorch"] = importlib.metadata.version("torch")
-    program = [sys.executable, str(_RANK), *map(str, QUICK if session.quick else COUNTS)]
+    counts = [*map(str, QUICK if session.quick else COUNTS)]
     rows = []
     for shape in ("1x2",) if session.quick else ("1x2", "1x4", "2x2"):
-        found = _in_lab(program) if shape == "2x2" else _here(int(shape[-1]), program)
+        found = _in_lab(counts) if shape == "2x2" else answers_of(int(shape[-1]), _RANK.name, *counts)
         rows += [{"shape": shape, **row} for row in found]
         session.say(", ".join(f"{shape} {row['parameters']} parameters {row['ratio']:.2f}" for row in found))
     return {"rows": rows}
@@ -49,19 +46,10 @@ def tables(result: dict[str, Any]) -> dict[str, Table]:
     return {"": [["hosts × ranks", "parameters", "mpistrat", "DDP on gloo", "DDP / mpistrat"], *lines]}
 
 
-def _here(num_ranks: int, program: list[str]) -> list[dict[str, Any]]:
-    argv, extra = command(num_ranks, program)
-    done = run_bounded(argv, _LIMIT_SECONDS, {**os.environ, **extra})
-    return _rows(done.returncode, done.stdout, done.stderr)
-
-
-def _in_lab(program: list[str]) -> list[dict[str, Any]]:
+def _in_lab(counts: list[str]) -> list[dict[str, Any]]:
     with Lab(2, "1gbit") as lab:
-        done = lab.run(4, "block", program, timeout=_LIMIT_SECONDS, env={"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"})
-    return _rows(done.returncode, done.stdout, done.stderr)
-
-
-def _rows(code: int, output: str, errors: str) -> list[dict[str, Any]]:
-    if code:
-        raise RuntimeError(f"the program failed: {errors}")
-    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        env = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        done = lab.run(4, "block", [sys.executable, str(_RANK), *counts], timeout=_LIMIT_SECONDS, env=env)
+    if done.returncode:
+        raise RuntimeError(f"the program failed: {done.stderr}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
-from mpistrat.launch.mpiexec import command
 from mpistrat.text import format_bytes, format_seconds
 from tests.benchmarks.contenders import OURS, contenders
 from tests.benchmarks.contest import Contest, Measured
 from tests.benchmarks.pages import Table
-from tests.benchmarks.session import Session
+from tests.benchmarks.session import Session, answers_of
 from tests.hosts.lab import Lab
-from tests.processes import run_bounded
 
 KIB, MIB = 1 << 10, 1 << 20
 DEFAULT, IN_ORDER = "default", "deterministic"
@@ -25,13 +20,13 @@ KINDS: dict[str, dict[str, Any]] = {DEFAULT: {}, IN_ORDER: {"deterministic": Tru
 CASES = ((1, 2, "unlimited", (64 * KIB, MIB, 16 * MIB)), (4, 8, "1gbit", (64 * KIB, MIB, 16 * MIB)))
 QUICK = ((1, 2, "unlimited", (MIB,)),)
 SHAPES, NUM_RANKS, ROUNDS = ("1x4", "2x2", "2x2:cyclic", "3+1", "4x1"), 4, 2
-_RANK = Path(__file__).parent / "peers" / "deterministic_ranks.py"
 
 
 def run(session: Session) -> dict[str, Any]:
     """Time both ways in each place, and take the digests of sums on nodes of several shapes."""
     rows = [row for case in (QUICK if session.quick else CASES) for row in _measure(session, *case)]
-    return {"rows": rows, "digests": _digests()}
+    [digests] = answers_of(NUM_RANKS, "deterministic_ranks.py", json.dumps(SHAPES), json.dumps(KINDS))
+    return {"rows": rows, "digests": digests}
 
 
 def tables(result: dict[str, Any]) -> dict[str, Table]:
@@ -74,15 +69,6 @@ def _measure(session: Session, hosts: int, ranks: int, rate: str, sizes: tuple[i
             )
             session.say(f"{ranks} ranks on {hosts}, {format_bytes(nbytes)}: {_cost(rows[-1]):.2f} times the default")
     return rows
-
-
-def _digests() -> dict[str, dict[str, str]]:
-    argv, variables = command(NUM_RANKS, [sys.executable, str(_RANK), json.dumps(SHAPES), json.dumps(KINDS)])
-    done = run_bounded(argv, 60, {**os.environ, **variables})
-    if done.returncode:
-        raise RuntimeError(f"the program failed: {done.stderr}")
-    found: dict[str, dict[str, str]] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def _cost(row: dict[str, Any]) -> float:

@@ -1,14 +1,16 @@
-"""The experiments: each a module of this folder, with a caption, that runs and tabulates one thing."""
+"""The experiments: each runs and tabulates one thing, and is a module of this folder, or a value in one."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any, Protocol, cast
 
+from tests.benchmarks import safety
+from tests.benchmarks.messages import MESSAGES
 from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 
-# In the order of `all`. One row here, one module, one table in docs/benchmarks/results.
+# In the order of `all`. One row here, one table in docs/benchmarks/results.
 EXPERIMENTS = (
     "large_messages",
     "small_messages",
@@ -32,7 +34,7 @@ EXPERIMENTS = (
 
 
 class Experiment(Protocol):
-    """What a module of an experiment has."""
+    """What an experiment has, beside a caption."""
 
     def run(self, session: Session) -> dict[str, Any]:
         """Measure; return what JSON can hold."""
@@ -43,4 +45,8 @@ class Experiment(Protocol):
 
 def find(name: str) -> Experiment:
     """Return the experiment of this name."""
+    if name in MESSAGES:
+        return MESSAGES[name]
+    if name == "safety_programs":
+        return safety.DRAWN
     return cast(Experiment, importlib.import_module(f"tests.benchmarks.{name}"))

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from mpistrat.text import format_bytes
-from tests.benchmarks.cases import shape_of
 from tests.benchmarks.contenders import OURS, contenders
 from tests.benchmarks.contest import Contest
+from tests.benchmarks.messages import shape_of
 from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 from tests.gradients import resnet50

@@ -11,7 +11,7 @@ from typing import Any
 from mpistrat.launch.mpiexec import command
 from mpistrat.text import format_bytes, format_seconds
 from tests.benchmarks.pages import Table
-from tests.benchmarks.session import Session
+from tests.benchmarks.session import Session, answers_of
 from tests.processes import run_bounded
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -45,9 +45,10 @@ def run(session: Session) -> dict[str, Any]:
             session.say(f"{name} with {workers} workers: {format_seconds(rows[-1]['seconds'])} for an empty function")
     if tensorflow:
         session.versions["TensorFlow"] = "2.21.0"
-    synchronous = _answer(WORKERS, "synchronous_ranks.py", json.dumps(cases))
+    [synchronous] = answers_of(WORKERS, "synchronous_ranks.py", json.dumps(cases))
+    [placed] = answers_of(4, "placement_ranks.py")
     session.say(f"synchronous, {WORKERS} ranks: " + ", ".join(f"{name} {rate:.0f}/s" for name, rate in synchronous.items()))
-    return {"rows": rows, "synchronous": synchronous, "placed": _answer(4, "placement_ranks.py")}
+    return {"rows": rows, "synchronous": synchronous, "placed": placed}
 
 
 def tables(result: dict[str, Any]) -> dict[str, Table]:
@@ -69,15 +70,6 @@ def tables(result: dict[str, Any]) -> dict[str, Table]:
         "steps": [["steps per second, model of", "parameter servers", "synchronous", "times as many"], *steps],
         "placement": [["placement", "bytes of server 0", "of server 1", "above even"], *placed],
     }
-
-
-def _answer(num_ranks: int, script: str, *arguments: str) -> dict[str, Any]:
-    """Return what a program of ours prints."""
-    argv, extra = command(num_ranks, [sys.executable, str(_PEERS / script), *arguments])
-    done = run_bounded(argv, _LIMIT_SECONDS, {**os.environ, **extra})
-    if done.returncode:
-        raise RuntimeError(f"{script} on {num_ranks} ranks failed: {done.stderr}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def _unevenness(found: list[int]) -> float:

@@ -10,11 +10,16 @@ from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 from tests.disagreements.case import Plan
 from tests.disagreements.job import run_cases
-from tests.disagreements.kinds import SHAPES, all_plans, quick_plans
+from tests.disagreements.kinds import SHAPES, all_plans, drawn_plans, quick_plans
 from tests.disagreements.places import Place
 from tests.disagreements.verdicts import CLASSES
 
 HOSTS = {"hosts:2+2": 0.5, "hosts:1+1+1+1": 0.3}  # which part of all kinds
+# how many random programs and random pairs of calls in each shape
+DRAWN_COUNTS = {
+    ("drawn_program", "random programs"): {"1x2": 250, "2+1": 250, "2x2": 250, "1x4": 250},
+    ("drawn_pair", "random pairs"): {"1x2": 3000},
+}
 _EVERY = 100  # progress
 
 
@@ -35,6 +40,24 @@ def run(session: Session) -> dict[str, Any]:
 def tables(result: dict[str, Any]) -> dict[str, Table]:
     """Return the classes of all cases; ranks were told, or it is not there, if only the first three have any."""
     return {"": table_of(result["groups"])}
+
+
+class Drawn:
+    """Random programs with one disagreement, and random pairs of calls: what becomes of them."""
+
+    def run(self, session: Session) -> dict[str, Any]:
+        """Run so many of each."""
+        groups = []
+        for (name, words), counts in DRAWN_COUNTS.items():
+            for shape, count in counts.items():
+                plans = drawn_plans(name, Place(shape).size, count // 50 if session.quick else count, 300_000)
+                groups.append({"what": words, **run_group(session, shape, plans)})
+        return {"groups": groups}
+
+    tables = staticmethod(tables)
+
+
+DRAWN = Drawn()
 
 
 def table_of(groups: Sequence[Mapping[str, Any]]) -> Table:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import re
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mpistrat
-from mpistrat.launch.mpiexec import find_mpi
+from mpistrat.launch.mpiexec import command, find_mpi
 from tests.benchmarks.environments import Environments
+from tests.processes import run_bounded
 
 _ROOT = Path(__file__).parents[2]
+_PEERS = Path(__file__).parent / "peers"
 
 
 class Session:
@@ -64,6 +68,15 @@ class Session:
             "missing": dict(self.environments.missing),
             **measured,
         }
+
+
+def answers_of(num_ranks: int, script: str, *arguments: str, timeout: float = 600.0, env: Mapping[str, str] = {}) -> list[Any]:
+    """Return what a program of this many ranks, one of the folder ``peers``, prints: lines of JSON."""
+    argv, variables = command(num_ranks, [sys.executable, str(_PEERS / script), *arguments])
+    done = run_bounded(argv, timeout, {**os.environ, **variables, **env})
+    if done.returncode:
+        raise RuntimeError(f"{script} on {num_ranks} ranks failed: {done.stderr}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def _machine() -> str:

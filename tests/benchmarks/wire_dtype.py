@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
-from mpistrat.launch.mpiexec import command
 from mpistrat.text import format_seconds
 from tests.benchmarks.contenders import OURS, contenders
 from tests.benchmarks.contest import Contest, Measured
 from tests.benchmarks.pages import Table
-from tests.benchmarks.session import Session
+from tests.benchmarks.session import Session, answers_of
 from tests.hosts.lab import Lab
-from tests.processes import run_bounded
 
 FLOAT32, FEEDBACK = "float32", "bfloat16, error feedback"
 # what each is called, and the options that ask for it
@@ -32,7 +27,6 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "batches of 128, shuffled": {"epochs": 12, "batch": 128, "rate": 0.1, "shuffled": True},
     "all images, each replica has other digits": {"epochs": 200, "batch": 1497, "rate": 0.05, "shuffled": False},
 }
-_RANK = Path(__file__).parent / "peers" / "wire_dtype_ranks.py"
 
 
 def run(session: Session) -> dict[str, Any]:
@@ -41,7 +35,10 @@ def run(session: Session) -> dict[str, Any]:
         if session.quick:
             return {"rows": [_measure(session, lab, PLACEMENTS[0])], "trainings": {}}
         rows = [_measure(session, lab, placement) for placement in PLACEMENTS]
-    return {"rows": rows, "trainings": _train(session)}
+    own = {"MPISTRAT_VIRTUAL_NODES": SHAPE, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    [trainings] = answers_of(NUM_RANKS, "wire_dtype_ranks.py", json.dumps(TRAININGS), json.dumps(TRAINED), env=own)
+    session.say(f"trained {len(trainings)} times {len(TRAINED)} networks")
+    return {"rows": rows, "trainings": trainings}
 
 
 def tables(result: dict[str, Any]) -> dict[str, Table]:
@@ -79,17 +76,6 @@ def _measure(session: Session, lab: Lab, placement: str) -> dict[str, Any]:
     }
     session.say(f"{placement}: {', '.join(f'{name} {_gain(row, name):.2f}' for name in KINDS)}")
     return row
-
-
-def _train(session: Session) -> dict[str, Any]:
-    argv, variables = command(NUM_RANKS, [sys.executable, str(_RANK), json.dumps(TRAININGS), json.dumps(TRAINED)])
-    own = {"MPISTRAT_VIRTUAL_NODES": SHAPE, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    done = run_bounded(argv, 120, {**os.environ, **variables, **own})
-    if done.returncode:
-        raise RuntimeError(f"the training failed: {done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    session.say(f"trained {len(found)} times {len(TRAINED)} networks")
-    return found
 
 
 def _cell(row: dict[str, Any], name: str) -> str:
