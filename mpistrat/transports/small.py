@@ -33,6 +33,8 @@ MOST_RANKS = 16
 """Ranks of a node: with more, MPI's tree takes fewer steps."""
 _POLLS = 40  # before yielding the core: a peer on its own core usually arrives by then
 _YIELDS = 600  # before checking deadlines and verdicts
+_LARGE_BYTES = 1 << 14
+"""From here on two ranks, each on a core, read their own array where it is: 64 KiB take 11.4 us, and 13.2 from the slot."""
 _RESULT_SLOTS = 2  # index of the first one
 
 
@@ -47,7 +49,7 @@ class SmallExchange:
         self.turn = self.count = 0
         is_crowded = hierarchy.intra.size > num_cores() or yields_when_idle(os.environ)
         self.polls = 0 if is_crowded else _POLLS
-        self._is_available = self._is_supported(hierarchy)
+        self.is_available = self._is_supported(hierarchy)
         self.most_bytes = window.small_bytes if self.is_one_node and window else LEAST_SMALL_BYTES
 
     def wait(self, has_arrived: Callable[[], bool]) -> None:
@@ -114,7 +116,7 @@ class SmallExchange:
 
     def serves(self, nbytes: int) -> bool:
         """Return whether arrays of `nbytes` use it: the same on all ranks."""
-        return self._is_available and 0 < nbytes <= self.most_bytes
+        return self.is_available and 0 < nbytes <= self.most_bytes
 
     def _is_supported(self, hierarchy: Hierarchy) -> bool:
         """Return whether every node has a window, or a single rank."""
@@ -214,7 +216,7 @@ class SmallAllReduce:
     def _on_one_node(self) -> Callable[[Array, Array | None], Array]:
         quiet, fold, shape, dtype = self._quiet, self._fold, self._shape, self._dtype
         assert self._exchange.window is not None, "ranks of a node share memory"
-        barrier = self._node_barrier(self._exchange.window)
+        rank, barrier = self._exchange.rank, self._node_barrier(self._exchange.window)
         partials = self._partials
         slots = [(first, [*zip(others, cycle(partials))], last) for first, *others, last in self._slots]
 
@@ -227,7 +229,17 @@ class SmallAllReduce:
             result: Array = quiet(fold, total, last, target)
             return result
 
-        return run
+        def run_large_pair(source: Array, target: Array | None = None) -> Array:
+            first, second = self._slots[barrier(source)]
+            if target is None:
+                target = np.empty(shape, dtype)
+            # not this rank's slot, whose cache lines the peer reads now
+            pair = (first, source) if rank else (source, second)
+            quiet(fold, *pair, target)
+            return target
+
+        is_large_pair = len(self._slots[0]) == 2 and self._slots[0][0].nbytes >= _LARGE_BYTES
+        return run_large_pair if is_large_pair else run
 
     def _on_single_rank_node(self) -> Callable[[Array, Array | None], Array]:
         exchange, quiet, fold, shape, dtype = self._exchange, self._quiet, self._fold, self._shape, self._dtype
