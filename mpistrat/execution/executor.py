@@ -23,7 +23,7 @@ from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
 from mpistrat.timeline import Timeline
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
 from mpistrat.transports.mpi import MpiTransport
-from mpistrat.transports.ordered import Caster, ordered_all_reduce
+from mpistrat.transports.pairwise import Caster, ordered_all_reduce
 from mpistrat.transports.shared_memory import EXCHANGE_BYTES, exchange
 from mpistrat.transports.steps import Steps
 

@@ -52,8 +52,8 @@ class SmallExchange:
         self.is_available = self._is_supported(hierarchy)
         self.most_bytes = window.small_bytes if self.is_one_node and window else LEAST_SMALL_BYTES
 
-    def wait(self, has_arrived: Callable[[], bool]) -> None:
-        """Wait for a peer; check deadlines and verdicts only if that takes longer than usual."""
+    def wait(self, has_arrived: Callable[[], bool], late: Steps | None = None) -> None:
+        """Wait for a peer; only if that takes longer than usual by steps, which check deadlines and verdicts."""
         for _ in range(self.polls):
             if has_arrived():
                 return
@@ -61,7 +61,7 @@ class SmallExchange:
             os.sched_yield()
             if has_arrived():
                 return
-        self.call.drive(_until(has_arrived))
+        self.call.drive(_until(has_arrived) if late is None else late)
 
     def barrier(self, window: NodeWindow) -> None:
         """Wait until all ranks of this node have entered the barrier.
@@ -71,19 +71,8 @@ class SmallExchange:
         entered = window.announce(self.call.digest)
         for words in window.others:
             if words[ENTERED] < entered:
-                self.wait_for_entry(words, entered)
+                self.wait(partial(_has_reached, words, ENTERED, entered))
         window.compare(entered)
-
-    def wait_for_entry(self, words: memoryview, entered: int) -> None:
-        """Wait until a rank of this node, whose words these are, has entered a barrier."""
-        for _ in range(self.polls):
-            if words[ENTERED] >= entered:
-                return
-        for _ in range(_YIELDS):
-            os.sched_yield()
-            if words[ENTERED] >= entered:
-                return
-        self.call.drive(_until(partial(_has_reached, words, ENTERED, entered)))
 
     def wait_for_call(self, window: NodeWindow, words: memoryview, place: int, stamp: int) -> None:
         """Wait until a rank of this node has entered this barrier in the same call.
@@ -98,21 +87,6 @@ class SmallExchange:
             if words[place] == stamp:
                 return
         self.call.drive(window.complete(stamp - self.call.digest))
-
-    def wait_for_result(self, window: NodeWindow, entered: int) -> None:
-        """Wait until the leader of this node has published the result of the current call.
-
-        Raises CallsDifferError if calls of ranks of this node differ, so that there will be no result.
-        """
-        words, count = window.words[0], self.count
-        for _ in range(self.polls):
-            if words[RESULT] >= count:
-                return
-        for _ in range(_YIELDS):
-            os.sched_yield()
-            if words[RESULT] >= count:
-                return
-        self.call.drive(_until_result(window, entered, count))
 
     def serves(self, nbytes: int) -> bool:
         """Return whether arrays of `nbytes` use it: the same on all ranks."""
@@ -243,21 +217,14 @@ class SmallAllReduce:
 
     def _on_single_rank_node(self) -> Callable[[Array, Array | None], Array]:
         exchange, quiet, fold, shape, dtype = self._exchange, self._quiet, self._fold, self._shape, self._dtype
-        wait, sums = exchange.wait, self._sums
+        exchange_sums, sums = self._exchange_sums, self._sums
         assert exchange.leaders is not None, "this rank is a leader"
         own = sums[exchange.leaders.rank]
         is_pair = len(sums) == 2 and bool(shape) and exchange.are_all_leaders
 
         def run(source: Array, target: Array | None = None) -> Array:
             own[...] = source
-            messages = self._start_messages()
-            try:
-                for has_arrived in messages.tests:
-                    if not has_arrived():
-                        wait(has_arrived)
-            except BaseException:
-                messages.give_up()
-                raise
+            exchange_sums()
             if is_pair:
                 first, second = sums
                 total: Array = quiet(fold, first, second, target)
@@ -276,8 +243,8 @@ class SmallAllReduce:
 
     def _on_leader(self, window: NodeWindow) -> Callable[[Array, Array | None], Array]:
         exchange, shape, dtype, results = self._exchange, self._shape, self._dtype, self._results
-        add_ranks, add_nodes, start_messages = self._add_ranks, self._add_nodes, self._start_messages
-        barrier, wait, own, fence = self._node_barrier(window), exchange.wait, window.own, window.fence_memory
+        add_ranks, add_nodes, exchange_sums = self._add_ranks, self._add_nodes, self._exchange_sums
+        barrier, own, fence = self._node_barrier(window), window.own, window.fence_memory
 
         def run(source: Array, target: Array | None = None) -> Array:
             if target is None:
@@ -285,14 +252,7 @@ class SmallAllReduce:
             turn = barrier(source)
             exchange.count = count = exchange.count + 1
             add_ranks[turn]()
-            messages = start_messages()
-            try:
-                for has_arrived in messages.tests:
-                    if not has_arrived():
-                        wait(has_arrived)
-            except BaseException:
-                messages.give_up()
-                raise
+            exchange_sums()
             add_nodes[turn]()
             fence()
             own[RESULT] = count
@@ -305,7 +265,7 @@ class SmallAllReduce:
         """Return the call of a rank that is not a leader: it waits only for the result of the leader, which compares calls."""
         exchange, shape, dtype, results = self._exchange, self._shape, self._dtype, self._results
         own_slots = [slots[exchange.rank] for slots in self._slots]
-        call, words, fence, wait = exchange.call, window.words[0], window.fence_memory, exchange.wait_for_result
+        call, words, fence, wait = exchange.call, window.words[0], window.fence_memory, exchange.wait
         announce = window.announce
 
         def run(source: Array, target: Array | None = None) -> Array:
@@ -316,7 +276,8 @@ class SmallAllReduce:
             if target is None:
                 target = np.empty(shape, dtype)
             if words[RESULT] < count:
-                wait(window, entered)
+                # if calls of ranks of this node differ, there will be no result
+                wait(partial(_has_reached, words, RESULT, count), _until_result(window, entered, count))
             fence()
             target[...] = results[turn]
             return target
@@ -396,6 +357,17 @@ class SmallAllReduce:
             self._messages = messages = LeaderMessages(exchange.leaders, exchange.call, self._sums)
         messages.start()
         return messages
+
+    def _exchange_sums(self) -> None:
+        """Exchange the sums of all nodes between their leaders."""
+        messages, wait = self._start_messages(), self._exchange.wait
+        try:
+            for has_arrived in messages.tests:
+                if not has_arrived():
+                    wait(has_arrived)
+        except BaseException:
+            messages.give_up()
+            raise
 
     def _publish(self, target: Array) -> None:
         """Sum the sums of all nodes, in the order of the nodes, and publish the total to the ranks of this node."""

@@ -18,7 +18,7 @@ from mpistrat.execution.compile import SLOT_ALIGNMENT_BYTES
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
-from mpistrat.transports.mpi_ring import RECEIVES_AHEAD, SEGMENT_BYTES
+from mpistrat.transports.ring import RECEIVES_AHEAD, SEGMENT_BYTES
 from mpistrat.transports.shared_memory import EXCHANGE_BYTES
 from mpistrat.transports.window import NodeWindow
 from tests.launches import needs_ranks, up_to_ranks

@@ -17,7 +17,7 @@ from mpistrat.testing.transport_cases import DTYPES, VERBS, inputs, operations, 
 from mpistrat.testing.transport_suite import check_transport
 from mpistrat.transports.base import FlatArrays, Operation, Part, SegmentCache
 from mpistrat.transports.mpi import MpiTransport, mpi_op
-from mpistrat.transports.mpi_ring import MpiRingTransport
+from mpistrat.transports.ring import MpiRingTransport
 from mpistrat.transports.shared_memory import EXCHANGE_BYTES, SharedMemoryTransport
 from mpistrat.transports.steps import drive
 from tests.launches import needs_ranks, up_to_ranks
