@@ -52,8 +52,8 @@ class SmallExchange:
         self.is_available = self._is_supported(hierarchy)
         self.most_bytes = window.small_bytes if self.is_one_node and window else LEAST_SMALL_BYTES
 
-    def wait(self, has_arrived: Callable[[], bool], late: Steps | None = None) -> None:
-        """Wait for a peer; only if that takes longer than usual by steps, which check deadlines and verdicts."""
+    def wait(self, has_arrived: Callable[[], bool]) -> None:
+        """Wait for a leader; only if that takes longer than usual by steps, which check deadlines and verdicts."""
         for _ in range(self.polls):
             if has_arrived():
                 return
@@ -61,7 +61,21 @@ class SmallExchange:
             os.sched_yield()
             if has_arrived():
                 return
-        self.call.drive(_until(has_arrived) if late is None else late)
+        self.call.drive(_until(has_arrived))
+
+    def wait_for(self, window: NodeWindow, words: memoryview, place: int, value: int, entered: int) -> None:
+        """Wait until a control word of a rank of this node is `value`: its call in barrier `entered`, or its result.
+
+        If that takes longer than usual, compare the calls of all: see `NodeWindow.barrier`.
+        """
+        for _ in range(self.polls):
+            if words[place] == value:
+                return
+        for _ in range(_YIELDS):
+            os.sched_yield()
+            if words[place] == value:
+                return
+        self.call.drive(_until_result(window, entered, value) if place == RESULT else window.complete(entered))
 
     def barrier(self, window: NodeWindow) -> None:
         """Wait until all ranks of this node have entered the barrier.
@@ -69,24 +83,11 @@ class SmallExchange:
         Raises CallsDifferError on all of them, if their calls differ.
         """
         entered = window.announce(self.call.digest)
+        place, stamp = CALL + (entered & 1), self.call.digest + entered
         for words in window.others:
-            if words[ENTERED] < entered:
-                self.wait(partial(_has_reached, words, ENTERED, entered))
-        window.compare(entered)
-
-    def wait_for_call(self, window: NodeWindow, words: memoryview, place: int, stamp: int) -> None:
-        """Wait until a rank of this node has entered this barrier in the same call.
-
-        If it has not come soon, compare the calls of all: see `NodeWindow.barrier`.
-        """
-        for _ in range(self.polls):
-            if words[place] == stamp:
-                return
-        for _ in range(_YIELDS):
-            os.sched_yield()
-            if words[place] == stamp:
-                return
-        self.call.drive(window.complete(stamp - self.call.digest))
+            if words[place] != stamp:
+                self.wait_for(window, words, place, stamp, entered)
+        window.fence_memory()
 
     def serves(self, nbytes: int) -> bool:
         """Return whether arrays of `nbytes` use it: the same on all ranks."""
@@ -111,12 +112,8 @@ class LeaderMessages:
         self.digest, self._arrays = call.digest, arrays
         self._requests = [group.comm.Recv_init(_message(arrays[peer]), peer, tag) for peer in peers]
         self._requests += [group.comm.Send_init(_message(arrays[group.rank]), peer, tag) for peer in peers]
-        self._start_all, self._is_finalized = MPI.Prequest.Startall, MPI.Is_finalized
+        self.start, self._is_finalized = partial(MPI.Prequest.Startall, self._requests), MPI.Is_finalized
         self.tests = [request.Test for request in self._requests]
-
-    def start(self) -> None:
-        """Start all requests."""
-        self._start_all(self._requests)
 
     def give_up(self) -> None:
         """Keep the requests and arrays alive forever: a late peer may still write to them."""
@@ -173,7 +170,8 @@ class SmallAllReduce:
         exchange.count += 1
         if exchange.is_leader:
             self._add_ranks[exchange.turn]()
-            messages = self._start_messages()
+            messages = self._messages_of_call()
+            messages.start()
             try:
                 for test in messages.tests:
                     yield from _until(test)
@@ -217,7 +215,7 @@ class SmallAllReduce:
 
     def _on_single_rank_node(self) -> Callable[[Array, Array | None], Array]:
         exchange, quiet, fold, shape, dtype = self._exchange, self._quiet, self._fold, self._shape, self._dtype
-        exchange_sums, sums = self._exchange_sums, self._sums
+        exchange_sums, sums = self._exchanging(), self._sums
         assert exchange.leaders is not None, "this rank is a leader"
         own = sums[exchange.leaders.rank]
         is_pair = len(sums) == 2 and bool(shape) and exchange.are_all_leaders
@@ -243,7 +241,7 @@ class SmallAllReduce:
 
     def _on_leader(self, window: NodeWindow) -> Callable[[Array, Array | None], Array]:
         exchange, shape, dtype, results = self._exchange, self._shape, self._dtype, self._results
-        add_ranks, add_nodes, exchange_sums = self._add_ranks, self._add_nodes, self._exchange_sums
+        add_ranks, add_nodes, exchange_sums = self._add_ranks, self._add_nodes, self._exchanging()
         barrier, own, fence = self._node_barrier(window), window.own, window.fence_memory
 
         def run(source: Array, target: Array | None = None) -> Array:
@@ -265,7 +263,7 @@ class SmallAllReduce:
         """Return the call of a rank that is not a leader: it waits only for the result of the leader, which compares calls."""
         exchange, shape, dtype, results = self._exchange, self._shape, self._dtype, self._results
         own_slots = [slots[exchange.rank] for slots in self._slots]
-        call, words, fence, wait = exchange.call, window.words[0], window.fence_memory, exchange.wait
+        call, words, fence, wait = exchange.call, window.words[0], window.fence_memory, exchange.wait_for
         announce = window.announce
 
         def run(source: Array, target: Array | None = None) -> Array:
@@ -276,8 +274,7 @@ class SmallAllReduce:
             if target is None:
                 target = np.empty(shape, dtype)
             if words[RESULT] < count:
-                # if calls of ranks of this node differ, there will be no result
-                wait(partial(_has_reached, words, RESULT, count), _until_result(window, entered, count))
+                wait(window, words, RESULT, count, entered)
             fence()
             target[...] = results[turn]
             return target
@@ -289,7 +286,7 @@ class SmallAllReduce:
         exchange = self._exchange
         own_slots = [slots[exchange.rank] for slots in self._slots]
         call, own, others, fence = exchange.call, window.own, window.others, window.fence_memory
-        is_fenced, wait = window.is_fenced, exchange.wait_for_call
+        is_fenced, wait = window.is_fenced, exchange.wait_for
 
         def barrier(source: Array) -> int:
             exchange.turn = turn = 1 - exchange.turn
@@ -305,7 +302,7 @@ class SmallAllReduce:
             for words in others:
                 # a rank that has entered this barrier in the same call has written the same stamp
                 if words[place] != stamp:
-                    wait(window, words, place, stamp)
+                    wait(window, words, place, stamp, entered)
             if is_fenced:
                 fence()
             return turn
@@ -349,25 +346,32 @@ class SmallAllReduce:
 
         return add
 
-    def _start_messages(self) -> LeaderMessages:
-        """Start the exchange of the sums of all nodes, with the tag of the current call."""
+    def _messages_of_call(self) -> LeaderMessages:
+        """Return the exchange of the sums of all nodes, with the tag of the current call."""
         exchange, messages = self._exchange, self._messages
         if messages is None or messages.digest != exchange.call.digest:
             assert exchange.leaders is not None, "this rank is a leader"
             self._messages = messages = LeaderMessages(exchange.leaders, exchange.call, self._sums)
-        messages.start()
         return messages
 
-    def _exchange_sums(self) -> None:
-        """Exchange the sums of all nodes between their leaders."""
-        messages, wait = self._start_messages(), self._exchange.wait
-        try:
-            for has_arrived in messages.tests:
-                if not has_arrived():
-                    wait(has_arrived)
-        except BaseException:
-            messages.give_up()
-            raise
+    def _exchanging(self) -> Callable[[], None]:
+        """Return what exchanges the sums of all nodes between their leaders."""
+        call, wait = self._exchange.call, self._exchange.wait
+
+        def exchange_sums() -> None:
+            messages = self._messages
+            if messages is None or messages.digest != call.digest:
+                messages = self._messages_of_call()
+            messages.start()
+            try:
+                for has_arrived in messages.tests:
+                    if not has_arrived():
+                        wait(has_arrived)
+            except BaseException:
+                messages.give_up()
+                raise
+
+        return exchange_sums
 
     def _publish(self, target: Array) -> None:
         """Sum the sums of all nodes, in the order of the nodes, and publish the total to the ranks of this node."""
