@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from mpistrat.algorithms.plan import Plan, Scope
+from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array, flat
 from mpistrat.device.abstract import Device
 from mpistrat.device.kernels import divide_kernel
@@ -25,11 +25,11 @@ from mpistrat.packing.layout import Layout
 from mpistrat.packing.wire import Cast, Wire
 from mpistrat.reduction import Fold, ReduceOp, divide
 from mpistrat.transports.base import FlatArrays, Operation, SegmentCache
-from mpistrat.transports.exchange import BLOCK_SLOT_BYTES
 from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.steps import WORKED, Steps
 
 SLOT_ALIGNMENT_BYTES = 4096
+_OVER_ALL = (Phase(Verb.ALL_REDUCE, Scope.WORLD),)
 LONE_SLOT_BYTES = 1 << 22  # a single chunk of at least this size has one slot: that saves memory and costs a short wait
 
 
@@ -47,6 +47,8 @@ def all_reduce(
     With `wire`, ranks send in its dtype between nodes, and add in their order.
     """
     executor.largest_pack_bytes = max(executor.largest_pack_bytes, layout.count * dtype.itemsize)
+    if len(set(array_dtypes)) == 1 and executor.fits_slots(plan):  # the fastest way in a node, whatever the algorithm
+        plan = replace(plan, phases=_OVER_ALL, chunk_count=plan.padded(plan.count), end_count=0, depth=1)
     if not (plan.in_order or wire is not None):
         found = _on_the_callers_arrays(executor, plan, layout, dtype, op, array_dtypes)
         if found is not None:
@@ -87,13 +89,8 @@ def _on_the_callers_arrays(
     )
     is_in_window = {phase.scope for phase in phases} == {Scope.INTRA} and intra.window is not None
     if is_in_window and layout.is_one_array and count > 0 and set(array_dtypes) == {dtype}:
-        is_small = intra.group.size == 2 and plan.num_bytes <= BLOCK_SLOT_BYTES
         drive = executor.hierarchy.call.drive
-        bucket.blocking = (
-            executor.blocking_pair(dtype, count, fold)
-            if is_small
-            else lambda source, target: drive(bucket.run([source], [target]))
-        )
+        bucket.blocking = lambda source, target: drive(bucket.run([source], [target]))
     return bucket
 
 

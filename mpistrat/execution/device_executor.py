@@ -27,7 +27,7 @@ from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
 from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.nccl import NcclTransport, nccl_refusal
-from mpistrat.transports.ordered import Caster, ordered_all_reduce
+from mpistrat.transports.pairwise import Caster, ordered_all_reduce
 from mpistrat.transports.steps import WAITING, Steps
 
 DIRECT_FROM_BYTES = 1 << 20  # per array: smaller ones are packed faster than one operation each is launched

@@ -22,9 +22,9 @@ from mpistrat.packing.layout import Layout
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
 from mpistrat.timeline import Timeline
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
-from mpistrat.transports.exchange import OneBlock, exchange, exchange_bytes
 from mpistrat.transports.mpi import MpiTransport
-from mpistrat.transports.ordered import Caster, ordered_all_reduce
+from mpistrat.transports.pairwise import Caster, ordered_all_reduce
+from mpistrat.transports.shared_memory import EXCHANGE_BYTES, exchange
 from mpistrat.transports.steps import Steps
 
 Casters = Callable[[int, int], Caster]
@@ -201,13 +201,18 @@ class Executor:
         self.reserve_exchange()
         return self._direct_all_reduce if self.intra.combines_arrays else None
 
+    def fits_slots(self, plan: Plan) -> bool:
+        """Return whether a sum in a node is so small that the slots of its window hold it, as for a flat plan."""
+        is_inside = {phase.scope for phase in plan.phases} == {Scope.INTRA}
+        return is_inside and not plan.in_order and 0 < plan.num_bytes <= self.world.slot_bytes
+
     @property
     def scatters(self) -> bool:
         """Whether a true reduce-scatter is possible: through shared memory in each node, and rings between nodes."""
         return self.device is None and self._shares_memory and self.hierarchy.settings[settings.INTER_TRANSPORT] != "mpi"
 
     def direct_reduce_scatter(self, bounds: Sequence[int], arrays: FlatArrays, fold: Fold) -> Steps:
-        """Return the steps of a reduce-scatter of the caller's arrays inside the node: see `transports.exchange`.
+        """Return the steps of a reduce-scatter of the caller's arrays inside the node: see `transports.shared_memory`.
 
         Call `reserve_exchange` before.
         """
@@ -215,28 +220,9 @@ class Executor:
         return self._exchange(exchange(self.intra.window, arrays, fold, bounds))
 
     def reserve_exchange(self) -> None:
-        """Enlarge the scratch memory to what `transports.exchange` needs: see `reserve`."""
+        """Enlarge the scratch memory to what `transports.shared_memory` needs: see `reserve`."""
         if self.intra.window is not None:
-            self.reserve(exchange_bytes(self.intra.group.size))
-
-    def blocking_pair(self, dtype: np.dtype[Any], count: int, fold: Fold) -> Callable[[Array, Array], None]:
-        """Return the all-reduce of `bind_direct` as a blocking call, for one array of one block on a node of two ranks."""
-        window, generation, drive = self.intra.window, self.generation, self.hierarchy.call.drive
-        assert window is not None, "it needs shared memory"
-        block = OneBlock(window, dtype, count, fold, drive)
-
-        def run(source: Array, target: Array) -> None:
-            nonlocal block, generation
-            if generation != self.generation:
-                block, generation = OneBlock(window, dtype, count, fold, drive), self.generation
-            slots = self.slots
-            if slots.partition != _EXCHANGE_PARTITION:
-                slots.repartition(*_EXCHANGE_PARTITION)
-                drive(self.intra.fence(slots.last_release))
-            block.run(source, target)
-            slots.last_release = self.intra.release()
-
-        return run
+            self.reserve(EXCHANGE_BYTES)
 
     def reserve(self, nbytes: int) -> None:
         """Enlarge the scratch memory if it is too small, and unbind all plans: a collective call in that case.

@@ -25,9 +25,9 @@ from mpistrat.transports.base import Transport
 from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.mpi import MpiTransport
-from mpistrat.transports.mpi_ring import MpiRingTransport
 from mpistrat.transports.mpi_world import WorldTransport
 from mpistrat.transports.nccl import NcclTransport
+from mpistrat.transports.ring import MpiRingTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 from mpistrat.transports.staged import StagedTransport
 

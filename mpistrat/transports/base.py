@@ -126,6 +126,8 @@ class Transport(ABC):
     """Whether `all_reduce_arrays` is implemented."""
     most_passed_bytes = 0
     """Arrays of at most so many bytes are handed to MPI as they are: their calls are compared later, inside a node too."""
+    slot_bytes = 0
+    """Arrays of at most so many bytes are summed in the slots of the window of the only node; the same on all ranks."""
     adds_in_order: ClassVar[bool] = False
     """Whether `all_reduce_in_order` adds in the order of the ranks."""
     peers_read: bool = False

@@ -49,7 +49,7 @@ class MpiTransport(Transport):
         from mpi4py import MPI
 
         start, native = self.group.comm.Iallreduce, self.native_op(op, buffer.dtype)
-        return _operation(buffer, [partial(start, MPI.IN_PLACE, _message(part), native) for part in self._split(buffer)])
+        return _operation(buffer, [partial(start, MPI.IN_PLACE, as_message(part), native) for part in self._split(buffer)])
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind one MPI_Ireduce per rank, to that rank."""
@@ -70,7 +70,7 @@ class MpiTransport(Transport):
             message = [buffer, counts, list(bounds[:-1]), mpi_datatype(buffer.dtype)]
             return _operation(buffer, [partial(comm.Iallgatherv, MPI.IN_PLACE, message)])
         calls = [
-            partial(comm.Ibcast, _message(part), root)
+            partial(comm.Ibcast, as_message(part), root)
             for root in range(self.group.size)
             for part in self._split(buffer[bounds[root] : bounds[root + 1]])
         ]
@@ -79,7 +79,7 @@ class MpiTransport(Transport):
     def broadcast(self, buffer: Array, root: int = 0) -> Operation:
         """Bind MPI_Ibcast."""
         comm = self.group.comm
-        return _operation(buffer, [partial(comm.Ibcast, _message(part), root) for part in self._split(buffer)])
+        return _operation(buffer, [partial(comm.Ibcast, as_message(part), root) for part in self._split(buffer)])
 
     def _split(self, buffer: Array) -> list[Array]:
         """Split a buffer into views of at most MPISTRAT_MAX_MESSAGE_BYTES."""
@@ -91,7 +91,7 @@ class MpiTransport(Transport):
     def _reduction(self, part: Array, op: ReduceOp, root: int) -> Callable[[], MPI.Request]:
         from mpi4py import MPI
 
-        comm, native, message = self.group.comm, self.native_op(op, part.dtype), _message(part)
+        comm, native, message = self.group.comm, self.native_op(op, part.dtype), as_message(part)
         if self.group.rank == root:
             return partial(comm.Ireduce, MPI.IN_PLACE, message, native, root)
         return partial(comm.Ireduce, message, None, native, root)
@@ -138,7 +138,8 @@ def _ufunc_op(fold: np.ufunc, dtype: np.dtype[Any]) -> MPI.Op:
     return MPI.Op.Create(combine_buffers, commute=True)
 
 
-def _message(array: Array) -> list[Any]:
+def as_message(array: Array) -> list[Any]:
+    """Return an array as a message, as MPI takes it."""
     return [array, array.size, mpi_datatype(array.dtype)]
 
 

@@ -49,6 +49,7 @@ class WorldTransport(MpiTransport):
         self._world, self._call = hierarchy.world, hierarchy.call
         self._window = window if hierarchy.intra.size > 1 else None
         self.small = SmallExchange(hierarchy, self._window)
+        self.slot_bytes = self.small.most_bytes if self.small.is_one_node and self.small.is_available else 0
         several = self._world.num_nodes > 1
         self._own: list[MPI.Intracomm] = []
         self._copy = np.empty(0, np.uint8)

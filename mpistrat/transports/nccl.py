@@ -14,28 +14,29 @@ import os
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from mpistrat.device.abstract import Device, DeviceArray, Stream, address
+from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
 from mpistrat.device.cuda import CudaDevice
-from mpistrat.device.kernels import computed_in, divide_kernel, num_blocks, real_dtype
+from mpistrat.device.kernels import PACKET_BYTES, computed_in, divide_kernel, fold_kernel, num_blocks, real_dtype
 from mpistrat.errors import TransportError
 from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
 from mpistrat.text import ranks_text
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
-from mpistrat.transports.nccl_watcher import NcclWatcher
-from mpistrat.transports.ordered_device import ordered_on_device
 from mpistrat.transports.steps import WAITING, Steps
 
 JOIN_SECONDS = 120.0
 POLLS_PER_CHECK = 64
 _POLL_SECONDS = 1e-4
+CHECK_SECONDS, UNSEEN_SECONDS = 0.02, 1.0
+STOP_SECONDS = 10.0  # the watcher may be aborting a communicator, which NCCL can block in
 
 _TYPES = {
     "int8": "INT8",
@@ -454,3 +455,119 @@ def _are_equal(bounds: Sequence[int], count: int) -> bool:
 def _version(number: int) -> str:
     """Return ``2.28.9`` for NCCL's 22809."""
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def ordered_on_device(
+    device: Device,
+    rank: int,
+    buffer: DeviceArray,
+    bounds: Sequence[int],
+    op: ReduceOp,
+    exchange: Callable[[Sequence[DeviceArray], Sequence[DeviceArray]], Steps],
+    gather: Operation,
+) -> Operation:
+    """Bind: fold the buffers of all ranks in the order of the ranks; every rank gets the same bits.
+
+    As `pairwise.ordered_all_reduce` on the host: each rank gets its part of the buffers of all others, one kernel adds them in
+    the order of the ranks, and all gather the sums.
+    """
+    size, itemsize = len(bounds) - 1, int(buffer.dtype.itemsize)
+    parts = [buffer[start:stop] for start, stop in pairwise(bounds)]
+    own = parts[rank]
+    stride = -(-own.nbytes // PACKET_BYTES) * PACKET_BYTES
+    received = device.allocate(max((size - 1) * stride, 1))
+    places = iter(range(size - 1))
+    # the addends of all ranks, in their order: this rank's own one lies in the buffer
+    addends = [own if peer == rank else _at(received, next(places) * stride, own) for peer in range(size)]
+    kernel, table = fold_kernel(buffer.dtype, op), device.allocate(8 * size)
+    device.prepare(kernel)
+    device.put(table, np.array([address(addend) for addend in addends], np.uint64).view(np.uint8))
+    in_order = np.int32(0), max(own.size, 1), 0  # from rank 0 on, in one part
+    arguments = address(table), np.int32(size), 0, address(own), own.size, *in_order
+
+    def run() -> Steps:
+        yield from exchange(parts, addends)
+        if own.size:
+            device.current_stream().launch(kernel, num_blocks(own.size, itemsize), arguments)
+        yield from gather.run()
+
+    return Operation(run, gather.parts, received.nbytes + table.nbytes)
+
+
+def _at(memory: DeviceArray, offset: int, like: DeviceArray) -> DeviceArray:
+    return memory[offset : offset + like.nbytes].view(like.dtype)
+
+
+class NcclWatcher:
+    """A thread that looks after NCCL calls that nobody waits for on the host, until they have ended.
+
+    What NCCL should have written is undefined after an error. A program that makes no further collective would go on with it,
+    to an optimizer or a checkpoint: so the thread raises if the program has not within a second, which ends the job
+    (`launch.abort`).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: Device,
+        check: Callable[[], None],
+        must_wait: Callable[[], bool],
+        peer_has_aborted: Callable[[], bool],
+        has_raised: Callable[[], bool],
+    ) -> None:
+        self._device, self._check, self._has_raised = device, check, has_raised
+        self.must_wait, self.peer_has_aborted = must_wait, peer_has_aborted
+        self._under_way: deque[Event] = deque()
+        self._has_work, self._is_raised, self._is_stopped = threading.Event(), threading.Event(), False
+        # a daemon: a program that ends waits for nothing that was only enqueued
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def add(self, event: Event) -> None:
+        """Look after all that comes before an event."""
+        self._under_way.append(event)
+        self._has_work.set()
+
+    def note_raised(self) -> None:
+        """Note that the calling thread, if it is not this one, raises what has been found."""
+        if threading.current_thread() is not self._thread:
+            self._is_raised.set()
+
+    def settle(self) -> Steps:
+        """Return the steps that wait until all has ended."""
+        while self._under_way:
+            yield WAITING
+
+    def stop(self) -> None:
+        """End the thread; one that is blocked in NCCL is left behind."""
+        self._is_stopped = True
+        self._has_work.set()
+        self._is_raised.set()
+        self._thread.join(STOP_SECONDS)
+
+    def _work(self) -> None:
+        with self._device.activate():  # a new thread computes on GPU 0
+            while self._has_work.wait() and not self._is_stopped:
+                self._has_work.clear()
+                try:
+                    self._look_after()
+                except Exception:  # raised where the communicator is used next; nothing waits for what does not end
+                    self._under_way.clear()
+                    if not self._is_raised_in_time():
+                        raise
+
+    def _is_raised_in_time(self) -> bool:
+        ends = time.monotonic() + UNSEEN_SECONDS
+        while not (self._has_raised() or self._is_raised.wait(CHECK_SECONDS)):
+            if time.monotonic() > ends:
+                return False
+        return True
+
+    def _look_after(self) -> None:
+        """Wait until all has ended; return early where the thread is to end."""
+        while self._under_way and not self._is_stopped:
+            if self._under_way[0].done():
+                self._under_way.popleft()
+            else:
+                self._check()
+                time.sleep(CHECK_SECONDS)

@@ -15,7 +15,7 @@ from mpistrat.device.cuda import CudaDevice
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import Operation, Part, Transport
-from mpistrat.transports.mpi_ring import MpiRingTransport
+from mpistrat.transports.ring import MpiRingTransport
 from mpistrat.transports.steps import Steps, until
 
 CHUNK_BYTES = 1 << 23  # on an H100 three slots of 8 MiB reach 0.86 of a pinned copy, of 4 MiB 0.84, of 1 MiB 0.69

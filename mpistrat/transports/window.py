@@ -123,7 +123,6 @@ class NodeWindow:
         self._window: MPI.Win | None = None
         self.arenas: list[Array] = []
         self._is_backwards = False
-        self._turn = 0
         self.entered = 0
         self._released = 0
         self.small_bytes = nbytes = small_slot_bytes(group.size)
@@ -181,11 +180,6 @@ class NodeWindow:
         """Return `starts`, reversed every other time: the cache still holds what the last exchange used last."""
         self._is_backwards = not self._is_backwards
         return starts[::-1] if self._is_backwards else starts
-
-    def next_turn(self) -> int:
-        """Return the next number of a sequence, which all ranks advance in step."""
-        self._turn += 1
-        return self._turn
 
     def _check_space(self, nbytes: int) -> None:
         """Raise on all ranks if the node has too little shared memory: writing to it would kill the process (SIGBUS)."""

@@ -22,7 +22,7 @@ from mpistrat.mpi4py.buffers import Buffer
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from mpistrat.torch import average_gradients, broadcast_state
-from mpistrat.transports import nccl_watcher
+from mpistrat.transports import nccl
 from mpistrat.transports.nccl import NcclTransport
 from tests.gpu.pair import Pair, values
 
@@ -38,7 +38,7 @@ def node(comm, world, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "4096")
     monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "nccl")
-    monkeypatch.setattr(nccl_watcher, "UNSEEN_SECONDS", 60.0)  # a busy machine needs longer until the next call
+    monkeypatch.setattr(nccl, "UNSEEN_SECONDS", 60.0)  # a busy machine needs longer until the next call
     with Pair(comm, world) as pair:
         pair.of_nccl = pair.nccl._stream
         yield pair

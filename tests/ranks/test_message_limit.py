@@ -13,7 +13,7 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
-from mpistrat.transports import mpi, mpi_ring
+from mpistrat.transports import mpi, ring
 from tests.launches import up_to_ranks
 from tests.ranks.test_properties import NO_OPS, UFUNCS, check_examples
 
@@ -31,8 +31,8 @@ def limited(request, comm, world, monkeypatch):
     monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", request.param)
     monkeypatch.setattr("mpistrat.execution.executor.RING_FROM_BYTES", LIMIT_BYTES)
     # messages that are bound, not those of calls whose arrays go straight to MPI
-    monkeypatch.setattr("mpistrat.transports.mpi._message", checked(mpi._message))
-    monkeypatch.setattr(mpi_ring, "_message", checked(mpi_ring._message))
+    monkeypatch.setattr(mpi, "as_message", checked(mpi.as_message))
+    monkeypatch.setattr(ring, "as_message", checked(ring.as_message))
     ops = Communicator(Hierarchy(comm, world))
     yield ops
     ops.close()

@@ -17,7 +17,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
 from mpistrat.testing.transport_cases import DTYPES, operations
 from mpistrat.topology.world import World
-from mpistrat.transports import exchange
+from mpistrat.transports import shared_memory
 from tests.launches import needs_ranks, on_ranks, up_to_ranks
 from tests.ranks.test_all_reduce import expected, rows, same_bits
 
@@ -203,13 +203,13 @@ def test_ranks_that_ask_for_different_algorithms_are_told(ops, world, warm):
 @needs_ranks(2)
 def test_ranks_read_the_arrays_of_others_only_within_their_parts(comm, monkeypatch):
     read = []
-    whole = exchange._CrossMemory._walk
+    whole = shared_memory._CrossMemory._walk
 
     def walk(self, is_in_place):
         read.append(sum(stop - start for start, stop in [self.bounds[self.rank : self.rank + 2]]))
         return whole(self, is_in_place)
 
-    monkeypatch.setattr(exchange._CrossMemory, "_walk", walk)
+    monkeypatch.setattr(shared_memory._CrossMemory, "_walk", walk)
     ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     part = ops.reduce_scatter(SUM, np.ones(LARGE, np.float32))
     assert read in ([], [part.size])  # none where the kernel forbids it

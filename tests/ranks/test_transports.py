@@ -16,10 +16,9 @@ from mpistrat.testing import transport_suite
 from mpistrat.testing.transport_cases import DTYPES, VERBS, inputs, operations, poison
 from mpistrat.testing.transport_suite import check_transport
 from mpistrat.transports.base import FlatArrays, Operation, Part, SegmentCache
-from mpistrat.transports.exchange import exchange_bytes
 from mpistrat.transports.mpi import MpiTransport, mpi_op
-from mpistrat.transports.mpi_ring import MpiRingTransport
-from mpistrat.transports.shared_memory import SharedMemoryTransport
+from mpistrat.transports.ring import MpiRingTransport
+from mpistrat.transports.shared_memory import EXCHANGE_BYTES, SharedMemoryTransport
 from mpistrat.transports.steps import drive
 from tests.launches import needs_ranks, up_to_ranks
 
@@ -56,7 +55,7 @@ def skip_known(world, shape):
 @needs_ranks(2)
 def test_arrays_of_the_caller_are_reduced_where_they_lie(group):
     between = SharedMemoryTransport(group)
-    between.allocate(exchange_bytes(between.group.size))
+    between.allocate(EXCHANGE_BYTES)
 
     def run(source, target, op, divisor=1):
         segments = partial(Layout([source.size]).segments, longest=max(source.size, 1))

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from mpistrat.transports import nccl_watcher
-from mpistrat.transports.nccl_watcher import NcclWatcher
+from mpistrat.transports import nccl
+from mpistrat.transports.nccl import NcclWatcher
 from mpistrat.transports.steps import drive
 from tests.gpu.stand_in import UNFINISHED, StandInDevice
 
@@ -45,7 +45,7 @@ def test_what_cuda_raises_ends_the_wait_too(device):
 def test_a_failure_that_the_program_does_not_see_is_raised_by_the_thread(device, monkeypatch, is_raised):
     found = []
     monkeypatch.setattr(threading, "excepthook", lambda arguments: found.append(f"{arguments.exc_value}"))
-    monkeypatch.setattr(nccl_watcher, "UNSEEN_SECONDS", 30.0 if is_raised else 0.01)
+    monkeypatch.setattr(nccl, "UNSEEN_SECONDS", 30.0 if is_raised else 0.01)
     made = watcher(device, fail)
     drive(made.settle(), lambda: "the watcher", 10.0)
     if is_raised:
@@ -56,7 +56,7 @@ def test_a_failure_that_the_program_does_not_see_is_raised_by_the_thread(device,
 
 
 def test_an_abort_that_blocks_holds_nobody_up(device, monkeypatch):
-    monkeypatch.setattr(nccl_watcher, "STOP_SECONDS", 0.05)
+    monkeypatch.setattr(nccl, "STOP_SECONDS", 0.05)
     released, entered = threading.Event(), threading.Event()
 
     def check():
