@@ -9,12 +9,12 @@ the same call.
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 PROGRAMS_KEPT = 64
 
-_SIGNATURE = attrgetter("shape", "dtype", "__class__")
+_SIGNATURE = operator.attrgetter("shape", "dtype", "__class__")
 _DEFAULT = 0
 
 
@@ -362,6 +362,8 @@ class Reductions:
         self, op: ReduceOp, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None
     ) -> Array:
         """Combine arrays, and take this rank's part: see `mpistrat.Communicator.reduce_scatter`. A collective call."""
+        with suppress(TypeError):  # which `check` raises
+            axis = operator.index(axis)  # True and 1 are one axis, which calls are known by
 
         def check(wanted: CommunicationOptions) -> None:
             check_gather(array, axis, "reduce_scatter")
