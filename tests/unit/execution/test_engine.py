@@ -155,6 +155,22 @@ def test_who_waits_for_a_thread_that_is_gone_is_told(monkeypatch):
         Work(Job(lambda: 0, lambda: "the sum")).wait()
 
 
+def test_a_callback_that_waits_for_the_program_does_not_keep_it_waiting(monkeypatch):
+    monkeypatch.setattr(engine, "_ALIVE_CHECK_SECONDS", 0.01)
+    gate, lock, called = threading.Event(), threading.Lock(), threading.Event()
+
+    def callback():
+        if lock.acquire(timeout=20):
+            called.set()
+
+    work = start(lambda: (gate.wait(), 7)[1])
+    work.add_done_callback(callback)
+    with lock:
+        gate.set()
+        assert work.wait() == 7
+    assert called.wait(20)
+
+
 def test_a_call_on_the_gpu_waits_for_the_jobs_of_others_there():
     gate, ended = threading.Event(), []
     submit(Job(lambda: (gate.wait(), ended.append("there")), lambda: "the sum", owner="one", is_on_gpu=True))
