@@ -324,7 +324,8 @@ class Communicator(BaseCommunicator):
         self, op: ReduceOp | str, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None
     ) -> Array:
         op = self._parsed(op, "reduce_scatter", options)
-        known = self._programs.known((op._value_, axis), [array], options, None)
+        # what only equals a known axis is looked at: True, or 1.0, which is refused
+        known = self._programs.known((op._value_, axis), [array], options, None) if type(axis) is int else None
         if known is not None and (out is None or self._reductions.fits_part(out, array, axis)):
             results = self.run_known(known, [array], None if out is None else [out], frames=4)
             if results is not None:

@@ -7,6 +7,7 @@ sent; on a single node they share small arrays in the same step.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -226,6 +227,7 @@ class DataMovement:
 
         with self._guard:
             move = self._begin("broadcast", f"(root={root})", options, check, facts, [array if is_root else known])
+            root = operator.index(root)  # an array of no axes is the number of a replica, but no key
             # every `out` must have the shape of the root's array
             given = [digest for digest, is_given in zip(move.digests, move.numbers, strict=True) if is_given]
             if given:

@@ -150,10 +150,10 @@ class Planner:
         self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions, wire: Wire | None
     ) -> Choice:
         """Return the plan for a bucket, and why it was chosen."""
-        if options.deterministic and self.executor.world.adds_small_in_order(count * dtype.itemsize):
-            [plan] = planners.flat(self._world, count, dtype.itemsize)
-            return Choice(plan, "small arrays of a node are always added in the order of the replicas", ())
         if options.deterministic:
+            [plan] = planners.flat(self._world, count, dtype.itemsize)
+            if self.executor.world.adds_small_in_order(plan.padded(count) * dtype.itemsize):  # buckets are padded
+                return Choice(plan, "small arrays of a node are always added in the order of the replicas", ())
             return Choice(self._plan_in_order(op, count, dtype), "deterministic=True adds in the order of the replicas", ())
         return self._best(count, dtype.itemsize, options.algorithm or "auto", wire.dtype.itemsize if wire else 0)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 
 import numpy as np
@@ -118,6 +119,8 @@ class Reductions:
         self, op: ReduceOp, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None
     ) -> Array:
         """Combine arrays, and take this rank's part: see `mpistrat.Communicator.reduce_scatter`. A collective call."""
+        with suppress(TypeError):  # which `check` raises
+            axis = operator.index(axis)  # True and 1 are one axis, which calls are known by
 
         def check(wanted: CommunicationOptions) -> None:
             check_gather(array, axis, "reduce_scatter")

@@ -68,8 +68,10 @@ class Job:
         self._has_ended = True
         try:
             self._call_back()  # before others wake up, and need the core and the GIL
-        finally:
-            self._ended.set()
+        except BaseException as failure:  # of a callback: the thread goes on
+            self.failure = self.failure or failure
+            _engine.note_failure(self)
+        self._ended.set()
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
         """Have `callback` called once when it has ended, on whatever thread learns of that."""
@@ -89,7 +91,8 @@ class Job:
         if _engine.is_this_thread():
             raise UnavailableError(f"a callback of what was started cannot wait for {self._what()}, which is behind it")
         with _awaited():
-            while not self._ended.wait(_ALIVE_CHECK_SECONDS):
+            # it may have ended, and one of its callbacks wait for something of this thread
+            while not (self._ended.wait(_ALIVE_CHECK_SECONDS) or self._has_ended):
                 if not (_engine.is_alive() or self._has_ended):
                     raise UnavailableError(
                         f"{self._what()} will not end: the thread that carries out what was started is gone. Start and wait "

@@ -56,7 +56,7 @@ def radices(size: int) -> list[int]:
 class LeaderSum:
     """The sum over the ranks of a group of `own`, an array of a shape and dtype, which goes to `result`.
 
-    Its requests are persistent, since these start faster than new ones, and have the tag of one call.
+    Its requests are persistent, since these start faster than new ones, and have the tags of one call.
     """
 
     def __init__(self, group: Group, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
@@ -108,17 +108,19 @@ class LeaderSum:
             raise
 
     def _bound(self) -> tuple[list[Any], list[Any], list[Callable[[], bool]]]:
-        """Return what is started first, the rounds, and what tells whether all has been sent, with the tag of this call."""
+        """Return what is started first, the rounds, and what tells whether all has been sent, with the tags of this call."""
         if self._digest != self._group.call.digest:
             self._free()
             self._digest = self._group.call.digest
-            self._calls = self._bind(self._group.call.tag(0))
+            self._calls = self._bind()
         return self._calls
 
-    def _bind(self, tag: int) -> tuple[list[Any], list[Any], list[Callable[[], bool]]]:
+    def _bind(self) -> tuple[list[Any], list[Any], list[Callable[[], bool]]]:
         comm = self._group.comm
-        received = [[comm.Recv_init(_message(one), peer, tag) for peer, one in each.receives.items()] for each in self._plan]
-        sent = [[comm.Send_init(_message(one), peer, tag) for peer, one in each.sends.items()] for each in self._plan]
+        # a tag for each round: MPI may start what it is told to start together in any order
+        plan = [(self._group.call.tag(channel), each) for channel, each in enumerate(self._plan)]
+        received = [[comm.Recv_init(_message(one), peer, tag) for peer, one in each.receives.items()] for tag, each in plan]
+        sent = [[comm.Send_init(_message(one), peer, tag) for peer, one in each.sends.items()] for tag, each in plan]
         self._requests = [request for requests in (*received, *sent) for request in requests]
         first = [*(request for requests in received for request in requests), *sent[0]]
         rounds = [

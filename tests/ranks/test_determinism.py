@@ -13,7 +13,10 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
-from tests.launches import up_to_ranks
+from mpistrat.topology.world import World
+from mpistrat.transports.mpi_world import WorldTransport
+from mpistrat.transports.window import MOST_SMALL_BYTES
+from tests.launches import on_ranks, up_to_ranks
 from tests.ranks.test_properties import NUM_PACKS, check_examples
 
 DTYPES = [np.dtype(dtype) for dtype in (np.float32, np.float64, ml_dtypes.bfloat16)]
@@ -60,6 +63,16 @@ def folded(call: Call, given: np.ndarray) -> np.ndarray:
     for row in wide[1:]:
         total = total + row
     return (total / wide.dtype.type(len(wide)) if call.op is ReduceOp.MEAN else total).astype(call.dtype)
+
+
+@on_ranks(3)
+def test_arrays_that_are_too_large_for_a_slot_once_they_are_padded_are_added_in_order(comm, monkeypatch):
+    ops, by_mpi = Communicator(Hierarchy(comm, World.from_shape("1x3"))), []
+    monkeypatch.setattr(WorldTransport, "_by_mpi", lambda *_: by_mpi.append(_) or iter(()))
+    count = MOST_SMALL_BYTES // np.dtype(np.float64).itemsize  # no multiple of three
+    ops.all_reduce(ReduceOp.SUM, [np.ones(5), np.ones(count - 5)], CommunicationOptions(deterministic=True))
+    assert not by_mpi
+    ops.close()
 
 
 @up_to_ranks(8)

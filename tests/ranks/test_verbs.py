@@ -20,6 +20,26 @@ ALL_DTYPES = (*DTYPES, *HALF_DTYPES)
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 
 
+def test_the_number_of_an_axis_may_be_of_any_type(mixed):
+    mixed.is_strict = False
+    mine = np.arange(12.0).reshape(3, 4) * (mixed.rank + 1)
+    wanted = np.array_split(np.arange(12.0).reshape(3, 4) * sum(range(mixed.size + 1)), mixed.size, 1)[mixed.rank]
+    for axis in (True, 1, np.int64(1), True, np.array(1)):
+        for turn in range(3):
+            mixed.timeline.enabled = turn == 2 and mixed.rank == 0  # this rank alone looks at the call closely
+            assert same_bits(mixed.reduce_scatter(SUM, mine, axis), wanted), axis
+    mixed.timeline.enabled = False
+    with pytest.raises(TypeError, match=r"axis must be an int; got 1\.0"):
+        mixed.reduce_scatter(SUM, mine, 1.0)
+
+
+def test_the_number_of_a_root_may_be_of_any_type(mixed):
+    last = mixed.size - 1
+    for root in (last, np.int64(last), np.array(last)):
+        assert mixed.broadcast(np.full(3, mixed.rank), root).tolist() == [last] * 3
+        assert (mixed.gather(np.full(3, mixed.rank), root) is None) == (mixed.rank != last)
+
+
 def test_reduce_scatter_sums_16_bit_floats_in_32_bits(mixed):
     part = mixed.reduce_scatter(MEAN, np.full(mixed.size, 60_000, np.float16))
     assert part.tolist() == [60_000]

@@ -155,6 +155,38 @@ def test_who_waits_for_a_thread_that_is_gone_is_told(monkeypatch):
         Work(Job(lambda: 0, lambda: "the sum")).wait()
 
 
+def test_what_a_callback_raises_is_raised_by_its_work_and_the_engine_goes_on():
+    def fail():
+        raise ValueError("of a callback")
+
+    started = threading.Event()
+    job = Job(lambda: started.wait(10), lambda: "a job")
+    job.add_done_callback(fail)
+    submit(job)
+    started.set()
+    with pytest.raises(ValueError, match="of a callback"):
+        Work(job).wait()
+    after = Job(lambda: 3, lambda: "another job")
+    submit(after)
+    assert Work(after).wait() == 3
+
+
+def test_a_callback_that_waits_for_the_program_does_not_keep_it_waiting(monkeypatch):
+    monkeypatch.setattr(engine, "_ALIVE_CHECK_SECONDS", 0.01)
+    gate, lock, called = threading.Event(), threading.Lock(), threading.Event()
+
+    def callback():
+        if lock.acquire(timeout=20):
+            called.set()
+
+    work = start(lambda: (gate.wait(), 7)[1])
+    work.add_done_callback(callback)
+    with lock:
+        gate.set()
+        assert work.wait() == 7
+    assert called.wait(20)
+
+
 def test_a_call_on_the_gpu_waits_for_the_jobs_of_others_there():
     gate, ended = threading.Event(), []
     submit(Job(lambda: (gate.wait(), ended.append("there")), lambda: "the sum", owner="one", is_on_gpu=True))

@@ -41,3 +41,17 @@ def test_every_leader_gets_the_sum(size: int, count: int, rounds_of: Any) -> Non
 def test_there_are_rounds_of_pairs_and_triples_only() -> None:
     assert [leaders.radices(size) for size in (2, 3, 4, 12)] == [[2], [3], [2, 2], [2, 2, 3]]
     assert [leaders.radices(size) for size in (1, 5, 7, 10)] == [[], [], [], []]
+
+
+def test_messages_of_two_ranks_have_another_tag_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    received, request = [], SimpleNamespace(Test=None)
+    monkeypatch.setattr(leaders, "_message", lambda array: array)
+    call = SimpleNamespace(digest=5, tag=lambda channel: 100 + channel)
+    comm = SimpleNamespace(Recv_init=lambda _, peer, tag: received.append((peer, tag)) or request, Send_init=lambda *_: request)
+    bound: Any = leaders.LeaderSum.__new__(leaders.LeaderSum)
+    bound._group, bound._digest, bound._requests = SimpleNamespace(call=call, comm=comm, rank=0, size=4), -1, []
+    bound._fold, bound._quiet, bound._is_finalized = np.add, np.add, lambda: True
+    own, result = np.ones(8), np.empty(8)
+    bound._plan = list(leaders._halving(list(leaders._members(bound._group)), 0, own, result))
+    bound._bound()
+    assert len(set(received)) == len(received) == 4  # MPI may start them in any order
