@@ -25,7 +25,6 @@ from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
-from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.nccl import NcclTransport, nccl_refusal
 from mpistrat.transports.pairwise import Caster, ordered_all_reduce
 from mpistrat.transports.steps import WAITING, Steps
@@ -49,8 +48,9 @@ class DeviceExecutor(Executor):
     def __init__(self, host: Executor, device: Device, model: CostModel) -> None:
         super().__init__(host.hierarchy, device_transports(host.hierarchy, device, host.transports))
         self.device, self._device, self.timeline = device, device, host.timeline
-        self._shares_memory = host._shares_memory  # ranks compare calls in host memory
-        is_direct = any(rail.name == CudaAwareTransport.name for rail in self.rails.values())
+        # ranks compare calls in host memory
+        self._shares_memory, self._compares_inside = host._shares_memory, host._compares_inside
+        is_direct = any(rail.takes_device_memory for rail in self.rails.values())
         self.model = replace(model, direct_rails=is_direct)
         self._copied_out: Event | None = None
         self._notice = AbortNotice(host.hierarchy.world_group)

@@ -44,6 +44,8 @@ class CudaAwareTransport(Transport):
     """All verbs on device memory, for an MPI that takes it."""
 
     name = "cuda_aware"
+    compares_calls = has_channels = True  # by the tags of its messages
+    takes_device_memory = True
 
     def __init__(self, group: Group, device: Device | None = None, segment_bytes: int = SEGMENT_BYTES) -> None:
         super().__init__(group)

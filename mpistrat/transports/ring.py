@@ -190,6 +190,7 @@ class MpiRingTransport(Transport):
     """All-reduce, reduce-scatter and all-gather by rings over Isend and Irecv, bandwidth-optimal between nodes."""
 
     name = "mpi_ring"
+    compares_calls = has_channels = True  # by the tags of its messages
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)

@@ -44,6 +44,7 @@ class SharedMemoryTransport(Transport):
     """
 
     name = "shared_memory"
+    compares_calls = True  # every barrier does
     combines_arrays = True
     adds_in_order = True  # each rank folds the slots of all as it copies the result out
     window: NodeWindow

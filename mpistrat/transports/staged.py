@@ -26,7 +26,7 @@ AHEAD = NUM_SLOTS - 1
 
 
 class StagedTransport(Transport):
-    """Every verb of a host transport, which leaves results in place and keeps channels apart, on device buffers."""
+    """Every verb of a host transport, which leaves results in place, on device buffers."""
 
     name = "staged"
 
@@ -40,6 +40,7 @@ class StagedTransport(Transport):
         super().__init__(group)
         self.device = self._device = device or CudaDevice()
         self._host, self._chunk_bytes = make_host(group), chunk_bytes
+        self.compares_calls, self.has_channels = self._host.compares_calls, self._host.has_channels
         self._down, self._up = self._device.stream(), self._device.stream()
         self._slots: dict[int, list[Any]] = {}
 
