@@ -204,12 +204,9 @@ class DeviceExecutor(Executor):
 
         Those with error feedback are made on the host, which keeps the errors.
         """
-        order = [(rank, 0) for rank in range(group.size)]
 
         def through_host(whole: Array, cast: Caster | None) -> Operation:
-            return self.transports.world.via_host(
-                whole, lambda copy: ordered_all_reduce(group, [copy], order, copy, op, channel, cast)
-            )
+            return self.transports.world.via_host(whole, lambda copy: ordered_all_reduce(group, copy, op, channel, cast))
 
         if caster is None or caster.keeps_errors:
             return through_host(buffer, caster)

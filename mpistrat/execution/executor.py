@@ -270,7 +270,7 @@ class Executor:
 
     def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> Operation:
         """Bind an all-reduce of one buffer per rank, in the order of the ranks."""
-        return ordered_all_reduce(group, [buffer], [(rank, 0) for rank in range(group.size)], buffer, op, channel, caster)
+        return ordered_all_reduce(group, buffer, op, channel, caster)
 
     def _direct_all_reduce(self, arrays: FlatArrays, fold: Fold) -> Steps:
         """Return the steps of an all-reduce of the caller's arrays inside the node."""
