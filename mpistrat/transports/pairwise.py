@@ -1,62 +1,31 @@
-"""Pairwise exchanges: every rank sends to each of its peers, and receives from each, in nonblocking messages.
+"""pairwise: an all-reduce in which every rank sends to each of its peers, and receives from each, in nonblocking messages.
 
-Two of them are an all-reduce that adds in the order of the ranks, and may send in a narrower dtype: each rank receives its part
-of the buffer from all others, folds the addends in order, and sends the result to all others. These are as many bytes as a ring
-sends, in 2 steps instead of ``2 (n - 1)``, with ``2 (n - 1)`` messages per rank and segment. The order of the addends of an
-element does not depend on which rank folds it, so the bits of the result depend on values and order alone.
+It adds in the order of the ranks, and may send in a narrower dtype: each rank receives its part of the buffer from all others,
+folds the addends in order, and sends the result to all others. These are as many bytes as a ring sends, in 2 steps instead of
+``2 (n - 1)``, with ``2 (n - 1)`` messages per rank and segment. The order of the addends of an element does not depend on which
+rank folds it, so the bits of the result depend on values and order alone.
 
 Parts are sent in segments: while one arrives, earlier ones are folded and sent on. All receives are posted at the beginning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_bytes
+from mpistrat.arrays import Array
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, combine
 from mpistrat.settings import MAX_MESSAGE_BYTES
 from mpistrat.transports.base import Operation, Part
-from mpistrat.transports.mpi import until_complete
+from mpistrat.transports.mpi import peers_in_turn
 from mpistrat.transports.ring import SEGMENT_BYTES
 from mpistrat.transports.steps import WAITING, WORKED, Steps
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-
-class Pairwise:
-    """Sends one array to each peer and receives one from each; bound once and run any number of times by all ranks.
-
-    There is one C-contiguous array for each rank; this rank's own is ignored.
-    """
-
-    def __init__(self, group: Group, sends: Sequence[Array], receives: Sequence[Array], channel: int = 0) -> None:
-        self._comm, self._call, self._channel = group.comm, group.call, channel
-        limit = group.settings[MAX_MESSAGE_BYTES]
-        peers = _peers(group)
-        self._sends = [(message, peer) for peer in peers for message in _messages(sends[peer], limit)]
-        self._receives = [(message, peer) for peer in reversed(peers) for message in _messages(receives[peer], limit)]
-
-    def run(self) -> Steps:
-        """Return the steps of one exchange. A collective call."""
-        comm, tag = self._comm, self._call.tag(self._channel)
-        receives = (comm.Irecv(message, peer, tag) for message, peer in self._receives)
-        sends = (comm.Isend(message, peer, tag) for message, peer in self._sends)
-        yield from until_complete(chain(receives, sends), self)
-
-
-def _messages(array: Array, limit_bytes: int) -> list[list[Any]]:
-    """Return the messages that carry an array, each of at most `limit_bytes`."""
-    from mpi4py import MPI
-
-    flat = as_bytes(array)
-    starts = range(0, flat.size, limit_bytes)
-    return [[flat[start : start + limit_bytes], min(limit_bytes, flat.size - start), MPI.BYTE] for start in starts]
 
 
 class Caster(Protocol):
@@ -96,7 +65,7 @@ class _Ordered:
         dtype = buffer.dtype if caster is None else caster.dtype
         step = max(1, min(SEGMENT_BYTES, group.settings[MAX_MESSAGE_BYTES]) // dtype.itemsize)
         self.segments = _segments(buffer.size, group.size, step)
-        self.peers = _peers(group)
+        self.peers = peers_in_turn(group)
         self.sent = buffer if caster is None else np.empty(buffer.size, dtype)
         self.published = np.empty(buffer.size, dtype)
         folded = np.dtype(np.float32) if buffer.dtype in HALF_DTYPES else buffer.dtype
@@ -197,11 +166,6 @@ class _Ordered:
 
     def _receive(self, array: Array, peer: int) -> MPI.Request:
         return self.group.comm.Irecv(_message(array), peer, self.tag)
-
-
-def _peers(group: Group) -> list[int]:
-    """Return the peers in the order in which a rank sends to them: each begins with the next one, not all with the same."""
-    return [(group.rank + distance) % group.size for distance in range(1, group.size)]
 
 
 def _segments(count: int, parts: int, step: int) -> list[list[tuple[int, int]]]:
