@@ -26,10 +26,10 @@ from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Call, Guard
 from mpistrat.groups.agreement import Signature, digest_of
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, check_dtype
+from mpistrat.steps import Steps
 from mpistrat.transports.base import Operation
 from mpistrat.transports.mpi import MpiTransport, until_complete
 from mpistrat.transports.nccl import NcclTransport
-from mpistrat.transports.steps import Steps
 
 T = TypeVar("T")
 

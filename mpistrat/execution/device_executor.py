@@ -24,10 +24,10 @@ from mpistrat.groups.group import Group
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp
+from mpistrat.steps import WAITING, Steps
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
 from mpistrat.transports.nccl import NcclTransport, nccl_refusal
 from mpistrat.transports.pairwise import Caster, ordered_all_reduce
-from mpistrat.transports.steps import WAITING, Steps
 
 DIRECT_FROM_BYTES = 1 << 20  # per array: smaller ones are packed faster than one operation each is launched
 

@@ -20,12 +20,12 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.packing.fuse import CopyIn, CopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
+from mpistrat.steps import Steps
 from mpistrat.timeline import Timeline
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.pairwise import Caster, ordered_all_reduce
 from mpistrat.transports.shared_memory import EXCHANGE_BYTES, exchange
-from mpistrat.transports.steps import Steps
 
 Casters = Callable[[int, int], Caster]
 """Returns the cast of a part of a chunk that is sent between nodes: ``casters(index of the part, elements)``."""

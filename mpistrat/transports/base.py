@@ -22,7 +22,7 @@ from mpistrat.device.abstract import Device
 from mpistrat.device.kernels import Segment
 from mpistrat.groups.group import Group
 from mpistrat.reduction import Fold, ReduceOp
-from mpistrat.transports.steps import Steps
+from mpistrat.steps import Steps
 from mpistrat.transports.window import NodeWindow
 
 if TYPE_CHECKING:

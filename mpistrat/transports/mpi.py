@@ -19,8 +19,8 @@ from mpistrat.arrays import Array, as_bytes
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import ReduceOp, combine, quiet
 from mpistrat.settings import MAX_MESSAGE_BYTES
+from mpistrat.steps import Steps, until
 from mpistrat.transports.base import Operation, Part, Transport
-from mpistrat.transports.steps import WAITING, Steps
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -163,14 +163,20 @@ def as_message(array: Array) -> list[Any]:
     return [array, array.size, mpi_datatype(array.dtype)]
 
 
+def byte_message(array: Array) -> list[Any]:
+    """Return a C-contiguous array of any dtype as a message of bytes."""
+    from mpi4py import MPI
+
+    return [as_bytes(array), array.nbytes, MPI.BYTE]
+
+
 def until_complete(requests: Iterable[MPI.Request], memory: object) -> Steps:
     """Start all requests, then wait for them; if one fails, the `memory` that they work on is never freed."""
     started: list[MPI.Request] = []
     try:
         started.extend(requests)
         for request in started:
-            while not request.Test():
-                yield WAITING
+            yield from until(request.Test)
     except BaseException:  # MPI may go on reading and writing there
         keep_alive_for_peers((started, memory))
         raise

@@ -19,10 +19,10 @@ from mpistrat.arrays import Array
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, combine
 from mpistrat.settings import MAX_MESSAGE_BYTES
+from mpistrat.steps import WORKED, Steps, until
 from mpistrat.transports.base import Operation, Part
-from mpistrat.transports.mpi import peers_in_turn
+from mpistrat.transports.mpi import byte_message, peers_in_turn
 from mpistrat.transports.ring import SEGMENT_BYTES
-from mpistrat.transports.steps import WAITING, WORKED, Steps
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -110,7 +110,7 @@ class _Ordered:
             total = self.total[: stop - start]
             for source, row in enumerate(self.rows):
                 if source != rank:
-                    yield from _wait(next(pending))
+                    yield from until(next(pending).Test)
                 self._add(total, row[start - first : stop - first], is_first=source == 0)
                 yield WORKED
             self._publish(total, start, stop)
@@ -118,13 +118,13 @@ class _Ordered:
             yield WORKED
         # results replace addends, which must have been sent
         for request in requests[len(receives) + len(results) : contributed]:
-            yield from _wait(request)
+            yield from until(request.Test)
         for request, start, stop in results:
-            yield from _wait(request)
+            yield from until(request.Test)
             self._take(self.published[start:stop], self.buffer[start:stop])
             yield WORKED
         for request in requests[contributed:]:
-            yield from _wait(request)
+            yield from until(request.Test)
 
     def _scatter(self, requests: list[MPI.Request]) -> Steps:
         """Send each peer its part of the addends, one segment per peer in turn."""
@@ -162,24 +162,13 @@ class _Ordered:
             self.caster.decompress(sent, values)
 
     def _send(self, array: Array, peer: int) -> MPI.Request:
-        return self.group.comm.Isend(_message(array), peer, self.tag)
+        return self.group.comm.Isend(byte_message(array), peer, self.tag)
 
     def _receive(self, array: Array, peer: int) -> MPI.Request:
-        return self.group.comm.Irecv(_message(array), peer, self.tag)
+        return self.group.comm.Irecv(byte_message(array), peer, self.tag)
 
 
 def _segments(count: int, parts: int, step: int) -> list[list[tuple[int, int]]]:
     """Return the bounds of the segments of each of the equal parts of `count` elements."""
     bounds = [index * count // parts for index in range(parts + 1)]
     return [[(first, min(first + step, stop)) for first in range(start, stop, step)] for start, stop in pairwise(bounds)]
-
-
-def _message(array: Array) -> list[Any]:
-    from mpi4py import MPI
-
-    return [array.view(np.uint8), array.nbytes, MPI.BYTE]
-
-
-def _wait(request: MPI.Request) -> Steps:
-    while not request.Test():
-        yield WAITING

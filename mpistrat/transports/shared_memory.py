@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.arrays import Array
+from mpistrat.device.abstract import address
 from mpistrat.device.kernels import Segment
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import Fold, ReduceOp, combine
+from mpistrat.steps import WORKED, Steps
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
 from mpistrat.transports.cma import IoVectors
-from mpistrat.transports.steps import WORKED, Steps, address
 from mpistrat.transports.window import NodeWindow, window_refusal
 
 FOLD_BYTES = 1 << 17  # the blocks of all peers and of the sum fit in the cache of one core

@@ -17,12 +17,12 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import Snapshot
+from mpistrat.steps import drive
 from mpistrat.topology.world import World
 from mpistrat.transports import window
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.ring import MpiRingTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
-from mpistrat.transports.steps import drive
 from tests.launches import needs_ranks, on_ranks, up_to_ranks
 
 FLOAT32 = np.dtype(np.float32)
