@@ -27,11 +27,10 @@ from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Call, Guard
 from mpistrat.groups.agreement import Signature, digest_of
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, check_dtype
+from mpistrat.steps import Steps
 from mpistrat.transports.base import Operation
 from mpistrat.transports.mpi import MpiTransport, until_complete
 from mpistrat.transports.nccl import NcclTransport
-from mpistrat.transports.pairwise import Pairwise
-from mpistrat.transports.steps import Steps
 
 T = TypeVar("T")
 
@@ -46,13 +45,14 @@ class _Sender(Protocol):
 
     def broadcast(self, buffer: Array, root: int = 0) -> Operation: ...
 
+    def exchange(self, sends: Sequence[Array], receives: Sequence[Array]) -> Steps: ...
+
 
 @dataclass(frozen=True)
 class _Route:
     """How bytes go from rank to rank: by a transport, which takes what `fetch` returns; `run` makes steps safe."""
 
     sender: _Sender
-    exchange: Callable[[Sequence[Array], Sequence[Array]], Steps]
     fetch: Callable[[Array], Array]
     empty: Callable[[tuple[int, ...], np.dtype[Any]], Array]
     is_on_gpu: bool
@@ -105,9 +105,7 @@ class DataMovement:
         self._window = window = executor.intra.window if executor.hierarchy.intra.size == group.size > 1 else None
         self._most_shared = 0 if window is None else min(_MOST_SHARED_BYTES, window.small_bytes)
         self._rank, self._size, self._guard, self._calls = group.rank, group.size, guard, calls
-        self._by_mpi = _Route(
-            MpiTransport(group), lambda sends, receives: Pairwise(group, sends, receives).run(), to_host, np.empty, False, iter
-        )
+        self._by_mpi = _Route(MpiTransport(group), to_host, np.empty, False, iter)
         nccl = None if gpu is None else gpu.executor.transports.everywhere
         self._by_nccl = None if gpu is None or nccl is None else _through_nccl(executor, gpu, nccl)
 
@@ -175,7 +173,7 @@ class DataMovement:
                 mine if rank == self._rank else move.empty(mine.shape, mine.dtype) if is_root else nothing
                 for rank in range(self._size)
             ]
-            move.run(move.route.exchange([mine if rank == root else nothing for rank in range(self._size)], received))
+            move.run(move.route.sender.exchange([mine if rank == root else nothing for rank in range(self._size)], received))
             return [like(one, array) for one in received] if is_root else None
 
     def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None) -> list[Array]:
@@ -200,7 +198,7 @@ class DataMovement:
             mine = sends[self._rank]
             received = [move.empty((extent, *mine.shape[1:])[: mine.ndim], mine.dtype) for extent in extents]
             np.copyto(received[self._rank], mine)
-            move.run(move.route.exchange(sends, received))
+            move.run(move.route.sender.exchange(sends, received))
             return [like(one, array) for one, array in zip(received, arrays, strict=True)]
 
     def all_to_all_parts(self, array: Array, options: CommunicationOptions | None) -> Array:
@@ -337,7 +335,7 @@ def _through_nccl(executor: Executor, gpu: GpuArrays, nccl: NcclTransport) -> _R
         made: Array = gpu.device.array_module.empty(shape, dtype)
         return made
 
-    return _Route(nccl, nccl.exchange, lambda array: array, empty, True, run)
+    return _Route(nccl, lambda array: array, empty, True, run)
 
 
 @lru_cache(_DIGESTS_KEPT)

@@ -13,7 +13,7 @@ from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard
 from mpistrat.groups.agreement import Agreement, CallsDifferError
-from mpistrat.transports.steps import Steps, until
+from mpistrat.steps import Steps, until
 
 
 class GpuArrays:
@@ -68,7 +68,7 @@ class GpuArrays:
                 raise self._guard.fail_current(error) from None
 
     def _end(self) -> Steps:
-        for waits in until(self.device.current_stream().record()):
+        for waits in until(self.device.current_stream().record().done):
             self.executor.raise_failure()
             yield waits
         self.executor.raise_failure()
@@ -81,7 +81,7 @@ class GpuArrays:
             with self.device.activate(self.stream):
                 self.stream.wait(enqueued)
                 results = carry_out()
-                finish(self.abort_on_error(until(self.stream.record())))
+                finish(self.abort_on_error(until(self.stream.record().done)))
             return results
 
         return run

@@ -24,7 +24,7 @@ from mpistrat.execution.program import Program
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Signature
 from mpistrat.reduction import ReduceOp, quiet
-from mpistrat.transports.steps import Steps
+from mpistrat.steps import Steps
 
 
 class Reductions:

@@ -179,8 +179,10 @@ class Device(ABC):
         """Return the current stream of the caller."""
 
 
-def address(array: DeviceArray) -> int:
-    """Return the device address of an array; that of an empty one may be 0."""
+def address(array: NDArray[Any] | DeviceArray) -> int:
+    """Return the address of an array's first element, on the host or a device; that of an empty one may be 0."""
+    if isinstance(array, np.ndarray):
+        return int(array.__array_interface__["data"][0])
     try:
         return int(array.data.ptr)  # CuPy: some microseconds faster than the whole interface
     except (AttributeError, ValueError):  # NumPy's `data` raises for dtypes such as bfloat16

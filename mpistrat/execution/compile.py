@@ -24,9 +24,9 @@ from mpistrat.execution.program import Bucket, Lanes
 from mpistrat.packing.layout import Layout
 from mpistrat.packing.wire import Cast, Wire
 from mpistrat.reduction import Fold, ReduceOp, divide
+from mpistrat.steps import WORKED, Steps
 from mpistrat.transports.base import FlatArrays, Operation, SegmentCache
 from mpistrat.transports.nccl import NcclTransport
-from mpistrat.transports.steps import WORKED, Steps
 
 SLOT_ALIGNMENT_BYTES = 4096
 _OVER_ALL = (Phase(Verb.ALL_REDUCE, Scope.WORLD),)

@@ -24,11 +24,10 @@ from mpistrat.groups.group import Group
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp
+from mpistrat.steps import WAITING, Steps
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
-from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.nccl import NcclTransport, nccl_refusal
 from mpistrat.transports.pairwise import Caster, ordered_all_reduce
-from mpistrat.transports.steps import WAITING, Steps
 
 DIRECT_FROM_BYTES = 1 << 20  # per array: smaller ones are packed faster than one operation each is launched
 
@@ -49,8 +48,9 @@ class DeviceExecutor(Executor):
     def __init__(self, host: Executor, device: Device, model: CostModel) -> None:
         super().__init__(host.hierarchy, device_transports(host.hierarchy, device, host.transports))
         self.device, self._device, self.timeline = device, device, host.timeline
-        self._shares_memory = host._shares_memory  # ranks compare calls in host memory
-        is_direct = any(rail.name == CudaAwareTransport.name for rail in self.rails.values())
+        # ranks compare calls in host memory
+        self._shares_memory, self._compares_inside = host._shares_memory, host._compares_inside
+        is_direct = any(rail.takes_device_memory for rail in self.rails.values())
         self.model = replace(model, direct_rails=is_direct)
         self._copied_out: Event | None = None
         self._notice = AbortNotice(host.hierarchy.world_group)
@@ -204,12 +204,9 @@ class DeviceExecutor(Executor):
 
         Those with error feedback are made on the host, which keeps the errors.
         """
-        order = [(rank, 0) for rank in range(group.size)]
 
         def through_host(whole: Array, cast: Caster | None) -> Operation:
-            return self.transports.world.via_host(
-                whole, lambda copy: ordered_all_reduce(group, [copy], order, copy, op, channel, cast)
-            )
+            return self.transports.world.via_host(whole, lambda copy: ordered_all_reduce(group, copy, op, channel, cast))
 
         if caster is None or caster.keeps_errors:
             return through_host(buffer, caster)

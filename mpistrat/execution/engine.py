@@ -26,7 +26,7 @@ from queue import SimpleQueue
 
 from mpistrat.errors import UnavailableError
 from mpistrat.launch import abort
-from mpistrat.transports.steps import yield_core
+from mpistrat.steps import yield_core
 from mpistrat.watch.recorder import recorder
 
 # the increment of the sleeps and the longest one: sleeping delays messages, but leaves the core to the program

@@ -20,12 +20,12 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.packing.fuse import CopyIn, CopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
+from mpistrat.steps import Steps
 from mpistrat.timeline import Timeline
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.pairwise import Caster, ordered_all_reduce
 from mpistrat.transports.shared_memory import EXCHANGE_BYTES, exchange
-from mpistrat.transports.steps import Steps
 
 Casters = Callable[[int, int], Caster]
 """Returns the cast of a part of a chunk that is sent between nodes: ``casters(index of the part, elements)``."""
@@ -79,8 +79,20 @@ class Executor:
         self.slots = Slots()
         self.generation = 0  # how often the scratch memory was enlarged, and these were unbound
         self.bound_plans: WeakSet[_ScratchUser] = WeakSet()
-        self._shares_memory = hierarchy.all_agree(self.intra.window is not None or hierarchy.intra.size == 1)
+        self._agree()
         self.largest_pack_bytes = 0
+
+    def _agree(self) -> None:
+        """Find out what holds for the transports of all ranks. A collective call."""
+        is_alone, small_rails = self.hierarchy.intra.size == 1, self.transports.small_rails
+        mine = (
+            is_alone or self.intra.window is not None,
+            is_alone or self.intra.compares_calls,
+            all(rail.compares_calls for rail in small_rails.values()),
+            all(rail.compares_calls for rail in self.rails.values()),
+        )
+        all_ranks = zip(*self.hierarchy.world_group.comm.allgather(mine), strict=True)
+        self._shares_memory, self._compares_inside, self._small_rails_compare, self._rails_compare = map(all, all_ranks)
 
     def max_in_flight(self, depth: int) -> int:
         """Return how many of `depth` chunks may be in flight between nodes."""
@@ -153,18 +165,15 @@ class Executor:
     def detects_mismatch(self, phases: Sequence[Phase], shard_bytes: int = 0, is_ordered: bool = False) -> bool:
         """Return whether a rank in another call is found before results are used: the same on all ranks.
 
-        Barriers in shared memory compare calls, and messages carry the digest of the call in their tag. MPI's collectives do
-        neither; the transport over all ranks compares calls itself.
+        `Transport.compares_calls` says it; the transport over all ranks compares calls itself.
         """
         for phase in phases:
-            if phase.scope is Scope.INTRA and not self._shares_memory:
+            if phase.scope is Scope.INTRA and not self._compares_inside:
                 return False
-            if phase.scope is Scope.INTER and not is_ordered and self._rails_by_mpi(shard_bytes):
+            rails_compare = self._small_rails_compare if shard_bytes < RING_FROM_BYTES else self._rails_compare
+            if phase.scope is Scope.INTER and not is_ordered and not rails_compare:
                 return False
         return True
-
-    def _rails_by_mpi(self, shard_bytes: int) -> bool:
-        return shard_bytes < RING_FROM_BYTES or self.hierarchy.settings[settings.INTER_TRANSPORT] == "mpi"
 
     def adds_in_order(self, dtype: np.dtype[Any], op: ReduceOp) -> bool:
         """Return whether the transport inside the node adds such values in the order of the ranks, as NumPy does."""
@@ -208,8 +217,8 @@ class Executor:
 
     @property
     def scatters(self) -> bool:
-        """Whether a true reduce-scatter is possible: through shared memory in each node, and rings between nodes."""
-        return self.device is None and self._shares_memory and self.hierarchy.settings[settings.INTER_TRANSPORT] != "mpi"
+        """Whether a true reduce-scatter is possible: through shared memory in each node, by rails that compare calls."""
+        return self.device is None and self._shares_memory and self._rails_compare
 
     def direct_reduce_scatter(self, bounds: Sequence[int], arrays: FlatArrays, fold: Fold) -> Steps:
         """Return the steps of a reduce-scatter of the caller's arrays inside the node: see `transports.shared_memory`.
@@ -261,7 +270,7 @@ class Executor:
 
     def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> Operation:
         """Bind an all-reduce of one buffer per rank, in the order of the ranks."""
-        return ordered_all_reduce(group, [buffer], [(rank, 0) for rank in range(group.size)], buffer, op, channel, caster)
+        return ordered_all_reduce(group, buffer, op, channel, caster)
 
     def _direct_all_reduce(self, arrays: FlatArrays, fold: Fold) -> Steps:
         """Return the steps of an all-reduce of the caller's arrays inside the node."""
@@ -286,7 +295,7 @@ class Executor:
             if refusal is not None:
                 warn_of_mpi(self.hierarchy.intra, wanted, str(refusal))
             # the memory of barriers and small arrays stays, until `close`
-            self.intra, self._shares_memory = MpiTransport(self.hierarchy.intra), False
+            self.intra, self._shares_memory, self._compares_inside = MpiTransport(self.hierarchy.intra), False, False
             self._arena = self.intra.allocate(nbytes)
             return
         if held_bytes:

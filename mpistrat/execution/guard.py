@@ -45,7 +45,7 @@ from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, DeadlineBarr
 from mpistrat.groups.group import MOST_UNCONFIRMED, keep_alive_for_peers
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import abort
-from mpistrat.transports.steps import Steps, drive, ends_soon
+from mpistrat.steps import Steps, drive, ends_soon
 from mpistrat.transports.window import NodeWindow, free_open_windows
 from mpistrat.watch import watcher
 from mpistrat.watch.record import RankFile

@@ -20,7 +20,7 @@ import numpy as np
 
 from mpistrat.algorithms.plan import Plan
 from mpistrat.arrays import Array
-from mpistrat.transports.steps import WAITING, WORKED, Steps
+from mpistrat.steps import WAITING, WORKED, Steps
 
 ChunkSteps = Callable[[int], Steps]
 Blocking = Callable[[Sequence[Array], Sequence[Array] | None], list[Array]]

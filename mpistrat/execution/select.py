@@ -146,7 +146,6 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
     elif taken and intra.one_shot_bytes is not None:
         between = f"one shot up to {format_bytes(intra.one_shot_bytes)} ({settings.ONE_SHOT_BYTES.name})"
     others = dict.fromkeys((n, kind, text) for n, kind, alone, text in answers if not alone and kind != NcclTransport.name)
-    by_mpi = any(rail.name == MpiTransport.name for rail in host.rails.values())
     return DeviceTransports(
         intra,
         world=StagedTransport(hierarchy.world_group, device, partial(_given, host.world)),
@@ -156,7 +155,7 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
         path=_path(taken, between),
         why=next((text for _, _, _, text in answers if text), ""),
         lacks_nccl="; ".join(f"{name} uses {kind}{f' ({text})' if text else ''}" for name, kind, text in others),
-        has_channels=not (by_mpi and any(rail.name == StagedTransport.name for rail in rails.values())),
+        has_channels=all(rail.has_channels for rail in rails.values()),
         everywhere=everywhere,
         combine_halves=all(kind in _COMBINE_HALVES for _, kind, _, _ in answers),
     )

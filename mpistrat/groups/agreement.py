@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -17,6 +17,7 @@ import numpy as np
 
 from mpistrat.errors import AgreementError, MpistratError
 from mpistrat.groups.group import Group, keep_alive_for_peers
+from mpistrat.steps import Steps, until
 from mpistrat.watch.verdict import mismatch_text
 from mpistrat.watch.watcher import watcher
 
@@ -153,8 +154,8 @@ class Agreement:
             raise error
         return self._rows[:, 1:]
 
-    def barrier(self, digest: int) -> Iterator[bool]:
-        """Yield (False) until all ranks have entered, and compare the digests of their calls. A collective call.
+    def barrier(self, digest: int) -> Steps:
+        """Wait until all ranks have entered, and compare the digests of their calls. A collective call.
 
         It makes the same call of MPI as `check`, so that a rank in the one is compared with a rank in the other. If digests
         differ, all ranks raise a CallsDifferError.
@@ -162,8 +163,7 @@ class Agreement:
         self._row[:] = ~digest, 0, 0, 0  # no rank passes such a digest to `check`
         request = self._group.comm.Iallgather(self._row, self._rows)
         try:
-            while not request.Test():
-                yield False
+            yield from until(request.Test)
         except BaseException:
             keep_alive_for_peers(request)
             raise

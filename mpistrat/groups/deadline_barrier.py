@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from mpistrat.errors import CollectiveError, DeadlineExceededError, UnavailableError
 from mpistrat.groups.group import Group, keep_alive_for_peers
+from mpistrat.steps import WAITING, Steps
 from mpistrat.text import ranks_text
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ SHORTEST_GRACE_SECONDS, LONGEST_GRACE_SECONDS = 0.2, 1.0
 # kinds of notices: "my deadline has passed, and I have entered"; "I have entered", in answer to that; "I enter no further
 # call", because a deadline has passed; the same, because a call has failed here
 _OVERDUE, _HERE, _GONE, _FAILED = 1, 2, 3, 4
-_WAITING = False
 
 # MPI may show a message only some probes after the one that received it
 _PROBES = 8
@@ -63,8 +63,8 @@ class DeadlineBarrier:
         what: Callable[[], str],
         seconds: float,
         absent: Callable[[], Collection[int]] = frozenset,
-    ) -> Iterator[bool]:
-        """Yield (False) until all ranks have started the collective that `enter` starts. A collective call.
+    ) -> Steps:
+        """Wait until all ranks have started the collective that `enter` starts. A collective call.
 
         If the deadline of a rank passes first, every rank that has entered raises a DeadlineExceededError, and so does a rank
         that tries to enter later. With 0 seconds this rank has none of its own: those of others hold all the same. `absent`
@@ -85,7 +85,7 @@ class DeadlineBarrier:
 
     def _wait(
         self, request: MPI.Request, what: Callable[[], str], seconds: float, absent: Callable[[], Collection[int]]
-    ) -> Iterator[bool]:
+    ) -> Steps:
         test = request.Test
         for _ in range(_SPINS):  # before this rank lets go of its core
             if test():
@@ -101,7 +101,7 @@ class DeadlineBarrier:
             elif now > deadline or self._gone or self._turn in self._here.values():
                 self._tell(_OVERDUE if now > deadline else _HERE, entered=True)
                 grace_ends = now + _grace(seconds)
-            yield _WAITING
+            yield WAITING
         if grace_ends < math.inf and self._listen():
             self._tell(_GONE, entered=True)
             raise self._not_all_entered(what, seconds, time.monotonic() > deadline, absent())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from mpistrat.settings import CHECK, Snapshot
+from mpistrat.steps import Steps
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,7 +39,7 @@ class CurrentCall:
         self.calls: list[int] = []
         self.must_poll, self.has_failed, self.settings = False, False, Snapshot()  # compared by the communicator
         self.compare_history: Callable[[int], None] = _compare_nothing
-        self.drive: Callable[[Iterator[bool]], None] = _run_to_end
+        self.drive: Callable[[Steps], None] = _run_to_end
         tag_ub = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0
         self._span = (min(int(tag_ub), _MAX_TAG) - _FIRST_TAG) // _CHANNELS if self.settings[CHECK] else 0
 
@@ -82,7 +83,7 @@ def weight(nbytes: int) -> int:
     return nbytes // _BYTES_PER_CALL + 1
 
 
-def _run_to_end(steps: Iterator[bool]) -> None:
+def _run_to_end(steps: Steps) -> None:
     for _ in steps:
         os.sched_yield()
 

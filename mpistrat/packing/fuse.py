@@ -1,6 +1,6 @@
 """Copy arrays into a bucket's buffer and out of it: one pass over memory that also casts, and divides for MEAN.
 
-Both copies are steps (`transports.steps`): they yield after each segment of at most SEGMENT_BYTES, so that the caller can
+Both copies are steps (`mpistrat.steps`): they yield after each segment of at most SEGMENT_BYTES, so that the caller can
 advance messages in between.
 """
 

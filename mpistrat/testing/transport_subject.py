@@ -16,9 +16,9 @@ from mpistrat.arrays import Array
 from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, combine
+from mpistrat.steps import Steps, drive
 from mpistrat.testing.transport_cases import VERBS, Case, inputs, poison
 from mpistrat.transports.base import Operation, Transport
-from mpistrat.transports.steps import Steps, drive
 
 LARGE_COUNT = 80_001  # of 4 bytes: several segments and cache blocks
 SLOT_BYTES = 4 * LARGE_COUNT + 4092

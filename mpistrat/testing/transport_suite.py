@@ -20,10 +20,10 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
+from mpistrat.steps import WORKED, Steps
 from mpistrat.testing.transport_cases import DTYPES, VERBS, Case, cases, divisions, operations
 from mpistrat.testing.transport_subject import LARGE_COUNT, NUM_SLOTS, SLOT_BYTES, STUCK_SECONDS, Subject
 from mpistrat.transports.base import Transport
-from mpistrat.transports.steps import WORKED, Steps
 
 __all__ = ["check_transport"]
 

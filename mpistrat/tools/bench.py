@@ -29,10 +29,10 @@ from mpistrat.launch.bootstrap import library_version, start
 from mpistrat.launch.gpu_binding import what_is_bound
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
+from mpistrat.steps import drive, until
 from mpistrat.text import format_bytes
 from mpistrat.tools import run
 from mpistrat.topology.discover import check_gpu_assignment, discover
-from mpistrat.transports.steps import drive, until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -143,7 +143,7 @@ def timed(run: Callable[[], object], communicator: Communicator) -> Callable[[],
 
     def until_complete() -> None:
         run()
-        drive(until(device.current_stream().record()), lambda: "a call that is measured on GPUs", DEADLINE_SECONDS)
+        drive(until(device.current_stream().record().done), lambda: "a call that is measured on GPUs", DEADLINE_SECONDS)
 
     return until_complete
 

@@ -22,7 +22,7 @@ from mpistrat.device.abstract import Device
 from mpistrat.device.kernels import Segment
 from mpistrat.groups.group import Group
 from mpistrat.reduction import Fold, ReduceOp
-from mpistrat.transports.steps import Steps
+from mpistrat.steps import Steps
 from mpistrat.transports.window import NodeWindow
 
 if TYPE_CHECKING:
@@ -132,6 +132,12 @@ class Transport(ABC):
     """Whether `all_reduce_in_order` adds in the order of the ranks."""
     peers_read: bool = False
     """Whether peers read this rank's memory by themselves, so that copies to it must have completed before a barrier."""
+    compares_calls: bool = False
+    """Whether messages or barriers of different calls never match; calls over other transports are compared afterwards."""
+    has_channels: bool = False
+    """Whether operations on different channels may begin in any order: if not, all ranks must begin them in the same one."""
+    takes_device_memory: ClassVar[bool] = False
+    """Whether memory of a GPU is sent as it is, and not staged through the host."""
     one_shot_bytes: int | None = None
     """The largest buffer that is summed in one shot, the same on all ranks, which may be set; None: it has no such choice."""
 

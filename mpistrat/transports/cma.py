@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from mpistrat.device.abstract import address
 from mpistrat.errors import UnavailableError
 from mpistrat.groups.group import Group
 from mpistrat.launch import process
 from mpistrat.settings import PEER_MEMORY
-from mpistrat.transports.steps import address
 
 # the Yama security module lets a process attach only to descendants, and to processes that have admitted it or an ancestor
 _PR_SET_PTRACER = 0x59616D61

@@ -26,9 +26,9 @@ from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.launch.cuda_awareness import find_verdict
 from mpistrat.reduction import ReduceOp
+from mpistrat.steps import Steps, drive, until
 from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.ring import BoundRing, Ring
-from mpistrat.transports.steps import Steps, drive, until
 
 # MPI matches each message, and registers its memory where it must; UCX pipelines memory of NVIDIA GPUs in fragments of 4 MiB
 SEGMENT_BYTES = 1 << 22
@@ -44,6 +44,8 @@ class CudaAwareTransport(Transport):
     """All verbs on device memory, for an MPI that takes it."""
 
     name = "cuda_aware"
+    compares_calls = has_channels = True  # by the tags of its messages
+    takes_device_memory = True
 
     def __init__(self, group: Group, device: Device | None = None, segment_bytes: int = SEGMENT_BYTES) -> None:
         super().__init__(group)
@@ -148,7 +150,7 @@ class CudaAwareTransport(Transport):
 
         def run() -> Steps:
             if sends:  # the buffer is written, and nobody reads what will be overwritten
-                yield from until(device.current_stream().record())
+                yield from until(device.current_stream().record().done)
                 yield from bound.run()
 
         return Operation(run, [Part(0, buffer.size, (buffer,))])

@@ -28,8 +28,8 @@ from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import ONE_SHOT_BYTES
+from mpistrat.steps import Steps, until
 from mpistrat.transports.base import Operation, Part, Transport
-from mpistrat.transports.steps import Steps, until
 from mpistrat.transports.window import NodeWindow, window_refusal
 
 SHARED_BLOCK_BYTES = 1 << 21  # CUDA shares whole blocks of this size, and smaller allocations lie in one together
@@ -184,7 +184,7 @@ class CudaIpcTransport(Transport):
                 return
             self._stream.wait(self._device.current_stream().record())
             self._stream.launch(kernel, num_blocks(count, itemsize), arguments)
-            yield from until(self._stream.record())
+            yield from until(self._stream.record().done)
 
         return run
 
@@ -192,7 +192,7 @@ class CudaIpcTransport(Transport):
         """Return the operation that waits until the memory of all ranks is ready, then acts."""
 
         def run() -> Steps:
-            yield from until(self._device.current_stream().record())
+            yield from until(self._device.current_stream().record().done)
             yield from self._sync_window.barrier()
             if act is not None:
                 yield from act()

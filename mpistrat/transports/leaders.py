@@ -17,7 +17,8 @@ import numpy as np
 from mpistrat.arrays import Array, part_bounds
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import ReduceOp, combine, quiet_call
-from mpistrat.transports.steps import WAITING, Steps
+from mpistrat.steps import Steps, until
+from mpistrat.transports.mpi import byte_message
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -119,8 +120,8 @@ class LeaderSum:
         comm = self._group.comm
         # a tag for each round: MPI may start what it is told to start together in any order
         plan = [(self._group.call.tag(channel), each) for channel, each in enumerate(self._plan)]
-        received = [[comm.Recv_init(_message(one), peer, tag) for peer, one in each.receives.items()] for tag, each in plan]
-        sent = [[comm.Send_init(_message(one), peer, tag) for peer, one in each.sends.items()] for tag, each in plan]
+        received = [[comm.Recv_init(byte_message(one), peer, tag) for peer, one in each.receives.items()] for tag, each in plan]
+        sent = [[comm.Send_init(byte_message(one), peer, tag) for peer, one in each.sends.items()] for tag, each in plan]
         self._requests = [request for requests in (*received, *sent) for request in requests]
         first = [*(request for requests in received for request in requests), *sent[0]]
         rounds = [
@@ -186,18 +187,6 @@ def _halving(rounds: Sequence[_Members], rank: int, own: Array, result: Array) -
     for gather in reversed(gathers):
         mine = gather.pop(rank)
         yield _Round(dict.fromkeys(gather, mine), gather)
-
-
-def until(has_arrived: Callable[[], bool]) -> Steps:
-    """Return the steps that wait for a message."""
-    while not has_arrived():
-        yield WAITING
-
-
-def _message(array: Array) -> list[Any]:
-    from mpi4py import MPI
-
-    return [array, array.nbytes, MPI.BYTE]
 
 
 def _nothing() -> None:

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, as_bytes
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import ReduceOp, combine, quiet
 from mpistrat.settings import MAX_MESSAGE_BYTES
+from mpistrat.steps import Steps, until
 from mpistrat.transports.base import Operation, Part, Transport
-from mpistrat.transports.steps import WAITING, Steps
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -81,6 +82,20 @@ class MpiTransport(Transport):
         comm = self.group.comm
         return _operation(buffer, [partial(comm.Ibcast, as_message(part), root) for part in self._split(buffer)])
 
+    def exchange(self, sends: Sequence[Array], receives: Sequence[Array]) -> Steps:
+        """Send a C-contiguous array to each peer, and receive one from each. A collective call.
+
+        There is one for each rank; this rank's own is ignored.
+        """
+        comm, tag, peers = self.group.comm, self.group.call.tag(0), peers_in_turn(self.group)
+        arriving = (
+            comm.Irecv(as_message(part), peer, tag)
+            for peer in reversed(peers)
+            for part in self._split(as_bytes(receives[peer]))
+        )
+        leaving = (comm.Isend(as_message(part), peer, tag) for peer in peers for part in self._split(as_bytes(sends[peer])))
+        yield from until_complete(chain(arriving, leaving), (sends, receives))
+
     def _split(self, buffer: Array) -> list[Array]:
         """Split a buffer into views of at most MPISTRAT_MAX_MESSAGE_BYTES."""
         if buffer.nbytes <= self._limit_bytes:
@@ -101,6 +116,11 @@ class MpiTransport(Transport):
         if (op, dtype) not in self._ops:
             self._ops[op, dtype] = mpi_op(op, dtype)
         return self._ops[op, dtype]
+
+
+def peers_in_turn(group: Group) -> list[int]:
+    """Return the peers in the order in which a rank sends to them: each begins with the next one, not all with the same."""
+    return [(group.rank + distance) % group.size for distance in range(1, group.size)]
 
 
 def mpi_datatype(dtype: np.dtype[Any]) -> MPI.Datatype:
@@ -143,14 +163,20 @@ def as_message(array: Array) -> list[Any]:
     return [array, array.size, mpi_datatype(array.dtype)]
 
 
+def byte_message(array: Array) -> list[Any]:
+    """Return a C-contiguous array of any dtype as a message of bytes."""
+    from mpi4py import MPI
+
+    return [as_bytes(array), array.nbytes, MPI.BYTE]
+
+
 def until_complete(requests: Iterable[MPI.Request], memory: object) -> Steps:
     """Start all requests, then wait for them; if one fails, the `memory` that they work on is never freed."""
     started: list[MPI.Request] = []
     try:
         started.extend(requests)
         for request in started:
-            while not request.Test():
-                yield WAITING
+            yield from until(request.Test)
     except BaseException:  # MPI may go on reading and writing there
         keep_alive_for_peers((started, memory))
         raise

@@ -21,10 +21,10 @@ from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import openmpi
 from mpistrat.reduction import Fold, ReduceOp, divide
+from mpistrat.steps import Steps
 from mpistrat.transports.base import FlatArrays, Operation, Part
 from mpistrat.transports.mpi import MpiTransport, until_complete
 from mpistrat.transports.small import SmallAllReduce, SmallExchange
-from mpistrat.transports.steps import Steps
 from mpistrat.transports.window import NodeWindow
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from mpistrat.errors import TransportError
 from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
+from mpistrat.steps import WAITING, Steps
 from mpistrat.text import ranks_text
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
-from mpistrat.transports.steps import WAITING, Steps
 
 JOIN_SECONDS = 120.0
 POLLS_PER_CHECK = 64

@@ -1,62 +1,31 @@
-"""Pairwise exchanges: every rank sends to each of its peers, and receives from each, in nonblocking messages.
+"""pairwise: an all-reduce in which every rank sends to each of its peers, and receives from each, in nonblocking messages.
 
-Two of them are an all-reduce that adds in a given order, and may send in a narrower dtype: each rank receives its part of the
-buffer from all others, folds the addends in order, and sends the result to all others. These are as many bytes as a ring sends,
-in 2 steps instead of ``2 (n - 1)``, with ``2 (n - 1)`` messages per rank and segment. The order of the addends of an element
-does not depend on which rank folds it, so the bits of the result depend on values and order alone.
+It adds in the order of the ranks, and may send in a narrower dtype: each rank receives its part of the buffer from all others,
+folds the addends in order, and sends the result to all others. These are as many bytes as a ring sends, in 2 steps instead of
+``2 (n - 1)``, with ``2 (n - 1)`` messages per rank and segment. The order of the addends of an element does not depend on which
+rank folds it, so the bits of the result depend on values and order alone.
 
 Parts are sent in segments: while one arrives, earlier ones are folded and sent on. All receives are posted at the beginning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_bytes
+from mpistrat.arrays import Array
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, combine
 from mpistrat.settings import MAX_MESSAGE_BYTES
+from mpistrat.steps import WORKED, Steps, until
 from mpistrat.transports.base import Operation, Part
-from mpistrat.transports.mpi import until_complete
+from mpistrat.transports.mpi import byte_message, peers_in_turn
 from mpistrat.transports.ring import SEGMENT_BYTES
-from mpistrat.transports.steps import WAITING, WORKED, Steps
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-
-class Pairwise:
-    """Sends one array to each peer and receives one from each; bound once and run any number of times by all ranks.
-
-    There is one C-contiguous array for each rank; this rank's own is ignored.
-    """
-
-    def __init__(self, group: Group, sends: Sequence[Array], receives: Sequence[Array], channel: int = 0) -> None:
-        self._comm, self._call, self._channel = group.comm, group.call, channel
-        limit = group.settings[MAX_MESSAGE_BYTES]
-        peers = _peers(group)
-        self._sends = [(message, peer) for peer in peers for message in _messages(sends[peer], limit)]
-        self._receives = [(message, peer) for peer in reversed(peers) for message in _messages(receives[peer], limit)]
-
-    def run(self) -> Steps:
-        """Return the steps of one exchange. A collective call."""
-        comm, tag = self._comm, self._call.tag(self._channel)
-        receives = (comm.Irecv(message, peer, tag) for message, peer in self._receives)
-        sends = (comm.Isend(message, peer, tag) for message, peer in self._sends)
-        yield from until_complete(chain(receives, sends), self)
-
-
-def _messages(array: Array, limit_bytes: int) -> list[list[Any]]:
-    """Return the messages that carry an array, each of at most `limit_bytes`."""
-    from mpi4py import MPI
-
-    flat = as_bytes(array)
-    starts = range(0, flat.size, limit_bytes)
-    return [[flat[start : start + limit_bytes], min(limit_bytes, flat.size - start), MPI.BYTE] for start in starts]
 
 
 class Caster(Protocol):
@@ -76,23 +45,13 @@ class Caster(Protocol):
         """Cast back to `values`."""
 
 
-def ordered_all_reduce(
-    group: Group,
-    addends: Sequence[Array],
-    order: Sequence[tuple[int, int]],
-    target: Array,
-    op: ReduceOp,
-    channel: int = 0,
-    caster: Caster | None = None,
-) -> Operation:
-    """Bind: fold the addends of all ranks in a given order; every rank gets the same bits.
+def ordered_all_reduce(group: Group, buffer: Array, op: ReduceOp, channel: int = 0, caster: Caster | None = None) -> Operation:
+    """Bind: fold the buffers of all ranks in place, in the order of the ranks; every rank gets the same bits.
 
-    `addends` are this rank's; `order` has the rank in the group, and the index there, of each addend in turn. The target may be
-    one of the addends. 16-bit floats are folded in float32, and rounded once. A caster, for one addend per rank, casts what is
-    sent; it is folded in the dtype of the target.
+    16-bit floats are folded in float32, and rounded once. A caster casts what is sent; it is folded in the buffer's dtype.
     """
-    bound = _Ordered(group, addends, order, target, op, channel, caster)
-    return Operation(bound.run, [Part(0, target.size, (target,))], bound.scratch_bytes)
+    bound = _Ordered(group, buffer, op, channel, caster)
+    return Operation(bound.run, [Part(0, buffer.size, (buffer,))], bound.scratch_bytes)
 
 
 class _Ordered:
@@ -101,32 +60,22 @@ class _Ordered:
     Messages between two ranks are ordered on one channel: first the addends, segment by segment, then the results.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        addends: Sequence[Array],
-        order: Sequence[tuple[int, int]],
-        target: Array,
-        op: ReduceOp,
-        channel: int,
-        caster: Caster | None,
-    ) -> None:
-        self.group, self.channel, self.fold, self.caster = group, channel, combine(op), caster
-        self.addends, self.target = addends, target
-        dtype = target.dtype if caster is None else caster.dtype
+    def __init__(self, group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> None:
+        self.group, self.buffer, self.channel, self.fold, self.caster = group, buffer, channel, combine(op), caster
+        dtype = buffer.dtype if caster is None else caster.dtype
         step = max(1, min(SEGMENT_BYTES, group.settings[MAX_MESSAGE_BYTES]) // dtype.itemsize)
-        self.segments = _segments(target.size, group.size, step)
-        self.peers = _peers(group)
-        self.sent = addends if caster is None else [np.empty(target.size, dtype)]
-        self.published = np.empty(target.size, dtype)
-        folded = np.dtype(np.float32) if target.dtype in HALF_DTYPES else target.dtype
-        self.total, self.wide = np.empty((2, min(step, target.size)), folded)
+        self.segments = _segments(buffer.size, group.size, step)
+        self.peers = peers_in_turn(group)
+        self.sent = buffer if caster is None else np.empty(buffer.size, dtype)
+        self.published = np.empty(buffer.size, dtype)
+        folded = np.dtype(np.float32) if buffer.dtype in HALF_DTYPES else buffer.dtype
+        self.total, self.wide = np.empty((2, min(step, buffer.size)), folded)
         own = self.segments[group.rank]
         part = slice(own[0][0], own[-1][1]) if own else slice(0)
-        received = [np.empty(0 if rank == group.rank else self.published[part].size, dtype) for rank, _ in order]
-        self.rows = [self.sent[index][part] if rank == group.rank else received[i] for i, (rank, index) in enumerate(order)]
-        self.sources = [rank for rank, _ in order]
-        owned = [*received, self.published, self.total, self.wide, *([] if caster is None else self.sent)]
+        received = {peer: np.empty(self.published[part].size, dtype) for peer in self.peers}
+        # the addends of this rank's part, in the order of the ranks
+        self.rows = [received.get(rank, self.sent[part]) for rank in range(group.size)]
+        owned = [*received.values(), self.published, self.total, self.wide, *([] if caster is None else [self.sent])]
         self.scratch_bytes = sum(array.nbytes for array in owned)
 
     def run(self) -> Steps:
@@ -145,7 +94,7 @@ class _Ordered:
         receives = [
             self._receive(row[start - first : stop - first], source)
             for start, stop in own
-            for row, source in zip(self.rows, self.sources, strict=True)
+            for source, row in enumerate(self.rows)
             if source != rank
         ]
         results = [
@@ -159,34 +108,33 @@ class _Ordered:
         pending = iter(receives)
         for start, stop in own:
             total = self.total[: stop - start]
-            for index, (row, source) in enumerate(zip(self.rows, self.sources, strict=True)):
+            for source, row in enumerate(self.rows):
                 if source != rank:
-                    yield from _wait(next(pending))
-                self._add(total, row[start - first : stop - first], is_first=index == 0)
+                    yield from until(next(pending).Test)
+                self._add(total, row[start - first : stop - first], is_first=source == 0)
                 yield WORKED
             self._publish(total, start, stop)
             requests += [self._send(self.published[start:stop], peer) for peer in self.peers]
             yield WORKED
-        # the target may be an addend that is still being sent
+        # results replace addends, which must have been sent
         for request in requests[len(receives) + len(results) : contributed]:
-            yield from _wait(request)
+            yield from until(request.Test)
         for request, start, stop in results:
-            yield from _wait(request)
-            self._take(self.published[start:stop], self.target[start:stop])
+            yield from until(request.Test)
+            self._take(self.published[start:stop], self.buffer[start:stop])
             yield WORKED
         for request in requests[contributed:]:
-            yield from _wait(request)
+            yield from until(request.Test)
 
     def _scatter(self, requests: list[MPI.Request]) -> Steps:
         """Send each peer its part of the addends, one segment per peer in turn."""
         for turn in range(max(map(len, self.segments))):
             for peer in [*self.peers, self.group.rank]:
                 for start, stop in self.segments[peer][turn : turn + 1]:
-                    for addend, sent in zip(self.addends, self.sent, strict=True):
-                        if self.caster is not None:
-                            self.caster.compress(addend[start:stop], sent[start:stop], start)
-                        if peer != self.group.rank:
-                            requests.append(self._send(sent[start:stop], peer))
+                    if self.caster is not None:
+                        self.caster.compress(self.buffer[start:stop], self.sent[start:stop], start)
+                    if peer != self.group.rank:
+                        requests.append(self._send(self.sent[start:stop], peer))
                     yield WORKED
 
     def _add(self, total: Array, row: Array, is_first: bool) -> None:
@@ -205,7 +153,7 @@ class _Ordered:
             np.copyto(published, total)
         else:
             self.caster.compress_total(total, published, start)
-        self._take(published, self.target[start:stop])
+        self._take(published, self.buffer[start:stop])
 
     def _take(self, sent: Array, values: Array) -> None:
         if self.caster is None:
@@ -214,29 +162,13 @@ class _Ordered:
             self.caster.decompress(sent, values)
 
     def _send(self, array: Array, peer: int) -> MPI.Request:
-        return self.group.comm.Isend(_message(array), peer, self.tag)
+        return self.group.comm.Isend(byte_message(array), peer, self.tag)
 
     def _receive(self, array: Array, peer: int) -> MPI.Request:
-        return self.group.comm.Irecv(_message(array), peer, self.tag)
-
-
-def _peers(group: Group) -> list[int]:
-    """Return the peers in the order in which a rank sends to them: each begins with the next one, not all with the same."""
-    return [(group.rank + distance) % group.size for distance in range(1, group.size)]
+        return self.group.comm.Irecv(byte_message(array), peer, self.tag)
 
 
 def _segments(count: int, parts: int, step: int) -> list[list[tuple[int, int]]]:
     """Return the bounds of the segments of each of the equal parts of `count` elements."""
     bounds = [index * count // parts for index in range(parts + 1)]
     return [[(first, min(first + step, stop)) for first in range(start, stop, step)] for start, stop in pairwise(bounds)]
-
-
-def _message(array: Array) -> list[Any]:
-    from mpi4py import MPI
-
-    return [array.view(np.uint8), array.nbytes, MPI.BYTE]
-
-
-def _wait(request: MPI.Request) -> Steps:
-    while not request.Test():
-        yield WAITING

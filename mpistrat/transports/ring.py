@@ -19,9 +19,9 @@ from mpistrat.device.abstract import Event
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import ReduceOp, combine
 from mpistrat.settings import MAX_MESSAGE_BYTES
+from mpistrat.steps import WAITING, WORKED, Steps, until
 from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.mpi import MpiTransport, as_message
-from mpistrat.transports.steps import WAITING, WORKED, Steps
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -179,8 +179,7 @@ class BoundRing:
                     worked = True
                 yield WORKED if worked else WAITING
             for request in sent:
-                while not request.Test():
-                    yield WAITING
+                yield from until(request.Test)
         except BaseException:
             keep_alive_for_peers((self, sent, arriving))  # MPI may still write there
             raise
@@ -190,6 +189,7 @@ class MpiRingTransport(Transport):
     """All-reduce, reduce-scatter and all-gather by rings over Isend and Irecv, bandwidth-optimal between nodes."""
 
     name = "mpi_ring"
+    compares_calls = has_channels = True  # by the tags of its messages
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)

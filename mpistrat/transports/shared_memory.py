@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.arrays import Array
+from mpistrat.device.abstract import address
 from mpistrat.device.kernels import Segment
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import Fold, ReduceOp, combine
+from mpistrat.steps import WORKED, Steps
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
 from mpistrat.transports.cma import IoVectors
-from mpistrat.transports.steps import WORKED, Steps, address
 from mpistrat.transports.window import NodeWindow, window_refusal
 
 FOLD_BYTES = 1 << 17  # the blocks of all peers and of the sum fit in the cache of one core
@@ -44,6 +45,7 @@ class SharedMemoryTransport(Transport):
     """
 
     name = "shared_memory"
+    compares_calls = True  # every barrier does
     combines_arrays = True
     adds_in_order = True  # each rank folds the slots of all as it copies the result out
     window: NodeWindow

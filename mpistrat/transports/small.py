@@ -23,8 +23,8 @@ from mpistrat.arrays import Array
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.openmpi import num_cores, yields_when_idle
 from mpistrat.reduction import ReduceOp, combine, quiet_call
-from mpistrat.transports.leaders import LeaderSum, radices, until
-from mpistrat.transports.steps import WAITING, Steps
+from mpistrat.steps import WAITING, Steps, until
+from mpistrat.transports.leaders import LeaderSum, radices
 from mpistrat.transports.window import CALL, ENTERED, LEAST_SMALL_BYTES, RESULT, RESULT_SLOTS, NodeWindow
 
 MOST_NODES = 4

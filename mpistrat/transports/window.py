@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat.arrays import Array
+from mpistrat.device.abstract import address
 from mpistrat.errors import TransportError
 from mpistrat.groups.agreement import CallsDifferError
 from mpistrat.groups.group import Group
 from mpistrat.settings import CHECK
+from mpistrat.steps import WAITING, Steps
 from mpistrat.text import format_bytes
 from mpistrat.transports.cma import CrossMemoryAttach
-from mpistrat.transports.steps import WAITING, Steps, address
 
 if TYPE_CHECKING:
     from mpi4py import MPI

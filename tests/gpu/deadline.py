@@ -14,8 +14,8 @@ from mpistrat.errors import DeadlineExceededError
 from mpistrat.groups.group import Group
 from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp
+from mpistrat.steps import drive
 from mpistrat.transports.nccl import NcclTransport
-from mpistrat.transports.steps import drive
 from tests.gpu.program import write_report
 
 DEADLINE_SECONDS = 2.0

@@ -28,8 +28,8 @@ from mpistrat.launch.bootstrap import start
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp
+from mpistrat.steps import drive
 from mpistrat.transports.staged import StagedTransport
-from mpistrat.transports.steps import drive
 from tests.gpu.program import STUCK_SECONDS, settle, write_report
 from tests.gradients import resnet50
 

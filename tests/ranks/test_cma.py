@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mpistrat.device.abstract import address
 from mpistrat.errors import UnavailableError
 from mpistrat.launch import process
 from mpistrat.settings import Snapshot
 from mpistrat.transports import cma
 from mpistrat.transports.cma import CrossMemoryAttach, IoVectors
-from mpistrat.transports.steps import address
 from tests.launches import needs_ranks
 
 

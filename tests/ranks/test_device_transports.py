@@ -16,6 +16,7 @@ from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups import group as groups
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import Snapshot
+from mpistrat.steps import WAITING, drive
 from mpistrat.testing.transport_cases import DTYPES, operations
 from mpistrat.testing.transport_suite import check_transport
 from mpistrat.transports import cuda_aware
@@ -23,7 +24,6 @@ from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.staged import StagedTransport
-from mpistrat.transports.steps import WAITING, drive
 from tests.gpu import deadline, on_host
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_nccl import StandInNccl

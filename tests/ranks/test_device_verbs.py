@@ -10,10 +10,10 @@ from mpistrat.device.kernels import TYPES
 from mpistrat.errors import AgreementError, DeadlineExceededError, InvalidArgumentError, TransportError, UnavailableError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, accumulation_dtype
+from mpistrat.steps import drive
 from mpistrat.testing.transport_cases import operations
 from mpistrat.topology.world import World
 from mpistrat.transports.nccl import NcclTransport, nccl_refusal
-from mpistrat.transports.steps import drive
 from tests.gpu import stand_in_arrays
 from tests.gpu.pair import Pair, values
 from tests.gpu.stand_in import StandInDevice

@@ -8,17 +8,21 @@ import pytest
 
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.communicator.communicator import Communicator
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.execution import compile as compiled
 from mpistrat.execution.executor import Executor
+from mpistrat.execution.select import TRANSPORTS
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import Snapshot
+from mpistrat.steps import drive
 from mpistrat.topology.world import World
 from mpistrat.transports import window
+from mpistrat.transports.mpi import MpiTransport
+from mpistrat.transports.ring import MpiRingTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
-from mpistrat.transports.steps import drive
 from tests.launches import needs_ranks, on_ranks, up_to_ranks
 
 FLOAT32 = np.dtype(np.float32)
@@ -151,6 +155,25 @@ def test_any_transport_will_do(comm, world, monkeypatch):
             assert (target == sum(range(world.size))).all(), bound.plan
     executor.close()
     hierarchy.close()
+
+
+class OfSomebodyElse(MpiTransport):
+    """A transport that says nothing of what it compares."""
+
+    name = "mine"
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("between", [OfSomebodyElse, MpiRingTransport])
+def test_calls_over_a_transport_that_does_not_compare_them_are_compared_later(comm, monkeypatch, between):
+    monkeypatch.setitem(TRANSPORTS, "mpi_ring", between)
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    options = CommunicationOptions(algorithm="hierarchical")
+    with Communicator(Hierarchy(comm, World.from_shape(f"{comm.size}x1"))) as communicator:
+        array = np.ones(1 << 16, np.float32)
+        assert (communicator.all_reduce(ReduceOp.SUM, array, options) == comm.size).all()
+        assert bool(communicator.hierarchy.call.unconfirmed) == (between is OfSomebodyElse)
+        assert communicator._executor.scatters == (between is MpiRingTransport)
 
 
 def test_a_transport_that_does_not_serve_is_refused_only_if_named(one_node, monkeypatch):

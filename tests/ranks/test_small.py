@@ -8,10 +8,10 @@ import pytest
 from mpistrat.errors import AgreementError, UnavailableError
 from mpistrat.groups.agreement import CallsDifferError, digest_of
 from mpistrat.reduction import combine
+from mpistrat.steps import drive
 from mpistrat.testing.transport_cases import DTYPES, inputs, operations
 from mpistrat.transports.mpi_world import WorldTransport
 from mpistrat.transports.small import MOST_NODES, SmallAllReduce
-from mpistrat.transports.steps import drive
 from mpistrat.transports.window import NodeWindow
 from tests.launches import needs_ranks, up_to_ranks
 

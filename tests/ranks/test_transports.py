@@ -12,6 +12,7 @@ from mpi4py import MPI
 from mpistrat.errors import TransportError
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp, combine
+from mpistrat.steps import drive
 from mpistrat.testing import transport_suite
 from mpistrat.testing.transport_cases import DTYPES, VERBS, inputs, operations, poison
 from mpistrat.testing.transport_suite import check_transport
@@ -19,7 +20,6 @@ from mpistrat.transports.base import FlatArrays, Operation, Part, SegmentCache
 from mpistrat.transports.mpi import MpiTransport, mpi_op
 from mpistrat.transports.ring import MpiRingTransport
 from mpistrat.transports.shared_memory import EXCHANGE_BYTES, SharedMemoryTransport
-from mpistrat.transports.steps import drive
 from tests.launches import needs_ranks, up_to_ranks
 
 BLOCKING_VERBS = {MpiTransport: tuple(VERBS), MpiRingTransport: (), SharedMemoryTransport: ()}

@@ -8,11 +8,11 @@ from mpi4py import MPI
 
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp, combine
+from mpistrat.steps import drive
 from mpistrat.testing.transport_cases import DTYPES, inputs, operations, poison
 from mpistrat.transports import mpi_world
 from mpistrat.transports.base import FlatArrays, SegmentCache
 from mpistrat.transports.mpi_world import WorldTransport
-from mpistrat.transports.steps import drive
 from tests.launches import up_to_ranks
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mpistrat.execution.compile import interleave
 from mpistrat.execution.program import overlap
-from mpistrat.transports.steps import WAITING, WORKED
+from mpistrat.steps import WAITING, WORKED
 
 Event = tuple[str, int, str]
 

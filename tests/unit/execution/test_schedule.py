@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from mpistrat.execution.program import overlap
-from mpistrat.transports.steps import WAITING, Steps
+from mpistrat.steps import WAITING, Steps
 
 Schedule = Callable[..., Steps]
 

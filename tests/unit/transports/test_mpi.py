@@ -11,8 +11,7 @@ import pytest
 
 from mpistrat.groups import group
 from mpistrat.settings import MAX_MESSAGE_BYTES
-from mpistrat.transports.mpi import until_complete
-from mpistrat.transports.pairwise import Pairwise
+from mpistrat.transports.mpi import MpiTransport, until_complete
 
 
 def test_memory_is_kept_where_the_second_of_several_requests_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +40,6 @@ def test_what_peers_write_to_is_kept_where_a_message_to_them_cannot_be_started(m
     ranks: Any = SimpleNamespace(comm=comm, call=call, rank=0, size=2, settings={MAX_MESSAGE_BYTES: 1 << 20})
     received = np.zeros(3)
     with pytest.raises(OSError, match="no more messages"):
-        list(Pairwise(ranks, [received, received], [received, received]).run())
+        list(MpiTransport(ranks).exchange([received, received], [received, received]))
     [(requests, _)] = kept
     assert [np.shares_memory(request, received) for request in requests] == [True]

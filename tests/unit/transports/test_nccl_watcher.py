@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from mpistrat.steps import drive
 from mpistrat.transports import nccl
 from mpistrat.transports.nccl import NcclWatcher
-from mpistrat.transports.steps import drive
 from tests.gpu.stand_in import UNFINISHED, StandInDevice
 
 

@@ -10,7 +10,7 @@ from itertools import repeat
 import pytest
 
 from mpistrat.errors import DeadlineExceededError
-from mpistrat.transports.steps import WAITING, WORKED, drive
+from mpistrat.steps import WAITING, WORKED, drive
 
 
 def test_steps_are_driven_to_the_end() -> None:

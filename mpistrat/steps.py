@@ -9,12 +9,10 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator
 
-from mpistrat.arrays import Array
-from mpistrat.device.abstract import Event
 from mpistrat.errors import DeadlineExceededError
 from mpistrat.reduction import quiet
 
-__all__ = ["WAITING", "WORKED", "Steps", "address", "drive", "ends_soon", "until", "yield_core"]
+__all__ = ["WAITING", "WORKED", "Steps", "drive", "ends_soon", "until", "yield_core"]
 
 Steps = Iterator[bool]
 WAITING, WORKED = False, True
@@ -101,9 +99,9 @@ def _drive(
             raise
 
 
-def until(event: Event) -> Steps:
-    """Return the steps that wait for an event of a GPU."""
-    while not event.done():
+def until(has_come: Callable[[], bool]) -> Steps:
+    """Return the steps that wait for a message, an event of a GPU, or a peer."""
+    while not has_come():
         yield WAITING
 
 
@@ -114,8 +112,3 @@ def yield_core(waits: int = 0) -> None:
     while all others waited for them.
     """
     os.sched_yield()
-
-
-def address(array: Array) -> int:
-    """Return the address of an array's first element."""
-    return int(array.__array_interface__["data"][0])
