@@ -84,7 +84,7 @@ def check_dtype(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None
 
 
 def check_across_replicas(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None:
-    """Do so across replicas, where SUM of booleans is not defined: NumPy counts them, MPI takes logical OR."""
+    """Check the same across replicas, where SUM of booleans is not defined: NumPy counts them, MPI takes logical OR."""
     check_dtype(op, dtype, name)
     if op is ReduceOp.SUM and dtype.kind == "b":
         raise UnsupportedDtypeError(

@@ -37,6 +37,8 @@ _LaidOut = tuple[np.dtype[Any], tuple[int, ...], Layout]
 class Planner:
     """Chooses plans for arrays in host memory, and compiles them. `say` logs which plan was chosen, and why."""
 
+    default_chunk_bytes = 0  # without MPISTRAT_CHUNK_BYTES; 0: the algorithm chooses
+
     def __init__(self, executor: Executor, say: Callable[[str], None], model: CostModel = DEFAULT) -> None:
         self.executor, self._world, self._say, self.model = executor, executor.hierarchy.world, say, model
         self._chunk_bytes = executor.hierarchy.settings[settings.CHUNK_BYTES]
@@ -157,7 +159,17 @@ class Planner:
 
     def _best(self, count: int, itemsize: int, algorithm: str, wire_itemsize: int) -> Choice:
         """Return the best plan for this memory, where addends may be summed in any order."""
-        return choose(self._world, count, itemsize, algorithm, self._chunk_bytes, self.model, wire_itemsize)
+        return choose(
+            self._world,
+            count,
+            itemsize,
+            algorithm,
+            self._chunk_bytes,
+            self.model,
+            wire_itemsize,
+            one_intra_phase=self.executor.device is not None,  # NCCL chooses the algorithm inside a node itself
+            default_chunk_bytes=self.default_chunk_bytes,
+        )
 
     def _plan_in_order(self, op: ReduceOp, count: int, dtype: np.dtype[Any]) -> Plan:
         """Return a plan that adds in the order of the replicas: inside one node, or by an exchange between all."""
@@ -167,8 +179,6 @@ class Planner:
         chunk_bytes = self._chunk_bytes or self.default_chunk_bytes
         *_, plan = planners.hierarchical(self._world, count, dtype.itemsize, chunk_bytes)  # in chunks
         return replace(plan, phases=(Phase(Verb.ALL_REDUCE, Scope.INTRA),), in_order=True)
-
-    default_chunk_bytes = 0
 
 
 class DevicePlanner(Planner):
@@ -217,20 +227,6 @@ class DevicePlanner(Planner):
             return choice
         # kernels of several communicators run one after the other, in an order that depends on nothing else
         return replace(choice, plan=replace(choice.plan, depth=1))
-
-    def _best(self, count: int, itemsize: int, algorithm: str, wire_itemsize: int) -> Choice:
-        # inside a node NCCL chooses the algorithm of an all-reduce itself
-        return choose(
-            self._world,
-            count,
-            itemsize,
-            algorithm,
-            self._chunk_bytes,
-            self.model,
-            wire_itemsize,
-            one_intra_phase=True,
-            default_chunk_bytes=self.default_chunk_bytes,
-        )
 
 
 def _pack(

@@ -35,11 +35,11 @@ from mpistrat.groups.agreement import (
     CallsDifferError,
     Completion,
     Signature,
-    after,
     calls_differ,
     chained,
     digest_of,
     keep_notes,
+    notes_text,
 )
 from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, DeadlineBarrier
 from mpistrat.groups.group import MOST_UNCONFIRMED, keep_alive_for_peers
@@ -84,7 +84,7 @@ class Call:
     @property
     def text(self) -> str:
         """The call with its arguments, and with the notes before it that tell something."""
-        return f"{self.arguments}{after(self.notes)}"
+        return f"{self.arguments}{notes_text(self.notes)}"
 
     def start_clock(self) -> None:
         """Start the clock of the deadline."""
@@ -311,7 +311,9 @@ class Guard:
     def agree(
         self, call: Call, error: Exception | None = None, facts: Sequence[int] = (0, 0), memory: Array | None = None
     ) -> Facts:
-        """Wait until all ranks make the same call; return two `facts` of each, and a third one. A collective call.
+        """Wait until all ranks make the same call; return each rank's two `facts`, and whether its call has a deadline.
+
+        A collective call.
 
         On a single node ranks may pass bytes, which the window returns until the next call. If calls differ, every rank raises
         an AgreementError, and one that passes an `error` that error.

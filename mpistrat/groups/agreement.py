@@ -71,7 +71,7 @@ class Signature:
 
     def text_after(self, noted: int) -> str:
         """Return the text of the call, with that of the notes before it, whose digest is `noted`."""
-        return self.text + after(_notes_of.get(noted, ()))
+        return self.text + notes_text(_notes_of.get(noted, ()))
 
 
 class CallsDifferError(Exception):
@@ -106,7 +106,7 @@ def keep_notes(digest: int, notes: Sequence[str], noted: int) -> None:
         _keep(digest, (*notes, *_notes_of.get(noted, ())))
 
 
-def after(notes: Sequence[str]) -> str:
+def notes_text(notes: Sequence[str]) -> str:
     """Return what was noted before a call, in words: the last few of it."""
     if not notes:
         return ""

@@ -28,7 +28,7 @@ from mpistrat.launch import survival
 from mpistrat.launch.openmpi import num_cores, yields_when_idle
 from mpistrat.logger import logger
 from mpistrat.parameter_server.tasks import TaskGroup
-from mpistrat.watch.recorder import encoded_activity, recorder
+from mpistrat.watch.recorder import encoded, recorder
 from mpistrat.watch.stall_report import others_report
 from mpistrat.watch.watcher import watcher
 
@@ -156,7 +156,7 @@ class Activity:
 @lru_cache(256)
 def _encoded(task: str, text: str, waits_for: str) -> bytes:
     does = ", ".join(filter(None, (text, waits_for and f"waits for {waits_for}")))
-    return encoded_activity(f"{task} {does}" if does else "")
+    return encoded(f"{task} {does}" if does else "")
 
 
 class Channel:

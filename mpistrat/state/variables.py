@@ -54,7 +54,7 @@ from mpistrat.state.changes import (
 _COMPARED_BYTES = 1 << 20  # of larger assigned values, evenly spaced elements are compared
 
 
-class Scope(Enum):
+class Participants(Enum):
     """The ranks that take part in a call of a variable: this one only, the replicas inside ``run``, or all ranks outside it."""
 
     LOCAL = 0
@@ -234,7 +234,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
             return self._view
         if self._aggregation is VariableAggregation.NONE:
             self._communicator.refuse(f"{self!r}.read", self._refusal("read", "read"))
-        self._compare("read", Scope.ALL_RANKS)
+        self._compare("read", Participants.ALL_RANKS)
         return self._aggregated(self._array)
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Array:
@@ -282,7 +282,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
 
     def writable(self) -> Array:
         """Return the writable array of this replica, which ``ctx.update(variable, fn)`` passes to `fn`; only inside ``run``."""
-        if self._scope("ctx.update of a variable") is Scope.ALL_RANKS:
+        if self._participants("ctx.update of a variable") is Participants.ALL_RANKS:
             wanted = f"inside strategy.run of {self._strategy!r}"
             raise misplaced(f"ctx.update of {self!r}", wanted, "ctx.update of a variable")
         return self._array
@@ -317,23 +317,23 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
             self._view.flags.writeable = False
         self._component = self._view
 
-    def _scope(self, call: str) -> Scope:
+    def _participants(self, call: str) -> Participants:
         """Return the ranks that take part in a call in the present context; another strategy's is refused."""
         inside = in_replica_context_of(self._strategy, call)
         if self._strategy is default_mode().strategy or get_update_replica_id() is not None:
-            return Scope.LOCAL
-        return Scope.REPLICAS if inside else Scope.ALL_RANKS
+            return Participants.LOCAL
+        return Participants.REPLICAS if inside else Participants.ALL_RANKS
 
     def _is_combined_here(self) -> bool:
         """Return whether reading the variable in the present context is a collective."""
         if self._strategy is default_mode().strategy:
             return False
-        return self._scope("reading a variable") is Scope.ALL_RANKS and self._is_on_read
+        return self._participants("reading a variable") is Participants.ALL_RANKS and self._is_on_read
 
-    def _concerns_others(self, scope: Scope) -> bool:
-        return scope is Scope.ALL_RANKS or (scope is Scope.REPLICAS and not self._is_on_read)
+    def _concerns_others(self, scope: Participants) -> bool:
+        return scope is Participants.ALL_RANKS or (scope is Participants.REPLICAS and not self._is_on_read)
 
-    def _refusing(self, method: str, scope: Scope) -> AbstractContextManager[None]:
+    def _refusing(self, method: str, scope: Participants) -> AbstractContextManager[None]:
         """Return a context whose errors are raised on the other ranks that take part, too."""
         return self._communicator.refusing(f"{self!r}.{method}") if self._concerns_others(scope) else nullcontext()
 
@@ -342,16 +342,16 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         kind, text = _REFUSALS[key]
         return kind(text.format(variable=self, method=method, replicas=self._communicator.size, found=found))
 
-    def _own_part(self, method: str, scope: Scope, value: Any) -> Any:
+    def _own_part(self, method: str, scope: Participants, value: Any) -> Any:
         """Return an argument, with this replica's component for a per-replica value where that is accepted."""
         if not isinstance(value, PerReplica):
             return value
         is_mirrored = not self._is_on_read and self._root is None
-        if scope is Scope.REPLICAS or (scope is Scope.ALL_RANKS and is_mirrored):
+        if scope is Participants.REPLICAS or (scope is Participants.ALL_RANKS and is_mirrored):
             return value.in_replica()
         raise self._refusal("per-replica value", method)
 
-    def _compare(self, method: str, scope: Scope, *arrays: Array) -> None:
+    def _compare(self, method: str, scope: Participants, *arrays: Array) -> None:
         """Compare a call on all ranks that take part, with the next collective; outside ``run`` also the arrays.
 
         With MPISTRAT_STRICT the arrays are compared at once, which is a collective call.
@@ -360,7 +360,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
             return
         communicator, call = self._communicator, f"{self!r}.{method}"
         communicator.note(call)
-        if not arrays or scope is not Scope.ALL_RANKS or self._root is not None:
+        if not arrays or scope is not Participants.ALL_RANKS or self._root is not None:
             return
         if communicator.is_strict:
             check_equal(call, arrays, communicator)
@@ -385,7 +385,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
 
     def _take(self, method: str, indices: Callable[[], Any]) -> Array:
         """Return the entries whose indices the function returns."""
-        with self._refusing(method, Scope.ALL_RANKS if self._is_combined_here() else Scope.LOCAL):
+        with self._refusing(method, Participants.ALL_RANKS if self._is_combined_here() else Participants.LOCAL):
             numbers, entry = flat_indices(f"{self!r}.{method}", indices(), self.shape)
         array = self.read()
         taken = flattened(array, entry).take(like(numbers, array), axis=0)
@@ -397,8 +397,8 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
 
     def _incoming(self, method: str, value: Any) -> Array:
         """Return the array to assign to, or add to, the array of this replica, for a value passed in the present context."""
-        scope = self._scope(f"Variable.{method}")
-        is_shared = scope is Scope.ALL_RANKS and self._is_on_read and self._aggregation is VariableAggregation.SUM
+        scope = self._participants(f"Variable.{method}")
+        is_shared = scope is Participants.ALL_RANKS and self._is_on_read and self._aggregation is VariableAggregation.SUM
         with self._refusing(method, scope):
             value = self._own_part(method, scope, value)
             array = checked_value(method, value, self._array, self)
@@ -406,24 +406,24 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
                 raise self._refusal("sum outside run", method)
             self._require_aggregation(method, scope)
         self._compare(method, scope, array)
-        if scope is Scope.REPLICAS and not self._is_on_read:
+        if scope is Participants.REPLICAS and not self._is_on_read:
             if self._aggregation is not VariableAggregation.NONE:
                 return self._aggregated(array)
             self._require_equal(method, array)
         return share(array, self._communicator) if is_shared else array
 
-    def _require_aggregation(self, method: str, scope: Scope) -> None:
+    def _require_aggregation(self, method: str, scope: Participants) -> None:
         """Refuse the replicas' values where there is one array, under central storage, and no aggregation."""
-        if scope is Scope.REPLICAS and self._root is not None and self._aggregation is VariableAggregation.NONE:
+        if scope is Participants.REPLICAS and self._root is not None and self._aggregation is VariableAggregation.NONE:
             raise self._refusal("no aggregation", method)
 
     def _scatter(self, method: str, delta: Any) -> Variable:
         """Apply rows, or for ``scatter_nd_…`` indices and updates, of the ranks that take part, and return the variable."""
-        scope = self._scope(f"Variable.{method}")
+        scope = self._participants(f"Variable.{method}")
         with self._refusing(method, scope):
             target, rows = self._checked_rows(method, scope, delta)
         self._compare(method, scope, *rows)
-        if scope is Scope.REPLICAS:
+        if scope is Participants.REPLICAS:
             if self._aggregation is VariableAggregation.NONE:
                 self._require_equal(method, *rows)
             else:
@@ -432,7 +432,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         self._send_root()
         return self
 
-    def _checked_rows(self, method: str, scope: Scope, delta: Any) -> tuple[Array, Rows]:
+    def _checked_rows(self, method: str, scope: Participants, delta: Any) -> tuple[Array, Rows]:
         """Return the array whose rows are changed, which may be a view with flattened leading axes, and the rows."""
         of_rows = by_rows(method)
         by_entries = method != of_rows
@@ -441,7 +441,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
             raise self._refusal("scatter", method)
         if of_rows not in COMPARING:
             self._require_aggregation(method, scope)
-        elif scope is Scope.REPLICAS and self._aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
+        elif scope is Participants.REPLICAS and self._aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
             raise self._refusal("scatter aggregation", method)
         if not by_entries:
             return self._array, checked_rows(of_rows, given[0], self._array, self)

@@ -85,60 +85,60 @@ def execute(arguments: argparse.Namespace) -> int:
         return code
     comm = start()
     check_gpu_assignment(comm)
-    ops = Communicator(Hierarchy(comm, discover(comm)))
-    prints_table = ops.rank == 0 and not arguments.json
+    communicator = Communicator(Hierarchy(comm, discover(comm)))
+    prints_table = communicator.rank == 0 and not arguments.json
     if prints_table:
-        print(f"all_reduce of float32, SUM, {ops.world}, {library_version()}; {place_text(ops)}", flush=True)
+        print(f"all_reduce of float32, SUM, {communicator.world}, {library_version()}; {place_text(communicator)}", flush=True)
         print(f"{'size':>10}  {'plan':<12}  {'time':>12}  {'MPI':>12}  {'alg GB/s':>9}  {'bus GB/s':>9}  {'x MPI':>6}")
     rows = []
     for nbytes in sizes:
-        row = measure(ops, nbytes, arguments.algorithm)
+        row = measure(communicator, nbytes, arguments.algorithm)
         rows.append(row)
         if prints_table:
             times = f"{row.seconds * 1e6:9.1f} µs  {row.mpi_seconds * 1e6:9.1f} µs"
             rates = f"{row.algorithm_gbs:9.3f}  {row.bus_gbs:9.3f}  {row.ratio:6.2f}"
             print(f"{format_bytes(row.nbytes):>10}  {row.plan:<12}  {times}  {rates}", flush=True)
-    if ops.rank == 0 and arguments.json:
-        print(json.dumps(_document(ops, rows), indent=1))
-    ops.close()
+    if communicator.rank == 0 and arguments.json:
+        print(json.dumps(_document(communicator, rows), indent=1))
+    communicator.close()
     return 0
 
 
-def measure(ops: Communicator, nbytes: int, algorithm: str) -> Row:
+def measure(communicator: Communicator, nbytes: int, algorithm: str) -> Row:
     """Benchmark one size; a wrong result is a CollectiveError on every rank. A collective call."""
-    comm = ops.hierarchy.world_group.comm
+    comm = communicator.hierarchy.world_group.comm
     count = nbytes // ITEM_BYTES
-    in_host = np.full(count, ops.rank + 1, np.float32), np.empty(count, np.float32)
-    module: Any = array_module() if ops.path else np
-    source, target = module.full(count, ops.rank + 1, np.float32), module.empty(count, np.float32)
+    in_host = np.full(count, communicator.rank + 1, np.float32), np.empty(count, np.float32)
+    module: Any = array_module() if communicator.path else np
+    source, target = module.full(count, communicator.rank + 1, np.float32), module.empty(count, np.float32)
 
     def bare() -> None:
         comm.Allreduce(*in_host)
 
-    ours, plan = (bare, "mpi") if algorithm == "mpi" else _ours(ops, source, target, algorithm)
-    calls: list[Callable[[], object]] = [timed(ours, ops), bare]
+    ours, plan = (bare, "mpi") if algorithm == "mpi" else _ours(communicator, source, target, algorithm)
+    calls: list[Callable[[], object]] = [timed(ours, communicator), bare]
     for call, result in zip(calls, (in_host[1] if algorithm == "mpi" else target, in_host[1]), strict=True):
         check_sum(comm, call, result)
     race = Race(comm, calls)
     seconds, mpi_seconds = race.run()
     algorithm_gbs = nbytes / seconds / 1e9
-    bus_gbs = algorithm_gbs * 2 * (ops.size - 1) / ops.size
+    bus_gbs = algorithm_gbs * 2 * (communicator.size - 1) / communicator.size
     return Row(nbytes, plan, seconds, mpi_seconds, algorithm_gbs, bus_gbs, mpi_seconds / seconds, race.rounds)
 
 
-def place_text(ops: Communicator) -> str:
+def place_text(communicator: Communicator) -> str:
     """Return the memory that arrays are in, why, and on GPUs by which transports they are combined."""
     bound = what_is_bound()
     why = f" ({bound.why})" if bound is not None and bound.why else ""
-    if ops.path:
-        return f"on GPUs{why}: {ops.path}; plain MPI on arrays in host memory"
+    if communicator.path:
+        return f"on GPUs{why}: {communicator.path}; plain MPI on arrays in host memory"
     return f"in host memory{why}"
 
 
-def timed(run: Callable[[], object], ops: Communicator) -> Callable[[], object]:
+def timed(run: Callable[[], object], communicator: Communicator) -> Callable[[], object]:
     """Return a call that returns when its results are complete: on GPUs, when an event recorded after them is done."""
     device = bound_device()
-    if device is None or not ops.path:
+    if device is None or not communicator.path:
         return run
 
     def until_complete() -> None:
@@ -148,11 +148,11 @@ def timed(run: Callable[[], object], ops: Communicator) -> Callable[[], object]:
     return until_complete
 
 
-def _ours(ops: Communicator, source: Array, target: Array, algorithm: str) -> tuple[Callable[[], object], str]:
+def _ours(communicator: Communicator, source: Array, target: Array, algorithm: str) -> tuple[Callable[[], object], str]:
     # auto is the default of a call without options
     options = None if algorithm == "auto" else CommunicationOptions(algorithm=algorithm)
-    plan = ops.choose(source.size, source.dtype, options).plan
-    return lambda: ops.all_reduce(ReduceOp.SUM, [source], options, [target]), plan.algorithm
+    plan = communicator.choose(source.size, source.dtype, options).plan
+    return lambda: communicator.all_reduce(ReduceOp.SUM, [source], options, [target]), plan.algorithm
 
 
 def _sizes(arguments: argparse.Namespace) -> list[int]:
@@ -171,16 +171,16 @@ def _sizes(arguments: argparse.Namespace) -> list[int]:
     return sizes
 
 
-def _document(ops: Communicator, rows: list[Row]) -> dict[str, Any]:
+def _document(communicator: Communicator, rows: list[Row]) -> dict[str, Any]:
     return {
         "collective": "all_reduce",
         "dtype": "float32",
         "mpistrat": mpistrat.__version__,
         "mpi": library_version(),
         "python": platform.python_version(),
-        "world": ops.world.shape,
-        "ranks": ops.size,
-        "arrays": place_text(ops),
+        "world": communicator.world.shape,
+        "ranks": communicator.size,
+        "arrays": place_text(communicator),
         "rows": [asdict(row) for row in rows],
     }
 

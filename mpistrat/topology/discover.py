@@ -42,7 +42,7 @@ def discover(comm: MPI.Intracomm, virtual_nodes: str | None = None) -> World:
 
 
 def _part_of_job(comm: MPI.Intracomm, shape: str) -> World:
-    """Return the picture of the ranks of `comm` in a job of a shape; where they are all of them, in the order of `comm`."""
+    """Return the world of the ranks of `comm` in a job of a shape; where they are all of them, in the order of `comm`."""
     from mpi4py import MPI
 
     if comm.Get_size() == MPI.COMM_WORLD.Get_size():

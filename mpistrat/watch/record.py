@@ -75,7 +75,7 @@ def read_entry(table: NDArray[Any], index: int) -> tuple[str, int, int] | None:
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """A collective that a rank has entered, as its record shows it."""
 
     communicator: int
@@ -174,36 +174,36 @@ class RankFile:
         found = process.find(self.pid)
         return found if found is not None and found.started == int(self._header["started"]) else None
 
-    def last(self) -> Call | None:
+    def last(self) -> RecordedCall | None:
         """Return the collective that it has entered last; None before the first."""
         newest = int(self._ring["entered"].argmax())
         return self._call(newest, time.monotonic_ns()) if self._ring["entered"][newest] else None
 
-    def inside(self) -> list[Call]:
+    def inside(self) -> list[RecordedCall]:
         """Return the collectives that it is inside, the last one first."""
         # a slot that is being reused still has `left` of the collective before
         return self._calls(self._ring["entered"] > self._ring["left"] & np.uint64(FAILED_BIT - 1))
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[RecordedCall]:
         """Return all collectives that are still recorded, the last one first."""
         return self._calls(self._ring["entered"] > 0)
 
-    def find(self, key: Key) -> list[Call]:
+    def find(self, key: Key) -> list[RecordedCall]:
         """Return the call of a collective and those refused before it, the last one first; [] if all are overwritten."""
         ring, (communicator, number) = self._ring, key
         return self._calls((ring["number"] == number) & (ring["communicator"] == communicator) & (ring["entered"] > 0))
 
-    def _calls(self, chosen: NDArray[np.bool_]) -> list[Call]:
+    def _calls(self, chosen: NDArray[np.bool_]) -> list[RecordedCall]:
         now = time.monotonic_ns()
         return sorted((self._call(row, now) for row in np.flatnonzero(chosen).tolist()), key=lambda call: -call.entered)
 
-    def _call(self, row: int, now: int) -> Call:
+    def _call(self, row: int, now: int) -> RecordedCall:
         number, communicator, index, line, entered, left = self._ring[row].item()
         has_failed, left = bool(left & FAILED_BIT), left & ~FAILED_BIT
         has_left = left >= entered
         description, nbytes, digest = read_entry(self._record["calls"], index) or (f"\0{OVERWRITTEN}", 0, 0)
         ranks, _, text = description.partition("\0")
-        return Call(
+        return RecordedCall(
             communicator,
             number,
             text,

@@ -66,7 +66,8 @@ _is_collection_paused = False
 class FlightRecorder:
     """Records the collectives that this process enters and leaves, in a file or, without a path, in memory of this process.
 
-    One per process: see `recorder`. What `enter` and `leave` do is also written out in `communicator.passing`.
+    One per process: see `recorder`. What `enter` and `leave` do is also written out in `communicator.passing` and
+    `Communicator.run_known`.
     """
 
     def __init__(self, path: Path | None, rank: int = 0, size: int = 1) -> None:
@@ -141,7 +142,7 @@ class FlightRecorder:
 
     def set_node(self, name: str) -> None:
         """Record the name of this rank's node."""
-        self._header["node"] = _encoded(name)
+        self._header["node"] = encoded(name)
 
     def set_place(self, rank: int, size: int) -> None:
         """Record rank and size, as MPI gives them."""
@@ -152,7 +153,7 @@ class FlightRecorder:
         self._header["state"] = state
 
     def set_activity(self, activity: bytes) -> None:
-        """Record what this process is doing beside collectives, as `encoded_activity` returns it."""
+        """Record what this process is doing beside collectives, as `encoded` returns it; an empty text clears it."""
         self._header["activity"] = activity
 
     def note_look(self, frame: FrameType | None) -> None:
@@ -188,8 +189,8 @@ class FlightRecorder:
         own, host, header = process.find(os.getpid()), socket.gethostname(), self._header
         header["version"], header["pid"], header["started"] = VERSION, os.getpid(), own.started if own else 0
         header["namespace"] = process.pid_namespace()
-        header["node"] = header["host"] = _encoded(host)
-        header["program"] = _encoded(" ".join(sys.argv) or sys.executable)
+        header["node"] = header["host"] = encoded(host)
+        header["program"] = encoded(" ".join(sys.argv) or sys.executable)
         self.set_place(rank, size)
         self.set_state(State.RUNNING)
         header["magic"] = MAGIC  # written last: where it is, the header is complete
@@ -244,7 +245,7 @@ class _Interned:
             if len(self._known) == entries:
                 index = self._known.popitem(last=False)[1] + entries
                 self.has_overwritten = True
-            write_text(self._table, index, _encoded(text), first, second)
+            write_text(self._table, index, encoded(text), first, second)
             self._known[key] = index
             return index
 
@@ -313,20 +314,15 @@ def innermost(frame: FrameType | None) -> FrameType | None:
 
 def _end_of(text: str, room: int) -> str:
     """Return a text cut at its beginning to at most `room` bytes: the end of a path is what identifies a file."""
-    encoded = _encoded(text)
-    if len(encoded) <= room:
+    cut = encoded(text)
+    if len(cut) <= room:
         return text
-    return "…" + encoded[len("…".encode()) - room :].decode("utf-8", "ignore")
-
-
-def encoded_activity(text: str) -> bytes:
-    """Return the bytes that `FlightRecorder.set_activity` writes; an empty text clears the activity."""
-    return _encoded(text)
+    return "…" + cut[len("…".encode()) - room :].decode("utf-8", "ignore")
 
 
 def digest(text: str) -> int:
     """Return a hash of a text, of 8 bytes."""
-    return int.from_bytes(blake2b(_encoded(text), digest_size=8).digest(), "little")
+    return int.from_bytes(blake2b(encoded(text), digest_size=8).digest(), "little")
 
 
 def _make() -> FlightRecorder:
@@ -389,7 +385,8 @@ def _mapped(path: Path) -> mmap.mmap:
     return mapped
 
 
-def _encoded(text: str) -> bytes:
+def encoded(text: str) -> bytes:
+    """Return the bytes of a text in a record."""
     return text.encode("utf-8", "backslashreplace")
 
 

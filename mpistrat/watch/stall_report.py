@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpistrat.text import format_elapsed, ranks_text
-from mpistrat.watch.record import Call
+from mpistrat.watch.record import RecordedCall
 from mpistrat.watch.states import RankState, entered
 
 _MOST_MISSING = 16
@@ -65,8 +65,8 @@ def _each(what: str, states: Sequence[RankState]) -> list[str]:
     return [*lines, f"  {what}, too: {ranks_text(more)}"] if more else lines
 
 
-def _in_it(came: Sequence[tuple[RankState, Call]]) -> list[str]:
-    groups: dict[tuple[str, str, bool], list[tuple[RankState, Call]]] = {}
+def _in_it(came: Sequence[tuple[RankState, RecordedCall]]) -> list[str]:
+    groups: dict[tuple[str, str, bool], list[tuple[RankState, RecordedCall]]] = {}
     for state, call in came:
         if call.has_failed:
             continue

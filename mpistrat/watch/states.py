@@ -13,7 +13,7 @@ from typing import Any
 from mpistrat.launch import environment, process
 from mpistrat.text import format_elapsed
 from mpistrat.watch import folder
-from mpistrat.watch.record import Call, Key, RankFile, State
+from mpistrat.watch.record import Key, RankFile, RecordedCall, State
 
 # a watching thread that has not woken for this long is blocked
 SILENT_SECONDS = 3.0
@@ -32,7 +32,9 @@ class RankState:
     node: str = ""
     pid: int = 0
     state: str = "unknown"
-    calls: tuple[Call, ...] = ()  # those that it is inside, the last one first; the last one left; those that were looked up
+    calls: tuple[
+        RecordedCall, ...
+    ] = ()  # those that it is inside, the last one first; the last one left; those that were looked up
     now_at: str = ""  # the line at which its main thread was seen
     seen_seconds_ago: float = 0.0
     is_silent: bool = False  # its watching thread is blocked: a call in C holds the interpreter lock, or no core is free
@@ -40,14 +42,14 @@ class RankState:
     activity: str = ""  # what it is doing beside collectives, such as a task of a job with parameter servers
 
     @property
-    def call(self) -> Call | None:
+    def call(self) -> RecordedCall | None:
         """The collective that its program waits in, else the last one that it has entered."""
         inside = [call for call in self.calls if call.left_seconds_ago is None]
         waiting = [call for call in inside if not call.is_started]
         return next(iter(waiting or inside or self.calls), None)
 
     @property
-    def waits_in(self) -> Call | None:
+    def waits_in(self) -> RecordedCall | None:
         """The collective that it waits in, also an asynchronous one; None if it is in none."""
         call = self.call
         return call if call is not None and call.left_seconds_ago is None and self.state in ("in", "stopped") else None
@@ -128,7 +130,7 @@ class Neighbours:
 def look(file: RankFile, wanted: Collection[Key] = ()) -> RankState:
     """Return the state of a rank of this host, with its calls of the `wanted` collectives."""
     now, inside = time.monotonic_ns(), file.inside()
-    found: dict[int, Call] = {}
+    found: dict[int, RecordedCall] = {}
     for call in [*inside, file.last(), *(call for key in wanted for call in file.find(key))]:
         if call is not None:
             found.setdefault(call.entered, call)
@@ -148,7 +150,7 @@ def look(file: RankFile, wanted: Collection[Key] = ()) -> RankState:
     )
 
 
-def entered(states: Iterable[RankState], key: Key) -> dict[int, Call]:
+def entered(states: Iterable[RankState], key: Key) -> dict[int, RecordedCall]:
     """Return the call of each rank that has come to a collective, by rank.
 
     Calls that a rank refuses take no number: the record of what all have refused says nothing of the call that comes next.
@@ -166,7 +168,7 @@ def encode(states: Iterable[RankState]) -> list[dict[str, Any]]:
 
 def decode(rows: Iterable[dict[str, Any]]) -> list[RankState]:
     """Return states from what `encode` returned."""
-    return [RankState(**{**row, "calls": tuple(Call(**call) for call in row["calls"])}) for row in rows]
+    return [RankState(**{**row, "calls": tuple(RecordedCall(**call) for call in row["calls"])}) for row in rows]
 
 
 def _state(file: RankFile, is_inside: bool) -> tuple[str, bool]:

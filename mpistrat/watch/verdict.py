@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mpistrat.errors import AgreementError, CollectiveError, UnavailableError
 from mpistrat.text import ranks_text
-from mpistrat.watch.record import Call, Key
+from mpistrat.watch.record import Key, RecordedCall
 from mpistrat.watch.states import RankState, entered
 
 _PREFIX = "verdict-"
@@ -156,7 +156,7 @@ def _ended(by_rank: dict[int, RankState], waiting: Sequence[int], reached: Seque
     )
 
 
-def _call(state: RankState) -> Call:
+def _call(state: RankState) -> RecordedCall:
     call = state.waits_in
     assert call is not None, "it waits"
     return call

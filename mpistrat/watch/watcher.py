@@ -23,7 +23,7 @@ from mpistrat.errors import AgreementError, CollectiveError, LaunchError
 from mpistrat.launch import abort, environment, survival
 from mpistrat.logger import logger
 from mpistrat.timeline import Timeline, TimelineEvent
-from mpistrat.watch.record import Call, Key, RankFile, State, seconds_since
+from mpistrat.watch.record import Key, RankFile, RecordedCall, State, seconds_since
 from mpistrat.watch.recorder import FlightRecorder, collection_paused, innermost, recorder
 from mpistrat.watch.stall_report import end_report, stall_report
 from mpistrat.watch.states import Neighbours, RankState, encode, look
@@ -83,9 +83,9 @@ class Watcher:
         self._wanted: set[Key] = set()
         self._next_look = 0.0
         self._next_report = self._patience = settings.STALL_SECONDS.read_or_default()
-        self._waiting: Call | None = None
+        self._waiting: RecordedCall | None = None
         self._suspicion: Finding | None = None
-        self._judged: tuple[float, Call] | None = None
+        self._judged: tuple[float, RecordedCall] | None = None
         self._thread = threading.Thread(target=self._run, name="mpistrat watcher", daemon=True)
         self._thread.start()
         abort.before_end(lambda: self._recorder.set_state(State.FAILED))
@@ -250,7 +250,7 @@ class Watcher:
         self._survey = survey
         survey.begin(self._size, self._neighbours, self._live_messages())
 
-    def _follow(self, waiting: Call | None) -> None:
+    def _follow(self, waiting: RecordedCall | None) -> None:
         """Update what this rank waits in; end the job if the program does not raise a verdict or deadline."""
         before, self._waiting = self._waiting, waiting
         if waiting is None or before is None or waiting.entered != before.entered:
@@ -269,7 +269,7 @@ class Watcher:
             self._judged = math.inf, waiting
             _end_job(self.verdict, self._program(), self._own)
 
-    def _look(self, waiting: Call) -> None:
+    def _look(self, waiting: RecordedCall) -> None:
         """Begin a survey, if this is the rank of its host that does."""
         waited = seconds_since(waiting.entered)
         self._next_look = time.monotonic() + min(max(WAKE_SECONDS, waited / 8), LONGEST_BETWEEN_LOOKS_SECONDS)
@@ -287,7 +287,7 @@ class Watcher:
     def _live_messages(self) -> HostMessages | None:
         return self._messages if self._messages is not None and _mpi_runs() else None
 
-    def _conclude(self, survey: Survey, waiting: Call | None) -> None:
+    def _conclude(self, survey: Survey, waiting: RecordedCall | None) -> None:
         states = survey.states()
         survey.done.set()
         known, self._wanted = survey.keys, {call.key for state in states if (call := state.waits_in) is not None}

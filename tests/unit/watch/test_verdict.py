@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.errors import AgreementError, UnavailableError
-from mpistrat.watch.record import NOT_LISTED, Call
+from mpistrat.watch.record import NOT_LISTED, RecordedCall
 from mpistrat.watch.recorder import digest
 from mpistrat.watch.stall_report import stall_report
 from mpistrat.watch.states import RankState, decode, encode
@@ -19,14 +19,14 @@ ONE, TWO = (1, 5), (2, 5)
 SUM, BARRIER = "all_reduce(SUM, [float64 (3,)])", "barrier()"
 
 
-def call(key: tuple[int, int] = ONE, text: str = SUM, left: float | None = None, **more: bool) -> Call:
-    return Call(*key, text, digest(text), "train.py:7 (step)", 10**9 + key[0], 2.0, left, **more)
+def call(key: tuple[int, int] = ONE, text: str = SUM, left: float | None = None, **more: bool) -> RecordedCall:
+    return RecordedCall(*key, text, digest(text), "train.py:7 (step)", 10**9 + key[0], 2.0, left, **more)
 
 
-def ranks(*calls: Call | None, **states: str) -> list[RankState]:
+def ranks(*calls: RecordedCall | None, **states: str) -> list[RankState]:
     """Return a rank for each call, `rank1="ended"` for another state than the call says."""
 
-    def state(rank: int, call: Call | None) -> str:
+    def state(rank: int, call: RecordedCall | None) -> str:
         return states.get(f"rank{rank}", "in" if call is not None and call.left_seconds_ago is None else "out")
 
     return [
