@@ -45,7 +45,7 @@ def test_there_are_rounds_of_pairs_and_triples_only() -> None:
 
 def test_messages_of_two_ranks_have_another_tag_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
     received, request = [], SimpleNamespace(Test=None)
-    monkeypatch.setattr(leaders, "_message", lambda array: array)
+    monkeypatch.setattr(leaders, "byte_message", lambda array: array)
     call = SimpleNamespace(digest=5, tag=lambda channel: 100 + channel)
     comm = SimpleNamespace(Recv_init=lambda _, peer, tag: received.append((peer, tag)) or request, Send_init=lambda *_: request)
     bound: Any = leaders.LeaderSum.__new__(leaders.LeaderSum)
