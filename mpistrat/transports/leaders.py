@@ -74,38 +74,31 @@ class LeaderSum:
 
     def run(self, wait: Callable[[Callable[[], bool]], None]) -> None:
         """Sum, in the current call; ``wait(has_arrived)`` waits for a message. A collective call."""
+        for has_arrived in self._messages():
+            wait(has_arrived)
+
+    def steps(self) -> Steps:
+        """Return the steps of `run`. A collective call."""
+        for has_arrived in self._messages():
+            yield from until(has_arrived)
+
+    def _messages(self) -> Iterator[Callable[[], bool]]:
+        """Yield what tells whether the next message has arrived or left, if it has not; the caller waits for it."""
         first, rounds, tests = self._bound()
         try:
             self._start_all(first)
             for arrivals, combine, sends in rounds:
                 for has_arrived in arrivals:
                     if not has_arrived():
-                        wait(has_arrived)
+                        yield has_arrived
                 combine()
                 if sends:
                     self._start_all(sends)
             for has_left in tests:
                 if not has_left():
-                    wait(has_left)
-        except BaseException:
+                    yield has_left
+        except BaseException:  # GeneratorExit too: the caller has given up
             keep_alive_for_peers(self)  # a late peer may still write to them
-            raise
-
-    def steps(self) -> Steps:
-        """Return the steps of `run`. A collective call."""
-        first, rounds, tests = self._bound()
-        try:
-            self._start_all(first)
-            for arrivals, combine, sends in rounds:
-                for has_arrived in arrivals:
-                    yield from until(has_arrived)
-                combine()
-                if sends:
-                    self._start_all(sends)
-            for has_left in tests:
-                yield from until(has_left)
-        except BaseException:
-            keep_alive_for_peers(self)
             raise
 
     def _bound(self) -> tuple[list[Any], list[Any], list[Callable[[], bool]]]:

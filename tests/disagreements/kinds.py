@@ -593,28 +593,18 @@ _kind(
     allowed=TOLD_OR_REPORTED,
     says=r"(?is)(rank \d+).*(end|gone|exit|left)",
 )
-_kind(
-    "absent",
-    "exits",
-    _sum(),
-    lambda case: sys.exit(3),
-    alone=True,
-    warm="other",
-    sizes=(10,),
-    allowed=TOLD_OR_REPORTED,
-    says=r"exit:[1-9]",
-)
-_kind(
-    "absent",
-    "vanishes",
-    _sum(),
-    lambda case: os._exit(7),
-    alone=True,
-    warm="other",
-    sizes=(10,),
-    allowed=TOLD_OR_REPORTED,
-    says=r"exit:[1-9]",
-)
+for _name, _leave in (("exits", lambda case: sys.exit(3)), ("vanishes", lambda case: os._exit(7))):
+    _kind(
+        "absent",
+        _name,
+        _sum(),
+        _leave,
+        alone=True,
+        warm="other",
+        sizes=(10,),
+        allowed=TOLD_OR_REPORTED,
+        says=r"exit:[1-9]",
+    )
 _kind(
     "order",
     "started_longer_and_ended",

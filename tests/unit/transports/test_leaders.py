@@ -55,3 +55,24 @@ def test_messages_of_two_ranks_have_another_tag_in_each_round(monkeypatch: pytes
     bound._plan = list(leaders._halving(list(leaders._members(bound._group)), 0, own, result))
     bound._bound()
     assert len(set(received)) == len(received) == 4  # MPI may start them in any order
+
+
+@pytest.mark.parametrize("call", ["run", "steps"])
+def test_memory_of_a_sum_that_is_given_up_is_kept(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    kept: list[object] = []
+    monkeypatch.setattr(leaders, "keep_alive_for_peers", kept.append)
+    given_up: Any = leaders.LeaderSum.__new__(leaders.LeaderSum)
+    given_up._start_all, given_up._is_finalized = lambda _: None, lambda: True
+    given_up._bound = lambda: ([], [([lambda: False], lambda: None, [])], [])
+
+    def wait(_: object) -> None:
+        raise KeyboardInterrupt
+
+    if call == "run":
+        with pytest.raises(KeyboardInterrupt):
+            given_up.run(wait)
+    else:
+        steps = given_up.steps()
+        assert next(steps) is False
+        steps.close()
+    assert kept == [given_up]
