@@ -19,7 +19,7 @@ import numpy as np
 
 from mpistrat.algorithms.choose import Choice
 from mpistrat.algorithms.cost import CostModel
-from mpistrat.arrays import Array, is_on_device
+from mpistrat.arrays import Array, is_on_device, retained_bytes
 from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.communicator.planning import WIRE_OPS, DevicePlanner, Planner
@@ -60,7 +60,7 @@ class Programs:
         self._known: dict[tuple[Any, ...], Known] = {}
         self._numbers = {options.key: _DEFAULT}  # of options, merged over the communicator's and as calls pass them
         # of a wrapped communicator: see `passing`
-        self.passed: dict[tuple[int, int, np.dtype[Any]], tuple[Known, int, Callable[..., None] | None, MPI.Op | None]] = {}
+        self.passed: dict[tuple[int, int, np.dtype[Any]], tuple[Known, int, Any, Any, Any]] = {}  # see `Passing.add`
 
     @property
     def model(self) -> CostModel:
@@ -134,6 +134,7 @@ class Programs:
             sum(program.held_bytes for program in self._programs.values()),
             len(self._programs),
             largest,
+            retained_bytes=retained_bytes(),
         )
         if self._device is None:
             return report

@@ -204,8 +204,8 @@ class Transport(ABC):
         """
         raise NotImplementedError(f"{self.name} works on buffers")
 
-    def passing_call(self, op: ReduceOp, dtype: np.dtype[Any]) -> tuple[Callable[..., None], MPI.Op]:
-        """Return MPI's all-reduce for arrays of at most `most_passed_bytes`, and the operation that is passed to it."""
+    def passing_call(self, op: ReduceOp, dtype: np.dtype[Any]) -> tuple[Callable[..., None], MPI.Op, MPI.Datatype]:
+        """Return MPI's all-reduce for arrays of at most `most_passed_bytes`, and the operation and datatype that it takes."""
         raise NotImplementedError(f"{self.name} hands nothing to MPI")
 
     def refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
