@@ -10,10 +10,10 @@ the same call.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -30,9 +30,6 @@ from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.program import Blocking, Program
 from mpistrat.groups.agreement import Signature
 from mpistrat.reduction import ReduceOp
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 PROGRAMS_KEPT = 64
 
