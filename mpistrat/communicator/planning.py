@@ -152,7 +152,8 @@ class Planner:
         """Return the plan for a bucket, and why it was chosen."""
         if options.deterministic:
             [plan] = planners.flat(self._world, count, dtype.itemsize)
-            if self.executor.world.adds_small_in_order(plan.padded(count) * dtype.itemsize):  # buckets are padded
+            # buckets are padded
+            if self.executor.device is None and self.executor.world.adds_small_in_order(plan.padded(count) * dtype.itemsize):
                 return Choice(plan, "small arrays of a node are always added in the order of the replicas", ())
             return Choice(self._plan_in_order(op, count, dtype), "deterministic=True adds in the order of the replicas", ())
         return self._best(count, dtype.itemsize, options.algorithm or "auto", wire.dtype.itemsize if wire else 0)

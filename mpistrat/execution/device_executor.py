@@ -25,7 +25,7 @@ from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.steps import WAITING, Steps
-from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
+from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Transport
 from mpistrat.transports.nccl import NcclTransport, nccl_refusal
 from mpistrat.transports.pairwise import Caster, ordered_all_reduce
 
@@ -43,6 +43,7 @@ class DeviceExecutor(Executor):
     """
 
     device: Device
+    intra: DeviceTransport
     transports: DeviceTransports
 
     def __init__(self, host: Executor, device: Device, model: CostModel) -> None:
@@ -50,7 +51,7 @@ class DeviceExecutor(Executor):
         self.device, self._device, self.timeline = device, device, host.timeline
         # ranks compare calls in host memory
         self._shares_memory, self._compares_inside = host._shares_memory, host._compares_inside
-        is_direct = any(rail.takes_device_memory for rail in self.rails.values())
+        is_direct = any(rail.takes_device_memory for rail in self.transports.rails.values())
         self.model = replace(model, direct_rails=is_direct)
         self._copied_out: Event | None = None
         self._notice = AbortNotice(host.hierarchy.world_group)
@@ -116,9 +117,9 @@ class DeviceExecutor(Executor):
     @property
     def pinned_bytes(self) -> int:
         """Bytes of pinned host memory through which device memory is staged."""
-        of_groups = (self.world, self.intra, self.transports.intra_by_host)
-        every = [*of_groups, *self.rails.values(), *self.transports.small_rails.values()]
-        return sum(transport.pinned_bytes for transport in every if transport is not None)
+        transports = self.transports
+        every = transports.world_by_host, transports.intra, transports.intra_by_host, *transports.rails.values()
+        return sum(transport.pinned_bytes for transport in every)
 
     def abort(self, reason: str) -> None:
         """Abort NCCL's operations, whose kernels would wait forever for peers. The peers must abort theirs too."""
@@ -127,7 +128,7 @@ class DeviceExecutor(Executor):
             transport.abort(reason)
 
     @property
-    def _on_gpus(self) -> Sequence[Transport]:
+    def _on_gpus(self) -> Sequence[DeviceTransport]:
         """The transports that enqueue kernels which wait for peers, in the order in which they are disposed of."""
         every = (self.transports.everywhere, *self._nccl_rails.values(), self.intra)
         return tuple(dict.fromkeys(filter(None, every)))
@@ -176,12 +177,12 @@ class DeviceExecutor(Executor):
     def _inside(self, verb: Verb, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
         """Return the transport inside the node, or one through the host if that does not combine such values."""
         by_host = self.transports.intra_by_host
-        return by_host if by_host and verb in _REDUCING and self.intra.refusal(dtype, op) else self.intra
+        return by_host if verb in _REDUCING and self.intra.refusal(dtype, op) else self.intra
 
     def _over_all(self, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
         """Return the transport over all ranks: NCCL, or one through the host if such values need that."""
         nccl = self.transports.everywhere
-        return self.world if nccl is None or nccl.refusal(dtype, op) else nccl
+        return self.transports.world_by_host if nccl is None or nccl.refusal(dtype, op) else nccl
 
     def _rail(self, shard: int, part: Array, op: ReduceOp) -> Transport:
         """Return the transport along a rail: NCCL, if it joins all ranks and combines such values."""
@@ -206,7 +207,9 @@ class DeviceExecutor(Executor):
         """
 
         def through_host(whole: Array, cast: Caster | None) -> Operation:
-            return self.transports.world.via_host(whole, lambda copy: ordered_all_reduce(group, copy, op, channel, cast))
+            return self.transports.world_by_host.via_host(
+                whole, lambda copy: ordered_all_reduce(group, copy, op, channel, cast)
+            )
 
         if caster is None or caster.keeps_errors:
             return through_host(buffer, caster)

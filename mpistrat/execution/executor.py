@@ -213,7 +213,7 @@ class Executor:
     def fits_slots(self, plan: Plan) -> bool:
         """Return whether a sum in a node is so small that the slots of its window hold it, as for a flat plan."""
         is_inside = {phase.scope for phase in plan.phases} == {Scope.INTRA}
-        return is_inside and not plan.in_order and 0 < plan.num_bytes <= self.world.slot_bytes
+        return self.device is None and is_inside and not plan.in_order and 0 < plan.num_bytes <= self.world.slot_bytes
 
     @property
     def scatters(self) -> bool:

@@ -6,10 +6,10 @@ Invariant: all ranks of a group use the same transport. It is used only if every
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Protocol, cast
+from typing import cast
 
 from mpistrat import settings
 from mpistrat.device.abstract import Device
@@ -21,7 +21,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.cuda_awareness import find_verdict
 from mpistrat.logger import logger
 from mpistrat.text import format_bytes
-from mpistrat.transports.base import Transport
+from mpistrat.transports.base import DeviceTransport, Transport
 from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.mpi import MpiTransport
@@ -31,37 +31,17 @@ from mpistrat.transports.ring import MpiRingTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 from mpistrat.transports.staged import StagedTransport
 
-__all__ = [
-    "DEVICE_TRANSPORTS",
-    "TRANSPORTS",
-    "DeviceTransports",
-    "Transports",
-    "device_transports",
-    "host_transports",
-    "nccl_rails",
-    "warn_of_mpi",
-]
-
 TRANSPORTS: dict[str, type[Transport]] = {
     transport.name: transport for transport in (MpiTransport, MpiRingTransport, SharedMemoryTransport)
 }
 
 
-class _DeviceTransportType(Protocol):
-    """The class of a transport of device memory."""
-
-    def __call__(self, group: Group, device: Device) -> Transport: ...
-
-    def probe(self, group: Group) -> str: ...
-
-
-DEVICE_TRANSPORTS: dict[str, _DeviceTransportType] = {
+DEVICE_TRANSPORTS: dict[str, type[DeviceTransport]] = {
     transport.name: transport for transport in (NcclTransport, CudaIpcTransport, StagedTransport)
 }
 
 _INTRA, _INTER = ("shared_memory", "mpi"), ("mpi_ring", "mpi")
-_INTRA_ON_DEVICE = ("nccl", "cuda_ipc", "staged")
-_COMBINE_HALVES = ("nccl", "cuda_ipc")
+_INTRA_ON_DEVICE, _ALONE_ON_DEVICE = ("nccl", "cuda_ipc", "staged"), ("cuda_ipc", "staged")
 _TRIAL_BYTES = 4096
 
 _warned: set[str] = set()
@@ -72,24 +52,26 @@ class Transports:
     """The transports of one rank's groups."""
 
     intra: Transport
-    world: Transport
+    world: WorldTransport  # of host memory
     # of each rail of this rank: for large buffers, and for small ones
-    rails: Mapping[int, Transport] = field(default_factory=dict)
-    small_rails: Mapping[int, Transport] = field(default_factory=dict)
+    rails: Mapping[int, Transport]
+    small_rails: Mapping[int, Transport]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DeviceTransports(Transports):
     """The transports of device memory; the texts and answers are the same on all ranks, but for `why`."""
 
-    world: StagedTransport
-    intra_by_host: Transport | None = None  # for values that `intra` does not combine
-    path: str = ""  # the selected transports, as text
-    why: str = ""  # why no faster ones were selected
-    lacks_nccl: str = ""  # which nodes of several ranks do not use NCCL, and why; empty if all do
-    has_channels: bool = True  # whether several operations of a rail may be in flight
-    everywhere: NcclTransport | None = None  # NCCL over all ranks: on one node that uses it, on several if it is asked for
-    combine_halves: bool = False  # whether 16-bit floats can be combined in their own dtype inside all nodes
+    intra: DeviceTransport
+    world_by_host: StagedTransport
+    intra_by_host: StagedTransport  # for values that `intra` does not combine
+    rails: Mapping[int, DeviceTransport]
+    path: str  # the selected transports, as text
+    why: str  # why no faster ones were selected
+    lacks_nccl: str  # which nodes of several ranks do not use NCCL, and why; empty if all do
+    has_channels: bool  # whether several operations of a rail may be in flight
+    everywhere: NcclTransport | None  # NCCL over all ranks: on one node that uses it, on several if it is asked for
+    combine_halves: bool  # whether 16-bit floats can be combined in their own dtype inside all nodes
 
     def __str__(self) -> str:
         return f"{self.path} ({self.why})" if self.why else self.path
@@ -147,8 +129,9 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
         between = f"one shot up to {format_bytes(intra.one_shot_bytes)} ({settings.ONE_SHOT_BYTES.name})"
     others = dict.fromkeys((n, kind, text) for n, kind, alone, text in answers if not alone and kind != NcclTransport.name)
     return DeviceTransports(
-        intra,
-        world=StagedTransport(hierarchy.world_group, device, partial(_given, host.world)),
+        intra=intra,
+        world=host.world,
+        world_by_host=StagedTransport(hierarchy.world_group, device, partial(_given, host.world)),
         rails=rails,
         small_rails=rails,
         intra_by_host=StagedTransport(hierarchy.intra, device),
@@ -157,14 +140,14 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
         lacks_nccl="; ".join(f"{name} uses {kind}{f' ({text})' if text else ''}" for name, kind, text in others),
         has_channels=all(rail.has_channels for rail in rails.values()),
         everywhere=everywhere,
-        combine_halves=all(kind in _COMBINE_HALVES for _, kind, _, _ in answers),
+        combine_halves=all(DEVICE_TRANSPORTS[kind].combines_halves for _, kind, _, _ in answers),
     )
 
 
-def _join_all(hierarchy: Hierarchy, device: Device, intra: Transport) -> NcclTransport | None:
+def _join_all(hierarchy: Hierarchy, device: Device, intra: DeviceTransport) -> NcclTransport | None:
     """Return NCCL over all ranks: that of the node where there is one, and one of its own where a setting asks for it."""
     if hierarchy.world.num_nodes == 1:
-        return cast("NcclTransport", intra) if intra.name == NcclTransport.name else None
+        return intra if isinstance(intra, NcclTransport) else None
     if hierarchy.settings[settings.INTER_TRANSPORT] != NcclTransport.name:
         return None
     transport, reason = _try(NcclTransport.name, hierarchy.world_group, device)
@@ -206,7 +189,9 @@ def _refused_between(reason: str) -> TransportError:
     )
 
 
-def _device_rails(hierarchy: Hierarchy, device: Device, host: Mapping[int, Transport]) -> tuple[Mapping[int, Transport], str]:
+def _device_rails(
+    hierarchy: Hierarchy, device: Device, host: Mapping[int, Transport]
+) -> tuple[Mapping[int, DeviceTransport], str]:
     """Return the transport of each rail for large buffers in GPU memory, and a description of them. A collective call.
 
     All rails of a job use the same: MPI directly if it is CUDA-aware on all of them, else host memory. If it turns out not to
@@ -225,7 +210,7 @@ def _given(transport: Transport, _: Group) -> Transport:
     return transport
 
 
-def _cuda_aware(hierarchy: Hierarchy, device: Device) -> tuple[Mapping[int, Transport], str]:
+def _cuda_aware(hierarchy: Hierarchy, device: Device) -> tuple[Mapping[int, DeviceTransport], str]:
     """Return rails that pass GPU memory to MPI, or the reason why there are none."""
     inter = hierarchy.settings[settings.INTER_TRANSPORT]
     if inter != "auto":
@@ -265,14 +250,14 @@ def _warn_once(hierarchy: Hierarchy, reason: str) -> None:
         logger.warning(f"GPU memory is staged through host memory between nodes: {reason}; {silenced}")
 
 
-def _inside_node(group: Group, device: Device) -> tuple[Transport | None, list[str]]:
+def _inside_node(group: Group, device: Device) -> tuple[DeviceTransport | None, list[str]]:
     """Return the transport of the ranks of a node, or None, and why the faster ones cannot be used."""
     wanted = group.settings[settings.INTRA_TRANSPORT]
     if wanted == "mpi":
         return StagedTransport(group, device, MpiTransport), []
     if wanted not in ("auto", *_INTRA_ON_DEVICE):
         return None, [f"{wanted} moves memory of the host"]
-    order = [name for name in _INTRA_ON_DEVICE if group.size > 1 or name != NcclTransport.name]
+    order = _INTRA_ON_DEVICE if group.size > 1 else _ALONE_ON_DEVICE
     refusals: list[str] = []
     for name in order if wanted == "auto" else (wanted,):
         transport, reason = _try(name, group, device)
@@ -282,13 +267,13 @@ def _inside_node(group: Group, device: Device) -> tuple[Transport | None, list[s
     return None, refusals
 
 
-def _try(name: str, group: Group, device: Device) -> tuple[Transport | None, str]:
+def _try(name: str, group: Group, device: Device) -> tuple[DeviceTransport | None, str]:
     """Return a transport that has allocated memory on all ranks of a group, or the reason why it has not."""
     kind = DEVICE_TRANSPORTS[name]
     reason = next(filter(None, group.comm.allgather(kind.probe(group))), "")
     if reason:
         return None, reason
-    transport: Transport | None = None
+    transport: DeviceTransport | None = None
     try:
         transport = kind(group, device)
         transport.allocate(_TRIAL_BYTES)

@@ -19,7 +19,6 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.device.abstract import Device, DeviceArray, Event, address
 from mpistrat.device.binding import bound_device
-from mpistrat.device.cuda import CudaDevice
 from mpistrat.device.kernels import PACKET_BYTES, THREADS, fold_into_kernel
 from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups.agreement import bcast_or_raise
@@ -27,7 +26,7 @@ from mpistrat.groups.group import Group
 from mpistrat.launch.cuda_awareness import find_verdict
 from mpistrat.reduction import ReduceOp
 from mpistrat.steps import Steps, drive, until
-from mpistrat.transports.base import Operation, Part, Transport
+from mpistrat.transports.base import DeviceTransport, Operation, Part
 from mpistrat.transports.ring import BoundRing, Ring
 
 # MPI matches each message, and registers its memory where it must; UCX pipelines memory of NVIDIA GPUs in fragments of 4 MiB
@@ -40,7 +39,7 @@ _FIRST_COUNT = 1 << 12
 _FIRST_SECONDS = 60.0
 
 
-class CudaAwareTransport(Transport):
+class CudaAwareTransport(DeviceTransport):
     """All verbs on device memory, for an MPI that takes it."""
 
     name = "cuda_aware"
@@ -48,9 +47,8 @@ class CudaAwareTransport(Transport):
     takes_device_memory = True
 
     def __init__(self, group: Group, device: Device | None = None, segment_bytes: int = SEGMENT_BYTES) -> None:
-        super().__init__(group)
-        self.device = self._device = device or CudaDevice()
-        self._stream = self._device.stream()
+        super().__init__(group, device)
+        self._stream = self.device.stream()
         self._segment_bytes = segment_bytes
         self._receive_buffers: dict[int, DeviceArray] = {}
 
@@ -76,10 +74,6 @@ class CudaAwareTransport(Transport):
             raise TransportError(f"{self.group.name}: {failure}; {settings.MPI_GPU.name}=off goes through memory of the host")
         return "" if all(right for right, _ in answers) else "a first sum of device memory gave wrong values"
 
-    def allocate(self, nbytes: int) -> DeviceArray:
-        """Return memory of the device."""
-        return self._device.allocate(nbytes)
-
     def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind a ring reduce-scatter, followed without a barrier by a ring all-gather."""
         size = self.group.size
@@ -104,11 +98,11 @@ class CudaAwareTransport(Transport):
     def _sums_rightly(self) -> bool:
         rank, size = self.group.rank, self.group.size
         values = np.arange(_FIRST_COUNT, dtype=np.int32)
-        with self._device.activate():
+        with self.device.activate():
             buffer = self.allocate(values.nbytes).view(np.int32)
-            self._device.put(buffer, values + rank)
+            self.device.put(buffer, values + rank)
             drive(self.all_reduce(buffer, ReduceOp.SUM).run(), lambda: "the first exchange of device memory", _FIRST_SECONDS)
-            return np.array_equal(self._device.get(buffer), values * size + sum(range(size)))
+            return np.array_equal(self.device.get(buffer), values * size + sum(range(size)))
 
     def _limit(self, buffer: DeviceArray, longest_part: int) -> int:
         """Return the elements of the longest segment, if a part has up to `longest_part` of them."""
@@ -119,11 +113,11 @@ class CudaAwareTransport(Transport):
     def _receive_buffer(self, channel: int) -> DeviceArray:
         """Return where the messages of a channel land, whose operations run one after the other."""
         if channel not in self._receive_buffers:
-            self._receive_buffers[channel] = self._device.allocate(RECEIVES_AHEAD * self._segment_bytes)
+            self._receive_buffers[channel] = self.device.allocate(RECEIVES_AHEAD * self._segment_bytes)
         return self._receive_buffers[channel]
 
     def _operation(self, buffer: DeviceArray, ring: Ring, op: ReduceOp, channel: int = 0) -> Operation:
-        device, stream, received = self._device, self._stream, self._receive_buffer(channel)
+        device, stream, received = self.device, self._stream, self._receive_buffer(channel)
         itemsize, start, slot_bytes = int(buffer.dtype.itemsize), address(buffer), received.nbytes // RECEIVES_AHEAD
         receives: list[list[Any]] = []
         launches: list[tuple[int, tuple[Any, ...]] | None] = []
