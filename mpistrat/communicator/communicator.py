@@ -27,7 +27,7 @@ from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
 from mpistrat.communicator.interface import Arrays, BaseCommunicator
 from mpistrat.communicator.options import DEFAULTS, CommunicationOptions, shared_defaults
 from mpistrat.communicator.passing import Passing
-from mpistrat.communicator.planning import Planner
+from mpistrat.communicator.planning import Planner, Reduction
 from mpistrat.communicator.programs import Known
 from mpistrat.communicator.reductions import Reductions
 from mpistrat.communicator.validate import alike, read_arrays
@@ -370,9 +370,9 @@ class Communicator(BaseCommunicator):
         """
         self._require_open()
         given, _ = read_arrays(arrays if isinstance(arrays, (list, tuple)) else [arrays])
-        wanted = self._options.merge(options)
-        self._programs.check(ReduceOp.SUM, given, wanted)
-        return self._programs.explain(given, wanted)
+        asked = Reduction(ReduceOp.SUM, given, self._options.merge(options))
+        self._programs.check(asked)
+        return self._programs.explain(asked)
 
     def memory_report(self) -> MemoryReport:
         """Return the memory this rank holds for communication, in bytes: windows, scratch memory and plans."""
@@ -395,7 +395,8 @@ class Communicator(BaseCommunicator):
                 self._gpu.executor.abort("a collective has failed")
         else:
             with self._guard:
-                self._calls.compare("close", lambda _: "()", None)  # all ranks free the memory together
+                call, _ = self._calls.begin("close", None, lambda _: "()")
+                self._guard.agree(call)  # all ranks free the memory together
             self.confirm()
             with watched("Communicator: close", self.hierarchy.members):
                 self._programs.clear()

@@ -112,7 +112,7 @@ class DataMovement:
     def all_gather(self, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None) -> Array:
         """Concatenate along `axis`, in rank order: see `mpistrat.Communicator.all_gather`. A collective call."""
 
-        def check(_: CommunicationOptions) -> None:
+        def check(_: object) -> None:
             check_gather(array, axis)
             check_dtype(ReduceOp.SUM, array.dtype)
             if out is not None:
@@ -153,7 +153,7 @@ class DataMovement:
     def gather(self, array: Array, root: int, options: CommunicationOptions | None) -> list[Array] | None:
         """Collect the arrays of all ranks on one: see `mpistrat.Communicator.gather`. A collective call."""
 
-        def check(_: CommunicationOptions) -> None:
+        def check(_: object) -> None:
             check_root(root, self._size)
             check_dtype(ReduceOp.SUM, array.dtype)
 
@@ -179,7 +179,7 @@ class DataMovement:
     def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None) -> list[Array]:
         """Send an array to each rank: see `mpistrat.Communicator.all_to_all`. A collective call."""
 
-        def check(_: CommunicationOptions) -> None:
+        def check(_: object) -> None:
             check_parts(arrays, self._size)
             check_dtype(ReduceOp.SUM, arrays[0].dtype)
 
@@ -215,7 +215,7 @@ class DataMovement:
         """Return the array of rank `root`: see `mpistrat.Communicator.broadcast`. A collective call."""
         known, is_root = array if out is None else out, self._rank == root
 
-        def check(_: CommunicationOptions) -> None:
+        def check(_: object) -> None:
             check_root(root, self._size)
             if out is not None:
                 check_target(out, array if is_root else out)
@@ -253,14 +253,15 @@ class DataMovement:
     def barrier(self, options: CommunicationOptions | None) -> None:
         """Wait until all ranks have entered the barrier. A collective call."""
         with self._guard:
-            self._calls.compare("barrier", lambda _: "()", options)
+            call, _ = self._calls.begin("barrier", options, lambda _: "()")
+            self._guard.agree(call)
 
     def _begin(
         self,
         verb: str,
         text: str,
         options: CommunicationOptions | None,
-        check: Callable[[CommunicationOptions], None],
+        check: Callable[[str], None],
         facts: Callable[[], tuple[int, int, Array | None]],
         arrays: Sequence[Array],
     ) -> _Move:
@@ -268,7 +269,7 @@ class DataMovement:
 
         `facts` returns those of this rank, and the bytes that it shares.
         """
-        call, _ = self._calls.begin(verb, lambda _: text, options, check)
+        call, _ = self._calls.begin(verb, options, lambda _: text, check)
         digest, number, memory = facts()
         is_shared, is_on_gpu = memory is not None, self._by_nccl is not None and all(map(is_on_device, arrays))
         found = self._guard.agree(call, None, (digest, number << 2 | is_shared << 1 | is_on_gpu), memory)
