@@ -293,7 +293,7 @@ class Executor:
         wanted = self.hierarchy.settings[settings.INTRA_TRANSPORT]
         if self.device is None and wanted == "auto":
             if refusal is not None:
-                warn_of_mpi(self.hierarchy.intra, wanted, str(refusal))
+                warn_of_mpi(self.hierarchy.intra, str(refusal))
             # the memory of barriers and small arrays stays, until `close`
             self.intra, self._shares_memory, self._compares_inside = MpiTransport(self.hierarchy.intra), False, False
             self._arena = self.intra.allocate(nbytes)

@@ -33,11 +33,11 @@ class StagedTransport(DeviceTransport):
         self,
         group: Group,
         device: Device | None = None,
-        make_host: Callable[[Group], Transport] = MpiRingTransport,
+        host: Transport | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         super().__init__(group, device)
-        self._host, self._chunk_bytes = make_host(group), chunk_bytes
+        self._host, self._chunk_bytes = host or MpiRingTransport(group), chunk_bytes
         self.compares_calls, self.has_channels = self._host.compares_calls, self._host.has_channels
         self._down, self._up = self.device.stream(), self.device.stream()
         self._slots: dict[int, list[Any]] = {}
