@@ -38,8 +38,9 @@ from mpistrat.errors import (
     MpistratError,
     UnavailableError,
 )
+from mpistrat.execution import ending
 from mpistrat.execution.executor import Executor
-from mpistrat.execution.guard import Guard, forget
+from mpistrat.execution.guard import Guard
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Agreement
@@ -138,7 +139,8 @@ class Communicator(BaseCommunicator):
         self.timeline = self._executor.timeline
         seconds, is_checked = self._options.timeout_seconds or 0.0, self.hierarchy.settings[settings.CHECK]
         self._guard = Guard(self.hierarchy, agreement, self._executor.intra.window, seconds, is_checked, self)
-        self._owned.callback(forget, self._guard)
+        ending.watch(self._guard)
+        self._owned.callback(ending.forget, self._guard)
         self._recorder, self._current = recorder(), self.hierarchy.call
         self._verbose = self.rank == 0 and self.hierarchy.settings[settings.VERBOSE]
         self._say(f"{self.world}: {', '.join(f'{node.name} has ranks {node.ranks}' for node in self.world.nodes)}")
