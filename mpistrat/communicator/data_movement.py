@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from mpistrat.execution.guard import Call, Guard
 from mpistrat.groups.agreement import Signature, digest_of
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, check_dtype
 from mpistrat.steps import Steps
-from mpistrat.transports.base import Operation
 from mpistrat.transports.mpi import MpiTransport, until_complete
 from mpistrat.transports.nccl import NcclTransport
 
@@ -38,21 +37,11 @@ _MAX_NDIM, _NAME_BYTES, _DIGESTS_KEPT = 64, 32, 1024
 _MOST_SHARED_BYTES = 1 << 15
 
 
-class _Sender(Protocol):
-    """A transport that moves bytes between all ranks."""
-
-    def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation: ...
-
-    def broadcast(self, buffer: Array, root: int = 0) -> Operation: ...
-
-    def exchange(self, sends: Sequence[Array], receives: Sequence[Array]) -> Steps: ...
-
-
 @dataclass(frozen=True)
 class _Route:
     """How bytes go from rank to rank: by a transport, which takes what `fetch` returns; `run` makes steps safe."""
 
-    sender: _Sender
+    sender: MpiTransport | NcclTransport
     fetch: Callable[[Array], Array]
     empty: Callable[[tuple[int, ...], np.dtype[Any]], Array]
     is_on_gpu: bool
