@@ -157,7 +157,8 @@ class Planner:
         for dtype, members, layout in self._lay_out(asked):
             choice = self.choose(layout.count, dtype, asked.options)
             packs.append(Pack(members, _bucket_dtype(choice.plan, dtype).name, choice, self.model))
-        return Explanation(self._world, tuple(packs), self.model)
+        path = "" if self.executor.device is None else str(self.executor.transports)
+        return Explanation(self._world, tuple(packs), self.model, path=path)
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
         """Return the plan for a sum of `count` elements, and why it was chosen."""
@@ -221,10 +222,6 @@ class DevicePlanner(Planner):
 
     def __init__(self, executor: DeviceExecutor, say: Callable[[str], None]) -> None:
         super().__init__(executor, say, executor.model)
-
-    def explain(self, asked: Reduction) -> Explanation:
-        """Return how a sum is computed."""
-        return replace(super().explain(asked), path=str(self.executor.transports))
 
     def _scatter(
         self, op: ReduceOp, dtype: np.dtype[Any], bounds: Sequence[int], options: CommunicationOptions

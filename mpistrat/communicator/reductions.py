@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -47,21 +46,7 @@ class Reductions:
         # returns a context manager that makes this rank's GPU current, if it has one
         self.active: Callable[[], AbstractContextManager[None]] = nullcontext if gpu is None else gpu.device.activate
 
-    def all_reduce(
-        self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions | None, out: Sequence[Array] | None
-    ) -> list[Array]:
-        """Combine each array across ranks: see `mpistrat.Communicator.all_reduce`. A collective call."""
-        return self._reduce("all_reduce", op, arrays, options, out)
-
-    def reduce_scatter(
-        self, op: ReduceOp, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None
-    ) -> Array:
-        """Combine arrays, and take this rank's part: see `mpistrat.Communicator.reduce_scatter`. A collective call."""
-        with suppress(TypeError):  # which `_check` raises
-            axis = operator.index(axis)  # True and 1 are one axis, which calls are known by
-        return self._reduce("reduce_scatter", op, [array], options, None if out is None else [out], axis)[0]
-
-    def _reduce(
+    def reduce(
         self,
         verb: str,
         op: ReduceOp,
@@ -70,7 +55,7 @@ class Reductions:
         out: Sequence[Array] | None,
         axis: int | None = None,
     ) -> list[Array]:
-        """Make a call, and remember it. A collective call."""
+        """Make the call of a verb of `mpistrat.Communicator`, and remember it. A collective call."""
         with self.active(), self._guard:
             call, asked = self._calls.begin(
                 verb, options, lambda wanted: Reduction(op, arrays, wanted, axis), partial(self._check, out)

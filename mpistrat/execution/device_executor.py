@@ -48,7 +48,7 @@ class DeviceExecutor(Executor):
 
     def __init__(self, host: Executor, device: Device, model: CostModel) -> None:
         super().__init__(host.hierarchy, device_transports(host.hierarchy, device, host.transports))
-        self.device, self._device, self.timeline = device, device, host.timeline
+        self.device, self.timeline = device, host.timeline
         # ranks compare calls in host memory
         self._shares_memory, self._compares_inside = host._shares_memory, host._compares_inside
         is_direct = any(rail.takes_device_memory for rail in self.transports.rails.values())
@@ -69,7 +69,7 @@ class DeviceExecutor(Executor):
 
     def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array, dtypes: Sequence[np.dtype[Any]]) -> CopySteps:
         """Return what copies arrays of these dtypes into a range of a bucket, after earlier copies out of it."""
-        copy = DeviceCopyIn(self._device, layout, start, stop, buffer, dtypes)
+        copy = DeviceCopyIn(self.device, layout, start, stop, buffer, dtypes)
 
         def run(arrays: Sequence[Array]) -> Steps:
             self._follow()
@@ -91,11 +91,11 @@ class DeviceExecutor(Executor):
         """Return what copies a range of a bucket out to arrays, and waits for it if peers read memory by themselves."""
         assert all(len(part.addends) == 1 for part in parts), "transports of device memory leave no addends to fold"
         sources = [(part.start, part.stop, part.addends[0]) for part in parts] or [(0, buffer.size, buffer)]
-        copy = DeviceCopyOut(self._device, layout, start, stop, sources, divisor, dtypes)
+        copy = DeviceCopyOut(self.device, layout, start, stop, sources, divisor, dtypes)
 
         def run(arrays: Sequence[Array]) -> Steps:
             yield from copy.run(arrays)
-            self._copied_out = self._device.current_stream().record()
+            self._copied_out = self.device.current_stream().record()
             while self.intra.peers_read and not self._copied_out.done():
                 yield WAITING
 
@@ -167,7 +167,7 @@ class DeviceExecutor(Executor):
         if transport.refusal(dtype, op):
             return None
         if op is ReduceOp.MEAN:
-            self._device.prepare(divide_kernel(dtype))
+            self.device.prepare(divide_kernel(dtype))
         return transport.all_reduce_arrays
 
     def detects_mismatch(self, phases: Sequence[Phase], shard_bytes: int = 0, is_ordered: bool = False) -> bool:
@@ -190,7 +190,7 @@ class DeviceExecutor(Executor):
         if nccl is None or nccl.refusal(part.dtype, op):
             return super()._rail(shard, part, op)
         if not self._nccl_rails:  # made when all ranks bind the first plan along rails
-            self._nccl_rails = nccl_rails(self.hierarchy, self._device, nccl)
+            self._nccl_rails = nccl_rails(self.hierarchy, self.device, nccl)
             self._watch()
         return self._nccl_rails[shard]
 
@@ -213,17 +213,17 @@ class DeviceExecutor(Executor):
 
         if caster is None or caster.keeps_errors:
             return through_host(buffer, caster)
-        return _cast_on_device(self._device, buffer, caster.dtype, lambda narrow: through_host(narrow, None))
+        return _cast_on_device(self.device, buffer, caster.dtype, lambda narrow: through_host(narrow, None))
 
     def _has_copied_out(self) -> bool:
-        with self._device.activate():  # the engine asks too, where it combines arrays of the host
+        with self.device.activate():  # the engine asks too, where it combines arrays of the host
             return self._copied_out is None or self._copied_out.done()
 
     def _follow(self) -> None:
         """Make the current stream wait for the last copies out; that costs nothing on the stream that made them."""
         # the handle cannot tell whether it is that stream: CUDA reuses handles, and the default streams of threads share one
         if self._copied_out is not None:
-            self._device.current_stream().wait(self._copied_out)
+            self.device.current_stream().wait(self._copied_out)
 
 
 def _cast_on_device(
