@@ -78,9 +78,6 @@ class Communicator(BaseCommunicator):
         which the communicator then owns.
     options : CommunicationOptions, optional
         Defaults for every call; the same on all ranks.
-    num_packs : int, optional
-        Split the elements of a batch into this many equal packs; 0 reduces each array by itself. None (the default) packs by
-        the options' `bytes_per_pack`.
     model : CostModel, optional
         The cost model of algorithm ``auto``, the same on all ranks; by default the one that MPISTRAT_TUNING selects.
     uses_gpu : bool
@@ -96,7 +93,7 @@ class Communicator(BaseCommunicator):
     Raises
     ------
     InvalidArgumentError
-        If `comm` is not an intracommunicator of this rank, or `num_packs` is negative.
+        If `comm` is not an intracommunicator of this rank.
     AgreementError, DeadlineExceededError
         If ranks pass different arguments or have different settings, or do not all make this call before the deadline of
         `options`.
@@ -109,30 +106,25 @@ class Communicator(BaseCommunicator):
         comm: MPI.Intracomm | Hierarchy,
         options: CommunicationOptions | None = None,
         *,
-        num_packs: int | None = None,
         model: CostModel | None = None,
         uses_gpu: bool = True,
     ) -> None:
-        if isinstance(comm, Hierarchy):
-            CommunicationOptions(num_packs=num_packs)  # raises if it is negative, before the hierarchy is this communicator's
-        self.hierarchy = comm if isinstance(comm, Hierarchy) else build_hierarchy(comm, options, num_packs, model)
+        self.hierarchy = comm if isinstance(comm, Hierarchy) else build_hierarchy(comm, options, model)
         self._owned = ExitStack()
         self._owned.callback(self.hierarchy.close)
         try:
             with watched("Communicator: its plans and memory", self.hierarchy.members):
-                self._build(options, num_packs, model, uses_gpu)
+                self._build(options, model, uses_gpu)
         except (DeadlineExceededError, UnavailableError):  # a rank is missing
             raise
         except MpistratError:  # raised on all ranks, which free together what they made
             self._owned.close()
             raise
 
-    def _build(
-        self, options: CommunicationOptions | None, num_packs: int | None, model: CostModel | None, uses_gpu: bool
-    ) -> None:
+    def _build(self, options: CommunicationOptions | None, model: CostModel | None, uses_gpu: bool) -> None:
         self.world, self.rank, self.size = self.hierarchy.world, self.hierarchy.rank, self.hierarchy.world.size
-        packs, agreement = CommunicationOptions(num_packs=num_packs), Agreement(self.hierarchy.world_group)
-        self._options = shared_defaults(agreement, self.hierarchy.settings).merge(options).merge(packs)
+        agreement = Agreement(self.hierarchy.world_group)
+        self._options = shared_defaults(agreement, self.hierarchy.settings).merge(options)
         self._executor = Executor(self.hierarchy)
         self._owned.callback(self._executor.close)
         self.timeline = self._executor.timeline
