@@ -109,7 +109,7 @@ class DataMovement:
 
         def facts() -> tuple[int, int, Array | None]:
             # ranks that pass `out` compare its extent
-            digest = _digest(array, axis % array.ndim, None if out is None else out.shape[axis])
+            digest = _digest(array.dtype, array.shape, axis % array.ndim, None if out is None else out.shape[axis])
             return digest, array.shape[axis], self._shareable(_moved(array, axis % array.ndim, 0))
 
         with self._guard:
@@ -134,10 +134,7 @@ class DataMovement:
             elif row_bytes:
                 whole[starts[self._rank] : starts[self._rank + 1]] = mine
                 move.run(move.route.sender.all_gather(as_bytes(whole), bounds).run())
-            if out is None:
-                result: Array = like(_contiguous(_moved(whole, 0, axis)), array)
-                return result
-            return _delivered(whole if whole is out else _moved(whole, 0, axis), out)
+            return _delivered(_moved(whole, 0, axis), array, out)
 
     def gather(self, array: Array, root: int, options: CommunicationOptions | None) -> list[Array] | None:
         """Collect the arrays of all ranks on one: see `mpistrat.Communicator.gather`. A collective call."""
@@ -148,7 +145,9 @@ class DataMovement:
 
         with self._guard:
             text = f"({name_of(array.dtype)}, root={root})"
-            move = self._begin("gather", text, options, check, lambda: (_digest(array), 0, self._shareable(array)), [array])
+            move = self._begin(
+                "gather", text, options, check, lambda: (_digest(array.dtype, array.shape), 0, self._shareable(array)), [array]
+            )
             self._require_equal(move.digests, "gather needs equal shapes, one dtype and one root", array)
             is_root = self._rank == root
             if move.is_shared():
@@ -173,7 +172,8 @@ class DataMovement:
             check_dtype(ReduceOp.SUM, arrays[0].dtype)
 
         def facts() -> tuple[int, int, Array | None]:
-            return _digest(arrays[0], 0 if arrays[0].ndim else None), 0, self._shareable_parts(arrays)
+            first = arrays[0]
+            return _digest(first.dtype, first.shape, 0 if first.ndim else None), 0, self._shareable_parts(arrays)
 
         with self._guard:
             text = f"({', '.join(sorted({name_of(array.dtype) for array in arrays}))})"
@@ -210,7 +210,7 @@ class DataMovement:
                 check_target(out, array if is_root else out)
 
         def facts() -> tuple[int, int, Array | None]:
-            return _digest(known), out is not None, self._shareable(array) if is_root else None
+            return _digest(known.dtype, known.shape), out is not None, self._shareable(array) if is_root else None
 
         with self._guard:
             move = self._begin("broadcast", f"(root={root})", options, check, facts, [array if is_root else known])
@@ -234,10 +234,7 @@ class DataMovement:
                     move.take(as_bytes(result), [0, result.nbytes], root)
             elif result.nbytes:
                 move.run(move.route.sender.broadcast(as_bytes(result), root).run())
-            if out is None:
-                received: Array = like(result, array)
-                return received
-            return _delivered(result, out)
+            return _delivered(result, array, out)
 
     def barrier(self, options: CommunicationOptions | None) -> None:
         """Wait until all ranks have entered the barrier. A collective call."""
@@ -329,15 +326,11 @@ def _through_nccl(executor: Executor, gpu: GpuArrays, nccl: NcclTransport) -> _R
 
 
 @lru_cache(_DIGESTS_KEPT)
-def _shape_digest(dtype: np.dtype[Any], shape: tuple[int, ...], free_axis: int | None, out_extent: int | None) -> int:
+def _digest(dtype: np.dtype[Any], shape: tuple[int, ...], free_axis: int | None = None, out_extent: int | None = None) -> int:
+    """Return a hash of dtype and shape that ignores the extent along `free_axis`, but includes that of `out` if given."""
     extents = tuple(-1 if axis == free_axis else extent for axis, extent in enumerate(shape))
     # the name of a dtype says nothing of its byte order, and its code does not tell bfloat16 from another void
     return digest_of(f"{dtype.name} {dtype.str} {extents} {free_axis} {out_extent}")
-
-
-def _digest(array: Array, free_axis: int | None = None, out_extent: int | None = None) -> int:
-    """Return a hash of dtype and shape that ignores the extent along `free_axis`, but includes that of `out` if given."""
-    return _shape_digest(array.dtype, array.shape, free_axis, out_extent)
 
 
 def _extents(arrays: Sequence[Array]) -> Array:
@@ -369,8 +362,10 @@ def _contiguous(array: Array) -> Array:
     return array if array.flags.c_contiguous else array.copy()
 
 
-def _delivered(result: Array, out: Array) -> Array:
-    """Return `out`, which holds the result."""
-    if result is not out:
+def _delivered(result: Array, array: Array, out: Array | None) -> Array:
+    """Return the result as the array is, or in `out`."""
+    if out is None:
+        out = like(_contiguous(result), array)
+    elif result is not out:
         out[...] = like(result, out)
     return out

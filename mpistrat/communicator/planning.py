@@ -156,7 +156,7 @@ class Planner:
         packs = []
         for dtype, members, layout in self._lay_out(asked):
             choice = self.choose(layout.count, dtype, asked.options)
-            packs.append(Pack(members, _bucket_dtype(choice.plan, dtype).name, choice, self.model))
+            packs.append(Pack(members, _bucket_dtype(choice.plan, dtype).name, choice))
         path = "" if self.executor.device is None else str(self.executor.transports)
         return Explanation(self._world, tuple(packs), self.model, path=path)
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import NoReturn, TypeVar
 
 from mpistrat.arrays import Array
@@ -248,7 +248,7 @@ class Guard:
             return result
 
         job = Job(recorded, lambda: str(call), self, self.is_on_gpu)
-        self._last, self.refusal = job, _still_running(call.verb)
+        self._last, self.refusal = job, f"an earlier {call.verb} is still under way: wait for it first"
         submit(job)
         return Work(job)
 
@@ -560,8 +560,3 @@ class Guard:
 
     def _unavailable(self, why: str) -> UnavailableError:
         return UnavailableError(f"rank {self._rank}: no further collective can be made: {why}")
-
-
-@cache
-def _still_running(verb: str) -> str:
-    return f"an earlier {verb} is still under way: wait for it first"
