@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -139,22 +139,17 @@ class Executor:
             return [(str(phase), _bind(self._inside(phase.verb, buffer.dtype, op), phase.verb, buffer, bounds, op))]
         shards = {shard: buffer[shard * shard_count : (shard + 1) * shard_count] for shard in world.shards_of(rank)}
         if plan.in_order or casters is not None:
+            exchanged = [(str(phase), self.hierarchy.world_group, buffer)]
+            if phase.scope is Scope.INTER:
+                exchanged = [(f"{phase} rail {shard}", self.hierarchy.rails[shard], part) for shard, part in shards.items()]
             return [
                 (name, self._in_order(group, part, op, slot, casters and casters(index, part.size)))
-                for index, (name, group, part) in enumerate(self._inter_node_buffers(phase, buffer, shards))
+                for index, (name, group, part) in enumerate(exchanged)
             ]
         if phase.scope is Scope.INTER:
             rails = {shard: self._rail(shard, part, op) for shard, part in shards.items()}
             return [(f"{phase} rail {shard}", rails[shard].all_reduce(part, op, slot)) for shard, part in shards.items()]
         return [(str(phase), self._over_all(buffer.dtype, op).all_reduce(buffer, op))]
-
-    def _inter_node_buffers(self, phase: Phase, buffer: Array, shards: dict[int, Array]) -> Iterator[tuple[str, Group, Array]]:
-        """Yield what this rank reduces with ranks of other nodes: a name, the group, and the part of the buffer."""
-        if phase.scope is Scope.INTER:
-            for shard, part in shards.items():
-                yield f"{phase} rail {shard}", self.hierarchy.rails[shard], part
-        else:
-            yield str(phase), self.hierarchy.world_group, buffer
 
     def begins_with_barrier(self, scope: Scope, in_order: bool) -> bool:
         """Return whether a phase begins with a barrier of the node in shared memory."""
@@ -213,7 +208,7 @@ class Executor:
     def fits_slots(self, plan: Plan) -> bool:
         """Return whether a sum in a node is so small that the slots of its window hold it, as for a flat plan."""
         is_inside = {phase.scope for phase in plan.phases} == {Scope.INTRA}
-        return is_inside and not plan.in_order and 0 < plan.num_bytes <= self.world.slot_bytes
+        return self.device is None and is_inside and not plan.in_order and 0 < plan.num_bytes <= self.world.slot_bytes
 
     @property
     def scatters(self) -> bool:
@@ -293,7 +288,7 @@ class Executor:
         wanted = self.hierarchy.settings[settings.INTRA_TRANSPORT]
         if self.device is None and wanted == "auto":
             if refusal is not None:
-                warn_of_mpi(self.hierarchy.intra, wanted, str(refusal))
+                warn_of_mpi(self.hierarchy.intra, str(refusal))
             # the memory of barriers and small arrays stays, until `close`
             self.intra, self._shares_memory, self._compares_inside = MpiTransport(self.hierarchy.intra), False, False
             self._arena = self.intra.allocate(nbytes)

@@ -360,14 +360,6 @@ def test_results_go_anywhere_without_strict_mode(unchecked):
 
 
 @up_to_ranks(4)
-def test_a_negative_num_packs_says_what_is_accepted(comm, world):
-    hierarchy = Hierarchy(comm, world)
-    with pytest.raises(InvalidArgumentError, match=r"num_packs must be None, 0 \(each array by itself\) or positive; got -1"):
-        Communicator(hierarchy, num_packs=-1)
-    hierarchy.close()
-
-
-@up_to_ranks(4)
 def test_arrays_that_were_changed_in_place_are_looked_at(comm, world, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     ops = Communicator(Hierarchy(comm, world))
