@@ -49,7 +49,7 @@ class DeviceExecutor(Executor):
         super().__init__(host.hierarchy, device_transports(host.hierarchy, device, host.transports))
         self.device, self._device, self.timeline = device, device, host.timeline
         # ranks compare calls in host memory
-        self._shares_memory, self._compares_inside = host._shares_memory, host._compares_inside
+        self._compares_inside = host._compares_inside
         is_direct = any(rail.takes_device_memory for rail in self.rails.values())
         self.model = replace(model, direct_rails=is_direct)
         self._copied_out: Event | None = None

@@ -122,7 +122,7 @@ class Transport(ABC):
     """The GPU whose memory the verbs work on; None for host memory."""
     window: NodeWindow | None = None
     """The shared memory of the ranks of a node; None if they share none."""
-    combines_arrays: ClassVar[bool] = False
+    combines_arrays: bool = False
     """Whether `all_reduce_arrays` is implemented."""
     most_passed_bytes = 0
     """Arrays of at most so many bytes are handed to MPI as they are: their calls are compared later, inside a node too."""
