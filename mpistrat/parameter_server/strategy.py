@@ -251,7 +251,7 @@ class ParameterServerExtended(StrategyExtended):
             A function with a parameter `shard_info`, or with `partition_shape` and `partition_offset`, is called for each
             shard, if `shape` and `dtype` are given: so a table may be larger than the memory of the chief.
         """
-        name, group = name or "Variable", self._client.channel.group
+        name, group = str(name or "Variable"), self._client.channel.group
         if group.task_type != CHIEF:
             raise RuntimeError(
                 f"{name} was made in a function that {self._client.channel.name} runs: make variables on the chief, in "
