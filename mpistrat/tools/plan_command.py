@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -41,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("cpu", "gpu"),
         help="memory of the buffer (default: cpu)",
     )
-    parser.add_argument("--links", type=int, metavar="N", help="network links of a node, used at the same time (default: 1)")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -56,8 +54,6 @@ def execute(arguments: argparse.Namespace) -> int:
             )
         on_gpu = arguments.device == "gpu"
         model = ON_DEVICE if on_gpu else DEFAULT
-        if arguments.links is not None:
-            model = _with_links(model, arguments.links)
         choice = choose(
             world,
             num_bytes // itemsize,
@@ -80,12 +76,6 @@ def _itemsize(name: str) -> int:
     if name not in _DTYPES:
         raise UnsupportedDtypeError(f"unknown dtype {name!r}; accepted are {', '.join(_DTYPES)}")
     return _DTYPES[name].itemsize
-
-
-def _with_links(model: CostModel, links: int) -> CostModel:
-    if links < 1:
-        raise InvalidArgumentError(f"--links must be at least 1; got {links}")
-    return replace(model, links=links)
 
 
 def _report(choice: Choice, shape: str, dtype: str, model: CostModel) -> str:

@@ -99,19 +99,6 @@ def test_on_gpus_of_one_node_a_buffer_is_not_cut(capsys: pytest.CaptureFixture[s
     assert "64 MiB of float32: 16777216 elements\n" in out
 
 
-def test_nodes_with_several_links(capsys: pytest.CaptureFixture[str]) -> None:
-    for device in ("cpu", "gpu"):
-        words = ("--world", "4x8", "--bytes", "64MiB", "--device", device)
-        _, one, _ = run(capsys, *words)
-        assert run(capsys, *words, "--links", "1")[1] == one
-        _, eight, _ = run(capsys, *words, "--links", "8")
-        assert "on each of 8 links of a node" in eight
-        assert "per node link" in one
-        assert "per node link" not in eight
-    code, _, err = run(capsys, "--world", "4x8", "--bytes", "64", "--links", "0")
-    assert (code, err) == (2, "mpistrat plan: --links must be at least 1; got 0\n")
-
-
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_that_has_gone_is_not_an_error(unbuffered: str) -> None:
     reader, writer = os.pipe()
