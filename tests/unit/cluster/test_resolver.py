@@ -174,8 +174,6 @@ class TestUnion:
     def test_bad_arguments(self):
         with pytest.raises(ValueError, match="UnionResolver needs at least one ClusterResolver; got none"):
             UnionResolver()
-        with pytest.raises(ValueError, match="UnionResolver takes the keywords rpc_layer, task_type, task_id; got colour"):
-            UnionResolver(simple(), colour="red")
         with pytest.raises(TypeError, match="UnionResolver joins ClusterResolvers; got dict"):
             UnionResolver(simple(), {})
 
