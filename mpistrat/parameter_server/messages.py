@@ -143,7 +143,7 @@ class Activity:
     """What this task does and waits for, recorded for `mpistrat doctor` and the stall reports of other ranks."""
 
     def __init__(self, task: str) -> None:
-        self._task, self._text, self._recorder = task, "", recorder()
+        self._task, self._text = task, ""
 
     def set(self, text: str) -> None:
         """Record what the task does; an empty text clears it."""
@@ -152,7 +152,7 @@ class Activity:
 
     def wait_for(self, what: str) -> None:
         """Record what that waits for; an empty text ends the wait."""
-        self._recorder.set_activity(_encoded(self._task, self._text, what))
+        recorder().note(activity=_encoded(self._task, self._text, what))
 
 
 @lru_cache(256)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +11,7 @@ from mpistrat.algorithms.choose import PLANNERS, Choice, choose
 from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
 from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel
 from mpistrat.algorithms.plan_report import alternatives_text, basis_text, chunks_text, phases_text
-from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_table
 from mpistrat.topology.world import World
@@ -43,32 +42,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Print the plan, and return the exit code: 2 if an argument is invalid."""
-    try:
-        world, itemsize = World.from_shape(arguments.world), _itemsize(arguments.dtype)
-        num_bytes, chunk_bytes = parse_bytes(arguments.bytes), parse_bytes(arguments.chunk_bytes)
-        if num_bytes % itemsize:
-            raise InvalidArgumentError(
-                f"{num_bytes} bytes are not a whole number of {arguments.dtype} elements; --bytes must be a multiple of "
-                f"{itemsize}"
-            )
-        on_gpu = arguments.device == "gpu"
-        model = ON_DEVICE if on_gpu else DEFAULT
-        choice = choose(
-            world,
-            num_bytes // itemsize,
-            itemsize,
-            arguments.algorithm,
-            chunk_bytes,
-            model,
-            one_intra_phase=on_gpu,
-            default_chunk_bytes=DEVICE_CHUNK_BYTES * on_gpu,
+    """Print the plan."""
+    world, itemsize = World.from_shape(arguments.world), _itemsize(arguments.dtype)
+    num_bytes, chunk_bytes = parse_bytes(arguments.bytes), parse_bytes(arguments.chunk_bytes)
+    if num_bytes % itemsize:
+        raise InvalidArgumentError(
+            f"{num_bytes} bytes are not a whole number of {arguments.dtype} elements; --bytes must be a multiple of {itemsize}"
         )
-        text = _report(choice, arguments.world, arguments.dtype, model)
-    except (MpistratError, ValueError) as error:
-        print(f"mpistrat plan: {error}", file=sys.stderr)
-        return 2
-    print(text)  # outside of the try: a closed pipe is not an invalid argument
+    on_gpu = arguments.device == "gpu"
+    model = ON_DEVICE if on_gpu else DEFAULT
+    choice = choose(
+        world,
+        num_bytes // itemsize,
+        itemsize,
+        arguments.algorithm,
+        chunk_bytes,
+        model,
+        one_intra_phase=on_gpu,
+        default_chunk_bytes=DEVICE_CHUNK_BYTES * on_gpu,
+    )
+    print(_report(choice, arguments.world, arguments.dtype, model))
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -17,9 +16,7 @@ from mpistrat.topology.world import World
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    parser = argparse.ArgumentParser(prog="mpistrat plan")
-    plan_command.add_arguments(parser)
-    code = plan_command.execute(parser.parse_args(words))
+    code = cli.main(["plan", *words])
     return code, *capsys.readouterr()
 
 
