@@ -1,4 +1,4 @@
-"""What follows an mpiexec: its exit code, the limit of its time, and its stderr, in which banners come last and once."""
+"""What follows an mpiexec: its exit code, the limit of its time, and its stderr."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
 from mpistrat.launch import job
-from mpistrat.launch.job import TIMED_OUT, Banners, Killed, Limit, follow, relay_stderr
+from mpistrat.launch.job import TIMED_OUT, Killed, Stderr, follow
 from tests.processes import TAKES_CTRL_C, run_bounded
 
 # other tests of this process may have imported JAX, which warns of every fork
@@ -23,9 +22,9 @@ def shell(text: str) -> list[str]:
 
 
 def test_exit_codes_are_handed_on(capfd: pytest.CaptureFixture[str]) -> None:
-    assert follow(shell("echo out; echo err >&2; exit 3"), os.environ) == 3
+    assert follow(shell("echo out; echo err >&2; exit 3"), os.environ, print) == 3
     assert capfd.readouterr() == ("out\n", "err\n")
-    assert follow(shell("kill -9 $$"), os.environ) == 128 + 9
+    assert follow(shell("kill -9 $$"), os.environ, print) == 128 + 9
 
 
 @pytest.mark.parametrize(
@@ -39,24 +38,24 @@ def test_exit_codes_are_handed_on(capfd: pytest.CaptureFixture[str]) -> None:
 )
 def test_a_signal_that_ends_the_job_is_told_and_is_its_code(name: str, code: int, returned: int, said: str) -> None:
     command = f"trap 'exit {code}' {name}; kill -{name} $PPID; while :; do sleep 0.05; done"
-    program = (
-        f"import os; from mpistrat.launch.job import follow; raise SystemExit(follow(['sh', '-c', {command!r}], os.environ))"
-    )
+    program = "import os; from mpistrat.launch.job import follow; "
+    program += f"raise SystemExit(follow(['sh', '-c', {command!r}], os.environ, print))"
     done = run_bounded([*TAKES_CTRL_C, sys.executable, "-c", program], 60.0)
     assert (done.returncode, done.stderr) == (returned, f"mpistrat run: {said}\n" if said else "")
 
 
 def test_a_job_that_ends_in_time_has_no_report() -> None:
-    reports: list[int] = []
-    assert follow(shell("exit 7"), os.environ, Limit(60.0, reports.append)) == 7
+    reports: list[object] = []
+    assert follow(shell("exit 7"), os.environ, reports.append, 60.0, reports.append) == 7
     assert reports == []
 
 
 def test_a_limit_ends_the_job_after_the_report(capfd: pytest.CaptureFixture[str]) -> None:
     alive = []
     started = time.monotonic()
-    limit = Limit(0.3, lambda pid: alive.append(os.path.exists(f"/proc/{pid}")))  # noqa: PTH110
-    assert follow(shell("trap 'echo ended >&2; exit 0' TERM; sleep 60 >/dev/null 2>&1 & wait"), os.environ, limit) == TIMED_OUT
+    argv = shell("trap 'echo ended >&2; exit 0' TERM; sleep 60 >/dev/null 2>&1 & wait")
+    code = follow(argv, os.environ, print, 0.3, lambda pid: alive.append(os.path.exists(f"/proc/{pid}")))  # noqa: PTH110
+    assert code == TIMED_OUT
     assert alive == [True]
     assert time.monotonic() - started < 30
     assert capfd.readouterr().err == "ended\n"
@@ -65,47 +64,15 @@ def test_a_limit_ends_the_job_after_the_report(capfd: pytest.CaptureFixture[str]
 def test_what_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_END_SECONDS", 0.2)
     started = time.monotonic()
-    assert follow(shell("trap '' TERM; exec sleep 60"), os.environ, Limit(0.2, lambda _: None)) == TIMED_OUT
+    assert follow(shell("trap '' TERM; exec sleep 60"), os.environ, print, 0.2) == TIMED_OUT
     assert time.monotonic() - started < 30
 
 
 def test_what_keeps_stderr_open_does_not_keep_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_RELAY_SECONDS", 0.2)
     started = time.monotonic()
-    assert follow(shell("sleep 5 & exit 4"), os.environ) == 4
+    assert follow(shell("sleep 5 & exit 4"), os.environ, print) == 4
     assert time.monotonic() - started < 4
-
-
-LINE = b"-" * 74 + b"\n"
-ABORT = LINE + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Proc: [[1,1],1]\n\nNOTE: it ends.\n" + LINE
-EXITED = LINE + b'prterun has exited due to process rank 1 with PID 0 on node vm calling\n"abort". This may have\n' + LINE
-TRACEBACK = b"Traceback (most recent call last):\nValueError: planted\n"
-
-
-def through(*pieces: bytes) -> bytes:
-    held = Banners()
-    return b"".join([*map(held.feed, pieces), held.end()])
-
-
-def test_banners_come_after_the_traceback_once_and_without_nul() -> None:
-    again = ABORT.replace(b"rank 1", b"rank 0")
-    assert (
-        through(b"half a line" + ABORT, b"\0" + EXITED, TRACEBACK, again, b"\0") == b"half a line" + TRACEBACK + ABORT + EXITED
-    )
-
-
-@pytest.mark.parametrize(
-    "reason",
-    [
-        b"[rank 1 on vm] Traceback (most recent call last):\n[rank 1 on vm] ValueError: planted\n",
-        b"[rank 1 on vm, thread Thread-1] sys.exit(3) in a thread ends the job\n",
-        b"[1]<stderr>: [rank 1 on vm] interrupted\n",
-        b"mpistrat tune: file.json cannot be written\n",
-    ],
-)
-def test_a_rank_that_says_why_it_ends_the_job_is_enough(reason: bytes) -> None:
-    half = len(reason) // 2
-    assert through(ABORT, b"\0" + EXITED + reason[:half], reason[half:] + b"more\n" * 500) == reason + b"more\n" * 500
 
 
 @pytest.mark.parametrize("size", [1, 50, 10_000])
@@ -120,86 +87,34 @@ def test_a_rank_that_says_why_it_ends_the_job_is_enough(reason: bytes) -> None:
             Killed(77, "vm", 11),
         ),
         (b"=   PID 77 RUNNING AT vm\n=   EXIT CODE: 9\n", None),
-        (EXITED, None),
+        (b'prterun has exited due to process rank 1 with PID 0 on node vm calling\n"abort". This may have\n', None),
     ],
 )
 def test_the_process_that_a_signal_has_ended_is_known(text: bytes, killed: Killed | None, size: int) -> None:
-    held, text = Banners(), b"x" * 2000 + text + b"y" * 3000
+    printed, text = Stderr(-1, -1), b"x" * 2000 + text + b"y" * 3000
     for start in range(0, len(text), size):
-        held.feed(text[start : start + size])
-    assert held.killed == killed
-
-
-def test_lines_may_begin_with_the_rank() -> None:
-    tagged = b"".join(b"[1]<stderr>: " + line for line in ABORT.splitlines(keepends=True))
-    trace = b"[0]<stderr>: Traceback\n"
-    assert through(tagged, b"[1]<stderr>: \0", EXITED, trace) == trace + tagged + EXITED
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"bytes of a program: \0\1\2\xff",
-        b"---- a heading ----\n",
-        b"-" * 200,
-        LINE + b"what a program says of itself\n" + LINE,
-        LINE + b"prterun noticed that process rank 1 with PID 7 on node vm exited on\nsignal 9 (Killed).\n" + LINE,
-        LINE + b"MPI_ABORT was invoked, and the rest is lost",
-    ],
-)
-def test_everything_else_is_printed_at_once(text: bytes) -> None:
-    held = Banners()
-    for byte in (text[index : index + 1] for index in range(len(text))):
-        assert held.feed(byte) == byte
-    assert through(text) == text
-
-
-def test_messages_of_mpiexec_lose_their_nul() -> None:
-    message = LINE + b"There are not enough slots available in the system\n" + LINE
-    assert through(message + b"\0", b"a\0b") == message + b"ab"
+        printed.look(text[start : start + size])
+    assert printed.killed == killed
 
 
 def test_a_long_log_costs_little() -> None:
-    chunk, held = (b"x" * 99 + b"\n") * 655, Banners()
+    chunk, printed = (b"x" * 99 + b"\n") * 655, Stderr(-1, -1)
     started = time.process_time()
     for _ in range(128):  # 8 MB, for which a pattern at every byte takes seconds
-        assert held.feed(chunk) == chunk
+        printed.look(chunk)
     assert time.process_time() - started < 0.3
 
 
-@pytest.fixture
-def relayed() -> Callable[[], tuple[int, int, threading.Thread]]:
-    def begin() -> tuple[int, int, threading.Thread]:
-        source, writer = os.pipe()
-        reader, target = os.pipe()
-        thread = threading.Thread(target=relay_stderr, args=(source, target, Banners()))
-        thread.start()
-        return writer, reader, thread
-
-    return begin
-
-
-def test_a_banner_may_come_in_pieces(relayed: Callable[[], tuple[int, int, threading.Thread]]) -> None:
-    writer, reader, thread = relayed()
-    for piece in (LINE, EXITED[len(LINE) : -len(LINE)], LINE, b"\0", b"[rank 1 on vm] Traceback\n", LINE):
-        os.write(writer, piece)
-        time.sleep(0.01)
-    assert os.read(reader, 1000) == b"[rank 1 on vm] Traceback\n"
-    assert os.read(reader, 1000) == LINE  # a progress bar, which goes on in an hour
-    os.close(writer)
-    thread.join(10)
-    assert not thread.is_alive()
-
-
-def test_writers_see_that_nobody_reads(
-    relayed: Callable[[], tuple[int, int, threading.Thread]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writers_see_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_READ_BYTES", 10)
-    writer, reader, thread = relayed()
+    source, writer = os.pipe()
+    reader, target = os.pipe()
+    printed = Stderr(source, target)
+    printed.start()
     os.close(reader)
     os.write(writer, b"x")
-    thread.join(10)
-    assert not thread.is_alive()
+    printed.join(10)
+    assert not printed.is_alive()
     with pytest.raises(BrokenPipeError):
         os.write(writer, b"y")
     os.close(writer)
@@ -209,8 +124,8 @@ def test_a_full_pipe_that_does_not_block_is_waited_for() -> None:
     source, writer = os.pipe()
     reader, target = os.pipe()
     os.set_blocking(target, False)
-    thread = threading.Thread(target=relay_stderr, args=(source, target, Banners()))
-    thread.start()
+    printed = Stderr(source, target)
+    printed.start()
     text = b"x" * 300_000
 
     def write() -> None:
@@ -221,7 +136,7 @@ def test_a_full_pipe_that_does_not_block_is_waited_for() -> None:
     got = b""
     while len(got) < len(text):
         got += os.read(reader, 1 << 16)
-    thread.join(10)
+    printed.join(10)
     assert got == text
     for end in (reader, target):
         os.close(end)
