@@ -1,6 +1,8 @@
 """Run mpiexec and wait for it: signals are forwarded, it may have a time limit, and its exit code is made reliable.
 
-What it and its ranks print to stderr is handed on as it comes, and looked through for the process that a signal has ended.
+What it and its ranks print to stderr is handed on at once, but for Open MPI's banners of an aborted job, which may come before
+the traceback of the rank that has called MPI_Abort. They are left out if a rank has said why it ends the job, and come last,
+each once, if none has. Open MPI also ends its messages with a NUL byte, for which grep takes a whole log to be binary.
 """
 
 from __future__ import annotations
@@ -38,6 +40,14 @@ _RELAY_SECONDS = 2.0
 _LONGEST_WAIT_SECONDS = 3600.0
 _PR_SET_PDEATHSIG = 1
 
+# what mpiexec puts before each line of a rank with its option for that
+_TAG = rb"(?:\[[\d,]+\]<stderr>: ?)?"
+_LINE = b"-" * 74 + b"\n"
+_KIND = rb"(?P<kind>MPI_ABORT was invoked|\w+ has exited due to process rank)"
+_BANNER = re.compile(_TAG + _LINE + _TAG + _KIND + rb".*?\n" + _TAG + _LINE, re.DOTALL)
+_NUL = re.compile(_TAG + rb"\0")
+# how `abort`, or a command that the ranks run, says why a rank ends the job
+_REASON = re.compile(rb"\[rank \d+ on [^\]\n]*\] (?:Traceback|interrupted|sys\.exit)|mpistrat (?:bench|tune): ")
 # how Open MPI and MPICH say that a signal has ended a process
 _KILLED = re.compile(
     rb"PID (?P<pid>\d+) (?:on node|RUNNING AT) (?P<node>\S+)"
@@ -46,6 +56,8 @@ _KILLED = re.compile(
 _LONGEST_MESSAGE = 1000
 
 _READ_BYTES = 1 << 16
+# how long a line of dashes, with which messages of Open MPI begin, waits for the rest
+_PATIENCE_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -83,11 +95,12 @@ def follow(
     source, stderr = os.pipe()
     process = subprocess.Popen(list(argv), env=dict(environ), stderr=stderr, preexec_fn=begin)
     os.close(stderr)
-    printed = Stderr(source, 2)
-    printed.start()
+    printed = Banners()
+    relay = threading.Thread(target=relay_stderr, args=(source, 2, printed), name="mpistrat stderr", daemon=True)
+    relay.start()
     job = _Followed(process, timeout, on_timeout)
     job.wait(signals)
-    printed.join(_RELAY_SECONDS)
+    relay.join(_RELAY_SECONDS)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if job.timed_out:
         return TIMED_OUT
@@ -147,29 +160,54 @@ class _Followed:
         self._end_at = time.monotonic() + _END_SECONDS
 
 
-class Stderr(threading.Thread):
-    """Copies bytes as they arrive, until there are no more or nobody reads them, and notes the first process that was killed.
+class Banners:
+    """Hold back the banners of an aborted job until its end, and note which process a signal has ended first."""
+
+    def __init__(self) -> None:
+        self._seen, self._held = b"", dict[bytes, bytes]()
+        self._has_message = self._has_reason = False
+        self.killed: Killed | None = None
+
+    def feed(self, data: bytes) -> bytes:
+        """Return what is to be printed after these bytes have arrived."""
+        self._look(data)
+        if _LINE in data:
+            self._has_message = True
+            # MPI_ABORT's own is printed once for each rank that calls it: the first is the one to read
+            for banner in _BANNER.finditer(data):
+                self._held.setdefault(banner["kind"], banner[0])
+            data = _BANNER.sub(b"", data)
+        # only messages of mpiexec have a line of dashes before; what a program prints otherwise stays as it is
+        return _NUL.sub(b"", data) if self._has_message and b"\0" in data else data
+
+    def end(self) -> bytes:
+        """Return what is left when there is no more: the banners, unless a rank has given the reason."""
+        return b"" if self._has_reason else b"".join(self._held.values())
+
+    def _look(self, data: bytes) -> None:
+        """Note whether a rank says why it ends the job, and which process was killed."""
+        self._seen = self._seen[-_LONGEST_MESSAGE:] + data
+        self._has_reason = self._has_reason or _REASON.search(self._seen) is not None
+        if self.killed is None and (found := _KILLED.search(self._seen)):
+            self.killed = Killed(int(found["pid"]), found["node"].decode(errors="replace"), int(found["number"]))
+
+
+def relay_stderr(source: int, target: int, banners: Banners) -> None:
+    """Copy bytes as they arrive, through `banners`, until there are no more or nobody reads them.
 
     `source` is closed, so that its writers see if nobody reads `target`.
     """
-
-    def __init__(self, source: int, target: int) -> None:
-        super().__init__(name="mpistrat stderr", daemon=True)
-        self._source, self._target, self._seen = source, target, b""
-        self.killed: Killed | None = None
-
-    def run(self) -> None:
-        """Copy."""
-        with suppress(OSError), os.fdopen(self._source, "rb", buffering=0) as stream:
-            while data := stream.read(_READ_BYTES):
-                self.look(data)
-                _write(self._target, data)
-
-    def look(self, data: bytes) -> None:
-        """Note which process was killed, if that is what mpiexec says."""
-        self._seen = self._seen[-_LONGEST_MESSAGE:] + data
-        if self.killed is None and (found := _KILLED.search(self._seen)):
-            self.killed = Killed(int(found["pid"]), found["node"].decode(errors="replace"), int(found["number"]))
+    with suppress(OSError), os.fdopen(source, "rb", buffering=0) as stream:
+        while data := stream.read(_READ_BYTES):
+            while (
+                data.count(_LINE) % 2 and len(data) < _LONGEST_MESSAGE and select.select([stream], [], [], _PATIENCE_SECONDS)[0]
+            ):
+                more = stream.read(_READ_BYTES)  # a message may come in pieces
+                data += more
+                if not more:
+                    break
+            _write(target, banners.feed(data))
+        _write(target, banners.end())
 
 
 def _write(target: int, data: bytes) -> None:

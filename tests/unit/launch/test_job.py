@@ -1,4 +1,4 @@
-"""What follows an mpiexec: its exit code, the limit of its time, and its stderr."""
+"""What follows an mpiexec: its exit code, the limit of its time, and its stderr, in which banners come last and once."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
 from mpistrat.launch import job
-from mpistrat.launch.job import TIMED_OUT, Killed, Stderr, follow
+from mpistrat.launch.job import TIMED_OUT, Banners, Killed, follow, relay_stderr
 from tests.processes import TAKES_CTRL_C, run_bounded
 
 # other tests of this process may have imported JAX, which warns of every fork
@@ -75,6 +76,38 @@ def test_what_keeps_stderr_open_does_not_keep_the_job(monkeypatch: pytest.Monkey
     assert time.monotonic() - started < 4
 
 
+LINE = b"-" * 74 + b"\n"
+ABORT = LINE + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Proc: [[1,1],1]\n\nNOTE: it ends.\n" + LINE
+EXITED = LINE + b'prterun has exited due to process rank 1 with PID 0 on node vm calling\n"abort". This may have\n' + LINE
+TRACEBACK = b"Traceback (most recent call last):\nValueError: planted\n"
+
+
+def through(*pieces: bytes) -> bytes:
+    held = Banners()
+    return b"".join([*map(held.feed, pieces), held.end()])
+
+
+def test_banners_come_after_the_traceback_once_and_without_nul() -> None:
+    again = ABORT.replace(b"rank 1", b"rank 0")
+    assert (
+        through(b"half a line" + ABORT, b"\0" + EXITED, TRACEBACK, again, b"\0") == b"half a line" + TRACEBACK + ABORT + EXITED
+    )
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        b"[rank 1 on vm] Traceback (most recent call last):\n[rank 1 on vm] ValueError: planted\n",
+        b"[rank 1 on vm, thread Thread-1] sys.exit(3) in a thread ends the job\n",
+        b"[1]<stderr>: [rank 1 on vm] interrupted\n",
+        b"mpistrat tune: file.json cannot be written\n",
+    ],
+)
+def test_a_rank_that_says_why_it_ends_the_job_is_enough(reason: bytes) -> None:
+    half = len(reason) // 2
+    assert through(ABORT, b"\0" + EXITED + reason[:half], reason[half:] + b"more\n" * 500) == reason + b"more\n" * 500
+
+
 @pytest.mark.parametrize("size", [1, 50, 10_000])
 @pytest.mark.parametrize(
     ("text", "killed"),
@@ -87,34 +120,86 @@ def test_what_keeps_stderr_open_does_not_keep_the_job(monkeypatch: pytest.Monkey
             Killed(77, "vm", 11),
         ),
         (b"=   PID 77 RUNNING AT vm\n=   EXIT CODE: 9\n", None),
-        (b'prterun has exited due to process rank 1 with PID 0 on node vm calling\n"abort". This may have\n', None),
+        (EXITED, None),
     ],
 )
 def test_the_process_that_a_signal_has_ended_is_known(text: bytes, killed: Killed | None, size: int) -> None:
-    printed, text = Stderr(-1, -1), b"x" * 2000 + text + b"y" * 3000
+    held, text = Banners(), b"x" * 2000 + text + b"y" * 3000
     for start in range(0, len(text), size):
-        printed.look(text[start : start + size])
-    assert printed.killed == killed
+        held.feed(text[start : start + size])
+    assert held.killed == killed
+
+
+def test_lines_may_begin_with_the_rank() -> None:
+    tagged = b"".join(b"[1]<stderr>: " + line for line in ABORT.splitlines(keepends=True))
+    trace = b"[0]<stderr>: Traceback\n"
+    assert through(tagged, b"[1]<stderr>: \0", EXITED, trace) == trace + tagged + EXITED
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"bytes of a program: \0\1\2\xff",
+        b"---- a heading ----\n",
+        b"-" * 200,
+        LINE + b"what a program says of itself\n" + LINE,
+        LINE + b"prterun noticed that process rank 1 with PID 7 on node vm exited on\nsignal 9 (Killed).\n" + LINE,
+        LINE + b"MPI_ABORT was invoked, and the rest is lost",
+    ],
+)
+def test_everything_else_is_printed_at_once(text: bytes) -> None:
+    held = Banners()
+    for byte in (text[index : index + 1] for index in range(len(text))):
+        assert held.feed(byte) == byte
+    assert through(text) == text
+
+
+def test_messages_of_mpiexec_lose_their_nul() -> None:
+    message = LINE + b"There are not enough slots available in the system\n" + LINE
+    assert through(message + b"\0", b"a\0b") == message + b"ab"
 
 
 def test_a_long_log_costs_little() -> None:
-    chunk, printed = (b"x" * 99 + b"\n") * 655, Stderr(-1, -1)
+    chunk, held = (b"x" * 99 + b"\n") * 655, Banners()
     started = time.process_time()
     for _ in range(128):  # 8 MB, for which a pattern at every byte takes seconds
-        printed.look(chunk)
+        assert held.feed(chunk) == chunk
     assert time.process_time() - started < 0.3
 
 
-def test_writers_see_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def relayed() -> Callable[[], tuple[int, int, threading.Thread]]:
+    def begin() -> tuple[int, int, threading.Thread]:
+        source, writer = os.pipe()
+        reader, target = os.pipe()
+        thread = threading.Thread(target=relay_stderr, args=(source, target, Banners()))
+        thread.start()
+        return writer, reader, thread
+
+    return begin
+
+
+def test_a_banner_may_come_in_pieces(relayed: Callable[[], tuple[int, int, threading.Thread]]) -> None:
+    writer, reader, thread = relayed()
+    for piece in (LINE, EXITED[len(LINE) : -len(LINE)], LINE, b"\0", b"[rank 1 on vm] Traceback\n", LINE):
+        os.write(writer, piece)
+        time.sleep(0.01)
+    assert os.read(reader, 1000) == b"[rank 1 on vm] Traceback\n"
+    assert os.read(reader, 1000) == LINE  # a progress bar, which goes on in an hour
+    os.close(writer)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_writers_see_that_nobody_reads(
+    relayed: Callable[[], tuple[int, int, threading.Thread]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(job, "_READ_BYTES", 10)
-    source, writer = os.pipe()
-    reader, target = os.pipe()
-    printed = Stderr(source, target)
-    printed.start()
+    writer, reader, thread = relayed()
     os.close(reader)
     os.write(writer, b"x")
-    printed.join(10)
-    assert not printed.is_alive()
+    thread.join(10)
+    assert not thread.is_alive()
     with pytest.raises(BrokenPipeError):
         os.write(writer, b"y")
     os.close(writer)
@@ -124,8 +209,8 @@ def test_a_full_pipe_that_does_not_block_is_waited_for() -> None:
     source, writer = os.pipe()
     reader, target = os.pipe()
     os.set_blocking(target, False)
-    printed = Stderr(source, target)
-    printed.start()
+    thread = threading.Thread(target=relay_stderr, args=(source, target, Banners()))
+    thread.start()
     text = b"x" * 300_000
 
     def write() -> None:
@@ -136,7 +221,7 @@ def test_a_full_pipe_that_does_not_block_is_waited_for() -> None:
     got = b""
     while len(got) < len(text):
         got += os.read(reader, 1 << 16)
-    printed.join(10)
+    thread.join(10)
     assert got == text
     for end in (reader, target):
         os.close(end)
