@@ -101,7 +101,7 @@ class Run(NamedTuple):  # call a function with the payload, on a server with a v
     wants_result: bool
 
 
-class Forget(NamedTuple):  # nothing of the payload is used any more, numbers of variables and calls; a worker answers
+class Forget(NamedTuple):  # nothing of the payload is used any more, numbers of variables and calls
     call: int
 
 
