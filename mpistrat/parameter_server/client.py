@@ -22,7 +22,7 @@ from mpistrat.errors import CollectiveError, UnavailableError
 from mpistrat.groups.group import keep_alive_for_peers
 from mpistrat.parameter_server import messages
 from mpistrat.parameter_server.functions import FunctionTable, dumps, loads, loads_error, use
-from mpistrat.parameter_server.messages import REPLY, REQUEST, Channel, Message, Receiver
+from mpistrat.parameter_server.messages import BARE, REPLY, REQUEST, Channel, Message, Receiver
 from mpistrat.state.changes import ASSIGNMENTS, SCATTERS
 
 # how many writes a server may have before it is asked whether it has done them
@@ -201,7 +201,7 @@ class Client:
         rank, pending = self._ranks[server], _Pending(server, what, call, is_bare=into is not None)
         self._under_way.append(pending)
         if call is not None and into is not None:
-            self.channel.receive(pending.arriving, rank, REPLY, call, into)
+            self.channel.receive(pending.arriving, rank, BARE, call, into)
         self.channel.send(pending.requests, rank, REQUEST, message, *payload)
         return pending
 

@@ -458,10 +458,10 @@ class Planted:
     """Stands in for an array, or is called for one: any use raises an error."""
 
     def __call__(self, *given):
-        raise MemoryError("planted")
+        raise MemoryError("planted " * 4000)
 
     def __getattr__(self, name):
-        raise MemoryError("planted")
+        raise MemoryError("planted " * 4000)
 
 
 @of_servers
