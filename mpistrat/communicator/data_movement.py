@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_bytes, is_on_device, like, to_host
+from mpistrat.arrays import Array, as_bytes, is_on_device, like, new_array, to_host
 from mpistrat.communicator.calls import Calls
 from mpistrat.communicator.gpu_arrays import GpuArrays
 from mpistrat.communicator.options import CommunicationOptions
@@ -94,7 +94,7 @@ class DataMovement:
         self._window = window = executor.intra.window if executor.hierarchy.intra.size == group.size > 1 else None
         self._most_shared = 0 if window is None else min(_MOST_SHARED_BYTES, window.small_bytes)
         self._rank, self._size, self._guard, self._calls = group.rank, group.size, guard, calls
-        self._by_mpi = _Route(MpiTransport(group), to_host, np.empty, False, iter)
+        self._by_mpi = _Route(MpiTransport(group), to_host, new_array, False, iter)
         nccl = None if gpu is None else gpu.executor.transports.everywhere
         self._by_nccl = None if gpu is None or nccl is None else _through_nccl(executor, gpu, nccl)
 

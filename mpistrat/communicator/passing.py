@@ -34,7 +34,7 @@ class Passing:
         known, world, nbytes = self._programs.known(op._value_, [array], None, None), self._executor.world, array.nbytes
         if known is not None and not is_on_device(array):
             is_passed = known.is_one_message and 0 < nbytes <= world.most_passed_bytes
-            call = world.passing_call(op, array.dtype) if is_passed else (None, None)
+            call = world.passing_call(op, array.dtype) if is_passed else (None, None, None)
             # with as how many calls one counts, and MPI's call if it is small
             self._programs.passed[handle, array.size, array.dtype] = known, weight(nbytes), *call
 
@@ -62,18 +62,20 @@ class Passing:
                 return False
             if source is target or source is None:
                 source = in_place
-            elif source is not in_place:
+            call, calls, all_reduce, native, datatype = found
+            if source is not in_place:
                 if type(source) is not ndarray or source.dtype is not dtype or source.size != size:
                     return False
-                if source.flags.num & _READABLE != _READABLE:
+                flags = source.flags
+                if not flags.carray and flags.num & _READABLE != _READABLE:
                     return False
                 if (source.base is not None or target.base is not None) and may_share_memory(source, target):
                     return False
-            call, calls, all_reduce, native = found
             if all_reduce is None:
                 result = target if target.ndim == 1 else target.reshape(-1)
                 given = result if source is in_place else source if source.ndim == 1 else source.reshape(-1)
                 return run_known(call, [given], [result], 0, 3) is not None
+            given = source if source is in_place else (source, size, datatype)
             digest = call.digest
             if guard.noted or guard.refusal or timeline.enabled:
                 return False
@@ -94,7 +96,7 @@ class Passing:
                 may_count = 0 < present.unconfirmed < MOST_UNCONFIRMED - calls  # without a comparison
                 if not may_count:
                     present.count()
-                all_reduce(source, target, native)
+                all_reduce(given, (target, size, datatype), native)
                 if may_count:
                     present.unconfirmed += calls
                     add_call(digest)

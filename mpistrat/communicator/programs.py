@@ -10,16 +10,16 @@ the same call.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrat.algorithms.choose import Choice
 from mpistrat.algorithms.cost import CostModel
-from mpistrat.arrays import Array, is_on_device
+from mpistrat.arrays import Array, is_on_device, retained_bytes
 from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.communicator.planning import WIRE_OPS, DevicePlanner, Planner, Reduction
@@ -29,9 +29,6 @@ from mpistrat.execution.guard import Guard
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.program import Blocking, Program
 from mpistrat.groups.agreement import Signature
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 PROGRAMS_KEPT = 64
 
@@ -59,7 +56,7 @@ class Programs:
         self._known: dict[tuple[Any, ...], Known] = {}
         self._numbers = {options.key: _DEFAULT}  # of options, merged over the communicator's and as calls pass them
         # of a wrapped communicator: see `passing`
-        self.passed: dict[tuple[int, int, np.dtype[Any]], tuple[Known, int, Callable[..., None] | None, MPI.Op | None]] = {}
+        self.passed: dict[tuple[int, int, np.dtype[Any]], tuple[Known, int, Any, Any, Any]] = {}  # see `Passing.add`
 
     @property
     def model(self) -> CostModel:
@@ -129,6 +126,7 @@ class Programs:
             sum(program.held_bytes for program in self._programs.values()),
             len(self._programs),
             largest,
+            retained_bytes=retained_bytes(),
         )
         if self._device is None:
             return report

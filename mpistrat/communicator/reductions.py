@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from mpistrat.arrays import Array, is_on_device, part_bounds
+from mpistrat.arrays import MALLOC_REUSES_BYTES, Array, is_on_device, new_array, part_bounds
 from mpistrat.communicator.calls import Calls
 from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
 from mpistrat.communicator.options import CommunicationOptions
@@ -200,7 +200,7 @@ class Reductions:
         if self._gpu is not None and is_on_device(array):
             target: Array = self._gpu.device.array_module.empty(shape, array.dtype)
             return target
-        return np.empty(shape, array.dtype)
+        return new_array(shape, array.dtype) if array.nbytes > MALLOC_REUSES_BYTES else np.empty(shape, array.dtype)
 
     def _steps(self, program: Program, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
         steps = self._combine(program, sources, results)

@@ -1,4 +1,4 @@
-"""The memory that a strategy holds on a rank for communication, and what malloc does with memory that collectives free."""
+"""The memory that a strategy holds on a rank for communication, and what becomes of memory that collectives free."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mpistrat.arrays import MALLOC_REUSES_BYTES
 from mpistrat.text import format_bytes, format_count
 
 __all__ = ["MemoryReport", "keep_freed_memory"]
-
-# with its header below the 32 MiB up to which glibc adapts its limits to what is freed
-_FREED_BYTES = (32 << 20) - (64 << 10)
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,8 @@ class MemoryReport:
         Scratch memory on this rank's GPU.
     pinned_bytes : int
         Pinned host memory through which arrays on the GPU are staged.
+    retained_bytes : int
+        Memory of earlier results above 32 MiB of this process that no array uses, for later results.
     """
 
     rank: int
@@ -50,11 +50,13 @@ class MemoryReport:
     largest_pack_bytes: int = 0
     device_bytes: int = 0
     pinned_bytes: int = 0
+    retained_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """All memory, in bytes."""
-        return self.window_bytes + self.rail_bytes + self.plan_bytes + self.device_bytes + self.pinned_bytes
+        ours = self.window_bytes + self.rail_bytes + self.plan_bytes + self.retained_bytes
+        return ours + self.device_bytes + self.pinned_bytes
 
     @property
     def ratio(self) -> float:
@@ -63,7 +65,8 @@ class MemoryReport:
 
     def __str__(self) -> str:
         held = {"window": self.window_bytes, "rails": self.rail_bytes, "plans": self.plan_bytes}
-        held |= {name: nbytes for name, nbytes in (("GPU", self.device_bytes), ("pinned", self.pinned_bytes)) if nbytes}
+        others = {"GPU": self.device_bytes, "pinned": self.pinned_bytes, "retained": self.retained_bytes}
+        held |= {name: nbytes for name, nbytes in others.items() if nbytes}
         parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in held.items())
         return (
             f"rank {self.rank} holds {format_bytes(self.total_bytes)}: {parts} ({format_count(self.num_plans, 'plan')}); "
@@ -73,7 +76,7 @@ class MemoryReport:
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Make malloc keep what is freed, up to 64 MiB, instead of returning it to the system.
+    """Make malloc keep what is freed, up to 64 MiB, instead of returning it to the system; `new_array` keeps larger ones.
 
     Otherwise a collective that returns a new array of 1 MiB takes 257 page faults for the result, and as many for the buffer
     that MPI allocates and frees in each call. glibc raises its limits by itself once a block of up to 32 MiB has been freed
@@ -81,4 +84,4 @@ def keep_freed_memory() -> None:
     the user has set MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_.
     """
     with contextlib.suppress(MemoryError):
-        np.empty(_FREED_BYTES, np.uint8)
+        np.empty(MALLOC_REUSES_BYTES, np.uint8)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import settings
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, new_array
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.program import Blocking, Bucket, Program
 from mpistrat.reduction import ReduceOp, accumulation_dtype, divider, quiet
@@ -68,7 +68,7 @@ def _timed(blocking: Callable[[Array, Array], None], program: Program) -> _Combi
 
     def run(source: Array, target: Array | None = None) -> Array:
         if target is None:
-            target = np.empty(source.shape, source.dtype)
+            target = new_array(source.shape, source.dtype)
         started = time.perf_counter()
         blocking(np.ascontiguousarray(source), target)
         program.seconds = time.perf_counter() - started

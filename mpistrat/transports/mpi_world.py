@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, new_array
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import openmpi
 from mpistrat.reduction import Fold, ReduceOp, divide
 from mpistrat.steps import Steps
 from mpistrat.transports.base import FlatArrays, Operation, Part
-from mpistrat.transports.mpi import MpiTransport, until_complete
+from mpistrat.transports.mpi import MpiTransport, mpi_datatype, until_complete
 from mpistrat.transports.small import SmallAllReduce, SmallExchange
 from mpistrat.transports.window import NodeWindow
 
@@ -101,7 +101,7 @@ class WorldTransport(MpiTransport):
 
         def run(source: Array, target: Array | None = None) -> Array:
             if target is None:
-                target = np.empty(shape, source.dtype)  # not `dtype`: equal NumPy dtypes may be different MPI datatypes
+                target = new_array(shape, source.dtype)  # not `dtype`: equal NumPy dtypes may be different MPI datatypes
             if not (source.flags.c_contiguous and source.flags.aligned):
                 source = np.require(source, requirements=["C", "A"])
             if is_polled or call.must_poll:
@@ -114,9 +114,9 @@ class WorldTransport(MpiTransport):
 
         return run
 
-    def passing_call(self, op: ReduceOp, dtype: np.dtype[Any]) -> tuple[Callable[..., None], MPI.Op]:
-        """Return MPI's all-reduce for arrays of at most `most_passed_bytes`, and the operation that is passed to it."""
-        return self.group.comm.Allreduce, self.native_op(op, dtype)
+    def passing_call(self, op: ReduceOp, dtype: np.dtype[Any]) -> tuple[Callable[..., None], MPI.Op, MPI.Datatype]:
+        """Return MPI's all-reduce for arrays of at most `most_passed_bytes`, and the operation and datatype that it takes."""
+        return self.group.comm.Allreduce, self.native_op(op, dtype), mpi_datatype(dtype)
 
     def adds_small_in_order(self, nbytes: int) -> bool:
         """Return whether arrays of `nbytes` bytes are added in the order of the ranks."""
@@ -131,7 +131,8 @@ class WorldTransport(MpiTransport):
         from mpi4py import MPI
 
         nbytes, in_place, add_unconfirmed = _nbytes(dtype, shape), MPI.IN_PLACE, self._call.add_unconfirmed
-        all_reduce, native = self.passing_call(op, dtype)
+        all_reduce, native, datatype = self.passing_call(op, dtype)
+        count = prod(shape)
 
         def run(source: Array, target: Array | None = None) -> Array:
             if target is None:
@@ -139,7 +140,8 @@ class WorldTransport(MpiTransport):
             flags = source.flags
             if not (flags.c_contiguous and flags.aligned):
                 source = np.require(source, requirements=["C", "A"])
-            all_reduce(in_place if source is target else source, target, native)
+            given = in_place if source is target else (source, count, datatype)
+            all_reduce(given, (target, count, datatype), native)
             add_unconfirmed(nbytes)
             return target
 

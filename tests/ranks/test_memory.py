@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import tracemalloc
 from types import SimpleNamespace
 
@@ -95,6 +96,25 @@ def test_repeated_calls_allocate_nothing(ops, world, algorithm):
         tracemalloc.stop()
     assert most < 200_000, "generators, requests and views, but no buffer of 1.6 MB or part of one"
     assert ops.memory_report() == before
+
+
+@pytest.mark.ranks(nodes=["1x2"])
+def test_large_results_lie_in_memory_of_earlier_ones(ops, world):
+    whole, part = np.ones(9 << 20, np.float32), np.ones(9 << 19, np.float32)
+    calls = [
+        lambda: ops.all_reduce(SUM, whole),
+        lambda: ops.all_reduce(SUM, [whole, part])[0],
+        lambda: ops.all_reduce(SUM, whole, CommunicationOptions(deterministic=True)),
+        lambda: ops.start_all_reduce(SUM, whole).wait(),
+        lambda: ops.all_gather(part),
+        lambda: ops.broadcast(whole),
+    ]
+    for call in calls * 2:
+        call()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for call in calls:
+        call()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 18 * len(calls), "a page fault for each 2 MiB at least"
 
 
 def test_a_strategy_tells_what_it_holds(strategy):

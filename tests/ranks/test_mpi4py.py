@@ -13,6 +13,7 @@ from mpi4py import MPI
 import mpistrat.mpi4py
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, CollectiveError, InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.groups.group import MOST_UNCONFIRMED
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = up_to_ranks(3)
@@ -429,7 +430,7 @@ def test_an_interrupt_in_a_small_sum_leaves_no_lock_held(passing, monkeypatch):
     sent, received = np.ones(3), np.empty(3)
     passing.Allreduce(sent, received)
     [(key, known)] = communicator._programs.passed.items()
-    monkeypatch.setitem(communicator._programs.passed, key, (*known[:-2], interrupt, known[-1]))
+    monkeypatch.setitem(communicator._programs.passed, key, (*known[:2], interrupt, *known[3:]))
     with pytest.raises(KeyboardInterrupt):
         passing.Allreduce(sent, received)
     assert not communicator._guard.lock.locked()
@@ -439,7 +440,7 @@ def test_an_interrupt_in_a_small_sum_leaves_no_lock_held(passing, monkeypatch):
 
 def test_small_arrays_are_handed_to_mpi_and_compared_later(passing):
     size, rank = passing.size, passing.rank
-    for turn in range(80):
+    for turn in range(MOST_UNCONFIRMED + 16):
         sent, received = np.full((2, 3), rank + turn), np.zeros(6, int)
         padded = np.full(7, rank + turn)
         form = turn % 4
@@ -455,7 +456,7 @@ def test_small_arrays_are_handed_to_mpi_and_compared_later(passing):
             passing.Allreduce(np.asfortranarray(sent), received)
         assert received.tolist() == [_sum_of_ranks(passing) + turn * size] * 6, turn
     present = passing._communicator.hierarchy.call
-    assert size == 1 or 0 < present.unconfirmed < 64
+    assert size == 1 or 0 < present.unconfirmed < MOST_UNCONFIRMED
     nan = np.array([np.nan if rank == 0 else 1.0, rank])
     for _ in range(2):
         least = np.zeros(2)
@@ -476,7 +477,7 @@ def test_small_arrays_that_differ_are_told_in_the_next_comparison(passing):
     add(2, MPI.SUM)
     add(2, MPI.MAX)
     with pytest.raises(AgreementError, match=r"(?s)all_reduce\(SUM.*all_reduce\(MAX|all_reduce\(MAX.*all_reduce\(SUM"):
-        add(64, MPI.MAX if passing.rank == 1 else MPI.SUM)
+        add(MOST_UNCONFIRMED, MPI.MAX if passing.rank == 1 else MPI.SUM)
 
 
 @needs_ranks(2)
@@ -491,4 +492,4 @@ def test_small_arrays_that_differ_are_told_after_a_call_that_all_have_refused(pa
         passing.Allreduce(np.ones(3), np.ones(2))
     add(1, MPI.MAX if passing.rank == 1 else MPI.SUM)
     with pytest.raises(AgreementError, match=r"(?s)collective 5 .*all_reduce\((SUM|MAX).*all_reduce\((MAX|SUM)"):
-        add(64, MPI.SUM)
+        add(MOST_UNCONFIRMED, MPI.SUM)

@@ -7,9 +7,12 @@ import platform
 import subprocess
 import sys
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.arrays import new_array, retained_bytes
 from mpistrat.execution.memory import MemoryReport
 
 _CALLS = 50
@@ -41,6 +44,32 @@ def test_a_report_adds_up_and_is_one_line() -> None:
     )
     with pytest.raises(AttributeError):
         report.rank = 4  # type: ignore[misc]
+
+
+def test_large_arrays_take_the_memory_of_earlier_ones_that_nobody_has():
+    float32, bfloat16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+    first = new_array((9 << 20,), float32)
+    assert (first.shape, first.dtype, first.flags.carray) == ((9 << 20,), float32, True)
+    address, before = first.ctypes.data, retained_bytes()
+    views = [first[5:], first.data, np.from_dlpack(first), first.reshape(2, -1).T]
+    del first
+    while views:  # each of them has the memory
+        assert new_array((9 << 20,), float32).ctypes.data != address
+        views.pop()
+    assert retained_bytes() == before + (72 << 20)
+    again = [new_array((2, 9 << 20), bfloat16), new_array((2, 9 << 20), bfloat16)]
+    assert address in [array.ctypes.data for array in again]
+    assert {array.dtype for array in again} == {bfloat16}
+    assert again[0].ctypes.data != again[1].ctypes.data
+    assert retained_bytes() == before
+
+
+def test_no_more_than_256_mib_are_retained():
+    arrays = [new_array((48 << 20,), np.dtype(np.uint8)) for _ in range(8)]
+    assert len({array.ctypes.data for array in arrays}) == 8
+    large = new_array((257 << 20,), np.dtype(np.uint8))
+    del arrays, large
+    assert retained_bytes() == 5 * 48 << 20
 
 
 def test_one_replica_holds_nothing() -> None:

@@ -48,7 +48,7 @@ def test_without_the_check_tags_are_channels(monkeypatch):
 
 
 @pytest.mark.parametrize(("nbytes", "calls"), [(8, MOST_UNCONFIRMED), (1 << 16, 8), (1 << 30, 1)])
-def test_calls_are_confirmed_after_64_of_them_at_most(nbytes, calls):
+def test_calls_are_confirmed_after_so_many_at_most(nbytes, calls):
     call, confirmed = CallState(), []
     call.compare_history = confirmed.append
     for number in range(calls):
