@@ -4,7 +4,8 @@ As with MPI 4's persistent collectives, binding does all the planning: a verb ta
 allocates nothing when it runs.
 
 Invariant: an operation does not block. ``run()`` returns steps, so that one thread can advance several operations, and
-deadlines are checked in one place (`steps.drive`). Callers look at a transport's attributes, never at its class.
+deadlines are checked in one place (`steps.drive`). Callers look at a transport's attributes, never at its class; only
+`execution.select`, which makes it, knows that.
 """
 
 from __future__ import annotations
