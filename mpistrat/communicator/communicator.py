@@ -137,7 +137,7 @@ class Communicator(BaseCommunicator):
         self._say(f"{self.world}: {', '.join(f'{node.name} has ranks {node.ranks}' for node in self.world.nodes)}")
         model = shared_model(self.hierarchy) if model is None else model
         device = bound_device() if uses_gpu else None
-        self._gpu = None if device is None else GpuArrays(device, self._executor, model, self._guard)
+        self._gpu = None if device is None else GpuArrays(device, self._executor, self._guard)
         if self._gpu is not None:
             self._owned.callback(self._gpu.executor.close)
         self._calls = Calls(self._guard, self._options, self.hierarchy.settings[settings.STRICT])

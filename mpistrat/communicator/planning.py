@@ -148,7 +148,7 @@ class Planner:
             plan = planners.reduce_scatter(self._world, bounds, dtype.itemsize, options.algorithm or "auto", self._chunk_bytes)
         except Unsuitable:
             return None
-        self.executor.reserve_exchange()
+        self.executor.reserve_exchange(self._world.size)
         return compiled.reduce_scatter(self.executor, plan, dtype, op) if self.executor.scatters else None
 
     def explain(self, asked: Reduction) -> Explanation:

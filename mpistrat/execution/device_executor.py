@@ -50,7 +50,7 @@ class DeviceExecutor(Executor):
         super().__init__(host.hierarchy, device_transports(host.hierarchy, device, host.transports))
         self.device, self.timeline = device, host.timeline
         # ranks compare calls in host memory
-        self._shares_memory, self._compares_inside = host._shares_memory, host._compares_inside
+        self._compares_inside = host._compares_inside
         is_direct = any(rail.takes_device_memory for rail in self.transports.rails.values())
         self.model = replace(model, direct_rails=is_direct)
         self._copied_out: Event | None = None

@@ -154,10 +154,7 @@ def _show() -> None:
 
 
 def _size(text: str) -> int:
-    try:
-        num_bytes = parse_bytes(text)
-    except ValueError as error:
-        raise InvalidArgumentError(str(error)) from None
+    num_bytes = parse_bytes(text)
     if num_bytes < LEAST_BYTES:
         raise InvalidArgumentError(f"--max-bytes {num_bytes} is too small: accepted are sizes of at least {LEAST_BYTES} bytes")
     return num_bytes

@@ -189,7 +189,7 @@ class Transport(ABC):
 
     # what only some transports can do, as these attributes say
 
-    combines_arrays: ClassVar[bool] = False
+    combines_arrays: bool = False
     adds_in_order: ClassVar[bool] = False
 
     def all_reduce_arrays(self, arrays: FlatArrays, fold: Fold) -> Steps:

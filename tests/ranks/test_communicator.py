@@ -164,8 +164,8 @@ def test_options_of_a_call_that_contradict_those_of_the_communicator_are_told(co
 
 @needs_ranks(2)
 def test_cost_models_that_differ_are_told(comm):
-    model = replace(DEFAULT, links=2 if comm.rank else 1)
-    with pytest.raises(AgreementError, match=r"rank 0: Communicator\(.*links=1"):
+    model = replace(DEFAULT, cache_bytes=2 if comm.rank else DEFAULT.cache_bytes)
+    with pytest.raises(AgreementError, match=r"rank 0: Communicator\(.*cache_bytes=2097152"):
         mpistrat.Communicator(comm, model=model)
     with mpistrat.Communicator(comm, model=DEFAULT) as communicator:
         assert communicator.all_reduce("sum", np.ones(1)) == [comm.size]
