@@ -243,7 +243,7 @@ class DeviceTransport(Transport):
         """The pinned host memory through which device memory is staged."""
         return 0
 
-    # if operations may end before their work has: when it is enqueued
+    # for those whose operations end when they are enqueued, and whose kernels wait for peers
 
     def watch(
         self, must_wait: Callable[[], bool], peer_has_aborted: Callable[[], bool], has_raised: Callable[[], bool]
