@@ -4,7 +4,8 @@ As with MPI 4's persistent collectives, binding does all the planning: a verb ta
 allocates nothing when it runs.
 
 Invariant: an operation does not block. ``run()`` returns steps, so that one thread can advance several operations, and
-deadlines are checked in one place (`steps.drive`). Callers look at a transport's attributes, never at its class.
+deadlines are checked in one place (`steps.drive`). Callers look at a transport's attributes, never at its class; only
+`execution.select`, which makes it, knows that.
 """
 
 from __future__ import annotations
@@ -236,7 +237,7 @@ class DeviceTransport(Transport):
         """The pinned host memory through which device memory is staged."""
         return 0
 
-    # if operations may end before their work has: when it is enqueued
+    # for those whose operations end when they are enqueued, and whose kernels wait for peers
 
     def watch(
         self, must_wait: Callable[[], bool], peer_has_aborted: Callable[[], bool], has_raised: Callable[[], bool]
