@@ -82,13 +82,6 @@ def test_keyboard_interrupt_is_quiet(job: Job) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_exit_code_of_one_rank_ends_the_job_under_the_runner(job: Job) -> None:
-    ended = job(3, FAIL_ON_RANK_2.format(fault="sys.exit(3)"), RUNNER)
-    assert ended.code == 3
-    assert ended.seconds < LIMIT_SECONDS
-    assert not ended.leftovers()
-
-
 @pytest.mark.parametrize(
     ("fault", "code"),
     [("os._exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 137)],

@@ -19,7 +19,7 @@ from mpistrat.transports.window import MOST_SMALL_BYTES
 from tests.launches import on_ranks, up_to_ranks
 from tests.ranks.test_properties import NUM_PACKS, check_examples
 
-DTYPES = [np.dtype(dtype) for dtype in (np.float32, np.float64, ml_dtypes.bfloat16)]
+DTYPES = [np.dtype(dtype) for dtype in (np.float32, np.float64, np.complex64, ml_dtypes.bfloat16)]
 LATE_SECONDS = 0.002
 
 
@@ -38,7 +38,7 @@ class Call(NamedTuple):
 
 CALLS = st.builds(
     Call,
-    st.sampled_from([ReduceOp.SUM, ReduceOp.MEAN]),
+    st.sampled_from([ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PROD]),
     st.sampled_from(DTYPES),
     st.integers(0, 2**16),
     st.lists(st.sampled_from([0, 1, 2, 7, 60, 400]), min_size=1, max_size=5),
@@ -57,11 +57,11 @@ def rows(call: Call, size: int) -> np.ndarray:
 
 
 def folded(call: Call, given: np.ndarray) -> np.ndarray:
-    """Return the sum or mean as one process makes it: one replica after the other, 16-bit floats in float32."""
+    """Return what one process makes of them: one replica after the other, 16-bit floats in float32."""
     wide = given.astype(np.float32 if call.dtype in HALF_DTYPES else call.dtype)
     total = wide[0]
     for row in wide[1:]:
-        total = total + row
+        total = total * row if call.op is ReduceOp.PROD else total + row
     return (total / wide.dtype.type(len(wide)) if call.op is ReduceOp.MEAN else total).astype(call.dtype)
 
 

@@ -25,15 +25,6 @@ def one_node(comm, monkeypatch):
     ops.close()
 
 
-def test_an_operation_may_be_named(ops):
-    for op in ("sum", "SUM", SUM):
-        assert (ops.all_reduce(op, [np.ones(3)])[0] == ops.size).all()
-        assert (ops.start_all_reduce(op, [np.ones(3)]).wait()[0] == ops.size).all()
-        assert ops.reduce_scatter(op, np.ones(ops.size)).tolist() == [ops.size]
-    with pytest.raises(ValueError, match="unknown reduce_op 'total'"):
-        ops.all_reduce("total", [np.ones(3)])
-
-
 @needs_ranks(2)
 @pytest.mark.parametrize("count", [1, 100_000])
 def test_a_second_thread_gets_the_error(one_node, comm, count):

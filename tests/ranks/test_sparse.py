@@ -27,21 +27,6 @@ def made(rank, num_rows, num_indices, width=2, dtype=np.float64):
     return IndexedSlices(values, random.integers(0, num_indices, num_rows), (num_indices, width))
 
 
-@pytest.mark.parametrize("op", [SUM, MEAN])
-def test_sparse_equals_dense(ops, op):
-    # from no row at all to more rows than there are indices
-    for lengths in ([3] * ops.size, range(ops.size), [0] * (ops.size - 1) + [20], [0] * ops.size):
-        slices = made(ops.rank, list(lengths)[ops.rank], 7)
-        before = slices.values.copy(), slices.indices.copy()
-        result = all_reduce_slices(ops, op, slices)
-        [dense] = ops.all_reduce(op, [slices.to_dense()])
-        assert (result.to_dense() == dense).all()
-        assert (np.diff(result.indices) > 0).all()
-        assert result.dense_shape == (7, 2)
-        assert (slices.values == before[0]).all()
-        assert (slices.indices == before[1]).all()
-
-
 def test_all_ranks_have_the_same_bits(comm, ops):
     random = np.random.default_rng(ops.rank)
     slices = IndexedSlices(random.normal(size=(50, 3)).astype(np.float32), random.integers(0, 9, 50), (9, 3))
@@ -59,13 +44,6 @@ def test_16_bit_floats_are_summed_in_32_bits(ops):
     assert mean == 60_000, "the sum is beyond the largest float16"
     [mean] = all_reduce_slices(ops, MEAN, IndexedSlices(np.full(1, -100, np.int8), [0])).values
     assert mean == -100, "integers are summed in 64 bits"
-
-
-def test_the_mean_counts_replicas_that_have_no_such_row(ops):
-    slices = IndexedSlices(np.full((1, 1), 1.0 * ops.size), [ops.rank])
-    result = all_reduce_slices(ops, MEAN, slices)
-    assert result.indices.tolist() == list(range(ops.size))
-    assert result.values.tolist() == [[1]] * ops.size
 
 
 @needs_ranks(2)

@@ -124,23 +124,6 @@ def test_what_is_staged_for_other_reasons_costs_what_staging_costs(change: dict[
 
 
 @pytest.mark.parametrize(
-    ("shape", "name", "on_host", "on_device"),
-    [
-        ("2x1", "hierarchical", 0.0037392140350877194, 0.00026971520000000003),
-        ("4x2", "flat", 0.008126969230769231, 0.0009463952592592592),
-        ("4x2", "hierarchical", 0.006855254652631579, 0.0004886889386666667),
-        ("3+1+2", "chunks", 0.005600749522339182, 0.0008060941909333334),
-        ("8x8", "hierarchical", 0.007862414961403509, 0.0006657194524444445),
-    ],
-)
-def test_nodes_with_one_link_are_predicted_as_ever(shape: str, name: str, on_host: float, on_device: float) -> None:
-    assert (DEFAULT.links, ON_DEVICE.links) == (1, 1)
-    plan = PLANNERS["flat" if name == "flat" else "hierarchical"](World.from_shape(shape), MIB, 4, 0)[-(name == "chunks")]
-    assert predict_seconds(plan) == pytest.approx(on_host, rel=1e-12)
-    assert predict_seconds(plan, ON_DEVICE) == pytest.approx(on_device, rel=1e-12)
-
-
-@pytest.mark.parametrize(
     ("shape", "links", "used"), [("4x8", 2, 2), ("4x8", 8, 8), ("4x8", 100, 8), ("4x1", 8, 1), ("5+2+3", 4, 2)]
 )
 def test_rails_use_as_many_links_as_the_smallest_node_has_ranks(shape: str, links: int, used: int) -> None:

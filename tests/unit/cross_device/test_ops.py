@@ -148,27 +148,6 @@ def test_a_value_that_is_not_distributed() -> None:
     in_scope(2, program)
 
 
-def test_the_arrays_of_a_variable_synchronized_on_read_are_combined() -> None:
-    def program(strategy):
-        ops, rank = HierarchicalAllReduce(), strategy.extended.communicator.rank
-        with strategy.scope():
-            variable = mpistrat.Variable(0.0, synchronization=mpistrat.VariableSynchronization.ON_READ)
-        strategy.run(lambda: variable.assign(rank + 1))
-        with strategy.scope():
-            return [plain(ops.reduce(op, variable, variable)) for op in ("sum", "max")]
-
-    assert on_replicas(3, program) == [[6, 3]] * 3
-
-
-def test_the_array_of_a_variable_is_not_handed_out_as_a_result() -> None:
-    strategy = one_replica()
-    with strategy.scope():
-        variable = mpistrat.Variable(np.ones(2), synchronization=mpistrat.VariableSynchronization.ON_READ)
-        total = HierarchicalAllReduce().reduce("sum", variable, variable)
-        variable.assign([5, 6])
-    assert total.tolist() == [1, 1]
-
-
 def test_broadcasting_copies_the_value_of_replica_0() -> None:
     def program(rank):
         ops, array = HierarchicalAllReduce(), np.array([rank + 1.0])

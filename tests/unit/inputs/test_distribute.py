@@ -509,12 +509,6 @@ def test_a_replica_may_write_to_its_elements(source, policy):
     assert data.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_text_is_fed_too():
-    names = np.array(["a", "bc", "d"])
-    for source in (ArrayDataset(names, 2), [names[:2], names[2:]]):
-        assert [element.tolist() for element in distribute_dataset(ONE(), source)] == [["a", "bc"], ["d"]]
-
-
 def test_the_repr_says_whose_share_it_is():
     def program(strategy):
         return repr(distribute_dataset(strategy, ArrayDataset(np.arange(3), 2)))

@@ -20,24 +20,6 @@ def rank_of(strategy):
     return strategy.extended.communicator.rank
 
 
-def test_reduce_to_and_batch_reduce_to_leave_mirrored_values():
-    def program(strategy):
-        value = PerReplica(np.full(2, rank_of(strategy) + 1.0))
-        one = strategy.extended.reduce_to("mean", value, value)
-        many = strategy.extended.batch_reduce_to(mpistrat.ReduceOp.SUM, [(value, value), (value, value)])
-        assert all(isinstance(result, Mirrored) for result in (one, *many))
-        return [np.asarray(result).tolist() for result in (one, *many)]
-
-    assert on_replicas(2, program) == [[[1.5, 1.5], [3, 3], [3, 3]]] * 2
-
-
-def test_broadcast_to_takes_the_value_of_replica_zero():
-    def program(strategy):
-        return float(strategy.extended.broadcast_to(np.array(rank_of(strategy) + 5.0), Mirrored(np.zeros(1))))
-
-    assert on_replicas(3, program) == [5, 5, 5]
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -382,15 +364,3 @@ def test_slices_are_reduced():
 
     expected = ([[1, 1], [2, 2], [0, 0]], [[0.5, 0.5], [1, 1], [0, 0]], 1.0)
     assert on_replicas(2, program) == [expected] * 2
-
-
-def test_slices_are_not_compared():
-    slices = IndexedSlices(np.ones((1, 2)), [0], (3, 2))
-    strategy = mpistrat.OneDeviceStrategy()
-    for combine in (
-        lambda: strategy.reduce("max", slices, axis=None),
-        lambda: strategy.run(lambda: mpistrat.get_replica_context().all_reduce("max", slices)),
-        lambda: strategy.run(lambda: mpistrat.get_replica_context().start_all_reduce("max", slices)),
-    ):
-        with pytest.raises(NotImplementedError, match="MAX of IndexedSlices.* is not supported"):
-            combine()
