@@ -13,13 +13,7 @@ from mpi4py import MPI
 import mpistrat
 from mpistrat.algorithms.cost import DEFAULT
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import (
-    AgreementError,
-    InvalidArgumentError,
-    LaunchError,
-    SettingError,
-    TransportError,
-)
+from mpistrat.errors import AgreementError, InvalidArgumentError, LaunchError, SettingError, TransportError
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = up_to_ranks(3)

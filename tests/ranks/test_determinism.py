@@ -9,11 +9,8 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
-from mpistrat.topology.world import World
 from mpistrat.transports.mpi_world import WorldTransport
 from mpistrat.transports.window import MOST_SMALL_BYTES
 from tests.launches import on_ranks, up_to_ranks
@@ -66,19 +63,17 @@ def folded(call: Call, given: np.ndarray) -> np.ndarray:
 
 
 @on_ranks(3)
-def test_arrays_that_are_too_large_for_a_slot_once_they_are_padded_are_added_in_order(comm, monkeypatch):
-    ops, by_mpi = Communicator(Hierarchy(comm, World.from_shape("1x3"))), []
+def test_arrays_that_are_too_large_for_a_slot_once_they_are_padded_are_added_in_order(make_ops, monkeypatch):
+    ops, by_mpi = make_ops(), []
     monkeypatch.setattr(WorldTransport, "_by_mpi", lambda *_: by_mpi.append(_) or iter(()))
     count = MOST_SMALL_BYTES // np.dtype(np.float64).itemsize  # no multiple of three
     ops.all_reduce(ReduceOp.SUM, [np.ones(5), np.ones(count - 5)], CommunicationOptions(deterministic=True))
     assert not by_mpi
-    ops.close()
 
 
 @up_to_ranks(8)
-def test_bits_are_those_of_one_process_that_adds_in_order(comm, world, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", "300")  # several segments of each part
-    ops = Communicator(Hierarchy(comm, world))
+def test_bits_are_those_of_one_process_that_adds_in_order(comm, make_ops, world):
+    ops = make_ops(world, MAX_MESSAGE_BYTES="300")  # several segments of each part
 
     def check_one(call: Call) -> None:
         given = rows(call, comm.size)
@@ -93,4 +88,3 @@ def test_bits_are_those_of_one_process_that_adds_in_order(comm, world, monkeypat
 
     # the same examples whatever the shape of the nodes
     check_examples(comm, "", check_one, CALLS, most=100 if comm.size == 3 else 12)
-    ops.close()

@@ -191,31 +191,6 @@ def test_options_of_a_call_win_over_those_of_the_strategy(comm):
 
 
 @pytest.mark.parametrize("kind", [mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy])
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"num_packs": -1}, "num_packs must be .*; got -1"),
-        ({"communication_options": {}}, "communication_options must be CommunicationOptions or None; got dict"),
-    ],
-)
-def test_bad_options_are_refused_on_every_rank(comm, kind, keywords, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        kind(**keywords)
-    assert comm.allreduce(1) == comm.size
-
-
-@needs_ranks(2)
-@pytest.mark.parametrize("num_packs", [2, -1])
-@pytest.mark.parametrize("kind", [mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy])
-def test_options_that_differ_between_ranks_are_refused_on_every_rank(comm, kind, num_packs):
-    differs = comm.rank == 1
-    expected = InvalidArgumentError if differs and num_packs < 0 else AgreementError
-    with pytest.raises(expected, match=f"num_packs.*{num_packs}"):
-        kind(num_packs=num_packs if differs else 1)
-    assert comm.allreduce(1) == comm.size
-
-
-@pytest.mark.parametrize("kind", [mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy])
 def test_a_closed_strategy_says_so(kind):
     strategy = kind()
     with strategy.scope():

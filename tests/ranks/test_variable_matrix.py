@@ -8,14 +8,7 @@ from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.strategy.mirrored import CentralStorageStrategy
 from tests.launches import needs_ranks, on_ranks
-from tests.variable_matrix import (
-    CELLS,
-    METHODS,
-    check_cell,
-    check_per_replica,
-    declared,
-    of_central_storage,
-)
+from tests.variable_matrix import CELLS, METHODS, check_cell, check_per_replica, declared, of_central_storage
 
 pytestmark = on_ranks(1, 3)
 

@@ -6,13 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, InvalidArgumentError
-from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
 from mpistrat.testing.transport_cases import DTYPES, operations
-from mpistrat.topology.world import World
 from tests.launches import needs_ranks, up_to_ranks
 from tests.ranks.test_all_reduce import expected, rows, same_bits
 
@@ -103,10 +100,7 @@ ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 @up_to_ranks(8)
-@pytest.mark.parametrize(
-    ("algorithm", "wire"),
-    [("hierarchical", "bfloat16"), ("hierarchical", "float16")],
-)
+@pytest.mark.parametrize(("algorithm", "wire"), [("hierarchical", "bfloat16"), ("hierarchical", "float16")])
 def test_a_wire_dtype_rounds_between_nodes_and_nowhere_else(ops, world, wire, algorithm):
     options = CommunicationOptions(algorithm=algorithm, wire_dtype=wire)
     given = np.random.default_rng(3).normal(size=(world.size, 30_001)).astype(np.float32)
@@ -128,9 +122,8 @@ def test_a_wire_dtype_rounds_between_nodes_and_nowhere_else(ops, world, wire, al
 
 
 @pytest.mark.parametrize("chunk_bytes", ["0", "2KiB"])
-def test_error_feedback_makes_up_for_what_casts_have_lost(comm, world, chunk_bytes, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", chunk_bytes)
-    ops = Communicator(Hierarchy(comm, world))
+def test_error_feedback_makes_up_for_what_casts_have_lost(make_ops, world, chunk_bytes):
+    ops = make_ops(world, CHUNK_BYTES=chunk_bytes)
     count, calls = 3001, 8  # several chunks, which take the slots in turn
     given = np.random.default_rng(3).normal(size=(world.size, count)).astype(np.float32)
     exact = given.astype(np.float64).sum(0)
@@ -149,7 +142,6 @@ def test_error_feedback_makes_up_for_what_casts_have_lost(comm, world, chunk_byt
     assert errors[True].max() <= 3 * ROUNDOFF["bfloat16"]
     if world.num_nodes > 1:
         assert errors[True].max() < errors[False].max() / 2, "casts lose the same in every call unless it is made up for"
-    ops.close()
 
 
 @pytest.mark.parametrize("feedback", [False, True])
@@ -193,13 +185,12 @@ def test_16_bit_floats_may_be_sent_as_they_are(mixed):
 
 
 @needs_ranks(2)
-def test_a_flat_all_reduce_has_nothing_to_cast(comm):
-    ops = Communicator(Hierarchy(comm, World.from_shape(f"{comm.size}x1")))
+def test_a_flat_all_reduce_has_nothing_to_cast(comm, make_ops):
+    ops = make_ops(f"{comm.size}x1")
     with pytest.raises(
         InvalidArgumentError, match=r"wire_dtype='float16' needs a step between nodes, which algorithm 'flat' does"
     ):
         ops.all_reduce(SUM, [np.ones(3)], CommunicationOptions(algorithm="flat", wire_dtype="float16"))
-    ops.close()
 
 
 @needs_ranks(2)
