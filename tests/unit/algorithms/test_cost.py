@@ -9,15 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat.algorithms.choose import PLANNERS
-from mpistrat.algorithms.cost import (
-    DEFAULT,
-    ON_DEVICE,
-    CostModel,
-    link_bytes,
-    phase_bytes,
-    phase_seconds,
-    predict_seconds,
-)
+from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel, link_bytes, phase_bytes, phase_seconds, predict_seconds
 from mpistrat.algorithms.plan import Plan
 from mpistrat.algorithms.planners import flat, hierarchical
 from mpistrat.topology.world import World

@@ -60,8 +60,7 @@ def test_expanding_gives_what_was_compressed(groups):
 
 
 @pytest.mark.parametrize(
-    ("text", "counts"),
-    [("3(x2),2,1", [3, 3, 2, 1]), ("4", [4]), ("2(x3)", [2, 2, 2]), ("1,2(x1)", [1, 2]), ("0,1", [0, 1])],
+    ("text", "counts"), [("3(x2),2,1", [3, 3, 2, 1]), ("4", [4]), ("2(x3)", [2, 2, 2]), ("1,2(x1)", [1, 2]), ("0,1", [0, 1])]
 )
 def test_task_counts(text, counts):
     assert expand_tasks(text) == counts

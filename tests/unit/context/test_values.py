@@ -56,12 +56,7 @@ NUMBER_USES = {
     ">=": lambda value: value >= 4,
     "max": lambda value: max(value, value),
 }
-ARRAY_USES = {
-    "len": len,
-    "iter": list,
-    "in": lambda value: 3 in value,
-    "[0]": lambda value: value[0],
-}
+ARRAY_USES = {"len": len, "iter": list, "in": lambda value: 3 in value, "[0]": lambda value: value[0]}
 
 
 @pytest.mark.parametrize("use", [*NUMBER_USES, *ARRAY_USES])

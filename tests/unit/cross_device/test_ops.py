@@ -53,8 +53,7 @@ def plain(value: Any) -> Any:
 
 @pytest.mark.parametrize("family", FAMILY)
 @pytest.mark.parametrize(
-    ("op", "expected"),
-    [("sum", [6, 9]), ("mean", [2, 3]), ("MIN", [1, 2]), ("max", [3, 4]), ("prod", [6, 24])],
+    ("op", "expected"), [("sum", [6, 9]), ("mean", [2, 3]), ("MIN", [1, 2]), ("max", [3, 4]), ("prod", [6, 24])]
 )
 def test_the_family_combines(family: type[CrossDeviceOps], op: str, expected: list[int]) -> None:
     def program(rank):
@@ -125,11 +124,7 @@ def test_a_value_that_is_elsewhere_is_moved() -> None:
         ]
         return [plain(result) for result in moved]
 
-    assert in_scope(3, program) == [
-        [None, [6], [1, 1, 1], [6]],
-        [None, [6], [1, 1, 1], [6]],
-        [[6], [6], None, [6]],
-    ]
+    assert in_scope(3, program) == [[None, [6], [1, 1, 1], [6]], [None, [6], [1, 1, 1], [6]], [[6], [6], None, [6]]]
 
 
 def test_a_value_that_is_not_distributed() -> None:
@@ -251,10 +246,7 @@ def test_a_value_that_is_not_an_array(value: Any) -> None:
             call()
     with pytest.raises(InvalidArgumentError, match="cannot be reduced as a per-replica value"):
         HierarchicalAllReduce().broadcast(value, "/cpu:0")
-    with (
-        one_replica().scope(),
-        pytest.raises(InvalidArgumentError, match=r"PerReplica\(.*cannot be reduced as a per-replica"),
-    ):
+    with one_replica().scope(), pytest.raises(InvalidArgumentError, match=r"PerReplica\(.*cannot be reduced as a per-replica"):
         HierarchicalAllReduce().reduce("sum", PerReplica(value), "/cpu:0")
 
 
@@ -412,10 +404,15 @@ def test_one_node_is_said_where_there_are_several() -> None:
         HierarchicalCopyAllReduce().reduce("sum", PerReplica(1.0), "/cpu:0")
 
 
-class ByOne(CrossDeviceOps):
+class Watched(CrossDeviceOps):
+    """Notes the operations that an implementation is asked for, and how many values each has."""
+
     def __init__(self):
+        super().__init__()
         self.seen = []
 
+
+class ByOne(Watched):
     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
         assert isinstance(options, CommunicationOptions)
         assert mpistrat.in_cross_replica_context() or not mpistrat.has_strategy()
@@ -424,10 +421,7 @@ class ByOne(CrossDeviceOps):
         return Mirrored(communicator.all_reduce(reduce_op, [np.asarray(per_replica_value.values[0])])[0])
 
 
-class InBatches(CrossDeviceOps):
-    def __init__(self):
-        self.seen = []
-
+class InBatches(Watched):
     def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
         self.seen.append((reduce_op.name, len(value_destination_pairs)))
         communicator = mpistrat.get_strategy().extended.communicator
@@ -435,21 +429,13 @@ class InBatches(CrossDeviceOps):
         return communicator.all_reduce(reduce_op, [np.asarray(value.values[0]) for value, _ in value_destination_pairs])
 
 
-class StockByOne(HierarchicalAllReduce):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
+class StockByOne(Watched, HierarchicalAllReduce):
     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
         self.seen.append((reduce_op.name, 1))
         return super().reduce_implementation(reduce_op, per_replica_value, destinations, options)
 
 
-class StockInBatches(ReductionToOneDevice):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
+class StockInBatches(Watched, ReductionToOneDevice):
     def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
         self.seen.append((reduce_op.name, len(value_destination_pairs)))
         return [self.reduce_implementation(reduce_op, *pair, options) for pair in value_destination_pairs]

@@ -99,8 +99,7 @@ def test_a_negative_limit_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "num_packs", "parts"),
-    [(10, 3, [3, 3, 4]), (9, 3, [3, 3, 3]), (2, 3, [0, 0, 2]), (0, 2, [0, 0]), (7, 1, [7])],
+    ("count", "num_packs", "parts"), [(10, 3, [3, 3, 4]), (9, 3, [3, 3, 3]), (2, 3, [0, 0, 2]), (0, 2, [0, 0]), (7, 1, [7])]
 )
 def test_the_last_part_takes_the_remainder(count: int, num_packs: int, parts: list[int]) -> None:
     assert split_evenly(count, num_packs) == parts

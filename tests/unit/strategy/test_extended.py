@@ -35,23 +35,6 @@ def test_bad_destinations_and_operations_are_refused(call, error, message):
         call(mpistrat.OneDeviceStrategy().extended)
 
 
-@pytest.mark.parametrize(
-    ("method", "arguments"),
-    [
-        ("reduce_to", ("sum", 1.0, 1.0)),
-        ("batch_reduce_to", ("sum", [])),
-        ("broadcast_to", (1.0, 1.0)),
-        ("update_non_slot", (None, print)),
-        ("read_var", (None,)),
-    ],
-)
-def test_cross_replica_methods_are_refused_inside_run(method, arguments):
-    strategy = mpistrat.OneDeviceStrategy()
-    message = rf"strategy.extended.{method} must be called in cross-replica context, but this is inside(.|\n)*correct: "
-    with pytest.raises(RuntimeError, match=message):
-        strategy.run(lambda: getattr(strategy.extended, method)(*arguments))
-
-
 def test_hints_are_options_under_an_old_name():
     hints = CommunicationOptions(bytes_per_pack=8)
     seen = []
@@ -64,14 +47,14 @@ def test_hints_are_options_under_an_old_name():
     def program(strategy):
         strategy = Strategy(StrategyExtended(strategy.extended.communicator, Spy()))
         value = PerReplica(np.ones(1))
-        with pytest.warns(DeprecationWarning, match="experimental_hints= is deprecated; use options="):
-            strategy.extended.reduce_to("sum", value, value, experimental_hints=hints)
-        with pytest.warns(DeprecationWarning, match="experimental_hints"):
-            strategy.extended.batch_reduce_to("sum", [(value, value)], experimental_hints=hints)
-        with pytest.warns(DeprecationWarning, match="experimental_hints"):
-            strategy.reduce("sum", value, axis=None, experimental_hints=hints)
-        with pytest.warns(DeprecationWarning, match="experimental_hints"):
-            strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", 1.0, experimental_hints=hints))
+        for call in (
+            lambda **hinted: strategy.extended.reduce_to("sum", value, value, **hinted),
+            lambda **hinted: strategy.extended.batch_reduce_to("sum", [(value, value)], **hinted),
+            lambda **hinted: strategy.reduce("sum", value, axis=None, **hinted),
+            lambda **hinted: strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", 1.0, **hinted)),
+        ):
+            with pytest.warns(DeprecationWarning, match="experimental_hints= is deprecated; use options="):
+                call(experimental_hints=hints)
 
     on_replicas(2, program)
     assert seen == [hints] * 8
@@ -214,9 +197,7 @@ def test_update_gives_each_component_of_an_on_read_variable_its_own_value():
     def program(strategy):
         with strategy.scope():
             variable = mpistrat.Variable(
-                [1.0],
-                synchronization=mpistrat.VariableSynchronization.ON_READ,
-                aggregation=mpistrat.VariableAggregation.SUM,
+                [1.0], synchronization=mpistrat.VariableSynchronization.ON_READ, aggregation=mpistrat.VariableAggregation.SUM
             )
             mirrored = mpistrat.Variable([1.0])
         value = strategy.run(lambda: np.array([rank_of(strategy) + 1.0]))
@@ -250,20 +231,6 @@ def test_update_non_slot_calls_the_function_once():
 
     assert on_replicas(2, program) == [{"step": [5], "replica": [0]}, {"step": [5], "replica": [1]}]
     assert mpistrat.get_strategy().extended.non_slot_devices([]) == ("/cpu:0",)
-
-
-def test_read_var_combines_where_the_variable_says():
-    def program(strategy):
-        with strategy.scope():
-            count = mpistrat.Variable(
-                0.0,
-                synchronization=mpistrat.VariableSynchronization.ON_READ,
-                aggregation=mpistrat.VariableAggregation.SUM,
-            )
-        strategy.run(lambda: count.assign_add(rank_of(strategy) + 1.0))
-        return float(strategy.extended.read_var(count))
-
-    assert on_replicas(3, program) == [6, 6, 6]
 
 
 def test_value_container_finds_the_value_that_a_component_came_from():
