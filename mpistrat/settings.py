@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from mpistrat.errors import SettingError
+from mpistrat.errors import InvalidArgumentError, SettingError
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ def misspelt_text(name: str, near: str) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the number of bytes in a text such as ``64MiB``, ``1.5 KiB``, ``8`` or ``1GB``; raise a ValueError for others."""
+    """Return the bytes of a text such as ``64MiB``, ``1.5 KiB``, ``8`` or ``1GB``; raise InvalidArgumentError for others."""
     compact = text.replace(" ", "")
     digits = compact.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
     unit = compact[len(digits) :].upper()
@@ -105,9 +105,9 @@ def parse_bytes(text: str) -> int:
         count = int(amount)
     except (ValueError, KeyError, OverflowError):
         accepted = "a number and B, KiB, MiB, GiB, KB, MB or GB are accepted, for example 64MiB"
-        raise ValueError(f"{text!r} is not a size: {accepted}") from None
+        raise InvalidArgumentError(f"{text!r} is not a size: {accepted}") from None
     if count < 0 or count != amount:
-        raise ValueError(f"{text!r} is not a whole, non-negative number of bytes")
+        raise InvalidArgumentError(f"{text!r} is not a whole, non-negative number of bytes")
     return count
 
 

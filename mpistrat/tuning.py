@@ -9,7 +9,6 @@ import datetime
 import os
 import platform
 import re
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,15 +34,8 @@ _NO_PATHS = ("auto", "off")  # values of MPISTRAT_TUNING
 
 ITEM_BYTES = 4
 
-
-@dataclass(frozen=True)
-class Measurement:
-    """The time of an all-reduce of float32."""
-
-    world: World
-    algorithm: str  # a name in `PLANNERS`
-    num_bytes: int  # of the buffer
-    seconds: float  # median of the slowest rank's time
+Seconds = dict[str, dict[int, float]]
+"""The time of an all-reduce of float32, by algorithm and bytes of the buffer: the median of the slowest rank's."""
 
 
 @dataclass(frozen=True)
@@ -65,76 +57,62 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Measurements, and their conditions."""
+    """Measured times, and their conditions."""
 
     conditions: Conditions
     date: str  # when it was measured: ``2026-11-20``
-    measurements: tuple[Measurement, ...]  # all of one world
+    seconds: Seconds
 
     @classmethod
-    def of(cls, conditions: Conditions, measurements: Sequence[Measurement]) -> Tuning:
-        """Return the tuning of measurements made just now."""
-        return cls(conditions, datetime.date.today().isoformat(), tuple(measurements))
+    def of(cls, conditions: Conditions, seconds: Seconds) -> Tuning:
+        """Return the tuning of what was measured just now."""
+        return cls(conditions, datetime.date.today().isoformat(), seconds)
 
-    def model(self, source: str) -> CostModel:
+    def model(self, world: World, source: str) -> CostModel:
         """Return the model for the measured world; `source` says where the measurements come from."""
-        return corrected(replace(DEFAULT, source=f"{source}, measured {self.date}"), self.measurements)
+        return corrected(replace(DEFAULT, source=f"{source}, measured {self.date}"), world, self.seconds)
 
     def document(self) -> dict[str, Any]:
         """Return the content of the file, for JSON."""
-        seconds: dict[str, dict[str, float]] = {}
-        for measurement in self.measurements:
-            seconds.setdefault(measurement.algorithm, {})[str(measurement.num_bytes)] = measurement.seconds
-        return {
-            "format": FORMAT,
-            "date": self.date,
-            "conditions": asdict(self.conditions),
-            "seconds": seconds,
-        }
+        return {"format": FORMAT, **asdict(self)}
 
     @classmethod
-    def from_document(cls, document: Any, world: World | None = None) -> Tuning:
+    def from_document(cls, document: Any) -> Tuning:
         """Return the tuning that a file holds.
 
-        The measured world is by default one with the same shape and placement. A ValueError says what was expected, if it is
-        not a tuning, or one of another version.
+        A ValueError says what was expected, if it is not a tuning, or one of another version.
         """
         try:
             if document["format"] != FORMAT:
                 raise ValueError(f"it has format {document['format']!r}, and this version of mpistrat reads format {FORMAT}")
             conditions = cache.record(Conditions, document["conditions"])
-            world = world or _world(conditions)
+            world_like(conditions)  # raises if there is none
             unknown = sorted(set(document["seconds"]) - set(PLANNERS))
             if unknown:
                 raise ValueError(f"it names unknown algorithms: {', '.join(unknown)}")
-            measurements = tuple(
-                Measurement(world, algorithm, int(_positive(int(num_bytes), _MOST_BYTES)), _positive(seconds))
-                for algorithm, ladder in document["seconds"].items()
-                for num_bytes, seconds in ladder.items()
-            )
-            return cls(conditions, str(document["date"]), measurements)
+            seconds = {
+                name: {int(_positive(int(num_bytes), _MOST_BYTES)): _positive(time) for num_bytes, time in times.items()}
+                for name, times in document["seconds"].items()
+            }
+            return cls(conditions, str(document["date"]), seconds)
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"it is not a file of mpistrat tune ({type(error).__name__}: {error})") from None
 
 
-def modelled_seconds(measurement: Measurement, model: CostModel) -> float:
-    """Return the time that a model predicts for a measurement."""
-    count = measurement.num_bytes // ITEM_BYTES
-    return predict_seconds(choose(measurement.world, count, ITEM_BYTES, measurement.algorithm, model=model).plan, model)
+def modelled_seconds(world: World, algorithm: str, num_bytes: int, model: CostModel) -> float:
+    """Return the time that a model predicts for what is measured."""
+    return predict_seconds(choose(world, num_bytes // ITEM_BYTES, ITEM_BYTES, algorithm, model=model).plan, model)
 
 
-def corrected(model: CostModel, measurements: Iterable[Measurement]) -> CostModel:
-    """Return a model that predicts the measured times exactly at the measured sizes; see `Correction` for sizes between.
-
-    All are of one world, the only one that the model is for.
-    """
+def corrected(model: CostModel, world: World, seconds: Seconds) -> CostModel:
+    """Return a model for this world alone that predicts the measured times exactly; see `Correction` for sizes between."""
     plain = replace(model, corrections=())
-    points: dict[str, dict[int, float]] = {}
-    for measurement in measurements:
-        modelled = modelled_seconds(measurement, plain)
-        if modelled > 0:
-            points.setdefault(measurement.algorithm, {})[measurement.num_bytes] = measurement.seconds / modelled
-    return replace(model, corrections=tuple(Correction(name, tuple(sorted(found.items()))) for name, found in points.items()))
+    corrections = []
+    for name, times in seconds.items():
+        modelled = {num_bytes: modelled_seconds(world, name, num_bytes, plain) for num_bytes in sorted(times)}
+        points = tuple((num_bytes, times[num_bytes] / predicted) for num_bytes, predicted in modelled.items() if predicted > 0)
+        corrections += [Correction(name, points)] if points else []
+    return replace(model, corrections=tuple(corrections))
 
 
 def present_conditions(world: World) -> Conditions:
@@ -174,10 +152,10 @@ def kept() -> list[tuple[Path, Tuning | None, str]]:
 def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
     """Return the model of a file; None if it does not exist, or cannot be used, which is logged."""
     try:
-        tuning = Tuning.from_document(cache.read(path), world)
+        tuning = Tuning.from_document(cache.read(path))
         if tuning.conditions != conditions:
             raise ValueError(f"it was measured under other conditions: {_difference(tuning.conditions, conditions)}")
-        return tuning.model(str(path))
+        return tuning.model(world, str(path))
     except (FileNotFoundError, NotADirectoryError):
         if path.name == conditions.file_name:
             return None
@@ -218,8 +196,8 @@ def _positive(number: Any, below: float = float("inf")) -> float:
     return float(number)
 
 
-def _world(conditions: Conditions) -> World:
-    """Return a world of this shape; for a mixed placement a block one, which is good enough to show."""
+def world_like(conditions: Conditions) -> World:
+    """Return a world of the measured shape and placement; for a mixed one a block one, which is good enough to show."""
     shape, _, placement = conditions.world.partition(" ")
     return World.from_shape(f"{shape}:cyclic" if placement == "cyclic" else shape)
 

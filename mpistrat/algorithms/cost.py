@@ -45,9 +45,7 @@ class CostModel:
     flat_call_seconds: float = 20e-6
     intra_step_seconds: float = 1e-6  # α: a synchronisation of two ranks inside a node, and a message between nodes
     inter_step_seconds: float = 20e-6
-    link_bytes_per_second: float = 1.2e9  # 1/β: bandwidth of a link of a node, in each direction
-    # that the rails of a node use at the same time: 1 for an adapter that all ranks share, as many as GPUs if each has one
-    links: int = 1
+    link_bytes_per_second: float = 1.2e9  # 1/β: bandwidth of the link of a node, in each direction
     link_efficiency: float = 0.95  # the fraction of the bandwidth that a ring along a rail reaches
     memory_bytes_per_second: float = 20e9  # 1/γ: bytes that one rank reads and writes, for chunks that do not stay in the cache
     cache_bytes_per_second: float = 30e9
@@ -140,14 +138,14 @@ def _wire_ratio(plan: Plan, phase: Phase) -> float:
 
 
 def _rates(plan: Plan, phase: Phase, chunk_bytes: float, model: CostModel) -> tuple[float, float]:
-    """Return the bytes per second of the links of a node and of the memory of a rank."""
+    """Return the bytes per second of the link of a node and of the memory of a rank."""
     world, is_cached = plan.world, chunk_bytes <= model.cache_bytes
     memory = model.cache_bytes_per_second if is_cached else model.memory_bytes_per_second
     is_direct = model.direct_rails and phase.scope is Scope.INTER and not (plan.in_order or plan.wire_itemsize)
     if phase.scope is not Scope.INTRA and model.staging_bytes_per_second and not is_direct:
         memory = model.staging_bytes_per_second
     if phase.scope is not Scope.WORLD:
-        return _links(world, model) * model.link_bytes_per_second * model.link_efficiency, memory
+        return model.link_bytes_per_second * model.link_efficiency, memory
     crowded = world.num_nodes > 2 or world.num_shards > 1
     efficiency = model.flat_crowded_link_efficiency if crowded else model.flat_link_efficiency
     share = model.flat_cache_efficiency if is_cached else model.flat_memory_efficiency
@@ -188,11 +186,6 @@ def _intra_all_reduce(world: World) -> _Load:
 def _inter_all_reduce(world: World) -> _Load:
     nodes, share = world.num_nodes, _most_shards(world) / world.num_shards  # of the buffer, that the busiest rank works on
     return _Load(_ring(nodes) * share, _ring(nodes), memory=_ring(nodes) * share * 3 / 2, inter_steps=2 * (nodes - 1))
-
-
-def _links(world: World, model: CostModel) -> int:
-    """Return the links that the rails of a node use: on the smallest node, which sends as many bytes as the others."""
-    return min(model.links, *world.local_sizes)
 
 
 def _most_shards(world: World) -> int:

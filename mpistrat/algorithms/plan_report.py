@@ -19,7 +19,7 @@ def chunks_text(plan: Plan) -> str:
 
 def phases_text(plan: Plan, model: CostModel = DEFAULT) -> str:
     """Return the phases of a plan, with bytes per rank and per link, and predicted times, as a table."""
-    rows = [("phase", "sent per rank", "per node link" if model.links == 1 else "per node", "predicted")]
+    rows = [("phase", "sent per rank", "per node link", "predicted")]
     for phase in plan.phases:
         sent, link = format_bytes(phase_bytes(plan, phase)), format_bytes(link_bytes(plan, phase))
         # which algorithm MPI uses is not known, so the minimum is shown
@@ -41,10 +41,9 @@ def alternatives_text(choice: Choice) -> str:
 
 def basis_text(model: CostModel = DEFAULT) -> str:
     """Return what the predictions are based on."""
-    link = "per node link" if model.links == 1 else f"on each of {model.links} links of a node"
     rates = (
-        f"{model.link_bytes_per_second / 1e9:.3g} GB/s {link} and {model.memory_bytes_per_second / 1e9:.3g} GB/s of memory "
-        "per rank"
+        f"{model.link_bytes_per_second / 1e9:.3g} GB/s per node link and {model.memory_bytes_per_second / 1e9:.3g} GB/s of "
+        "memory per rank"
     )
     if model.source == DEFAULT.source:
         return f"Predicted for {rates}: default constants; mpistrat tune corrects them by measurements of this cluster."

@@ -11,7 +11,6 @@ from typing import Any
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.errors import InvalidArgumentError
 
-_KEYWORDS = ("rpc_layer", "task_type", "task_id")
 _EXAMPLE = '{"cluster": {"worker": ["a:8888", "b:8888"]}, "task": {"type": "worker", "index": 0}}'
 
 
@@ -134,30 +133,33 @@ class UnionResolver(ClusterResolver):
     ----------
     *resolvers : ClusterResolver
         At least one.
-    **keywords : str or int
-        `rpc_layer`, `task_type` and `task_id` replace those of the first resolver.
+    rpc_layer, task_type, task_id : str, str, int
+        Instead of those of the first resolver.
 
     Raises
     ------
     InvalidArgumentError
-        If there is no resolver, or another keyword.
+        If there is no resolver.
     TypeError
         If one is not a ClusterResolver.
     """
 
-    def __init__(self, *resolvers: ClusterResolver, **keywords: Any) -> None:
-        unknown = sorted(set(keywords) - set(_KEYWORDS))
-        if unknown:
-            raise InvalidArgumentError(f"UnionResolver takes the keywords {', '.join(_KEYWORDS)}; got {', '.join(unknown)}")
+    def __init__(
+        self,
+        *resolvers: ClusterResolver,
+        rpc_layer: str | None = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
         if not resolvers:
             raise InvalidArgumentError("UnionResolver needs at least one ClusterResolver; got none")
         for resolver in resolvers:
             if not isinstance(resolver, ClusterResolver):
                 raise TypeError(f"UnionResolver joins ClusterResolvers; got {type(resolver).__name__}")
-        self._resolvers, self.environment = resolvers, resolvers[0].environment
-        for name in _KEYWORDS:
-            given = keywords.get(name)
-            setattr(self, name, getattr(resolvers[0], name) if given is None else given)
+        self._resolvers, first = resolvers, resolvers[0]
+        self.environment, self.rpc_layer = first.environment, first.rpc_layer if rpc_layer is None else rpc_layer
+        self.task_type = first.task_type if task_type is None else task_type
+        self.task_id = first.task_id if task_id is None else task_id
 
     def cluster_spec(self) -> ClusterSpec:
         """Return a new ClusterSpec with the jobs of all resolvers; a KeyError if two give the same task of a job."""

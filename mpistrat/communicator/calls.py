@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, MpistratError
 from mpistrat.execution.guard import Call, Guard
+
+T = TypeVar("T")
 
 
 class Calls:
@@ -17,50 +19,41 @@ class Calls:
     def __init__(self, guard: Guard, options: CommunicationOptions, is_strict: bool) -> None:
         self._guard, self.options, self.is_strict = guard, options, is_strict
 
-    def compare(
-        self,
-        verb: str,
-        arguments: Callable[[CommunicationOptions], str],
-        options: CommunicationOptions | None,
-    ) -> None:
-        """Begin a call, and compare it on all ranks. A collective call."""
-        call, _ = self.begin(verb, arguments, options)
-        self._guard.agree(call)
-
     def begin(
         self,
         verb: str,
-        arguments: Callable[[CommunicationOptions], str],
         options: CommunicationOptions | None,
-        check: Callable[[CommunicationOptions], None] | None = None,
-    ) -> tuple[Call, CommunicationOptions]:
-        """Return a numbered call that has begun, and its merged options; raise if this rank cannot make it.
+        ask: Callable[[CommunicationOptions], T],
+        check: Callable[[T], None] | None = None,
+    ) -> tuple[Call, T]:
+        """Return a numbered call that has begun, and what it asks for; raise if this rank cannot make it.
 
-        `arguments` returns, for the merged options, what must be the same on all ranks, as text; `check` raises if this rank
-        cannot make the call with them.
+        `ask` returns that for the merged options: its text must be the same on all ranks. `check` raises if this rank cannot
+        make the call.
         """
-        call, wanted, refused = self.prepare(verb, arguments, options, check)
+        call, asked, refused = self.prepare(verb, options, ask, check)
         call.start_clock()
         if refused is not None:
             self.refuse(call, refused)
-        return call, wanted
+        return call, asked
 
     def prepare(
         self,
         verb: str,
-        arguments: Callable[[CommunicationOptions], str],
         options: CommunicationOptions | None,
-        check: Callable[[CommunicationOptions], None] | None = None,
-    ) -> tuple[Call, CommunicationOptions, Exception | None]:
+        ask: Callable[[CommunicationOptions], T],
+        check: Callable[[T], None] | None,
+    ) -> tuple[Call, T, Exception | None]:
         """Return what `begin` does, before the call begins, and the error of its arguments if this rank refuses them."""
         wanted, refused = self.options, None
         try:
             wanted = self.options.merge(options)
             if check is not None:
-                check(wanted)
+                check(ask(wanted))
         except (MpistratError, TypeError) as error:
             refused = error
-        return self._guard.next_call(verb, verb + arguments(wanted), wanted.timeout_seconds or 0.0), wanted, refused
+        asked = ask(wanted)
+        return self._guard.next_call(verb, f"{verb}{asked}", wanted.timeout_seconds or 0.0), asked, refused
 
     def prepare_text(self, text: str, options: object) -> Call:
         """Return a numbered call described by a text; invalid `options` are ignored, since the call itself refuses them."""

@@ -6,10 +6,10 @@ same shapes and dtypes reuse them.
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import cache
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,7 +18,7 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.algorithms.choose import Choice
 from mpistrat.algorithms.cost import CostModel
-from mpistrat.arrays import Array, as_operand, is_on_device, like, to_device
+from mpistrat.arrays import Array, is_on_device, to_device
 from mpistrat.communicator.calls import Calls
 from mpistrat.communicator.construction import build_hierarchy
 from mpistrat.communicator.data_movement import DataMovement
@@ -27,7 +27,7 @@ from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
 from mpistrat.communicator.interface import Arrays, BaseCommunicator
 from mpistrat.communicator.options import DEFAULTS, CommunicationOptions, shared_defaults
 from mpistrat.communicator.passing import Passing
-from mpistrat.communicator.planning import Planner
+from mpistrat.communicator.planning import Planner, Reduction
 from mpistrat.communicator.programs import Known
 from mpistrat.communicator.reductions import Reductions
 from mpistrat.communicator.validate import alike, read_arrays
@@ -38,13 +38,13 @@ from mpistrat.errors import (
     MpistratError,
     UnavailableError,
 )
+from mpistrat.execution import ending
 from mpistrat.execution.executor import Executor
-from mpistrat.execution.guard import Guard, forget
+from mpistrat.execution.guard import Guard
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.launch import bootstrap
 from mpistrat.logger import logger
 from mpistrat.reduction import ReduceOp
 from mpistrat.tuning import shared_model
@@ -78,9 +78,6 @@ class Communicator(BaseCommunicator):
         which the communicator then owns.
     options : CommunicationOptions, optional
         Defaults for every call; the same on all ranks.
-    num_packs : int, optional
-        Split the elements of a batch into this many equal packs; 0 reduces each array by itself. None (the default) packs by
-        the options' `bytes_per_pack`.
     model : CostModel, optional
         The cost model of algorithm ``auto``, the same on all ranks; by default the one that MPISTRAT_TUNING selects.
     uses_gpu : bool
@@ -96,7 +93,7 @@ class Communicator(BaseCommunicator):
     Raises
     ------
     InvalidArgumentError
-        If `comm` is not an intracommunicator of this rank, or `num_packs` is negative.
+        If `comm` is not an intracommunicator of this rank.
     AgreementError, DeadlineExceededError
         If ranks pass different arguments or have different settings, or do not all make this call before the deadline of
         `options`.
@@ -109,42 +106,38 @@ class Communicator(BaseCommunicator):
         comm: MPI.Intracomm | Hierarchy,
         options: CommunicationOptions | None = None,
         *,
-        num_packs: int | None = None,
         model: CostModel | None = None,
         uses_gpu: bool = True,
     ) -> None:
-        if isinstance(comm, Hierarchy):
-            CommunicationOptions(num_packs=num_packs)  # raises if it is negative, before the hierarchy is this communicator's
-        self.hierarchy = comm if isinstance(comm, Hierarchy) else build_hierarchy(comm, options, num_packs, model)
+        self.hierarchy = comm if isinstance(comm, Hierarchy) else build_hierarchy(comm, options, model)
         self._owned = ExitStack()
         self._owned.callback(self.hierarchy.close)
         try:
             with watched("Communicator: its plans and memory", self.hierarchy.members):
-                self._build(options, num_packs, model, uses_gpu)
+                self._build(options, model, uses_gpu)
         except (DeadlineExceededError, UnavailableError):  # a rank is missing
             raise
         except MpistratError:  # raised on all ranks, which free together what they made
             self._owned.close()
             raise
 
-    def _build(
-        self, options: CommunicationOptions | None, num_packs: int | None, model: CostModel | None, uses_gpu: bool
-    ) -> None:
+    def _build(self, options: CommunicationOptions | None, model: CostModel | None, uses_gpu: bool) -> None:
         self.world, self.rank, self.size = self.hierarchy.world, self.hierarchy.rank, self.hierarchy.world.size
-        packs, agreement = CommunicationOptions(num_packs=num_packs), Agreement(self.hierarchy.world_group)
-        self._options = shared_defaults(agreement, self.hierarchy.settings).merge(options).merge(packs)
+        agreement = Agreement(self.hierarchy.world_group)
+        self._options = shared_defaults(agreement, self.hierarchy.settings).merge(options)
         self._executor = Executor(self.hierarchy)
         self._owned.callback(self._executor.close)
         self.timeline = self._executor.timeline
         seconds, is_checked = self._options.timeout_seconds or 0.0, self.hierarchy.settings[settings.CHECK]
         self._guard = Guard(self.hierarchy, agreement, self._executor.intra.window, seconds, is_checked, self)
-        self._owned.callback(forget, self._guard)
+        ending.watch(self._guard)
+        self._owned.callback(ending.forget, self._guard)
         self._recorder, self._current = recorder(), self.hierarchy.call
         self._verbose = self.rank == 0 and self.hierarchy.settings[settings.VERBOSE]
         self._say(f"{self.world}: {', '.join(f'{node.name} has ranks {node.ranks}' for node in self.world.nodes)}")
         model = shared_model(self.hierarchy) if model is None else model
         device = bound_device() if uses_gpu else None
-        self._gpu = None if device is None else GpuArrays(device, self._executor, model, self._guard)
+        self._gpu = None if device is None else GpuArrays(device, self._executor, self._guard)
         if self._gpu is not None:
             self._owned.callback(self._gpu.executor.close)
         self._calls = Calls(self._guard, self._options, self.hierarchy.settings[settings.STRICT])
@@ -222,7 +215,7 @@ class Communicator(BaseCommunicator):
             sources, memory = self._read("all_reduce", given, targets, options)
             results = self.try_fast_all_reduce(op, sources, options, memory)  # of what was a number or a tensor, say
             if results is None:
-                results = self._reductions.all_reduce(op, sources, options, memory)
+                results = self._reductions.reduce("all_reduce", op, sources, options, memory)
             results = alike(results, given, targets)
         return results[0] if is_one else results
 
@@ -330,7 +323,9 @@ class Communicator(BaseCommunicator):
             results = self.run_known(known, [array], None if out is None else [out], frames=4)
             if results is not None:
                 return results[0]
-        return self._reductions.reduce_scatter(op, array, axis, options, out)
+        with suppress(TypeError):  # which the check of the call raises
+            axis = operator.index(axis)  # True and 1 are one axis, which calls are known by
+        return self._reductions.reduce("reduce_scatter", op, [array], options, None if out is None else [out], axis)[0]
 
     def agree(self, call: str, error: Exception | None = None, options: CommunicationOptions | None = None) -> None:
         """Check at once that all ranks pass the same text: see `BaseCommunicator.agree`. A collective call."""
@@ -370,9 +365,9 @@ class Communicator(BaseCommunicator):
         """
         self._require_open()
         given, _ = read_arrays(arrays if isinstance(arrays, (list, tuple)) else [arrays])
-        wanted = self._options.merge(options)
-        self._programs.check(ReduceOp.SUM, given, wanted)
-        return self._programs.explain(given, wanted)
+        asked = Reduction(ReduceOp.SUM, given, self._options.merge(options))
+        self._programs.check(asked)
+        return self._programs.explain(asked)
 
     def memory_report(self) -> MemoryReport:
         """Return the memory this rank holds for communication, in bytes: windows, scratch memory and plans."""
@@ -395,7 +390,8 @@ class Communicator(BaseCommunicator):
                 self._gpu.executor.abort("a collective has failed")
         else:
             with self._guard:
-                self._calls.compare("close", lambda _: "()", None)  # all ranks free the memory together
+                call, _ = self._calls.begin("close", None, lambda _: "()")
+                self._guard.agree(call)  # all ranks free the memory together
             self.confirm()
             with watched("Communicator: close", self.hierarchy.members):
                 self._programs.clear()
@@ -429,26 +425,3 @@ class Communicator(BaseCommunicator):
     def _say(self, text: str) -> None:
         if self._verbose:
             logger.info(text)
-
-
-@cache
-def job_communicator() -> Communicator:
-    """Return the communicator over all ranks of the job; the first call makes it, and is a collective one."""
-    return Communicator(bootstrap.start())
-
-
-def average_leaves(
-    leaves: Sequence[Any], names: Callable[[], Sequence[str]], structure: object, communicator: BaseCommunicator | None
-) -> list[Any]:
-    """Return the averages over all ranks of the leaves of a nest, whose `names` are for errors. A collective call."""
-    communicator = communicator or job_communicator()
-    with communicator.refusing("average"):
-        try:
-            arrays = [as_operand(leaf) for leaf in leaves]
-        except MpistratError:  # naming all leaves takes several times as long as reading them
-            for leaf, name in zip(leaves, names(), strict=True):
-                as_operand(leaf, name)
-            raise
-    communicator.note(f"average of {structure}")
-    averages = communicator.all_reduce("mean", arrays) if arrays else []
-    return list(map(like, averages, leaves))

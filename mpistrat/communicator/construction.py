@@ -15,20 +15,17 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def build_hierarchy(
-    comm: MPI.Intracomm, options: CommunicationOptions | None, num_packs: int | None, model: CostModel | None
-) -> Hierarchy:
+def build_hierarchy(comm: MPI.Intracomm, options: CommunicationOptions | None, model: CostModel | None) -> Hierarchy:
     """Return the hierarchy of groups over the ranks of `comm`, which is duplicated. A collective call."""
     _check_comm(comm)
 
     def check() -> None:
         if not isinstance(options, (CommunicationOptions, type(None))):
             raise InvalidArgumentError(f"options must be CommunicationOptions or None; got {type(options).__name__}")
-        CommunicationOptions(num_packs=num_packs)  # raises if it is negative
 
     with rendezvous("Communicator", rendezvous_seconds(options), comm) as job:
         own_model = "" if model is None else f", model={model}"
-        job.agree(f"Communicator(options={options}, num_packs={num_packs}{own_model})", check)
+        job.agree(f"Communicator(options={options}{own_model})", check)
         return Hierarchy(job.comm, job.world)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from mpistrat.execution.guard import Call, Guard
 from mpistrat.groups.agreement import Signature, digest_of
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, check_dtype
 from mpistrat.steps import Steps
-from mpistrat.transports.base import Operation
 from mpistrat.transports.mpi import MpiTransport, until_complete
 from mpistrat.transports.nccl import NcclTransport
 
@@ -38,21 +37,11 @@ _MAX_NDIM, _NAME_BYTES, _DIGESTS_KEPT = 64, 32, 1024
 _MOST_SHARED_BYTES = 1 << 15
 
 
-class _Sender(Protocol):
-    """A transport that moves bytes between all ranks."""
-
-    def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation: ...
-
-    def broadcast(self, buffer: Array, root: int = 0) -> Operation: ...
-
-    def exchange(self, sends: Sequence[Array], receives: Sequence[Array]) -> Steps: ...
-
-
 @dataclass(frozen=True)
 class _Route:
     """How bytes go from rank to rank: by a transport, which takes what `fetch` returns; `run` makes steps safe."""
 
-    sender: _Sender
+    sender: MpiTransport | NcclTransport
     fetch: Callable[[Array], Array]
     empty: Callable[[tuple[int, ...], np.dtype[Any]], Array]
     is_on_gpu: bool
@@ -112,7 +101,7 @@ class DataMovement:
     def all_gather(self, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None) -> Array:
         """Concatenate along `axis`, in rank order: see `mpistrat.Communicator.all_gather`. A collective call."""
 
-        def check(_: CommunicationOptions) -> None:
+        def check(_: object) -> None:
             check_gather(array, axis)
             check_dtype(ReduceOp.SUM, array.dtype)
             if out is not None:
@@ -120,7 +109,7 @@ class DataMovement:
 
         def facts() -> tuple[int, int, Array | None]:
             # ranks that pass `out` compare its extent
-            digest = _digest(array, axis % array.ndim, None if out is None else out.shape[axis])
+            digest = _digest(array.dtype, array.shape, axis % array.ndim, None if out is None else out.shape[axis])
             return digest, array.shape[axis], self._shareable(_moved(array, axis % array.ndim, 0))
 
         with self._guard:
@@ -145,21 +134,20 @@ class DataMovement:
             elif row_bytes:
                 whole[starts[self._rank] : starts[self._rank + 1]] = mine
                 move.run(move.route.sender.all_gather(as_bytes(whole), bounds).run())
-            if out is None:
-                result: Array = like(_contiguous(_moved(whole, 0, axis)), array)
-                return result
-            return _delivered(whole if whole is out else _moved(whole, 0, axis), out)
+            return _delivered(_moved(whole, 0, axis), array, out)
 
     def gather(self, array: Array, root: int, options: CommunicationOptions | None) -> list[Array] | None:
         """Collect the arrays of all ranks on one: see `mpistrat.Communicator.gather`. A collective call."""
 
-        def check(_: CommunicationOptions) -> None:
+        def check(_: object) -> None:
             check_root(root, self._size)
             check_dtype(ReduceOp.SUM, array.dtype)
 
         with self._guard:
             text = f"({name_of(array.dtype)}, root={root})"
-            move = self._begin("gather", text, options, check, lambda: (_digest(array), 0, self._shareable(array)), [array])
+            move = self._begin(
+                "gather", text, options, check, lambda: (_digest(array.dtype, array.shape), 0, self._shareable(array)), [array]
+            )
             self._require_equal(move.digests, "gather needs equal shapes, one dtype and one root", array)
             is_root = self._rank == root
             if move.is_shared():
@@ -179,12 +167,13 @@ class DataMovement:
     def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None) -> list[Array]:
         """Send an array to each rank: see `mpistrat.Communicator.all_to_all`. A collective call."""
 
-        def check(_: CommunicationOptions) -> None:
+        def check(_: object) -> None:
             check_parts(arrays, self._size)
             check_dtype(ReduceOp.SUM, arrays[0].dtype)
 
         def facts() -> tuple[int, int, Array | None]:
-            return _digest(arrays[0], 0 if arrays[0].ndim else None), 0, self._shareable_parts(arrays)
+            first = arrays[0]
+            return _digest(first.dtype, first.shape, 0 if first.ndim else None), 0, self._shareable_parts(arrays)
 
         with self._guard:
             text = f"({', '.join(sorted({name_of(array.dtype) for array in arrays}))})"
@@ -215,13 +204,13 @@ class DataMovement:
         """Return the array of rank `root`: see `mpistrat.Communicator.broadcast`. A collective call."""
         known, is_root = array if out is None else out, self._rank == root
 
-        def check(_: CommunicationOptions) -> None:
+        def check(_: object) -> None:
             check_root(root, self._size)
             if out is not None:
                 check_target(out, array if is_root else out)
 
         def facts() -> tuple[int, int, Array | None]:
-            return _digest(known), out is not None, self._shareable(array) if is_root else None
+            return _digest(known.dtype, known.shape), out is not None, self._shareable(array) if is_root else None
 
         with self._guard:
             move = self._begin("broadcast", f"(root={root})", options, check, facts, [array if is_root else known])
@@ -245,22 +234,20 @@ class DataMovement:
                     move.take(as_bytes(result), [0, result.nbytes], root)
             elif result.nbytes:
                 move.run(move.route.sender.broadcast(as_bytes(result), root).run())
-            if out is None:
-                received: Array = like(result, array)
-                return received
-            return _delivered(result, out)
+            return _delivered(result, array, out)
 
     def barrier(self, options: CommunicationOptions | None) -> None:
         """Wait until all ranks have entered the barrier. A collective call."""
         with self._guard:
-            self._calls.compare("barrier", lambda _: "()", options)
+            call, _ = self._calls.begin("barrier", options, lambda _: "()")
+            self._guard.agree(call)
 
     def _begin(
         self,
         verb: str,
         text: str,
         options: CommunicationOptions | None,
-        check: Callable[[CommunicationOptions], None],
+        check: Callable[[str], None],
         facts: Callable[[], tuple[int, int, Array | None]],
         arrays: Sequence[Array],
     ) -> _Move:
@@ -268,7 +255,7 @@ class DataMovement:
 
         `facts` returns those of this rank, and the bytes that it shares.
         """
-        call, _ = self._calls.begin(verb, lambda _: text, options, check)
+        call, _ = self._calls.begin(verb, options, lambda _: text, check)
         digest, number, memory = facts()
         is_shared, is_on_gpu = memory is not None, self._by_nccl is not None and all(map(is_on_device, arrays))
         found = self._guard.agree(call, None, (digest, number << 2 | is_shared << 1 | is_on_gpu), memory)
@@ -339,15 +326,11 @@ def _through_nccl(executor: Executor, gpu: GpuArrays, nccl: NcclTransport) -> _R
 
 
 @lru_cache(_DIGESTS_KEPT)
-def _shape_digest(dtype: np.dtype[Any], shape: tuple[int, ...], free_axis: int | None, out_extent: int | None) -> int:
+def _digest(dtype: np.dtype[Any], shape: tuple[int, ...], free_axis: int | None = None, out_extent: int | None = None) -> int:
+    """Return a hash of dtype and shape that ignores the extent along `free_axis`, but includes that of `out` if given."""
     extents = tuple(-1 if axis == free_axis else extent for axis, extent in enumerate(shape))
     # the name of a dtype says nothing of its byte order, and its code does not tell bfloat16 from another void
     return digest_of(f"{dtype.name} {dtype.str} {extents} {free_axis} {out_extent}")
-
-
-def _digest(array: Array, free_axis: int | None = None, out_extent: int | None = None) -> int:
-    """Return a hash of dtype and shape that ignores the extent along `free_axis`, but includes that of `out` if given."""
-    return _shape_digest(array.dtype, array.shape, free_axis, out_extent)
 
 
 def _extents(arrays: Sequence[Array]) -> Array:
@@ -379,8 +362,10 @@ def _contiguous(array: Array) -> Array:
     return array if array.flags.c_contiguous else array.copy()
 
 
-def _delivered(result: Array, out: Array) -> Array:
-    """Return `out`, which holds the result."""
-    if result is not out:
+def _delivered(result: Array, array: Array, out: Array | None) -> Array:
+    """Return the result as the array is, or in `out`."""
+    if out is None:
+        out = like(_contiguous(result), array)
+    elif result is not out:
         out[...] = like(result, out)
     return out

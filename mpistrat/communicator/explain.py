@@ -23,14 +23,11 @@ class Pack:
         The accumulation dtype.
     choice : Choice
         The plan, why it was chosen, and the predicted time of every algorithm.
-    model : CostModel
-        Predicts its time.
     """
 
     indices: tuple[int, ...]
     dtype: str
     choice: Choice
-    model: CostModel = DEFAULT
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class Explanation:
     @property
     def predicted_seconds(self) -> float:
         """The predicted time of all packs, one after the other."""
-        return sum(predict_seconds(pack.choice.plan, pack.model) for pack in self.packs)
+        return sum(predict_seconds(pack.choice.plan, self.model) for pack in self.packs)
 
     def __str__(self) -> str:
         if not self.packs:
@@ -89,5 +86,5 @@ class Explanation:
             ("algorithm", plan.algorithm),
             ("why", pack.choice.reason),
         ]
-        parts = [format_table(heading), phases_text(plan, pack.model)]
+        parts = [format_table(heading), phases_text(plan, self.model)]
         return "\n\n".join(parts + ([alternatives_text(pack.choice)] if pack.choice.considered else []))

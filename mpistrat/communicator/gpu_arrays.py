@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
-from mpistrat.algorithms.cost import ON_DEVICE, CostModel
+from mpistrat.algorithms.cost import ON_DEVICE
 from mpistrat.arrays import Array, is_on_device
 from mpistrat.device.abstract import Device
 from mpistrat.execution.device_executor import DeviceExecutor
@@ -19,9 +18,9 @@ from mpistrat.steps import Steps, until
 class GpuArrays:
     """Executor and stream for arrays on GPUs. Making one is a collective call."""
 
-    def __init__(self, device: Device, host: Executor, model: CostModel, guard: Guard) -> None:
+    def __init__(self, device: Device, host: Executor, guard: Guard) -> None:
         self.device, self._guard, guard.is_on_gpu = device, guard, True
-        self.executor = DeviceExecutor(host, device, replace(ON_DEVICE, links=model.links))
+        self.executor = DeviceExecutor(host, device, ON_DEVICE)
         self.stream = device.stream()
         self._agreement, self._call = Agreement(host.hierarchy.world_group), host.hierarchy.call
 

@@ -14,16 +14,6 @@ from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.agreement import Agreement
 
-__all__ = [
-    "DEFAULTS",
-    "WIRE_DTYPES",
-    "CollectiveHints",
-    "CommunicationImplementation",
-    "CommunicationOptions",
-    "check_options",
-    "shared_defaults",
-]
-
 WIRE_DTYPES = ("bfloat16", "float16")
 NATIVE = "native"
 _INTRA_DTYPES = ("float32", NATIVE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,10 @@ from mpistrat.algorithms.choose import Choice, choose
 from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
 from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
-from mpistrat.arrays import Array, part_bounds
+from mpistrat.arrays import Array, is_on_device, part_bounds
 from mpistrat.communicator.explain import Explanation, Pack
-from mpistrat.communicator.options import NATIVE, WIRE_DTYPES, CommunicationImplementation, CommunicationOptions
+from mpistrat.communicator.options import DEFAULTS, NATIVE, WIRE_DTYPES, CommunicationImplementation, CommunicationOptions
+from mpistrat.communicator.validate import describe
 from mpistrat.errors import InvalidArgumentError, TransportError, Unsuitable
 from mpistrat.execution import compile as compiled
 from mpistrat.execution.device_executor import DeviceExecutor
@@ -30,8 +31,40 @@ from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_
 WIRE_OPS = (ReduceOp.SUM, ReduceOp.MEAN)
 _ROUNDING_OPS = (*WIRE_OPS, ReduceOp.PROD)
 
+_SHAPING = ("wire_dtype", "error_feedback", "deterministic", "intra_dtype", "num_packs")  # options that shape a program
+
 _LaidOut = tuple[np.dtype[Any], tuple[int, ...], Layout]
 """Arrays that share a bucket: the dtype that they are combined in, their indices, and their layout."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An all-reduce of arrays, or a reduce-scatter of one along an `axis`; its text must be the same on all ranks."""
+
+    op: ReduceOp
+    arrays: Sequence[Array]
+    options: CommunicationOptions  # merged over those of the communicator
+    axis: int | None = None
+
+    @property
+    def kind(self) -> object:
+        """What the calls that a rank remembers are told apart by, besides arrays and options."""
+        return self.op._value_ if self.axis is None else (self.op._value_, self.axis)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What has a program of its own, the same on all ranks: they may differ in the options that shape none."""
+        options, axis = self.options, None if self.axis is None else self.axis % self.arrays[0].ndim
+        shaping = options.algorithm, options.bytes_per_pack, *[getattr(options, name) for name in _SHAPING]
+        on_gpu = sum(map(is_on_device, self.arrays))
+        return (self.op, *shaping, axis, on_gpu, *[(each.shape, each.dtype) for each in self.arrays])
+
+    def __str__(self) -> str:
+        options = [(name, getattr(self.options, name)) for name in _SHAPING]
+        others = "".join(f", {name}={value}" for name, value in options if value != getattr(DEFAULTS, name))
+        always = f"algorithm={self.options.algorithm}, bytes_per_pack={self.options.bytes_per_pack}"
+        along = "" if self.axis is None else f"axis={self.axis}, "
+        return f"({self.op.name}, [{describe(self.arrays)}], {along}{always}{others})"
 
 
 class Planner:
@@ -43,9 +76,10 @@ class Planner:
         self.executor, self._world, self._say, self.model = executor, executor.hierarchy.world, say, model
         self._chunk_bytes = executor.hierarchy.settings[settings.CHUNK_BYTES]
 
-    def check(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> None:
-        """Check that arrays can be combined with these options."""
-        for index, array in enumerate(arrays):
+    def check(self, asked: Reduction) -> None:
+        """Check that its arrays can be combined with its options."""
+        op, options = asked.op, asked.options
+        for index, array in enumerate(asked.arrays):
             check_dtype(op, array.dtype, f"array {index}")
             if options.implementation is CommunicationImplementation.NCCL:
                 refusal = self.executor.nccl_refusal(self._combined_in(op, array.dtype, options), op)
@@ -57,39 +91,40 @@ class Planner:
                 "are auto, hierarchical, or wire_dtype='native'"
             )
 
-    def compile(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, axis: int | None = None) -> Program:
+    def compile(self, asked: Reduction) -> Program:
         """Choose plans for arrays of these shapes and dtypes, and bind them. A collective call.
 
-        With an `axis`, for a reduce-scatter of one array along it, or an all-reduce where that is not possible.
+        That of a reduce-scatter is an all-reduce where another one is not possible or not faster: `Program.scattered_dtype`
+        tells which.
         """
-        found = None if axis is None else self._compile_scatter(op, arrays[0], axis, options)
+        found = None if asked.axis is None else self._compile_scatter(asked, asked.arrays[0], asked.axis)
         if found is not None:
             return found
         while True:  # enlarging the scratch memory for a later bucket unbinds the earlier ones; then it is large enough for all
-            buckets = [self._bind(op, arrays, pack, options) for pack in self._lay_out(op, arrays, options)]
-            program = Program(buckets)
+            program = Program([self._bind(asked, pack) for pack in self._lay_out(asked)])
             if program.is_current:
                 break
-        program.on_gpu = self.executor.device is not None and bool(arrays)
+        program.on_gpu = self.executor.device is not None and bool(asked.arrays)
         if self.executor.device is None:
-            shorten(program, self.executor, op, arrays)
+            shorten(program, self.executor, asked.op, asked.arrays)
         return program
 
-    def _bind(self, op: ReduceOp, arrays: Sequence[Array], pack: _LaidOut, options: CommunicationOptions) -> Bucket:
+    def _bind(self, asked: Reduction, pack: _LaidOut) -> Bucket:
         """Choose the plan of a bucket, and bind it. A collective call."""
-        combined, members, layout = pack
+        op, options, (combined, members, layout) = asked.op, asked.options, pack
         wire = _wire(op, combined, options)
         choice = self._choice(op, layout.count, combined, options, wire)
         plan = choice.plan
         self._say(f"{op.name} of {layout.count} elements: {plan}; {choice.reason}")
         crosses_nodes = any(phase.scope is Scope.INTER for phase in plan.phases)
-        dtypes, dtype = [arrays[index].dtype for index in members], _bucket_dtype(plan, combined)
+        dtypes, dtype = [asked.arrays[index].dtype for index in members], _bucket_dtype(plan, combined)
         bucket = compiled.all_reduce(self.executor, plan, layout, dtype, op, dtypes, wire if crosses_nodes else None)
         bucket.indices = members
         return bucket
 
-    def _compile_scatter(self, op: ReduceOp, array: Array, axis: int, options: CommunicationOptions) -> Program | None:
+    def _compile_scatter(self, asked: Reduction, array: Array, axis: int) -> Program | None:
         """Bind the plan of a reduce-scatter; return None, on all ranks, if an all-reduce is used instead."""
+        op, options = asked.op, asked.options
         dtype = self._combined_in(op, array.dtype, options)
         if options.deterministic or (_wire(op, dtype, options) is not None and self._world.num_nodes > 1):
             return None
@@ -113,16 +148,17 @@ class Planner:
             plan = planners.reduce_scatter(self._world, bounds, dtype.itemsize, options.algorithm or "auto", self._chunk_bytes)
         except Unsuitable:
             return None
-        self.executor.reserve_exchange()
+        self.executor.reserve_exchange(self._world.size)
         return compiled.reduce_scatter(self.executor, plan, dtype, op) if self.executor.scatters else None
 
-    def explain(self, arrays: Sequence[Array], options: CommunicationOptions) -> Explanation:
-        """Return how a sum of such arrays is computed."""
+    def explain(self, asked: Reduction) -> Explanation:
+        """Return how a sum is computed."""
         packs = []
-        for dtype, members, layout in self._lay_out(ReduceOp.SUM, arrays, options):
-            choice = self.choose(layout.count, dtype, options)
-            packs.append(Pack(members, _bucket_dtype(choice.plan, dtype).name, choice, self.model))
-        return Explanation(self._world, tuple(packs), self.model)
+        for dtype, members, layout in self._lay_out(asked):
+            choice = self.choose(layout.count, dtype, asked.options)
+            packs.append(Pack(members, _bucket_dtype(choice.plan, dtype).name, choice))
+        path = "" if self.executor.device is None else str(self.executor.transports)
+        return Explanation(self._world, tuple(packs), self.model, path=path)
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
         """Return the plan for a sum of `count` elements, and why it was chosen."""
@@ -133,17 +169,17 @@ class Planner:
         """Return the dtype in which arrays of a dtype are combined."""
         return accumulation_dtype(op, dtype)
 
-    def _lay_out(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> list[_LaidOut]:
+    def _lay_out(self, asked: Reduction) -> list[_LaidOut]:
         """Return which arrays share a bucket."""
         by_dtype: dict[np.dtype[Any], list[int]] = {}
-        for index, array in enumerate(arrays):
-            by_dtype.setdefault(self._combined_in(op, array.dtype, options), []).append(index)
-        counts = [array.size for array in arrays]
+        for index, array in enumerate(asked.arrays):
+            by_dtype.setdefault(self._combined_in(asked.op, array.dtype, asked.options), []).append(index)
+        counts = [array.size for array in asked.arrays]
         return [
             (dtype, members, layout)
             for dtype, indices in by_dtype.items()
             # backpropagation computes the last gradients first, so they are packed first
-            for members, layout in _pack(indices[::-1], counts, dtype.itemsize, options)
+            for members, layout in _pack(indices[::-1], counts, dtype.itemsize, asked.options)
         ]
 
     def _choice(
@@ -152,21 +188,18 @@ class Planner:
         """Return the plan for a bucket, and why it was chosen."""
         if options.deterministic:
             [plan] = planners.flat(self._world, count, dtype.itemsize)
-            if self.executor.world.adds_small_in_order(plan.padded(count) * dtype.itemsize):  # buckets are padded
+            # buckets are padded
+            if self.executor.device is None and self.executor.world.adds_small_in_order(plan.padded(count) * dtype.itemsize):
                 return Choice(plan, "small arrays of a node are always added in the order of the replicas", ())
             return Choice(self._plan_in_order(op, count, dtype), "deterministic=True adds in the order of the replicas", ())
-        return self._best(count, dtype.itemsize, options.algorithm or "auto", wire.dtype.itemsize if wire else 0)
-
-    def _best(self, count: int, itemsize: int, algorithm: str, wire_itemsize: int) -> Choice:
-        """Return the best plan for this memory, where addends may be summed in any order."""
         return choose(
             self._world,
             count,
-            itemsize,
-            algorithm,
+            dtype.itemsize,
+            options.algorithm or "auto",
             self._chunk_bytes,
             self.model,
-            wire_itemsize,
+            wire.dtype.itemsize if wire else 0,
             one_intra_phase=self.executor.device is not None,  # NCCL chooses the algorithm inside a node itself
             default_chunk_bytes=self.default_chunk_bytes,
         )
@@ -189,10 +222,6 @@ class DevicePlanner(Planner):
 
     def __init__(self, executor: DeviceExecutor, say: Callable[[str], None]) -> None:
         super().__init__(executor, say, executor.model)
-
-    def explain(self, arrays: Sequence[Array], options: CommunicationOptions) -> Explanation:
-        """Return how a sum of such arrays is computed."""
-        return replace(super().explain(arrays, options), path=str(self.executor.transports))
 
     def _scatter(
         self, op: ReduceOp, dtype: np.dtype[Any], bounds: Sequence[int], options: CommunicationOptions

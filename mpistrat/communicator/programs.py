@@ -22,14 +22,13 @@ from mpistrat.algorithms.cost import CostModel
 from mpistrat.arrays import Array, is_on_device, retained_bytes
 from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
-from mpistrat.communicator.planning import WIRE_OPS, DevicePlanner, Planner
+from mpistrat.communicator.planning import WIRE_OPS, DevicePlanner, Planner, Reduction
 from mpistrat.communicator.validate import are_disjoint
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.guard import Guard
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.program import Blocking, Program
 from mpistrat.groups.agreement import Signature
-from mpistrat.reduction import ReduceOp
 
 PROGRAMS_KEPT = 64
 
@@ -64,27 +63,23 @@ class Programs:
         """The cost model of algorithm ``auto``."""
         return (self._device or self._host).model
 
-    def has(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, axis: int | None = None) -> bool:
-        """Return whether there is a program for such arrays, so that `find` is not a collective call."""
-        program = self._programs.get(_key(op, arrays, options, axis))
+    def has(self, asked: Reduction) -> bool:
+        """Return whether there is a program for it, so that `find` is not a collective call."""
+        program = self._programs.get(asked.key)
         return program is not None and program.is_current
 
-    def find(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, axis: int | None = None) -> Program:
-        """Return the program for such arrays. A collective call if there is none yet.
-
-        With an `axis`, for a reduce-scatter of one array along it, or an all-reduce where that is not possible or not faster:
-        `Program.scattered_dtype` tells which.
-        """
-        key = _key(op, arrays, options, axis)
+    def find(self, asked: Reduction) -> Program:
+        """Return the program for it. A collective call if there is none yet."""
+        key = asked.key
         program = self._programs.get(key)
-        if options.implementation is CommunicationImplementation.NCCL:  # not part of the key
-            self.check(op, arrays, options)
+        if asked.options.implementation is CommunicationImplementation.NCCL:  # not part of the key
+            self.check(asked)
         if program is None or not program.is_current:
-            self.check(op, arrays, options)
-            planner = self._planner(arrays)
+            self.check(asked)
+            planner = self._planner(asked.arrays)
             generation = planner.executor.generation
             try:
-                program = self._programs[key] = planner.compile(op, arrays, options, axis)
+                program = self._programs[key] = planner.compile(asked)
             finally:
                 is_full = len(self._programs) > PROGRAMS_KEPT
                 if is_full:
@@ -96,26 +91,26 @@ class Programs:
                     self.forget_calls()
         return program
 
-    def check(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> None:
-        """Check that arrays can be combined with these options: see `Planner.check`."""
-        planner = self._planner(arrays)
+    def check(self, asked: Reduction) -> None:
+        """Check that its arrays can be combined with its options: see `Planner.check`."""
+        planner = self._planner(asked.arrays)
         if self._device is not None:
-            if len({is_on_device(array) for array in arrays}) > 1:
-                where = ", ".join("GPU" if is_on_device(array) else "host" for array in arrays)
+            if len({is_on_device(array) for array in asked.arrays}) > 1:
+                where = ", ".join("GPU" if is_on_device(array) else "host" for array in asked.arrays)
                 raise InvalidArgumentError(
                     f"arrays of one call lie in one memory; got {where}: make two calls, or copy some with cupy.asarray"
                 )
-            if planner is self._host and options.implementation is CommunicationImplementation.NCCL:
-                options = replace(options, implementation="AUTO")  # it does not apply to host memory
-        planner.check(op, arrays, options)
+            if planner is self._host:  # to which the implementation does not apply
+                asked = replace(asked, options=replace(asked.options, implementation="AUTO"))
+        planner.check(asked)
 
-    def explain(self, arrays: Sequence[Array], options: CommunicationOptions) -> Explanation:
-        """Return how a sum of such arrays is computed, and how long the last sum or mean took, unless it is only enqueued."""
-        planner = self._planner(arrays)
-        found = [self._programs.get(_key(op, arrays, options)) for op in WIRE_OPS]
+    def explain(self, asked: Reduction) -> Explanation:
+        """Return how a sum is computed, and how long the last sum or mean of such arrays took, unless it is only enqueued."""
+        planner = self._planner(asked.arrays)
+        found = [self._programs.get(replace(asked, op=op).key) for op in WIRE_OPS]
         is_timed = planner is self._host or not (self._device and self._device.executor.enqueues)
         seconds = [program.seconds for program in found if program and is_timed and not program.is_one_call]
-        return replace(planner.explain(arrays, options), last_seconds=next(filter(None, seconds), None))
+        return replace(planner.explain(asked), last_seconds=next(filter(None, seconds), None))
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
         """Return the plan for a sum of `count` elements, on the GPU if there is one, and why it was chosen."""
@@ -150,10 +145,7 @@ class Programs:
         options: CommunicationOptions | None,
         out: Sequence[Array] | None,
     ) -> Known | None:
-        """Return what is known of a call; None if nothing is, or `out` must be looked at.
-
-        The `kind` of an all-reduce is the value of its operation, that of a reduce-scatter this and the axis.
-        """
+        """Return what is known of a call, with the `kind` of a `Reduction`; None if nothing is, or `out` must be looked at."""
         try:
             number = _DEFAULT if options is None else self._numbers[options.key]
             if len(arrays) != 1:
@@ -170,21 +162,18 @@ class Programs:
 
     def remember(
         self,
-        kind: object,
-        arrays: Sequence[Array],
+        asked: Reduction,
         options: CommunicationOptions | None,
-        merged: CommunicationOptions,
         program: Program,
         signature: Signature,
         run: Blocking,
         is_strict: bool,
     ) -> None:
-        """Remember a call of that signature, which `run` makes: see `known`.
+        """Remember a call of that signature, which passes these options and which `run` makes: see `known`.
 
-        It has the options that it passes, and as they are `merged` over those of the communicator. A program that is not one
-        call is known only where its calls need not be compared each time.
+        A program that is not one call is known only where its calls need not be compared each time.
         """
-        seconds = merged.timeout_seconds
+        arrays, seconds = asked.arrays, asked.options.timeout_seconds
         if program.blocking is None and (is_strict or seconds):
             return
         if is_strict:
@@ -193,12 +182,12 @@ class Programs:
             run = self._limited(run, seconds or 0.0)
         if max(len(self._known), len(self._numbers)) >= PROGRAMS_KEPT:
             self.forget_calls()
-        number = self._numbers.setdefault(merged.key, len(self._numbers))
+        number = self._numbers.setdefault(asked.options.key, len(self._numbers))
         if options is not None:
             self._numbers[options.key] = number
         key = _SIGNATURE(arrays[0]) if len(arrays) == 1 else map(_SIGNATURE, arrays)
         is_one_message = program.is_one_message and not is_strict
-        self._known[(number, kind, *key)] = Known(signature, signature.digest, run, is_one_message)
+        self._known[(number, asked.kind, *key)] = Known(signature, signature.digest, run, is_one_message)
 
     def forget_calls(self) -> None:
         """Forget what is known of calls: each is looked at again."""
@@ -235,13 +224,6 @@ class Programs:
                 self._guard.limit(self._options.timeout_seconds or 0.0)
 
         return limited
-
-
-def _key(op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, axis: int | None = None) -> tuple[Any, ...]:
-    # only the options that shape a program: ranks may differ in the others
-    shaping = options.algorithm, options.bytes_per_pack, options.wire_dtype, options.error_feedback, options.deterministic
-    on_gpu = sum(map(is_on_device, arrays))
-    return (op, *shaping, options.intra_dtype, options.num_packs, axis, on_gpu, *[(each.shape, each.dtype) for each in arrays])
 
 
 def fits(target: Array, array: Array) -> bool:

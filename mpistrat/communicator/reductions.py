@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -13,9 +12,9 @@ from mpistrat.arrays import MALLOC_REUSES_BYTES, Array, is_on_device, new_array,
 from mpistrat.communicator.calls import Calls
 from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.communicator.planning import DevicePlanner, Planner
+from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
 from mpistrat.communicator.programs import Programs, fits
-from mpistrat.communicator.validate import check_gather, check_target, copy_overlapping, describe_all_reduce
+from mpistrat.communicator.validate import check_gather, check_target, copy_overlapping
 from mpistrat.errors import CollectiveError
 from mpistrat.execution.engine import wait_for_gpu
 from mpistrat.execution.executor import Executor
@@ -47,29 +46,35 @@ class Reductions:
         # returns a context manager that makes this rank's GPU current, if it has one
         self.active: Callable[[], AbstractContextManager[None]] = nullcontext if gpu is None else gpu.device.activate
 
-    def all_reduce(
-        self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions | None, out: Sequence[Array] | None
+    def reduce(
+        self,
+        verb: str,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions | None,
+        out: Sequence[Array] | None,
+        axis: int | None = None,
     ) -> list[Array]:
-        """Combine each array across ranks: see `mpistrat.Communicator.all_reduce`. A collective call."""
-
-        def check(wanted: CommunicationOptions) -> None:
-            self._check(op, arrays, wanted, out)
-
-        def arguments(wanted: CommunicationOptions) -> str:
-            return describe_all_reduce(op, arrays, wanted)
-
+        """Make the call of a verb of `mpistrat.Communicator`, and remember it. A collective call."""
         with self.active(), self._guard:
-            call, wanted = self._calls.begin("all_reduce", arguments, options, check)
+            call, asked = self._calls.begin(
+                verb, options, lambda wanted: Reduction(op, arrays, wanted, axis), partial(self._check, out)
+            )
             # a rank that remembers it does not compare texts
-            is_known = self.programs.known(op._value_, arrays, wanted, None) is not None
-            program = self._program(call, op, arrays, wanted, is_known=is_known)
-            signature, run = _signature(call, arrays), program.blocking or partial(self._all_reduce_known, program)
+            is_known = self.programs.known(asked.kind, arrays, asked.options, None) is not None
+            program, signature = self._program(call, asked, is_known), _signature(call, arrays)
             # a communicator sums booleans, and a strategy refuses to: its check must not be skipped
-            if not (op is ReduceOp.SUM and any(array.dtype.kind == "b" for array in arrays)):
-                self.programs.remember(op._value_, arrays, options, wanted, program, signature, run, self._calls.is_strict)
+            if axis is not None or not (op is ReduceOp.SUM and any(array.dtype.kind == "b" for array in arrays)):
+                run = program.blocking or partial(self._all_reduce_known, program)
+                run = run if axis is None else partial(self._scatter_known, program, axis)
+                self.programs.remember(asked, options, program, signature, run, self._calls.is_strict)
             self._guard.make_current(call, signature)
-            results, sources = self._results_and_sources(arrays, out)
-            self._guard.run(call, self._steps(program, sources, results))
+            if axis is None:
+                results, sources = self._results_and_sources(arrays, out)
+                self._guard.run(call, self._steps(program, sources, results))
+            else:
+                target = None if out is None else out[0]
+                results = [self._scatter(program, arrays[0], axis, target, partial(self._guard.run, call))]
             self._confirm_if_strict()
             return results
 
@@ -92,56 +97,23 @@ class Reductions:
     ) -> Work[list[Array]]:
         """Start what `all_reduce` does: see `mpistrat.Communicator.start_all_reduce`. A collective call."""
         given = list(arrays)  # the program may change its list before the engine runs
-
-        def check(wanted: CommunicationOptions) -> None:
-            self._check(op, given, wanted, out)
-
-        def arguments(wanted: CommunicationOptions) -> str:
-            return describe_all_reduce(op, given, wanted)
-
         with self.active():
             with self._guard.starting():
                 if structure is not None:
                     self._guard.note(f"start_all_reduce of {structure}")
-                call, wanted, refused = self._calls.prepare("start_all_reduce", arguments, options, check)
+                call, asked, refused = self._calls.prepare(
+                    "start_all_reduce", options, lambda wanted: Reduction(op, given, wanted), partial(self._check, out)
+                )
                 if refused is None:
                     call.is_started = True
                     results, sources = self._results_and_sources(given, out)
-                    carry_out: Callable[[], list[Array]] = partial(self._carry_out, call, op, wanted, list(sources), results)
+                    carry_out: Callable[[], list[Array]] = partial(self._carry_out, call, asked, list(sources), results)
                     if self._gpu is not None and has_arrays(given):
                         carry_out = self._gpu.on_own_stream(carry_out, partial(self._guard.run, call))
                     return self._guard.start(call, carry_out)
             with self._guard:  # the other ranks find out when the engine begins their call
                 call.start_clock()
                 return self._calls.refuse(call, refused)
-
-    def reduce_scatter(
-        self, op: ReduceOp, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None
-    ) -> Array:
-        """Combine arrays, and take this rank's part: see `mpistrat.Communicator.reduce_scatter`. A collective call."""
-        with suppress(TypeError):  # which `check` raises
-            axis = operator.index(axis)  # True and 1 are one axis, which calls are known by
-
-        def check(wanted: CommunicationOptions) -> None:
-            check_gather(array, axis, "reduce_scatter")
-            self.programs.check(op, [array], wanted)
-            if out is not None:
-                check_target(out, array, self._own_part(array, axis).shape)
-
-        def arguments(wanted: CommunicationOptions) -> str:
-            return describe_all_reduce(op, [array], wanted, axis)
-
-        with self.active(), self._guard:
-            call, wanted = self._calls.begin("reduce_scatter", arguments, options, check)
-            kind, signature = (op._value_, axis), _signature(call, [array])
-            is_known = self.programs.known(kind, [array], wanted, None) is not None
-            program = self._program(call, op, [array], wanted, axis % array.ndim, is_known)
-            known = partial(self._scatter_known, program, axis)
-            self.programs.remember(kind, [array], options, wanted, program, signature, known, self._calls.is_strict)
-            self._guard.make_current(call, signature)
-            result = self._scatter(program, array, axis, out, partial(self._guard.run, call))
-            self._confirm_if_strict()
-            return result
 
     def _scatter_known(
         self, program: Program, axis: int, arrays: Sequence[Array], out: Sequence[Array] | None = None
@@ -182,43 +154,33 @@ class Reductions:
         """Return whether this rank's part of an array can be written to `target`; False also if that needs a closer look."""
         return target.__class__ is array.__class__ and fits(target, self._own_part(array, axis))
 
-    def _own_part(self, array: Array, axis: int) -> Array:
-        """Return this rank's part of an array along an axis."""
+    def _own_part(self, array: Array, axis: int | None) -> Array:
+        """Return this rank's part of an array along an axis; the array if there is none."""
+        if axis is None:
+            return array
         axis %= array.ndim
         first, last = part_bounds(array.shape[axis], self._size)[self._rank : self._rank + 2]
         part: Array = array[(slice(None),) * axis + (slice(first, last),)]
         return part
 
-    def _check(
-        self,
-        op: ReduceOp,
-        arrays: Sequence[Array],
-        options: CommunicationOptions,
-        out: Sequence[Array] | None,
-    ) -> None:
-        """Check the arguments of an all-reduce; arrays that have a program were checked when it was made."""
-        if not self.programs.has(op, arrays, options):
-            self.programs.check(op, arrays, options)
+    def _check(self, out: Sequence[Array] | None, asked: Reduction) -> None:
+        """Check the arguments of a call; arrays that have a program were checked when it was made."""
+        if asked.axis is not None:
+            check_gather(asked.arrays[0], asked.axis, "reduce_scatter")
+        if not self.programs.has(asked):
+            self.programs.check(asked)
         if out is not None:
-            for target, array in zip(out, arrays, strict=True):
-                check_target(target, array)
+            for target, array in zip(out, asked.arrays, strict=True):
+                check_target(target, array, self._own_part(array, asked.axis).shape)
 
-    def _program(
-        self,
-        call: Call,
-        op: ReduceOp,
-        arrays: Sequence[Array],
-        options: CommunicationOptions,
-        axis: int | None = None,
-        is_known: bool = False,
-    ) -> Program:
+    def _program(self, call: Call, asked: Reduction, is_known: bool = False) -> Program:
         """Return the program of a call, which ranks compare first if it binds memory, or has a deadline and is not known."""
-        is_new = not self.programs.has(op, arrays, options, axis)
+        is_new = not self.programs.has(asked)
         if (is_new and self._guard.checks) or ((call.ends or self._calls.is_strict) and not is_known):
             self._guard.agree(call)
         if is_new and self._gpu is not None:  # binding may free memory that enqueued operations use
             self._guard.run(call, self._gpu.executor.settle())
-        return self.programs.find(op, arrays, options, axis)
+        return self.programs.find(asked)
 
     def _results_and_sources(self, arrays: Sequence[Array], out: Sequence[Array] | None) -> tuple[list[Array], Sequence[Array]]:
         """Return the results, and the sources: copies where they overlap with results."""
@@ -254,13 +216,11 @@ class Reductions:
         if not program.detects_mismatch:
             self._current.add_unconfirmed(sum(array.nbytes for array in sources))
 
-    def _carry_out(
-        self, call: Call, op: ReduceOp, options: CommunicationOptions, arrays: list[Array], results: list[Array]
-    ) -> list[Array]:
+    def _carry_out(self, call: Call, asked: Reduction, arrays: list[Array], results: list[Array]) -> list[Array]:
         """Run a started all-reduce, on the engine's thread."""
         call.start_clock()
         try:
-            program = self._program(call, op, arrays, options)
+            program = self._program(call, asked)
         except CollectiveError as error:
             self._guard.give_up_started(call, error, self._calls.is_strict)
             raise

@@ -14,8 +14,6 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_across_replicas, divide, quiet
 
-__all__ = ["IndexedSlices", "all_reduce_slices", "broadcast_slices", "check_slices", "gather_refused"]
-
 
 class IndexedSlices:
     """Some rows of an array whose other rows are zero. Rows with the same index are summed.

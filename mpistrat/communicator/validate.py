@@ -12,10 +12,8 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from mpistrat.arrays import Array, as_array, as_target, is_aligned, is_on_device, like
-from mpistrat.communicator.options import DEFAULTS, CommunicationOptions
 from mpistrat.device.abstract import address
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.reduction import ReduceOp
 
 
 def read_arrays(values: Sequence[Any], out: object = None) -> tuple[list[Array], list[Array] | None]:
@@ -123,17 +121,6 @@ def name_of(dtype: np.dtype[Any]) -> str:
 def describe(arrays: Sequence[Array]) -> str:
     """Return the dtypes and shapes of arrays, and which of them are on a GPU."""
     return ", ".join(f"{name_of(array.dtype)} {array.shape}{' on a GPU' if is_on_device(array) else ''}" for array in arrays)
-
-
-def describe_all_reduce(op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, axis: int | None = None) -> str:
-    """Return the arguments of an all-reduce or reduce-scatter that must be the same on all replicas."""
-    shaping = {
-        name: getattr(options, name) for name in ("wire_dtype", "error_feedback", "deterministic", "intra_dtype", "num_packs")
-    }
-    others = "".join(f", {name}={value}" for name, value in shaping.items() if value != getattr(DEFAULTS, name))
-    always = f"algorithm={options.algorithm}, bytes_per_pack={options.bytes_per_pack}"
-    along = "" if axis is None else f"axis={axis}, "
-    return f"({op.name}, [{describe(arrays)}], {along}{always}{others})"
 
 
 def _read(value: Any, name: str) -> Array:

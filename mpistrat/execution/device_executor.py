@@ -25,7 +25,7 @@ from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.steps import WAITING, Steps
-from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
+from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Transport
 from mpistrat.transports.nccl import NcclTransport, nccl_refusal
 from mpistrat.transports.pairwise import Caster, ordered_all_reduce
 
@@ -43,14 +43,15 @@ class DeviceExecutor(Executor):
     """
 
     device: Device
+    intra: DeviceTransport
     transports: DeviceTransports
 
     def __init__(self, host: Executor, device: Device, model: CostModel) -> None:
         super().__init__(host.hierarchy, device_transports(host.hierarchy, device, host.transports))
-        self.device, self._device, self.timeline = device, device, host.timeline
+        self.device, self.timeline = device, host.timeline
         # ranks compare calls in host memory
-        self._shares_memory, self._compares_inside = host._shares_memory, host._compares_inside
-        is_direct = any(rail.takes_device_memory for rail in self.rails.values())
+        self._compares_inside = host._compares_inside
+        is_direct = any(rail.takes_device_memory for rail in self.transports.rails.values())
         self.model = replace(model, direct_rails=is_direct)
         self._copied_out: Event | None = None
         self._notice = AbortNotice(host.hierarchy.world_group)
@@ -68,7 +69,7 @@ class DeviceExecutor(Executor):
 
     def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array, dtypes: Sequence[np.dtype[Any]]) -> CopySteps:
         """Return what copies arrays of these dtypes into a range of a bucket, after earlier copies out of it."""
-        copy = DeviceCopyIn(self._device, layout, start, stop, buffer, dtypes)
+        copy = DeviceCopyIn(self.device, layout, start, stop, buffer, dtypes)
 
         def run(arrays: Sequence[Array]) -> Steps:
             self._follow()
@@ -90,11 +91,11 @@ class DeviceExecutor(Executor):
         """Return what copies a range of a bucket out to arrays, and waits for it if peers read memory by themselves."""
         assert all(len(part.addends) == 1 for part in parts), "transports of device memory leave no addends to fold"
         sources = [(part.start, part.stop, part.addends[0]) for part in parts] or [(0, buffer.size, buffer)]
-        copy = DeviceCopyOut(self._device, layout, start, stop, sources, divisor, dtypes)
+        copy = DeviceCopyOut(self.device, layout, start, stop, sources, divisor, dtypes)
 
         def run(arrays: Sequence[Array]) -> Steps:
             yield from copy.run(arrays)
-            self._copied_out = self._device.current_stream().record()
+            self._copied_out = self.device.current_stream().record()
             while self.intra.peers_read and not self._copied_out.done():
                 yield WAITING
 
@@ -116,9 +117,9 @@ class DeviceExecutor(Executor):
     @property
     def pinned_bytes(self) -> int:
         """Bytes of pinned host memory through which device memory is staged."""
-        of_groups = (self.world, self.intra, self.transports.intra_by_host)
-        every = [*of_groups, *self.rails.values(), *self.transports.small_rails.values()]
-        return sum(transport.pinned_bytes for transport in every if transport is not None)
+        transports = self.transports
+        every = transports.world_by_host, transports.intra, transports.intra_by_host, *transports.rails.values()
+        return sum(transport.pinned_bytes for transport in every)
 
     def abort(self, reason: str) -> None:
         """Abort NCCL's operations, whose kernels would wait forever for peers. The peers must abort theirs too."""
@@ -127,7 +128,7 @@ class DeviceExecutor(Executor):
             transport.abort(reason)
 
     @property
-    def _on_gpus(self) -> Sequence[Transport]:
+    def _on_gpus(self) -> Sequence[DeviceTransport]:
         """The transports that enqueue kernels which wait for peers, in the order in which they are disposed of."""
         every = (self.transports.everywhere, *self._nccl_rails.values(), self.intra)
         return tuple(dict.fromkeys(filter(None, every)))
@@ -166,7 +167,7 @@ class DeviceExecutor(Executor):
         if transport.refusal(dtype, op):
             return None
         if op is ReduceOp.MEAN:
-            self._device.prepare(divide_kernel(dtype))
+            self.device.prepare(divide_kernel(dtype))
         return transport.all_reduce_arrays
 
     def detects_mismatch(self, phases: Sequence[Phase], shard_bytes: int = 0, is_ordered: bool = False) -> bool:
@@ -176,12 +177,12 @@ class DeviceExecutor(Executor):
     def _inside(self, verb: Verb, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
         """Return the transport inside the node, or one through the host if that does not combine such values."""
         by_host = self.transports.intra_by_host
-        return by_host if by_host and verb in _REDUCING and self.intra.refusal(dtype, op) else self.intra
+        return by_host if verb in _REDUCING and self.intra.refusal(dtype, op) else self.intra
 
     def _over_all(self, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
         """Return the transport over all ranks: NCCL, or one through the host if such values need that."""
         nccl = self.transports.everywhere
-        return self.world if nccl is None or nccl.refusal(dtype, op) else nccl
+        return self.transports.world_by_host if nccl is None or nccl.refusal(dtype, op) else nccl
 
     def _rail(self, shard: int, part: Array, op: ReduceOp) -> Transport:
         """Return the transport along a rail: NCCL, if it joins all ranks and combines such values."""
@@ -189,7 +190,7 @@ class DeviceExecutor(Executor):
         if nccl is None or nccl.refusal(part.dtype, op):
             return super()._rail(shard, part, op)
         if not self._nccl_rails:  # made when all ranks bind the first plan along rails
-            self._nccl_rails = nccl_rails(self.hierarchy, self._device, nccl)
+            self._nccl_rails = nccl_rails(self.hierarchy, self.device, nccl)
             self._watch()
         return self._nccl_rails[shard]
 
@@ -206,21 +207,23 @@ class DeviceExecutor(Executor):
         """
 
         def through_host(whole: Array, cast: Caster | None) -> Operation:
-            return self.transports.world.via_host(whole, lambda copy: ordered_all_reduce(group, copy, op, channel, cast))
+            return self.transports.world_by_host.via_host(
+                whole, lambda copy: ordered_all_reduce(group, copy, op, channel, cast)
+            )
 
         if caster is None or caster.keeps_errors:
             return through_host(buffer, caster)
-        return _cast_on_device(self._device, buffer, caster.dtype, lambda narrow: through_host(narrow, None))
+        return _cast_on_device(self.device, buffer, caster.dtype, lambda narrow: through_host(narrow, None))
 
     def _has_copied_out(self) -> bool:
-        with self._device.activate():  # the engine asks too, where it combines arrays of the host
+        with self.device.activate():  # the engine asks too, where it combines arrays of the host
             return self._copied_out is None or self._copied_out.done()
 
     def _follow(self) -> None:
         """Make the current stream wait for the last copies out; that costs nothing on the stream that made them."""
         # the handle cannot tell whether it is that stream: CUDA reuses handles, and the default streams of threads share one
         if self._copied_out is not None:
-            self._device.current_stream().wait(self._copied_out)
+            self.device.current_stream().wait(self._copied_out)
 
 
 def _cast_on_device(

@@ -154,7 +154,7 @@ class _Engine:
         self.is_leaving = False
         self._failed: deque[Job] = deque()
         # weak: the engine holds a job until it has ended, and a result must not outlive its handle
-        self.last_on_gpu: Callable[[], Job | None] = _no_job
+        self.last_on_gpu: Callable[[], Job | None] = lambda: None
 
     def submit(self, job: Job) -> None:
         if job.is_on_gpu:
@@ -215,10 +215,6 @@ def _awaited() -> Iterator[None]:
         _engine.num_waiting -= 1
         if is_main:
             recorder().await_started(False)
-
-
-def _no_job() -> None:
-    """Return None, like a dead weak reference."""
 
 
 _engine = _Engine()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -25,7 +25,7 @@ from mpistrat.timeline import Timeline
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.pairwise import Caster, ordered_all_reduce
-from mpistrat.transports.shared_memory import EXCHANGE_BYTES, exchange
+from mpistrat.transports.shared_memory import CMA_FROM_BYTES, CMA_FROM_BYTES_EACH, Exchange, exchange_bytes
 
 Casters = Callable[[int, int], Caster]
 """Returns the cast of a part of a chunk that is sent between nodes: ``casters(index of the part, elements)``."""
@@ -86,13 +86,13 @@ class Executor:
         """Find out what holds for the transports of all ranks. A collective call."""
         is_alone, small_rails = self.hierarchy.intra.size == 1, self.transports.small_rails
         mine = (
-            is_alone or self.intra.window is not None,
+            is_alone or self.intra.combines_arrays,
             is_alone or self.intra.compares_calls,
             all(rail.compares_calls for rail in small_rails.values()),
             all(rail.compares_calls for rail in self.rails.values()),
         )
         all_ranks = zip(*self.hierarchy.world_group.comm.allgather(mine), strict=True)
-        self._shares_memory, self._compares_inside, self._small_rails_compare, self._rails_compare = map(all, all_ranks)
+        self._reads_peers, self._compares_inside, self._small_rails_compare, self._rails_compare = map(all, all_ranks)
 
     def max_in_flight(self, depth: int) -> int:
         """Return how many of `depth` chunks may be in flight between nodes."""
@@ -139,22 +139,17 @@ class Executor:
             return [(str(phase), _bind(self._inside(phase.verb, buffer.dtype, op), phase.verb, buffer, bounds, op))]
         shards = {shard: buffer[shard * shard_count : (shard + 1) * shard_count] for shard in world.shards_of(rank)}
         if plan.in_order or casters is not None:
+            exchanged = [(str(phase), self.hierarchy.world_group, buffer)]
+            if phase.scope is Scope.INTER:
+                exchanged = [(f"{phase} rail {shard}", self.hierarchy.rails[shard], part) for shard, part in shards.items()]
             return [
                 (name, self._in_order(group, part, op, slot, casters and casters(index, part.size)))
-                for index, (name, group, part) in enumerate(self._inter_node_buffers(phase, buffer, shards))
+                for index, (name, group, part) in enumerate(exchanged)
             ]
         if phase.scope is Scope.INTER:
             rails = {shard: self._rail(shard, part, op) for shard, part in shards.items()}
             return [(f"{phase} rail {shard}", rails[shard].all_reduce(part, op, slot)) for shard, part in shards.items()]
         return [(str(phase), self._over_all(buffer.dtype, op).all_reduce(buffer, op))]
-
-    def _inter_node_buffers(self, phase: Phase, buffer: Array, shards: dict[int, Array]) -> Iterator[tuple[str, Group, Array]]:
-        """Yield what this rank reduces with ranks of other nodes: a name, the group, and the part of the buffer."""
-        if phase.scope is Scope.INTER:
-            for shard, part in shards.items():
-                yield f"{phase} rail {shard}", self.hierarchy.rails[shard], part
-        else:
-            yield str(phase), self.hierarchy.world_group, buffer
 
     def begins_with_barrier(self, scope: Scope, in_order: bool) -> bool:
         """Return whether a phase begins with a barrier of the node in shared memory."""
@@ -205,33 +200,34 @@ class Executor:
             return None
         if scopes <= {Scope.WORLD} and layout.is_one_array and held == dtype:
             return self.world.all_reduce_arrays
-        if scopes != {Scope.INTRA} or not self.intra.combines_arrays or held not in (dtype, *HALF_DTYPES):
+        is_large = plan.count * held.itemsize >= max(CMA_FROM_BYTES, CMA_FROM_BYTES_EACH * len(given))
+        if scopes != {Scope.INTRA} or not is_large or not self.intra.combines_arrays or held not in (dtype, *HALF_DTYPES):
             return None
-        self.reserve_exchange()
+        self.reserve_exchange(len(given))
         return self._direct_all_reduce if self.intra.combines_arrays else None
 
     def fits_slots(self, plan: Plan) -> bool:
         """Return whether a sum in a node is so small that the slots of its window hold it, as for a flat plan."""
         is_inside = {phase.scope for phase in plan.phases} == {Scope.INTRA}
-        return is_inside and not plan.in_order and 0 < plan.num_bytes <= self.world.slot_bytes
+        return self.device is None and is_inside and not plan.in_order and 0 < plan.num_bytes <= self.world.slot_bytes
 
     @property
     def scatters(self) -> bool:
-        """Whether a true reduce-scatter is possible: through shared memory in each node, by rails that compare calls."""
-        return self.device is None and self._shares_memory and self._rails_compare
+        """Whether a true reduce-scatter is possible: by cross-memory attach in each node, by rails that compare calls."""
+        return self.device is None and self._reads_peers and self._rails_compare
 
     def direct_reduce_scatter(self, bounds: Sequence[int], arrays: FlatArrays, fold: Fold) -> Steps:
-        """Return the steps of a reduce-scatter of the caller's arrays inside the node: see `transports.shared_memory`.
+        """Return the steps of a reduce-scatter of the caller's arrays inside the node: see `Exchange`.
 
         Call `reserve_exchange` before.
         """
         assert self.intra.window is not None, "it needs shared memory"
-        return self._exchange(exchange(self.intra.window, arrays, fold, bounds))
+        return self._exchange(Exchange(self.intra.window, arrays, fold, bounds).run())
 
-    def reserve_exchange(self) -> None:
-        """Enlarge the scratch memory to what `transports.shared_memory` needs: see `reserve`."""
+    def reserve_exchange(self, num_arrays: int) -> None:
+        """Enlarge the scratch memory to what an `Exchange` of so many arrays needs: see `reserve`."""
         if self.intra.window is not None:
-            self.reserve(EXCHANGE_BYTES)
+            self.reserve(exchange_bytes(num_arrays))
 
     def reserve(self, nbytes: int) -> None:
         """Enlarge the scratch memory if it is too small, and unbind all plans: a collective call in that case.
@@ -293,9 +289,9 @@ class Executor:
         wanted = self.hierarchy.settings[settings.INTRA_TRANSPORT]
         if self.device is None and wanted == "auto":
             if refusal is not None:
-                warn_of_mpi(self.hierarchy.intra, wanted, str(refusal))
+                warn_of_mpi(self.hierarchy.intra, str(refusal))
             # the memory of barriers and small arrays stays, until `close`
-            self.intra, self._shares_memory, self._compares_inside = MpiTransport(self.hierarchy.intra), False, False
+            self.intra, self._reads_peers, self._compares_inside = MpiTransport(self.hierarchy.intra), False, False
             self._arena = self.intra.allocate(nbytes)
             return
         if held_bytes:

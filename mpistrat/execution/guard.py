@@ -8,8 +8,6 @@ A call has a digest, a 64-bit hash of its description. Ranks that make different
   first, by a small exchange;
 - what is not a collective by itself (a structure, an assignment outside run) is noted, and compared with the next call;
 - where MPI reduces arrays between nodes, calls are compared afterwards: every 256 small calls, and before the program ends.
-
-At the end of the program the guards of all communicators compare the last calls, and refuse all after it, as in a forked child.
 """
 
 from __future__ import annotations
@@ -17,11 +15,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import partial
 from typing import NoReturn, TypeVar
 
 from mpistrat.arrays import Array
@@ -44,9 +41,8 @@ from mpistrat.groups.agreement import (
 from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, DeadlineBarrier
 from mpistrat.groups.group import MOST_UNCONFIRMED, keep_alive_for_peers
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.launch import abort
 from mpistrat.steps import Steps, drive, ends_soon
-from mpistrat.transports.window import NodeWindow, free_open_windows
+from mpistrat.transports.window import NodeWindow
 from mpistrat.watch import watcher
 from mpistrat.watch.record import RankFile
 from mpistrat.watch.recorder import recorder
@@ -136,8 +132,6 @@ class Guard:
         self._cause: BaseException | None = None
         self._told: BaseException | None = None
         self.thread = CallingThread()
-        _guards.add(self)
-        _watch_finalize()
 
     def __enter__(self) -> None:
         """Lock the communicator for this thread."""
@@ -254,7 +248,7 @@ class Guard:
             return result
 
         job = Job(recorded, lambda: str(call), self, self.is_on_gpu)
-        self._last, self.refusal = job, _still_running(call.verb)
+        self._last, self.refusal = job, f"an earlier {call.verb} is still under way: wait for it first"
         submit(job)
         return Work(job)
 
@@ -346,7 +340,7 @@ class Guard:
         try:
             steps = window.barrier_with(facts, memory)
             if not ends_soon(steps):
-                self._drive(call, steps, call.rest_seconds)
+                self.run(call, steps)
         except CallsDifferError as differ:
             all_compare = differ.all_compare
         else:
@@ -372,15 +366,33 @@ class Guard:
         self._current.must_poll = bool(call.seconds) or self._any_deadline or call.is_started
         self._current.count()
 
-    def run(self, call: Call, steps: Steps) -> None:
-        """Run the steps of a call within the rest of its time. After a failure no other collective can be made."""
-        self._drive(call, steps, call.rest_seconds)
+    def run(self, call: Call, steps: Steps, is_arriving: bool = False) -> None:
+        """Run the steps of a call within the rest of its time. After a failure no other collective can be made.
+
+        Those of a deadline barrier (`is_arriving`) watch the deadline and the messages of peers themselves.
+        """
+        what, back = partial(str, call), back_off if call.is_started else None
+        try:
+            if is_arriving:
+                drive(steps, what, back_off=back, check=self._raise_verdict)
+            else:
+                self._ends, seconds = call.ends, call.rest_seconds
+                drive(steps, what, seconds, lambda: self._overdue(what(), call.seconds), back, self._check_progress)
+        except BaseException as error:
+            if isinstance(error, CallsDifferError) and self._current.digest & COMPARED:
+                raise
+            understood = self._diagnosed(error, call.text)
+            self._fail_and_notify(call.verb, understood)
+            if understood is error:
+                raise
+            raise understood from None
 
     def drive_current(self, steps: Steps) -> None:
         """Run steps of a call on a fast path, under the deadline of `limit`."""
         seconds = self._seconds
         self._ends = time.monotonic() + seconds if seconds else 0.0
-        drive(steps, self._describe_current, seconds, self._overdue, None, self._check_progress)
+        what = self._describe_current
+        drive(steps, what, seconds, lambda: self._overdue(what(), seconds), None, self._check_progress)
 
     def limit(self, seconds: float) -> None:
         """Give calls on fast paths from now on a deadline; 0 means none."""
@@ -391,10 +403,6 @@ class Guard:
         error = self._diagnosed(error, self.signature.text_after(self._current.digest ^ self.signature.digest))
         self._fail_and_notify(self.signature.text.partition("(")[0], error)
         return error
-
-    def overdue(self, call: Call) -> DeadlineExceededError:
-        """Notify all ranks that this one gives up the call, and return the error that names the ranks that do not answer."""
-        return self._deadline_barrier.overdue(str(call), call.seconds, self._missing())
 
     def allocate(self, make: Callable[[], T], verb: str = "all_reduce") -> T:
         """Return what `make` allocates for the call of `verb` that this rank is in; without memory the others are told."""
@@ -479,25 +487,7 @@ class Guard:
     def _completion(self, call: Call) -> Completion:
         """Return what completes an exchange of all ranks before the deadline of a call, or fails the communicator."""
         steps, absent = self._deadline_barrier.steps, self._absent
-        return lambda enter: self._drive(call, steps(enter, lambda: str(call), call.seconds, absent), is_arriving=True)
-
-    def _drive(self, call: Call, steps: Steps, timeout_seconds: float = 0.0, is_arriving: bool = False) -> None:
-        """Run steps; those of a deadline barrier (`is_arriving`) watch the deadline and the peers' messages themselves."""
-        back = back_off if call.is_started else None
-        try:
-            if is_arriving:
-                drive(steps, lambda: call.arguments, back_off=back, check=self._raise_verdict)
-            else:
-                self._ends = call.ends
-                drive(steps, lambda: call.arguments, timeout_seconds, lambda: self.overdue(call), back, self._check_progress)
-        except BaseException as error:
-            if isinstance(error, CallsDifferError) and self._current.digest & COMPARED:
-                raise
-            understood = self._diagnosed(error, call.text)
-            self._fail_and_notify(call.verb, understood)
-            if understood is error:
-                raise
-            raise understood from None
+        return lambda enter: self.run(call, steps(enter, lambda: str(call), call.seconds, absent), is_arriving=True)
 
     def _check_progress(self) -> None:
         """Raise if the current call is known not to end."""
@@ -514,8 +504,9 @@ class Guard:
     def _describe_current(self) -> str:
         return f"collective {self.number}, {self.signature.text}"
 
-    def _overdue(self) -> DeadlineExceededError:
-        return self._deadline_barrier.overdue(self._describe_current(), self._seconds, self._missing())
+    def _overdue(self, what: str, seconds: float) -> DeadlineExceededError:
+        """Notify all ranks that this one gives up the call, and return the error that names the ranks that do not answer."""
+        return self._deadline_barrier.overdue(what, seconds, self._missing())
 
     def _blocked_in_mpi(self, call: Call) -> DeadlineExceededError:
         """Return the error of a call whose deadline has passed while this rank is blocked in MPI."""
@@ -569,57 +560,3 @@ class Guard:
 
     def _unavailable(self, why: str) -> UnavailableError:
         return UnavailableError(f"rank {self._rank}: no further collective can be made: {why}")
-
-
-@cache
-def _still_running(verb: str) -> str:
-    return f"an earlier {verb} is still under way: wait for it first"
-
-
-_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
-
-
-def forget(guard: Guard) -> None:
-    """Do nothing more with a guard whose communicator is closed: its groups are freed."""
-    _guards.discard(guard)
-
-
-@cache
-def _watch_finalize() -> None:
-    abort.before_finalize(_before_finalize)
-
-
-def _before_finalize() -> None:
-    _confirm_at_exit()
-    _refuse("the program has called MPI_Finalize; do that after the last collective")
-
-
-def _after_end() -> None:
-    _refuse("the programs of all ranks have ended: this exit handler is called too late; register it after the first strategy")
-    free_open_windows()
-
-
-def _refuse(why: str) -> None:
-    for guard in list(_guards):
-        guard.refuse_from_now_on(why)
-    _guards.clear()
-
-
-def _confirm_at_exit() -> None:
-    if abort.ending_code() == 0:
-        try:
-            for guard in sorted(_guards, key=lambda guard: guard.communicator):
-                if not guard.is_broken():
-                    guard.confirm()
-        except Exception as error:
-            abort.end(error)
-
-
-def _refuse_in_child() -> None:
-    for guard in list(_guards):
-        guard.refuse_in_child()
-
-
-watcher.call_before_end(_confirm_at_exit)
-watcher.call_after_end(_after_end)
-os.register_at_fork(after_in_child=_refuse_in_child)

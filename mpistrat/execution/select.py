@@ -6,10 +6,8 @@ Invariant: all ranks of a group use the same transport. It is used only if every
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
-from typing import Protocol, cast
+from dataclasses import dataclass
+from typing import TypeVar
 
 from mpistrat import settings
 from mpistrat.device.abstract import Device
@@ -21,7 +19,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.cuda_awareness import find_verdict
 from mpistrat.logger import logger
 from mpistrat.text import format_bytes
-from mpistrat.transports.base import Transport
+from mpistrat.transports.base import DeviceTransport, Transport
 from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.mpi import MpiTransport
@@ -31,37 +29,17 @@ from mpistrat.transports.ring import MpiRingTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 from mpistrat.transports.staged import StagedTransport
 
-__all__ = [
-    "DEVICE_TRANSPORTS",
-    "TRANSPORTS",
-    "DeviceTransports",
-    "Transports",
-    "device_transports",
-    "host_transports",
-    "nccl_rails",
-    "warn_of_mpi",
-]
+T = TypeVar("T", bound=DeviceTransport)
 
 TRANSPORTS: dict[str, type[Transport]] = {
     transport.name: transport for transport in (MpiTransport, MpiRingTransport, SharedMemoryTransport)
 }
-
-
-class _DeviceTransportType(Protocol):
-    """The class of a transport of device memory."""
-
-    def __call__(self, group: Group, device: Device) -> Transport: ...
-
-    def probe(self, group: Group) -> str: ...
-
-
-DEVICE_TRANSPORTS: dict[str, _DeviceTransportType] = {
+DEVICE_TRANSPORTS: dict[str, type[DeviceTransport]] = {
     transport.name: transport for transport in (NcclTransport, CudaIpcTransport, StagedTransport)
 }
 
 _INTRA, _INTER = ("shared_memory", "mpi"), ("mpi_ring", "mpi")
-_INTRA_ON_DEVICE = ("nccl", "cuda_ipc", "staged")
-_COMBINE_HALVES = ("nccl", "cuda_ipc")
+_INTRA_ON_DEVICE, _ALONE_ON_DEVICE = ("nccl", "cuda_ipc", "staged"), ("cuda_ipc", "staged")
 _TRIAL_BYTES = 4096
 
 _warned: set[str] = set()
@@ -72,24 +50,26 @@ class Transports:
     """The transports of one rank's groups."""
 
     intra: Transport
-    world: Transport
+    world: WorldTransport  # of host memory
     # of each rail of this rank: for large buffers, and for small ones
-    rails: Mapping[int, Transport] = field(default_factory=dict)
-    small_rails: Mapping[int, Transport] = field(default_factory=dict)
+    rails: Mapping[int, Transport]
+    small_rails: Mapping[int, Transport]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DeviceTransports(Transports):
     """The transports of device memory; the texts and answers are the same on all ranks, but for `why`."""
 
-    world: StagedTransport
-    intra_by_host: Transport | None = None  # for values that `intra` does not combine
-    path: str = ""  # the selected transports, as text
-    why: str = ""  # why no faster ones were selected
-    lacks_nccl: str = ""  # which nodes of several ranks do not use NCCL, and why; empty if all do
-    has_channels: bool = True  # whether several operations of a rail may be in flight
-    everywhere: NcclTransport | None = None  # NCCL over all ranks: on one node that uses it, on several if it is asked for
-    combine_halves: bool = False  # whether 16-bit floats can be combined in their own dtype inside all nodes
+    intra: DeviceTransport
+    world_by_host: StagedTransport
+    intra_by_host: StagedTransport  # for values that `intra` does not combine
+    rails: Mapping[int, DeviceTransport]
+    path: str  # the selected transports, as text
+    why: str  # why no faster ones were selected
+    lacks_nccl: str  # which nodes of several ranks do not use NCCL, and why; empty if all do
+    has_channels: bool  # whether several operations of a rail may be in flight
+    everywhere: NcclTransport | None  # NCCL over all ranks: on one node that uses it, on several if it is asked for
+    combine_halves: bool  # whether 16-bit floats can be combined in their own dtype inside all nodes
 
     def __str__(self) -> str:
         return f"{self.path} ({self.why})" if self.why else self.path
@@ -141,14 +121,13 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
     taken = {name: transport for name, transport, alone, _ in answers if not alone}
     everywhere = _join_all(hierarchy, device, intra)
     rails, between = _device_rails(hierarchy, device, host.rails)
-    if between:
-        between = _between_nodes(between, hierarchy)
-    elif taken and intra.one_shot_bytes is not None:
+    if not between and taken and intra.one_shot_bytes is not None:
         between = f"one shot up to {format_bytes(intra.one_shot_bytes)} ({settings.ONE_SHOT_BYTES.name})"
     others = dict.fromkeys((n, kind, text) for n, kind, alone, text in answers if not alone and kind != NcclTransport.name)
     return DeviceTransports(
-        intra,
-        world=StagedTransport(hierarchy.world_group, device, partial(_given, host.world)),
+        intra=intra,
+        world=host.world,
+        world_by_host=StagedTransport(hierarchy.world_group, device, host.world),
         rails=rails,
         small_rails=rails,
         intra_by_host=StagedTransport(hierarchy.intra, device),
@@ -157,21 +136,21 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
         lacks_nccl="; ".join(f"{name} uses {kind}{f' ({text})' if text else ''}" for name, kind, text in others),
         has_channels=all(rail.has_channels for rail in rails.values()),
         everywhere=everywhere,
-        combine_halves=all(kind in _COMBINE_HALVES for _, kind, _, _ in answers),
+        combine_halves=all(DEVICE_TRANSPORTS[kind].combines_halves for _, kind, _, _ in answers),
     )
 
 
-def _join_all(hierarchy: Hierarchy, device: Device, intra: Transport) -> NcclTransport | None:
+def _join_all(hierarchy: Hierarchy, device: Device, intra: DeviceTransport) -> NcclTransport | None:
     """Return NCCL over all ranks: that of the node where there is one, and one of its own where a setting asks for it."""
     if hierarchy.world.num_nodes == 1:
-        return cast("NcclTransport", intra) if intra.name == NcclTransport.name else None
+        return intra if isinstance(intra, NcclTransport) else None
     if hierarchy.settings[settings.INTER_TRANSPORT] != NcclTransport.name:
         return None
-    transport, reason = _try(NcclTransport.name, hierarchy.world_group, device)
+    transport, reason = _try(NcclTransport, hierarchy.world_group, device)
     if transport is None:
         intra.abort(reason)
         raise _refused_between(reason)
-    return cast("NcclTransport", transport)
+    return transport
 
 
 def nccl_rails(hierarchy: Hierarchy, device: Device, everywhere: NcclTransport) -> Mapping[int, NcclTransport]:
@@ -179,24 +158,14 @@ def nccl_rails(hierarchy: Hierarchy, device: Device, everywhere: NcclTransport) 
     if hierarchy.world.num_shards == 1:
         return {0: everywhere}
     # each rank joins its rails in increasing order, so that they cannot deadlock
-    found = {shard: _try(NcclTransport.name, rail, device) for shard, rail in hierarchy.rails.items()}
+    found = {shard: _try(NcclTransport, rail, device) for shard, rail in hierarchy.rails.items()}
     reasons = hierarchy.world_group.comm.allgather(next(filter(None, (reason for _, reason in found.values())), ""))
-    rails = {shard: cast("NcclTransport", transport) for shard, (transport, _) in found.items() if transport is not None}
+    rails = {shard: transport for shard, (transport, _) in found.items() if transport is not None}
     if any(reasons):
         for rail in rails.values():
             rail.abort("another rail cannot be joined")
         raise _refused_between(next(filter(None, reasons)))
     return rails
-
-
-def _between_nodes(by_mpi: str, hierarchy: Hierarchy) -> str:
-    """Return what is between nodes, as text, and what else could be. A collective call."""
-    inter = hierarchy.settings[settings.INTER_TRANSPORT]
-    if inter == NcclTransport.name:
-        return f"{inter} between nodes"
-    if inter == "auto" and hierarchy.all_agree(not NcclTransport.probe(hierarchy.world_group)):
-        return f"{by_mpi}; auto does not take NCCL there, which nobody has measured: {settings.INTER_TRANSPORT.name}=nccl does"
-    return by_mpi
 
 
 def _refused_between(reason: str) -> TransportError:
@@ -206,26 +175,31 @@ def _refused_between(reason: str) -> TransportError:
     )
 
 
-def _device_rails(hierarchy: Hierarchy, device: Device, host: Mapping[int, Transport]) -> tuple[Mapping[int, Transport], str]:
-    """Return the transport of each rail for large buffers in GPU memory, and a description of them. A collective call.
+def _device_rails(
+    hierarchy: Hierarchy, device: Device, host: Mapping[int, Transport]
+) -> tuple[Mapping[int, DeviceTransport], str]:
+    """Return the transport of each rail for large buffers in GPU memory, and what is between nodes, as text.
 
-    All rails of a job use the same: MPI directly if it is CUDA-aware on all of them, else host memory. If it turns out not to
-    be, rank 0 prints a warning, once; if MPISTRAT_MPI_GPU says that it is, or nothing is delivered, all ranks raise.
+    A collective call. All rails of a job use the same: MPI directly if it is CUDA-aware on all of them, else host memory. If it
+    turns out not to be, rank 0 prints a warning, once; if MPISTRAT_MPI_GPU says that it is, or nothing is delivered, all ranks
+    raise.
     """
     if not host:
         return {}, ""
+    inter = hierarchy.settings[settings.INTER_TRANSPORT]
     rails, refusal = _cuda_aware(hierarchy, device)
-    if rails:
-        return rails, f"{CudaAwareTransport.name} between nodes"
-    by_host = {shard: StagedTransport(hierarchy.rails[shard], device, partial(_given, rail)) for shard, rail in host.items()}
-    return by_host, f"staged over {next(iter(host.values())).name} between nodes ({refusal})"
+    between = f"{CudaAwareTransport.name} between nodes"
+    if not rails:
+        rails = {shard: StagedTransport(hierarchy.rails[shard], device, rail) for shard, rail in host.items()}
+        between = f"staged over {next(iter(host.values())).name} between nodes ({refusal})"
+    if inter == NcclTransport.name:
+        between = f"{inter} between nodes"
+    elif inter == "auto" and hierarchy.all_agree(not NcclTransport.probe(hierarchy.world_group)):
+        between += f"; auto does not take NCCL there, which nobody has measured: {settings.INTER_TRANSPORT.name}=nccl does"
+    return rails, between
 
 
-def _given(transport: Transport, _: Group) -> Transport:
-    return transport
-
-
-def _cuda_aware(hierarchy: Hierarchy, device: Device) -> tuple[Mapping[int, Transport], str]:
+def _cuda_aware(hierarchy: Hierarchy, device: Device) -> tuple[Mapping[int, DeviceTransport], str]:
     """Return rails that pass GPU memory to MPI, or the reason why there are none."""
     inter = hierarchy.settings[settings.INTER_TRANSPORT]
     if inter != "auto":
@@ -234,61 +208,49 @@ def _cuda_aware(hierarchy: Hierarchy, device: Device) -> tuple[Mapping[int, Tran
     verdict = bcast_or_raise(comm, find_verdict)
     if not verdict.is_aware:
         if not verdict.is_setting:
-            _warn_once(hierarchy, verdict.reason)
+            _warn_of_staging(hierarchy, verdict.reason)
         return {}, verdict.reason
     rails = {shard: CudaAwareTransport(rail, device) for shard, rail in hierarchy.rails.items()}
-    # each rank goes through its rails in increasing order, so that they cannot deadlock
-    found = [_first_exchange(rail) for rail in rails.values()]
-    wrong, failed = (next(filter(None, texts), "") for texts in zip(*chain.from_iterable(comm.allgather(found)), strict=True))
+    wrong = failed = ""
+    for rail in rails.values():  # each rank goes through its rails in increasing order, so that they cannot deadlock
+        try:
+            wrong = rail.first_exchange() or wrong
+        except TransportError as error:
+            failed = str(error)
+    wrong, failed = (next(filter(None, texts), "") for texts in zip(*comm.allgather((wrong, failed)), strict=True))
     if failed:
         raise TransportError(failed)
     if not wrong:
         return rails, ""
     if verdict.is_setting:
         raise TransportError(f"{wrong}, and {verdict.reason} was set: unset it, or set it to off")
-    _warn_once(hierarchy, wrong)
+    _warn_of_staging(hierarchy, wrong)
     return {}, wrong
 
 
-def _first_exchange(rail: CudaAwareTransport) -> tuple[str, str]:
-    """Return a reason why values were wrong, and one why the exchange failed: empty texts on success."""
-    try:
-        return rail.first_exchange(), ""
-    except TransportError as error:
-        return "", str(error)
-
-
-def _warn_once(hierarchy: Hierarchy, reason: str) -> None:
-    if hierarchy.rank == 0 and reason not in _warned:
-        _warned.add(reason)
-        silenced = f"{settings.MPI_GPU.name}=off silences this"
-        logger.warning(f"GPU memory is staged through host memory between nodes: {reason}; {silenced}")
-
-
-def _inside_node(group: Group, device: Device) -> tuple[Transport | None, list[str]]:
+def _inside_node(group: Group, device: Device) -> tuple[DeviceTransport | None, list[str]]:
     """Return the transport of the ranks of a node, or None, and why the faster ones cannot be used."""
     wanted = group.settings[settings.INTRA_TRANSPORT]
     if wanted == "mpi":
-        return StagedTransport(group, device, MpiTransport), []
+        return StagedTransport(group, device, MpiTransport(group)), []
     if wanted not in ("auto", *_INTRA_ON_DEVICE):
         return None, [f"{wanted} moves memory of the host"]
-    order = [name for name in _INTRA_ON_DEVICE if group.size > 1 or name != NcclTransport.name]
+    order = _INTRA_ON_DEVICE if group.size > 1 else _ALONE_ON_DEVICE
     refusals: list[str] = []
     for name in order if wanted == "auto" else (wanted,):
-        transport, reason = _try(name, group, device)
+        transport, reason = _try(DEVICE_TRANSPORTS[name], group, device)
         if transport is not None:
             return transport, refusals
         refusals.append(f"{name}: {reason}")
     return None, refusals
 
 
-def _try(name: str, group: Group, device: Device) -> tuple[Transport | None, str]:
+def _try(kind: type[T], group: Group, device: Device) -> tuple[T | None, str]:
     """Return a transport that has allocated memory on all ranks of a group, or the reason why it has not."""
-    kind = DEVICE_TRANSPORTS[name]
     reason = next(filter(None, group.comm.allgather(kind.probe(group))), "")
     if reason:
         return None, reason
-    transport: Transport | None = None
+    transport: T | None = None
     try:
         transport = kind(group, device)
         transport.allocate(_TRIAL_BYTES)
@@ -306,11 +268,21 @@ def _try(name: str, group: Group, device: Device) -> tuple[Transport | None, str
     return None, reason
 
 
-def warn_of_mpi(group: Group, wanted: str, reason: str) -> None:
-    """Say, once, that ranks of a node go on without the shared memory that they lack."""
-    if wanted == "auto" and group.rank == 0 and group.name not in _warned:
-        _warned.add(group.name)
-        logger.warning(f"{reason}. The ranks of this node go on over mpi, which is slower")
+def warn_of_mpi(group: Group, reason: str) -> None:
+    """Say that ranks of a node go on without the shared memory that they lack."""
+    _warn_once(group.rank, group.name, f"{reason}. The ranks of this node go on over mpi, which is slower")
+
+
+def _warn_of_staging(hierarchy: Hierarchy, reason: str) -> None:
+    silenced = f"{settings.MPI_GPU.name}=off silences this"
+    text = f"GPU memory is staged through host memory between nodes: {reason}; {silenced}"
+    _warn_once(hierarchy.rank, reason, text)
+
+
+def _warn_once(rank: int, key: str, text: str) -> None:
+    if rank == 0 and key not in _warned:
+        _warned.add(key)
+        logger.warning(text)
 
 
 def _path(taken: Mapping[str, str], between: str) -> str:
@@ -347,6 +319,7 @@ def _make(wanted: str, order: Sequence[str], group: Group) -> Transport:
                 return TRANSPORTS[name](group)
             except TransportError as error:
                 reason = str(error)
-                warn_of_mpi(group, wanted, reason)
+                if wanted == "auto":
+                    warn_of_mpi(group, reason)
         refusals.append(f"{name}: {reason}")
     raise TransportError(f"group {group.name} has no usable transport ({'; '.join(refusals)}); accepted are {', '.join(order)}")

@@ -18,11 +18,11 @@ _CHANNELS = 32
 _FIRST_TAG, _MAX_TAG = 1 << 15, 1 << 30  # smaller tags are used for messages outside of calls
 MOST_UNCONFIRMED, _BYTES_PER_CALL = 256, 1 << 11
 
-_to_confirm: set[CurrentCall] = set()  # keeps them: ranks collect garbage at different times, and compare at exit together
+_to_confirm: set[CallState] = set()  # keeps them: ranks collect garbage at different times, and compare at exit together
 
 
-class CurrentCall:
-    """The collective call that is under way on the communicators of a hierarchy: one at a time.
+class CallState:
+    """What is known of the collective call that is under way on the communicators of a hierarchy: one at a time.
 
     Ranks compare its `digest` before one reads memory of another, and messages carry it in their tags, so that messages of
     different calls are never matched. Calls that MPI carries out without a comparison are `unconfirmed`, a large one counted
@@ -38,7 +38,7 @@ class CurrentCall:
         self.digest = self.unconfirmed = 0
         self.calls: list[int] = []
         self.must_poll, self.has_failed, self.settings = False, False, Snapshot()  # compared by the communicator
-        self.compare_history: Callable[[int], None] = _compare_nothing
+        self.compare_history: Callable[[int], None] = lambda history: None  # until calls are compared
         self.drive: Callable[[Steps], None] = _run_to_end
         tag_ub = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0
         self._span = (min(int(tag_ub), _MAX_TAG) - _FIRST_TAG) // _CHANNELS if self.settings[CHECK] else 0
@@ -88,10 +88,6 @@ def _run_to_end(steps: Steps) -> None:
         os.sched_yield()
 
 
-def _compare_nothing(history: int) -> None:
-    """Default of `CurrentCall.compare_history`, for calls that are not compared."""
-
-
 class Group:
     """Some ranks of the world and the communicator that joins them, made for this group, which frees it.
 
@@ -99,11 +95,11 @@ class Group:
     `comm`. Groups of one hierarchy share the `call` that is under way.
     """
 
-    def __init__(self, comm: MPI.Intracomm, name: str, ranks: tuple[int, ...], call: CurrentCall | None = None) -> None:
+    def __init__(self, comm: MPI.Intracomm, name: str, ranks: tuple[int, ...], call: CallState | None = None) -> None:
         assert comm.Get_size() == len(ranks), f"group {name} has {comm.Get_size()} members, {len(ranks)} ranks were named"
         self.comm, self.name, self.ranks = comm, name, ranks
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self.call = CurrentCall() if call is None else call
+        self.call = CallState() if call is None else call
         self.settings = self.call.settings
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpistrat.groups.group import CurrentCall, Group
+from mpistrat.groups.group import CallState, Group
 from mpistrat.text import spans_text
 from mpistrat.topology.world import World
 from mpistrat.watch.record import LONGEST_TEXT, NOT_LISTED
@@ -30,7 +30,7 @@ class Hierarchy:
         assert comm.Get_size() == world.size, f"{world} cannot describe a communicator of {comm.Get_size()} ranks"
         self.world, self.rank = world, comm.Get_rank()
         self.place = world.place(self.rank)
-        self.call = CurrentCall()
+        self.call = CallState()
         self.settings = self.call.settings
         self.world_group = Group(comm.Dup(), "world", tuple(range(world.size)), self.call)
         self.number = self._agree_on_number()  # a unique id, the same on all ranks
@@ -87,7 +87,7 @@ class Hierarchy:
         return f"Hierarchy({self.world}, {self.place})"
 
 
-def _own(comm: MPI.Comm, name: str, ranks: tuple[int, ...], call: CurrentCall) -> Group:
+def _own(comm: MPI.Comm, name: str, ranks: tuple[int, ...], call: CallState) -> Group:
     """Return the group of a communicator, which must be an intracommunicator."""
     from mpi4py import MPI
 

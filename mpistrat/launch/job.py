@@ -69,25 +69,18 @@ class Killed:
     number: int
 
 
-@dataclass(frozen=True)
-class Limit:
-    """How long a job may take; `before_end` is called with the pid of mpiexec before it is ended."""
-
-    seconds: float
-    before_end: Callable[[int], None]
-
-
 def follow(
     argv: Sequence[str],
     environ: Mapping[str, str],
-    limit: Limit | None = None,
-    on_killed: Callable[[Killed], None] | None = None,
+    on_killed: Callable[[Killed], None],
+    timeout: float = math.inf,
+    on_timeout: Callable[[int], None] | None = None,
 ) -> int:
     """Run a command, forward signals to it, and return its exit code, whichever it is.
 
-    After Ctrl-C that is 130, after SIGTERM 143 unless the program ended with a code of its own, and TIMED_OUT after the limit.
-    If this process is killed, the command gets SIGTERM. `on_killed` is called at the end with the first process of the job that
-    a signal has ended, if there is one.
+    After Ctrl-C that is 130, after SIGTERM 143 unless the program ended with a code of its own, and TIMED_OUT after so many
+    seconds. If this process is killed, the command gets SIGTERM. `on_killed` is called at the end with the first process of the
+    job that a signal has ended, if there is one; `on_timeout` with the pid of the command, before that is ended.
     """
     # under nohup, or in the background of a shell, some of them are ignored
     signals = [signal.SIGCHLD, *(number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN)]
@@ -105,13 +98,13 @@ def follow(
     printed = Banners()
     relay = threading.Thread(target=relay_stderr, args=(source, 2, printed), name="mpistrat stderr", daemon=True)
     relay.start()
-    job = _Followed(process, limit)
+    job = _Followed(process, timeout, on_timeout)
     job.wait(signals)
     relay.join(_RELAY_SECONDS)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if job.timed_out:
         return TIMED_OUT
-    if printed.killed is not None and on_killed is not None and not job.ended_by:
+    if printed.killed is not None and not job.ended_by:
         on_killed(printed.killed)
     # told to end, mpiexec returns 1 or dies; another code after SIGTERM is the program's own
     ends = process.returncode != 0 if job.ended_by == signal.SIGINT else process.returncode in (1, -job.ended_by)
@@ -122,11 +115,11 @@ def follow(
 
 
 class _Followed:
-    def __init__(self, process: subprocess.Popen[bytes], limit: Limit | None) -> None:
-        self._process, self._limit = process, limit
+    def __init__(self, process: subprocess.Popen[bytes], timeout: float, on_timeout: Callable[[int], None] | None) -> None:
+        self._process, self._on_timeout = process, on_timeout
         self._forward: list[int] = []
         self._forward_at = math.inf
-        self._end_at = time.monotonic() + limit.seconds if limit else math.inf
+        self._end_at = time.monotonic() + timeout
         self.timed_out, self.ended_by = False, 0
         self._segments: set[Path] = set()
 
@@ -159,10 +152,10 @@ class _Followed:
             self._process.kill()
             self._end_at = math.inf
             return
-        assert self._limit is not None, "there is an end"
         self.timed_out = True
         self._segments |= openmpi.mapped_segments(self._process.pid)
-        self._limit.before_end(self._process.pid)
+        if self._on_timeout is not None:
+            self._on_timeout(self._process.pid)
         self._process.terminate()
         self._end_at = time.monotonic() + _END_SECONDS
 

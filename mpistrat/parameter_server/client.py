@@ -57,6 +57,8 @@ class _Pending:
     what: str
     call: int | None = None
     requests: list[messages.Request] = field(default_factory=list)
+    is_bare: bool = False  # the answer is an array without a header, unless it is an error
+    arriving: list[messages.Request] = field(default_factory=list)  # that array
     is_error: bool = False
     answer: bytes = b""
 
@@ -89,36 +91,41 @@ class Client:
         """Have a server keep a variable; only the chief does this."""
         ref = VariableRef(self.channel.group.number, server, next(numbers), name, array.nbytes)
         dtype = array.dtype.str if array.dtype.kind != "V" else array.dtype
+        payload = dumps((name, dtype, array.shape), name)
         with self._call([(ref,)]):
-            self._ask(
-                server, f"{name}, which is new", messages.Create(ref.number), dumps((str(name), dtype, array.shape), name)
-            )
-            self.refs[ref.number] = ref
-            weakref.finalize(ref, self.dropped.append, ref.number).atexit = False  # at any moment: only notes it
-            self.write("assign", [(ref, 0, array)])
+            asked = self._ask(server, f"creation of {name}", messages.Create(ref.number), payload, call=ref.number)
+        _raise_first_error([asked])
+        self.refs[ref.number] = ref
+        weakref.finalize(ref, self.dropped.append, ref.number).atexit = False  # at any moment: only notes it
+        self.write("assign", [(ref, 0, array)])
         return ref
 
     def read(self, parts: Sequence[tuple[VariableRef, int, Array]]) -> None:
         """Read variables, or consecutive rows: of which, from which row on, and into which C-contiguous array."""
+        asked = []
         with self._call(parts):
             for ref, start, target in parts:
                 if target.nbytes:
-                    message = messages.Read(ref.number, start, start + len(target) if target.ndim else 0)
-                    self._ask(ref.server, f"read of {ref.name}", message, into=target)
+                    stop = start + len(target) if target.ndim else 0
+                    message = messages.Read(next(numbers), ref.number, start, stop)
+                    asked.append(self._ask(ref.server, f"read of {ref.name}", message, call=message.call, into=target))
+        _raise_first_error(asked)
 
     def read_rows(self, parts: Sequence[tuple[VariableRef, Array, Array]]) -> None:
         """Read single rows: of which variables, which, and into which C-contiguous arrays; each server is asked once."""
         by_server: dict[int, list[tuple[VariableRef, Array, Array]]] = {}
         for part in parts:
             by_server.setdefault(part[0].server, []).append(part)
-        arrived = []
+        asked, arrived = [], []
         with self._call(parts):
             for server, shards in by_server.items():
                 refs, rows, targets = zip(*shards, strict=True)
-                asked = np.array([[ref.number for ref in refs], [len(one) for one in rows]], np.int64)
+                wanted = np.array([[ref.number for ref in refs], [len(one) for one in rows]], np.int64)
                 into = targets[0] if len(targets) == 1 else np.concatenate(targets)  # one answer has the rows of all
-                self._ask(server, "read of rows", messages.Gather(len(shards)), asked, *rows, into=into)
+                message = messages.Gather(next(numbers), len(shards))
+                asked.append(self._ask(server, "read of rows", message, wanted, *rows, call=message.call, into=into))
                 arrived.append((targets, into))
+        _raise_first_error(asked)
         for targets, into in arrived:
             if len(targets) > 1:
                 for target, own in zip(targets, np.split(into, np.cumsum([len(one) for one in targets[:-1]])), strict=True):
@@ -218,13 +225,13 @@ class Client:
                 raise
 
     def _ask(
-        self, server: int, what: str, message: Message, *payload: Any, into: Array | None = None, call: int | None = None
+        self, server: int, what: str, message: Message, *payload: Any, call: int | None = None, into: Array | None = None
     ) -> _Pending:
-        """Start to ask a server for something; it answers a call, or without a header `into` an array."""
-        rank, pending = self._ranks[server], _Pending(server, what, call)
+        """Start to ask a server for something; it answers a call, perhaps without a header, `into` an array."""
+        rank, pending = self._ranks[server], _Pending(server, what, call, is_bare=into is not None)
         self._under_way.append(pending)
-        if into is not None:
-            self.channel.receive(pending.requests, rank, REPLY, into)
+        if call is not None and into is not None:
+            self.channel.receive(pending.arriving, rank, REPLY, call, into)
         self.channel.send(pending.requests, rank, REQUEST, message, *payload)
         return pending
 
@@ -267,13 +274,14 @@ class Client:
         return f"an answer of {self.channel.group.names[self._ranks[pending.server]]}: {pending.what}"
 
     def _has_ended(self, pending: _Pending, lost: list[UnavailableError]) -> bool:
-        """Return whether messages have ended, and the answer with a header has come, if there is one; or a server is lost."""
+        """Return whether messages have ended, and the answer has come, if there is one; or a server is lost."""
         losses = len(lost)
-        has_ended = self.channel.have_ended(pending.requests, lost)  # all of them, also where the server is lost
+        has_sent = self.channel.have_ended(pending.requests, lost)  # all of them, also where the server is lost
+        has_arrived = self.channel.have_ended(pending.arriving, lost)
         if len(lost) > losses:
             pending.call = None  # no answer comes
-        if not has_ended or pending.call is None:
-            return has_ended
+        if not has_sent or pending.call is None or (pending.is_bare and has_arrived):
+            return has_sent and has_arrived
         try:
             received = self._replies[pending.server].poll()
             if received is None:
@@ -284,6 +292,9 @@ class Client:
                     f"{received.message.call}"
                 )
             pending.is_error, pending.answer = bool(received.message.is_error), bytes(self.channel.payload(received))
+            for request in pending.arriving:  # nothing comes for them: the answer is an error
+                request.Cancel()
+                request.Free()
         except UnavailableError as error:
             lost.append(error)
         return True

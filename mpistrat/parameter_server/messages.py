@@ -53,17 +53,19 @@ Request = Any  # MPI.Request, or the UnavailableError of a message that was not 
 # To a server.
 
 
-class Create(NamedTuple):  # keep a variable; the payload: its name, dtype and shape
+class Create(NamedTuple):  # keep a variable, and answer; the payload: its name, dtype and shape
     variable: int
 
 
-class Read(NamedTuple):  # send rows of a variable, without a header
+class Read(NamedTuple):  # send rows of a variable, without a header, or answer the error
+    call: int
     variable: int
     start: int
     stop: int
 
 
-class Gather(NamedTuple):  # send single rows, without a header; the payload: variables, how many rows of each, and which
+class Gather(NamedTuple):  # likewise single rows; the payload: variables, how many rows of each, and which
+    call: int
     num_variables: int
 
 
@@ -141,7 +143,7 @@ class Activity:
     """What this task does and waits for, recorded for `mpistrat doctor` and the stall reports of other ranks."""
 
     def __init__(self, task: str) -> None:
-        self._task, self._text, self._recorder = task, "", recorder()
+        self._task, self._text = task, ""
 
     def set(self, text: str) -> None:
         """Record what the task does; an empty text clears it."""
@@ -150,7 +152,7 @@ class Activity:
 
     def wait_for(self, what: str) -> None:
         """Record what that waits for; an empty text ends the wait."""
-        self._recorder.set_activity(_encoded(self._task, self._text, what))
+        recorder().note(activity=_encoded(self._task, self._text, what))
 
 
 @lru_cache(256)
@@ -189,17 +191,17 @@ class Channel:
         header = pack(kind, nbytes, *message)
         if nbytes <= self.inline_bytes:
             return self._start(requests, self.comm.Isend, [(b"".join((header, *views)), rank, tag)])
-        payload_tag = _payload_tag(tag, message)
+        payload_tag = _payload_tag(tag, message[0])
         parts = [part for view in views for part in self._parts(view, rank, payload_tag)]
         return self._start(requests, self.comm.Isend, [(header, rank, tag), *parts])
 
-    def send_bare(self, requests: list[Request], rank: int, array: Buffer) -> list[Request]:
-        """Start to send an array as a reply without a header, to a rank that knows what it will be."""
-        return self._start(requests, self.comm.Isend, self._parts(_as_bytes(array), rank, REPLY))
+    def send_bare(self, requests: list[Request], rank: int, call: int, array: Buffer) -> list[Request]:
+        """Start to send an array as the reply to a call, without a header, to a rank that knows what it will be."""
+        return self._start(requests, self.comm.Isend, self._parts(_as_bytes(array), rank, _payload_tag(REPLY, call)))
 
-    def receive(self, requests: list[Request], rank: int, tag: int, target: Buffer) -> list[Request]:
-        """Start to receive what `send_bare` sends, or a part of a payload."""
-        return self._start(requests, self.comm.Irecv, self._parts(_as_bytes(target), rank, tag))
+    def receive(self, requests: list[Request], rank: int, tag: int, number: int, target: Buffer) -> list[Request]:
+        """Start to receive what `send_bare` sends for a call, or a part of the payload of a message with this first field."""
+        return self._start(requests, self.comm.Irecv, self._parts(_as_bytes(target), rank, _payload_tag(tag, number)))
 
     def report_end(self) -> None:
         """Tell the chief that this task has ended, and wait until it has taken that, and all that was sent to it before."""
@@ -219,7 +221,7 @@ class Channel:
         requests: list[Request] = []
         try:
             for target in targets:
-                self.receive(requests, received.source, _payload_tag(received.tag, received.message), target)
+                self.receive(requests, received.source, received.tag, received.message[0], target)
             self.wait(list(requests), lambda: f"the payload of a message from {self.group.names[received.source]}")
         except BaseException as error:
             if not isinstance(error, UnavailableError):
@@ -405,8 +407,8 @@ class Receiver:
         return is_pending and not self._is_active
 
 
-def _payload_tag(tag: int, message: Message) -> int:
-    return _PAYLOAD + tag + _TAGS * (message[0] % _NUMBERS_IN_TAGS)
+def _payload_tag(tag: int, number: int) -> int:
+    return _PAYLOAD + tag + _TAGS * (number % _NUMBERS_IN_TAGS)
 
 
 def _as_bytes(buffer: Buffer) -> memoryview:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from mpistrat.arrays import Array
 from mpistrat.errors import OutOfRangeError, UnavailableError
 from mpistrat.groups.agreement import pause
 from mpistrat.groups.group import keep_alive_for_peers
@@ -122,27 +123,37 @@ class VariableServer(_Task):
         self._failed: dict[int, Exception] = {}  # the first error in what a rank has asked for, until it hears of that
 
     def create(self, message: messages.Create, received: Received) -> None:
-        name, dtype, shape = loads(self.channel.payload(received))
-        self._variables[message.variable] = StoredVariable(name, np.zeros(shape, dtype))
+        data = self.channel.payload(received)
+
+        def create() -> bytes:
+            name, dtype, shape = loads(data)
+            self._variables[message.variable] = StoredVariable(name, np.zeros(shape, dtype))
+            return b""
+
+        self._answer(received, message.variable, create)
 
     def forget(self, message: messages.Forget, received: Received) -> None:
         for number in loads(self.channel.payload(received)):
             self._variables.pop(number, None)
 
     def read(self, message: messages.Read, received: Received) -> None:
-        array = self._variable(message.variable).value
-        rows = array[message.start : message.stop] if array.ndim else array
-        self._keep_sending(received.source, self.channel.send_bare([], received.source, rows), message.variable)
+        def rows() -> Array:
+            array = self._variable(message.variable).value
+            return array[message.start : message.stop] if array.ndim else array
+
+        self._send_rows(received, rows, message.variable)
 
     def gather(self, message: messages.Gather, received: Received) -> None:
         asked = np.frombuffer(self.channel.payload(received), np.int64)
-        start = 2 * message.num_variables
-        found = []
-        for number, num_rows in asked[:start].reshape(2, -1).T.tolist():
-            found.append(self._variable(number).value.take(asked[start : start + num_rows], axis=0))
-            start += num_rows
-        rows = found[0] if len(found) == 1 else np.concatenate(found)
-        self._keep_sending(received.source, self.channel.send_bare([], received.source, rows))
+
+        def rows() -> Array:
+            found, start = [], 2 * message.num_variables
+            for number, num_rows in asked[:start].reshape(2, -1).T.tolist():
+                found.append(self._variable(number).value.take(asked[start : start + num_rows], axis=0))
+                start += num_rows
+            return found[0] if len(found) == 1 else np.concatenate(found)
+
+        self._send_rows(received, rows)
 
     def write(self, message: messages.Write, received: Received) -> None:
         array, method = self._unread(message.variable).value, ASSIGNMENTS[message.method]
@@ -184,6 +195,16 @@ class VariableServer(_Task):
         error = self._failed.pop(received.source, None)
         answer = b"" if error is None else dumps_error(error, self.channel.name)
         self._send_result(received.source, message.call, error is not None, answer)
+
+    def _send_rows(self, received: Received, rows: Callable[[], Array], variable: int = -1) -> None:
+        """Answer a call with what a function returns, without a header, or with its error."""
+        source, call = received.source, received.message.call
+        try:
+            found = rows()
+        except Exception as error:
+            self._send_result(source, call, True, dumps_error(error, self.channel.name))
+        else:
+            self._keep_sending(source, self.channel.send_bare([], source, call, found), variable)
 
     def _variable(self, number: int) -> StoredVariable:
         try:

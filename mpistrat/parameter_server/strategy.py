@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
@@ -27,7 +27,7 @@ from mpistrat.parameter_server.dispatcher import Dispatcher
 from mpistrat.parameter_server.messages import Channel
 from mpistrat.parameter_server.partitioners import check_partition
 from mpistrat.parameter_server.server import VariableServer, Worker
-from mpistrat.parameter_server.tasks import CHIEF, PS, WORKER, TaskGroup, join_cluster, names_the_killed, task_of
+from mpistrat.parameter_server.tasks import CHIEF, PS, WORKER, TaskGroup, join_cluster, task_of
 from mpistrat.parameter_server.variables import ServerVariable, ShardedVariable
 from mpistrat.state.aggregation import VariableSynchronization, checked_aggregation, checked_synchronization
 from mpistrat.state.variables import initial_array
@@ -109,9 +109,7 @@ class ParameterServerStrategy(Strategy):
         self.dispatcher = Dispatcher(self.client)
         self.client.strategy = self
         super().__init__(ParameterServerExtended(self.client, variable_partitioner, placement))
-        self._until_closed = ExitStack()
-        self._until_closed.enter_context(names_the_killed(self.client.channel.group))
-        self._until_closed.callback(atexit.unregister, atexit.register(self._end))
+        atexit.register(self._end)
 
     @classmethod
     def main(
@@ -173,7 +171,7 @@ class ParameterServerStrategy(Strategy):
         """Close, unless functions run for so many seconds; then the end of the program closes, or ends the job."""
         self.dispatcher.stop(patience)
         if self.dispatcher.is_closed:
-            self._until_closed.close()
+            atexit.unregister(self._end)
 
     run = _refused("run")
     reduce = _refused("reduce")
@@ -251,7 +249,7 @@ class ParameterServerExtended(StrategyExtended):
             A function with a parameter `shard_info`, or with `partition_shape` and `partition_offset`, is called for each
             shard, if `shape` and `dtype` are given: so a table may be larger than the memory of the chief.
         """
-        name, group = name or "Variable", self._client.channel.group
+        name, group = str(name or "Variable"), self._client.channel.group
         if group.task_type != CHIEF:
             raise RuntimeError(
                 f"{name} was made in a function that {self._client.channel.name} runs: make variables on the chief, in "
@@ -430,16 +428,15 @@ class Server:
         if self._group.comm is None:
             return
         channel = Channel(self._group)
-        with names_the_killed(self._group):
-            if self._job == PS:
-                VariableServer(channel).serve()
-                return
-            client = Client(channel)
-            client.strategy = Strategy(ParameterServerExtended(client))
-            try:
-                Worker(client).serve()
-            finally:
-                client.close()
+        if self._job == PS:
+            VariableServer(channel).serve()
+            return
+        client = Client(channel)
+        client.strategy = Strategy(ParameterServerExtended(client))
+        try:
+            Worker(client).serve()
+        finally:
+            client.close()
 
     def __repr__(self) -> str:
         return f"Server({self._job} {self._index})"

@@ -6,16 +6,9 @@ Invariant: every rank of the job takes part in `join_cluster`; what is wrong is 
 from __future__ import annotations
 
 import os
-import signal
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from itertools import count
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from mpistrat.cluster.resolver import ClusterResolver
@@ -25,15 +18,11 @@ from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.launch import survival
 from mpistrat.settings import MAX_MESSAGE_BYTES, Snapshot
-from mpistrat.watch.recorder import recorder
-from mpistrat.watch.states import Neighbours
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 CHIEF, WORKER, PS, EVALUATOR = JOBS = "chief", "worker", "ps", "evaluator"
-
-_LOOK_SECONDS = 0.2  # those that are left look around before any of them ends by itself
 
 _numbers = count()
 
@@ -132,33 +121,3 @@ def _check_played(cluster: ClusterSpec, played: list[tuple[str, int]]) -> None:
         )
         error.raised_everywhere = True
         raise error
-
-
-@contextmanager
-def names_the_killed(group: TaskGroup) -> Iterator[None]:
-    """Say in this context, when SIGTERM comes, which task of this host was killed; unless the program handles SIGTERM itself.
-
-    Open MPI's launcher sends it to the ranks that are left, and kills them a moment later; MPICH's kills them at once.
-    """
-    is_ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if is_ours:
-        signal.signal(signal.SIGTERM, partial(_end, group))
-    try:
-        yield
-    finally:
-        if is_ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _end(group: TaskGroup, number: int, frame: FrameType | None) -> None:
-    path, mine = recorder().path, group.job_rank
-    states = Neighbours(path.parent).states()[0] if path else []
-    gone = [state.rank for state in states if state.state == "gone"]
-    alive = [state.rank for state in states if state.state in ("in", "out")]
-    # of one that is slow to come here the others may be gone by now
-    if len(gone) == 1 and mine == min(alive, default=mine) and gone[0] in group.job_ranks:
-        name = group.names[group.job_ranks.index(gone[0])]
-        os.write(2, f"mpistrat: {name} was killed, and the launcher ends the job\n".encode())
-    time.sleep(_LOOK_SECONDS)
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)

@@ -90,7 +90,7 @@ class MirroredStrategy(Strategy):
 
             job.agree(call, check)
             hierarchy = _node_hierarchy(job)
-        communicator = Communicator(hierarchy, communication_options, num_packs=num_packs)
+        communicator = Communicator(hierarchy, _options(communication_options, num_packs))
         super().__init__(StrategyExtended(communicator, cross_device_ops, _node_devices(hierarchy.world)))
 
 
@@ -133,7 +133,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             self._cluster_resolver = MPIClusterResolver() if found is None else found
             chief = _chief(job, self._cluster_resolver)
             hierarchy = Hierarchy(job.comm, job.world)
-        communicator = Communicator(hierarchy, communication_options, num_packs=num_packs)
+        communicator = Communicator(hierarchy, _options(communication_options, num_packs))
         _check_health(communicator)
         devices = (device_name(communicator.rank),)
         super().__init__(StrategyExtended(communicator, worker_devices=devices, is_chief=communicator.rank == chief))
@@ -365,6 +365,10 @@ def _problem(devices: Sequence[str], named: Sequence[tuple[int, ...]], world: Wo
 def _call_text(strategy: str, **arguments: object) -> str:
     """Return the text of the call that creates a strategy, by which ranks compare their arguments."""
     return f"{strategy}({', '.join(f'{name}={_named(value)}' for name, value in arguments.items())})"
+
+
+def _options(options: CommunicationOptions | None, num_packs: int | None) -> CommunicationOptions:
+    return (options or CommunicationOptions()).merge(CommunicationOptions(num_packs=num_packs))
 
 
 def _check_communication(cross_device_ops: object, options: object, num_packs: int | None) -> None:

@@ -6,7 +6,7 @@ floats.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -21,9 +21,12 @@ from mpistrat.transports.base import Operation, Transport
 DTYPES: tuple[np.dtype[Any], ...] = tuple(np.dtype(code) for code in "?bBhHiIqQfdFD")
 
 
+VERBS = ("all_reduce", "reduce_scatter", "all_gather")
+
+
 @dataclass(frozen=True)
 class Case:
-    """One verb, a name in `VERBS`, on a buffer of `count` elements, of which ``bounds[r]:bounds[r + 1]`` are rank r's part."""
+    """One verb on a buffer of `count` elements, of which ``bounds[r]:bounds[r + 1]`` are rank r's part."""
 
     verb: str
     dtype: np.dtype[Any]
@@ -31,62 +34,35 @@ class Case:
     count: int
     bounds: Sequence[int]
 
+    def bind(self, transport: Transport, buffer: Array) -> Operation:
+        """Bind the verb to a buffer of a transport."""
+        if self.verb == "all_reduce":
+            return transport.all_reduce(buffer, self.op)
+        if self.verb == "reduce_scatter":
+            return transport.reduce_scatter(buffer, self.bounds, self.op)
+        return transport.all_gather(buffer, self.bounds)
+
     def given(self, rank: int) -> slice:
         """Return the elements that `rank` contributes; the rest of its buffer is poisoned."""
-        return VERBS[self.verb].given(self, rank)
+        return self._part(rank) if self.verb == "all_gather" else slice(0, self.count)
 
     def promised(self, rank: int) -> slice:
         """Return the elements that `rank` may read afterwards."""
-        return VERBS[self.verb].promised(self, rank)
+        return self._part(rank) if self.verb == "reduce_scatter" else slice(0, self.count)
 
     def expected(self, given: Array) -> Array:
         """Return the whole result; row r of `given` is the input of rank r."""
-        return VERBS[self.verb].expected(self, given)
+        if self.verb == "all_gather":
+            return np.concatenate([row[self._part(rank)] for rank, row in enumerate(given)])
+        total: Array = combine(self.op).reduce(given, axis=0, dtype=given.dtype)
+        return total
+
+    def _part(self, rank: int) -> slice:
+        return slice(self.bounds[rank], self.bounds[rank + 1])
 
     def __str__(self) -> str:
-        details = {"reduce_scatter": f", bounds {list(self.bounds)}", "all_gather": f", bounds {list(self.bounds)}"}
-        return f"{self.verb}({self.count} x {self.dtype}, {self.op.name}{details.get(self.verb, '')})"
-
-
-@dataclass(frozen=True)
-class VerbSpec:
-    """A method of `Transport`, bound to a buffer by `bind`, and its expected behaviour: see `Case`."""
-
-    bind: Callable[[Transport, Array, Case], Operation]
-    given: Callable[[Case, int], slice]
-    promised: Callable[[Case, int], slice]
-    expected: Callable[[Case, Array], Array]
-    in_place: bool = False  # the promised elements must be in the buffer itself
-
-
-def _all(case: Case, rank: int) -> slice:
-    return slice(0, case.count)
-
-
-def _part(case: Case, rank: int) -> slice:
-    return slice(case.bounds[rank], case.bounds[rank + 1])
-
-
-def _total(case: Case, given: Array) -> Array:
-    total: Array = combine(case.op).reduce(given, axis=0, dtype=given.dtype)
-    return total
-
-
-def _joined(case: Case, given: Array) -> Array:
-    return np.concatenate([row[_part(case, rank)] for rank, row in enumerate(given)])
-
-
-VERBS: dict[str, VerbSpec] = {
-    "all_reduce": VerbSpec(lambda transport, buffer, case: transport.all_reduce(buffer, case.op), _all, _all, _total),
-    "reduce_scatter": VerbSpec(
-        lambda transport, buffer, case: transport.reduce_scatter(buffer, case.bounds, case.op),
-        _all,
-        _part,
-        _total,
-        in_place=True,
-    ),
-    "all_gather": VerbSpec(lambda transport, buffer, case: transport.all_gather(buffer, case.bounds), _part, _all, _joined),
-}
+        bounds = "" if self.verb == "all_reduce" else f", bounds {list(self.bounds)}"
+        return f"{self.verb}({self.count} x {self.dtype}, {self.op.name}{bounds})"
 
 
 def operations(dtype: np.dtype[Any]) -> list[ReduceOp]:

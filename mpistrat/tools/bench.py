@@ -156,10 +156,7 @@ def _ours(communicator: Communicator, source: Array, target: Array, algorithm: s
 
 
 def _sizes(arguments: argparse.Namespace) -> list[int]:
-    try:
-        first, last = parse_bytes(arguments.min_bytes), parse_bytes(arguments.max_bytes)
-    except ValueError as error:
-        raise InvalidArgumentError(str(error)) from None
+    first, last = parse_bytes(arguments.min_bytes), parse_bytes(arguments.max_bytes)
     if not ITEM_BYTES <= first <= last or first % ITEM_BYTES or arguments.step_factor < 2:
         raise InvalidArgumentError(
             f"sizes from {first} to {last} bytes by a factor of {arguments.step_factor} cannot be measured: accepted are "

@@ -20,7 +20,6 @@ import numpy as np
 import mpistrat
 from mpistrat import settings
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.communicator.options import WIRE_DTYPES, CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch.gpu_binding import what_is_bound
 from mpistrat.text import format_bytes, format_count, format_table
@@ -55,10 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder for plot and timeline (default: mpistrat-demo)",
     )
-    parser.add_argument("--wire-dtype", choices=WIRE_DTYPES, help="dtype of gradients between nodes (default: not cast)")
-    parser.add_argument(
-        "--error-feedback", action="store_true", help="with --wire-dtype: add the rounding error of a cast in the next step"
-    )
     # a rank cannot find out itself: mpiexec reads its output, and may give it a pseudo-terminal
     parser.add_argument("--width", type=int, default=0, help=argparse.SUPPRESS)
 
@@ -69,10 +64,6 @@ def execute(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise InvalidArgumentError(f"--{name} must be at least 1; got {value}")
-    if arguments.error_feedback and not arguments.wire_dtype:
-        raise InvalidArgumentError(
-            f"--error-feedback needs a --wire-dtype: {' or '.join(WIRE_DTYPES)}; without a cast there is no rounding error"
-        )
     nodes = arguments.nodes or _two_nodes(arguments.ranks or 4)
     world = World.from_shape(nodes, arguments.ranks)
     _check_packages()
@@ -142,13 +133,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     arguments = parser.parse_args(argv)
-    options = CommunicationOptions(wire_dtype=arguments.wire_dtype, error_feedback=arguments.error_feedback)
-    strategy = mpistrat.MultiWorkerMirroredStrategy(communication_options=options)
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
     communicator, chief = strategy.extended.communicator, strategy.extended.should_save_summary
     console = Console(
         force_terminal=arguments.width > 0, width=arguments.width or None, soft_wrap=True, highlight=False, quiet=not chief
     )
-    _introduce(console, communicator, options)
+    _introduce(console, communicator)
     meter = Meter(communicator.timeline)
     accuracy = _train(console, strategy, arguments.epochs, meter)
     if chief:
@@ -156,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     _conclude(console, accuracy, meter.steps, arguments.out)
 
 
-def _introduce(console: Console, communicator: BaseCommunicator, options: CommunicationOptions) -> None:
+def _introduce(console: Console, communicator: BaseCommunicator) -> None:
     """Show the topology, and the plan for the gradients."""
     from rich.markup import escape
 
@@ -171,9 +161,6 @@ def _introduce(console: Console, communicator: BaseCommunicator, options: Commun
         ("plan", "one replica: nothing is sent" if choice is None else str(choice.plan)),
         ("why", "there is only one rank" if choice is None else choice.reason),
     ]
-    if options.wire_dtype:
-        later = ", and the rounding error is added in the next step" * bool(options.error_feedback)
-        facts.append(("between nodes", f"sums are rounded to {options.wire_dtype}{later}"))
     console.print(
         f"[bold]A network learns handwritten digits on {_sizes(communicator.world)}[/], {kind} {socket.gethostname()}\n"
     )

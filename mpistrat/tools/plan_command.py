@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +11,7 @@ from mpistrat.algorithms.choose import PLANNERS, Choice, choose
 from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
 from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel
 from mpistrat.algorithms.plan_report import alternatives_text, basis_text, chunks_text, phases_text
-from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_table
 from mpistrat.topology.world import World
@@ -41,38 +39,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("cpu", "gpu"),
         help="memory of the buffer (default: cpu)",
     )
-    parser.add_argument("--links", type=int, metavar="N", help="network links of a node, used at the same time (default: 1)")
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Print the plan, and return the exit code: 2 if an argument is invalid."""
-    try:
-        world, itemsize = World.from_shape(arguments.world), _itemsize(arguments.dtype)
-        num_bytes, chunk_bytes = parse_bytes(arguments.bytes), parse_bytes(arguments.chunk_bytes)
-        if num_bytes % itemsize:
-            raise InvalidArgumentError(
-                f"{num_bytes} bytes are not a whole number of {arguments.dtype} elements; --bytes must be a multiple of "
-                f"{itemsize}"
-            )
-        on_gpu = arguments.device == "gpu"
-        model = ON_DEVICE if on_gpu else DEFAULT
-        if arguments.links is not None:
-            model = _with_links(model, arguments.links)
-        choice = choose(
-            world,
-            num_bytes // itemsize,
-            itemsize,
-            arguments.algorithm,
-            chunk_bytes,
-            model,
-            one_intra_phase=on_gpu,
-            default_chunk_bytes=DEVICE_CHUNK_BYTES * on_gpu,
+    """Print the plan."""
+    world, itemsize = World.from_shape(arguments.world), _itemsize(arguments.dtype)
+    num_bytes, chunk_bytes = parse_bytes(arguments.bytes), parse_bytes(arguments.chunk_bytes)
+    if num_bytes % itemsize:
+        raise InvalidArgumentError(
+            f"{num_bytes} bytes are not a whole number of {arguments.dtype} elements; --bytes must be a multiple of {itemsize}"
         )
-        text = _report(choice, arguments.world, arguments.dtype, model)
-    except (MpistratError, ValueError) as error:
-        print(f"mpistrat plan: {error}", file=sys.stderr)
-        return 2
-    print(text)  # outside of the try: a closed pipe is not an invalid argument
+    on_gpu = arguments.device == "gpu"
+    model = ON_DEVICE if on_gpu else DEFAULT
+    choice = choose(
+        world,
+        num_bytes // itemsize,
+        itemsize,
+        arguments.algorithm,
+        chunk_bytes,
+        model,
+        one_intra_phase=on_gpu,
+        default_chunk_bytes=DEVICE_CHUNK_BYTES * on_gpu,
+    )
+    print(_report(choice, arguments.world, arguments.dtype, model))
     return 0
 
 
@@ -80,12 +69,6 @@ def _itemsize(name: str) -> int:
     if name not in _DTYPES:
         raise UnsupportedDtypeError(f"unknown dtype {name!r}; accepted are {', '.join(_DTYPES)}")
     return _DTYPES[name].itemsize
-
-
-def _with_links(model: CostModel, links: int) -> CostModel:
-    if links < 1:
-        raise InvalidArgumentError(f"--links must be at least 1; got {links}")
-    return replace(model, links=links)
 
 
 def _report(choice: Choice, shape: str, dtype: str, model: CostModel) -> str:

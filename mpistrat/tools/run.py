@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shlex
@@ -17,7 +18,7 @@ from typing import Any
 from mpistrat import settings
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch import environment, mpiexec, openmpi
-from mpistrat.launch.job import Killed, Limit, follow
+from mpistrat.launch.job import Killed, follow
 from mpistrat.text import format_count, format_elapsed
 from mpistrat.topology.world import World
 
@@ -64,7 +65,7 @@ def execute(arguments: argparse.Namespace) -> int:
     program = program[1:] if program[:1] == ["--"] else program  # the usual end of the options
     _check_program(program)
     num_ranks = _count_ranks(arguments.ranks, arguments.nodes)
-    timeout = _seconds(arguments.timeout) if arguments.timeout else 0.0
+    timeout = _seconds(arguments.timeout) if arguments.timeout else math.inf
     command, extra = _command(
         program,
         num_ranks,
@@ -74,9 +75,7 @@ def execute(arguments: argparse.Namespace) -> int:
         hostfile=arguments.hostfile,
     )
     if not arguments.dry_run:
-        # at the timeout the job is ended, after a report of what its ranks are doing
-        limit = Limit(timeout, partial(_report_timeout, timeout)) if timeout else None
-        return follow(command, {**os.environ, **extra}, limit, _report_killed)
+        return follow(command, {**os.environ, **extra}, _report_killed, timeout, partial(_report_timeout, timeout))
     print(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in extra.items()), shlex.join(command)]))
     return 0
 
@@ -84,7 +83,7 @@ def execute(arguments: argparse.Namespace) -> int:
 def start(program: Sequence[str], num_ranks: int, nodes: str = "") -> int:
     """Start a job, wait for its end, and return its exit code, as `follow` does."""
     command, extra = _command(program, num_ranks, nodes)
-    return follow(command, {**os.environ, **extra}, None, _report_killed)
+    return follow(command, {**os.environ, **extra}, _report_killed)
 
 
 def _command(
@@ -153,30 +152,25 @@ def _seconds(text: str) -> float:
 def _report_timeout(seconds: float, mpiexec_pid: int) -> None:
     from mpistrat.tools import doctor  # takes 60 ms, and few jobs need it
 
-    print(
-        f"mpistrat run: the job has taken {format_elapsed(seconds)}, its --timeout, and is ended", file=sys.stderr, flush=True
-    )
-    nothing = "What its ranks were doing is not known: none on this host has made a strategy."
-    print(doctor.describe(mpiexec_pid) or nothing, file=sys.stderr, flush=True)
+    report = doctor.describe(mpiexec_pid) or "What its ranks were doing is not known: none on this host has made a strategy."
+    _say(f"the job has taken {format_elapsed(seconds)}, its --timeout, and is ended\n{report}")
 
 
 def _report_killed(killed: Killed) -> None:
     from mpistrat.watch.folder import mark_killed  # as above
 
     found = mark_killed(killed.pid) if killed.node.partition(".")[0] == socket.gethostname().partition(".")[0] else None
-    who = (
-        f"process {killed.pid} on {killed.node}"
-        if found is None
-        else f"rank {found[0]} on {killed.node} (process {killed.pid})"
-    )
+    who, advice = f"process {killed.pid} on {killed.node}", ""
+    if found is not None:
+        who = f"rank {found[0]} on {killed.node} (process {killed.pid})"
+        advice = f". What each rank was doing: mpistrat doctor {found[1]}"
     name = signal.strsignal(killed.number) or "unknown"
     memory = "; the system does that to processes when memory runs out" if killed.number == signal.SIGKILL else ""
-    advice = "" if found is None else f". What each rank was doing: mpistrat doctor {found[1]}"
-    print(
-        f"mpistrat run: {who} was ended by signal {killed.number} ({name}{memory}), and the other ranks with it{advice}",
-        file=sys.stderr,
-        flush=True,
-    )
+    _say(f"{who} was ended by signal {killed.number} ({name}{memory}), and the other ranks with it{advice}")
+
+
+def _say(text: str) -> None:
+    print(f"mpistrat run: {text}", file=sys.stderr, flush=True)
 
 
 def _check_program(program: list[str]) -> None:

@@ -28,7 +28,7 @@ from mpistrat.tools import run
 from mpistrat.tools.bench import Race
 from mpistrat.topology.discover import discover
 from mpistrat.topology.world import World
-from mpistrat.tuning import ITEM_BYTES, Measurement, Tuning, kept, present_conditions, tuning_path
+from mpistrat.tuning import ITEM_BYTES, Seconds, Tuning, kept, present_conditions, tuning_path, world_like
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -67,20 +67,20 @@ def execute(arguments: argparse.Namespace) -> int:
     world = discover(comm)
     if world.size == 1:
         raise LaunchError("a single rank has no other to communicate with; start more: mpistrat tune -n 4")
-    measurements = measure(comm, world, max_bytes)
+    seconds = measure(comm, world, max_bytes)
     if comm.Get_rank() == 0:
-        tuning = Tuning.of(present_conditions(world), measurements)
+        tuning = Tuning.of(present_conditions(world), seconds)
         path = tuning_path(tuning.conditions)
         try:
             cache.write(tuning.document(), path)
         except OSError as error:
             raise LaunchError(f"{path} cannot be written: {error}; set MPISTRAT_TUNING or XDG_CACHE_HOME") from None
         advice = "Programs use it automatically; MPISTRAT_TUNING=off ignores it."
-        print(f"{describe(tuning, path)}\n\nWrote {path}. {advice}")
+        print(f"{describe(tuning, world, path)}\n\nWrote {path}. {advice}")
     return 0
 
 
-def measure(comm: MPI.Intracomm, world: World, max_bytes: int) -> list[Measurement]:
+def measure(comm: MPI.Intracomm, world: World, max_bytes: int) -> Seconds:
     """Return the time of each algorithm on a world, from 16 bytes to about `max_bytes`. A collective call.
 
     Sizes increase by a factor of 4; where the fastest algorithm changes, the size between is measured too.
@@ -92,7 +92,8 @@ def measure(comm: MPI.Intracomm, world: World, max_bytes: int) -> list[Measureme
         found |= _seconds(
             communicator, [2 * sizes[i] for i, (one, next_one) in enumerate(pairwise(fastest)) if one != next_one]
         )
-    return [Measurement(world, name, size, seconds) for size in sorted(found) for name, seconds in found[size].items()]
+    by_name = {name: {size: found[size][name] for size in sorted(found) if name in found[size]} for name in PLANNERS}
+    return {name: seconds for name, seconds in by_name.items() if seconds}
 
 
 def _seconds(communicator: Communicator, sizes: list[int]) -> dict[int, dict[str, float]]:
@@ -125,42 +126,35 @@ def _sizes(max_bytes: int) -> list[int]:
     return sizes[::-1]
 
 
-def describe(tuning: Tuning, path: Path) -> str:
+def describe(tuning: Tuning, world: World, path: Path) -> str:
     """Return the measurements and the choices of ``auto`` as text."""
-    model = tuning.model(str(path))
     conditions = tuning.conditions
     heading = [("cluster", conditions.cluster), ("processor", conditions.processor), ("MPI", conditions.mpi)]
     heading += [("ranks", conditions.world), ("measured", tuning.date)]
     heading += [("settings", conditions.settings)] if conditions.settings else []
-    return f"{format_table(heading)}\n\n{_choices(tuning.measurements, model)}"
+    return f"{format_table(heading)}\n\n{_choices(tuning.seconds, world, tuning.model(world, str(path)))}"
 
 
-def _choices(measurements: tuple[Measurement, ...], model: CostModel) -> str:
+def _choices(seconds: Seconds, world: World, model: CostModel) -> str:
     """Return a table with the measurements and the choice of auto for each size."""
-    found: dict[int, dict[str, float]] = {}
-    for measurement in measurements:
-        found.setdefault(measurement.num_bytes, {})[measurement.algorithm] = measurement.seconds
-    names = [name for name in PLANNERS if any(name in times for times in found.values())]
-    rows = [("size", *names, "auto chooses")]
-    for num_bytes, times in sorted(found.items()):
-        cells = [format_seconds(times[name]) if name in times else "-" for name in names]
-        choice = choose(measurements[0].world, num_bytes // ITEM_BYTES, ITEM_BYTES, model=model)
+    rows = [("size", *seconds, "auto chooses")]
+    for num_bytes in sorted({num_bytes for times in seconds.values() for num_bytes in times}):
+        cells = [format_seconds(times[num_bytes]) if num_bytes in times else "-" for times in seconds.values()]
+        choice = choose(world, num_bytes // ITEM_BYTES, ITEM_BYTES, model=model)
         rows.append((format_bytes(num_bytes), *cells, choice.plan.algorithm))
-    return format_table(rows, right=range(1, len(names) + 1))
+    return format_table(rows, right=range(1, len(seconds) + 1))
 
 
 def _show() -> None:
     found = kept()
     for path, tuning, problem in found:
-        print(f"{path}\n\n{describe(tuning, path)}\n" if tuning else f"{path}\nignored: {problem}\n")
+        shown = f"\n{describe(tuning, world_like(tuning.conditions), path)}" if tuning else f"ignored: {problem}"
+        print(f"{path}\n{shown}\n")
     print(f"{format_count(len(found), 'file')} of mpistrat tune in {cache.folder()}")
 
 
 def _size(text: str) -> int:
-    try:
-        num_bytes = parse_bytes(text)
-    except ValueError as error:
-        raise InvalidArgumentError(str(error)) from None
+    num_bytes = parse_bytes(text)
     if num_bytes < LEAST_BYTES:
         raise InvalidArgumentError(f"--max-bytes {num_bytes} is too small: accepted are sizes of at least {LEAST_BYTES} bytes")
     return num_bytes

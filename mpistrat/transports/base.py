@@ -13,22 +13,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.device.abstract import Device
+from mpistrat.device.abstract import Device, DeviceArray
+from mpistrat.device.cuda import CudaDevice
 from mpistrat.device.kernels import Segment
 from mpistrat.groups.group import Group
 from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.steps import Steps
 from mpistrat.transports.window import NodeWindow
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-__all__ = ["FlatArrays", "Operation", "Part", "SegmentCache", "Transport"]
+__all__ = ["DeviceTransport", "FlatArrays", "Operation", "Part", "SegmentCache", "Transport"]
 
 
 class SegmentCache:
@@ -122,24 +120,10 @@ class Transport(ABC):
     """The GPU whose memory the verbs work on; None for host memory."""
     window: NodeWindow | None = None
     """The shared memory of the ranks of a node; None if they share none."""
-    combines_arrays: ClassVar[bool] = False
-    """Whether `all_reduce_arrays` is implemented."""
-    most_passed_bytes = 0
-    """Arrays of at most so many bytes are handed to MPI as they are: their calls are compared later, inside a node too."""
-    slot_bytes = 0
-    """Arrays of at most so many bytes are summed in the slots of the window of the only node; the same on all ranks."""
-    adds_in_order: ClassVar[bool] = False
-    """Whether `all_reduce_in_order` adds in the order of the ranks."""
-    peers_read: bool = False
-    """Whether peers read this rank's memory by themselves, so that copies to it must have completed before a barrier."""
     compares_calls: bool = False
     """Whether messages or barriers of different calls never match; calls over other transports are compared afterwards."""
     has_channels: bool = False
     """Whether operations on different channels may begin in any order: if not, all ranks must begin them in the same one."""
-    takes_device_memory: ClassVar[bool] = False
-    """Whether memory of a GPU is sent as it is, and not staged through the host."""
-    one_shot_bytes: int | None = None
-    """The largest buffer that is summed in one shot, the same on all ranks, which may be set; None: it has no such choice."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -167,14 +151,6 @@ class Transport(ABC):
             Operations between nodes on different channels may be in flight at the same time.
         """
 
-    def all_reduce_in_order(self, buffer: Array, op: ReduceOp) -> Operation:
-        """Bind the same, if `adds_in_order` is true: the bits of the result depend on the values and the ranks' order alone."""
-        return self.all_reduce(buffer, op)
-
-    def adds_small_in_order(self, nbytes: int) -> bool:
-        """Return whether all-reduces of `nbytes` bytes add in the order of the ranks."""
-        return False
-
     @abstractmethod
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind: combine the buffers; rank r gets elements ``bounds[r]:bounds[r + 1]``, in place. The rest is undefined."""
@@ -182,31 +158,6 @@ class Transport(ABC):
     @abstractmethod
     def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
         """Bind: every rank gets elements ``bounds[r]:bounds[r + 1]`` of each rank r."""
-
-    def all_reduce_arrays(self, arrays: FlatArrays, fold: Fold) -> Steps:
-        """Combine the caller's arrays without a buffer, if `combines_arrays` is true. A collective call.
-
-        Parameters
-        ----------
-        arrays : FlatArrays
-            Arrays of the same number and sizes on all ranks.
-        fold : Fold
-            How to combine.
-        """
-        raise NotImplementedError(f"{self.name} works on buffers")
-
-    def blocking_all_reduce(
-        self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]
-    ) -> Callable[[Array, Array | None], Array]:
-        """Return a blocking all-reduce of one array of this shape and dtype: ``all_reduce(source, target)``.
-
-        It returns the target, a new array if `target` is None. Only if `combines_arrays` is true.
-        """
-        raise NotImplementedError(f"{self.name} works on buffers")
-
-    def passing_call(self, op: ReduceOp, dtype: np.dtype[Any]) -> tuple[Callable[..., None], MPI.Op, MPI.Datatype]:
-        """Return MPI's all-reduce for arrays of at most `most_passed_bytes`, and the operation and datatype that it takes."""
-        raise NotImplementedError(f"{self.name} hands nothing to MPI")
 
     def refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
         """Return why such values cannot be combined, or an empty text; binding a verb to them raises TransportError."""
@@ -220,39 +171,9 @@ class Transport(ABC):
         """Wait until all peers have called `release` `number` times: then memory can be written again."""
         return iter(())
 
-    def watch(  # noqa: B027
-        self, must_wait: Callable[[], bool], peer_has_aborted: Callable[[], bool], has_raised: Callable[[], bool]
-    ) -> None:
-        """Let operations on a device end, from now on, when they are enqueued, if they can.
-
-        Parameters
-        ----------
-        must_wait : callable
-            Whether the present one is to end when it is done all the same.
-        peer_has_aborted : callable
-            Whether what is under way will not end; asked by a thread as long as something is.
-        has_raised : callable
-            Whether the program has got an error of a collective.
-        """
-
-    def raise_failure(self) -> None:  # noqa: B027 - most transports raise in the operation that fails
-        """Raise TransportError if what was enqueued on a device has been aborted."""
-
-    def settle(self) -> Steps:
-        """Wait until all that was enqueued on a device has ended, if operations end before that."""
-        return iter(())
-
-    def abort(self, reason: str) -> None:  # noqa: B027 - most transports have no kernels that wait for peers
-        """Abort operations that would wait forever for peers. The peers must abort theirs too."""
-
     @property
     def scratch_bytes(self) -> int:
         """The memory that its operations share, besides what `allocate` returned; host or device memory, as the verbs use."""
-        return 0
-
-    @property
-    def pinned_bytes(self) -> int:
-        """The pinned host memory through which device memory is staged."""
         return 0
 
     def close(self) -> None:  # noqa: B027 - most transports have nothing to free
@@ -264,3 +185,86 @@ class Transport(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.group!r})"
+
+    # what only some transports can do, as these attributes say
+
+    combines_arrays: bool = False
+    adds_in_order: ClassVar[bool] = False
+
+    def all_reduce_arrays(self, arrays: FlatArrays, fold: Fold) -> Steps:
+        """Combine the caller's arrays without a buffer, if `combines_arrays` is true. A collective call.
+
+        Parameters
+        ----------
+        arrays : FlatArrays
+            Arrays of the same number and sizes on all ranks.
+        fold : Fold
+            How to combine.
+        """
+        raise NotImplementedError(f"{self.name} works on buffers")
+
+    def all_reduce_in_order(self, buffer: Array, op: ReduceOp) -> Operation:
+        """Bind `all_reduce`, if `adds_in_order` is true: the bits of the result depend on values and the ranks' order alone."""
+        return self.all_reduce(buffer, op)
+
+
+class DeviceTransport(Transport):
+    """A transport of the memory of GPUs; by default of CUDA's.
+
+    Parameters
+    ----------
+    group : Group
+        The ranks.
+    device : Device, optional
+        The GPU of this rank.
+    """
+
+    device: Device
+    peers_read: bool = False
+    """Whether peers read this rank's memory by themselves, so that copies to it must have completed before a barrier."""
+    takes_device_memory: ClassVar[bool] = False
+    """Whether memory of a GPU is sent as it is, and not staged through the host."""
+    combines_halves: ClassVar[bool] = False
+    """Whether 16-bit floats are combined in their own dtype."""
+    one_shot_bytes: int | None = None
+    """The largest buffer that is summed in one shot, the same on all ranks, which may be set; None: it has no such choice."""
+
+    def __init__(self, group: Group, device: Device | None = None) -> None:
+        super().__init__(group)
+        self.device = device or CudaDevice()
+
+    def allocate(self, nbytes: int) -> DeviceArray:
+        """Return memory of the device."""
+        return self.device.allocate(nbytes)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """The pinned host memory through which device memory is staged."""
+        return 0
+
+    # if operations may end before their work has: when it is enqueued
+
+    def watch(
+        self, must_wait: Callable[[], bool], peer_has_aborted: Callable[[], bool], has_raised: Callable[[], bool]
+    ) -> None:
+        """Let operations end, from now on, when they are enqueued, if they can.
+
+        Parameters
+        ----------
+        must_wait : callable
+            Whether the present one is to end when it is done all the same.
+        peer_has_aborted : callable
+            Whether what is under way will not end; asked by a thread as long as something is.
+        has_raised : callable
+            Whether the program has got an error of a collective.
+        """
+
+    def raise_failure(self) -> None:
+        """Raise TransportError if what was enqueued has been aborted."""
+
+    def settle(self) -> Steps:
+        """Wait until all that was enqueued has ended, if operations end before that."""
+        return iter(())
+
+    def abort(self, reason: str) -> None:
+        """Abort operations that would wait forever for peers. The peers must abort theirs too."""

@@ -10,8 +10,6 @@ bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.device.abstract import Device, DeviceArray, Event, address
 from mpistrat.device.binding import bound_device
-from mpistrat.device.cuda import CudaDevice
 from mpistrat.device.kernels import PACKET_BYTES, THREADS, fold_into_kernel
 from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups.agreement import bcast_or_raise
@@ -27,8 +24,8 @@ from mpistrat.groups.group import Group
 from mpistrat.launch.cuda_awareness import find_verdict
 from mpistrat.reduction import ReduceOp
 from mpistrat.steps import Steps, drive, until
-from mpistrat.transports.base import Operation, Part, Transport
-from mpistrat.transports.ring import BoundRing, Ring
+from mpistrat.transports.base import DeviceTransport, Operation, Part
+from mpistrat.transports.ring import BoundRing, Ring, RingTransport
 
 # MPI matches each message, and registers its memory where it must; UCX pipelines memory of NVIDIA GPUs in fragments of 4 MiB
 SEGMENT_BYTES = 1 << 22
@@ -40,17 +37,15 @@ _FIRST_COUNT = 1 << 12
 _FIRST_SECONDS = 60.0
 
 
-class CudaAwareTransport(Transport):
-    """All verbs on device memory, for an MPI that takes it."""
+class CudaAwareTransport(RingTransport, DeviceTransport):
+    """Rings on device memory, for an MPI that takes it."""
 
     name = "cuda_aware"
-    compares_calls = has_channels = True  # by the tags of its messages
     takes_device_memory = True
 
     def __init__(self, group: Group, device: Device | None = None, segment_bytes: int = SEGMENT_BYTES) -> None:
-        super().__init__(group)
-        self.device = self._device = device or CudaDevice()
-        self._stream = self._device.stream()
+        super().__init__(group, device)
+        self._stream = self.device.stream()
         self._segment_bytes = segment_bytes
         self._receive_buffers: dict[int, DeviceArray] = {}
 
@@ -76,26 +71,6 @@ class CudaAwareTransport(Transport):
             raise TransportError(f"{self.group.name}: {failure}; {settings.MPI_GPU.name}=off goes through memory of the host")
         return "" if all(right for right, _ in answers) else "a first sum of device memory gave wrong values"
 
-    def allocate(self, nbytes: int) -> DeviceArray:
-        """Return memory of the device."""
-        return self._device.allocate(nbytes)
-
-    def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
-        """Bind a ring reduce-scatter, followed without a barrier by a ring all-gather."""
-        size = self.group.size
-        ring = Ring.all_reduce(self.group.rank, size, buffer.size, self._limit(buffer, -(-buffer.size // size)))
-        return self._operation(buffer, ring, op, channel)
-
-    def reduce_scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp) -> Operation:
-        """Bind the first half of the ring, shifted so that rank r ends with part r."""
-        ring = Ring.reduce_scatter(self.group.rank, self.group.size, bounds, self._limit(buffer, _longest(bounds)))
-        return self._operation(buffer, ring, op)
-
-    def all_gather(self, buffer: DeviceArray, bounds: Sequence[int]) -> Operation:
-        """Bind the second half of the ring."""
-        ring = Ring.all_gather(self.group.rank, self.group.size, bounds, self._limit(buffer, _longest(bounds)))
-        return self._operation(buffer, ring, ReduceOp.SUM)
-
     @property
     def scratch_bytes(self) -> int:
         """The memory in which segments are received: as many for each channel as are received ahead."""
@@ -104,26 +79,25 @@ class CudaAwareTransport(Transport):
     def _sums_rightly(self) -> bool:
         rank, size = self.group.rank, self.group.size
         values = np.arange(_FIRST_COUNT, dtype=np.int32)
-        with self._device.activate():
+        with self.device.activate():
             buffer = self.allocate(values.nbytes).view(np.int32)
-            self._device.put(buffer, values + rank)
+            self.device.put(buffer, values + rank)
             drive(self.all_reduce(buffer, ReduceOp.SUM).run(), lambda: "the first exchange of device memory", _FIRST_SECONDS)
-            return np.array_equal(self._device.get(buffer), values * size + sum(range(size)))
+            return np.array_equal(self.device.get(buffer), values * size + sum(range(size)))
 
     def _limit(self, buffer: DeviceArray, longest_part: int) -> int:
-        """Return the elements of the longest segment, if a part has up to `longest_part` of them."""
         itemsize = int(buffer.dtype.itemsize)
         longest = segment_bytes(longest_part * itemsize, self._segment_bytes)
         return min(longest, self.group.settings[settings.MAX_MESSAGE_BYTES]) // itemsize
 
     def _receive_buffer(self, channel: int) -> DeviceArray:
-        """Return where the messages of a channel land, whose operations run one after the other."""
+        """Return where the messages of a channel land."""
         if channel not in self._receive_buffers:
-            self._receive_buffers[channel] = self._device.allocate(RECEIVES_AHEAD * self._segment_bytes)
+            self._receive_buffers[channel] = self.device.allocate(RECEIVES_AHEAD * self._segment_bytes)
         return self._receive_buffers[channel]
 
-    def _operation(self, buffer: DeviceArray, ring: Ring, op: ReduceOp, channel: int = 0) -> Operation:
-        device, stream, received = self._device, self._stream, self._receive_buffer(channel)
+    def _bind(self, buffer: DeviceArray, ring: Ring, op: ReduceOp, channel: int = 0) -> Operation:
+        device, stream, received = self.device, self._stream, self._receive_buffer(channel)
         itemsize, start, slot_bytes = int(buffer.dtype.itemsize), address(buffer), received.nbytes // RECEIVES_AHEAD
         receives: list[list[Any]] = []
         launches: list[tuple[int, tuple[Any, ...]] | None] = []
@@ -163,10 +137,6 @@ def segment_bytes(part_bytes: int, longest: int = SEGMENT_BYTES) -> int:
 
 def _num_blocks(count: int, itemsize: int) -> int:
     return -(-count * itemsize // (THREADS * PACKET_BYTES))
-
-
-def _longest(bounds: Sequence[int]) -> int:
-    return max(stop - start for start, stop in pairwise(bounds))
 
 
 def _message(start: int, part: slice, itemsize: int) -> list[Any]:

@@ -22,30 +22,28 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpistrat.device.abstract import Device, DeviceArray, address
-from mpistrat.device.cuda import CudaDevice
 from mpistrat.device.kernels import PACKET_BYTES, fold_kernel, num_blocks
 from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import ONE_SHOT_BYTES
 from mpistrat.steps import Steps, until
-from mpistrat.transports.base import Operation, Part, Transport
+from mpistrat.transports.base import DeviceTransport, Operation, Part
 from mpistrat.transports.window import NodeWindow, window_refusal
 
 SHARED_BLOCK_BYTES = 1 << 21  # CUDA shares whole blocks of this size, and smaller allocations lie in one together
 
 
-class CudaIpcTransport(Transport):
+class CudaIpcTransport(DeviceTransport):
     """The verbs over mapped memory. They work only on memory that `allocate` returned."""
 
     name = "cuda_ipc"
-    adds_in_order = True
+    adds_in_order = combines_halves = True
 
     def __init__(self, group: Group, device: Device | None = None) -> None:
-        super().__init__(group)
-        self.device = self._device = device or CudaDevice()
+        super().__init__(group, device)
         self.peers_read = group.size > 1
-        self._stream = self._device.stream()
+        self._stream = self.device.stream()
         self._sync_window = NodeWindow(group)
         self.one_shot_bytes: int = group.settings[ONE_SHOT_BYTES]
         self._arenas: list[DeviceArray] = []
@@ -65,14 +63,14 @@ class CudaIpcTransport(Transport):
         memory: list[DeviceArray] = []
         try:
             whole_blocks = -(-max(nbytes, 1) // SHARED_BLOCK_BYTES) * SHARED_BLOCK_BYTES
-            memory = [self._device.allocate(whole_blocks), self._device.allocate(8 * self.group.size)]
-            handle, refusal = self._device.export(memory[0]), ""
+            memory = [self.device.allocate(whole_blocks), self.device.allocate(8 * self.group.size)]
+            handle, refusal = self.device.export(memory[0]), ""
         except TransportError as error:
             handle, refusal = b"", self._with_rank(error)
         handles = self.group.comm.allgather((handle, refusal))
         try:
             self._arenas = [
-                memory[0] if rank == self.group.rank else self._device.map(handle, nbytes)
+                memory[0] if rank == self.group.rank else self.device.map(handle, nbytes)
                 for rank, (handle, _) in enumerate(handles)
                 if not any(text for _, text in handles)
             ]
@@ -83,14 +81,14 @@ class CudaIpcTransport(Transport):
             self.close()
             raise TransportError(f"{self.group.name}: {refusals[0]}")
         arena, self._table = memory[0][:nbytes], memory[1]
-        self._device.put(self._table, np.array([address(peer) for peer in self._arenas], np.uint64).view(np.uint8))
+        self.device.put(self._table, np.array([address(peer) for peer in self._arenas], np.uint64).view(np.uint8))
         return arena
 
     def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind a sum of all by each rank if the buffer is small, else a reduce-scatter; its parts are the owners' memory."""
         bounds = _even_bounds(buffer, self.group.size)
         if buffer.nbytes <= self.one_shot_bytes:
-            total = self._device.allocate(buffer.nbytes).view(buffer.dtype)  # not in the arena, where peers still read
+            total = self.device.allocate(buffer.nbytes).view(buffer.dtype)  # not in the arena, where peers still read
             order = _Order(1 % self.group.size, max(bounds[1], 1), bounds[self.group.rank])
             fold = self._fold(buffer, 0, buffer.size, op, order, address(total))
             return self._after_all(fold, [Part(0, buffer.size, (total,))], total.nbytes)
@@ -177,12 +175,12 @@ class CudaIpcTransport(Transport):
         first_byte = self._offset(buffer) + start * itemsize
         peers = address(self._table), np.int32(self.group.size), first_byte
         arguments = *peers, target, count, np.int32(order.first_peer), order.part_count, order.start
-        self._device.prepare(kernel)
+        self.device.prepare(kernel)
 
         def run() -> Steps:
             if not count:
                 return
-            self._stream.wait(self._device.current_stream().record())
+            self._stream.wait(self.device.current_stream().record())
             self._stream.launch(kernel, num_blocks(count, itemsize), arguments)
             yield from until(self._stream.record().done)
 
@@ -192,7 +190,7 @@ class CudaIpcTransport(Transport):
         """Return the operation that waits until the memory of all ranks is ready, then acts."""
 
         def run() -> Steps:
-            yield from until(self._device.current_stream().record().done)
+            yield from until(self.device.current_stream().record().done)
             yield from self._sync_window.barrier()
             if act is not None:
                 yield from act()

@@ -44,11 +44,14 @@ class WorldTransport(MpiTransport):
     """
 
     combines_arrays = True
+    most_passed_bytes = 0
+    """Arrays of at most so many bytes are handed to MPI as they are: their calls are compared later, inside a node too."""
 
     def __init__(self, hierarchy: Hierarchy, window: NodeWindow | None = None) -> None:
         self._world, self._call = hierarchy.world, hierarchy.call
         self._window = window if hierarchy.intra.size > 1 else None
         self.small = SmallExchange(hierarchy, self._window)
+        # arrays of at most so many bytes are summed in the slots of the window of the only node; the same on all ranks
         self.slot_bytes = self.small.most_bytes if self.small.is_one_node and self.small.is_available else 0
         several = self._world.num_nodes > 1
         self._own: list[MPI.Intracomm] = []
@@ -82,7 +85,10 @@ class WorldTransport(MpiTransport):
     def blocking_all_reduce(
         self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]
     ) -> Callable[[Array, Array | None], Array]:
-        """Return a blocking all-reduce, by `small` or MPI: see `Transport.blocking_all_reduce`."""
+        """Return a blocking all-reduce of one array of this shape and dtype, by `small` or MPI: ``all_reduce(source, target)``.
+
+        It returns the target, a new array if `target` is None.
+        """
         nbytes = _nbytes(dtype, shape)
         if self._world.size == 1:
             return _copy
@@ -109,11 +115,11 @@ class WorldTransport(MpiTransport):
         return run
 
     def passing_call(self, op: ReduceOp, dtype: np.dtype[Any]) -> tuple[Callable[..., None], MPI.Op, MPI.Datatype]:
-        """Return the all-reduce of small arrays, and the operation and datatype that are passed to it: see `Transport`."""
+        """Return MPI's all-reduce for arrays of at most `most_passed_bytes`, and the operation and datatype that it takes."""
         return self.group.comm.Allreduce, self.native_op(op, dtype), mpi_datatype(dtype)
 
     def adds_small_in_order(self, nbytes: int) -> bool:
-        """Return whether arrays of `nbytes` bytes are added in the order of the ranks: see `Transport`."""
+        """Return whether arrays of `nbytes` bytes are added in the order of the ranks."""
         return self.small.is_one_node and self.small.serves(nbytes) and not self._passes(nbytes)
 
     def _passes(self, nbytes: int) -> bool:

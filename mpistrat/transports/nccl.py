@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
-from mpistrat.device.cuda import CudaDevice
 from mpistrat.device.kernels import PACKET_BYTES, computed_in, divide_kernel, fold_kernel, num_blocks, real_dtype
 from mpistrat.errors import TransportError
 from mpistrat.groups.agreement import bcast_or_raise
@@ -30,7 +29,7 @@ from mpistrat.groups.group import Group
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
 from mpistrat.steps import WAITING, Steps
 from mpistrat.text import ranks_text
-from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
+from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part
 
 JOIN_SECONDS = 120.0
 POLLS_PER_CHECK = 64
@@ -72,7 +71,7 @@ def nccl_refusal(dtype: np.dtype[Any], op: ReduceOp) -> str:
     return "" if native_type(dtype, op) else f"NCCL does not combine {dtype} by {op.name} as this library defines it"
 
 
-class NcclTransport(Transport):
+class NcclTransport(DeviceTransport):
     """The verbs of NCCL. Making one is a collective call.
 
     Raises TransportError on all ranks, if their versions differ, NCCL_COMM_BLOCKING is 0, NCCL finds no network, or not all
@@ -81,13 +80,12 @@ class NcclTransport(Transport):
 
     name = "nccl"
     combines_arrays = True
-    adds_in_order = True
+    adds_in_order = combines_halves = True
 
     def __init__(self, group: Group, device: Device | None = None, library: Any = None) -> None:
-        super().__init__(group)
-        self.device = self._device = device or CudaDevice()
+        super().__init__(group, device)
         self._nccl = library or _cupy_nccl()
-        self._stream = self._device.stream()
+        self._stream = self.device.stream()
         self._failure = ""
         self._connected: set[tuple[str, int]] = set()  # by point-to-point calls
         self._lock = threading.Lock()
@@ -103,10 +101,6 @@ class NcclTransport(Transport):
         except ImportError as error:
             return f"CuPy cannot be imported ({error})"
         return "" if available else "CuPy finds no libnccl.so.2; pip install '.[cuda12]' in the checkout, or cuda13"
-
-    def allocate(self, nbytes: int) -> DeviceArray:
-        """Return memory of the device."""
-        return self._device.allocate(nbytes)
 
     def refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
         """Return what NCCL lacks to combine such values, or an empty text."""
@@ -135,7 +129,7 @@ class NcclTransport(Transport):
         """Bind a group of ncclSend and ncclRecv, a kernel that adds, and an all-gather."""
         bounds = [rank * buffer.size // self.group.size for rank in range(self.group.size + 1)]
         gather = self.all_gather(buffer, bounds)
-        return ordered_on_device(self._device, self.group.rank, buffer, bounds, op, self.exchange, gather)
+        return ordered_on_device(self.device, self.group.rank, buffer, bounds, op, self.exchange, gather)
 
     def reduce_scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind ncclReduceScatter in place, or one ncclReduce per part where parts differ."""
@@ -191,7 +185,7 @@ class NcclTransport(Transport):
         """Let operations end, from now on, when they are enqueued: the caller's stream waits for them, and not the host."""
         if self._watcher is None:
             self._watcher = NcclWatcher(
-                f"nccl watcher {self.group.name}", self._device, self._check, must_wait, peer_has_aborted, has_raised
+                f"nccl watcher {self.group.name}", self.device, self._check, must_wait, peer_has_aborted, has_raised
             )
 
     def raise_failure(self) -> None:
@@ -229,7 +223,7 @@ class NcclTransport(Transport):
             real = real_dtype(values.dtype)
             count = values.nbytes // real.itemsize
             arguments = address(values), count, computed_in(real).type(divisor)
-            self._device.current_stream().launch(divide_kernel(real), num_blocks(count, real.itemsize), arguments)
+            self.device.current_stream().launch(divide_kernel(real), num_blocks(count, real.itemsize), arguments)
 
     def _native(self, buffer: DeviceArray, op: ReduceOp) -> tuple[int, int, int]:
         native = native_type(buffer.dtype, op)
@@ -256,7 +250,7 @@ class NcclTransport(Transport):
 
         def run() -> Steps:
             self._check()
-            current = self._device.current_stream()
+            current = self.device.current_stream()
             self._follow(current)
             try:
                 if connects:
@@ -264,7 +258,7 @@ class NcclTransport(Transport):
                 else:
                     self._issue(calls)
                 event, polls = self._stream.record(), 0
-                self._device.last_call = event
+                self.device.last_call = event
                 if self._watcher is not None and not self._watcher.must_wait():
                     current.wait(event)
                     self._watcher.add(event)
@@ -283,8 +277,8 @@ class NcclTransport(Transport):
     def _follow(self, current: Stream) -> None:
         """Let what comes wait for what a stream was given so far, and for what NCCL was given on this GPU."""
         self._stream.wait(current.record())
-        if self._device.last_call is not None:
-            self._stream.wait(self._device.last_call)
+        if self.device.last_call is not None:
+            self._stream.wait(self.device.last_call)
 
     def _issue(self, calls: Sequence[_Call]) -> None:
         if len(calls) == 1:
@@ -303,7 +297,7 @@ class NcclTransport(Transport):
 
         def issue() -> None:
             try:
-                with self._device.activate():  # a new thread computes on GPU 0
+                with self.device.activate():  # a new thread computes on GPU 0
                     self._issue(calls)
             except Exception as error:
                 failures.append(error)
@@ -345,7 +339,7 @@ class NcclTransport(Transport):
 
         def join() -> None:
             try:
-                with self._device.activate():  # a new thread computes on GPU 0
+                with self.device.activate():  # a new thread computes on GPU 0
                     comm = self._nccl.NcclCommunicator(self.group.size, identifier, self.group.rank)
                     try:
                         self._try_verbs(comm, values)
@@ -380,8 +374,8 @@ class NcclTransport(Transport):
         """
         # integers: the cube of the number of ranks need not be a float32
         size, kind, total = self.group.size, self._nccl.NCCL_INT64, self._nccl.NCCL_SUM
-        self._device.put(values, np.ones(size, np.int64))
-        self._follow(self._device.current_stream())
+        self.device.put(values, np.ones(size, np.int64))
+        self._follow(self.device.current_stream())
         start, stream = address(values), self._stream.pointer
         own = start + values.itemsize * self.group.rank
         comm.allReduce(start, start, size, kind, total, stream)
@@ -394,7 +388,7 @@ class NcclTransport(Transport):
             if time.monotonic() > ends:
                 raise TransportError(f"its first sums had not ended after {JOIN_SECONDS:g} s")
             time.sleep(_POLL_SECONDS)
-        found = self._device.get(values)
+        found = self.device.get(values)
         if not (found == size**3).all():
             raise TransportError(f"its first sums were wrong: {found.tolist()} in the place of {size**3}")
 
@@ -402,7 +396,7 @@ class NcclTransport(Transport):
         """Return memory for the first calls: where one rank has none, all must raise before they wait for it."""
         values, problem = None, ""
         try:
-            values = self._device.allocate(8 * self.group.size).view(np.int64)
+            values = self.device.allocate(8 * self.group.size).view(np.int64)
         except RuntimeError as error:  # a TransportError, or CUDA's own
             problem = f"{error}"
         problem = next(filter(None, self.group.comm.allgather(problem)), "")
@@ -515,7 +509,7 @@ class NcclWatcher:
         peer_has_aborted: Callable[[], bool],
         has_raised: Callable[[], bool],
     ) -> None:
-        self._device, self._check, self._has_raised = device, check, has_raised
+        self.device, self._check, self._has_raised = device, check, has_raised
         self.must_wait, self.peer_has_aborted = must_wait, peer_has_aborted
         self._under_way: deque[Event] = deque()
         self._has_work, self._is_raised, self._is_stopped = threading.Event(), threading.Event(), False
@@ -546,7 +540,7 @@ class NcclWatcher:
         self._thread.join(STOP_SECONDS)
 
     def _work(self) -> None:
-        with self._device.activate():  # a new thread computes on GPU 0
+        with self.device.activate():  # a new thread computes on GPU 0
             while self._has_work.wait() and not self._is_stopped:
                 self._has_work.clear()
                 try:

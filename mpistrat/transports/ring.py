@@ -8,6 +8,7 @@ Comput. 69 (2009).
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,7 @@ class Ring:
 
     def __init__(self, rank: int, size: int, bounds: Sequence[int], limit: int) -> None:
         self._rank, self._size, self._bounds = rank, size, bounds
-        widest = max(stop - start for start, stop in pairwise(bounds))
+        widest = _longest(bounds)
         self.segments = max(1, -(-widest // max(1, limit)))
         self.width = -(-widest // self.segments)
         self.sends: list[slice] = []
@@ -141,10 +142,6 @@ class BoundRing:
         self._segments, self._sent_before = ring.segments, ring.sent_before()
         self._sends, self._receives, self._fold, self._ahead, self._memory = sends, receives, fold, ahead, memory
 
-    def operation(self, buffer: Array) -> Operation:
-        """Return the operation, whose result is in `buffer`."""
-        return Operation(self.run, [Part(0, buffer.size, (buffer,))])
-
     def run(self) -> Steps:
         """Return the steps of one round. A collective call."""
         comm, right, left, tag = self._comm, self._right, self._left, self._call.tag(self._channel)
@@ -185,11 +182,41 @@ class BoundRing:
             raise
 
 
-class MpiRingTransport(Transport):
+class RingTransport(Transport):
     """All-reduce, reduce-scatter and all-gather by rings over Isend and Irecv, bandwidth-optimal between nodes."""
 
-    name = "mpi_ring"
     compares_calls = has_channels = True  # by the tags of its messages
+
+    def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
+        """Bind a ring reduce-scatter, followed without a barrier by a ring all-gather."""
+        rank, size = self.group.rank, self.group.size
+        return self._bind(
+            buffer, Ring.all_reduce(rank, size, buffer.size, self._limit(buffer, -(-buffer.size // size))), op, channel
+        )
+
+    def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
+        """Bind the first half of the ring, shifted so that rank r ends with part r."""
+        limit = self._limit(buffer, _longest(bounds))
+        return self._bind(buffer, Ring.reduce_scatter(self.group.rank, self.group.size, bounds, limit), op)
+
+    def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
+        """Bind the second half of the ring."""
+        limit = self._limit(buffer, _longest(bounds))
+        return self._bind(buffer, Ring.all_gather(self.group.rank, self.group.size, bounds, limit), ReduceOp.SUM)
+
+    @abstractmethod
+    def _limit(self, buffer: Array, longest_part: int) -> int:
+        """Return the elements of the longest segment, if a part has up to `longest_part` of them."""
+
+    @abstractmethod
+    def _bind(self, buffer: Array, ring: Ring, op: ReduceOp, channel: int = 0) -> Operation:
+        """Bind a ring to a buffer and to memory of the channel, whose operations run one after the other."""
+
+
+class MpiRingTransport(RingTransport):
+    """Rings on memory of the host."""
+
+    name = "mpi_ring"
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
@@ -205,29 +232,15 @@ class MpiRingTransport(Transport):
         """Return ordinary memory."""
         return self._mpi.allocate(nbytes)
 
-    def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
-        """Bind a ring reduce-scatter, followed without a barrier by a ring all-gather."""
-        return self._bind(
-            buffer, Ring.all_reduce(self.group.rank, self.group.size, buffer.size, self._limit(buffer)), op, channel
-        )
-
-    def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
-        """Bind the first half of the ring, shifted so that rank r ends with part r."""
-        return self._bind(buffer, Ring.reduce_scatter(self.group.rank, self.group.size, bounds, self._limit(buffer)), op)
-
-    def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
-        """Bind the second half of the ring."""
-        return self._bind(buffer, Ring.all_gather(self.group.rank, self.group.size, bounds, self._limit(buffer)))
-
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the receive buffers of all channels."""
         return sum(memory.nbytes for memory in self._scratch.values())
 
-    def _limit(self, buffer: Array) -> int:
+    def _limit(self, buffer: Array, longest_part: int) -> int:
         return min(SEGMENT_BYTES, self.group.settings[MAX_MESSAGE_BYTES]) // buffer.itemsize
 
-    def _bind(self, buffer: Array, ring: Ring, op: ReduceOp = ReduceOp.SUM, channel: int = 0) -> Operation:
+    def _bind(self, buffer: Array, ring: Ring, op: ReduceOp, channel: int = 0) -> Operation:
         function, targets, memory = combine(op), [buffer[part] for part in ring.targets], self._receive_memory(channel)
         scratch = memory.view(buffer.dtype)[: RECEIVES_AHEAD * ring.width].reshape(RECEIVES_AHEAD, ring.width)
         received = [
@@ -244,10 +257,14 @@ class MpiRingTransport(Transport):
                 function(*pair, out=pair[0])
 
         bound = BoundRing(self.group, channel, ring, sends, receives, fold, RECEIVES_AHEAD, (buffer, memory))
-        return bound.operation(buffer)
+        return Operation(bound.run, [Part(0, buffer.size, (buffer,))])
 
-    def _receive_memory(self, channel: int = 0) -> Array:
-        """Return the receive buffers of a channel, shared by its operations, which run one after the other."""
+    def _receive_memory(self, channel: int) -> Array:
+        """Return the receive buffers of a channel."""
         if channel not in self._scratch:
             self._scratch[channel] = np.empty(RECEIVES_AHEAD * SEGMENT_BYTES, np.uint8)
         return self._scratch[channel]
+
+
+def _longest(bounds: Sequence[int]) -> int:
+    return max(stop - start for start, stop in pairwise(bounds))

@@ -3,39 +3,34 @@
 Buffers lie at equal offsets in the arenas of all ranks, who read their peers' buffers without a copy. In a reduce-scatter each
 rank sums its part over all arenas; an all-gather moves nothing: its parts are views of the owners' memory.
 
-The caller's arrays are combined in two ways: each rank sums its part of them, through slots in the arenas, or where they are
-large and the kernel permits it by cross-memory attach (CMA), which copies least, but makes a system call per block and peer. A
-reduce-scatter is the first half of either.
+Large arrays of the caller are combined where they lie, one or many, if the kernel permits cross-memory attach (CMA): that
+copies least, but makes a system call per block and peer. A reduce-scatter is the first half of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from operator import eq, itemgetter
+from operator import eq
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.arrays import Array
-from mpistrat.device.abstract import address
 from mpistrat.device.kernels import Segment
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import Fold, ReduceOp, combine
 from mpistrat.steps import WORKED, Steps
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
-from mpistrat.transports.cma import IoVectors
+from mpistrat.transports.cma import IoVectors, addresses
 from mpistrat.transports.window import NodeWindow, window_refusal
 
 FOLD_BYTES = 1 << 17  # the blocks of all peers and of the sum fit in the cache of one core
-TABLE_ARRAYS, TABLE_BYTES = 4096, 1 << 16  # the table of the addresses of a rank's arrays, at the beginning of its arena
-NUM_SLOTS, SLOT_BYTES = 3, 1 << 19
-EXCHANGE_BYTES = TABLE_BYTES + NUM_SLOTS * SLOT_BYTES
-"""How long the arenas must be to combine the caller's arrays."""
-BLOCK_BYTES, RECEIVE_BYTES = 1 << 21, 3 << 19  # by CMA
-CMA_FROM_BYTES = 1 << 19
+CMA_FROM_BYTES, CMA_FROM_BYTES_EACH = 1 << 19, 1 << 14
+"""From how many bytes on arrays are combined by CMA: of all together, and of each on average."""
+RECEIVE_BYTES = 3 << 19
+_ADDRESSES_BYTES, _TABLE_STEP_BYTES = 16, 1 << 16  # of the source and the target of an array
 SOURCES, TARGETS = 0, 1
-LARGEST_ITEM_BYTES = 32
 
 
 class SharedMemoryTransport(Transport):
@@ -46,13 +41,13 @@ class SharedMemoryTransport(Transport):
 
     name = "shared_memory"
     compares_calls = True  # every barrier does
-    combines_arrays = True
     adds_in_order = True  # each rank folds the slots of all as it copies the result out
     window: NodeWindow
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self.window = NodeWindow(group)
+        self.combines_arrays = not self.window.cma.refusal
 
     @classmethod
     def probe(cls, group: Group) -> str:
@@ -68,8 +63,8 @@ class SharedMemoryTransport(Transport):
         return self._after_barrier(None, [Part(0, buffer.size, tuple(self.window.views(buffer)))])
 
     def all_reduce_arrays(self, arrays: FlatArrays, fold: Fold) -> Steps:
-        """Combine the caller's arrays: see `exchange`."""
-        return exchange(self.window, arrays, fold)
+        """Combine the caller's arrays: see `Exchange`."""
+        return Exchange(self.window, arrays, fold).run()
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind: a barrier, then sum this rank's part over all arenas, in blocks that stay in the cache."""
@@ -129,104 +124,33 @@ class SharedMemoryTransport(Transport):
         return Operation(run, parts)
 
 
-def exchange(window: NodeWindow, arrays: FlatArrays, fold: Fold, bounds: Sequence[int] | None = None) -> Steps:
-    """Return the steps that combine the sources of all ranks into the targets. A collective call.
+def exchange_bytes(num_arrays: int) -> int:
+    """Return how long the arenas must be to combine so many arrays of the caller."""
+    return RECEIVE_BYTES + -(-num_arrays * _ADDRESSES_BYTES // _TABLE_STEP_BYTES) * _TABLE_STEP_BYTES
 
-    With `bounds` rank r gets only elements ``bounds[r]:bounds[r + 1]``, in targets that share no memory with the sources.
+
+class Exchange:
+    """Combines the sources of all ranks of a node into the targets, by CMA.
+
+    Each rank reads its blocks of the arrays from all peers, one after the other, and writes the sum to all while it is still in
+    the cache. No rank reads what another one writes, so sources and targets may be the same arrays.
+
+    With `bounds`, a reduce-scatter: rank r gets only elements ``bounds[r]:bounds[r + 1]``, in targets that share no memory with
+    the sources.
     """
-    # the kernel pins each page, which pays only for arrays so large that they lie in huge pages
-    cma_from = CMA_FROM_BYTES * (len(arrays.sources) if bounds is None else 1)
-    is_large = arrays.nbytes >= cma_from and len(arrays.sources) <= TABLE_ARRAYS
-    way = _CrossMemory if is_large and not window.cma.refusal else _ThroughSlots
-    return way(window, arrays, fold, bounds).run()
-
-
-class _Exchange:
-    """The arrays of a rank, and the bounds of the part that each rank sums; with `bounds` given, a reduce-scatter."""
 
     def __init__(self, window: NodeWindow, arrays: FlatArrays, fold: Fold, bounds: Sequence[int] | None = None) -> None:
         self.window, self.rank, self.size = window, window.group.rank, window.group.size
         self.others = [peer for peer in range(self.size) if peer != self.rank]
-        self.arrays, self.fold, self.itemsize = arrays, fold, arrays.dtype.itemsize
-        self.scatters = bounds is not None
-        self.bounds = bounds or [index * arrays.count // self.size for index in range(self.size + 1)]
-
-    def views(self, segments: Sequence[Segment], buffers: Sequence[Array]) -> list[tuple[Array, Array, list[Array]]]:
-        """Return, for each segment of a range, its source, its target, and its part of buffers that hold just that range."""
-        sources, targets = self.arrays.sources, self.arrays.targets
-        found = []
-        for segment in segments:
-            array, here, count = segment.array, slice(segment.start, segment.stop), segment.stop - segment.start
-            in_buffer = itemgetter(slice(segment.offset, segment.offset + count))
-            found.append((sources[array][here], targets[array][here], list(map(in_buffer, buffers))))
-        return found
-
-
-class _ThroughSlots(_Exchange):
-    """A pipeline in chunks of each part.
-
-    Chunk k of part p lies at place p of slot ``k % 3``: the inputs in the arenas of the other ranks, the result in the arena of
-    rank p. There are three slots because a result is read in the round after the next inputs are written.
-    """
-
-    def run(self) -> Steps:
-        self.arenas = [arena[TABLE_BYTES:EXCHANGE_BYTES].view(self.arrays.dtype) for arena in self.window.arenas]
-        self.slot_count = SLOT_BYTES // self.itemsize
-        # the same places for every dtype: a peer may still read a result while the next exchange begins
-        self.step = SLOT_BYTES // self.size // LARGEST_ITEM_BYTES * LARGEST_ITEM_BYTES // self.itemsize
-        self.num_chunks = -(-max(stop - start for start, stop in pairwise(self.bounds)) // self.step)
-        # a round copies chunk k in, sums chunk k - 1, copies chunk k - 2 out, and has one barrier
-        for turn in range(self.num_chunks + (1 if self.scatters else 2)):
-            self._copy_in(turn)
-            self._sum(turn - 1)
-            barrier = self.window.barrier()
-            if not self.scatters:
-                self._copy_out(turn - 2)
-            yield from barrier
-
-    def _copy_in(self, chunk: int) -> None:
-        """Copy the parts that peers sum into this rank's arena."""
-        for part in self.others if chunk < self.num_chunks else ():
-            start, stop, place = self._chunk_bounds(chunk, part)
-            for source, _, (slot,) in self.views(self.arrays.segments.find(start, stop), [self.arenas[self.rank][place:]]):
-                np.copyto(slot, source)
-
-    def _sum(self, chunk: int) -> None:
-        """Sum this rank's part over all ranks into its targets, and for an all-reduce also copy it to its arena."""
-        if not 0 <= chunk < self.num_chunks:
-            return
-        start, stop, place = self._chunk_bounds(chunk, self.rank)
-        arenas = [self.arenas[peer][place:] for peer in (self.rank, *self.others)]
-        for source, target, (slot, *addends) in self.views(self.arrays.segments.find(start, stop), arenas):
-            self.fold.into(target, [source, *addends])
-            if not self.scatters:
-                np.copyto(slot, target)
-
-    def _copy_out(self, chunk: int) -> None:
-        """Copy the parts that peers have summed to the targets."""
-        for part in self.others if chunk >= 0 else ():
-            start, stop, place = self._chunk_bounds(chunk, part)
-            for _, target, (slot,) in self.views(self.arrays.segments.find(start, stop), [self.arenas[part][place:]]):
-                np.copyto(target, slot)
-
-    def _chunk_bounds(self, chunk: int, part: int) -> tuple[int, int, int]:
-        """Return the bounds of a chunk of a part in the arrays, and its first element in an arena."""
-        start = self.bounds[part] + chunk * self.step
-        stop = max(start, min(start + self.step, self.bounds[part + 1]))
-        return start, stop, chunk % NUM_SLOTS * self.slot_count + part * self.step
-
-
-class _CrossMemory(_Exchange):
-    """Each rank reads its part from all peers, block by block, and writes the sum to all while it is still in the cache.
-
-    No rank reads what another one writes, so sources and targets may be the same arrays.
-    """
+        self.arrays, self.fold, self.bounds = arrays, fold, bounds
+        self.longest = RECEIVE_BYTES // len(self.others) // arrays.dtype.itemsize
 
     def run(self) -> Steps:
         """Return the steps. A collective call."""
         arrays, window = self.arrays, self.window
-        sources, targets = ([address(array) for array in several] for several in (arrays.sources, arrays.targets))
-        self.tables = [arena[: 16 * len(sources)].view(np.uint64).reshape(2, -1) for arena in window.arenas]
+        sources, targets = addresses(arrays.sources), addresses(arrays.targets)
+        end = RECEIVE_BYTES + _ADDRESSES_BYTES * len(sources)
+        self.tables = [arena[RECEIVE_BYTES:end].view(np.uint64).reshape(2, -1) for arena in window.arenas]
         self.tables[self.rank][:] = sources, targets
         try:
             yield from window.barrier()
@@ -243,36 +167,53 @@ class _CrossMemory(_Exchange):
         # out of place, the data of a single peer can be read straight into the targets
         received = self._receive_buffers() if is_in_place or self.size > 2 else []
         # once the arrays fill the caches, Python is slow: prepare everything first
-        blocks = self._blocks(received[0].size if received else BLOCK_BYTES // self.itemsize)
-        blocks.locate(self.tables, [address(buffer) for buffer in received])
-        sums = [
-            [(target, [source, *(others or [target])]) for source, target, others in self.views(segments, received)]
-            for segments in blocks.segments
-        ]
+        blocks = self._blocks()
+        blocks.locate(self.tables, addresses(received))
+        sums = [self._sums(segments, received) for segments in blocks.segments]
         cma = self.window.cma
         for index in self.window.walk(range(len(sums))):
             for peer, remote, local in blocks.reads[index]:
                 cma.read(peer, remote, local)
             for target, addends in sums[index]:
                 self.fold.into(target, addends)
-            for peer, remote, local in () if self.scatters else blocks.writes[index]:
+            for peer, remote, local in blocks.writes[index] if self.bounds is None else ():
                 cma.write(peer, remote, local)
             yield WORKED
 
+    def _sums(self, segments: Sequence[Segment], received: Sequence[Array]) -> list[tuple[Array, list[Array]]]:
+        """Return the target and the addends of each segment of a block; without buffers, peers' data is in the target."""
+        found = []
+        for segment in segments:
+            array, count = segment.array, segment.stop - segment.start
+            here, there = slice(segment.start, segment.stop), slice(segment.offset, segment.offset + count)
+            source, target = self.arrays.sources[array][here], self.arrays.targets[array][here]
+            found.append((target, [source, *([buffer[there] for buffer in received] or [target])]))
+        return found
+
     def _receive_buffers(self) -> list[Array]:
         """Return a buffer in this rank's arena for the blocks of each peer."""
-        memory = self.window.arenas[self.rank][TABLE_BYTES : TABLE_BYTES + RECEIVE_BYTES].view(self.arrays.dtype)
-        count = memory.size // len(self.others)
+        memory, count = self.window.arenas[self.rank][:RECEIVE_BYTES].view(self.arrays.dtype), self.longest
         return [memory[index * count : (index + 1) * count] for index in range(len(self.others))]
 
-    def _blocks(self, count: int) -> _Blocks:
-        """Return this rank's part in blocks of `count` elements; cached for all calls with arrays of these sizes."""
-        cached, (first, last) = self.arrays.segments.derived, self.bounds[self.rank : self.rank + 2]
-        if count not in cached:
-            segments = [self.arrays.segments.find(start, min(start + count, last)) for start in range(first, last, count)]
-            cached[count] = _Blocks(segments, self.itemsize, self.rank, self.others)
-        found: _Blocks = cached[count]
+    def _blocks(self) -> _Blocks:
+        """Return this rank's blocks; cached for all calls with arrays of these sizes."""
+        cached, find = self.arrays.segments.derived, self.arrays.segments.find
+        if _Blocks not in cached:
+            segments = [find(start, stop) for start, stop in self._ranges()]
+            cached[_Blocks] = _Blocks(segments, self.arrays.dtype.itemsize, self.rank, self.others)
+        found: _Blocks = cached[_Blocks]
         return found
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Return the elements of each block that this rank combines."""
+        if self.bounds is not None:
+            first, last = self.bounds[self.rank : self.rank + 2]
+            return [(start, min(start + self.longest, last)) for start in range(first, last, self.longest)]
+        # ranks take turns, so that each gets as much of what the kernel copies slowly: memory outside huge pages
+        count, size = self.arrays.count, self.size
+        rounds = -(-count // (self.longest * size)) or 1
+        step = -(-count // (rounds * size)) or 1
+        return [(start, min(start + step, count)) for start in range(self.rank * step, count, size * step)]
 
 
 class _Blocks:

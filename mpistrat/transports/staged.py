@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpistrat.device.abstract import Device, DeviceArray, Event, address
-from mpistrat.device.cuda import CudaDevice
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import ReduceOp
 from mpistrat.steps import Steps, until
-from mpistrat.transports.base import Operation, Part, Transport
+from mpistrat.transports.base import DeviceTransport, Operation, Part, Transport
 from mpistrat.transports.ring import MpiRingTransport
 
 CHUNK_BYTES = 1 << 23  # on an H100 three slots of 8 MiB reach 0.86 of a pinned copy, of 4 MiB 0.84, of 1 MiB 0.69
@@ -25,7 +24,7 @@ NUM_SLOTS = 3
 AHEAD = NUM_SLOTS - 1
 
 
-class StagedTransport(Transport):
+class StagedTransport(DeviceTransport):
     """Every verb of a host transport, which leaves results in place, on device buffers."""
 
     name = "staged"
@@ -34,24 +33,19 @@ class StagedTransport(Transport):
         self,
         group: Group,
         device: Device | None = None,
-        make_host: Callable[[Group], Transport] = MpiRingTransport,
+        host: Transport | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        super().__init__(group)
-        self.device = self._device = device or CudaDevice()
-        self._host, self._chunk_bytes = make_host(group), chunk_bytes
+        super().__init__(group, device)
+        self._host, self._chunk_bytes = host or MpiRingTransport(group), chunk_bytes
         self.compares_calls, self.has_channels = self._host.compares_calls, self._host.has_channels
-        self._down, self._up = self._device.stream(), self._device.stream()
+        self._down, self._up = self.device.stream(), self.device.stream()
         self._slots: dict[int, list[Any]] = {}
 
     @classmethod
     def probe(cls, group: Group) -> str:
         """Return an empty text: a device can always be copied from."""
         return ""
-
-    def allocate(self, nbytes: int) -> DeviceArray:
-        """Return memory of the device."""
-        return self._device.allocate(nbytes)
 
     def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind the host transport's all-reduce, chunk by chunk."""
@@ -73,7 +67,7 @@ class StagedTransport(Transport):
 
     def via_host(self, buffer: DeviceArray, bind: Callable[[Any], Operation]) -> Operation:
         """Bind an operation of host memory: it gets the whole buffer at once, and what it makes of that is copied back."""
-        slot = self._device.pinned(buffer.nbytes).view(buffer.dtype)
+        slot = self.device.pinned(buffer.nbytes).view(buffer.dtype)
         operation, move = bind(slot), self._move(buffer, slot, 0, 0, buffer.size)
         chunk = _StagedChunk(operation, move, move)
         scratch_bytes = slot.nbytes + operation.scratch_bytes
@@ -114,7 +108,7 @@ class StagedTransport(Transport):
         """Return the slots of a channel: no longer than its longest chunk so far."""
         needed = max(1, nbytes)
         if channel not in self._slots or self._slots[channel][0].nbytes < needed:
-            self._slots[channel] = [self._device.pinned(needed) for _ in range(NUM_SLOTS)]
+            self._slots[channel] = [self.device.pinned(needed) for _ in range(NUM_SLOTS)]
         return self._slots[channel]
 
     def _move(self, buffer: DeviceArray, slot: Any, first: int, start: int, stop: int) -> _Move:
@@ -130,7 +124,7 @@ class StagedTransport(Transport):
             raise
 
     def _copy_and_combine(self, chunks: list[_StagedChunk]) -> Steps:
-        computing = self._device.current_stream()
+        computing = self.device.current_stream()
         before = computing.record()
         self._down.wait(before)
         self._up.wait(before)  # what is overwritten on the device may still be read there

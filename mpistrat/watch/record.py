@@ -57,7 +57,7 @@ FAILED_BIT = STARTED_BIT = 1 << 63
 OVERWRITTEN = "(its description was overwritten)"
 
 
-def write_entry(table: NDArray[Any], index: int, text: bytes, first: int = 0, second: int = 0) -> None:
+def write_text(table: NDArray[Any], index: int, text: bytes, first: int = 0, second: int = 0) -> None:
     """Write a text of a table, cut to its length, and two numbers; its index is 0 until it is complete."""
     entry = table[index % len(table)]
     entry["index"] = 0
@@ -65,7 +65,7 @@ def write_entry(table: NDArray[Any], index: int, text: bytes, first: int = 0, se
     entry["index"] = index
 
 
-def read_entry(table: NDArray[Any], index: int) -> tuple[str, int, int] | None:
+def read_text(table: NDArray[Any], index: int) -> tuple[str, int, int] | None:
     """Return a text of a table and its numbers; None if it was overwritten."""
     entry = table[index % len(table)]
     found, first, second, text = entry.item()
@@ -201,7 +201,7 @@ class RankFile:
         number, communicator, index, line, entered, left = self._ring[row].item()
         has_failed, left = bool(left & FAILED_BIT), left & ~FAILED_BIT
         has_left = left >= entered
-        description, nbytes, digest = read_entry(self._record["calls"], index) or (f"\0{OVERWRITTEN}", 0, 0)
+        description, nbytes, digest = read_text(self._record["calls"], index) or (f"\0{OVERWRITTEN}", 0, 0)
         ranks, _, text = description.partition("\0")
         return RecordedCall(
             communicator,
@@ -219,7 +219,7 @@ class RankFile:
         )
 
     def _line(self, index: int) -> str:
-        found = read_entry(self._record["lines"], index)
+        found = read_text(self._record["lines"], index)
         return found[0] if found else ""
 
 

@@ -44,8 +44,8 @@ from mpistrat.watch.record import (
     STARTED_BIT,
     VERSION,
     State,
+    write_text,
 )
-from mpistrat.watch.record import write_entry as write_text
 
 _MOST_PLACES = 16_384
 _LINE = 3  # the word `line` of a record
@@ -140,21 +140,10 @@ class FlightRecorder:
         """Record that the collective of a slot has raised."""
         self.words[slot] = monotonic_ns() | FAILED_BIT
 
-    def set_node(self, name: str) -> None:
-        """Record the name of this rank's node."""
-        self._header["node"] = encoded(name)
-
-    def set_place(self, rank: int, size: int) -> None:
-        """Record rank and size, as MPI gives them."""
-        self._header["size"], self._header["rank"] = size, rank
-
-    def set_state(self, state: State) -> None:
-        """Record the state of this process."""
-        self._header["state"] = state
-
-    def set_activity(self, activity: bytes) -> None:
-        """Record what this process is doing beside collectives, as `encoded` returns it; an empty text clears it."""
-        self._header["activity"] = activity
+    def note(self, **words: object) -> None:
+        """Record words of the header, such as the `state` of this process; texts as `encoded` returns them."""
+        for name, value in words.items():
+            self._header[name] = value
 
     def note_look(self, frame: FrameType | None) -> None:
         """Record that the watching thread is awake, and the line of a `frame` of the main thread."""
@@ -191,8 +180,7 @@ class FlightRecorder:
         header["namespace"] = process.pid_namespace()
         header["node"] = header["host"] = encoded(host)
         header["program"] = encoded(" ".join(sys.argv) or sys.executable)
-        self.set_place(rank, size)
-        self.set_state(State.RUNNING)
+        self.note(rank=rank, size=size, state=State.RUNNING)
         header["magic"] = MAGIC  # written last: where it is, the header is complete
 
     def find_line(self, frame: FrameType | None) -> int:

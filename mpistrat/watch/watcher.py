@@ -24,7 +24,7 @@ from mpistrat.launch import abort, environment, survival
 from mpistrat.logger import logger
 from mpistrat.timeline import Timeline, TimelineEvent
 from mpistrat.watch.record import Key, RankFile, RecordedCall, State, seconds_since
-from mpistrat.watch.recorder import FlightRecorder, collection_paused, innermost, recorder
+from mpistrat.watch.recorder import FlightRecorder, collection_paused, encoded, innermost, recorder
 from mpistrat.watch.stall_report import end_report, stall_report
 from mpistrat.watch.states import Neighbours, RankState, encode, look
 from mpistrat.watch.survey import HostMessages, Message, Survey
@@ -88,7 +88,7 @@ class Watcher:
         self._judged: tuple[float, RecordedCall] | None = None
         self._thread = threading.Thread(target=self._run, name="mpistrat watcher", daemon=True)
         self._thread.start()
-        abort.before_end(lambda: self._recorder.set_state(State.FAILED))
+        abort.before_end(lambda: self._recorder.note(state=State.FAILED))
 
     def raise_verdict(self) -> None:
         """Raise the verdict, if there is one."""
@@ -114,7 +114,7 @@ class Watcher:
         `comm` has all ranks of the job; the watcher keeps it. It is unused where the job survives the loss of ranks.
         """
         own = self._recorder
-        own.set_place(comm.Get_rank(), comm.Get_size())
+        own.note(rank=comm.Get_rank(), size=comm.Get_size())
         self._size = comm.Get_size()
         if survival.is_on(os.environ):  # messages to all, and the barrier at the end, fail with the first rank that is lost
             return
@@ -164,7 +164,7 @@ class Watcher:
         if os.getpid() != self._pid or self._stopping:
             return
         has_failed = abort.ending_code() != 0
-        self._recorder.set_state(State.FAILED if has_failed else State.ENDED)
+        self._recorder.note(state=State.FAILED if has_failed else State.ENDED)
         messages = self._live_messages()
         if messages is not None and not has_failed:  # a failed rank ends the job at once, with its own exit code
             all_have_ended = self._wait_for_all(messages.comm)
@@ -359,7 +359,7 @@ def watcher() -> Watcher | None:
 def introduce(node: str) -> None:
     """Record the name of this rank's node; rank 0 warns once about variables that look like misspelt settings."""
     mine = recorder()
-    mine.set_node(node)
+    mine.note(node=encoded(node))
     if RankFile(mine.memory).rank == 0:
         for name, near in settings.misspelt().items():
             if near and name not in _warned:  # others may belong to the program

@@ -352,7 +352,7 @@ is_chief(cluster_spec, task_type, task_id) -> cluster.roles.is_chief
         "cluster_resolver.UnionResolver(*resolvers, rpc_layer, task_type, task_id)",
     ),
     (
-        "Never changes `CUDA_VISIBLE_DEVICES`.",
+        "MPI tells where the tasks are; never changes `CUDA_VISIBLE_DEVICES`.",
         "cluster_resolver.SlurmClusterResolver(jobs=None, port_base=8888, gpus_per_node=None, gpus_per_task=None, tasks_per_node=None, auto_set_gpu=True, rpc_layer='grpc')",
     ),
     (

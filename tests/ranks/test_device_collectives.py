@@ -271,8 +271,8 @@ def test_plans_are_chosen_for_rails_that_need_no_staging(comm, world, monkeypatc
     for mpi_gpu in ("on", "off"):
         monkeypatch.setenv("MPISTRAT_MPI_GPU", mpi_gpu)
         with Pair(comm, world) as pair:
-            [pack] = pair.gpu.explain([pair.up(np.ones(60_000, np.float32))]).packs
-            assert pack.model.direct_rails == (mpi_gpu == "on" and world.num_nodes > 1)
+            model = pair.gpu.explain([pair.up(np.ones(60_000, np.float32))]).model
+            assert model.direct_rails == (mpi_gpu == "on" and world.num_nodes > 1)
 
 
 def test_what_goes_by_way_of_the_host_is_said_once(comm, world, monkeypatch, tmp_path, said):

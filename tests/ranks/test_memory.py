@@ -20,7 +20,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from mpistrat.transports.ring import RECEIVES_AHEAD, SEGMENT_BYTES
-from mpistrat.transports.shared_memory import EXCHANGE_BYTES
+from mpistrat.transports.shared_memory import exchange_bytes
 from mpistrat.transports.window import NodeWindow
 from tests.launches import needs_ranks, up_to_ranks
 
@@ -42,7 +42,7 @@ def test_the_workspace_is_at_most_twice_the_largest_pack(ops, world):
             reduce(ops, [size], algorithm=algorithm)
     report = ops.memory_report()
     assert report.largest_pack_bytes == 4 * 1_500_001
-    assert report.window_bytes <= max(2 * report.largest_pack_bytes, EXCHANGE_BYTES) + CHANNELS * SLOT_ALIGNMENT_BYTES
+    assert report.window_bytes <= max(2 * report.largest_pack_bytes, exchange_bytes(2)) + CHANNELS * SLOT_ALIGNMENT_BYTES
     # plans of one channel share where segments land
     rails = len(world.shards_of(ops.rank)) if world.num_nodes > 1 else 0
     assert report.rail_bytes <= rails * CHANNELS * RECEIVES_AHEAD * SEGMENT_BYTES

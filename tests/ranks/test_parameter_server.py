@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import pickle
+import sys
 import tempfile
 import threading
 import time
@@ -445,6 +446,67 @@ def test_an_error_in_a_change_is_raised_where_that_was_asked_for(run):
             run(program, FixedShardsPartitioner(1))
     else:
         run(program)
+
+
+class Planted:
+    """Stands in for an array, or is called for one: any use raises an error."""
+
+    def __call__(self, *given):
+        raise MemoryError("planted")
+
+    def __getattr__(self, name):
+        raise MemoryError("planted")
+
+
+@of_servers
+@on_chief()
+def test_an_error_in_an_answer_is_raised_where_that_was_asked_for(coordinator):
+    wanted = np.arange(1_000_000.0).reshape(-1, 2)
+    table, update = variable(coordinator, wanted), coordinator.strategy.extended.update
+    update(table, lambda stored: setattr(stored, "_component", Planted()))
+    asks = table.numpy, lambda: table[:2], lambda: table.sparse_read([1]), lambda: coordinator.schedule(table.numpy).fetch()
+    for ask in asks:
+        with pytest.raises(MemoryError, match="planted") as caught:
+            ask()
+        assert "[ps 0 (rank 1" in str(caught.value.__cause__)
+        with suppress(MemoryError):
+            coordinator.join()
+    update(table, lambda stored, array: setattr(stored, "_component", array), (wanted,))
+    np.testing.assert_array_equal(table, wanted)
+    np.testing.assert_array_equal(coordinator.schedule(lambda: table[[5, 3]]).fetch(), wanted[[5, 3]])
+
+
+@of_servers
+@on_chief()
+def test_a_variable_that_no_server_can_keep_is_not_made(coordinator):
+    def plant(stored, made):
+        sys.modules["mpistrat.parameter_server.server"].StoredVariable = made
+
+    first, extended = variable(coordinator, 1.0), coordinator.strategy.extended
+    with extended.colocate_vars_with(first):
+        extended.update(first, plant, (Planted(),))
+        with pytest.raises(MemoryError, match="planted"):
+            variable(coordinator, 2.0)
+        extended.update(first, plant, (StoredVariable,))
+        assert (sum(extended.server_bytes), variable(coordinator, 3.0).numpy()) == (8, 3)
+
+
+def cannot_be_unpickled():
+    raise RuntimeError("planted")
+
+
+class Name(str):
+    __slots__ = ()
+
+    def __reduce__(self):
+        return cannot_be_unpickled, ()
+
+
+@of_servers
+@on_chief()
+def test_a_name_that_cannot_be_unpickled_serves(coordinator):
+    number = variable(coordinator, 1.0, name=Name("number"))
+    assert coordinator.schedule(lambda: (number.name, number.numpy())).fetch() == ("number", 1)
 
 
 @on_chief(FixedShardsPartitioner(2))

@@ -192,13 +192,13 @@ def test_ranks_that_ask_for_different_algorithms_are_told(ops, world, warm):
 @needs_ranks(2)
 def test_ranks_read_the_arrays_of_others_only_within_their_parts(make_ops, monkeypatch):
     read = []
-    whole = shared_memory._CrossMemory._walk
+    whole = shared_memory.Exchange._ranges
 
-    def walk(self, is_in_place):
-        read.append(sum(stop - start for start, stop in [self.bounds[self.rank : self.rank + 2]]))
-        return whole(self, is_in_place)
+    def ranges(self):
+        read.append(sum(stop - start for start, stop in whole(self)))
+        return whole(self)
 
-    monkeypatch.setattr(shared_memory._CrossMemory, "_walk", walk)
+    monkeypatch.setattr(shared_memory.Exchange, "_ranges", ranges)
     ops = make_ops()
     part = ops.reduce_scatter(SUM, np.ones(LARGE, np.float32))
     assert read in ([], [part.size])  # none where the kernel forbids it

@@ -10,7 +10,13 @@ import pytest
 
 import mpistrat
 from mpistrat.cluster.spec import ClusterSpec
-from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver, SimpleClusterResolver, TFConfigClusterResolver
+from mpistrat.cluster_resolver import (
+    ClusterResolver,
+    MPIClusterResolver,
+    SimpleClusterResolver,
+    SlurmClusterResolver,
+    TFConfigClusterResolver,
+)
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.all_reduce import HierarchicalAllReduce
@@ -240,6 +246,9 @@ class TestMultiWorker:
         assert resolver.get_task_info() == (("chief", 0) if is_last else ("worker", comm.rank))
         assert re.fullmatch(r"grpc://.+:50\d\d", resolver.master())
         assert comm.allgather(resolver.cluster_spec()) == [resolver.cluster_spec()] * comm.size
+        slurm = SlurmClusterResolver({"worker": comm.size - 1, "chief": 1}, 5000, gpus_per_node=comm.size, gpus_per_task=1)
+        assert (slurm.cluster_spec(), slurm.get_task_info()) == (resolver.cluster_spec(), resolver.get_task_info())
+        assert (slurm.master(), slurm.num_accelerators()) == (resolver.master(), {"GPU": 1})
         assert made(mpistrat.MultiWorkerMirroredStrategy(resolver)).extended.should_checkpoint == is_last
 
     def test_jobs_that_do_not_fit_mpi(self, comm, together):

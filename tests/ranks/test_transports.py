@@ -19,7 +19,7 @@ from mpistrat.testing.transport_suite import check_transport
 from mpistrat.transports.base import FlatArrays, Operation, Part, SegmentCache
 from mpistrat.transports.mpi import MpiTransport, mpi_op
 from mpistrat.transports.ring import MpiRingTransport
-from mpistrat.transports.shared_memory import EXCHANGE_BYTES, SharedMemoryTransport
+from mpistrat.transports.shared_memory import SharedMemoryTransport, exchange_bytes
 from tests.launches import needs_ranks, up_to_ranks
 
 BLOCKING_VERBS = {MpiTransport: tuple(VERBS), MpiRingTransport: (), SharedMemoryTransport: ()}
@@ -55,7 +55,9 @@ def skip_known(world, shape):
 @needs_ranks(2)
 def test_arrays_of_the_caller_are_reduced_where_they_lie(group):
     between = SharedMemoryTransport(group)
-    between.allocate(EXCHANGE_BYTES)
+    if not between.combines_arrays:
+        pytest.skip(f"peers cannot be read: {between.window.cma.refusal}")
+    between.allocate(exchange_bytes(1))
 
     def run(source, target, op, divisor=1):
         segments = partial(Layout([source.size]).segments, longest=max(source.size, 1))

@@ -115,24 +115,6 @@ def test_what_is_staged_for_other_reasons_costs_what_staging_costs(change: dict[
     assert predict_seconds(plan, DIRECT) == predict_seconds(plan, ON_DEVICE)
 
 
-@pytest.mark.parametrize(
-    ("shape", "links", "used"), [("4x8", 2, 2), ("4x8", 8, 8), ("4x8", 100, 8), ("4x1", 8, 1), ("5+2+3", 4, 2)]
-)
-def test_rails_use_as_many_links_as_the_smallest_node_has_ranks(shape: str, links: int, used: int) -> None:
-    model, world = dataclasses.replace(WIRE, links=links), World.from_shape(shape)
-    for planner, share in ((hierarchical, used), (flat, 1)):
-        if world.num_shards > 1:
-            plan = planner(world, MIB, 4)[0]
-            assert predict_seconds(plan, model) == pytest.approx(predict_seconds(plan, WIRE) / share)
-
-
-def test_rails_of_gpus_use_all_links_too() -> None:
-    world, model = World.from_shape("8x8"), dataclasses.replace(DIRECT, inter_step_seconds=0, memory_bytes_per_second=1e30)
-    plan, _ = hierarchical(world, MIB, 4)
-    one, eight = (phase_seconds(plan, plan.phases[1], dataclasses.replace(model, links=n, call_seconds=0)) for n in (1, 8))
-    assert one == pytest.approx(8 * eight)
-
-
 @pytest.mark.parametrize("name", PLANNERS)
 def test_an_empty_buffer_costs_nothing(name: str) -> None:
     assert all(predict_seconds(plan) == 0 for plan in PLANNERS[name](World.from_shape("2x2"), 0, 4, 0))

@@ -1,21 +1,19 @@
-"""Cluster resolvers that need no MPI: told, read from TF_CONFIG or srun's variables, and joined."""
+"""Cluster resolvers that need no MPI: told, read from TF_CONFIG, and joined; tasks of ranks."""
 
 import json
-import os
 
 import pytest
 
-from mpistrat.cluster.mpi_resolver import RankResolver
+from mpistrat.cluster.mpi_resolver import gpus_of_task, tasks_of_ranks
 from mpistrat.cluster.roles import Role, chief_rank, training_role
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.cluster_resolver import (
     ClusterResolver,
     SimpleClusterResolver,
-    SlurmClusterResolver,
     TFConfigClusterResolver,
     UnionResolver,
 )
-from mpistrat.errors import InvalidArgumentError, LaunchError
+from mpistrat.errors import InvalidArgumentError, LaunchError, MpistratError
 from mpistrat.topology.world import World
 
 CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
@@ -172,184 +170,61 @@ class TestUnion:
     def test_bad_arguments(self):
         with pytest.raises(ValueError, match="UnionResolver needs at least one ClusterResolver; got none"):
             UnionResolver()
-        with pytest.raises(ValueError, match="UnionResolver takes the keywords rpc_layer, task_type, task_id; got colour"):
-            UnionResolver(simple(), colour="red")
         with pytest.raises(TypeError, match="UnionResolver joins ClusterResolvers; got dict"):
             UnionResolver(simple(), {})
 
 
-STEP = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "2",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_STEP_NODELIST": "n[010,009],login",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
-    "SLURM_GTIDS": "2,3",
-}
-
-
-class TestSlurm:
-    @pytest.fixture(autouse=True)
-    def variables(self, monkeypatch):
-        for name in list(os.environ):
-            if name.startswith(("SLURM_", "OMPI_", "PMI", "MPI_LOCAL", "CUDA_VISIBLE", "MV2_", "PALS_")):
-                monkeypatch.delenv(name)
-
-        def change(changes):
-            for name, value in changes.items():
-                if value is None:
-                    monkeypatch.delenv(name)
-                else:
-                    monkeypatch.setenv(name, value)
-
-        change(STEP)
-        return change
-
-    def test_tasks_are_on_the_hosts_in_the_order_of_the_list(self):
-        slurm = SlurmClusterResolver()
-        assert slurm.get_task_info() == (slurm.task_type, slurm.task_id) == ("worker", 2)
-        assert slurm.cluster_spec() == ClusterSpec(
-            {"worker": ["n010:8888", "n010:8889", "n009:8888", "n009:8889", "login:8888"]}
-        )
-        assert slurm.master() == "grpc://n009:8888"
-        assert (slurm.environment, slurm.num_accelerators()) == ("", {})
-
-    def test_jobs_take_tasks_in_order(self):
-        slurm = SlurmClusterResolver({"chief": 1, "worker": 3, "ps": 1}, port_base=5000, rpc_layer="http")
-        assert slurm.get_task_info() == ("worker", 1)
-        assert slurm.cluster_spec().as_dict() == {
-            "chief": ["n010:5000"],
-            "worker": ["n010:5001", "n009:5000", "n009:5001"],
-            "ps": ["login:5000"],
-        }
-        assert slurm.master() == "http://n009:5000"
-
-    def test_the_role_is_known_before_the_cluster_is_asked_for(self, variables):
-        variables({"SLURM_PROCID": "4", "SLURM_GTIDS": "4"})
-        assert SlurmClusterResolver({"worker": 4, "evaluator": 1}).get_task_info() == ("evaluator", 0)
-
-    def test_tasks_that_were_dealt_in_turn(self, variables):
-        variables({"SLURM_DISTRIBUTION": "cyclic:block,NoPack", "SLURM_GTIDS": "2"})
-        # turn 1: tasks 0, 1, 2; turn 2: tasks 3, 4
-        assert SlurmClusterResolver().cluster_spec().as_dict() == {
-            "worker": ["n010:8888", "n009:8888", "login:8888", "n010:8889", "n009:8889"]
-        }
-
-    def test_tasks_that_were_dealt_otherwise(self, variables):
-        variables({"SLURM_GTIDS": "2"})
-        with pytest.raises(
-            LaunchError, match="with the distribution block, tasks 2,3 are on the node of task 2, but SLURM_GTIDS=2: use srun"
-        ):
-            SlurmClusterResolver()
-        variables({"SLURM_DISTRIBUTION": "plane=2"})
-        with pytest.raises(LaunchError, match="SLURM_DISTRIBUTION=plane=2 is not understood: use srun -m block or cyclic"):
-            SlurmClusterResolver()
-        variables({"SLURM_DISTRIBUTION": None, "SLURM_GTIDS": None})
-        assert SlurmClusterResolver().task_id == 2
-
-    @pytest.mark.parametrize("tasks_per_node", [None, {"n010": 2, "n009": 2, "login": 1}])
-    def test_tasks_per_node_can_be_said(self, variables, tasks_per_node):
-        if tasks_per_node:
-            variables({"SLURM_STEP_TASKS_PER_NODE": None})
-        assert SlurmClusterResolver(tasks_per_node=tasks_per_node).cluster_spec().num_tasks("worker") == 5
-
-    def test_as_many_tasks_on_each_node(self, variables):
-        variables({"SLURM_STEP_NUM_TASKS": "6"})
-        assert SlurmClusterResolver(tasks_per_node=2).cluster_spec().job_tasks("worker")[-1] == "login:8889"
-
-    @pytest.mark.parametrize(
-        ("changes", "arguments", "message"),
-        [
-            ({}, {"jobs": {"worker": 4}}, r"jobs asks for 4 tasks \(4 of worker\), but 5 were launched"),
-            (
-                {},
-                {"jobs": {"chief": 1, "worker": 5}},
-                r"jobs asks for 6 tasks \(1 of chief, 5 of worker\), but 5 were launched",
-            ),
-            ({}, {"tasks_per_node": 2}, "tasks per node 2, 2, 2 on n010, n009, login are 6 tasks, but SLURM_STEP_NUM_TASKS=5"),
-            (
-                {"SLURM_STEP_TASKS_PER_NODE": "2,3"},
-                {},
-                "tasks per node 2, 3 on n010, n009, login: each of the 3 nodes needs one",
-            ),
-            ({"SLURM_STEP_TASKS_PER_NODE": "2,3,0"}, {}, "each of the 3 nodes needs one number, of at least one task"),
-            (
-                {"SLURM_STEP_NODELIST": None},
-                {},
-                "SLURM_STEP_NODELIST is not set, which srun sets for each task; start with srun",
-            ),
-            ({"SLURM_STEP_TASKS_PER_NODE": None}, {}, "SLURM_STEP_TASKS_PER_NODE is not set, which srun sets for each task"),
-            (
-                {"SLURM_STEP_ID": None},
-                {},
-                "reads the variables of srun, but this process was not started as a task: any SLURM_",
-            ),
-            (
-                {"OMPI_COMM_WORLD_RANK": "0"},
-                {},
-                "but this process was started by Open MPI's mpiexec: any SLURM_.* variables belong to another",
-            ),
-            (
-                {},
-                {"gpus_per_node": 2, "gpus_per_task": 2},
-                "2 tasks on a node with 2 GPUs each need 4, but the node has 2; ask SLURM for more",
-            ),
-            (
-                {"SLURM_GPUS_ON_NODE": "1"},
-                {"gpus_per_task": 1},
-                "2 tasks on a node with 1 GPUs each need 2, but the node has 1",
-            ),
-            ({}, {"gpus_per_task": 1}, "but the node has 0"),
-        ],
-    )
-    def test_what_does_not_fit(self, variables, changes, arguments, message):
-        variables(changes)
-        with pytest.raises(RuntimeError, match=message) as caught:
-            SlurmClusterResolver(**arguments)
-        assert caught.type is LaunchError
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ({"jobs": {"worker": -1}}, "jobs gives -1 tasks to 'worker'; a number of tasks is 0 or greater"),
-            ({"jobs": {"worker": "5"}}, "jobs gives '5' tasks to 'worker'"),
-            ({"port_base": 65535}, "port_base must be a port, 1 to 65534, that 2 ports follow; got 65535"),
-            ({"port_base": "8888"}, "port_base must be a port"),
-            ({"gpus_per_task": -1}, "gpus_per_task must be 0 or a positive number; got -1"),
-            ({"gpus_per_node": "two"}, "gpus_per_node must be 0 or a positive number; got 'two'"),
-            ({"tasks_per_node": {"n010": 2}}, "tasks_per_node names n010, but not n009, login"),
-        ],
-    )
-    def test_numbers_that_cannot_be_had(self, arguments, message):
-        with pytest.raises(InvalidArgumentError, match=message):
-            SlurmClusterResolver(**arguments)
-
-    @pytest.mark.parametrize(
-        ("changes", "arguments", "gpus"),
-        [
-            ({"SLURM_GPUS_ON_NODE": "4"}, {}, 2),
-            ({"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "1"}, {}, 1),
-            ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, {}, 2),
-            ({"CUDA_VISIBLE_DEVICES": ""}, {}, 0),
-            ({}, {"gpus_per_node": 8, "gpus_per_task": 3}, 3),
-        ],
-    )
-    @pytest.mark.parametrize("auto_set_gpu", [True, False])
-    def test_gpus_are_counted_and_left_as_they_are_bound(self, variables, changes, arguments, gpus, auto_set_gpu):
-        variables(changes)
-        before = dict(os.environ)
-        slurm = SlurmClusterResolver(auto_set_gpu=auto_set_gpu, **arguments)
-        slurm.cluster_spec()
-        assert slurm.num_accelerators() == ({"GPU": gpus} if gpus else {})
-        assert dict(os.environ) == before
+WORLD = World.from_node_of_rank([1, 0, 1, 0], ["z", "a", "z", "a"])
 
 
 def test_ranks_are_tasks_in_the_order_of_ranks():
-    world = World.from_node_of_rank([1, 0, 1, 0], ["z", "a", "z", "a"])
-    ranks = [RankResolver(world, rank, {"chief": 1, "worker": 3}) for rank in range(4)]
-    assert [resolver.get_task_info() for resolver in ranks] == [("chief", 0), ("worker", 0), ("worker", 1), ("worker", 2)]
-    assert ranks[2].cluster_spec().as_dict() == {"chief": ["z:8888"], "worker": ["a:8888", "z:8889", "a:8889"]}
-    assert ranks[2].master() == "z:8889"
+    spec, tasks = tasks_of_ranks(WORLD, {"chief": 1, "worker": 3}, 5000)
+    assert tasks == [("chief", 0), ("worker", 0), ("worker", 1), ("worker", 2)]
+    assert spec.as_dict() == {"chief": ["z:5000"], "worker": ["a:5000", "z:5001", "a:5001"]}
+    assert tasks_of_ranks(WORLD, None, 8888)[1] == [("worker", rank) for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "port_base", "error", "message"),
+    [
+        ({"worker": 3}, 1, LaunchError, r"jobs asks for 3 tasks \(3 of worker\), but 4 were launched"),
+        ({"chief": 1, "worker": 4}, 1, LaunchError, r"jobs asks for 5 tasks \(1 of chief, 4 of worker\), but 4 were"),
+        ({"worker": -1}, 1, InvalidArgumentError, "jobs gives -1 tasks to 'worker'; a number of tasks is 0 or greater"),
+        ({"worker": "4"}, 1, InvalidArgumentError, "jobs gives '4' tasks to 'worker'"),
+        (None, 65535, InvalidArgumentError, "port_base must be a port, 1 to 65534, that 2 ports follow; got 65535"),
+        (None, "8888", InvalidArgumentError, "port_base must be a port"),
+    ],
+)
+def test_jobs_that_ranks_cannot_be(jobs, port_base, error, message):
+    with pytest.raises(error, match=message):
+        tasks_of_ranks(WORLD, jobs, port_base)
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "gpus"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "4"}, (None, None), 2),
+        ({"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "1"}, (None, None), 1),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, (None, None), 2),
+        ({"CUDA_VISIBLE_DEVICES": ""}, (None, None), 0),
+        ({}, (8, 3), 3),
+        ({}, (2, 2), "2 tasks on a node with 2 GPUs each need 4, but the node has 2; ask SLURM for more"),
+        ({"SLURM_GPUS_ON_NODE": "1"}, (None, 1), "2 tasks on a node with 1 GPUs each need 2, but the node has 1"),
+        ({}, (None, 1), "but the node has 0"),
+        ({}, (None, -1), "gpus_per_task must be 0 or a positive number; got -1"),
+        ({}, ("two", None), "gpus_per_node must be 0 or a positive number; got 'two'"),
+    ],
+)
+def test_gpus_of_two_tasks_on_a_node_of_slurm(monkeypatch, variables, arguments, gpus):
+    for name in ("SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(gpus, int):
+        assert gpus_of_task(2, *arguments) == gpus
+    else:
+        with pytest.raises(MpistratError, match=gpus):
+            gpus_of_task(2, *arguments)
 
 
 def roles(cluster, *tasks):

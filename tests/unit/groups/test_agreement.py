@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpistrat.groups.agreement import COMPARED, CallsDifferError, Signature, calls_differ, chained, digest_of
-from mpistrat.groups.group import MOST_UNCONFIRMED, CurrentCall
+from mpistrat.groups.group import MOST_UNCONFIRMED, CallState
 
 TEXTS = [f"all_reduce({op}, [{dtype} ({count},)])" for op in ("SUM", "MAX") for dtype in ("f4", "f8") for count in range(200)]
 
@@ -30,7 +30,7 @@ def test_the_digest_of_a_series_depends_on_its_order():
 def test_messages_of_other_calls_have_other_tags_which_mpi_accepts():
     from mpi4py import MPI
 
-    call = CurrentCall()
+    call = CallState()
     tags = set()
     for text in TEXTS:
         call.digest = Signature(text).digest
@@ -42,14 +42,14 @@ def test_messages_of_other_calls_have_other_tags_which_mpi_accepts():
 
 def test_without_the_check_tags_are_channels(monkeypatch):
     monkeypatch.setenv("MPISTRAT_CHECK", "off")
-    call = CurrentCall()
+    call = CallState()
     call.digest = digest_of("all_reduce")
     assert call.tag(3) == 3
 
 
 @pytest.mark.parametrize(("nbytes", "calls"), [(8, MOST_UNCONFIRMED), (1 << 16, 8), (1 << 30, 1)])
 def test_calls_are_confirmed_after_so_many_at_most(nbytes, calls):
-    call, confirmed = CurrentCall(), []
+    call, confirmed = CallState(), []
     call.compare_history = confirmed.append
     for number in range(calls):
         assert not confirmed, number
@@ -63,7 +63,7 @@ def test_calls_are_confirmed_after_so_many_at_most(nbytes, calls):
 
 
 def test_calls_of_every_kind_count_after_one_that_is_unconfirmed():
-    call, confirmed = CurrentCall(), []
+    call, confirmed = CallState(), []
     call.compare_history = confirmed.append
     call.count()
     call.add_unconfirmed(8)
@@ -78,7 +78,7 @@ def test_calls_of_every_kind_count_after_one_that_is_unconfirmed():
 def test_what_is_confirmed_depends_on_every_call_and_their_order():
     found = set()
     for texts in (["a", "b"], ["b", "a"], ["a", "c"], ["a"]):
-        call = CurrentCall()
+        call = CallState()
         call.compare_history = found.add
         for text in texts:
             call.digest = digest_of(text)

@@ -21,7 +21,7 @@ def test_a_variable_is_changed_only_when_no_answer_is_being_sent_from_its_array(
     server._variables = {0: StoredVariable("read", array), 1: StoredVariable("other", other)}
     for variable, request in ((0, "of read"), (1, "of other")):
         channel.send_bare.return_value = [request]
-        read = Read(variable, 0, 3)
+        read = Read(5, variable, 0, 3)
         server.read(read, Received(2, read, -1, 0, None))
 
     def receive(received, indices, rows):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -17,9 +16,7 @@ from mpistrat.topology.world import World
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    parser = argparse.ArgumentParser(prog="mpistrat plan")
-    plan_command.add_arguments(parser)
-    code = plan_command.execute(parser.parse_args(words))
+    code = cli.main(["plan", *words])
     return code, *capsys.readouterr()
 
 
@@ -97,19 +94,6 @@ def test_bad_input_is_explained(capsys: pytest.CaptureFixture[str], changed: dic
 def test_on_gpus_of_one_node_a_buffer_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "--world", "1x8", "--bytes", "64MiB", "--device", "gpu")
     assert "64 MiB of float32: 16777216 elements\n" in out
-
-
-def test_nodes_with_several_links(capsys: pytest.CaptureFixture[str]) -> None:
-    for device in ("cpu", "gpu"):
-        words = ("--world", "4x8", "--bytes", "64MiB", "--device", device)
-        _, one, _ = run(capsys, *words)
-        assert run(capsys, *words, "--links", "1")[1] == one
-        _, eight, _ = run(capsys, *words, "--links", "8")
-        assert "on each of 8 links of a node" in eight
-        assert "per node link" in one
-        assert "per node link" not in eight
-    code, _, err = run(capsys, "--world", "4x8", "--bytes", "64", "--links", "0")
-    assert (code, err) == (2, "mpistrat plan: --links must be at least 1; got 0\n")
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

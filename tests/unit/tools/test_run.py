@@ -1,6 +1,7 @@
 """`mpistrat run`: its arguments, the command it prints, and what it refuses."""
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -49,8 +50,8 @@ def test_job_is_started_and_its_code_is_ours(monkeypatch: pytest.MonkeyPatch) ->
     started = []
     monkeypatch.setattr(run, "follow", lambda *arguments: started.append(arguments) or 7)
     assert execute("-n", "2", "train.py") == 7
-    [(argv, environ, limit, _)] = started
-    assert limit is None
+    [(argv, environ, _, timeout, _)] = started
+    assert timeout == math.inf
     assert argv == ["/opt/my mpi/mpiexec", "-n", "2", sys.executable, "-m", "mpi4py", "train.py"]
     assert environ == {**os.environ, **EXTRA}
 
@@ -100,15 +101,15 @@ def test_options_of_mpiexec_are_made_for_the_mpi(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90.0), ("1.5s", 1.5), ("10m", 600.0), ("2h", 7200.0), (" 1d ", 86400.0)])
 def test_a_timeout_is_a_limit(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> None:
     limits = []
-    monkeypatch.setattr(run, "follow", lambda _argv, _environ, limit, _on_killed: limits.append(limit) or 0)
+    monkeypatch.setattr(run, "follow", lambda _argv, _environ, _on_killed, timeout, _on_timeout: limits.append(timeout) or 0)
     execute("-n", "2", "--timeout", text, "train.py")
-    assert [limit.seconds for limit in limits] == [seconds]
+    assert limits == [seconds]
 
 
 def test_a_timeout_is_reported_with_what_the_ranks_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "follow", lambda _argv, _environ, limit, _on_killed: limit.before_end(7) or 124)
+    monkeypatch.setattr(run, "follow", lambda _argv, _environ, _on_killed, _timeout, on_timeout: on_timeout(7) or 124)
     monkeypatch.setattr(doctor, "describe", lambda pid: f"ranks of {pid}" if pid else "")
     assert execute("-n", "2", "--timeout", "2m", "train.py") == 124
     said = "mpistrat run: the job has taken 2 min 0 s, its --timeout, and is ended\n"

@@ -46,8 +46,8 @@ def test_the_header_tells_whose_file_it_is(written: FlightRecorder) -> None:
     assert (file.rank, file.size, file.pid, file.state) == (3, 4, os.getpid(), State.RUNNING)
     assert file.text("program").split()[0] == sys.argv[0]
     assert file.last() is None
-    written.set_node("node7")
-    written.set_state(State.ENDED)
+    written.note(node=b"node7")
+    written.note(state=State.ENDED)
     assert (file.text("node"), file.state) == ("node7", State.ENDED)
 
 

@@ -1,0 +1,66 @@
+"""Ending: at the end of the program all communicators compare their last calls, and refuse later ones, as in a forked child."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from weakref import WeakSet
+
+from mpistrat.execution.guard import Guard
+from mpistrat.launch import abort
+from mpistrat.transports.window import free_open_windows
+from mpistrat.watch import watcher
+
+_guards: WeakSet[Guard] = WeakSet()
+
+
+def watch(guard: Guard) -> None:
+    """Have what is said above done to a communicator, by its guard."""
+    _guards.add(guard)
+    _watch_finalize()
+
+
+def forget(guard: Guard) -> None:
+    """Do nothing more with a guard whose communicator is closed: its groups are freed."""
+    _guards.discard(guard)
+
+
+@cache
+def _watch_finalize() -> None:
+    abort.before_finalize(_before_finalize)
+
+
+def _before_finalize() -> None:
+    _confirm()
+    _refuse("the program has called MPI_Finalize; do that after the last collective")
+
+
+def _after_end() -> None:
+    _refuse("the programs of all ranks have ended: this exit handler is called too late; register it after the first strategy")
+    free_open_windows()
+
+
+def _refuse(why: str) -> None:
+    for guard in list(_guards):
+        guard.refuse_from_now_on(why)
+    _guards.clear()
+
+
+def _confirm() -> None:
+    if abort.ending_code() == 0:
+        try:
+            for guard in sorted(_guards, key=lambda guard: guard.communicator):
+                if not guard.is_broken():
+                    guard.confirm()
+        except Exception as error:
+            abort.end(error)
+
+
+def _refuse_in_child() -> None:
+    for guard in list(_guards):
+        guard.refuse_in_child()
+
+
+watcher.call_before_end(_confirm)
+watcher.call_after_end(_after_end)
+os.register_at_fork(after_in_child=_refuse_in_child)
