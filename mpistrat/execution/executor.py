@@ -25,7 +25,7 @@ from mpistrat.timeline import Timeline
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.pairwise import Caster, ordered_all_reduce
-from mpistrat.transports.shared_memory import CMA_FROM_BYTES, CMA_FROM_BYTES_EACH, Exchange, exchange_bytes
+from mpistrat.transports.shared_memory import Exchange, exchange_bytes
 
 Casters = Callable[[int, int], Caster]
 """Returns the cast of a part of a chunk that is sent between nodes: ``casters(index of the part, elements)``."""
@@ -200,8 +200,7 @@ class Executor:
             return None
         if scopes <= {Scope.WORLD} and layout.is_one_array and held == dtype:
             return self.world.all_reduce_arrays
-        is_large = plan.count * held.itemsize >= max(CMA_FROM_BYTES, CMA_FROM_BYTES_EACH * len(given))
-        if scopes != {Scope.INTRA} or not is_large or not self.intra.combines_arrays or held not in (dtype, *HALF_DTYPES):
+        if scopes != {Scope.INTRA} or not plan.count or not self.intra.combines_arrays or held not in (dtype, *HALF_DTYPES):
             return None
         self.reserve_exchange(len(given))
         return self._direct_all_reduce if self.intra.combines_arrays else None

@@ -3,8 +3,8 @@
 Buffers lie at equal offsets in the arenas of all ranks, who read their peers' buffers without a copy. In a reduce-scatter each
 rank sums its part over all arenas; an all-gather moves nothing: its parts are views of the owners' memory.
 
-Large arrays of the caller are combined where they lie, one or many, if the kernel permits cross-memory attach (CMA): that
-copies least, but makes a system call per block and peer. A reduce-scatter is the first half of it.
+The caller's arrays are combined where they lie, one or many, if the kernel permits cross-memory attach (CMA): that copies
+least, but makes a system call per block and peer. A reduce-scatter is the first half of it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from mpistrat.transports.cma import IoVectors, addresses
 from mpistrat.transports.window import NodeWindow, window_refusal
 
 FOLD_BYTES = 1 << 17  # the blocks of all peers and of the sum fit in the cache of one core
-CMA_FROM_BYTES, CMA_FROM_BYTES_EACH = 1 << 19, 1 << 14
-"""From how many bytes on arrays are combined by CMA: of all together, and of each on average."""
 RECEIVE_BYTES = 3 << 19
 """What a rank receives at a time, from all peers together; behind it in the arena is the table of its arrays' addresses."""
 _ADDRESSES_BYTES, _TABLE_STEP_BYTES = 16, 1 << 16  # of the source and the target of an array

@@ -9,7 +9,6 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.device.abstract import address
 from mpistrat.errors import UnavailableError
-from mpistrat.execution import executor
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import process
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
@@ -116,9 +115,7 @@ def test_only_descendants_of_the_launcher_are_admitted(group, monkeypatch):
 
 @pytest.fixture
 def exchanged(comm, monkeypatch):
-    """Give a communicator of one node that combines small arrays by CMA too, in blocks of a KiB, and how many it has."""
-    monkeypatch.setattr(executor, "CMA_FROM_BYTES", 1)
-    monkeypatch.setattr(executor, "CMA_FROM_BYTES_EACH", 0)
+    """Give a communicator of one node that combines small arrays by CMA too, in blocks of a KiB, and how many each time."""
     monkeypatch.setattr(shared_memory, "RECEIVE_BYTES", (comm.size - 1) << 10)
     counts, run = [], shared_memory.Exchange.run
     monkeypatch.setattr(shared_memory.Exchange, "run", lambda self: counts.append(len(self.arrays.sources)) or run(self))
