@@ -27,11 +27,7 @@ def codes_after_loss(own: int) -> set[int]:
 
 
 def run_bounded(
-    argv: Sequence[str],
-    timeout: float,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
-    capture: bool = True,
+    argv: Sequence[str], timeout: float, env: Mapping[str, str] | None = None, cwd: Path | None = None, capture: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """Run a command with an empty stdin, and kill all its remaining processes when it ends or its deadline passes.
 

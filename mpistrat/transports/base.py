@@ -11,9 +11,8 @@ deadlines are checked in one place (`steps.drive`). Callers look at a transport'
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -33,22 +32,17 @@ __all__ = ["DeviceTransport", "FlatArrays", "Operation", "Part", "SegmentCache",
 class SegmentCache:
     """The segments of ranges of a list of arrays: they depend on the arrays' sizes, not on their addresses.
 
-    Parameters
-    ----------
-    find : callable
-        Returns the segments in elements [start, stop) of all arrays, in order.
-
     Attributes
     ----------
     find : callable
-        The same, cached.
-    derived : dict
-        What else has been computed from them.
+        Returns the segments in elements [start, stop) of all arrays, in order.
+    blocks : object
+        What a transport has made of them for all calls; None at first.
     """
 
     def __init__(self, find: Callable[[int, int], Sequence[Segment]]) -> None:
-        self.find = cache(find)
-        self.derived: dict[Hashable, Any] = {}
+        self.find = find
+        self.blocks: Any = None
 
 
 class FlatArrays:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.benchmarks.environments import CACHE
-from tests.benchmarks.experiments import EXPERIMENTS, find
-from tests.benchmarks.pages import RESULTS, circumstances, markdown, write_table
+from tests.benchmarks.experiments import EXPERIMENTS
+from tests.benchmarks.pages import RESULTS, markdown, write_table
 from tests.benchmarks.session import Session
 from tests.hosts import lab
 
@@ -21,26 +21,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reason:
         print(f"benchmarks: {reason}", file=sys.stderr)
         return 2
-    names = EXPERIMENTS if arguments.experiment == "all" else (arguments.experiment,)
+    names = list(EXPERIMENTS) if arguments.experiment == "all" else [arguments.experiment]
     return max(_run(name, arguments) for name in names)
 
 
 def _run(name: str, arguments: argparse.Namespace) -> int:
     session = Session(name, arguments.quick, arguments.peers, arguments.only)
     try:
-        result = session.result(find(name).run)
+        tables = EXPERIMENTS[name](session)
     except Exception as error:
         session.say(f"failed: {error}")
         if arguments.experiment != "all":
             raise
         return 1
-    print(circumstances(result), flush=True)
+    print(session.circumstances(), flush=True)
     out = arguments.out or (None if arguments.quick else RESULTS)
-    for key, table in find(name).tables(result).items():
+    for key, table in tables.items():
         print(f"\n{markdown(table)}", flush=True)
         if out is not None:
             path = out / f"{name}{f'-{key}' * bool(key)}.csv"
-            write_table(path, circumstances(result), table, keep=bool(arguments.only))
+            write_table(path, session.circumstances(), table, keep=bool(arguments.only))
             session.say(f"wrote {path}; python -m tests.docs.generate brings the pages up to date")
     return 0
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from tests.benchmarks.contest import Contender
+from tests.benchmarks.contest import Contender, Contest
 from tests.benchmarks.session import Session
+from tests.hosts.lab import Lab
 
 OURS, WRAPPED = "mpistrat", "mpi4py, wrapped"
 # Who competes where nothing else is said.
@@ -15,19 +18,28 @@ _PROGRAMS = Path(__file__).parent / "peers"
 _ROOT = Path(__file__).parents[2]
 
 
-def contenders(session: Session, names: tuple[str, ...] = NAMES, env: dict[str, str] | None = None) -> list[Contender]:
-    """Return those of the names that are installed, or could be; the others are noted in the session as missing."""
-    found = [_contender(session, name, env or {}) for name in names]
-    return [contender for contender in found if contender is not None]
+@contextmanager
+def competing(
+    session: Session, lab: Lab, ranks: int, placement: str = "block", names: tuple[str, ...] = (OURS,), **env: str
+) -> Iterator[Contest]:
+    """Give the programs of those names, in a lab; the session learns their versions, and who could not compete."""
+    if len(lab.hosts) == 1 and ranks == 2:  # they have a core each, and need not give it up to each other
+        env["OMPI_MCA_mpi_yield_when_idle"] = "0"
+    with Contest(lab, ranks, placement, _contenders(session, names, env)) as contest:
+        session.versions.update(contest.versions)
+        yield contest
+        left_out = {f"{name} on {len(lab.hosts)} hosts {placement}": why for name, why in contest.missing.items()}
+        session.environments.missing.update(left_out)
 
 
-def _contender(session: Session, name: str, env: dict[str, str]) -> Contender | None:
-    launcher, environment, program, variables = KINDS[name]
-    python = session.environments.python(environment) if environment else sys.executable
-    if not python:
-        return None
-    own = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", **variables, **(env if launcher == "openmpi" else {})}
-    return Contender(name, launcher, [python, str(_PROGRAMS / program)], own)
+def _contenders(session: Session, names: tuple[str, ...], env: dict[str, str]) -> Iterator[Contender]:
+    """Return those that are installed, or could be."""
+    for name in names:
+        launcher, environment, program, variables = KINDS[name]
+        python = session.environments.python(environment) if environment else sys.executable
+        if python:
+            own = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", **variables, **(env if launcher == "openmpi" else {})}
+            yield Contender(name, launcher, [python, str(_PROGRAMS / program)], own)
 
 
 # In the order of tables: who starts the ranks, the environment that they need, their program, and further variables of theirs.

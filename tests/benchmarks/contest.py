@@ -15,10 +15,11 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.pages import spread
 from tests.hosts.lab import Lab
 from tests.processes import kill_session
 
@@ -59,9 +60,8 @@ class Measured:
     sent_share: float
     facts: dict[str, Any]  # what the program says of the task, such as the plan that it chose
 
-    def document(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
-        return asdict(self)
+    def __str__(self) -> str:
+        return spread(self.seconds, self.best_seconds, self.worst_seconds)
 
 
 class Contest:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from mpistrat.text import format_bytes
-from tests.benchmarks.contenders import OURS, contenders
-from tests.benchmarks.contest import Contest
+from tests.benchmarks.contenders import OURS, competing
 from tests.benchmarks.messages import shape_of
 from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
@@ -26,43 +24,20 @@ VALUES = {
 }
 
 
-def run(session: Session) -> dict[str, Any]:
-    """Look at every place with every value, each in programs of their own."""
-    rows = []
+def run(session: Session) -> dict[str, Table]:
+    """Look at every place with every value, each in programs of their own: what the rank holds that holds the most."""
+    heads = ["hosts × ranks", "placement", "algorithm", "value", "held", "largest pack"]
+    lines = [[*heads, "kept by ten more calls", "most in them"]]
     values = dict(list(VALUES.items())[:1]) if session.quick else VALUES
     for hosts, ranks, placement in PLACES[1:3] if session.quick else PLACES:
         with Lab(hosts, "unlimited") as lab:
             for value, make in values.items():
                 for algorithm in ALGORITHMS:
-                    with Contest(lab, ranks, placement, contenders(session, (OURS,))) as contest:
+                    with competing(session, lab, ranks, placement) as contest:
                         reports = contest.call(OURS, "memory", counts=make(), options={"algorithm": algorithm})
                     most = max(reports, key=lambda report: report["total_bytes"])
-                    asked = {"hosts": hosts, "ranks": ranks, "placement": placement, "value": value, "algorithm": algorithm}
-                    rows.append(asked | most)
-                    session.say(", ".join(tables({"rows": rows[-1:]})[""][1]))
-    return {"rows": rows}
-
-
-def tables(result: dict[str, Any]) -> dict[str, Table]:
-    """Return what the rank holds that holds the most."""
-    heads = [
-        "hosts × ranks",
-        "placement",
-        "algorithm",
-        "value",
-        "held",
-        "largest pack",
-        "kept by ten more calls",
-        "most in them",
-    ]
-    lines = [
-        [
-            shape_of(row),
-            row["placement"],
-            row["algorithm"],
-            row["value"],
-            *(format_bytes(max(row[f"{name}_bytes"], 0)) for name in ("total", "largest_pack", "grown", "peak")),
-        ]
-        for row in result["rows"]
-    ]
-    return {"": [heads, *lines]}
+                    sizes = [most[f"{name}_bytes"] for name in ("total", "largest_pack", "grown", "peak")]
+                    cells = [format_bytes(max(size, 0)) for size in sizes]
+                    lines.append([shape_of(hosts, ranks, placement), placement, algorithm, value, *cells])
+                    session.say(", ".join(lines[-1]))
+    return {"": lines}

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mpistrat.text import format_bytes
-from tests.benchmarks.contenders import KINDS, NAMES, OURS, WRAPPED, contenders
-from tests.benchmarks.contest import Contest
-from tests.benchmarks.pages import Table, spread
+from tests.benchmarks.contenders import KINDS, NAMES, OURS, WRAPPED, competing
+from tests.benchmarks.contest import Contest, Measured
+from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
+
+KIB, MIB = 1 << 10, 1 << 20
+MPIS, FEW, TWO = (OURS, "Open MPI", "Open MPI, no HAN"), (OURS, "Open MPI", "gloo"), (OURS, "Open MPI")
+LARGE = (MIB, 4 * MIB, 16 * MIB)
+SMALL = (8, 128, KIB, 8 * KIB, 32 * KIB, 128 * KIB, 256 * KIB)
+SHARED = (8, KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+WRAPPED_SIZES = (8, 64 * KIB, MIB, 16 * MIB)
+LOCAL = (OURS, "Open MPI", "MPICH", "gloo", "TensorFlow")
+USERS = ("Open MPI", WRAPPED, OURS)  # of mpi4py
 
 
 @dataclass(frozen=True)
@@ -29,43 +37,83 @@ class Case:
     seconds: float = 1.0  # for the repetitions of each program at each size in each launch, about
     # how often the programs are started anew: where ranks share cores, a time also depends on how a launch has fallen out
     launches: int = 1
-    has_cores: bool = False  # each rank has a core: it need not give it up to others
 
     @property
     def name(self) -> str:
         """As ``--only`` has it."""
         return f"{self.hosts}x{self.ranks}-{self.placement}"
 
-
-class Messages:
-    """An experiment: its caption, its cases, and what is tried with ``--quick``."""
-
-    def __init__(self, caption: str, cases: Sequence[Case], quick: Sequence[Case], shares: bool = False) -> None:
-        self.__doc__, self._cases, self._quick, self._shares = caption, cases, quick, shares
-
-    def run(self, session: Session) -> dict[str, Any]:
-        """Measure every case, or the placements that were asked for, such as ``4x8-block``."""
-        chosen = [case for case in self._cases if not session.only or case.name in session.only]
-        return {"rows": [row for case in (self._quick if session.quick else chosen) for row in _measure(session, case)]}
-
-    def tables(self, result: dict[str, Any]) -> dict[str, Table]:
-        """Return the times of all cases."""
-        return {"": table_of_cases(result["rows"], self._shares)}
+    @property
+    def shape(self) -> str:
+        """As tables have it."""
+        return shape_of(self.hosts, self.ranks, self.placement)
 
 
-class FromMpi4py(Messages):
-    """What a program gains that wraps its communicator, and changes nothing else."""
+@dataclass(frozen=True)
+class Row:
+    """What each program took for a size, and the least time in which the links, or memory, can do it."""
 
-    NAMES = ("Open MPI", WRAPPED, OURS)
+    case: Case
+    nbytes: int
+    least_seconds: float
+    programs: dict[str, Measured]
 
-    def tables(self, result: dict[str, Any]) -> dict[str, Table]:
-        """Return the times, under the names that a user of mpi4py knows."""
-        lines = []
-        for row in result["rows"]:
-            plain, wrapped, ours = (row["programs"][name] for name in self.NAMES)
-            ratio = f"{plain['seconds'] / wrapped['seconds']:.2f}"
-            lines.append([shape_of(row), format_bytes(row["nbytes"]), *map(spread, (plain, wrapped, ours)), ratio])
-        return {"": [["hosts × ranks", "size", "mpi4py", "wrapped", "`Communicator.all_reduce`", "mpi4py / wrapped"], *lines]}
+
+def large_messages(session: Session) -> dict[str, Table]:
+    """Large messages between hosts: how much of the wire an all-reduce uses, by placement and number of hosts."""
+    # Open MPI hangs at random placement and on 16 hosts; gloo gives no answer at 16 MiB where neighbours in its ring sit
+    # on different hosts
+    cases = (
+        Case(4, 8, "block", "1gbit", LARGE, (*MPIS, "MPICH", "gloo")),
+        Case(4, 8, "block", "1gbit", (32 * MIB, 64 * MIB), FEW),
+        Case(4, 8, "cyclic", "1gbit", LARGE, MPIS),
+        Case(4, 8, "random", "1gbit", LARGE[1:], (OURS,)),
+        Case(4, 8, "4+2+1+1", "1gbit", LARGE, TWO),
+        Case(2, 4, "3+1", "1gbit", LARGE, TWO),
+        Case(2, 4, "block", "1gbit", LARGE, TWO),
+        # slower links, so that two cores keep up with all that is sent
+        Case(8, 8, "block", "500mbit", LARGE, TWO),
+        Case(16, 16, "block", "250mbit", LARGE[1:], (OURS,)),
+    )
+    quick = (
+        Case(4, 8, "block", "1gbit", LARGE[:2], FEW, 0.3),
+        Case(2, 4, "3+1", "1gbit", (4 * MIB,), TWO, 0.3),
+        Case(8, 8, "block", "500mbit", (4 * MIB,), TWO, 0.3),
+    )
+    return {"": table_of_cases(measure(session, cases, quick), shares=True)}
+
+
+def small_messages(session: Session) -> dict[str, Table]:
+    """Small messages between hosts: from 8 B to 256 KiB, against the best peer at each size."""
+    places = ((4, 8, "cyclic", "1gbit"), (4, 8, "4+2+1+1", "1gbit"), (2, 2, "block", "1gbit"), (8, 8, "block", "500mbit"))
+    cases = [
+        Case(4, 8, "block", "1gbit", SMALL, NAMES, 0.5, launches=3),
+        *(Case(*place, SMALL, (*MPIS, "MPICH"), 0.5, launches=3) for place in places),
+    ]
+    quick = (
+        Case(4, 8, "block", "1gbit", (8, 8 * KIB, 128 * KIB), NAMES, 0.3),
+        Case(2, 2, "block", "1gbit", (8,), (*MPIS, "MPICH"), 0.3),
+    )
+    return {"": table_of_cases(measure(session, cases, quick))}
+
+
+def one_host(session: Session) -> dict[str, Table]:
+    """One host: shared memory against what others do, and against a copy of the array."""
+    cases = (Case(1, 2, "block", "unlimited", SHARED, LOCAL), Case(1, 4, "block", "unlimited", SHARED[3:], LOCAL[:3]))
+    quick = (Case(1, 2, "block", "unlimited", (8, 64 * KIB, 16 * MIB), LOCAL, 0.3),)
+    return {"": table_of_cases(measure(session, cases, quick))}
+
+
+def from_mpi4py(session: Session) -> dict[str, Table]:
+    """From mpi4py: what a program gains that wraps its communicator, and changes nothing else."""
+    places = ((1, 2, "block", "unlimited"), (1, 4, "block", "unlimited"), (2, 4, "block", "1gbit"))
+    cases = [Case(*place, WRAPPED_SIZES, USERS) for place in places]
+    lines = [["hosts × ranks", "size", "mpi4py", "wrapped", "`Communicator.all_reduce`", "mpi4py / wrapped"]]
+    for row in measure(session, cases, (Case(1, 2, "block", "unlimited", (8, MIB), USERS, 0.3),)):
+        plain, wrapped, ours = (row.programs[name] for name in USERS)
+        ratio = f"{plain.seconds / wrapped.seconds:.2f}"
+        lines.append([row.case.shape, format_bytes(row.nbytes), str(plain), str(wrapped), str(ours), ratio])
+    return {"": lines}
 
 
 def wire_seconds(hosts: int, nbytes: int, goodput_bits: float) -> float:
@@ -73,27 +121,33 @@ def wire_seconds(hosts: int, nbytes: int, goodput_bits: float) -> float:
     return 2 * (hosts - 1) / hosts * nbytes * 8 / goodput_bits
 
 
-def programs_of(rows: Iterable[dict[str, Any]]) -> list[str]:
+def programs_of(rows: Iterable[Row]) -> list[str]:
     """Return who took part in any of the rows, in the order of tables."""
-    there = {name for row in rows for name in row["programs"]}
+    there = {name for row in rows for name in row.programs}
     return [name for name in KINDS if name in there]
 
 
-def table_of_cases(rows: Sequence[dict[str, Any]], shares: bool = False) -> Table:
+def table_of_cases(rows: Sequence[Row], shares: bool = False) -> Table:
     """Return the time of each program, ours against the best of the others, and, where asked for, our share of the link."""
     names = programs_of(rows)
     lines = [["hosts × ranks", "placement", "size", *names, "best other / mpistrat", *["share of the link"] * shares]]
     for row in rows:
-        programs = row["programs"]
-        others = [programs[name]["seconds"] for name in programs if name != OURS]
-        cells = [spread(programs[name]) if name in programs else "–" for name in names]
-        ratio = f"{min(others) / programs[OURS]['seconds']:.2f}" if others else "–"
-        share = [f"{programs[OURS]['share']:.2f}"] * shares
-        lines.append([shape_of(row), row["placement"], format_bytes(row["nbytes"]), *cells, ratio, *share])
+        ours = row.programs[OURS].seconds
+        others = [measured.seconds for name, measured in row.programs.items() if name != OURS]
+        cells = [str(row.programs.get(name, "–")) for name in names]
+        ratio = f"{min(others) / ours:.2f}" if others else "–"
+        share = [f"{row.least_seconds / ours:.2f}"] * shares
+        lines.append([row.case.shape, row.case.placement, format_bytes(row.nbytes), *cells, ratio, *share])
     return lines
 
 
-def _measure(session: Session, case: Case) -> list[dict[str, Any]]:
+def measure(session: Session, cases: Sequence[Case], quick: Sequence[Case]) -> list[Row]:
+    """Measure every case, or the placements that were asked for, such as ``4x8-block``; quick ones with ``--quick``."""
+    chosen = quick if session.quick else [case for case in cases if not session.only or case.name in session.only]
+    return [row for case in chosen for row in _measure(session, case)]
+
+
+def _measure(session: Session, case: Case) -> list[Row]:
     """Return a row for each size; bytes that went round the links are an error."""
     with Lab(case.hosts, case.rate) as lab:
         goodput = lab.goodput_bits(rounds=3, seconds=1.5) if case.hosts > 1 else 0.0
@@ -101,28 +155,25 @@ def _measure(session: Session, case: Case) -> list[dict[str, Any]]:
     return [_middle(rows) for rows in zip(*launches, strict=True)]
 
 
-def _launch(session: Session, case: Case, lab: Lab, goodput: float) -> list[dict[str, Any]]:
+def _launch(session: Session, case: Case, lab: Lab, goodput: float) -> list[Row]:
     """Start all programs, and measure every size."""
-    rows, env = [], {"OMPI_MCA_mpi_yield_when_idle": "0"} if case.has_cores else None
-    with Contest(lab, case.ranks, case.placement, contenders(session, case.names, env)) as contest:
-        session.versions.update(contest.versions)
+    rows = []
+    with competing(session, lab, case.ranks, case.placement, case.names) as contest:
         for nbytes in case.sizes:
             measured = contest.compare({"kind": "all_reduce", "nbytes": nbytes}, case.seconds)
             least = wire_seconds(case.hosts, nbytes, goodput) if case.hosts > 1 else _copy_seconds(contest, nbytes)
-            rows.append(_row(case, goodput, nbytes, least, {name: done.document() for name, done in measured.items()}))
+            rows.append(Row(case, nbytes, least, measured))
             session.say(", ".join(table_of_cases(rows[-1:])[1]))
-        left_out = {f"{name} on {case.hosts} hosts {case.placement}": why for name, why in contest.missing.items()}
-        session.environments.missing.update(left_out)
     return rows
 
 
-def _middle(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _middle(rows: Sequence[Row]) -> Row:
     """Return one row for several launches: of each program the one with the median time."""
     programs = {}
     for name in programs_of(rows):
-        found = sorted((row["programs"][name] for row in rows if name in row["programs"]), key=lambda one: one["seconds"])
+        found = sorted((row.programs[name] for row in rows if name in row.programs), key=lambda one: one.seconds)
         programs[name] = found[(len(found) - 1) // 2]
-    return {**rows[0], "programs": programs}
+    return Row(rows[0].case, rows[0].nbytes, rows[0].least_seconds, programs)
 
 
 def _copy_seconds(contest: Contest, nbytes: int) -> float:
@@ -131,87 +182,6 @@ def _copy_seconds(contest: Contest, nbytes: int) -> float:
     return 2 * nbytes / float(bytes_per_second)
 
 
-def _row(case: Case, goodput: float, nbytes: int, least: float, programs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    for program in programs.values():
-        program["share"] = least / program["seconds"]
-    return {
-        "hosts": case.hosts,
-        "ranks": case.ranks,
-        "placement": case.placement,
-        "rate": case.rate,
-        "goodput_bits": goodput,
-        "nbytes": nbytes,
-        "least_seconds": least,
-        "programs": programs,
-    }
-
-
-def shape_of(row: dict[str, Any]) -> str:
+def shape_of(hosts: int, ranks: int, placement: str = "block") -> str:
     """Return hosts × ranks on each; or the ranks of each host, where they differ."""
-    return row["placement"] if "+" in row["placement"] else f"{row['hosts']}×{row['ranks'] // row['hosts']}"
-
-
-KIB, MIB = 1 << 10, 1 << 20
-MPIS, FEW, TWO = (OURS, "Open MPI", "Open MPI, no HAN"), (OURS, "Open MPI", "gloo"), (OURS, "Open MPI")
-LARGE = (MIB, 4 * MIB, 16 * MIB)
-SMALL = (8, 128, KIB, 8 * KIB, 32 * KIB, 128 * KIB, 256 * KIB)
-SHARED = (8, KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-WRAPPED_SIZES = (8, 64 * KIB, MIB, 16 * MIB)
-LOCAL = (OURS, "Open MPI", "MPICH", "gloo", "TensorFlow")
-
-MESSAGES = {
-    "large_messages": Messages(
-        "Large messages between hosts: how much of the wire an all-reduce uses, by placement and number of hosts.",
-        # Open MPI hangs at random placement and on 16 hosts; gloo gives no answer at 16 MiB where neighbours in its ring sit
-        # on different hosts
-        (
-            Case(4, 8, "block", "1gbit", LARGE, (*MPIS, "MPICH", "gloo")),
-            Case(4, 8, "block", "1gbit", (32 * MIB, 64 * MIB), FEW),
-            Case(4, 8, "cyclic", "1gbit", LARGE, MPIS),
-            Case(4, 8, "random", "1gbit", LARGE[1:], (OURS,)),
-            Case(4, 8, "4+2+1+1", "1gbit", LARGE, TWO),
-            Case(2, 4, "3+1", "1gbit", LARGE, TWO),
-            Case(2, 4, "block", "1gbit", LARGE, TWO),
-            # slower links, so that two cores keep up with all that is sent
-            Case(8, 8, "block", "500mbit", LARGE, TWO),
-            Case(16, 16, "block", "250mbit", LARGE[1:], (OURS,)),
-        ),
-        (
-            Case(4, 8, "block", "1gbit", LARGE[:2], FEW, 0.3),
-            Case(2, 4, "3+1", "1gbit", (4 * MIB,), TWO, 0.3),
-            Case(8, 8, "block", "500mbit", (4 * MIB,), TWO, 0.3),
-        ),
-        shares=True,
-    ),
-    "small_messages": Messages(
-        "Small messages between hosts: from 8 B to 256 KiB, against the best peer at each size.",
-        (
-            Case(4, 8, "block", "1gbit", SMALL, NAMES, 0.5, launches=3),
-            Case(4, 8, "cyclic", "1gbit", SMALL, (*MPIS, "MPICH"), 0.5, launches=3),
-            Case(4, 8, "4+2+1+1", "1gbit", SMALL, (*MPIS, "MPICH"), 0.5, launches=3),
-            Case(2, 2, "block", "1gbit", SMALL, (*MPIS, "MPICH"), 0.5, launches=3),
-            Case(8, 8, "block", "500mbit", SMALL, (*MPIS, "MPICH"), 0.5, launches=3),
-        ),
-        (
-            Case(4, 8, "block", "1gbit", (8, 8 * KIB, 128 * KIB), NAMES, 0.3),
-            Case(2, 2, "block", "1gbit", (8,), (*MPIS, "MPICH"), 0.3),
-        ),
-    ),
-    "one_host": Messages(
-        "One host: shared memory against what others do, and against a copy of the array.",
-        (
-            Case(1, 2, "block", "unlimited", SHARED, LOCAL, has_cores=True),
-            Case(1, 4, "block", "unlimited", SHARED[3:], LOCAL[:3]),
-        ),
-        (Case(1, 2, "block", "unlimited", (8, 64 * KIB, 16 * MIB), LOCAL, 0.3, has_cores=True),),
-    ),
-    "from_mpi4py": FromMpi4py(
-        "From mpi4py: what a program gains that wraps its communicator, and changes nothing else.",
-        (
-            Case(1, 2, "block", "unlimited", WRAPPED_SIZES, FromMpi4py.NAMES, has_cores=True),
-            Case(1, 4, "block", "unlimited", WRAPPED_SIZES, FromMpi4py.NAMES),
-            Case(2, 4, "block", "1gbit", WRAPPED_SIZES, FromMpi4py.NAMES),
-        ),
-        (Case(1, 2, "block", "unlimited", (8, MIB), FromMpi4py.NAMES, 0.3, has_cores=True),),
-    ),
-}
+    return placement if "+" in placement else f"{hosts}×{ranks // hosts}"

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
-from typing import Any
-
 from mpistrat.text import format_bytes, format_seconds
 from tests.benchmarks.pages import Table
-from tests.benchmarks.session import Session
+from tests.benchmarks.session import Session, answers_of
 from tests.hosts.lab import Lab
 
 MIB = 1 << 20
@@ -22,45 +17,18 @@ CASES = (
     ("250mbit", 16 * MIB, 16, "matmul"),
 )
 QUICK = (("1gbit", 4 * MIB, 8, "matmul"),)
-_RANK = Path(__file__).parent / "peers" / "overlap_ranks.py"
 
 
-def run(session: Session) -> dict[str, Any]:
+def run(session: Session) -> dict[str, Table]:
     """Measure every case, on two hosts of one rank."""
-    return {"rows": [_measure(session, *case) for case in (QUICK if session.quick else CASES)]}
-
-
-def tables(result: dict[str, Any]) -> dict[str, Table]:
-    """Return the times."""
-    heads = ["link", "gradients", "computing", "computing alone", "reducing alone", "both", "both / the longer"]
-    lines = [
-        [
-            row["rate"],
-            f"{format_bytes(row['nbytes'])} in {row['buckets']}",
-            row["kind"],
-            *(format_seconds(row[name]) for name in ("compute", "communicate", "overlap")),
-            f"{_ratio(row):.2f}",
-        ]
-        for row in result["rows"]
-    ]
-    return {"": [heads, *lines]}
-
-
-def _measure(session: Session, rate: str, nbytes: int, buckets: int, kind: str) -> dict[str, Any]:
-    program = [sys.executable, str(_RANK), str(nbytes), str(buckets), kind]
-    with Lab(2, rate) as lab:
-        # computing has one core, as its rank has: a library's own threads would take that of the other
-        done = lab.run(2, "block", program, env={"OPENBLAS_NUM_THREADS": "1"})
-    if done.returncode:
-        raise RuntimeError(f"the program failed: {done.stderr}")
-    row = {"rate": rate, "nbytes": nbytes, "buckets": buckets, "kind": kind, **json.loads(done.stdout.splitlines()[-1])}
-    session.say(f"{_where(row)}: {_ratio(row):.2f}")
-    return row
-
-
-def _where(row: dict[str, Any]) -> str:
-    return f"{row['rate']}, {format_bytes(row['nbytes'])} in {row['buckets']}, {row['kind']}"
-
-
-def _ratio(row: dict[str, Any]) -> float:
-    return float(row["overlap"] / max(row["compute"], row["communicate"]))
+    lines = [["link", "gradients", "computing", "computing alone", "reducing alone", "both", "both / the longer"]]
+    for rate, nbytes, buckets, kind in QUICK if session.quick else CASES:
+        with Lab(2, rate) as lab:
+            # computing has one core, as its rank has: a library's own threads would take that of the other
+            arguments = map(str, (nbytes, buckets, kind))
+            [found] = answers_of(2, "overlap_ranks.py", *arguments, lab=lab, OPENBLAS_NUM_THREADS="1")
+        times = [found[name] for name in ("compute", "communicate", "overlap")]
+        ratio = f"{times[-1] / max(times[:-1]):.2f}"
+        lines.append([rate, f"{format_bytes(nbytes)} in {buckets}", kind, *map(format_seconds, times), ratio])
+        session.say(", ".join(lines[-1]))
+    return {"": lines}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from mpistrat.text import format_seconds
 
@@ -15,18 +13,9 @@ Table = list[list[str]]  # the first row has the heads
 _PART = re.compile(r"(<!-- measured: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def spread(times: Mapping[str, Any]) -> str:
-    """Return the median of some times, with the least and, where it was kept, the most of them."""
-    worst = f" to {format_seconds(times['worst_seconds'])}" if "worst_seconds" in times else ""
-    best = f" ({'best ' * (not worst)}{format_seconds(times['best_seconds'])}{worst})" if "best_seconds" in times else ""
-    return f"{format_seconds(times['seconds'])}{best}"
-
-
-def circumstances(result: Mapping[str, Any]) -> str:
-    """Return when, by what and on what a result was measured."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    missing = "".join(f"; without {name} ({reason})" for name, reason in result["missing"].items())
-    return f"{result['date']}, commit {result['commit']}, {result['command']}; {result['machine']}; {versions}{missing}"
+def spread(seconds: float, best: float, worst: float) -> str:
+    """Return the median of some times, with the least and the most of them."""
+    return f"{format_seconds(seconds)} ({format_seconds(best)} to {format_seconds(worst)})"
 
 
 def write_table(path: Path, said: str, table: Table, keep: bool = False) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from mpistrat.launch.mpiexec import command
 from mpistrat.text import format_bytes, format_seconds
@@ -24,52 +23,46 @@ _LIMIT_SECONDS = 600.0
 _PEERS = Path(__file__).parent / "peers"
 
 
-def run(session: Session) -> dict[str, Any]:
+def run(session: Session) -> dict[str, Table]:
     """Measure ours and TensorFlow's in turn, with one ps: everything with two workers, only functions with more and fewer."""
     cases = QUICK if session.quick else CASES
-    tensorflow = session.environments.python("tensorflow")
-    rows = []
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    functions = [["", "workers", "schedule to done of an empty function", "functions per second"]]
     for workers in (WORKERS,) if session.quick else MOST_WORKERS:
         arguments = [str(workers), json.dumps(cases if workers == WORKERS else [])]
-        argv, extra = command(workers + 2, [sys.executable, str(_PEERS / "parameter_server_ranks.py"), *arguments])
-        programs = {"mpistrat": (argv, extra)}
-        if tensorflow:
-            # its processes find their GPUs, and say a lot, by themselves
-            quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-            programs["TensorFlow"] = ([tensorflow, str(_PEERS / "tf_parameter_server.py"), *arguments], quiet)
-        for name, (program, environ) in programs.items():
+        for name, (program, environ) in _programs(session, workers, arguments).items():
             done = run_bounded(program, _LIMIT_SECONDS, {**os.environ, **environ})
             if done.returncode:
                 raise RuntimeError(f"{name} with {workers} workers failed: {done.stderr}")
-            rows.append({"name": name, "workers": workers, **json.loads(done.stdout.splitlines()[-1])})
-            session.say(f"{name} with {workers} workers: {format_seconds(rows[-1]['seconds'])} for an empty function")
-    if tensorflow:
-        session.versions["TensorFlow"] = "2.21.0"
-    [synchronous] = answers_of(WORKERS, "synchronous_ranks.py", json.dumps(cases))
-    [placed] = answers_of(4, "placement_ranks.py")
-    session.say(f"synchronous, {WORKERS} ranks: " + ", ".join(f"{name} {rate:.0f}/s" for name, rate in synchronous.items()))
-    return {"rows": rows, "synchronous": synchronous, "placed": placed}
-
-
-def tables(result: dict[str, Any]) -> dict[str, Table]:
-    """Return pulls and pushes, functions, steps, and the bytes of each server."""
-    found = {(row["name"], row["workers"]): row for row in result["rows"]}
+            one = found[name, workers] = json.loads(done.stdout.splitlines()[-1])
+            functions.append([name, str(workers), format_seconds(one["seconds"]), f"{one['functions']:.0f}"])
+            session.say(", ".join(functions[-1]))
     ours, theirs = found["mpistrat", WORKERS], found.get(("TensorFlow", WORKERS))
     lines = [_line(name, ours, theirs) for name in ours if name.partition(" ")[0] in ("pull", "push")]
-    functions = [
-        [row["name"], str(row["workers"]), format_seconds(row["seconds"]), f"{row['functions']:.0f}"] for row in result["rows"]
-    ]
+    [synchronous] = answers_of(WORKERS, "synchronous_ranks.py", json.dumps(cases))
     steps = [
         [format_bytes(int(name.partition(" ")[2])), f"{ours[name]:.0f}", f"{rate:.0f}", f"{rate / ours[name]:.1f}"]
-        for name, rate in result["synchronous"].items()
+        for name, rate in synchronous.items()
     ]
-    placed = [[name, *map(format_bytes, numbers), f"{_unevenness(numbers):.1%}"] for name, numbers in result["placed"].items()]
+    [placed] = answers_of(4, "placement_ranks.py")
+    placement = [[name, *map(format_bytes, numbers), f"{_unevenness(numbers):.1%}"] for name, numbers in placed.items()]
     return {
         "": [["per second, two workers together", "mpistrat", "TensorFlow", "times as many"], *lines],
-        "functions": [["", "workers", "schedule to done of an empty function", "functions per second"], *functions],
+        "functions": functions,
         "steps": [["steps per second, model of", "parameter servers", "synchronous", "times as many"], *steps],
-        "placement": [["placement", "bytes of server 0", "of server 1", "above even"], *placed],
+        "placement": [["placement", "bytes of server 0", "of server 1", "above even"], *placement],
     }
+
+
+def _programs(session: Session, workers: int, arguments: list[str]) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """Return what starts ours and TensorFlow's, where that is installed, each with further environment."""
+    found = {"mpistrat": command(workers + 2, [sys.executable, str(_PEERS / "parameter_server_ranks.py"), *arguments])}
+    if python := session.environments.python("tensorflow"):
+        session.versions["TensorFlow"] = "2.21.0"
+        # its processes find their GPUs, and say a lot, by themselves
+        quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+        found["TensorFlow"] = ([python, str(_PEERS / "tf_parameter_server.py"), *arguments], quiet)
+    return found
 
 
 def _unevenness(found: list[int]) -> float:
@@ -77,7 +70,7 @@ def _unevenness(found: list[int]) -> float:
     return max(found) * len(found) / sum(found) - 1
 
 
-def _line(name: str, ours: dict[str, Any], theirs: dict[str, Any] | None) -> list[str]:
+def _line(name: str, ours: dict[str, float], theirs: dict[str, float] | None) -> list[str]:
     if theirs is None:
         return [_said(name), f"{ours[name]:.0f}", "", ""]
     return [_said(name), f"{ours[name]:.0f}", f"{theirs[name]:.0f}", f"{ours[name] / theirs[name]:.1f}"]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mpistrat.text import format_bytes
-from tests.benchmarks.contenders import OURS, contenders
-from tests.benchmarks.contest import Contest
-from tests.benchmarks.pages import Table, spread
+from tests.benchmarks.contenders import OURS, competing
+from tests.benchmarks.contest import Measured
+from tests.benchmarks.messages import shape_of
+from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
 
@@ -21,57 +20,24 @@ CASES = ((1, 2, "unlimited"), (1, 4, "unlimited"), (2, 4, "1gbit"))
 SECONDS, HALF = 1.0, 0.5
 
 
-def run(session: Session) -> dict[str, Any]:
-    """Time the three in turns in each place."""
-    return {"rows": [row for case in (CASES[:1] if session.quick else CASES) for row in _measure(session, *case)]}
+def run(session: Session) -> dict[str, Table]:
+    """Time the three in turns in each place, with how many bytes crossed the links over the least possible."""
+    heads = ["hosts × ranks", "size", "`reduce_scatter`", "`all_reduce`", "`MPI_Reduce_scatter`"]
+    lines = [[*heads, "all_reduce / reduce_scatter", f"{PEER} / reduce_scatter"]]
+    for hosts, ranks, rate in CASES[:1] if session.quick else CASES:
+        with Lab(hosts, rate) as lab, competing(session, lab, ranks, names=(OURS, PEER)) as contest:
+            for nbytes in SIZES:
+                entries = {name: (program, {"kind": kind, "nbytes": nbytes}) for name, (program, kind) in ENTRIES.items()}
+                found = contest.alternate(entries, SECONDS, HALF)
+                times = [_time(found[name], hosts) if name in found else "–" for name in ENTRIES]
+                ratios = [
+                    f"{found[name].seconds / found[SCATTER].seconds:.2f}" if name in found else "–" for name in (WHOLE, PEER)
+                ]
+                lines.append([shape_of(hosts, ranks), format_bytes(nbytes), *times, *ratios])
+                session.say(", ".join(lines[-1]))
+    return {"": lines}
 
 
-def tables(result: dict[str, Any]) -> dict[str, Table]:
-    """Return the times, with how many bytes crossed the links over the least possible."""
-    heads = ["hosts × ranks", "size", *(f"`{name}`" if name != PEER else "`MPI_Reduce_scatter`" for name in ENTRIES)]
-    lines = [
-        [
-            _place(row),
-            format_bytes(row["nbytes"]),
-            *(_time(row, name) if name in row["ways"] else "–" for name in ENTRIES),
-            *(f"{_ratio(row, name):.2f}" if name in row["ways"] else "–" for name in (WHOLE, PEER)),
-        ]
-        for row in result["rows"]
-    ]
-    return {"": [[*heads, "all_reduce / reduce_scatter", f"{PEER} / reduce_scatter"], *lines]}
-
-
-def _measure(session: Session, hosts: int, ranks: int, rate: str) -> list[dict[str, Any]]:
-    rows = []
-    # two ranks have a core each: they need not give it up to each other
-    env = {"OMPI_MCA_mpi_yield_when_idle": "0"} if ranks == 2 else None
-    with Lab(hosts, rate) as lab, Contest(lab, ranks, "block", contenders(session, (OURS, PEER), env)) as contest:
-        session.versions.update(contest.versions)
-        for nbytes in SIZES:
-            entries = {name: (program, {"kind": kind, "nbytes": nbytes}) for name, (program, kind) in ENTRIES.items()}
-            found = contest.alternate(entries, SECONDS, HALF)
-            rows.append(
-                {
-                    "hosts": hosts,
-                    "ranks": ranks,
-                    "rate": rate,
-                    "nbytes": nbytes,
-                    "ways": {name: one.document() for name, one in found.items()},
-                }
-            )
-            session.say(f"{_place(rows[-1])}, {format_bytes(nbytes)}: all_reduce takes {_ratio(rows[-1], WHOLE):.2f} times")
-    return rows
-
-
-def _ratio(row: dict[str, Any], name: str) -> float:
-    return float(row["ways"][name]["seconds"] / row["ways"][SCATTER]["seconds"])
-
-
-def _place(row: dict[str, Any]) -> str:
-    return f"{row['hosts']}×{row['ranks'] // row['hosts']}"
-
-
-def _time(row: dict[str, Any], name: str) -> str:
+def _time(measured: Measured, hosts: int) -> str:
     """Return the time, and how many bytes crossed the links, over the least that a reduce-scatter must send."""
-    sent = f", {row['ways'][name]['sent_share']:.2f} of the bytes" if row["hosts"] > 1 else ""
-    return f"{spread(row['ways'][name])}{sent}"
+    return f"{measured}, {measured.sent_share:.2f} of the bytes" if hosts > 1 else str(measured)

@@ -11,17 +11,19 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mpistrat
 from mpistrat.launch.mpiexec import command, find_mpi
 from tests.benchmarks.environments import Environments
+from tests.hosts.lab import Lab
 from tests.processes import run_bounded
 
 _ROOT = Path(__file__).parents[2]
 _PEERS = Path(__file__).parent / "peers"
+_LIMIT_SECONDS = 600.0
 
 
 class Session:
@@ -42,38 +44,35 @@ class Session:
         self.environments = Environments(peers, self.say)
         mpi = find_mpi()
         self.versions = {
+            "mpistrat": mpistrat.__version__,
             "Python": platform.python_version(),
             "NumPy": importlib.metadata.version("numpy"),
             mpi.flavour.name: mpi.version,
         }
         self._started = time.perf_counter()
+        self._date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
     def say(self, text: str) -> None:
         """Show progress."""
         print(f"{self.name} {time.perf_counter() - self._started:6.1f} s: {text}", flush=True)
 
-    def result(self, run: Callable[[Session], dict[str, Any]]) -> dict[str, Any]:
-        """Run the experiment; return what it measured, and the circumstances."""
-        date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-        measured, chosen = run(self), "".join(f" --only {part}" for part in self.only)
-        return {
-            "experiment": self.name,
-            "quick": self.quick,
-            "date": date,
-            "command": f"python -m tests.benchmarks {self.name}{chosen}{' --quick' * self.quick}",
-            "seconds": round(time.perf_counter() - self._started),
-            "machine": _machine(),
-            "commit": self.commit,
-            "versions": {"mpistrat": mpistrat.__version__, **self.versions},
-            "missing": dict(self.environments.missing),
-            **measured,
-        }
+    def circumstances(self) -> str:
+        """Return when, by what and on what this was measured."""
+        chosen = "".join(f" --only {part}" for part in self.only)
+        command_line = f"python -m tests.benchmarks {self.name}{chosen}{' --quick' * self.quick}"
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        missing = "".join(f"; without {name} ({reason})" for name, reason in self.environments.missing.items())
+        return f"{self._date}, commit {self.commit}, {command_line}; {_machine()}; {versions}{missing}"
 
 
-def answers_of(num_ranks: int, script: str, *arguments: str, timeout: float = 600.0, env: Mapping[str, str] = {}) -> list[Any]:
-    """Return what a program of this many ranks, one of the folder ``peers``, prints: lines of JSON."""
-    argv, variables = command(num_ranks, [sys.executable, str(_PEERS / script), *arguments])
-    done = run_bounded(argv, timeout, {**os.environ, **variables, **env})
+def answers_of(num_ranks: int, script: str, *arguments: str, lab: Lab | None = None, **env: str) -> list[Any]:
+    """Return what a program of this many ranks, one of the folder ``peers``, prints, here or in a lab: lines of JSON."""
+    program = [sys.executable, str(_PEERS / script), *arguments]
+    if lab is None:
+        argv, variables = command(num_ranks, program)
+        done = run_bounded(argv, _LIMIT_SECONDS, {**os.environ, **variables, **env})
+    else:
+        done = lab.run(num_ranks, "block", program, timeout=_LIMIT_SECONDS, env=env)
     if done.returncode:
         raise RuntimeError(f"{script} on {num_ranks} ranks failed: {done.stderr}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

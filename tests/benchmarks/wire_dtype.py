@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from mpistrat.text import format_seconds
-from tests.benchmarks.contenders import OURS, contenders
-from tests.benchmarks.contest import Contest, Measured
+from tests.benchmarks.contenders import competing
+from tests.benchmarks.contest import Measured
 from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session, answers_of
 from tests.hosts.lab import Lab
@@ -29,64 +29,39 @@ TRAININGS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(session: Session) -> dict[str, Any]:
+def run(session: Session) -> dict[str, Table]:
     """Time all-reduces in each placement, and train in each way."""
+    times = [["placement", *KINDS]]
     with Lab(4, "1gbit") as lab:
-        if session.quick:
-            return {"rows": [_measure(session, lab, PLACEMENTS[0])], "trainings": {}}
-        rows = [_measure(session, lab, placement) for placement in PLACEMENTS]
+        for placement in PLACEMENTS[:1] if session.quick else PLACEMENTS:
+            found: dict[str, Measured] = {}
+            with competing(session, lab, 8, placement) as contest:
+                for name, fields in KINDS.items():
+                    task = {"kind": "all_reduce", "nbytes": NBYTES, "options": fields}
+                    [found[name]] = contest.compare(task, 2.0, share=1.0 if name == FLOAT32 else 0.5).values()
+            times.append([placement, *(_cell(one, found[FLOAT32]) for one in found.values())])
+            session.say(", ".join(times[-1]))
+    heads = ["training", "between nodes", "last loss", "test accuracy", "loss off by at most", "weights off by"]
+    return {"": times, "training": [heads, *([] if session.quick else _trained(session))]}
+
+
+def _trained(session: Session) -> Table:
+    """Train in every way on virtual nodes of a rank."""
     own = {"MPISTRAT_VIRTUAL_NODES": SHAPE, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    [trainings] = answers_of(NUM_RANKS, "wire_dtype_ranks.py", json.dumps(TRAININGS), json.dumps(TRAINED), env=own)
+    [trainings] = answers_of(NUM_RANKS, "wire_dtype_ranks.py", json.dumps(TRAININGS), json.dumps(TRAINED), **own)
     session.say(f"trained {len(trainings)} times {len(TRAINED)} networks")
-    return {"rows": rows, "trainings": trainings}
-
-
-def tables(result: dict[str, Any]) -> dict[str, Table]:
-    """Return the times, and what became of the trainings."""
-    times = [[row["placement"], *(_cell(row, name) for name in KINDS)] for row in result["rows"]]
-    lines = [
-        [
-            name,
-            kind,
-            f"{one['losses'][-1]:.6f}",
-            f"{one['accuracy']:.4f}",
-            f"{max(_off(found, kind)):.1e}",
-            f"{one['distance']:.1e}",
-        ]
-        for name, found in result["trainings"].items()
+    return [
+        [name, kind, f"{one['losses'][-1]:.6f}", f"{one['accuracy']:.4f}", _off(one, found[FLOAT32]), f"{one['distance']:.1e}"]
+        for name, found in trainings.items()
         for kind, one in found.items()
     ]
-    heads = ["training", "between nodes", "last loss", "test accuracy", "loss off by at most", "weights off by"]
-    return {"": [["placement", *KINDS], *times], "training": [heads, *lines]}
 
 
-def _measure(session: Session, lab: Lab, placement: str) -> dict[str, Any]:
-    """Time all kinds in one program."""
-    found: dict[str, Measured] = {}
-    with Contest(lab, 8, placement, contenders(session, (OURS,))) as contest:
-        session.versions.update(contest.versions)
-        for name, fields in KINDS.items():
-            task = {"kind": "all_reduce", "nbytes": NBYTES, "options": fields}
-            [found[name]] = contest.compare(task, 2.0, share=1.0 if name == FLOAT32 else 0.5).values()
-    row = {
-        "placement": placement,
-        "seconds": {name: one.seconds for name, one in found.items()},
-        "best_seconds": {name: one.best_seconds for name, one in found.items()},
-        "repeats": {name: one.repeats for name, one in found.items()},
-    }
-    session.say(f"{placement}: {', '.join(f'{name} {_gain(row, name):.2f}' for name in KINDS)}")
-    return row
+def _cell(one: Measured, exact: Measured) -> str:
+    best = format_seconds(one.best_seconds)
+    return f"{format_seconds(one.seconds)} (best {best}), {exact.seconds / one.seconds:.2f} as fast"
 
 
-def _cell(row: dict[str, Any], name: str) -> str:
-    seconds, best = (format_seconds(row[name_of][name]) for name_of in ("seconds", "best_seconds"))
-    return f"{seconds} (best {best}), {_gain(row, name):.2f} as fast"
-
-
-def _gain(row: dict[str, Any], name: str) -> float:
-    return float(row["seconds"][FLOAT32] / row["seconds"][name])
-
-
-def _off(found: dict[str, Any], kind: str) -> list[float]:
-    """Return by how much the loss differs from that with float32 after each epoch, relative to it."""
-    return [abs(loss / exact - 1) for loss, exact in zip(found[kind]["losses"], found[FLOAT32]["losses"], strict=True)]
+def _off(one: dict[str, Any], exact: dict[str, Any]) -> str:
+    """Return by how much a loss differs at most from that with float32 after each epoch, relative to it."""
+    return f"{max(abs(loss / other - 1) for loss, other in zip(one['losses'], exact['losses'], strict=True)):.1e}"

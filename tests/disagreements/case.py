@@ -38,13 +38,7 @@ class Case:
     """One rank's view of a case. Arrays hold small whole numbers that differ by rank, place and call: sums are exact."""
 
     def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        size: int,
-        memory: Memory,
-        strategy: Any,
-        note: Callable[[str], None] = lambda text: None,
+        self, plan: Plan, rank: int, size: int, memory: Memory, strategy: Any, note: Callable[[str], None] = lambda text: None
     ) -> None:
         self.plan, self.count, self.seed = plan, plan.count, plan.seed
         self.rank, self.size, self.memory, self.strategy = rank, size, memory, strategy

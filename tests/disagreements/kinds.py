@@ -594,17 +594,7 @@ _kind(
     says=r"(?is)(rank \d+).*(end|gone|exit|left)",
 )
 for _name, _leave in (("exits", lambda case: sys.exit(3)), ("vanishes", lambda case: os._exit(7))):
-    _kind(
-        "absent",
-        _name,
-        _sum(),
-        _leave,
-        alone=True,
-        warm="other",
-        sizes=(10,),
-        allowed=TOLD_OR_REPORTED,
-        says=r"exit:[1-9]",
-    )
+    _kind("absent", _name, _sum(), _leave, alone=True, warm="other", sizes=(10,), allowed=TOLD_OR_REPORTED, says=r"exit:[1-9]")
 _kind(
     "order",
     "started_longer_and_ended",

@@ -13,7 +13,7 @@ CLASSES = ("right", "told", "reported", "raw", "hang", "partial", "silent", "cra
 
 _CRASHED = re.compile(
     r"Segmentation fault|signal (?:11|6|7|8|4)\b|Signal: (?:Segmentation|Aborted|Bus)|double free|free\(\): |malloc\(\): |"
-    r"corrupted size|malloc_consolidate|munmap_chunk|exited on signal (?!9\b)",
+    r"corrupted size|malloc_consolidate|munmap_chunk|exited on signal (?!9\b)"
 )
 _REPORT = re.compile(r"waiting|waited", re.IGNORECASE)
 _MISSING = re.compile(r"\branks? (\d+(?:[-–, ]+(?:and )?\d+)*)")

@@ -179,9 +179,7 @@ _PAGES: dict[str, Callable[[], str]] = {
     "tf-names.md": _tf_names,
 }
 # What stands between <!-- generated: NAME --> and <!-- end --> in a page written by hand.
-_PARTS: dict[str, Callable[[], str]] = {
-    "operations": _reduce_ops,
-}
+_PARTS: dict[str, Callable[[], str]] = {"operations": _reduce_ops}
 
 
 def _with_parts(text: str) -> str:

@@ -14,15 +14,7 @@ from typing import Any
 
 import mpistrat
 
-FACES = (
-    "experimental",
-    "experimental.coordinator",
-    "experimental.partitioners",
-    "cluster_resolver",
-    "mpi4py",
-    "torch",
-    "jax",
-)
+FACES = ("experimental", "experimental.coordinator", "experimental.partitioners", "cluster_resolver", "mpi4py", "torch", "jax")
 
 
 def resolve(path: str) -> Any:

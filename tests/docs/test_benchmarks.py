@@ -6,16 +6,10 @@ import re
 
 import pytest
 
-from tests.benchmarks.experiments import EXPERIMENTS, find
-from tests.benchmarks.pages import RESULTS, read_table, spread, with_results, write_table
+from tests.benchmarks.experiments import EXPERIMENTS
+from tests.benchmarks.pages import RESULTS, read_table, with_results, write_table
 
 _TABLE = [["size", "time"], ["8 B", "1 µs"], ["1 KiB", "2 µs"]]
-
-
-def test_every_experiment_can_be_run_and_tabulated():
-    for name in EXPERIMENTS:
-        assert (find(name).__doc__ or "").partition("\n")[0].endswith("."), name
-        assert all(callable(getattr(find(name), function, None)) for function in ("run", "tables")), name
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.iterdir()), ids=lambda path: path.stem)
@@ -40,10 +34,3 @@ def test_rows_that_were_not_measured_again_are_kept_where_that_is_asked_for(tmp_
     write_table(path, "first", _TABLE)
     write_table(path, "again", [["size", "time"], ["8 B", "1 µs"]], keep=True)
     assert read_table(path) == ("again", _TABLE)
-
-
-def test_a_time_says_its_spread_as_far_as_it_is_known():
-    times = {"seconds": 2e-6, "best_seconds": 1e-6, "worst_seconds": 4e-6}
-    assert spread(times) == "2 µs (1 µs to 4 µs)"
-    assert spread({"seconds": 2e-6, "best_seconds": 1e-6}) == "2 µs (best 1 µs)"
-    assert spread({"seconds": 2e-6}) == "2 µs"

@@ -48,6 +48,12 @@ class Ended:
         lines = [line.lstrip("\0") for line in self.stderr.splitlines()]
         return [line for line in lines if line.startswith("[rank ")]
 
+    def check(self, code: int) -> None:
+        """Check that the job ended with this code, soon after the fault that it noted, if any, and left no rank behind."""
+        assert self.code == code, self.stderr
+        assert not self.seconds >= LIMIT_SECONDS, self.stderr
+        assert not self.leftovers()
+
     def leftovers(self) -> list[int]:
         """Return the ranks' processes that do not end."""
         until(lambda: not any(map(_is_running, self.pids)), LIMIT_SECONDS)

@@ -193,11 +193,10 @@ def test_a_chief_that_is_killed_ends_the_job_and_is_named(job: Job) -> None:
         program("    coordinator.schedule(time.sleep, (1000,))\n    kill_after(0.5, 0)\n    coordinator.join()\n"),
         survive=True,
     )
-    assert ended.code == 1
+    ended.check(1)
     assert ended.seconds < limit
     assert "UnavailableError: ps 0 (rank 1 on " in ended.stderr
     assert ended.stderr.count("lost chief 0 (rank 0 on ") == 1
-    assert not ended.leftovers()
 
 
 @pytest.mark.parametrize(
@@ -211,9 +210,8 @@ def test_a_chief_that_is_killed_ends_the_job_and_is_named(job: Job) -> None:
 )
 def test_a_rank_that_fails_ends_the_job_with_its_exit_code(job: Job, num_ranks: int, chief: str, code: int) -> None:
     ended = job(num_ranks, program(f"    coordinator.schedule(abs, (-1,)).fetch()\n    {chief}\n"), survive=True)
-    assert ended.code == code, ended.stderr
+    ended.check(code)
     assert "UnavailableError" not in ended.stderr
-    assert not ended.leftovers()
 
 
 def test_the_exit_code_of_a_chief_that_fails_after_it_has_caught_a_loss_is_that_of_the_job(job: Job) -> None:
@@ -226,14 +224,12 @@ def test_the_exit_code_of_a_chief_that_fails_after_it_has_caught_a_loss_is_that_
         sys.exit(3)
 """
     ended = job(4, program(chief, NUM_SERVERS=2), survive=True)
-    assert ended.code == 3, ended.stderr
-    assert not ended.leftovers()
+    ended.check(3)
 
 
 def test_without_workers_the_rest_is_unavailable_and_no_variable_has_half_a_change(job: Job) -> None:
     ended = job(3, program(HALF_OF_AN_ASSIGNMENT), survive=True, MPISTRAT_MAX_MESSAGE_BYTES="80000")
-    assert ended.code == 1
+    ended.check(1)
     assert "left are {0.0}\n" in ended.stdout
     assert "UnavailableError: chief 0 (rank 0 on " in ended.stderr
     assert "lost worker 0 (rank 2 on " in ended.stderr
-    assert not ended.leftovers()

@@ -12,10 +12,7 @@ from zlib import crc32
 import pytest
 
 from mpistrat.device import binding
-from mpistrat.device.kernels import TYPES, divide_kernel, fold_into_kernel, fold_kernel, move_kernel, real_dtype
-from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
-from mpistrat.testing.transport_cases import operations
-from tests.gpu import on_host
+from tests.gpu import on_host, sanitizer
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_arrays import Namespace
 from tests.gpu.stand_in_nccl import StandInNccl
@@ -46,7 +43,8 @@ def stand_in(comm: MPI.Intracomm, has_nccl: bool = True) -> Iterator[StandInDevi
 
 def all_kernels(comm: MPI.Intracomm) -> on_host.HostKernels:
     """Return every kernel that a collective may launch, built where no test before has built them. A collective call."""
-    moves, folds = _names()
+    names = sanitizer.kernels()
+    moves, folds = ([name for name in names if name.startswith("move") == is_move] for is_move in (True, False))
     text = "\n".join([on_host.text(), *moves, *folds])
     folder = Path(tempfile.gettempdir()) / f"mpistrat-host-kernels-{crc32(text.encode()):08x}"
     if comm.rank == 0 and not folder.exists():
@@ -60,15 +58,3 @@ def all_kernels(comm: MPI.Intracomm) -> on_host.HostKernels:
                 assert folder.exists()  # another session was faster
     comm.Barrier()
     return on_host.HostKernels(folder, moves, folds)
-
-
-def _names() -> tuple[list[str], list[str]]:
-    moves, folds = set(), set()
-    for dtype in TYPES:
-        for op in operations(dtype):
-            for held in {accumulation_dtype(op, dtype), *({dtype} & {*HALF_DTYPES})}:
-                folds |= {fold_kernel(held, op), fold_into_kernel(held, op)}
-                pair = [real_dtype(dtype), real_dtype(held)]
-                moves |= {move_kernel(*pair), move_kernel(*reversed(pair))}
-                folds |= {divide_kernel(held)} if op is ReduceOp.MEAN else set()
-    return sorted(moves), sorted(folds)

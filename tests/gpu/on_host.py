@@ -10,6 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 _SHIM = """
 #define __global__
 #define __device__
@@ -69,9 +71,11 @@ class HostKernels:
         self._folds = {kernel: f"fold_{index}" for index, kernel in enumerate(folds)}
         self._library = ctypes.CDLL(str(folder / "kernels.so"))
 
-    @staticmethod
-    def build(folder: Path, moves: Sequence[str], folds: Sequence[str]) -> None:
-        """Compile the kernels into a library."""
+    @classmethod
+    def build(cls, folder: Path, moves: Sequence[str], folds: Sequence[str]) -> HostKernels:
+        """Compile the kernels into a library; skip the test where there is no compiler."""
+        if missing():
+            pytest.skip(missing())
         source_text = text()
         for index, kernel in enumerate(moves):
             source, _, _ = kernel.removeprefix("move_segments<").partition(", ")
@@ -82,6 +86,7 @@ class HostKernels:
         (folder / "kernels.cpp").write_text(source_text)
         command = ["g++", "-O0", "-std=c++17", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
         subprocess.run([*command, "kernels.cpp", "-o", "kernels.so"], check=True, cwd=folder)
+        return cls(folder, moves, folds)
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Any]) -> None:
         """Run an instance of a kernel by its name on a device."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 
 from mpistrat.communicator.communicator import Communicator
@@ -32,6 +34,13 @@ class Pair:
             self.gpu.close()
             self.host.close()
         self.bound.__exit__(*error)
+
+    def hold(self, stream, seconds):
+        """Let a stream get on no further for so many seconds; return the timer."""
+        self.device.held = stream
+        release = threading.Timer(seconds, setattr, (self.device, "held", None))
+        release.start()
+        return release
 
     def up(self, array):
         return self.device.array_module.asarray(array)

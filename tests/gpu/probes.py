@@ -35,7 +35,6 @@ class Probe:
     """One program, run in a session of its own; ``--report FILE`` is added to its command, where it writes its figures."""
 
     name: str
-    shows: str  # what is known once it has run
     command: tuple[str, ...]  # a module and its arguments
     needs: tuple[str, ...]  # what must be there, as `refusal_of` names it
     num_ranks: int = 0  # how many ranks run it; 0: it is a process of its own
@@ -83,7 +82,6 @@ def refusal_of(machine: Machine, need: str) -> str:
 
 def _probe(
     name: str,
-    shows: str,
     words: str,
     *needs: str,
     ranks: int = 0,
@@ -98,24 +96,17 @@ def _probe(
         told |= {**_NCCL, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     needs = ("MPI", *needs) if ranks else needs
     argv = tuple(f"tests.gpu.{words}".split())
-    return Probe(name, shows, argv, needs, ranks, {**told, **environ}, least or {}, most or {}, seconds)
+    return Probe(name, argv, needs, ranks, {**told, **environ}, least or {}, most or {}, seconds)
 
 
-def _timing(name: str, shows: str, fraction: float) -> Probe:
-    return _probe(f"timing {name}", shows, f"timings {name}", "GPU", least={"fraction": fraction})
+def _timing(name: str, fraction: float) -> Probe:
+    return _probe(f"timing {name}", f"timings {name}", "GPU", least={"fraction": fraction})
 
 
 def _conformance(transport: str, shape: str, *needs: str, way: str = "", more: str = "", **environ: str) -> Probe:
-    by, ranks = f"{transport}{f' {way}' if way else ''}", int(shape[0]) * int(shape[2])
-    return _probe(
-        f"{by} {shape}",
-        f"the conformance kit of transports on {transport}{f', {way}' if way else ''}",
-        f"conformance {transport} {shape} {more}",
-        *needs,
-        ranks=ranks,
-        seconds=_seconds(transport, ranks),
-        **environ,
-    )
+    name, ranks = f"{transport}{f' {way}' if way else ''} {shape}", int(shape[0]) * int(shape[2])
+    words, seconds = f"conformance {transport} {shape} {more}", _seconds(transport, ranks)
+    return _probe(name, words, *needs, ranks=ranks, seconds=seconds, **environ)
 
 
 def _seconds(transport: str, num_ranks: int) -> float:
@@ -124,92 +115,67 @@ def _seconds(transport: str, num_ranks: int) -> float:
 
 def _strategy(shape: str, transport: str = "auto", **between: str) -> Probe:
     by = "" if transport == "auto" else f", by {transport} inside nodes{' and between them' if between else ''}"
-    shows = "every verb of a strategy on device arrays, through all layers, against NumPy"
     seconds = _seconds(transport, SHAPES[shape])
-    return _on_nodes(f"strategy {shape}{by}", shows, "verbs_rank", shape, transport, seconds=seconds, **between)
+    return _on_nodes(f"strategy {shape}{by}", "verbs_rank", shape, transport, seconds=seconds, **between)
 
 
-def _on_nodes(name: str, shows: str, words: str, shape: str, transport: str, **how: object) -> Probe:
+def _on_nodes(name: str, words: str, shape: str, transport: str, **how: object) -> Probe:
     """Return a program of several ranks that share a GPU, by a transport inside their nodes."""
     needs = ("GPU", *(_BY_NCCL if transport == "nccl" else ()))
     name = name if name.startswith("strategy") else f"{name} {shape}, by {transport}"
     nodes = {"MPISTRAT_VIRTUAL_NODES": shape, "MPISTRAT_INTRA_TRANSPORT": transport}
-    return _probe(name, shows, words, *needs, ranks=SHAPES[shape], **{**nodes, **how})  # type: ignore[arg-type]
+    return _probe(name, words, *needs, ranks=SHAPES[shape], **{**nodes, **how})  # type: ignore[arg-type]
 
 
 def _soak(transport: str, seconds: float) -> Probe:
-    shows = "2000 steps of started and plain collectives of changing sizes, each compared with NumPy, and the memory they leave"
     how = {"most": {"device_mib_growth": 0}, "seconds": seconds, "MPISTRAT_CHUNK_BYTES": "1MiB"}
-    return _on_nodes("soak", shows, "soak steps", "2x2", transport, **how)
-
-
-def _streams(shape: str, transport: str, seconds: float = 60.0, **environ: str) -> Probe:
-    shows = "arrays that a side stream writes late, in plain and started calls; wrong only where a wait is taken away"
-    return _on_nodes("streams", shows, "streams", shape, transport, seconds=seconds, **environ)
+    return _on_nodes("soak", "soak steps", "2x2", transport, **how)
 
 
 def _open_close(transport: str, rounds: int) -> Probe:
-    shows = "strategies, some two at a time, with buffers that grow: memory, files and threads that they leave"
     most = {f"{held}_growth": 0 for held in ("device_mib", "allocations", "threads", "files")}
-    return _on_nodes("open and close", shows, f"soak strategies {rounds}", "1x2", transport, most=most, seconds=150.0)
+    return _on_nodes("open and close", f"soak strategies {rounds}", "1x2", transport, most=most, seconds=150.0)
 
 
 def _first_fault(transport: str, *needs: str) -> Probe:
-    shows = "a rank that raises, or is killed, before the first collective: the job ends and names it, and the GPU is free"
     most = {"raise_seconds": 10, "kill_seconds": 10, "mib_left": 0}
     chosen = {"MPISTRAT_INTRA_TRANSPORT": transport}
-    return _probe(
-        f"first fault, by {transport}", shows, "first_fault", "MPI", "GPU", *needs, most=most, seconds=150.0, **chosen
-    )
+    return _probe(f"first fault, by {transport}", "first_fault", "MPI", "GPU", *needs, most=most, seconds=150.0, **chosen)
 
-
-_INTEROP = {"seconds": 120.0, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-_SUMS = "small sums in one shot, in two, and by NCCL; and bfloat16 by NCCL, in float32 and in its own dtype"
 
 PROBES: tuple[Probe, ...] = (
-    _timing("pack", "float32 fused and cast to bfloat16, 512 MiB", 0.85),
-    _timing("unpack", "a bucket of bfloat16 taken apart into float32, and divided", 0.85),
-    _timing("gradients", "ResNet-50's 161 gradients packed in one launch", 0.75),
-    _timing("sum_of_peers", "the sum of four arenas in one pass, as cuda_ipc does it", 0.80),
-    _timing("staged", "the staged path against the slower direction of pinned copies", 0.85),
-    _probe(
-        "timing call",
-        "what Python takes for an all-reduce whose plan is known, of one array and of 161, on a rank alone",
-        "calls python",
-        *("GPU", "MPI"),
-        most={"python_us": 30},
-    ),
+    _timing("pack", 0.85),
+    _timing("unpack", 0.85),
+    _timing("gradients", 0.75),
+    _timing("sum_of_peers", 0.80),
+    _timing("staged", 0.85),
+    _probe("timing call", "calls python", "GPU", "MPI", most={"python_us": 30}),
     _probe(
         "overhead",
-        "a rank's all-reduce beside ncclAllReduce and a copy, until the GPU is through",
         "calls overhead",
         *("MPI", "GPU", "NCCL"),
         most={f"{ratio}_{size}": 1.05 for size in ("16MiB", "256MiB") for ratio in ("ratio", "ratio_out")},
         **_NCCL,
     ),
-    _probe("sums of 2 ranks on 2 GPUs", _SUMS, "calls sums", "GPU", "NCCL", "2 GPUs", ranks=2, seconds=120.0),
-    _probe("sums of 2 ranks on a GPU that they share", _SUMS, "calls sums", "GPU", *_BY_NCCL, ranks=2, seconds=120.0),
+    _probe("sums of 2 ranks on 2 GPUs", "calls sums", "GPU", "NCCL", "2 GPUs", ranks=2, seconds=120.0),
+    _probe("sums of 2 ranks on a GPU that they share", "calls sums", "GPU", *_BY_NCCL, ranks=2, seconds=120.0),
     *(_conformance(transport, "1x2") for transport in ("shared_memory", "mpi", "mpi_ring")),
     *(_conformance(transport, shape, "GPU") for transport in ("staged", "cuda_ipc") for shape in SHAPES),
     *(_strategy(shape) for shape in SHAPES),
     _strategy("2x2", "staged"),
     *(_conformance("cuda_aware", shape, "GPU") for shape in SHAPES),
-    _streams("1x2", "cuda_ipc"),
-    *(_streams("2x2", transport, **_IN_CHUNKS) for transport in ("cuda_ipc", "staged")),
+    _on_nodes("streams", "streams", "1x2", "cuda_ipc"),
+    *(_on_nodes("streams", "streams", "2x2", transport, **_IN_CHUNKS) for transport in ("cuda_ipc", "staged")),
     *(
         _on_nodes(
-            f"interop {library}",
-            f"arrays of {name} on a GPU, float32 and bfloat16, also on a stream of its own",
-            f"interop {library}",
-            "1x2",
-            "cuda_ipc",
-            **_INTEROP,
+            *(f"interop {library}", f"interop {library}", "1x2", "cuda_ipc"),
+            seconds=120.0,
+            XLA_PYTHON_CLIENT_PREALLOCATE="false",
         )
-        for library, name in (("torch", "PyTorch"), ("jax", "JAX"))
+        for library in ("torch", "jax")
     ),
     _probe(
         "sanitizer",
-        "every kernel on arrays at odd offsets under NVIDIA's compute-sanitizer, which finds an error that is planted",
         "sanitizer",
         *("GPU", "compute-sanitizer"),
         most={f"{tool}_errors": 0 for tool in ("memcheck", "initcheck", "racecheck")},
@@ -218,28 +184,14 @@ PROBES: tuple[Probe, ...] = (
     _first_fault("cuda_ipc"),
     _open_close("cuda_ipc", 100),
     _soak("cuda_ipc", 200.0),
-    _probe(
-        "training",
-        "the demo's training on GPUs and on CPUs, to the same losses",
-        "training_pair 4 2x2",
-        *("MPI", "GPU", "scikit-learn"),
-        most={"largest_difference": 1e-3},
-        seconds=90.0,
-    ),
+    _probe("training", "training_pair 4 2x2", *("MPI", "GPU", "scikit-learn"), most={"largest_difference": 1e-3}, seconds=90.0),
     *(_conformance("nccl", f"1x{number}", "GPU", "NCCL", f"{number} GPUs") for number in (1, 2, 4)),
     *(_conformance("nccl", shape, "GPU", *_BY_NCCL, way="with several ranks on a GPU") for shape in SHAPES),
     _strategy("2x2", "nccl"),
     _strategy("2x2", "nccl", MPISTRAT_INTER_TRANSPORT="nccl"),
-    _probe(
-        "nccl deadline",
-        "a collective of NCCL that one rank alone enters is ended by its deadline, and the GPU is free again",
-        "deadline",
-        *("GPU", *_BY_NCCL),
-        ranks=2,
-        most={"seconds_late": 5.0},
-    ),
+    _probe("nccl deadline", "deadline", "GPU", *_BY_NCCL, ranks=2, most={"seconds_late": 5.0}),
     _first_fault("nccl", *_BY_NCCL),
-    _streams("2x2", "nccl", 120.0, **_IN_CHUNKS),
+    _on_nodes("streams", "streams", "2x2", "nccl", seconds=120.0, **_IN_CHUNKS),
     _open_close("nccl", 24),
     _soak("nccl", 250.0),
     *(
@@ -247,4 +199,4 @@ PROBES: tuple[Probe, ...] = (
         for shape in SHAPES
     ),
 )
-"""In the order in which they run: what is short and measures first, what may hang last."""
+"""In the order in which they run: what is short and measures first, what may hang last. Each program says what it shows."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from mpistrat.communicator.interface import BaseCommunicator
     from mpistrat.groups.group import Group
     from mpistrat.groups.hierarchy import Hierarchy
+    from tests.gpu.pair import Pair
 
 # The node shapes of each number of ranks. Of 4 and 8 ranks those that fewer have not: several nodes of several ranks.
 SHAPES = {
@@ -117,22 +119,45 @@ def hierarchy(comm: MPI.Intracomm, world: World) -> Iterator[Hierarchy]:
 
 
 @pytest.fixture
-def ops(comm: MPI.Intracomm, world: World) -> Iterator[BaseCommunicator]:
-    """Give the all-reduce of the present node shape, with groups of its own."""
+def make_ops(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., BaseCommunicator]]:
+    """Make collectives on a node shape, or on one node, under some settings; they are closed when the test has ended."""
     from mpistrat.communicator.communicator import Communicator
     from mpistrat.groups.hierarchy import Hierarchy
 
-    operations = Communicator(Hierarchy(comm, world))
-    yield operations
-    operations.close()
+    made = []
+
+    def make(world: World | str = f"1x{comm.size}", **values: str) -> BaseCommunicator:
+        for name, value in values.items():
+            monkeypatch.setenv(f"MPISTRAT_{name}", value)
+        made.append(Communicator(Hierarchy(comm, World.from_shape(world) if isinstance(world, str) else world)))
+        return made[-1]
+
+    yield make
+    for operations in made:
+        operations.close()
 
 
 @pytest.fixture
-def mixed(comm: MPI.Intracomm) -> Iterator[BaseCommunicator]:
-    """Give the all-reduce of one shape."""
-    from mpistrat.communicator.communicator import Communicator
-    from mpistrat.groups.hierarchy import Hierarchy
+def ops(make_ops: Callable[..., BaseCommunicator], world: World) -> BaseCommunicator:
+    """Give the all-reduce of the present node shape, with groups of its own."""
+    return make_ops(world)
 
-    operations = Communicator(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
-    yield operations
-    operations.close()
+
+@pytest.fixture
+def mixed(comm: MPI.Intracomm, make_ops: Callable[..., BaseCommunicator]) -> BaseCommunicator:
+    """Give the all-reduce of one shape."""
+    return make_ops(MIXED.get(comm.size, f"{comm.size}x1"))
+
+
+@pytest.fixture
+def make_pair(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pair]]:
+    """Make collectives on a stand-in device and in host memory, as `make_ops` does."""
+    from tests.gpu.pair import Pair
+
+    def make(world: World | str = f"1x{comm.size}", has_nccl: bool = True, **values: str) -> Pair:
+        for name, value in values.items():
+            monkeypatch.setenv(f"MPISTRAT_{name}", value)
+        return stack.enter_context(Pair(comm, World.from_shape(world) if isinstance(world, str) else world, has_nccl))
+
+    with ExitStack() as stack:
+        yield make

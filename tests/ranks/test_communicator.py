@@ -13,13 +13,7 @@ from mpi4py import MPI
 import mpistrat
 from mpistrat.algorithms.cost import DEFAULT
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import (
-    AgreementError,
-    InvalidArgumentError,
-    LaunchError,
-    SettingError,
-    TransportError,
-)
+from mpistrat.errors import AgreementError, InvalidArgumentError, LaunchError, SettingError, TransportError
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = up_to_ranks(3)
@@ -84,31 +78,6 @@ def test_all_to_all_of_one_array_divides_it_along_its_first_axis(whole):
     assert found.tolist() == [[1000 * peer + size * rank + index] for peer in range(size) for index in range(size)]
     arrived = whole.all_to_all([np.array([rank, peer]) for peer in range(size)])
     assert [array.tolist() for array in arrived] == [[peer, rank] for peer in range(size)]
-
-
-def test_results_go_where_they_are_told(whole):
-    rank, size = whole.rank, whole.size
-    ones = sum(range(size + 1))
-    for axis in (0, 1, -1):
-        mine = np.full((2, 3), rank)
-        out = np.empty((2 * size, 3) if axis == 0 else (2, 3 * size), mine.dtype)
-        assert whole.all_gather(mine, axis, out=out) is out
-        assert np.array_equal(out, np.concatenate([np.full((2, 3), each) for each in range(size)], axis))
-    weights = np.full(4, float(rank))
-    assert whole.broadcast(weights, size - 1, out=weights) is weights
-    assert weights.tolist() == [size - 1] * 4
-    target = np.empty(2)
-    assert whole.reduce_scatter("sum", np.full(2 * size, rank + 1.0), out=target) is target
-    assert target.tolist() == [ones] * 2
-    for _ in range(3):
-        assert whole.all_reduce("sum", np.full(2, rank + 1.0), out=target) is target
-        assert target.tolist() == [ones] * 2
-    lists = whole.all_reduce(
-        "max", [np.full(2, rank), np.full(3, -rank)], out=[(a := np.empty(2, int)), (b := np.empty(3, int))]
-    )
-    assert lists[0] is a
-    assert lists[1] is b
-    assert (a.tolist(), b.tolist()) == ([size - 1] * 2, [0] * 3)
 
 
 @needs_ranks(2)

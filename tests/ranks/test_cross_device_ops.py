@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.all_reduce import (
@@ -115,21 +114,6 @@ def test_replicas_that_ask_for_different_things_are_told(comm, monkeypatch):
             HierarchicalAllReduce().broadcast(1.0, destinations)
         assert plain(HierarchicalAllReduce().reduce("sum", value, value)) == [comm.size] * 2
     strategy.close()
-
-
-@pytest.mark.parametrize(("num_packs", "packs"), [(None, 2), (0, 4), (1, 2), (3, 6)])
-def test_a_batch_is_cut_into_so_many_packs(comm, strategy, num_packs, packs):
-    communicator = strategy.extended.communicator
-    values = [PerReplica(np.ones(count, dtype)) for count in (10, 12) for dtype in (np.float32, np.float64)]
-    with strategy.scope():
-        pairs, options = [(value, "/cpu:0") for value in values], CommunicationOptions(algorithm="flat")
-        communicator.timeline.enabled = True
-        HierarchicalAllReduce(num_packs).batch_reduce("sum", pairs, options)
-        communicator.timeline.enabled = False
-    # each dtype has packs of its own
-    assert len([event for event in communicator.timeline.events if "all_reduce" in str(event)]) == (
-        packs if comm.size > 1 else 0
-    )
 
 
 def test_nccl_is_refused_by_all(comm, strategy):

@@ -9,17 +9,14 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
-from mpistrat.topology.world import World
 from mpistrat.transports.mpi_world import WorldTransport
 from mpistrat.transports.window import MOST_SMALL_BYTES
 from tests.launches import on_ranks, up_to_ranks
 from tests.ranks.test_properties import NUM_PACKS, check_examples
 
-DTYPES = [np.dtype(dtype) for dtype in (np.float32, np.float64, ml_dtypes.bfloat16)]
+DTYPES = [np.dtype(dtype) for dtype in (np.float32, np.float64, np.complex64, ml_dtypes.bfloat16)]
 LATE_SECONDS = 0.002
 
 
@@ -38,7 +35,7 @@ class Call(NamedTuple):
 
 CALLS = st.builds(
     Call,
-    st.sampled_from([ReduceOp.SUM, ReduceOp.MEAN]),
+    st.sampled_from([ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PROD]),
     st.sampled_from(DTYPES),
     st.integers(0, 2**16),
     st.lists(st.sampled_from([0, 1, 2, 7, 60, 400]), min_size=1, max_size=5),
@@ -57,28 +54,26 @@ def rows(call: Call, size: int) -> np.ndarray:
 
 
 def folded(call: Call, given: np.ndarray) -> np.ndarray:
-    """Return the sum or mean as one process makes it: one replica after the other, 16-bit floats in float32."""
+    """Return what one process makes of them: one replica after the other, 16-bit floats in float32."""
     wide = given.astype(np.float32 if call.dtype in HALF_DTYPES else call.dtype)
     total = wide[0]
     for row in wide[1:]:
-        total = total + row
+        total = total * row if call.op is ReduceOp.PROD else total + row
     return (total / wide.dtype.type(len(wide)) if call.op is ReduceOp.MEAN else total).astype(call.dtype)
 
 
 @on_ranks(3)
-def test_arrays_that_are_too_large_for_a_slot_once_they_are_padded_are_added_in_order(comm, monkeypatch):
-    ops, by_mpi = Communicator(Hierarchy(comm, World.from_shape("1x3"))), []
+def test_arrays_that_are_too_large_for_a_slot_once_they_are_padded_are_added_in_order(make_ops, monkeypatch):
+    ops, by_mpi = make_ops(), []
     monkeypatch.setattr(WorldTransport, "_by_mpi", lambda *_: by_mpi.append(_) or iter(()))
     count = MOST_SMALL_BYTES // np.dtype(np.float64).itemsize  # no multiple of three
     ops.all_reduce(ReduceOp.SUM, [np.ones(5), np.ones(count - 5)], CommunicationOptions(deterministic=True))
     assert not by_mpi
-    ops.close()
 
 
 @up_to_ranks(8)
-def test_bits_are_those_of_one_process_that_adds_in_order(comm, world, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", "300")  # several segments of each part
-    ops = Communicator(Hierarchy(comm, world))
+def test_bits_are_those_of_one_process_that_adds_in_order(comm, make_ops, world):
+    ops = make_ops(world, MAX_MESSAGE_BYTES="300")  # several segments of each part
 
     def check_one(call: Call) -> None:
         given = rows(call, comm.size)
@@ -93,4 +88,3 @@ def test_bits_are_those_of_one_process_that_adds_in_order(comm, world, monkeypat
 
     # the same examples whatever the shape of the nodes
     check_examples(comm, "", check_one, CALLS, most=100 if comm.size == 3 else 12)
-    ops.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 import weakref
 from itertools import repeat
@@ -42,23 +41,20 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @pytest.fixture
-def pair(comm, world):
-    with Pair(comm, world) as pair:
-        yield pair
+def pair(make_pair, world):
+    return make_pair(world)
 
 
 @pytest.fixture
-def mapped(comm, world):
+def mapped(make_pair, world):
     """Give collectives that find no NCCL."""
-    with Pair(comm, world, has_nccl=False) as pair:
-        yield pair
+    return make_pair(world, has_nccl=False)
 
 
 @pytest.fixture
-def uneven(comm):
+def uneven(comm, make_pair):
     """Give collectives on two uneven nodes, for what does not depend on the shape."""
-    with Pair(comm, World.from_shape(f"{comm.size - 1}+1" if comm.size > 1 else "1x1")) as pair:
-        yield pair
+    return make_pair(f"{comm.size - 1}+1" if comm.size > 1 else "1x1")
 
 
 def all_cases():
@@ -68,42 +64,38 @@ def all_cases():
 
 
 @pytest.mark.parametrize("transport", ["nccl", "cuda_ipc", "staged"])
-def test_every_operation_on_every_dtype(comm, world, monkeypatch, transport):
+def test_every_operation_on_every_dtype(make_pair, world, transport):
     if world.num_shards == 1 and transport != "nccl":
         pytest.skip("nothing is combined inside nodes")
-    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", transport)
-    with Pair(comm, world) as pair:
-        assert pair.gpu.hierarchy.intra.size == 1 or transport in pair.gpu.path
-        for op in ReduceOp:
-            arrays = [
-                values(shape, dtype, pair.rank, op) * np.array(pair.size if op is MEAN else 1).astype(dtype)
-                for one, dtype in all_cases()
-                if one is op
-                for shape in ((5, 3), (0,), (), (257,))
-            ]
-            pair.compare(op, arrays)
+    pair = make_pair(world, INTRA_TRANSPORT=transport)
+    assert pair.gpu.hierarchy.intra.size == 1 or transport in pair.gpu.path
+    for op in ReduceOp:
+        arrays = [
+            values(shape, dtype, pair.rank, op) * np.array(pair.size if op is MEAN else 1).astype(dtype)
+            for one, dtype in all_cases()
+            if one is op
+            for shape in ((5, 3), (0,), (), (257,))
+        ]
+        pair.compare(op, arrays)
 
 
 @pytest.mark.ranks(nodes=["1x1", "1x2", "2x1", "1x4", "2x2", "3+1"])
 @pytest.mark.parametrize("between", ["nccl", "auto"])
 @pytest.mark.parametrize("algorithm", ["flat", "hierarchical"])
-def test_every_algorithm_in_many_chunks_and_packs_again_and_again(comm, world, monkeypatch, between, algorithm):
+def test_every_algorithm_in_many_chunks_and_packs_again_and_again(make_pair, world, between, algorithm):
     """Also where one rank waits for each kernel and the others for none: all must give them to their GPUs in one order."""
-    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", between)
-    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "4096")
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
     options = CommunicationOptions(algorithm=algorithm)
-    with Pair(comm, world) as pair:
-        for turn in range(4):
-            pair.gpu.timeline.enabled = turn > 1 and pair.rank == turn
-            pair.compare(SUM, [values(9000, np.float32, 5 * turn + pair.rank), values(77, BF16, turn)], options)
-            pair.compare(MEAN, [values(500, np.int32, turn + pair.rank)], options)
-            pair.compare(SUM, [values(300, np.float32, turn)])  # on the communicator of all ranks, in turn with the others
-            arrays = [values(shape, np.float32, pair.rank + shape) for shape in (10, 2000, 3, 700)]
-            for num_packs, bytes_per_pack in ((None, 0), (0, 0), (2, 0), (3, 0), (None, 1024)):
-                cut = CommunicationOptions(bytes_per_pack, num_packs=num_packs, algorithm=algorithm)
-                pair.compare(SUM, arrays, cut)
-        assert between == "auto" or not pair.gpu.hierarchy.call.unconfirmed, "all ranks have compared their calls before"
+    pair = make_pair(world, INTER_TRANSPORT=between, CHUNK_BYTES="4096", STRICT="0")
+    for turn in range(4):
+        pair.gpu.timeline.enabled = turn > 1 and pair.rank == turn
+        pair.compare(SUM, [values(9000, np.float32, 5 * turn + pair.rank), values(77, BF16, turn)], options)
+        pair.compare(MEAN, [values(500, np.int32, turn + pair.rank)], options)
+        pair.compare(SUM, [values(300, np.float32, turn)])  # on the communicator of all ranks, in turn with the others
+        arrays = [values(shape, np.float32, pair.rank + shape) for shape in (10, 2000, 3, 700)]
+        for num_packs, bytes_per_pack in ((None, 0), (0, 0), (2, 0), (3, 0), (None, 1024)):
+            cut = CommunicationOptions(bytes_per_pack, num_packs=num_packs, algorithm=algorithm)
+            pair.compare(SUM, arrays, cut)
+    assert between == "auto" or not pair.gpu.hierarchy.call.unconfirmed, "all ranks have compared their calls before"
 
 
 def test_what_is_inexact_stays_within_its_bound(mapped):
@@ -197,12 +189,11 @@ def test_calls_on_different_streams_follow_each_other(pair):
     check_that_streams_follow_each_other(pair)
 
 
-def test_so_do_streams_that_are_called_alike(comm, monkeypatch):
+def test_so_do_streams_that_are_called_alike(make_pair, monkeypatch):
     """Each thread has a default stream of its own, and all of them have one pointer."""
-    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "staged")
     monkeypatch.setattr("tests.gpu.stand_in._Stream.pointer", 2)
-    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
-        check_that_streams_follow_each_other(pair)
+    pair = make_pair(INTRA_TRANSPORT="staged")
+    check_that_streams_follow_each_other(pair)
 
 
 def check_that_streams_follow_each_other(pair):
@@ -212,11 +203,9 @@ def check_that_streams_follow_each_other(pair):
     # the copy out of the first is held back, while the others come round to the same memory
     with device.activate(device.stream()):
         found = gpu.all_reduce(SUM, given[:1])
-        device.held = device.current_stream()
         first = device.current_stream()
+        copies = pair.hold(first, 0.05)
     with device.activate(device.stream()):
-        copies = threading.Timer(0.05, lambda: setattr(device, "held", None))
-        copies.start()
         found += [gpu.all_reduce(SUM, [one])[0] for one in given[1:]]
         copies.join()
         device.current_stream().wait(first.record())
@@ -225,11 +214,9 @@ def check_that_streams_follow_each_other(pair):
 
 
 @pytest.mark.parametrize("transport", ["nccl", "cuda_ipc"])
-def test_in_the_order_of_the_replicas_bits_are_those_of_the_host(comm, world, monkeypatch, transport):
+def test_in_the_order_of_the_replicas_bits_are_those_of_the_host(comm, make_pair, world, transport):
     if world.num_shards == 1 and transport != "nccl":
         pytest.skip("nothing is combined inside nodes")
-    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", transport)
-    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "4096")
     options, random = CommunicationOptions(deterministic=True), np.random.default_rng(comm.rank)
     arrays = [
         random.standard_normal(count).astype(dtype)
@@ -237,13 +224,13 @@ def test_in_the_order_of_the_replicas_bits_are_those_of_the_host(comm, world, mo
         for count in (3001, 1)
     ]
     real = [array for array in arrays if array.dtype.kind != "c"]  # NumPy divides complex numbers by a reciprocal
-    with Pair(comm, world) as pair:
-        for op in (SUM, MEAN, ReduceOp.PROD):
-            for _ in range(2):
-                pair.compare(op, real if op is MEAN else arrays, options)
-        floats = str(pair.gpu.explain(list(map(pair.up, arrays[:2])), options))
-        is_inside = world.num_nodes == 1 < pair.size  # several nodes are staged through host memory
-        assert ("intra all_reduce" in floats) == is_inside
+    pair = make_pair(world, INTRA_TRANSPORT=transport, CHUNK_BYTES="4096")
+    for op in (SUM, MEAN, ReduceOp.PROD):
+        for _ in range(2):
+            pair.compare(op, real if op is MEAN else arrays, options)
+    floats = str(pair.gpu.explain(list(map(pair.up, arrays[:2])), options))
+    is_inside = world.num_nodes == 1 < pair.size  # several nodes are staged through host memory
+    assert ("intra all_reduce" in floats) == is_inside
 
 
 def test_values_are_cast_between_nodes(pair):
@@ -272,13 +259,12 @@ def test_the_gpu_casts_what_goes_through_host_memory(pair, world, monkeypatch):
         pair.compare(SUM, narrow, CommunicationOptions(wire_dtype="bfloat16", algorithm="hierarchical"))
 
 
-def test_a_sum_by_an_mpi_that_takes_device_memory(comm, world, monkeypatch):
+def test_a_sum_by_an_mpi_that_takes_device_memory(make_pair, world):
     """It can read the stand-in's."""
-    monkeypatch.setenv("MPISTRAT_MPI_GPU", "on")
-    with Pair(comm, world) as pair:
-        for _ in range(2):
-            pair.compare(SUM, [values(shape, np.float32, pair.rank) for shape in ((5, 3), (70_000,))])
-        assert ("cuda_aware between nodes" in pair.gpu.path) == (world.num_nodes > 1)
+    pair = make_pair(world, MPI_GPU="on")
+    for _ in range(2):
+        pair.compare(SUM, [values(shape, np.float32, pair.rank) for shape in ((5, 3), (70_000,))])
+    assert ("cuda_aware between nodes" in pair.gpu.path) == (world.num_nodes > 1)
 
 
 def test_plans_are_chosen_for_rails_that_need_no_staging(comm, world, monkeypatch):
@@ -313,10 +299,7 @@ def test_wrong_values_from_an_mpi_that_was_named_are_raised_on_all(comm, world, 
     wrong = "planted: wrong values" if comm.rank == comm.size - 1 else ""
     monkeypatch.setattr("mpistrat.transports.cuda_aware.CudaAwareTransport.first_exchange", lambda self: wrong)
     hierarchy = Hierarchy(comm, world)
-    with (
-        stand_in(comm),
-        pytest.raises(TransportError, match="planted: wrong values, and MPISTRAT_MPI_GPU=on was set"),
-    ):
+    with stand_in(comm), pytest.raises(TransportError, match="planted: wrong values, and MPISTRAT_MPI_GPU=on was set"):
         Communicator(hierarchy)
 
 
@@ -343,14 +326,12 @@ def test_a_part_of_the_sum_for_each_replica(uneven):
         np.testing.assert_array_equal(uneven.device.get(found), uneven.host.reduce_scatter(SUM, array, axis))
 
 
-def test_rails_that_keep_no_channels_apart(comm, world, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "mpi")
-    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "4096")
+def test_rails_that_keep_no_channels_apart(make_pair, world):
     options = CommunicationOptions(algorithm="hierarchical")
-    with Pair(comm, world) as pair:
-        assert ("staged over mpi between nodes" in pair.gpu.path) == (world.num_nodes > 1)
-        for turn in range(3):
-            pair.compare(SUM, [values(9000, np.float32, turn + pair.rank)], options)
+    pair = make_pair(world, INTER_TRANSPORT="mpi", CHUNK_BYTES="4096")
+    assert ("staged over mpi between nodes" in pair.gpu.path) == (world.num_nodes > 1)
+    for turn in range(3):
+        pair.compare(SUM, [values(9000, np.float32, turn + pair.rank)], options)
 
 
 def test_nccl_may_be_asked_for_where_it_is(uneven):
@@ -362,11 +343,11 @@ def test_nccl_may_be_asked_for_where_it_is(uneven):
 
 
 @needs_ranks(2)
-def test_nccl_is_refused_where_a_node_has_none(comm):
-    with Pair(comm, World.from_shape(f"1x{comm.size}"), has_nccl=False) as pair:
-        assert re.match(r"cuda_ipc inside nodes, one shot up to .* \(nccl: CuPy finds no libnccl.so.2", pair.gpu.path)
-        with pytest.raises(TransportError, match="NCCL was asked for, but node0 uses cuda_ipc .*implementation AUTO"):
-            pair.reduce(SUM, [values(10, np.float32, 0)], CommunicationOptions(implementation="nccl"))
+def test_nccl_is_refused_where_a_node_has_none(make_pair):
+    pair = make_pair(has_nccl=False)
+    assert re.match(r"cuda_ipc inside nodes, one shot up to .* \(nccl: CuPy finds no libnccl.so.2", pair.gpu.path)
+    with pytest.raises(TransportError, match="NCCL was asked for, but node0 uses cuda_ipc .*implementation AUTO"):
+        pair.reduce(SUM, [values(10, np.float32, 0)], CommunicationOptions(implementation="nccl"))
 
 
 @needs_ranks(2)
@@ -422,26 +403,25 @@ def test_out_must_lie_where_the_array_does(pair):
 
 
 @needs_ranks(2)
-def test_a_rank_without_memory_for_results_makes_no_other_collective(comm, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+def test_a_rank_without_memory_for_results_makes_no_other_collective(comm, make_pair, monkeypatch):
 
     def full(*_):
         raise MemoryError("planted")
 
-    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
-        given = pair.up(values(10, np.float32, 0))
+    pair = make_pair(STRICT="0")
+    given = pair.up(values(10, np.float32, 0))
+    pair.gpu.all_reduce(SUM, [given])
+    comm.Barrier()  # a rank that gives up aborts calls that have not ended
+    if pair.rank == 0:
+        monkeypatch.setattr(pair.device.array_module, "empty", full)
+    with pytest.raises(
+        (TransportError, UnavailableError),
+        match=r"no memory for the results \(planted\)|gave up because it failed there|has given up",
+    ):
         pair.gpu.all_reduce(SUM, [given])
-        comm.Barrier()  # a rank that gives up aborts calls that have not ended
-        if pair.rank == 0:
-            monkeypatch.setattr(pair.device.array_module, "empty", full)
-        with pytest.raises(
-            (TransportError, UnavailableError),
-            match=r"no memory for the results \(planted\)|gave up because it failed there|has given up",
-        ):
-            pair.gpu.all_reduce(SUM, [given])
-        assert pair.gpu._guard.refusal
-        with pytest.raises(UnavailableError, match="an earlier all_reduce did not end"):
-            pair.gpu.all_reduce(SUM, [np.ones(1)])
+    assert pair.gpu._guard.refusal
+    with pytest.raises(UnavailableError, match="an earlier all_reduce did not end"):
+        pair.gpu.all_reduce(SUM, [np.ones(1)])
 
 
 @needs_ranks(2)
@@ -477,63 +457,63 @@ def test_no_mapped_memory_is_kept_when_its_owner_frees_it(mapped):
 
 
 @pytest.mark.parametrize("counts", [[7], [100_003], [1 << 18, 1 << 18]], ids=["one", "one of some size", "two large ones"])
-def test_nccl_works_on_the_arrays_themselves(comm, counts):
-    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
-        given = [values(count, np.float32, seed + comm.rank) for seed, count in enumerate(counts)]
-        arrays = [pair.up(array) for array in given]
-        for op in (SUM, MEAN, ReduceOp.PROD):
-            expected = pair.host.all_reduce(op, given)
-            for out in (None, [pair.up(np.zeros_like(array)) for array in given]):
-                for _ in range(2):  # the second time past the checks
-                    for found, wanted in zip(pair.gpu.all_reduce(op, arrays, out=out), expected, strict=True):
-                        np.testing.assert_array_equal(pair.device.get(found), wanted)
-        for array, before in zip(arrays, given, strict=True):
-            np.testing.assert_array_equal(pair.device.get(array), before)
-        if pair.size > 1:
-            assert pair.gpu.memory_report().device_bytes == 0
-        expected = pair.host.all_reduce(SUM, given)
-        assert pair.gpu.all_reduce(SUM, arrays, out=arrays)[0] is arrays[0]
-        for array, wanted in zip(arrays, expected, strict=True):
-            np.testing.assert_array_equal(pair.device.get(array), wanted)
+def test_nccl_works_on_the_arrays_themselves(comm, make_pair, counts):
+    pair = make_pair()
+    given = [values(count, np.float32, seed + comm.rank) for seed, count in enumerate(counts)]
+    arrays = [pair.up(array) for array in given]
+    for op in (SUM, MEAN, ReduceOp.PROD):
+        expected = pair.host.all_reduce(op, given)
+        for out in (None, [pair.up(np.zeros_like(array)) for array in given]):
+            for _ in range(2):  # the second time past the checks
+                for found, wanted in zip(pair.gpu.all_reduce(op, arrays, out=out), expected, strict=True):
+                    np.testing.assert_array_equal(pair.device.get(found), wanted)
+    for array, before in zip(arrays, given, strict=True):
+        np.testing.assert_array_equal(pair.device.get(array), before)
+    if pair.size > 1:
+        assert pair.gpu.memory_report().device_bytes == 0
+    expected = pair.host.all_reduce(SUM, given)
+    assert pair.gpu.all_reduce(SUM, arrays, out=arrays)[0] is arrays[0]
+    for array, wanted in zip(arrays, expected, strict=True):
+        np.testing.assert_array_equal(pair.device.get(array), wanted)
 
 
 @needs_ranks(2)
-def test_min_max_and_prod_of_what_nccl_has_are_its_own(comm):
+def test_min_max_and_prod_of_what_nccl_has_are_its_own(make_pair):
     """Of one array, which is not copied; NCCL has no int16, and its minimum and maximum of floats pass NaN over."""
     whole = {np.dtype(code) for code in "?bBiIlL"}
     own = {ReduceOp.MIN: whole, ReduceOp.MAX: whole, ReduceOp.PROD: whole | {np.dtype("f"), np.dtype("d")}}
-    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
-        for op, dtypes in own.items():
-            for dtype in filter(dtypes.__contains__, TYPES):
-                array = values(257, dtype, pair.rank, op)
-                [expected] = pair.host.all_reduce(op, [array])
-                for is_in_place in (False, True):
-                    given, calls = [pair.up(array)], pair.library.calls.copy()
-                    [found] = pair.gpu.all_reduce(op, given, out=given if is_in_place else None)
-                    assert pair.library.calls - calls == {"allReduce": 1}, f"{op} of {dtype}"
-                    np.testing.assert_array_equal(pair.device.get(found), expected)
-        assert pair.gpu.memory_report().device_bytes == 0
-        for op, dtype in ((op, dtype) for op in own for dtype in TYPES if op in operations(dtype) and dtype not in own[op]):
-            refused = op is not ReduceOp.PROD or dtype not in HALF_DTYPES  # which are multiplied in float32
-            assert bool(nccl_refusal(accumulation_dtype(op, dtype), op)) == refused
-            calls = pair.library.calls.copy()
-            pair.compare(op, [values(257, dtype, pair.rank, op)])
-            assert (pair.library.calls == calls) == refused, f"{op} of {dtype}"
+    pair = make_pair()
+    for op, dtypes in own.items():
+        for dtype in filter(dtypes.__contains__, TYPES):
+            array = values(257, dtype, pair.rank, op)
+            [expected] = pair.host.all_reduce(op, [array])
+            for is_in_place in (False, True):
+                given, calls = [pair.up(array)], pair.library.calls.copy()
+                [found] = pair.gpu.all_reduce(op, given, out=given if is_in_place else None)
+                assert pair.library.calls - calls == {"allReduce": 1}, f"{op} of {dtype}"
+                np.testing.assert_array_equal(pair.device.get(found), expected)
+    assert pair.gpu.memory_report().device_bytes == 0
+    for op, dtype in ((op, dtype) for op in own for dtype in TYPES if op in operations(dtype) and dtype not in own[op]):
+        refused = op is not ReduceOp.PROD or dtype not in HALF_DTYPES  # which are multiplied in float32
+        assert bool(nccl_refusal(accumulation_dtype(op, dtype), op)) == refused
+        calls = pair.library.calls.copy()
+        pair.compare(op, [values(257, dtype, pair.rank, op)])
+        assert (pair.library.calls == calls) == refused, f"{op} of {dtype}"
 
 
 @up_to_ranks(2)
 @pytest.mark.parametrize("count", [30, 300_000])
 @pytest.mark.parametrize("others", [0, 3], ids=["alone", "beside others"])
-def test_arrays_with_gaps_between_their_elements(comm, world, monkeypatch, count, others):
-    with Pair(comm, world) as pair:
-        whole = values(2 * count, np.float32, comm.rank)
-        small = [values(7, np.float32, comm.rank + seed) for seed in range(others)]
-        expected = pair.host.all_reduce(SUM, [whole[:count], *small])
-        gaps = pair.up(np.repeat(whole[:count], 3))[::3]
-        for given in (pair.up(whole[:count].copy()), gaps, pair.up(whole[:count].reshape(2, -1).T.copy()).T.reshape(-1)):
-            found = pair.gpu.all_reduce(SUM, [given, *map(pair.up, small)])
-            for one, wanted in zip(found, expected, strict=True):
-                np.testing.assert_array_equal(pair.device.get(one), wanted)
+def test_arrays_with_gaps_between_their_elements(comm, make_pair, world, count, others):
+    pair = make_pair(world)
+    whole = values(2 * count, np.float32, comm.rank)
+    small = [values(7, np.float32, comm.rank + seed) for seed in range(others)]
+    expected = pair.host.all_reduce(SUM, [whole[:count], *small])
+    gaps = pair.up(np.repeat(whole[:count], 3))[::3]
+    for given in (pair.up(whole[:count].copy()), gaps, pair.up(whole[:count].reshape(2, -1).T.copy()).T.reshape(-1)):
+        found = pair.gpu.all_reduce(SUM, [given, *map(pair.up, small)])
+        for one, wanted in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(pair.device.get(one), wanted)
 
 
 def test_what_is_held_and_done_is_told(pair, monkeypatch):
@@ -570,38 +550,37 @@ def test_arrays_of_both_memories_are_refused_in_one_call(pair):
 
 @needs_ranks(2)
 @pytest.mark.parametrize("between", ["", "auto", "nccl"])
-def test_a_deadline_ends_a_collective_on_gpus_on_all_ranks(comm, monkeypatch, between):
-    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", between or "auto")
+def test_a_deadline_ends_a_collective_on_gpus_on_all_ranks(comm, make_pair, between):
     world = World.from_shape(f"{comm.size - 1}+1" if between else f"1x{comm.size}")
-    with Pair(comm, world) as pair:
-        late = pair.size - 1
-        given = pair.up(values(3000, np.float32, pair.rank))
-        options = CommunicationOptions(timeout_seconds=0.3, algorithm="hierarchical")  # MPI's own all-reduce has no deadline
+    pair = make_pair(world, INTER_TRANSPORT=between or "auto")
+    late = pair.size - 1
+    given = pair.up(values(3000, np.float32, pair.rank))
+    options = CommunicationOptions(timeout_seconds=0.3, algorithm="hierarchical")  # MPI's own all-reduce has no deadline
+    pair.gpu.all_reduce(SUM, [given], options)
+    if pair.rank == late:  # it has come, and then goes no further
+        pair.gpu._reductions._steps = lambda *_: repeat(False)
+    with pytest.raises(DeadlineExceededError, match=r"did not end within 0\.3 s|was given up by rank"):
         pair.gpu.all_reduce(SUM, [given], options)
-        if pair.rank == late:  # it has come, and then goes no further
-            pair.gpu._reductions._steps = lambda *_: repeat(False)
-        with pytest.raises(DeadlineExceededError, match=r"did not end within 0\.3 s|was given up by rank"):
-            pair.gpu.all_reduce(SUM, [given], options)
-        comm.Barrier()
-        with pytest.raises(UnavailableError):
-            pair.gpu.all_reduce(SUM, [given])
-        assert pair.rank == late or pair.library is None or pair.library.aborted == len(pair.library.communicators)
+    comm.Barrier()
+    with pytest.raises(UnavailableError):
+        pair.gpu.all_reduce(SUM, [given])
+    assert pair.rank == late or pair.library is None or pair.library.aborted == len(pair.library.communicators)
 
 
 @needs_ranks(2)
-def test_no_rank_is_left_waiting_for_one_that_has_failed(comm):
-    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
-        given = pair.up(values(3000, np.float32, pair.rank))
-        pair.gpu.all_reduce(SUM, [given])
-        if pair.rank == 0:
-            pair.library.error = "planted: a GPU fell off the bus"
-        # who has enqueued its part hears of it in a later call
-        calls = (pair.gpu.all_reduce(SUM, [given]) for _ in range(1000))
-        with pytest.raises((TransportError, CollectiveError), match=r"planted|cannot complete|given up|gave up"):
-            list(calls)
-        pair.gpu.close()
-        assert pair.library.aborted == 1
-        comm.Barrier()
+def test_no_rank_is_left_waiting_for_one_that_has_failed(comm, make_pair):
+    pair = make_pair()
+    given = pair.up(values(3000, np.float32, pair.rank))
+    pair.gpu.all_reduce(SUM, [given])
+    if pair.rank == 0:
+        pair.library.error = "planted: a GPU fell off the bus"
+    # who has enqueued its part hears of it in a later call
+    calls = (pair.gpu.all_reduce(SUM, [given]) for _ in range(1000))
+    with pytest.raises((TransportError, CollectiveError), match=r"planted|cannot complete|given up|gave up"):
+        list(calls)
+    pair.gpu.close()
+    assert pair.library.aborted == 1
+    comm.Barrier()
 
 
 def test_arrays_on_gpus_are_measured(uneven):

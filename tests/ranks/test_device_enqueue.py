@@ -20,11 +20,10 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.mpi4py import wrap
 from mpistrat.mpi4py.buffers import Buffer
 from mpistrat.reduction import ReduceOp
-from mpistrat.topology.world import World
 from mpistrat.torch import average_gradients, broadcast_state
 from mpistrat.transports import nccl
 from mpistrat.transports.nccl import NcclTransport
-from tests.gpu.pair import Pair, values
+from tests.gpu.pair import values
 
 pytestmark = pytest.mark.ranks(nodes=["1x2", "2x1", "2x2"])
 
@@ -33,15 +32,12 @@ SOON_SECONDS = 5.0
 
 
 @pytest.fixture
-def node(comm, world, monkeypatch):
+def node(make_pair, world, monkeypatch):
     """Give collectives on one node, whose plans have several chunks; or on several that NCCL joins."""
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "4096")
-    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "nccl")
     monkeypatch.setattr(nccl, "UNSEEN_SECONDS", 60.0)  # a busy machine needs longer until the next call
-    with Pair(comm, world) as pair:
-        pair.of_nccl = pair.nccl._stream
-        yield pair
+    pair = make_pair(world, STRICT="0", CHUNK_BYTES="4096", INTER_TRANSPORT="nccl")
+    pair.of_nccl = pair.nccl._stream
+    return pair
 
 
 def wait_until(condition):
@@ -55,9 +51,7 @@ def held_call(pair, call, stream=None):
     """Make a call while NCCL's stream gets on no further; it gets on when the call has ended, or some time after."""
     before, held = pair.device.current_stream().record(), stream or pair.of_nccl
     wait_until(before.done)
-    pair.device.held = held
-    release = threading.Timer(SOON_SECONDS, lambda: setattr(pair.device, "held", None))
-    release.start()
+    release = pair.hold(held, SOON_SECONDS)
     results = call()
     assert pair.device.held is held, "the call has waited for NCCL"
     release.cancel()
@@ -146,9 +140,7 @@ def test_a_call_with_a_deadline_and_one_whose_time_is_taken_wait_for_their_end(n
 
     def ends_late(seconds=0.1, **options):
         gpu.all_reduce(SUM, given, **options)
-        node.device.held = node.of_nccl
-        release = threading.Timer(seconds, lambda: setattr(node.device, "held", None))
-        release.start()
+        release = node.hold(node.of_nccl, seconds)
         gpu.all_reduce(SUM, given, **options)
         has_waited = node.device.held is None
         release.join()
@@ -228,27 +220,24 @@ def test_the_first_sums_of_a_communicator_begin_when_kernels_of_another_have_end
         node.device.get(node.gpu.all_reduce(SUM, given))
         node.device.held = node.of_nccl
         node.gpu.all_reduce(SUM, given)
-    release = threading.Timer(1.0, lambda: setattr(node.device, "held", None))
-    release.start()
+    release = node.hold(node.of_nccl, 1.0)
     other = NcclTransport(Group(node.comm, "other", tuple(range(node.size))), node.device, node.library)
     assert node.device.held is None, "they were summed while a kernel of another communicator waited for its peers"
     release.join()
     other.dispose()
 
 
-def test_closing_waits_for_what_was_enqueued(comm, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
-        communicator = Communicator(Hierarchy(comm, pair.world))
-        stream, given = communicator._gpu.executor.intra._stream, pair.up(values(100, np.float32, pair.rank))
-        communicator.all_reduce(SUM, given)
-        pair.device.held = stream
-        communicator.all_reduce(SUM, given)
-        release = threading.Timer(0.1, lambda: setattr(pair.device, "held", None))
-        release.start()
-        communicator.close()
-        release.join()
-        assert not stream.waiting
+def test_closing_waits_for_what_was_enqueued(comm, make_pair):
+    pair = make_pair(STRICT="0")
+    communicator = Communicator(Hierarchy(comm, pair.world))
+    stream, given = communicator._gpu.executor.intra._stream, pair.up(values(100, np.float32, pair.rank))
+    communicator.all_reduce(SUM, given)
+    pair.device.held = stream
+    communicator.all_reduce(SUM, given)
+    release = pair.hold(stream, 0.1)
+    communicator.close()
+    release.join()
+    assert not stream.waiting
 
 
 def test_a_call_of_mpi4py_returns_when_its_result_may_be_read_on_any_stream(node):

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from functools import partial, reduce
 from itertools import repeat
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from mpistrat.device.binding import bind
-from mpistrat.device.kernels import fold_into_kernel, fold_kernel
 from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups import group as groups
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import Snapshot
 from mpistrat.steps import WAITING, drive
-from mpistrat.testing.transport_cases import DTYPES, operations
 from mpistrat.testing.transport_suite import check_transport
 from mpistrat.transports import cuda_aware
 from mpistrat.transports.cuda_aware import CudaAwareTransport
@@ -25,6 +22,7 @@ from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.staged import StagedTransport
 from tests.gpu import deadline, on_host
+from tests.gpu.bound import all_kernels
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_nccl import StandInNccl
 from tests.launches import needs_ranks, up_to_ranks
@@ -32,9 +30,6 @@ from tests.launches import needs_ranks, up_to_ranks
 pytestmark = up_to_ranks(3)
 
 CHUNK_BYTES = {"many chunks": 4096, "one chunk": 1 << 22}
-MAKES = (fold_kernel, fold_into_kernel)
-
-_built: list[on_host.HostKernels] = []
 
 
 @pytest.fixture
@@ -45,18 +40,11 @@ def device(comm):
 
 
 @pytest.fixture
-def kernels(comm, tmp_path_factory):
-    """Give the sums that the conformance kit asks for; they are built once, by rank 0."""
+def kernels(comm):
+    """Give the sums that the conformance kit asks for."""
     if on_host.missing():
         pytest.skip(on_host.missing())
-    if not _built:
-        folds = sorted({make(dtype, op) for dtype in DTYPES for op in operations(dtype) for make in MAKES})
-        folder = Path(comm.bcast(str(tmp_path_factory.mktemp("kernels"))))
-        if comm.rank == 0:
-            on_host.HostKernels.build(folder, [], folds)
-        comm.Barrier()
-        _built.append(on_host.HostKernels(folder, [], folds))
-    return _built[0]
+    return all_kernels(comm)
 
 
 @pytest.mark.parametrize("chunks", CHUNK_BYTES)
@@ -155,18 +143,6 @@ def test_a_failure_that_nccl_finds_by_itself_aborts_and_is_raised(group, device,
 
 
 @needs_ranks(2)
-def test_a_deadline_aborts_nccl_so_that_no_kernel_is_left_waiting(group, device, comm):
-    library = StandInNccl(device, comm)
-    transport = NcclTransport(group, device, library)
-    operation = transport.all_reduce(transport.allocate(64).view(np.float32), ReduceOp.SUM)
-    if comm.rank == 0:
-        with pytest.raises(DeadlineExceededError, match="a sum did not end within 0.05 s"):
-            drive(operation.run(), lambda: "a sum", 0.05)
-        assert library.aborted == 1
-    comm.Barrier()
-
-
-@needs_ranks(2)
 def test_the_probe_of_a_deadline_sees_nccl_aborted_and_the_gpu_free(group, device, comm):
     library = StandInNccl(device, comm)
     found = deadline.check(group, partial(NcclTransport, device=device, library=library), 0.05)
@@ -258,27 +234,19 @@ def test_mapped_memory_that_outlives_its_owner_is_found(group, device):
 
 
 @needs_ranks(2)
-def test_memory_that_one_rank_cannot_show_is_refused_on_all(group, device, monkeypatch):
-    def export(memory):
-        raise TransportError("planted: no handle")
+@pytest.mark.parametrize(("verb", "limit"), [("export", 1 << 30), ("allocate", 64)])
+def test_memory_that_one_rank_cannot_show_or_does_not_have_is_refused_on_all(group, device, monkeypatch, verb, limit):
+    """The table of the arenas has less than 64 bytes."""
+    succeed = getattr(device, verb)
+
+    def fail(asked):
+        if getattr(asked, "nbytes", asked) < limit:
+            raise TransportError("planted: no memory")
+        return succeed(asked)
 
     if group.rank == 1:
-        monkeypatch.setattr(device, "export", export)
-    with pytest.raises(TransportError, match="world: rank 1: planted: no handle"):
-        CudaIpcTransport(group, device).allocate(64)
-
-
-@needs_ranks(2)
-def test_memory_that_one_rank_does_not_have_is_refused_on_all(group, device, monkeypatch):
-    def allocate(nbytes):
-        if nbytes < 64:
-            raise TransportError("planted: no memory for the table of the arenas")
-        return has_memory(nbytes)
-
-    has_memory = device.allocate
-    if group.rank == 1:
-        monkeypatch.setattr(device, "allocate", allocate)
-    with pytest.raises(TransportError, match="world: rank 1: planted: no memory for the table"):
+        monkeypatch.setattr(device, verb, fail)
+    with pytest.raises(TransportError, match="world: rank 1: planted: no memory"):
         CudaIpcTransport(group, device).allocate(64)
 
 

@@ -12,7 +12,6 @@ from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.steps import drive
 from mpistrat.testing.transport_cases import operations
-from mpistrat.topology.world import World
 from mpistrat.transports.nccl import NcclTransport, nccl_refusal
 from tests.gpu import stand_in_arrays
 from tests.gpu.pair import Pair, values
@@ -33,10 +32,9 @@ def joined(world, monkeypatch):
 
 
 @pytest.fixture
-def node(comm, joined):
+def node(make_pair, joined):
     """Give collectives on these nodes."""
-    with Pair(comm, joined) as pair:
-        yield pair
+    return make_pair(joined)
 
 
 @pytest.fixture
@@ -166,20 +164,19 @@ def test_calls_that_differ_do_not_reach_nccl(comm, joined):
 
 
 @needs_ranks(2)
-def test_ranks_of_a_node_that_share_no_memory_meet_by_messages(comm, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+def test_ranks_of_a_node_that_share_no_memory_meet_by_messages(comm, make_pair, monkeypatch):
     monkeypatch.setattr("mpistrat.transports.shared_memory.SharedMemoryTransport.probe", lambda group: "planted: no memory")
-    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
-        array = values((4, 3), np.float32, pair.rank)
-        for _ in range(2):
-            same(pair, pair.gpu.all_reduce(SUM, pair.up(array)), pair.host.all_reduce(SUM, array))
-            same(pair, pair.gpu.all_gather(pair.up(array)), pair.host.all_gather(array))
-        assert pair.gpu._gpu.executor.compares_by_messages
-        calls = pair.library.calls.copy()
-        with pytest.raises(AgreementError, match="ranks made different calls"):
-            pair.gpu.all_reduce(SUM, pair.up(array if comm.rank else array[:2]))
-        assert pair.library.calls == calls
-        comm.Barrier()
+    pair = make_pair(STRICT="0")
+    array = values((4, 3), np.float32, pair.rank)
+    for _ in range(2):
+        same(pair, pair.gpu.all_reduce(SUM, pair.up(array)), pair.host.all_reduce(SUM, array))
+        same(pair, pair.gpu.all_gather(pair.up(array)), pair.host.all_gather(array))
+    assert pair.gpu._gpu.executor.compares_by_messages
+    calls = pair.library.calls.copy()
+    with pytest.raises(AgreementError, match="ranks made different calls"):
+        pair.gpu.all_reduce(SUM, pair.up(array if comm.rank else array[:2]))
+    assert pair.library.calls == calls
+    comm.Barrier()
 
 
 @pytest.mark.ranks(nodes=["1x2", "2x1", "1x3", "2+1", "2x2", "3+1"])
@@ -201,21 +198,21 @@ def test_known_calls_are_compared_before_nccl_is_called(comm, joined, monkeypatc
 
 
 @needs_ranks(2)
-def test_a_rank_without_memory_keeps_the_others_from_waiting_in_nccl(comm, joined, monkeypatch):
+def test_a_rank_without_memory_keeps_the_others_from_waiting_in_nccl(make_pair, joined, monkeypatch):
     def full(*_):
         raise MemoryError("planted")
 
-    with Pair(comm, joined) as pair:
-        given, calls = pair.up(values(10, np.float32, 0)), pair.library.calls.copy()
-        if pair.rank == 0:
-            monkeypatch.setattr(pair.device.array_module, "empty", full)
-        with pytest.raises(
-            (TransportError, UnavailableError), match=r"no memory for the results \(planted\)|gave up because it failed there"
-        ):
-            pair.gpu.all_gather(given)
-        assert pair.library.calls == calls
-        with pytest.raises(UnavailableError, match="an earlier all_gather did not end"):
-            pair.gpu.all_gather(given)
+    pair = make_pair(joined)
+    given, calls = pair.up(values(10, np.float32, 0)), pair.library.calls.copy()
+    if pair.rank == 0:
+        monkeypatch.setattr(pair.device.array_module, "empty", full)
+    with pytest.raises(
+        (TransportError, UnavailableError), match=r"no memory for the results \(planted\)|gave up because it failed there"
+    ):
+        pair.gpu.all_gather(given)
+    assert pair.library.calls == calls
+    with pytest.raises(UnavailableError, match="an earlier all_gather did not end"):
+        pair.gpu.all_gather(given)
 
 
 @needs_ranks(2)

@@ -165,15 +165,12 @@ class OfSomebodyElse(MpiTransport):
 
 @needs_ranks(2)
 @pytest.mark.parametrize("between", [OfSomebodyElse, MpiRingTransport])
-def test_calls_over_a_transport_that_does_not_compare_them_are_compared_later(comm, monkeypatch, between):
+def test_calls_over_a_transport_that_does_not_compare_them_are_compared_later(comm, make_ops, monkeypatch, between):
     monkeypatch.setitem(TRANSPORTS, "mpi_ring", between)
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    options = CommunicationOptions(algorithm="hierarchical")
-    with Communicator(Hierarchy(comm, World.from_shape(f"{comm.size}x1"))) as communicator:
-        array = np.ones(1 << 16, np.float32)
-        assert (communicator.all_reduce(ReduceOp.SUM, array, options) == comm.size).all()
-        assert bool(communicator.hierarchy.call.unconfirmed) == (between is OfSomebodyElse)
-        assert communicator._executor.scatters == (between is MpiRingTransport)
+    communicator, options = make_ops(f"{comm.size}x1", STRICT="0"), CommunicationOptions(algorithm="hierarchical")
+    assert (communicator.all_reduce(ReduceOp.SUM, np.ones(1 << 16, np.float32), options) == comm.size).all()
+    assert bool(communicator.hierarchy.call.unconfirmed) == (between is OfSomebodyElse)
+    assert communicator._executor.scatters == (between is MpiRingTransport)
 
 
 def test_a_transport_that_does_not_serve_is_refused_only_if_named(one_node, monkeypatch):

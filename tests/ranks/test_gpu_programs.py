@@ -96,7 +96,6 @@ def test_ways_to_sum_are_timed(comm, monkeypatch):
 def test_every_kernel_at_odd_offsets(comm):
     with stand_in(comm) as device:
         assert sanitizer.try_all(device) > 600
-        assert {*sanitizer.kernels()} == {*device.kernels._moves, *device.kernels._folds}
 
 
 @on_ranks(2, 4)

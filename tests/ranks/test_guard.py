@@ -9,29 +9,15 @@ import pytest
 import mpistrat
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.errors import AgreementError, UnavailableError
-from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
-from mpistrat.topology.world import World
 from tests.launches import needs_ranks
 
 SUM = ReduceOp.SUM
 
 
 @pytest.fixture
-def one_node(comm, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
-    yield ops
-    ops.close()
-
-
-def test_an_operation_may_be_named(ops):
-    for op in ("sum", "SUM", SUM):
-        assert (ops.all_reduce(op, [np.ones(3)])[0] == ops.size).all()
-        assert (ops.start_all_reduce(op, [np.ones(3)]).wait()[0] == ops.size).all()
-        assert ops.reduce_scatter(op, np.ones(ops.size)).tolist() == [ops.size]
-    with pytest.raises(ValueError, match="unknown reduce_op 'total'"):
-        ops.all_reduce("total", [np.ones(3)])
+def one_node(make_ops):
+    return make_ops(STRICT="0")
 
 
 @needs_ranks(2)

@@ -1,16 +1,13 @@
 """Distributed datasets: what the ranks get, seen together."""
 
-import threading
-import time
-
 import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.errors import AgreementError, InvalidArgumentError
-from mpistrat.inputs.input_options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode
+from mpistrat.errors import AgreementError
+from mpistrat.inputs.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
 from mpistrat.inputs.rebatch import ArraySpec
-from mpistrat.inputs.sources import ArrayDataset, FileDataset, MapDataset
+from mpistrat.inputs.sources import ArrayDataset, FileDataset
 from tests.launches import needs_ranks, on_ranks
 
 pytestmark = on_ranks(1, 3)
@@ -48,11 +45,6 @@ def everyone(comm, found):
     return comm.allgather(found)
 
 
-def joined_steps(shares):
-    """Return the rows of each step in replica order, given what each rank has seen."""
-    return [[row for share in step for row in share] for step in zip(*shares, strict=True)]
-
-
 def batches_of(rows, batch_size):
     return [rows[first : first + batch_size] for first in range(0, len(rows), batch_size)]
 
@@ -69,35 +61,6 @@ def test_all_ranks_take_the_same_number_of_steps(comm, strategy):
     assert sum(totals) == sum(range(2 * comm.size + 1))
 
 
-@pytest.mark.parametrize(
-    ("rows", "at", "expected"),
-    [
-        (6, 2, [[[0, 1], [4]], [[2, 3], [5]]]),
-        (4, 5, None),
-        (8, 3, [[[0, 1], [4, 5]], [[2], [6]], [[3], [7]]]),
-    ],
-)
-@pytest.mark.parametrize("make", [ArrayDataset, batches_of, lambda rows, size: iter(batches_of(rows, size))])
-def test_global_batches_of_four(comm, either, rows, at, expected, make):
-    dataset = either.experimental_distribute_dataset(make(np.arange(rows), 4))
-    shares = everyone(comm, [local(either, element).tolist() for element in dataset])
-    assert joined_steps(shares) == [batch.tolist() for batch in batches_of(np.arange(rows), 4)]
-    if comm.size == at:
-        assert shares == expected
-
-
-@pytest.mark.parametrize("policy", [AUTO, DATA, FILE, HINT])
-def test_an_epoch_of_files_has_every_row_once(comm, either, tmp_path, policy):
-    contents = dict(enumerate(np.array_split(np.arange(61), 8)))
-    dataset = FileDataset([f"{index}.npy" for index in contents], lambda name: contents[int(name[0])], 7, shuffle=True, seed=4)
-    if policy is HINT:
-        dataset = dataset.shard(SHARD_HINT, SHARD_HINT)
-    batches = either.experimental_distribute_dataset(dataset, InputOptions(auto_shard_policy=policy))
-    for _ in range(2):
-        steps = list(zip(*everyone(comm, [local(either, element).tolist() for element in batches]), strict=True))
-        assert sorted(row for step in steps for share in step for row in share) == list(range(61))
-
-
 def test_ranks_may_read_other_things_without_sharding(comm, either):
     options = InputOptions(auto_shard_policy=OFF)
     mine = [np.full(comm.size, comm.rank)] * (1 + comm.rank)
@@ -105,14 +68,6 @@ def test_ranks_may_read_other_things_without_sharding(comm, either):
     shares = everyone(comm, [len(local(either, element)) for element in batches])
     assert [sum(lengths) for lengths in shares] == [comm.size * (1 + rank) for rank in range(comm.size)]
     assert len(set(map(len, shares))) == 1
-
-
-@needs_ranks(2)
-@pytest.mark.parametrize("policy", [AUTO, FILE])
-def test_too_few_files_are_refused_on_every_rank(comm, either, policy):
-    dataset = FileDataset(["only.npy"], np.load, 2)
-    with pytest.raises(InvalidArgumentError, match=f"1 files cannot be shared by {comm.size} input pipelines"):
-        either.experimental_distribute_dataset(dataset, InputOptions(auto_shard_policy=policy))
 
 
 @pytest.mark.parametrize("kind", [list, iter])
@@ -179,25 +134,6 @@ def test_a_generator_that_fails_on_one_rank_ends_the_iteration_on_all(comm, eith
 
 
 @needs_ranks(2)
-def test_in_strict_mode_a_sample_that_cannot_be_read_on_one_rank_ends_the_iteration_on_all(comm, lax):
-    lax.extended.communicator.is_strict = True
-
-    class Samples:
-        def __getitem__(self, index):
-            if comm.rank == 1 and index >= 2 * comm.size:
-                raise KeyError("no such sample")
-            return index
-
-        def __len__(self):
-            return 4 * comm.size
-
-    taken = []
-    with pytest.raises(KeyError if comm.rank == 1 else AgreementError, match="no such sample"):
-        taken.extend(lax.experimental_distribute_dataset(MapDataset(Samples(), 2 * comm.size)))
-    assert len(taken) == 1
-
-
-@needs_ranks(2)
 def test_a_function_that_fails_on_one_rank_raises_on_all(comm, either):
     def make(context):
         if context.input_pipeline_id == 1:
@@ -248,25 +184,3 @@ def test_a_mirrored_strategy_takes_one_pipeline_for_each_replica(comm, monkeypat
     with pytest.raises(NotImplementedError, match=r"only; got MirroredStrategy\.experimental_distribute_dataset"):
         strategy.experimental_distribute_dataset(ArrayDataset(np.arange(2), 2), options)
     strategy.close()
-
-
-def test_no_thread_is_left(comm, either):
-    before = threading.active_count()
-    for number, _ in enumerate(either.experimental_distribute_dataset(iter([np.arange(8)] * 50))):
-        if number == 3:
-            break
-    assert len(list(either.experimental_distribute_dataset(ArrayDataset(np.arange(8), 2)))) == 4
-    end = time.monotonic() + 2
-    while threading.active_count() > before and time.monotonic() < end:
-        time.sleep(0.001)
-    assert threading.active_count() == before
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: ArrayDataset(np.arange(83), 12, shuffle=True, seed=3), lambda: MapDataset(range(83), 12, True, 3)]
-)
-def test_shuffled_batches_are_the_same_at_any_number_of_ranks(comm, lax, make):
-    batches = lax.experimental_distribute_dataset(make())
-    for epoch in range(2):
-        shares = everyone(comm, [local(lax, element).tolist() for element in batches])
-        assert joined_steps(shares) == [batch.tolist() for batch in make().batches(epoch)]

@@ -12,7 +12,6 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, combine
 from mpistrat.topology.world import World
-from tests.gpu.pair import Pair
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = [up_to_ranks(4), needs_ranks(2)]
@@ -24,10 +23,9 @@ ROUNDING = dict(zip(HALF_DTYPES, (2.0**-11, 2.0**-8), strict=True))
 
 
 @pytest.fixture
-def node(comm):
+def node(make_pair):
     """Give collectives on one node, joined by NCCL."""
-    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
-        yield pair
+    return make_pair()
 
 
 def given(dtype, shape, rank):
@@ -106,48 +104,44 @@ def test_a_part_of_the_sum_for_each_rank(node, dtype):
 
 @pytest.mark.ranks(nodes=["1+1", "2+1", "3+1", "2x2"])
 @pytest.mark.parametrize("between", ["nccl", "mpi"])
-def test_every_algorithm_between_nodes(comm, shape, between, monkeypatch):
+def test_every_algorithm_between_nodes(make_pair, shape, between):
     intra = "cuda_ipc" if (shape, between) == ("2x2", "mpi") else "nccl"
-    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", intra)
-    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "nccl" if between == "nccl" else "auto")
-    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "4096")
     world, ops = World.from_shape(shape), cycle(OPS)
-    with Pair(comm, world) as pair:
-        for algorithm, dtype in product(("flat", "hierarchical"), HALF_DTYPES):
-            options = CommunicationOptions(algorithm=algorithm, intra_dtype="native")
-            reduce_and_check(pair, next(ops), [(3000,), (3, 3)], dtype, options)
-            [pack] = pair.gpu.explain([pair.up(given(dtype, 3000, 0))], options).packs
-            assert pack.dtype == ("float32" if between == "mpi" and algorithm == "flat" else dtype.name)
-        reduce_and_check(pair, SUM, [(7,)], HALF_DTYPES[0])
+    pair = make_pair(world, INTRA_TRANSPORT=intra, INTER_TRANSPORT="nccl" if between == "nccl" else "auto", CHUNK_BYTES="4096")
+    for algorithm, dtype in product(("flat", "hierarchical"), HALF_DTYPES):
+        options = CommunicationOptions(algorithm=algorithm, intra_dtype="native")
+        reduce_and_check(pair, next(ops), [(3000,), (3, 3)], dtype, options)
+        [pack] = pair.gpu.explain([pair.up(given(dtype, 3000, 0))], options).packs
+        assert pack.dtype == ("float32" if between == "mpi" and algorithm == "flat" else dtype.name)
+    reduce_and_check(pair, SUM, [(7,)], HALF_DTYPES[0])
 
 
-def test_sums_of_nodes_are_added_in_float32(comm):
+def test_sums_of_nodes_are_added_in_float32(comm, make_pair):
     """Between nodes a sum is rounded once."""
     if comm.size < 4:
         pytest.skip("several nodes of several ranks, or more than two nodes, are four ranks")
-    with Pair(comm, World.from_shape("2+1+1")) as pair:
-        array = np.array([[128.0, 128.0, 1.0, 1.0][pair.rank]], HALF_DTYPES[1])
-        options = CommunicationOptions(algorithm="hierarchical", intra_dtype="native")
-        assert pair.device.get(pair.gpu.all_reduce(SUM, pair.up(array), options))[0] == 258
+    pair = make_pair("2+1+1")
+    array = np.array([[128.0, 128.0, 1.0, 1.0][pair.rank]], HALF_DTYPES[1])
+    options = CommunicationOptions(algorithm="hierarchical", intra_dtype="native")
+    assert pair.device.get(pair.gpu.all_reduce(SUM, pair.up(array), options))[0] == 258
 
 
 @pytest.mark.parametrize("transport", ["nccl", "cuda_ipc", "staged"])
-def test_what_it_does_not_concern_is_as_without_it(comm, monkeypatch, transport):
-    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", transport)
-    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
-        for dtype in HALF_DTYPES:
-            array = given(dtype, 300, pair.rank)
-            # cuda_ipc sums in registers, in float32
-            ops = [ReduceOp.MIN, ReduceOp.MAX] + ([SUM] if transport != "nccl" else [])
-            for op in ops:
-                pair.compare(op, [array], NATIVE)
-            without, native = pair.host.all_reduce(SUM, [array] * 2), pair.host.all_reduce(SUM, [array] * 2, NATIVE)
-            np.testing.assert_array_equal(without, native)
+def test_what_it_does_not_concern_is_as_without_it(make_pair, transport):
+    pair = make_pair(INTRA_TRANSPORT=transport)
+    for dtype in HALF_DTYPES:
+        array = given(dtype, 300, pair.rank)
+        # cuda_ipc sums in registers, in float32
+        ops = [ReduceOp.MIN, ReduceOp.MAX] + ([SUM] if transport != "nccl" else [])
+        for op in ops:
+            pair.compare(op, [array], NATIVE)
+        without, native = pair.host.all_reduce(SUM, [array] * 2), pair.host.all_reduce(SUM, [array] * 2, NATIVE)
+        np.testing.assert_array_equal(without, native)
 
 
-def test_ranks_with_another_option_are_told(comm):
-    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
-        array = pair.up(given(HALF_DTYPES[0], 10, 0))
-        with pytest.raises(AgreementError, match=r"all_reduce\(SUM, .*intra_dtype=native"):
-            pair.gpu.all_reduce(SUM, array, NATIVE if pair.rank == 1 else None)
-        comm.Barrier()
+def test_ranks_with_another_option_are_told(comm, make_pair):
+    pair = make_pair()
+    array = pair.up(given(HALF_DTYPES[0], 10, 0))
+    with pytest.raises(AgreementError, match=r"all_reduce\(SUM, .*intra_dtype=native"):
+        pair.gpu.all_reduce(SUM, array, NATIVE if pair.rank == 1 else None)
+    comm.Barrier()

@@ -25,17 +25,13 @@ COUNT = 1003
 
 
 @pytest.fixture(params=["auto", "mpi"])
-def limited(request, comm, world, monkeypatch):
+def limited(make_ops, request, world, monkeypatch):
     """Give collectives that were made under the limit, through shared memory and without."""
-    monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", str(LIMIT_BYTES))
-    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", request.param)
     monkeypatch.setattr("mpistrat.execution.executor.RING_FROM_BYTES", LIMIT_BYTES)
     # messages that are bound, not those of calls whose arrays go straight to MPI
     monkeypatch.setattr(mpi, "as_message", checked(mpi.as_message))
     monkeypatch.setattr(ring, "as_message", checked(ring.as_message))
-    ops = Communicator(Hierarchy(comm, world))
-    yield ops
-    ops.close()
+    return make_ops(world, MAX_MESSAGE_BYTES=str(LIMIT_BYTES), INTRA_TRANSPORT=request.param)
 
 
 def checked(make):

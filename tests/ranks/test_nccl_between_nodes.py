@@ -34,9 +34,8 @@ def nodes(request, monkeypatch):
 
 
 @pytest.fixture
-def pair(comm, nodes):
-    with Pair(comm, nodes) as pair:
-        yield pair
+def pair(make_pair, nodes):
+    return make_pair(nodes)
 
 
 def test_every_operation_on_every_dtype_in_and_out_of_place(pair):
@@ -79,24 +78,23 @@ def test_casts_between_nodes_stay(pair):
         np.testing.assert_array_equal(pair.device.get(found), expected[: found.shape[0]])
 
 
-def test_ranks_of_which_one_cannot_join_its_rail_raise_together(comm, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "nccl")
+def test_ranks_of_which_one_cannot_join_its_rail_raise_together(make_pair, monkeypatch):
     monkeypatch.setattr(stand_in_nccl, "CONNECT_SECONDS", 0.5)
-    with Pair(comm, World.from_shape("2x2")) as pair:
-        join, given = pair.library.NcclCommunicator, [values(100, np.float32, pair.rank)]
+    pair = make_pair("2x2", INTER_TRANSPORT="nccl")
+    join, given = pair.library.NcclCommunicator, [values(100, np.float32, pair.rank)]
 
-        def fail(*arguments):
-            raise RuntimeError("planted: no memory of the GPU is left")
+    def fail(*arguments):
+        raise RuntimeError("planted: no memory of the GPU is left")
 
-        options = CommunicationOptions(algorithm="hierarchical")
-        with monkeypatch.context() as patch:
-            if pair.rank == 3:
-                patch.setattr(pair.library, "NcclCommunicator", fail)
-            with pytest.raises(TransportError, match=r"cannot move memory of GPUs here: rail 1: NCCL could not join.*Accepted"):
-                pair.gpu.all_reduce(SUM, list(map(pair.up, given)), options)
-        assert pair.library.NcclCommunicator == join
-        pair.compare(SUM, given)  # nothing is out of step
-        pair.compare(SUM, given, options)
+    options = CommunicationOptions(algorithm="hierarchical")
+    with monkeypatch.context() as patch:
+        if pair.rank == 3:
+            patch.setattr(pair.library, "NcclCommunicator", fail)
+        with pytest.raises(TransportError, match=r"cannot move memory of GPUs here: rail 1: NCCL could not join.*Accepted"):
+            pair.gpu.all_reduce(SUM, list(map(pair.up, given)), options)
+    assert pair.library.NcclCommunicator == join
+    pair.compare(SUM, given)  # nothing is out of step
+    pair.compare(SUM, given, options)
 
 
 def test_the_plan_says_why(pair):
@@ -156,15 +154,14 @@ def test_communicators_are_destroyed_in_one_order(comm, nodes, monkeypatch):
     assert sizes == [comm.size, *([num_inside] if num_inside > 1 else [])]
 
 
-def test_a_known_call_and_a_new_one_are_told_apart(comm, nodes, monkeypatch):
+def test_a_known_call_and_a_new_one_are_told_apart(comm, make_pair, nodes):
     """The ranks of one compare digests, those of the other texts."""
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    with Pair(comm, nodes) as pair:
-        array = pair.up(values(100, np.float32, comm.rank))
-        for _ in range(2):
-            pair.gpu.all_reduce(SUM, array)
-        calls = pair.library.calls.copy()
-        with pytest.raises(AgreementError, match=r"ranks made different calls"):
-            pair.gpu.all_reduce(SUM, array) if comm.rank != 3 else pair.gpu.broadcast(array)
-        assert pair.library.calls == calls
-        comm.Barrier()
+    pair = make_pair(nodes, STRICT="0")
+    array = pair.up(values(100, np.float32, comm.rank))
+    for _ in range(2):
+        pair.gpu.all_reduce(SUM, array)
+    calls = pair.library.calls.copy()
+    with pytest.raises(AgreementError, match=r"ranks made different calls"):
+        pair.gpu.all_reduce(SUM, array) if comm.rank != 3 else pair.gpu.broadcast(array)
+    assert pair.library.calls == calls
+    comm.Barrier()

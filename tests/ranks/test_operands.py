@@ -13,11 +13,8 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.errors import MpistratError
-from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.structures import flatten
-from mpistrat.topology.world import World
 from tests.launches import up_to_ranks
 
 pytestmark = up_to_ranks(3)
@@ -118,10 +115,8 @@ OF_STRATEGIES = {
 
 
 @pytest.fixture
-def ops(comm):
-    communicator = Communicator(Hierarchy(comm, World.from_shape("2+1" if comm.size == 3 else f"1x{comm.size}")))
-    yield communicator
-    communicator.close()
+def ops(comm, make_ops):
+    return make_ops("2+1" if comm.size == 3 else f"1x{comm.size}")
 
 
 def _is_equal(found: Any, expected: Any) -> bool:

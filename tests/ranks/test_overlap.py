@@ -9,21 +9,14 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, InvalidArgumentError, UnavailableError, UnsupportedDtypeError
-from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
-from mpistrat.topology.world import World
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = up_to_ranks(3)
 
 SUM, MEAN, MAX = ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX
-
-
-def one_node(comm):
-    return Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
 
 
 def given(rank, count, seed):
@@ -44,9 +37,8 @@ def test_several_are_under_way_and_each_has_its_own_result(ops):
 
 
 @needs_ranks(2)
-def test_nothing_is_started_beside_a_collective_of_another_thread(comm, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = one_node(comm)
+def test_nothing_is_started_beside_a_collective_of_another_thread(comm, make_ops):
+    ops = make_ops(STRICT="0")
     array, found = given(comm.rank, 400_000, 0), []
     in_memory = CommunicationOptions(algorithm="hierarchical")
     ops.all_reduce(SUM, [array], in_memory)
@@ -64,7 +56,6 @@ def test_nothing_is_started_beside_a_collective_of_another_thread(comm, monkeypa
     beside.join()
     np.testing.assert_array_equal(found[0], expected(comm.size, 400_000, 0))
     np.testing.assert_array_equal(ops.start_all_reduce(SUM, [array]).wait()[0], found[0])
-    ops.close()
 
 
 @up_to_ranks(4)
@@ -102,8 +93,8 @@ def test_results_are_written_where_the_caller_wants_them(ops):
         ops.start_all_reduce(MEAN, [np.array([True])])
 
 
-def test_what_is_dropped_is_carried_out(comm, world):
-    ops = Communicator(Hierarchy(comm, world))
+def test_what_is_dropped_is_carried_out(make_ops, world):
+    ops = make_ops(world)
     target = np.zeros(200_000, np.float32)
     ops.start_all_reduce(SUM, [given(ops.rank, target.size, 5)], out=[target])
     ops.start_all_reduce(SUM, [np.ones(4)])
@@ -126,9 +117,8 @@ def test_a_nest_is_rebuilt_and_batches_keep_their_packs(strategy):
 
 
 @needs_ranks(2)
-def test_in_strict_mode_what_differs_is_raised_where_it_is_waited_for(comm, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_STRICT", "1")
-    ops = one_node(comm)
+def test_in_strict_mode_what_differs_is_raised_where_it_is_waited_for(comm, make_ops):
+    ops = make_ops(STRICT="1")
     before = ops.start_all_reduce(SUM, [np.ones(2)])
     differs = ops.start_all_reduce(SUM, [np.ones(3 + comm.rank)])
     named = ops.start_all_reduce(SUM, [np.ones(2)], structure="a list" if comm.rank else "a dict")
@@ -142,14 +132,12 @@ def test_in_strict_mode_what_differs_is_raised_where_it_is_waited_for(comm, monk
     with pytest.raises(InvalidArgumentError if comm.rank else AgreementError, match="out must be"):
         ops.start_all_reduce(SUM, [np.ones(2)], out=[np.ones(2 + comm.rank)]).wait()
     ops.barrier()
-    ops.close()
 
 
 @needs_ranks(2)
-def test_starting_does_not_wait_for_ranks_that_are_late(comm, monkeypatch):
+def test_starting_does_not_wait_for_ranks_that_are_late(comm, make_ops):
     for strict in "01":
-        monkeypatch.setenv("MPISTRAT_STRICT", strict)
-        ops = one_node(comm)
+        ops = make_ops(STRICT=strict)
         if comm.rank == comm.size - 1:
             comm.Barrier()
         works = [ops.start_all_reduce(SUM, [np.ones(n)], CommunicationOptions(timeout_seconds=60)) for n in (2, 100_000)]
@@ -157,24 +145,22 @@ def test_starting_does_not_wait_for_ranks_that_are_late(comm, monkeypatch):
             assert not works[0].done()
             comm.Barrier()
         assert [work.wait()[0][0] for work in works] == [comm.size] * 2
-        ops.close()
 
 
 @needs_ranks(2)
-def test_it_goes_on_while_the_program_computes(comm):
-    ops = one_node(comm)
+def test_it_goes_on_while_the_program_computes(comm, make_ops):
+    ops = make_ops()
     work = ops.start_all_reduce(SUM, [np.ones(300_000)])
     deadline = time.monotonic() + 60
     while not work._job.has_ended():  # neither done() nor wait() is called
         np.sqrt(np.ones(10_000))
         assert time.monotonic() < deadline
     assert (work.wait()[0] == comm.size).all()
-    ops.close()
 
 
 @needs_ranks(2)
-def test_what_fails_is_the_last(comm, monkeypatch):
-    ops = one_node(comm)
+def test_what_fails_is_the_last(comm, make_ops, monkeypatch):
+    ops = make_ops()
 
     def broken(*_):
         assert threading.current_thread().name == "mpistrat engine"
@@ -192,15 +178,12 @@ def test_what_fails_is_the_last(comm, monkeypatch):
         with pytest.raises(UnavailableError, match="an earlier start_all_reduce did not end"):
             call()
     comm.Barrier()
-    ops.close()
 
 
 @needs_ranks(2)
-def test_strategies_share_the_engine_in_the_order_of_the_program(comm):
-    several = [one_node(comm), Communicator(Hierarchy(comm, World.from_shape(f"{comm.size}x1")))]
+def test_strategies_share_the_engine_in_the_order_of_the_program(comm, make_ops):
+    several = [make_ops(), make_ops(f"{comm.size}x1")]
     works = [several[turn % 2].start_all_reduce(SUM, [np.full(2000, turn)]) for turn in range(6)]
     assert (several[0].all_reduce(SUM, [np.ones(1)])[0] == comm.size).all()
     assert [work.wait()[0][0] for work in works] == [turn * comm.size for turn in range(6)]
     assert sum(thread.name == "mpistrat engine" for thread in threading.enumerate()) == 1
-    for ops in several:
-        ops.close()

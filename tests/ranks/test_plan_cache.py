@@ -5,27 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.reductions import Reductions
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = up_to_ranks(3)
 
 
-def test_all_ranks_forget_the_same_plan_whichever_of_them_use_it(comm, world, monkeypatch):
+def test_all_ranks_forget_the_same_plan_whichever_of_them_use_it(comm, make_ops, world, monkeypatch):
     monkeypatch.setattr("mpistrat.communicator.programs.PROGRAMS_KEPT", 3)
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = Communicator(Hierarchy(comm, world))
+    ops = make_ops(world, STRICT="0")
     ops.timeline.enabled = comm.rank == 0  # it looks its plans up, where the others take their fast paths
     for count in (1, 2, 3, 1, 4, 1, 2, 5, 4, 1):
         assert ops.all_reduce("sum", np.ones(count)).tolist() == [ops.size] * count
         kept = [[shape for shape, _ in plan[-1:]] for plan in ops._programs._programs]
         assert comm.allgather(kept) == [kept] * comm.size
     assert kept == [[(5,)], [(4,)], [(1,)]]
-    ops.close()
 
 
 @pytest.fixture
@@ -43,9 +39,8 @@ def looked_up(monkeypatch):
 
 
 @needs_ranks(2)
-def test_known_arrays_are_not_looked_at_again(comm, world, monkeypatch, looked_up):
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = Communicator(Hierarchy(comm, world))
+def test_known_arrays_are_not_looked_at_again(make_ops, world, looked_up):
+    ops = make_ops(world, STRICT="0")
     mixed = [np.arange(3, dtype=np.int8), np.full((40, 50), 1.5, np.float32), np.array(2.0), np.ones(0), np.ones(30_000)]
     large = [np.arange(400_000.0).reshape(2, -1), np.arange(100.0)]
     for arrays in (mixed, large, [(np.arange(200_000) % 50).astype(np.float16)], [np.arange(400_000.0)]):
@@ -61,13 +56,11 @@ def test_known_arrays_are_not_looked_at_again(comm, world, monkeypatch, looked_u
                     assert not np.may_share_memory(one, other)
             assert all(one is other for one, other in zip(again, out, strict=True))
             assert not looked_up or len(arrays) == 1
-    ops.close()
 
 
 @needs_ranks(2)
-def test_arrays_with_a_fast_path_are_checked_again_after_a_change(comm, world, monkeypatch, looked_up):
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = Communicator(Hierarchy(comm, world))
+def test_arrays_with_a_fast_path_are_checked_again_after_a_change(comm, make_ops, world, looked_up):
+    ops = make_ops(world, STRICT="0")
     arrays = [np.ones(70_000), np.ones(5, np.float32)]
 
     def is_known():

@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 
 from mpistrat.algorithms.chunks import SCATTER_FROM_BYTES
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError
-from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
 from mpistrat.testing.transport_cases import DTYPES, operations
-from mpistrat.topology.world import World
 from mpistrat.transports import shared_memory
 from tests.launches import needs_ranks, on_ranks, up_to_ranks
 from tests.ranks.test_all_reduce import expected, rows, same_bits
@@ -27,12 +24,9 @@ LARGE = SCATTER_FROM_BYTES // 2 + 7  # elements: of float32 more than a MiB, so 
 
 
 @pytest.fixture
-def chunked(comm, world, monkeypatch):
+def chunked(make_ops, world):
     """Give the communicator of one shape; between nodes it moves several chunks of a large array."""
-    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "200KB")
-    ops = Communicator(Hierarchy(comm, world))
-    yield ops
-    ops.close()
+    return make_ops(world, CHUNK_BYTES="200KB")
 
 
 def sliced(ops, op, array, axis=0, options=None):
@@ -85,10 +79,8 @@ def test_a_large_array_is_reduced_without_an_all_reduce(ops, world):
 
 @up_to_ranks(4)
 @pytest.mark.parametrize("reads", ["0", "1"])
-def test_large_arrays_of_any_shape_and_dtype(comm, world, monkeypatch, reads):
-    monkeypatch.setenv("MPISTRAT_PEER_MEMORY", reads)
-    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "400KB")
-    ops = Communicator(Hierarchy(comm, world))
+def test_large_arrays_of_any_shape_and_dtype(make_ops, world, reads):
+    ops = make_ops(world, PEER_MEMORY=reads, CHUNK_BYTES="400KB")
     # one rank gets all, or two thirds; rows and columns; a layout of its own; a cast; a mean of integers
     for dtype, op, shape, axis in (
         (np.float64, MEAN, (1, LARGE), 0),
@@ -105,7 +97,6 @@ def test_large_arrays_of_any_shape_and_dtype(comm, world, monkeypatch, reads):
                 time.sleep(0.002)
             part = ops.reduce_scatter(op, mine, axis)
             assert same_bits(part, sliced(ops, op, mine, axis)), (dtype, op, shape, reads)
-    ops.close()
 
 
 @up_to_ranks(8)
@@ -134,11 +125,9 @@ def test_calls_follow_each_other_in_one_memory(chunked, world):
 
 @up_to_ranks(4)
 @pytest.mark.parametrize("axis", [0, 1])
-def test_the_part_may_lie_in_the_array(comm, world, monkeypatch, axis):
+def test_the_part_may_lie_in_the_array(make_ops, world, axis):
     # several chunks, in one node and between nodes: what is written with the first must not be what is read for a later one
-    monkeypatch.setenv("MPISTRAT_PEER_MEMORY", "0")
-    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "200KB")
-    ops = Communicator(Hierarchy(comm, world))
+    ops = make_ops(world, PEER_MEMORY="0", CHUNK_BYTES="200KB")
     for halves in range(2 * world.size - 1):
         columns = 100_000 // world.size**2 * world.size
         mine = np.arange(2.0 * world.size * columns).reshape(2 * world.size, -1) % 97 + ops.rank
@@ -148,7 +137,6 @@ def test_the_part_may_lie_in_the_array(comm, world, monkeypatch, axis):
         out = flat[first : first + wanted.size].reshape(wanted.shape)
         assert ops.reduce_scatter(SUM, mine, axis, ALWAYS, out=out) is out
         assert same_bits(out, wanted)
-    ops.close()
 
 
 def test_results_that_must_not_depend_on_the_way_take_an_all_reduce(ops, world):
@@ -179,16 +167,15 @@ def test_it_holds_no_more_than_shards_in_flight_and_allocates_its_part(ops, worl
 
 @needs_ranks(2)
 @pytest.mark.parametrize("setting", ["MPISTRAT_INTRA_TRANSPORT", "MPISTRAT_INTER_TRANSPORT"])
-def test_where_mpi_was_asked_for_an_all_reduce_is_made(comm, world, monkeypatch, setting):
+def test_where_mpi_was_asked_for_an_all_reduce_is_made(make_ops, world, monkeypatch, setting):
     monkeypatch.setenv(setting, "mpi")
-    ops = Communicator(Hierarchy(comm, world))
+    ops = make_ops(world)
     mine = np.full(LARGE, ops.rank, np.float32)
     found = phases(ops, lambda: ops.reduce_scatter(SUM, mine))
     # what joins nothing in this world forbids nothing
     is_unused = world.num_nodes == 1 if setting == "MPISTRAT_INTER_TRANSPORT" else world.num_shards == 1
     assert (found == own_phases(world)) == is_unused
     assert (ops.reduce_scatter(SUM, mine) == sum(range(world.size))).all()
-    ops.close()
 
 
 @needs_ranks(2)
@@ -203,7 +190,7 @@ def test_ranks_that_ask_for_different_algorithms_are_told(ops, world, warm):
 
 
 @needs_ranks(2)
-def test_ranks_read_the_arrays_of_others_only_within_their_parts(comm, monkeypatch):
+def test_ranks_read_the_arrays_of_others_only_within_their_parts(make_ops, monkeypatch):
     read = []
     whole = shared_memory.Exchange._ranges
 
@@ -212,7 +199,6 @@ def test_ranks_read_the_arrays_of_others_only_within_their_parts(comm, monkeypat
         return whole(self)
 
     monkeypatch.setattr(shared_memory.Exchange, "_ranges", ranges)
-    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = make_ops()
     part = ops.reduce_scatter(SUM, np.ones(LARGE, np.float32))
     assert read in ([], [part.size])  # none where the kernel forbids it
-    ops.close()

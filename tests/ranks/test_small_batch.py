@@ -28,11 +28,8 @@ SHAPES = [(3,), (), (2, 2), (0,), (5, 1)]
 
 
 @pytest.fixture
-def ops(comm, world, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    operations = Communicator(Hierarchy(comm, world))
-    yield operations
-    operations.close()
+def ops(make_ops, world):
+    return make_ops(world, STRICT="0")
 
 
 @pytest.fixture
@@ -100,10 +97,8 @@ def test_one_rank_may_take_the_slow_path(ops):
 
 @needs_ranks(2)
 @pytest.mark.parametrize("reads", ["0", "1"])
-def test_one_rank_may_take_the_slow_path_in_shared_memory(comm, monkeypatch, reads):
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    monkeypatch.setenv("MPISTRAT_PEER_MEMORY", reads)
-    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+def test_one_rank_may_take_the_slow_path_in_shared_memory(make_ops, monkeypatch, reads):
+    ops = make_ops(STRICT="0", PEER_MEMORY=reads)
     refusals, barrier = [], NodeWindow.barrier
     monkeypatch.setattr(NodeWindow, "barrier", lambda self: refusals.append(ops._guard.lock.locked()) or barrier(self))
     # of one block, of one block that is worth attaching to, and of several: what follows must find the ranks in step
@@ -115,13 +110,11 @@ def test_one_rank_may_take_the_slow_path_in_shared_memory(comm, monkeypatch, rea
             assert (total == ops.size * array + sum(range(ops.size))).all(), (kib, turn)
     assert refusals, "shared memory was not used"
     assert all(refusals), "another thread may come in between"
-    ops.close()
 
 
 @needs_ranks(2)
-def test_large_arrays_of_the_caller_are_not_kept(comm, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+def test_large_arrays_of_the_caller_are_not_kept(comm, make_ops):
+    ops = make_ops(STRICT="0")
     for count in (1 << 17, 3 << 18):
         source, target = np.ones(count), np.zeros(count)
         for _ in range(3):
@@ -130,19 +123,15 @@ def test_large_arrays_of_the_caller_are_not_kept(comm, monkeypatch):
         kept = weakref.ref(source), weakref.ref(target)
         del source, target
         assert [one() for one in kept] == [None, None], count
-    ops.close()
 
 
 @needs_ranks(2)
-def test_a_batch_larger_than_a_message_takes_the_slow_path(comm, world, monkeypatch, fast_paths):
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", "64")
-    ops = Communicator(Hierarchy(comm, world))
+def test_a_batch_larger_than_a_message_takes_the_slow_path(make_ops, world, fast_paths):
+    ops = make_ops(world, STRICT="0", MAX_MESSAGE_BYTES="64")
     arrays = [np.arange(30, dtype=np.int8)] * 2
     for _ in range(3):
         assert all(np.array_equal(mean, arrays[0]) for mean in ops.all_reduce(ReduceOp.MEAN, arrays))
     assert fast_paths == []
-    ops.close()
 
 
 @pytest.mark.parametrize("into", [False, True])

@@ -5,13 +5,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices, broadcast_slices
 from mpistrat.errors import AgreementError, UnsupportedDtypeError
-from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
-from mpistrat.topology.world import World
 from tests.launches import needs_ranks, on_ranks
 from tests.ranks.test_properties import check_examples
 
@@ -25,21 +22,6 @@ def made(rank, num_rows, num_indices, width=2, dtype=np.float64):
     random = np.random.default_rng(1000 * rank + num_rows)
     values = random.integers(-4, 4, (num_rows, width)).astype(dtype)
     return IndexedSlices(values, random.integers(0, num_indices, num_rows), (num_indices, width))
-
-
-@pytest.mark.parametrize("op", [SUM, MEAN])
-def test_sparse_equals_dense(ops, op):
-    # from no row at all to more rows than there are indices
-    for lengths in ([3] * ops.size, range(ops.size), [0] * (ops.size - 1) + [20], [0] * ops.size):
-        slices = made(ops.rank, list(lengths)[ops.rank], 7)
-        before = slices.values.copy(), slices.indices.copy()
-        result = all_reduce_slices(ops, op, slices)
-        [dense] = ops.all_reduce(op, [slices.to_dense()])
-        assert (result.to_dense() == dense).all()
-        assert (np.diff(result.indices) > 0).all()
-        assert result.dense_shape == (7, 2)
-        assert (slices.values == before[0]).all()
-        assert (slices.indices == before[1]).all()
 
 
 def test_all_ranks_have_the_same_bits(comm, ops):
@@ -61,18 +43,10 @@ def test_16_bit_floats_are_summed_in_32_bits(ops):
     assert mean == -100, "integers are summed in 64 bits"
 
 
-def test_the_mean_counts_replicas_that_have_no_such_row(ops):
-    slices = IndexedSlices(np.full((1, 1), 1.0 * ops.size), [ops.rank])
-    result = all_reduce_slices(ops, MEAN, slices)
-    assert result.indices.tolist() == list(range(ops.size))
-    assert result.values.tolist() == [[1]] * ops.size
-
-
 @needs_ranks(2)
 @pytest.mark.parametrize("strict", ["0", "1"])
-def test_what_differs_is_told_to_all(comm, monkeypatch, strict):
-    monkeypatch.setenv("MPISTRAT_STRICT", strict)
-    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+def test_what_differs_is_told_to_all(comm, make_ops, strict):
+    ops = make_ops(STRICT=strict)
     first = comm.rank == 0
     variants = [
         (IndexedSlices(np.ones((1, 2)), [0], (4 if first else 5, 2)), r"rank 0: .*dense_shape=\(4, 2\)"),
@@ -92,7 +66,6 @@ def test_what_differs_is_told_to_all(comm, monkeypatch, strict):
     with pytest.raises(NotImplementedError, match=r"MAX of IndexedSlices\(.*is not supported"):
         all_reduce_slices(ops, ReduceOp.MAX, IndexedSlices([1.0], [0]))
     assert all_reduce_slices(ops, SUM, IndexedSlices([1.0], [0])).values.tolist() == [comm.size]
-    ops.close()
 
 
 def test_the_slices_of_one_rank_are_broadcast(ops):
@@ -102,16 +75,16 @@ def test_the_slices_of_one_rank_are_broadcast(ops):
     assert len(copy.indices) == root
 
 
-def test_any_lengths_and_dtypes(mixed_ops, comm):
+def test_any_lengths_and_dtypes(mixed, comm):
     def check(lengths, dtype, op):
-        parts = [made(rank, lengths[rank], 5, dtype=dtype) for rank in range(mixed_ops.size)]
-        result = all_reduce_slices(mixed_ops, op, parts[mixed_ops.rank])
+        parts = [made(rank, lengths[rank], 5, dtype=dtype) for rank in range(mixed.size)]
+        result = all_reduce_slices(mixed, op, parts[mixed.rank])
         wide = np.complex128 if dtype is np.complex128 else np.int64
         total = np.zeros((5, 2), wide)
         for part in parts:
             np.add.at(total, part.indices, part.values.astype(wide))
         if op is MEAN:
-            exact = total / mixed_ops.size if np.dtype(dtype).kind not in "i" else np.trunc(total / mixed_ops.size)
+            exact = total / mixed.size if np.dtype(dtype).kind not in "i" else np.trunc(total / mixed.size)
             total = exact.astype(np.float32) if np.dtype(dtype).itemsize == 2 else exact
         expected = total.astype(dtype)
         assert (result.to_dense() == expected).all()
@@ -121,15 +94,3 @@ def test_any_lengths_and_dtypes(mixed_ops, comm):
     lengths = st.lists(st.integers(0, 12), min_size=8, max_size=8)
     dtypes = st.sampled_from([np.float16, np.float32, np.int8, np.int64, np.complex128, ml_dtypes.bfloat16])
     check_examples(comm, "", check, lengths, dtypes, st.sampled_from([SUM, MEAN]), most=25)
-
-
-@pytest.fixture(scope="module")
-def mixed_ops():
-    """Give the collectives of one shape with several unequal nodes, for all examples."""
-    from mpistrat.launch.bootstrap import start
-
-    comm = start()
-    shape = {1: "1x1", 2: "2x1", 3: "2+1", 4: "3+1", 8: "3+1+2+2"}.get(comm.size, f"{comm.size}x1")
-    ops = Communicator(Hierarchy(comm, World.from_shape(shape)))
-    yield ops
-    ops.close()

@@ -69,6 +69,91 @@ def refused(error, message, make):
     return caught.value
 
 
+def worker(index, *addresses):
+    """Return a resolver that says which of some workers this rank is."""
+    return SimpleClusterResolver(ClusterSpec({"worker": list(addresses)}), task_type="worker", task_id=index)
+
+
+class Moody(ClusterResolver):
+    def __init__(self, fails):
+        self.fails = fails
+
+    def cluster_spec(self):
+        if self.fails:
+            raise OSError("no cloud today")
+        return ClusterSpec({})
+
+
+MIRRORED, MULTI = mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy
+NO_GPU = "device '/gpu:0' does not exist: ranks compute on CPUs here; accepted are /cpu:0 (each rank's own) and rank:0"
+TWICE = "devices=['rank:0', 'rank:0'] names rank 0 more than once. This node has"
+NO_OPS = "cross_device_ops must be a CrossDeviceOps, such as mpistrat.ReductionToOneDevice(); got "
+NO_RESOLVER = (
+    "cluster_resolver must be a ClusterResolver or None; got {}.\n"
+    "    incorrect:  mpistrat.MultiWorkerMirroredStrategy(options)\n"
+    "    correct:    mpistrat.MultiWorkerMirroredStrategy(communication_options=options)"
+)
+PACKS_TWICE = (
+    "num_packs=2 was passed together with cross_device_ops, which have their own num_packs.\n"
+    "    incorrect:  mpistrat.MirroredStrategy("
+)
+REFUSED = [
+    (lambda: MIRRORED(["/gpu:0"]), InvalidArgumentError, NO_GPU),
+    (lambda: MIRRORED(["rank:99"]), InvalidArgumentError, "device 'rank:99' does not exist: there is no rank 99; accepted are"),
+    (lambda: MIRRORED(["tpu:0"]), InvalidArgumentError, "'tpu:0' is not a device name; accepted are /cpu:0"),
+    (lambda: MIRRORED(["rank:0", "rank:0"]), InvalidArgumentError, TWICE),
+    (lambda: MIRRORED([]), InvalidArgumentError, "devices=[] leaves out rank 0"),
+    (lambda: MIRRORED("/cpu:0"), TypeError, "devices must be None or a list of device names, ['"),
+    (lambda: MIRRORED({"rank:0"}), TypeError, "devices must be None or a list of device names, ['"),
+    (lambda: MIRRORED(cross_device_ops="nccl"), TypeError, f"{NO_OPS}'nccl'"),
+    (lambda: MIRRORED(cross_device_ops=ReductionToOneDevice), TypeError, f"{NO_OPS}{ReductionToOneDevice!r}"),
+    (lambda: MIRRORED(cross_device_ops=HierarchicalAllReduce(), num_packs=2), InvalidArgumentError, PACKS_TWICE),
+    (lambda: MULTI("slurm"), InvalidArgumentError, NO_RESOLVER.format("str")),
+    (lambda: MULTI(CommunicationOptions()), InvalidArgumentError, NO_RESOLVER.format("CommunicationOptions")),
+    *((lambda kind=kind: kind(num_packs=-1), InvalidArgumentError, "num_packs must be ") for kind in (MIRRORED, MULTI)),
+    (lambda: MIRRORED(communication_options={}), InvalidArgumentError, "must be CommunicationOptions or None; got dict"),
+    (lambda: MULTI(communication_options={}), InvalidArgumentError, "must be CommunicationOptions or None; got dict"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "message"), REFUSED)
+def test_what_is_refused_on_every_rank(make, error, message, together):
+    refused(error, message, make)
+
+
+# what the last rank passes, and the others do not; what it raises, and all are told
+DIFFERENT = {
+    "devices": (lambda odd: MIRRORED("odd" if odd else None), TypeError, "devices"),
+    "no ops": (lambda odd: MIRRORED(cross_device_ops=7 if odd else None), TypeError, "cross_device_ops"),
+    "ops": (
+        lambda odd: MIRRORED(cross_device_ops=ReductionToOneDevice() if odd else HierarchicalAllReduce()),
+        AgreementError,
+        r"cross_device_ops=HierarchicalAllReduce(.|\n)*=ReductionToOneDevice",
+    ),
+    "packs": (lambda odd: MIRRORED(num_packs=1 + odd), AgreementError, "num_packs.*2"),
+    "packs of workers": (lambda odd: MULTI(num_packs=1 + odd), AgreementError, "num_packs.*2"),
+    "too few packs": (lambda odd: MULTI(num_packs=-1 if odd else 1), InvalidArgumentError, "num_packs.*-1"),
+    "nodes": (lambda odd: MIRRORED(allow_multiple_nodes=odd), AgreementError, "allow_multiple_nodes"),
+    "jobs": (lambda odd: MPIClusterResolver({"worker": 99} if odd else None), LaunchError, "jobs"),
+    "a task": (lambda odd: MULTI(worker(9 * odd, "a:1")), InvalidArgumentError, "task id 9 is not in job 'worker'"),
+    "clusters": (
+        lambda odd: MULTI(worker(0, f"w{odd:d}:1")),
+        AgreementError,
+        r"ranks? 0.*: ClusterSpec\({'worker': \['w0:1'\]}\), read from the cluster resolver",
+    ),
+    "no cluster": (lambda odd: MULTI(Moody(odd)), OSError, "no cloud today"),
+}
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_what_one_rank_passes_is_refused_on_all(comm, what, together):
+    make, error, message = DIFFERENT[what]
+    is_odd = comm.rank == comm.size - 1
+    with pytest.raises(error if is_odd else AgreementError, match=message):
+        make(is_odd)
+
+
 class TestMirrored:
     def test_all_ranks_of_the_node_by_name(self, comm, made):
         names = [f"rank:{rank}" for rank in range(comm.size)]
@@ -90,26 +175,6 @@ class TestMirrored:
         )
         refused(InvalidArgumentError, message, lambda: mpistrat.MirroredStrategy(["/cpu:0"]))
 
-    @pytest.mark.parametrize(
-        ("devices", "message"),
-        [
-            (
-                ["/gpu:0"],
-                "device '/gpu:0' does not exist: ranks compute on CPUs here; accepted are /cpu:0 (each rank's own) and rank:0",
-            ),
-            (["rank:99"], "device 'rank:99' does not exist: there is no rank 99; accepted are /cpu:0"),
-            (["tpu:0"], "'tpu:0' is not a device name; accepted are /cpu:0"),
-            (["rank:0", "rank:0"], "devices=['rank:0', 'rank:0'] names rank 0 more than once. This node has"),
-            ([], "devices=[] leaves out rank 0"),
-        ],
-    )
-    def test_devices_that_there_are_not(self, devices, message, together):
-        refused(InvalidArgumentError, message, lambda: mpistrat.MirroredStrategy(devices))
-
-    @pytest.mark.parametrize("devices", ["/cpu:0", 2, {"rank:0"}])
-    def test_devices_that_are_not_a_list(self, devices, together):
-        refused(TypeError, "devices must be None or a list of device names, ['", lambda: mpistrat.MirroredStrategy(devices))
-
     @needs_ranks(2)
     def test_a_rank_that_the_list_leaves_out(self, comm, together):
         names = [f"rank:{rank}" for rank in range(comm.size)]
@@ -121,67 +186,6 @@ class TestMirrored:
         order = f"devices={names[::-1]} is not in the order of ranks, which is that of replicas"
         refused(InvalidArgumentError, order, lambda: mpistrat.MirroredStrategy(names[::-1]))
 
-    @pytest.mark.parametrize("ops", [HierarchicalAllReduce, "nccl", ReductionToOneDevice])
-    def test_ops_that_are_none(self, ops, together):
-        message = f"cross_device_ops must be a CrossDeviceOps, such as mpistrat.ReductionToOneDevice(); got {ops!r}"
-        refused(TypeError, message, lambda: mpistrat.MirroredStrategy(cross_device_ops=ops))
-
-    def test_ops_of_the_user_see_every_reduction(self, comm, made):
-        class Counted(ReductionToOneDevice):
-            calls = 0
-
-            def reduce_implementation(self, *arguments):
-                self.calls += 1
-                return super().reduce_implementation(*arguments)
-
-        ops = Counted()
-        strategy = made(mpistrat.MirroredStrategy(cross_device_ops=ops))
-        assert strategy.extended.cross_device_ops is ops
-        assert all_reduced(strategy, np.ones(2)).tolist() == [comm.size] * 2
-        assert ops.calls == 1
-
-    def test_the_default_ops(self, made):
-        assert type(made(mpistrat.MirroredStrategy()).extended.cross_device_ops) is HierarchicalAllReduce
-
-    def test_packs_are_said_once(self, together):
-        message = (
-            "num_packs=2 was passed together with cross_device_ops, which have their own num_packs.\n"
-            "    incorrect:  mpistrat.MirroredStrategy("
-        )
-        refused(
-            InvalidArgumentError,
-            message,
-            lambda: mpistrat.MirroredStrategy(cross_device_ops=HierarchicalAllReduce(), num_packs=2),
-        )
-
-    def test_packs_are_handed_on(self, comm, made):
-        for strategy in (
-            made(mpistrat.MirroredStrategy(num_packs=3)),
-            made(mpistrat.MirroredStrategy(cross_device_ops=HierarchicalAllReduce(num_packs=3))),
-        ):
-            assert [total.tolist() for total in all_reduced(strategy, [np.ones(3), np.ones(7)])] == [
-                [comm.size] * 3,
-                [comm.size] * 7,
-            ]
-
-    @needs_ranks(2)
-    @pytest.mark.parametrize(
-        "keywords",
-        [{"devices": "odd"}, {"cross_device_ops": 7}, {"num_packs": 2}, {"allow_multiple_nodes": True}],
-        ids=["devices", "ops", "packs", "nodes"],
-    )
-    def test_a_rank_that_passes_something_else(self, comm, keywords, together):
-        differs = comm.rank == comm.size - 1
-        fails_here = differs and not {"num_packs", "allow_multiple_nodes"} & set(keywords)
-        with pytest.raises(TypeError if fails_here else AgreementError, match=next(iter(keywords))):
-            mpistrat.MirroredStrategy(**(keywords if differs else {}))
-
-    @needs_ranks(2)
-    def test_ops_that_differ_between_ranks(self, comm, together):
-        ops = ReductionToOneDevice() if comm.rank else HierarchicalAllReduce()
-        with pytest.raises(AgreementError, match=r"cross_device_ops=HierarchicalAllReduce(.|\n)*=ReductionToOneDevice"):
-            mpistrat.MirroredStrategy(cross_device_ops=ops)
-
     def test_each_node_counts_its_ranks_from_0(self, comm, shape, world, monkeypatch, made):
         monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
         place = world.place(comm.rank)
@@ -192,21 +196,6 @@ class TestMirrored:
         if world.is_uniform:
             named = [f"rank:{rank}" for rank in range(place.local_size)]
             assert made(mpistrat.MirroredStrategy(named, allow_multiple_nodes=True)).num_replicas_in_sync == place.local_size
-
-    def test_devices_of_another_node(self, comm, shape, world, monkeypatch, together):
-        monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
-        if world.num_nodes == 1 or not world.is_uniform:
-            return
-        name, last = f"rank:{comm.size - 1}", world.local_sizes[0] - 1
-        accepted = f"rank:0 to rank:{last}" if last else "rank:0"
-        message = (
-            f"device {name!r} does not exist: there is no rank {comm.size - 1}; accepted are /cpu:0 (each rank's own) and "
-        )
-        refused(
-            InvalidArgumentError,
-            message + accepted,
-            lambda: mpistrat.MirroredStrategy([name], allow_multiple_nodes=True),
-        )
 
 
 class TestMultiWorker:
@@ -267,59 +256,11 @@ class TestMultiWorker:
         refused(LaunchError, message, lambda: MPIClusterResolver({"worker": comm.size + 1}))
         refused(InvalidArgumentError, "port_base must be a port", lambda: MPIClusterResolver(port_base=0))
 
-    @needs_ranks(2)
-    def test_jobs_that_differ_between_ranks(self, comm, together):
-        with pytest.raises(LaunchError if comm.rank == 0 else AgreementError, match="jobs"):
-            MPIClusterResolver({"worker": comm.size + 1} if comm.rank == 0 else None)
-
-    @pytest.mark.parametrize("resolver", [CommunicationOptions(), {}, "slurm", SimpleClusterResolver])
-    def test_a_resolver_that_is_none(self, resolver, together):
-        message = (
-            f"cluster_resolver must be a ClusterResolver or None; got {type(resolver).__name__}.\n"
-            "    incorrect:  mpistrat.MultiWorkerMirroredStrategy(options)\n"
-            "    correct:    mpistrat.MultiWorkerMirroredStrategy(communication_options=options)"
-        )
-        error = refused(InvalidArgumentError, message, lambda: mpistrat.MultiWorkerMirroredStrategy(resolver))
-        assert isinstance(error, ValueError)
-
-    def test_options_that_are_none(self, together):
-        message = "communication_options must be CommunicationOptions or None; got dict"
-        error = refused(InvalidArgumentError, message, lambda: mpistrat.MultiWorkerMirroredStrategy(communication_options={}))
-        assert isinstance(error, ValueError)
-
-    @pytest.mark.parametrize(("task_type", "task_id"), [(None, None), ("worker", None), (None, 0)])
-    def test_a_cluster_without_a_task(self, task_type, task_id, together):
-        resolver = SimpleClusterResolver(ClusterSpec({"worker": ["a:1"]}), task_type=task_type, task_id=task_id)
-        message = (
-            "SimpleClusterResolver gives a cluster with the jobs worker, but not which task of it this process is: task_type "
-            f"is {task_type!r} and task_id {task_id!r}; both are needed, as in task_type='worker', task_id=0"
-        )
-        error = refused(InvalidArgumentError, message, lambda: mpistrat.MultiWorkerMirroredStrategy(resolver))
-        assert isinstance(error, ValueError)
-
     def test_tasks_without_a_rank(self, comm, together):
-        cluster = {"worker": [f"w{rank}:1" for rank in range(comm.size + 1)]}
-        resolver = SimpleClusterResolver(ClusterSpec(cluster), task_type="worker", task_id=comm.rank)
+        resolver = worker(comm.rank, *(f"w{rank}:1" for rank in range(comm.size + 1)))
         message = f"no rank is worker {comm.size}. The ranks come from MPI: start all tasks as one job"
         error = refused(LaunchError, message, lambda: mpistrat.MultiWorkerMirroredStrategy(resolver))
         assert error.raised_everywhere
-
-    @needs_ranks(2)
-    def test_one_rank_that_is_not_a_task(self, comm, together):
-        task_id = 9 if comm.rank == 1 else 0
-        resolver = SimpleClusterResolver(ClusterSpec({"worker": ["a:1"]}), task_type="worker", task_id=task_id)
-        with pytest.raises(
-            InvalidArgumentError if comm.rank == 1 else AgreementError, match="task id 9 is not in job 'worker'"
-        ):
-            mpistrat.MultiWorkerMirroredStrategy(resolver)
-
-    @needs_ranks(2)
-    def test_clusters_that_differ_between_ranks(self, comm, together):
-        resolver = SimpleClusterResolver(ClusterSpec({"worker": [f"w{comm.rank}:1"]}), task_type="worker", task_id=0)
-        with pytest.raises(
-            AgreementError, match=r"rank 0: ClusterSpec\({'worker': \['w0:1'\]}\), read from the cluster resolver"
-        ):
-            mpistrat.MultiWorkerMirroredStrategy(resolver)
 
     @needs_ranks(2)
     def test_tf_config_on_one_rank_only(self, comm, monkeypatch, together):
@@ -333,17 +274,6 @@ class TestMultiWorker:
         monkeypatch.setenv("TF_CONFIG", "{" if comm.rank == 1 else "{}")
         with pytest.raises(InvalidArgumentError if comm.rank == 1 else AgreementError, match="TF_CONFIG='{' is not valid JSON"):
             mpistrat.MultiWorkerMirroredStrategy()
-
-    @needs_ranks(2)
-    def test_a_resolver_that_fails_on_one_rank(self, comm, together):
-        class Moody(ClusterResolver):
-            def cluster_spec(self):
-                if comm.rank == 0:
-                    raise OSError("no cloud today")
-                return ClusterSpec({})
-
-        with pytest.raises(OSError if comm.rank == 0 else AgreementError, match="no cloud today"):
-            mpistrat.MultiWorkerMirroredStrategy(Moody())
 
     def test_its_old_name(self, comm, made, together):
         with pytest.warns(
@@ -481,22 +411,6 @@ class TestOneDevice:
             strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.full(2, comm.rank))).tolist()
             == [comm.rank] * 2
         )
-
-    @pytest.mark.parametrize(
-        ("device", "message"),
-        [
-            (
-                "/gpu:0",
-                "device '/gpu:0' does not exist: ranks compute on CPUs here; accepted are /cpu:0 (each rank's own) and rank:0",
-            ),
-            ("/cpu:1", "device '/cpu:1' does not exist: each rank drives one device; accepted are /cpu:0"),
-            ("rank:1", "device 'rank:1' does not exist: there is no rank 1; accepted are /cpu:0 (each rank's own) and rank:0"),
-            ("tpu", "'tpu' is not a device name; accepted are /cpu:0"),
-            (0, "0 is not a device name; accepted are /cpu:0"),
-        ],
-    )
-    def test_a_device_that_there_is_not(self, device, message):
-        refused(InvalidArgumentError, message, lambda: mpistrat.OneDeviceStrategy(device))
 
 
 def test_only_one_device_can_be_copied(comm, made):

@@ -8,7 +8,6 @@ import pytest
 from mpistrat import cache
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.algorithms.cost import DEFAULT
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.errors import AgreementError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
@@ -53,13 +52,13 @@ def test_all_ranks_measure_alike(comm, world):
 
 
 @needs_ranks(2)
-def test_all_ranks_choose_by_the_file_of_rank_0(comm, world, kept):
+def test_all_ranks_choose_by_the_file_of_rank_0(comm, make_ops, world, kept):
     slowest_first = [*PLANNERS][::-1]
     found = {name: {64: 1e-6 * 10**place} for place, name in enumerate(slowest_first)}
     if comm.Get_rank() == 0:
         tuning = Tuning.of(present_conditions(world), found)
         cache.write(tuning.document(), tuning_path(tuning.conditions))
-    ops = Communicator(Hierarchy(comm, world))
+    ops = make_ops(world)
     choice = ops.choose(16, FLOAT)
     assert choice.plan.algorithm == slowest_first[0]
     assert [round(one.seconds * 1e6) for one in sorted(choice.considered, key=lambda one: one.seconds)] == [
@@ -67,7 +66,6 @@ def test_all_ranks_choose_by_the_file_of_rank_0(comm, world, kept):
     ]
     total = ops.all_reduce(ReduceOp.SUM, [np.ones(16, np.float32)])[0]
     assert (total == comm.Get_size()).all()
-    ops.close()
     sources = comm.allgather(ops.model.source)
     assert len(set(sources)) == 1
     assert ", measured 2" in sources[0]

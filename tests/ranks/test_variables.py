@@ -46,19 +46,6 @@ def test_all_reduce_of_a_variable_combines_the_arrays_of_the_replicas(comm, stra
     assert strategy.experimental_local_results(mean)[0].tolist() == [0, 1, 2]
 
 
-def test_a_reduced_gradient_keeps_a_variable_mirrored(comm, strategy):
-    with strategy.scope():
-        variable = mpistrat.Variable(np.zeros(4, np.float32))
-
-    def step():
-        context = mpistrat.get_replica_context()
-        gradient = context.all_reduce("mean", np.full(4, context.replica_id_in_sync_group, np.float32))
-        context.update(variable, lambda array, gradient: array - 2 * gradient, (gradient,))
-
-    strategy.run(step)
-    assert comm.allgather(variable.numpy().tolist()) == [[-(comm.size - 1.0)] * 4] * comm.size
-
-
 def test_an_initial_value_that_one_rank_cannot_load_is_an_error_on_all(comm, strategy):
     strategy.extended.communicator.is_strict = True
     culprit = comm.size - 1

@@ -14,13 +14,7 @@ from tests.processes import run_bounded, until
 
 _HERE = Path(__file__).parent
 _NUM_GPUS = 8
-_TOOLS = {
-    **lab.TOOLS,
-    "slurmctld": "slurmctld",
-    "slurmd": "slurmd",
-    "srun": "slurm-client",
-    "munged": "munge",
-}
+_TOOLS = {**lab.TOOLS, "slurmctld": "slurmctld", "slurmd": "slurmd", "srun": "slurm-client", "munged": "munge"}
 # SLURM's pmix plugin opens libpmix.so, without a version: only the development package has that name.
 _LIBPMIX = ("/usr/lib/*/pmix*/lib/libpmix.so", "/usr/lib/*/libpmix.so", "/usr/lib64/libpmix.so")
 _ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "PREEMPTED")

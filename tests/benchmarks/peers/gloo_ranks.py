@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from turns import Task, serve
+from turns import Task, is_right, serve
 
 hosts, rank = os.environ["CONTEST_HOSTS"].split(","), int(os.environ["CONTEST_RANK"])
 expected = len(hosts) * (len(hosts) + 1) // 2
@@ -15,13 +15,12 @@ def all_reduce(request):
     """Sum one tensor of float32, in place."""
     source = torch.full((request["nbytes"] // 4,), rank + 1.0)
     target = torch.empty_like(source)
-    state = {"sum": target}
 
     def meet():
         target.copy_(source)  # the sum takes the place of what is summed
         dist.barrier()
 
-    return Task(lambda: dist.all_reduce(target), lambda: is_right([state["sum"]]), meet)
+    return Task(lambda: dist.all_reduce(target), lambda: is_right([target], expected), meet)
 
 
 def many(request):
@@ -40,7 +39,7 @@ def many(request):
             target.copy_(source)
         dist.barrier()
 
-    return Task(run, lambda: is_right(targets), meet)
+    return Task(run, lambda: is_right(targets, expected), meet)
 
 
 class Gradients(torch.nn.Module):
@@ -70,14 +69,6 @@ def ddp(counts):
         return all(gradient is not None and bool((gradient == expected / len(hosts)).all()) for gradient in gradients)
 
     return Task(lambda: state["loss"].backward(), is_mean, meet)
-
-
-def is_right(targets):
-    """Return whether every element is the sum, and spoil them."""
-    right = all(bool((target == expected).all()) for target in targets)
-    for target in targets:
-        target.fill_(float("nan"))
-    return right
 
 
 if __name__ == "__main__":

@@ -26,6 +26,14 @@ class Task:
     facts: Mapping[str, Any] | None = None  # said once, with the first answer
 
 
+def is_right(targets: Any, expected: float) -> bool:
+    """Return whether every element of arrays, of NumPy or PyTorch, is the sum, and spoil them."""
+    right = all(bool((target == expected).all()) for target in targets)
+    for target in targets:
+        target[...] = float("nan")
+    return right
+
+
 def serve(
     rank: int,
     versions: Mapping[str, str],

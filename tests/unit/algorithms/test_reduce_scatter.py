@@ -54,11 +54,7 @@ def test_what_a_rail_divides_is_the_shard_of_its_ranks(world: World) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "phases"),
-    [
-        ("1x4", "intra reduce_scatter"),
-        ("4x1", "inter reduce_scatter"),
-        ("2x2", "intra reduce_scatter -> inter reduce_scatter"),
-    ],
+    [("1x4", "intra reduce_scatter"), ("4x1", "inter reduce_scatter"), ("2x2", "intra reduce_scatter -> inter reduce_scatter")],
 )
 def test_phases_are_those_the_world_needs(shape: str, phases: str) -> None:
     plan = reduce_scatter(World.from_shape(shape), part_bounds(1 << 20, 4), 4)

@@ -52,10 +52,6 @@ class TestSimple:
         with pytest.raises(TypeError, match="master must be a string; got int"):
             simple(master=1)
 
-    def test_an_address_that_there_is_not(self):
-        with pytest.raises(ValueError, match="job 'worker' has no task 7; its tasks are 0, 1"):
-            simple().master("worker", 7)
-
 
 def test_the_base_needs_a_cluster():
     with pytest.raises(TypeError, match="abstract"):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat.communicator.local import LocalCommunicator
-from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices, broadcast_slices, gather_refused
+from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices, gather_refused
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp
 from tests.unit.replicas import on_replicas
@@ -101,16 +101,6 @@ def test_gathering_says_what_to_do_instead() -> None:
     error = gather_refused(IndexedSlices(np.ones(1), [0]))
     assert isinstance(error, NotImplementedError)
     assert "correct:    ctx.all_gather([slices.values, slices.indices], axis=0)" in str(error)
-
-
-def test_the_first_replica_s_slices_are_broadcast() -> None:
-    def program(strategy):
-        rank = strategy.extended.communicator.rank
-        slices = IndexedSlices(np.full((rank + 1, 2), rank), np.arange(rank + 1), (4, 2))
-        copy = broadcast_slices(strategy.extended.communicator, slices, 1)
-        return copy.values.tolist(), copy.indices.tolist(), copy.dense_shape
-
-    assert on_replicas(2, program) == [([[1, 1], [1, 1]], [0, 1], (4, 2))] * 2
 
 
 rows = st.lists(st.tuples(st.integers(0, 6), st.integers(-50, 50)), max_size=8)

@@ -63,8 +63,7 @@ def test_in_strict_mode_each_collective_outside_run_raises(launched, method):
 
 
 @pytest.mark.parametrize(
-    "variables",
-    [{}, {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, {"PMIX_RANK": "0"}, {"SLURM_PROCID": "0"}],
+    "variables", [{}, {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, {"PMIX_RANK": "0"}, {"SLURM_PROCID": "0"}]
 )
 def test_a_single_process_hears_nothing(launched, variables):
     context = launched(**variables, MPISTRAT_STRICT="1")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.context.values import Mirrored, PerReplica, assignable, container_of, regroup, select_replica
-from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.context.values import Mirrored, PerReplica, container_of, regroup, select_replica
+from mpistrat.errors import InvalidArgumentError
 from tests.unit.replicas import on_replicas
 
 
@@ -56,12 +56,7 @@ NUMBER_USES = {
     ">=": lambda value: value >= 4,
     "max": lambda value: max(value, value),
 }
-ARRAY_USES = {
-    "len": len,
-    "iter": list,
-    "in": lambda value: 3 in value,
-    "[0]": lambda value: value[0],
-}
+ARRAY_USES = {"len": len, "iter": list, "in": lambda value: 3 in value, "[0]": lambda value: value[0]}
 
 
 @pytest.mark.parametrize("use", [*NUMBER_USES, *ARRAY_USES])
@@ -193,18 +188,6 @@ def test_regroup_passes_distributed_values_through():
 def test_regroup_leaves_the_value_of_a_single_replica_bare():
     value = {"a": [1]}
     assert regroup(value, num_replicas=1) is value
-
-
-def test_fitted_takes_the_dtype_of_its_target():
-    array = assignable([1, 2], np.zeros(2, np.float32), "owner")
-    assert array.dtype == np.float32
-
-
-def test_fitted_refuses_other_shapes_and_kinds():
-    with pytest.raises(InvalidArgumentError, match=r"'owner' has shape \(2,\); a value of shape \(3,\)"):
-        assignable(np.zeros(3), np.zeros(2), "owner")
-    with pytest.raises(UnsupportedDtypeError, match="'owner' has dtype int32, which cannot hold a value of dtype float64"):
-        assignable(np.zeros(2), np.zeros(2, np.int32), "owner")
 
 
 def test_container_of_finds_the_value_that_a_component_came_from():

@@ -53,8 +53,7 @@ def plain(value: Any) -> Any:
 
 @pytest.mark.parametrize("family", FAMILY)
 @pytest.mark.parametrize(
-    ("op", "expected"),
-    [("sum", [6, 9]), ("mean", [2, 3]), ("MIN", [1, 2]), ("max", [3, 4]), ("prod", [6, 24])],
+    ("op", "expected"), [("sum", [6, 9]), ("mean", [2, 3]), ("MIN", [1, 2]), ("max", [3, 4]), ("prod", [6, 24])]
 )
 def test_the_family_combines(family: type[CrossDeviceOps], op: str, expected: list[int]) -> None:
     def program(rank):
@@ -125,11 +124,7 @@ def test_a_value_that_is_elsewhere_is_moved() -> None:
         ]
         return [plain(result) for result in moved]
 
-    assert in_scope(3, program) == [
-        [None, [6], [1, 1, 1], [6]],
-        [None, [6], [1, 1, 1], [6]],
-        [[6], [6], None, [6]],
-    ]
+    assert in_scope(3, program) == [[None, [6], [1, 1, 1], [6]], [None, [6], [1, 1, 1], [6]], [[6], [6], None, [6]]]
 
 
 def test_a_value_that_is_not_distributed() -> None:
@@ -146,27 +141,6 @@ def test_a_value_that_is_not_distributed() -> None:
             ops.reduce("prod", 5, "/cpu:0")
 
     in_scope(2, program)
-
-
-def test_the_arrays_of_a_variable_synchronized_on_read_are_combined() -> None:
-    def program(strategy):
-        ops, rank = HierarchicalAllReduce(), strategy.extended.communicator.rank
-        with strategy.scope():
-            variable = mpistrat.Variable(0.0, synchronization=mpistrat.VariableSynchronization.ON_READ)
-        strategy.run(lambda: variable.assign(rank + 1))
-        with strategy.scope():
-            return [plain(ops.reduce(op, variable, variable)) for op in ("sum", "max")]
-
-    assert on_replicas(3, program) == [[6, 3]] * 3
-
-
-def test_the_array_of_a_variable_is_not_handed_out_as_a_result() -> None:
-    strategy = one_replica()
-    with strategy.scope():
-        variable = mpistrat.Variable(np.ones(2), synchronization=mpistrat.VariableSynchronization.ON_READ)
-        total = HierarchicalAllReduce().reduce("sum", variable, variable)
-        variable.assign([5, 6])
-    assert total.tolist() == [1, 1]
 
 
 def test_broadcasting_copies_the_value_of_replica_0() -> None:
@@ -272,10 +246,7 @@ def test_a_value_that_is_not_an_array(value: Any) -> None:
             call()
     with pytest.raises(InvalidArgumentError, match="cannot be reduced as a per-replica value"):
         HierarchicalAllReduce().broadcast(value, "/cpu:0")
-    with (
-        one_replica().scope(),
-        pytest.raises(InvalidArgumentError, match=r"PerReplica\(.*cannot be reduced as a per-replica"),
-    ):
+    with one_replica().scope(), pytest.raises(InvalidArgumentError, match=r"PerReplica\(.*cannot be reduced as a per-replica"):
         HierarchicalAllReduce().reduce("sum", PerReplica(value), "/cpu:0")
 
 
@@ -433,10 +404,15 @@ def test_one_node_is_said_where_there_are_several() -> None:
         HierarchicalCopyAllReduce().reduce("sum", PerReplica(1.0), "/cpu:0")
 
 
-class ByOne(CrossDeviceOps):
+class Watched(CrossDeviceOps):
+    """Notes the operations that an implementation is asked for, and how many values each has."""
+
     def __init__(self):
+        super().__init__()
         self.seen = []
 
+
+class ByOne(Watched):
     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
         assert isinstance(options, CommunicationOptions)
         assert mpistrat.in_cross_replica_context() or not mpistrat.has_strategy()
@@ -445,10 +421,7 @@ class ByOne(CrossDeviceOps):
         return Mirrored(communicator.all_reduce(reduce_op, [np.asarray(per_replica_value.values[0])])[0])
 
 
-class InBatches(CrossDeviceOps):
-    def __init__(self):
-        self.seen = []
-
+class InBatches(Watched):
     def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
         self.seen.append((reduce_op.name, len(value_destination_pairs)))
         communicator = mpistrat.get_strategy().extended.communicator
@@ -456,21 +429,13 @@ class InBatches(CrossDeviceOps):
         return communicator.all_reduce(reduce_op, [np.asarray(value.values[0]) for value, _ in value_destination_pairs])
 
 
-class StockByOne(HierarchicalAllReduce):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
+class StockByOne(Watched, HierarchicalAllReduce):
     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
         self.seen.append((reduce_op.name, 1))
         return super().reduce_implementation(reduce_op, per_replica_value, destinations, options)
 
 
-class StockInBatches(ReductionToOneDevice):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
+class StockInBatches(Watched, ReductionToOneDevice):
     def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
         self.seen.append((reduce_op.name, len(value_destination_pairs)))
         return [self.reduce_implementation(reduce_op, *pair, options) for pair in value_destination_pairs]

@@ -20,7 +20,7 @@ from mpistrat.device.cuda import CudaDevice, _CudaEvent
 from mpistrat.errors import TransportError
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
-from tests.gpu import on_host
+from tests.gpu.on_host import HostKernels
 from tests.gpu.stand_in import StandInDevice
 
 PACKAGE = Path(mpistrat.__file__).parent
@@ -112,12 +112,9 @@ def test_arrays_of_cupy_lead_to_their_memory(on_host_memory):
 
 
 def test_arrays_of_cupy_are_packed_and_unpacked(on_host_memory, tmp_path):
-    if on_host.missing():
-        pytest.skip(on_host.missing())
     kernels = ["move_segments<float, bfloat16>", "move_segments<bfloat16, float>"]
-    on_host.HostKernels.build(tmp_path, kernels, [])
     device = StandInDevice()
-    device.kernels = on_host.HostKernels(tmp_path, kernels, [])
+    device.kernels = HostKernels.build(tmp_path, kernels, [])
     host = [np.arange(count, dtype=np.float32) for count in (40, 0, 7)]
     layout = Layout([array.size for array in host])
     buffer = device.allocate(2 * layout.count).view(ml_dtypes.bfloat16)

@@ -21,7 +21,7 @@ from mpistrat.device.kernels import (
     move_kernel,
 )
 from mpistrat.reduction import ReduceOp, combine
-from tests.gpu import on_host
+from tests.gpu.on_host import HostKernels
 
 BF16, F16, F32, F64 = (np.dtype(kind) for kind in (ml_dtypes.bfloat16, np.float16, np.float32, np.float64))
 I32, I64, C64 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.complex64)
@@ -35,14 +35,10 @@ TILE = {dtypes: THREADS * BYTES_UNDER_WAY // dtypes[0].itemsize for dtypes in MO
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    if on_host.missing():
-        pytest.skip(on_host.missing())
-    folder = tmp_path_factory.mktemp("kernels")
     folds = [make(dtype, op) for dtype, op in FOLDS for make in (fold_kernel, fold_into_kernel)]
     folds += [divide_kernel(dtype) for dtype in DIVIDED]
     moves = [move_kernel(*dtypes) for dtypes in MOVES]
-    on_host.HostKernels.build(folder, moves, folds)
-    return on_host.HostKernels(folder, moves, folds)
+    return HostKernels.build(tmp_path_factory.mktemp("kernels"), moves, folds)
 
 
 def _values(dtype, count, seed=0):
@@ -50,11 +46,6 @@ def _values(dtype, count, seed=0):
     if dtype.kind in "iu":
         return random.integers(-1000, 1000, count).astype(dtype)
     return (random.standard_normal(count) * 100).astype(dtype)
-
-
-def _at(memory, start, count):
-    """Return part of an array that is aligned to 64 bytes and has a few elements of poison around it."""
-    return memory[start : start + count]
 
 
 def _aligned(dtype, count):
@@ -94,8 +85,8 @@ def test_many_arrays_are_moved_and_cast_at_every_alignment(kernels, dtypes):
     places = np.cumsum([0, *[count + 1 + index % 8 for index, count in enumerate(counts[:-1])]])
     _move(
         kernels,
-        [_at(sources, place, count) for place, count in zip(places, counts, strict=True)],
-        [_at(targets, place, count) for place, count in zip(places, counts, strict=True)],
+        [sources[place : place + count] for place, count in zip(places, counts, strict=True)],
+        [targets[place : place + count] for place, count in zip(places, counts, strict=True)],
     )
     expected = before
     for place, count in zip(places, counts, strict=True):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.gpu import on_host, timings
+from tests.gpu import timings
+from tests.gpu.on_host import HostKernels
 from tests.gpu.probes import PROBES
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.timings import TIMINGS, Sizes
@@ -17,11 +18,7 @@ SMALL = Sizes(nbytes=1 << 13, shapes=((3, 5), (7,), ()), sets=2, runs=1, fillers
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    if on_host.missing():
-        pytest.skip(on_host.missing())
-    folder = tmp_path_factory.mktemp("kernels")
-    on_host.HostKernels.build(folder, MOVES, FOLDS)
-    return on_host.HostKernels(folder, MOVES, FOLDS)
+    return HostKernels.build(tmp_path_factory.mktemp("kernels"), MOVES, FOLDS)
 
 
 @pytest.mark.parametrize("name", TIMINGS)

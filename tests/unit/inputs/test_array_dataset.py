@@ -19,27 +19,6 @@ def handed_out(dataset, num_replicas):
     return list(zip(*on_replicas(num_replicas, program), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("rows", "num_replicas", "expected"),
-    [
-        (6, 2, [[[0, 1], [2, 3]], [[4], [5]]]),
-        (4, 5, [[[0], [1], [2], [3], []]]),
-        (8, 3, [[[0, 1], [2], [3]], [[4, 5], [6], [7]]]),
-        (5, 1, [[[0, 1, 2, 3]], [[4]]]),
-    ],
-)
-def test_global_batches_of_four_become_per_replica_batches(rows, num_replicas, expected):
-    steps = handed_out(mpistrat.ArrayDataset(np.arange(rows), batch_size=4), num_replicas)
-    assert [[share.tolist() for share in step] for step in steps] == expected
-
-
-def test_empty_shares_keep_dtype_and_trailing_shape():
-    data = {"x": np.zeros((4, 2, 3), np.float32), "y": np.zeros(4, np.int8)}
-    [step] = handed_out(mpistrat.ArrayDataset(data, batch_size=4), 5)
-    assert (step[4]["x"].shape, step[4]["x"].dtype) == ((0, 2, 3), np.float32)
-    assert (step[4]["y"].shape, step[4]["y"].dtype) == ((0,), np.int8)
-
-
 def test_elements_are_per_replica_values_in_the_structure_of_the_data():
     def program(strategy):
         [(x, y)] = strategy.experimental_distribute_dataset(mpistrat.ArrayDataset((np.arange(4), np.ones(4)), batch_size=4))
@@ -48,23 +27,6 @@ def test_elements_are_per_replica_values_in_the_structure_of_the_data():
         return select_replica(step)
 
     assert on_replicas(2, program) == [[np.ndarray, np.ndarray]] * 2
-
-
-def test_one_replica_gets_plain_arrays():
-    strategy = mpistrat.OneDeviceStrategy()
-    dataset = mpistrat.ArrayDataset(np.arange(3), batch_size=2)
-    batches = list(strategy.experimental_distribute_dataset(dataset))
-    assert [(type(batch), batch.tolist()) for batch in batches] == [(np.ndarray, [0, 1]), (np.ndarray, [2])]
-
-
-def test_the_default_strategy_returns_the_dataset_as_it_is():
-    dataset = object()
-    assert mpistrat.get_strategy().experimental_distribute_dataset(dataset) is dataset
-
-
-def test_only_datasets_are_distributed():
-    with pytest.raises(TypeError, match="a dataset is a mpistrat.ArrayDataset.*; got int"):
-        mpistrat.OneDeviceStrategy().experimental_distribute_dataset(3)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
@@ -106,13 +68,6 @@ def test_length_is_the_number_of_global_batches(rows, drop, length):
     assert len(dataset) == length == len(list(dataset))
     distributed = mpistrat.OneDeviceStrategy().experimental_distribute_dataset(dataset)
     assert len(distributed) == length == len(list(distributed))
-
-
-def test_batches_do_not_alias_the_data():
-    data = np.arange(4)
-    for batch in mpistrat.ArrayDataset(data, batch_size=2):
-        batch += 100
-    assert data.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

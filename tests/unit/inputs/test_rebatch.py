@@ -38,22 +38,6 @@ def test_every_row_goes_to_one_replica_in_order(num_rows, num_replicas):
     assert max(map(len, split)) - min(map(len, split)) <= 1
 
 
-@pytest.mark.parametrize(
-    ("rows", "num_replicas", "expected"),
-    [
-        (4, 2, [[0, 1], [2, 3]]),
-        (2, 2, [[0], [1]]),
-        (4, 5, [[0], [1], [2], [3], []]),
-        (4, 3, [[0, 1], [2], [3]]),
-        (9, 4, [[0, 1, 2], [3, 4], [5, 6], [7, 8]]),
-    ],
-)
-def test_shares_are_as_equal_as_can_be(rows, num_replicas, expected):
-    shares = [share(np.arange(rows, dtype=np.int16), replica, num_replicas) for replica in range(num_replicas)]
-    assert [found.tolist() for found in shares] == expected
-    assert {found.dtype for found in shares} == {np.dtype(np.int16)}
-
-
 def test_every_array_of_a_nest_is_cut():
     batch = {"x": np.arange(12).reshape(4, 3), "rest": (np.arange(4), [np.zeros((4, 2, 2), np.float16)])}
     found = share(batch, 1, 2)

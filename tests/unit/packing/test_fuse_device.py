@@ -9,7 +9,7 @@ import pytest
 from mpistrat.device.kernels import move_kernel
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
-from tests.gpu import on_host
+from tests.gpu.on_host import HostKernels
 from tests.gpu.stand_in import StandInDevice
 
 F32, F64, BF16, C64, I32, I64 = map(np.dtype, (np.float32, np.float64, ml_dtypes.bfloat16, np.complex64, np.int32, np.int64))
@@ -18,12 +18,7 @@ PAIRS = [(F32, F32), (BF16, F32), (F32, BF16), (I32, I64), (I64, I32)]
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    if on_host.missing():
-        pytest.skip(on_host.missing())
-    folder = tmp_path_factory.mktemp("kernels")
-    moves = [move_kernel(*pair) for pair in PAIRS]
-    on_host.HostKernels.build(folder, moves, [])
-    return on_host.HostKernels(folder, moves, [])
+    return HostKernels.build(tmp_path_factory.mktemp("kernels"), [move_kernel(*pair) for pair in PAIRS], [])
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from tests.variable_matrix import (
     check_per_replica,
     check_plain,
     check_refused,
-    declared,
 )
 
 SYNCHRONIZATIONS = [mpistrat.VariableSynchronization.ON_WRITE, mpistrat.VariableSynchronization.ON_READ]
@@ -67,24 +66,3 @@ def test_no_cell_is_missing():
     operations, contexts = len(METHODS) + 1, len(["run", "scope", "update"])
     assert len({str(cell) for cell in CELLS}) == len(CELLS) == operations * contexts * len(SYNCHRONIZATIONS) * aggregations
     assert operations == len(PLAIN)
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "saved", "restored"),
-    [
-        (mpistrat.VariableAggregation.SUM, 6.0, 2.0),
-        (mpistrat.VariableAggregation.MEAN, 2.0, 2.0),
-        (mpistrat.VariableAggregation.ONLY_FIRST_REPLICA, 1.0, 1.0),
-    ],
-)
-def test_what_is_saved_is_restored(aggregation, saved, restored):
-    def program(strategy):
-        variable = declared(strategy, mpistrat.VariableSynchronization.ON_READ, aggregation)
-        strategy.run(lambda: variable.assign([mpistrat.get_replica_context().replica_id_in_sync_group + 1.0] * 3))
-        value = variable.numpy()
-        variable.assign([0.0] * 3)
-        variable.assign(value)
-        held = strategy.experimental_local_results(strategy.run(variable.numpy))[0]
-        return value.tolist(), held.tolist(), variable.numpy().tolist()
-
-    assert on_replicas(3, program) == [([saved] * 3, [restored] * 3, [saved] * 3)] * 3

@@ -24,14 +24,6 @@ def made(strategy, *arguments, **keywords):
         return mpistrat.Variable(*arguments, **keywords)
 
 
-def test_the_initial_value_is_that_of_replica_zero():
-    def program(strategy):
-        variable = made(strategy, lambda: np.full(2, strategy.extended.communicator.rank + 5.0))
-        return variable.numpy().tolist()
-
-    assert on_replicas(3, program) == [[5, 5]] * 3
-
-
 def test_outside_all_scopes_a_variable_is_plain():
     variable = mpistrat.Variable([1.0, 2.0], name="plain", trainable=False)
     assert variable.distribute_strategy is mpistrat.get_strategy()

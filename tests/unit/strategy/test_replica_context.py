@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import PerReplica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
@@ -28,18 +27,6 @@ def test_the_weighted_mean_counts_each_replica_as_it_weighs(dtype):
         assert result["a"].dtype == result["b"].dtype == dtype
         np.testing.assert_array_equal(result["a"], np.full(2, 4 / 3).astype(dtype))
         np.testing.assert_array_equal(result["b"], np.asarray(8 / 3).astype(dtype))
-
-
-def test_results_are_written_to_arrays_of_the_caller():
-    def fn(context):
-        value = {"a": np.full(3, 2.5), "b": [np.array(7)]}
-        out = {"a": np.zeros(3), "b": [np.zeros((), int)]}
-        assert context.all_reduce("sum", value, out=out) is out
-        assert (out["a"].tolist(), out["b"][0].item()) == ([2.5] * 3, 7)
-        assert context.all_reduce("mean", value, out=value) is value
-        return value["a"].tolist()
-
-    assert alone(fn) == [2.5] * 3
 
 
 @pytest.mark.parametrize(
@@ -112,17 +99,6 @@ def test_options_of_another_type_are_refused(call):
         alone(call)
 
 
-def test_start_all_reduce_returns_a_handle():
-    def fn(context, rank):
-        handle = context.start_all_reduce("sum", {"a": np.full(2, rank + 1), "b": [1.0]})
-        result = handle.wait()
-        assert handle.done()
-        return result
-
-    for result in in_run(fn):
-        assert (result["a"].tolist(), result["b"]) == ([3, 3], [2])
-
-
 @pytest.mark.parametrize(
     ("op", "value", "error", "message"),
     [
@@ -149,22 +125,6 @@ def test_broadcast_hands_out_the_value_of_the_root():
     assert on_replicas(3, program) == [[([1, 1], 1)] * 2] * 3
     with pytest.raises(InvalidArgumentError, match="root must be a replica, 0 to 0; got 3"):
         mpistrat.OneDeviceStrategy().broadcast(1.0, root=3)
-
-
-def test_reduce_scatter_hands_each_replica_its_part():
-    results = in_run(lambda context, rank: context.reduce_scatter("sum", np.arange(5) + rank), num_replicas=2)
-    assert [result.tolist() for result in results] == [[1, 3, 5], [7, 9]]
-    results = in_run(lambda context, rank: context.reduce_scatter("max", [np.full((1, 3), rank)], axis=-1), num_replicas=2)
-    assert [result[0].tolist() for result in results] == [[[1, 1]], [[1]]]
-
-
-def test_all_to_all_sends_array_i_to_replica_i():
-    results = in_run(lambda context, rank: context.all_to_all([np.full(1, 10 * rank), np.full(2, 10 * rank + 1)]))
-    assert [[part.tolist() for part in result] for result in results] == [[[0], [10]], [[1, 1], [11, 11]]]
-
-
-def test_barrier_waits():
-    assert in_run(lambda context, rank: context.barrier()) == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -260,20 +220,3 @@ def test_a_replica_id_is_one_of_the_replicas():
     for replica_id in (1, -1, "0", 0.0, np.array([0, 0])):
         with pytest.raises(InvalidArgumentError, match="must be None or an integer from 0 to 0; got"):
             mpistrat.ReplicaContext(strategy, replica_id)
-
-
-def test_the_default_context_hands_values_back():
-    context = mpistrat.get_replica_context()
-    array = np.arange(3.0)
-    for result in (context.all_reduce("mean", array), context.all_gather(array, 0), context.broadcast(array)):
-        np.testing.assert_array_equal(result, array)
-    assert context.reduce_scatter("sum", array).tolist() == context.all_to_all([array])[0].tolist() == [0, 1, 2]
-    assert context.start_all_reduce("max", 2).wait() == 2
-    assert context.barrier() is None
-    with pytest.warns(DeprecationWarning, match="ReplicaContext.devices is deprecated"):
-        assert context.devices == ("/cpu:0",)
-
-
-def test_hints_are_options_under_an_old_name():
-    with pytest.warns(DeprecationWarning, match="experimental_hints= is deprecated; use options="):
-        alone(lambda context: context.all_gather(np.ones(1), 0, experimental_hints=CommunicationOptions()))

@@ -49,11 +49,7 @@ def test_a_misspelt_variable_is_named_with_the_one_that_is_meant(
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [
-        ("MPISTRAT_STRICKT", "MPISTRAT_STRICT"),
-        ("mpistrat_strict", "MPISTRAT_STRICT"),
-        ("MPISTRAT_WEATHER", ""),
-    ],
+    [("MPISTRAT_STRICKT", "MPISTRAT_STRICT"), ("mpistrat_strict", "MPISTRAT_STRICT"), ("MPISTRAT_WEATHER", "")],
 )
 def test_the_nearest_name_is_found(name: str, near: str) -> None:
     assert settings.misspelt({name: "1", "MPISTRAT_STRICT": "1", "PATH": "", "MPISTRAT_RANK_PID": "7"}) == {name: near}

@@ -147,11 +147,7 @@ def test_nodes_alone_tell_the_number_of_ranks(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "kind", "text"),
     [
-        (
-            ["train.py"],
-            InvalidArgumentError,
-            "the number of ranks is missing: -n N, or --nodes SHAPE for virtual nodes",
-        ),
+        (["train.py"], InvalidArgumentError, "the number of ranks is missing: -n N, or --nodes SHAPE for virtual nodes"),
         (
             ["-n", "2", "--timeout", "10 minutes", "train.py"],
             InvalidArgumentError,
