@@ -382,7 +382,7 @@ class _Scatter:
         empty = shard[:0]
         targets = [empty] * own.start + own_targets + [empty] * (len(addends) - own.stop)
         arrays = FlatArrays(addends, targets, chunk.bounds[-1], chunk.segments)
-        yield from self._executor.direct_reduce_scatter(chunk.bounds, arrays, self._fold)
+        yield from self._executor.exchange(arrays, self._fold, chunk.bounds)
         self._record("intra reduce_scatter", "intra", started, shard)
 
     def _run_ring(self, chunk: _Shard) -> Steps:

@@ -203,7 +203,7 @@ class Executor:
         if scopes != {Scope.INTRA} or not plan.count or not self.intra.combines_arrays or held not in (dtype, *HALF_DTYPES):
             return None
         self.reserve_exchange(len(given))
-        return self._direct_all_reduce if self.intra.combines_arrays else None
+        return self.exchange if self.intra.combines_arrays else None
 
     def fits_slots(self, plan: Plan) -> bool:
         """Return whether a sum in a node is so small that the slots of its window hold it, as for a flat plan."""
@@ -215,13 +215,22 @@ class Executor:
         """Whether a true reduce-scatter is possible: by cross-memory attach in each node, by rails that compare calls."""
         return self.device is None and self._reads_peers and self._rails_compare
 
-    def direct_reduce_scatter(self, bounds: Sequence[int], arrays: FlatArrays, fold: Fold) -> Steps:
-        """Return the steps of a reduce-scatter of the caller's arrays inside the node: see `Exchange`.
+    def exchange(self, arrays: FlatArrays, fold: Fold, bounds: Sequence[int] | None = None) -> Steps:
+        """Return the steps of an all-reduce of the caller's arrays inside the node, or with `bounds` of a reduce-scatter.
 
         Call `reserve_exchange` before.
         """
-        assert self.intra.window is not None, "it needs shared memory"
-        return self._exchange(Exchange(self.intra.window, arrays, fold, bounds).run())
+        # exchanges order themselves; peers must have read what buckets left in the memory
+        slots, window = self.slots, self.intra.window
+        if slots.partition != _EXCHANGE_PARTITION:
+            slots.repartition(*_EXCHANGE_PARTITION)
+            yield from self.intra.fence(slots.last_release)
+        if bounds is None:
+            yield from self.intra.all_reduce_arrays(arrays, fold)
+        else:
+            assert window is not None, "it needs shared memory"
+            yield from Exchange(window, arrays, fold, bounds).run()
+        slots.last_release = self.intra.release()
 
     def reserve_exchange(self, num_arrays: int) -> None:
         """Enlarge the scratch memory to what an `Exchange` of so many arrays needs: see `reserve`."""
@@ -266,20 +275,6 @@ class Executor:
     def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> Operation:
         """Bind an all-reduce of one buffer per rank, in the order of the ranks."""
         return ordered_all_reduce(group, buffer, op, channel, caster)
-
-    def _direct_all_reduce(self, arrays: FlatArrays, fold: Fold) -> Steps:
-        """Return the steps of an all-reduce of the caller's arrays inside the node."""
-        return self._exchange(self.intra.all_reduce_arrays(arrays, fold))
-
-    def _exchange(self, steps: Steps) -> Steps:
-        """Run the steps of an exchange in the scratch memory of the node."""
-        # exchanges order themselves; peers must have read what buckets left in the memory
-        slots = self.slots
-        if slots.partition != _EXCHANGE_PARTITION:
-            slots.repartition(*_EXCHANGE_PARTITION)
-            yield from self.intra.fence(slots.last_release)
-        yield from steps
-        slots.last_release = self.intra.release()
 
     def _go_on(self, refusal: TransportError | None, nbytes: int, held_bytes: int) -> None:
         """Go on over MPI where a node has too little memory; if a setting asks for shared memory, raise on all ranks."""
