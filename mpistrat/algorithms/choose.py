@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from mpistrat.algorithms import planners
 from mpistrat.algorithms.cost import DEFAULT, CostModel, predict_seconds
@@ -67,10 +68,10 @@ def choose(
         plans = [replace(plan, wire_itemsize=wire_itemsize) for plan in plans]
         if one_intra_phase:
             plans = [_in_one_intra_phase(plan) for plan in plans]
-        return min((Candidate(plan, predict_seconds(plan, model)) for plan in plans), key=_seconds)
+        return min((Candidate(plan, predict_seconds(plan, model)) for plan in plans), key=attrgetter("seconds"))
 
     considered = tuple(map(fastest_of, PLANNERS.values()))
-    fastest, second, *_ = sorted(considered, key=_seconds)
+    fastest, second, *_ = sorted(considered, key=attrgetter("seconds"))
     if algorithm == "auto":
         name, next_name = fastest.plan.algorithm, second.plan.algorithm
         times = f"{fastest.seconds * 1e3:.3g} ms; next: {next_name} {second.seconds * 1e3:.3g} ms"
@@ -92,7 +93,3 @@ def _in_one_intra_phase(plan: Plan) -> Plan:
     if len(plan.phases) > 1 and {phase.scope for phase in plan.phases} == {Scope.INTRA}:
         return replace(plan, phases=(Phase(Verb.ALL_REDUCE, Scope.INTRA),))
     return plan
-
-
-def _seconds(candidate: Candidate) -> float:
-    return candidate.seconds

@@ -69,16 +69,10 @@ class SimpleClusterResolver(ClusterResolver):
         The cluster.
     master : str
         What `master` returns if no task is asked for.
-    task_type : str, optional
-        The job of this process.
-    task_id : int, optional
-        The index of this process in its job.
-    environment : str
-        The environment that the cluster runs in.
+    task_type, task_id, environment, rpc_layer : str, int, str, str
+        The attributes, see `ClusterResolver`.
     num_accelerators : dict, optional
         Kind of accelerator -> number that each task has.
-    rpc_layer : str, optional
-        The protocol that `master` puts before an address.
 
     Raises
     ------
@@ -197,14 +191,8 @@ class TFConfigClusterResolver(ClusterResolver):
 
     Parameters
     ----------
-    task_type : str, optional
-        The job of this process; by default the one in ``TF_CONFIG``, as for the arguments that follow.
-    task_id : int, optional
-        The index of this process in its job.
-    rpc_layer : str, optional
-        The protocol that `master` puts before an address.
-    environment : str, optional
-        The environment that the cluster runs in.
+    task_type, task_id, rpc_layer, environment : str, int, str, str
+        Instead of what ``TF_CONFIG`` says.
 
     Raises
     ------

@@ -53,7 +53,7 @@ def is_chief(cluster: Cluster, task_type: str | None, task_id: int | None) -> bo
     spec = check_role(cluster, task_type, task_id)
     if task_type in (*_CHIEFS, "evaluator"):
         return True
-    return task_type == "worker" and task_id == 0 and not _num_chiefs(spec)
+    return task_type == "worker" and task_id == 0 and not any(spec.num_tasks(job) for job in _CHIEFS if job in spec.jobs)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,3 @@ def chief_rank(roles: Sequence[Role]) -> int:
         error.raised_everywhere = True
         raise error
     return next((rank for rank, role in enumerate(roles) if is_chief(spec, role.task_type, role.task_id)), 0)
-
-
-def _num_chiefs(spec: ClusterSpec) -> int:
-    return sum(spec.num_tasks(job) for job in _CHIEFS if job in spec.jobs)

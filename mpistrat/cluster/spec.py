@@ -48,7 +48,8 @@ class ClusterSpec:
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
         """Return a new dict, job name -> addresses: a list, or if tasks are missing task index -> address."""
-        return {job: list(tasks.values()) if _is_dense(tasks) else dict(tasks) for job, tasks in self._jobs.items()}
+        jobs = self._jobs.items()
+        return {job: list(tasks.values()) if list(tasks) == [*range(len(tasks))] else dict(tasks) for job, tasks in jobs}
 
     def num_tasks(self, job_name: str) -> int:
         """Return the number of tasks of a job."""
@@ -86,10 +87,6 @@ class ClusterSpec:
         if job_name not in self._jobs:
             raise InvalidArgumentError(f"there is no job {job_name!r}; the jobs are {', '.join(self._jobs) or 'none'}")
         return self._jobs[job_name]
-
-
-def _is_dense(tasks: dict[int, str]) -> bool:
-    return list(tasks) == list(range(len(tasks)))
 
 
 def _checked_job(job: object) -> str:

@@ -101,6 +101,9 @@ def are_disjoint(arrays: Sequence[Array]) -> bool:
 
 def copy_overlapping(arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
     """Return `arrays`, copied if one overlaps with the target of another, which may be written before the array is read."""
+    apart = [*out, *(array for array, target in zip(arrays, out, strict=True) if array is not target)]
+    if all(array.base is None for array in apart) and len(set(map(id, apart))) == len(apart):
+        return list(arrays)  # each owns its memory
     ranges = [_bounds(target) for target in out if target.size]
     ranges += [_bounds(array) for index, array in enumerate(arrays) if array.size and array is not out[index]]
     last, overlaps = 0, False

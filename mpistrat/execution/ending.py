@@ -15,7 +15,7 @@ _guards: WeakSet[Guard] = WeakSet()
 
 
 def watch(guard: Guard) -> None:
-    """Have what is said above done to a communicator, by its guard."""
+    """Take part in the end of the program: the communicator of this guard compares and refuses calls then."""
     _guards.add(guard)
     _watch_finalize()
 

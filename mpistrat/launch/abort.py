@@ -293,13 +293,12 @@ def _forget_finalize() -> None:
 
 
 def _without_runner(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_next is not None and _is_runner(trace.tb_frame.f_globals):
+    while trace is not None and trace.tb_next is not None:
+        module = trace.tb_frame.f_globals
+        if module.get("__name__") != "runpy" and module.get("__package__") != "mpi4py":
+            break
         trace = trace.tb_next
     return trace
-
-
-def _is_runner(module: dict[str, Any]) -> bool:
-    return module.get("__name__") == "runpy" or module.get("__package__") == "mpi4py"
 
 
 def _may_be_bug(error: BaseException, text: traceback.TracebackException) -> bool:

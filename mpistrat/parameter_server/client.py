@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -22,8 +22,7 @@ from mpistrat.errors import CollectiveError, UnavailableError
 from mpistrat.groups.group import keep_alive_for_peers
 from mpistrat.parameter_server import messages
 from mpistrat.parameter_server.functions import FunctionTable, dumps, loads, loads_error, use
-from mpistrat.parameter_server.messages import REPLY, REQUEST, Channel, Message, Receiver
-from mpistrat.parameter_server.tasks import CHIEF
+from mpistrat.parameter_server.messages import BARE, REPLY, REQUEST, Channel, Message, Receiver
 from mpistrat.state.changes import ASSIGNMENTS, SCATTERS
 
 # how many writes a server may have before it is asked whether it has done them
@@ -42,7 +41,6 @@ class VariableRef:
     number: int
     name: str
     nbytes: int
-    is_dropped: bool = field(default=False, init=False)  # by the chief: it cannot be used any more
 
     def __reduce__(self) -> tuple[Any, ...]:
         use(self)
@@ -75,11 +73,10 @@ class Client:
         self.functions = FunctionTable(channel)
         # what returns, or raises, what a worker keeps for functions, such as a dataset, by the number of the call that made it
         self.resources: dict[int, Callable[[], Any]] = {}
-        # the variables that this process refers to, by their numbers
+        # of the chief: the variables that it refers to, by their numbers
         self.refs: weakref.WeakValueDictionary[int, VariableRef] = weakref.WeakValueDictionary()
         # what the chief has dropped, and is to be freed: variables, and what calls have made
         self.dropped: deque[int] = deque()
-        self._known_as_dropped = set[int]()
         self._writes = [0] * len(self._ranks)  # of which each server has not yet said that it has done them
         self._replies = [Receiver(channel, REPLY, rank) for rank in self._ranks]
         self._lock = threading.RLock()
@@ -92,7 +89,7 @@ class Client:
         ref = VariableRef(self.channel.group.number, server, next(numbers), name, array.nbytes)
         dtype = array.dtype.str if array.dtype.kind != "V" else array.dtype
         payload = dumps((name, dtype, array.shape), name)
-        with self._call([(ref,)]):
+        with self._call():
             asked = self._ask(server, f"creation of {name}", messages.Create(ref.number), payload, call=ref.number)
         _raise_first_error([asked])
         self.refs[ref.number] = ref
@@ -103,7 +100,7 @@ class Client:
     def read(self, parts: Sequence[tuple[VariableRef, int, Array]]) -> None:
         """Read variables, or consecutive rows: of which, from which row on, and into which C-contiguous array."""
         asked = []
-        with self._call(parts):
+        with self._call():
             for ref, start, target in parts:
                 if target.nbytes:
                     stop = start + len(target) if target.ndim else 0
@@ -117,7 +114,7 @@ class Client:
         for part in parts:
             by_server.setdefault(part[0].server, []).append(part)
         asked, arrived = [], []
-        with self._call(parts):
+        with self._call():
             for server, shards in by_server.items():
                 refs, rows, targets = zip(*shards, strict=True)
                 wanted = np.array([[ref.number for ref in refs], [len(one) for one in rows]], np.int64)
@@ -133,7 +130,7 @@ class Client:
 
     def write(self, method: str, parts: Sequence[tuple[VariableRef, int, Array]]) -> None:
         """Change variables by one of `ASSIGNMENTS`, from a row on; it is done before anything that this rank asks for later."""
-        with self._call(parts):
+        with self._call():
             for ref, start, array in parts:
                 if array.nbytes:
                     stop = start + len(array) if array.ndim else 0
@@ -141,7 +138,7 @@ class Client:
 
     def scatter(self, method: str, parts: Sequence[tuple[VariableRef, Array, Array]]) -> None:
         """Apply rows, with their indices, to variables by one of `SCATTERS`; as `write` otherwise."""
-        with self._call(parts):
+        with self._call():
             for ref, indices, rows in parts:
                 if len(indices):
                     message = messages.Scatter(ref.number, SCATTERS.index(method), len(indices))
@@ -154,7 +151,7 @@ class Client:
         function = self.functions.find(fn)
         payloads = [dumps(tuple(given), f"an argument of {function.name}") for _, *given in parts]
         asked = []
-        with self._call(parts):
+        with self._call():
             for (ref, *_), payload in zip(parts, payloads, strict=True):
                 what = f"call of {function.name} of {ref.name}"
                 self._under_way.append(defined := _Pending(ref.server, what))
@@ -170,27 +167,6 @@ class Client:
             with self._call():
                 self._confirm_writes(1)
 
-    def find(self, ref: VariableRef) -> VariableRef:
-        """Return this process's object of a variable that another one has sent; the chief has all that it has not dropped."""
-        with self._lock:
-            found = self.refs.get(ref.number)
-            if found is not None:
-                return found
-            ref.is_dropped = self.channel.group.task_type == CHIEF or ref.number in self._known_as_dropped
-            if not ref.is_dropped:
-                self.refs[ref.number] = ref
-            return ref
-
-    def forget(self, dropped: Sequence[int]) -> None:
-        """Use variables no more that the chief has dropped; all that this rank has asked their servers for is done then."""
-        with self._lock:
-            self._known_as_dropped.update(dropped)
-            for number in dropped:
-                if (ref := self.refs.get(number)) is not None:
-                    ref.is_dropped = True
-        with suppress(Exception):  # where calls were given up, nothing is sent any more
-            self.flush()
-
     def close(self) -> None:
         """Give up what this rank still waits for."""
         _clients.pop(self.channel.group.number, None)
@@ -198,7 +174,7 @@ class Client:
             receiver.close()
 
     @contextmanager
-    def _call(self, parts: Sequence[tuple[Any, ...]] = ()) -> Iterator[None]:
+    def _call(self) -> Iterator[None]:
         """Hold the servers for a call, and wait for all that it asks for; one that is given up before is the last one."""
         with self._lock:
             if self._given_up is not None:
@@ -208,12 +184,6 @@ class Client:
                     f"({type(cause).__name__}) while it waited for {what}, which may still come. Start "
                     "the job again; MPISTRAT_TIMEOUT_SECONDS sets how long a call waits, 0 without a limit"
                 ) from cause
-            for ref, *_ in parts:
-                if ref.is_dropped:
-                    raise RuntimeError(
-                        f"{ref.name} was dropped by the chief, and its server has freed it: keep the variable on the chief "
-                        "for as long as functions use it"
-                    )
             try:
                 yield
                 self._finish()
@@ -231,7 +201,7 @@ class Client:
         rank, pending = self._ranks[server], _Pending(server, what, call, is_bare=into is not None)
         self._under_way.append(pending)
         if call is not None and into is not None:
-            self.channel.receive(pending.arriving, rank, REPLY, call, into)
+            self.channel.receive(pending.arriving, rank, BARE, call, into)
         self.channel.send(pending.requests, rank, REQUEST, message, *payload)
         return pending
 
@@ -307,10 +277,10 @@ def _raise_first_error(asked: Sequence[_Pending]) -> None:
 
 
 def _unpickled_ref(*fields: Any) -> VariableRef:
-    """Return what was pickled; a server, which uses no variables of others, need not know it."""
+    """Return what was pickled; on the chief its own object, which keeps the variable."""
     ref = VariableRef(*fields)
     client = _clients.get(ref.group)
-    return ref if client is None else client.find(ref)
+    return ref if client is None else client.refs.get(ref.number, ref)
 
 
 def current_client(group: int) -> Client:

@@ -64,7 +64,8 @@ class _PerWorkerResource(PerWorkerValues):
 
     def __init__(self, coordinator: ClusterCoordinator, fn: Callable[..., Any], *args: Any) -> None:
         client = coordinator.strategy.client
-        self._coordinator, self._calls = coordinator, coordinator._on_all_workers(fn, args)
+        workers = range(len(client.channel.group.workers))  # each of which keeps what it returns
+        self._coordinator, self._calls = coordinator, coordinator._submit(fn, (args, {}), workers)
         super().__init__([_Kept(client.channel.group.number, call.number) for call in self._calls])
         dropped = [call.number for call in self._calls]
         weakref.finalize(self, client.dropped.extend, dropped).atexit = False  # at any moment: only notes it
@@ -224,10 +225,6 @@ class ClusterCoordinator:
             return PerWorkerDataset(self, given)
         number = len(self._strategy.client.channel.group.workers)
         return PerWorkerDataset(self, given, PerWorkerValues([InputContext(number, worker, 1) for worker in range(number)]))
-
-    def _on_all_workers(self, fn: Callable[..., Any], args: Sequence[Any]) -> list[ScheduledCall]:
-        """Have each worker call a function, and keep what it returns for functions to come."""
-        return self._submit(fn, (args, {}), range(len(self._strategy.client.channel.group.workers)))
 
     def _submit(self, fn: Callable[..., Any], given: Any, workers: Iterable[int | None] = (None,)) -> list[ScheduledCall]:
         """Have a worker call a function; or some workers, each of which keeps the result."""

@@ -116,8 +116,6 @@ class Dispatcher:
         self._told_to_stop, self._stopped = set[int](), set[int]()
         self._lost: frozenset[int] = frozenset()
         self._unavailable = ""
-        # calls to forget what was dropped: the ranks that may use it still, and what it is
-        self._forgetting: dict[int, tuple[set[int], bytes]] = {}
         self._is_ending = self.is_closed = False
         self._lock = threading.RLock()
         self._num_waiting = 0
@@ -209,7 +207,7 @@ class Dispatcher:
             self._do_without(self._channel.lost)
         if self._sends:
             self._sends = self._channel.unfinished(self._sends)
-        if (self._client.dropped or self._forgetting) and not self._is_ending:
+        if self._client.dropped and not self._is_ending:
             self._free_dropped()
         while self._queue:
             # one at a time, since the next one would wait behind a long one while others have nothing to do; to the worker that
@@ -222,19 +220,11 @@ class Dispatcher:
             self._queue.popleft()  # now, since one that is sent twice is better than one that an interrupt has lost
 
     def _free_dropped(self) -> None:
-        """Free what no object of the chief and no scheduled call refers to: first on all workers, and then on the servers."""
+        """Free what no object of the chief and no scheduled call refers to."""
         dropped = [self._client.dropped.popleft() for _ in range(len(self._client.dropped))]
-        if dropped:
-            number, workers = next(numbers), set(self._ranks)
-            self._forgetting[number] = workers, dumps(dropped, "what was dropped")
-            self._forget(number, workers)
-        for number in [one for one, (workers, _) in self._forgetting.items() if workers <= self._channel.lost]:
-            self._forget(number, self._channel.group.servers)
-            del self._forgetting[number]
-
-    def _forget(self, number: int, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            self._channel.send(self._sends, rank, REQUEST, messages.Forget(number), self._forgetting[number][1])
+        message, payload = messages.Forget(next(numbers)), dumps(dropped, "what was dropped")
+        for rank in (*self._channel.group.workers, *self._channel.group.servers):
+            self._channel.send(self._sends, rank, REQUEST, message, payload)
 
     def _send(self, call: ScheduledCall, worker: int) -> None:
         rank, is_kept = self._ranks[worker], call.worker is not None
@@ -247,11 +237,8 @@ class Dispatcher:
 
     def _take(self, received: Received) -> None:
         self._taken += 1
-        source, message = received.source, received.message
-        if type(message) is messages.Stopped:
-            self._stopped.add(source)
-        elif message.call in self._forgetting:
-            self._forgetting[message.call][0].discard(source)
+        if type(received.message) is messages.Stopped:
+            self._stopped.add(received.source)
         else:
             self._take_result(received)
 
@@ -361,7 +348,7 @@ class Dispatcher:
 
     def _run_beside(self) -> None:
         while not self.is_closed:
-            if self.is_idle() and not self._forgetting:
+            if self.is_idle():
                 self._is_busy.clear()
                 if self.is_idle() and not self.is_closed:  # again: either may have changed before that was cleared
                     self._is_busy.wait()

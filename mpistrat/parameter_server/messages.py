@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 # tags: to a server or a worker; from a server, to whoever asked; from a worker, to the chief
 REQUEST, REPLY, RESULT = 1, 2, 3
+BARE = 0  # in its place where a reply has no header
 # what follows a header has a tag that its first field tells: what was given up is not taken for what comes later
 _PAYLOAD, _TAGS, _NUMBERS_IN_TAGS = 16, 4, 4096
 
@@ -101,7 +102,7 @@ class Run(NamedTuple):  # call a function with the payload, on a server with a v
     wants_result: bool
 
 
-class Forget(NamedTuple):  # nothing of the payload is used any more, numbers of variables and calls; a worker answers
+class Forget(NamedTuple):  # nothing of the payload is used any more, numbers of variables and calls
     call: int
 
 
@@ -197,7 +198,7 @@ class Channel:
 
     def send_bare(self, requests: list[Request], rank: int, call: int, array: Buffer) -> list[Request]:
         """Start to send an array as the reply to a call, without a header, to a rank that knows what it will be."""
-        return self._start(requests, self.comm.Isend, self._parts(_as_bytes(array), rank, _payload_tag(REPLY, call)))
+        return self._start(requests, self.comm.Isend, self._parts(_as_bytes(array), rank, _payload_tag(BARE, call)))
 
     def receive(self, requests: list[Request], rank: int, tag: int, number: int, target: Buffer) -> list[Request]:
         """Start to receive what `send_bare` sends for a call, or a part of the payload of a message with this first field."""

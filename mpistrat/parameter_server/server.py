@@ -25,6 +25,9 @@ from mpistrat.parameter_server.messages import REPLY, REQUEST, RESULT, Channel, 
 from mpistrat.parameter_server.variables import StoredVariable
 from mpistrat.state.changes import ASSIGNMENTS, SCATTERS, apply, assign_to
 
+_DROPPED = (
+    "the variable was dropped by the chief, and its server has freed it: keep it on the chief for as long as functions use it"
+)
 _MOST_SENDS = 32  # before those that have ended are looked for, where requests come without a pause
 
 
@@ -137,11 +140,7 @@ class VariableServer(_Task):
             self._variables.pop(number, None)
 
     def read(self, message: messages.Read, received: Received) -> None:
-        def rows() -> Array:
-            array = self._variable(message.variable).value
-            return array[message.start : message.stop] if array.ndim else array
-
-        self._send_rows(received, rows, message.variable)
+        self._send_rows(received, lambda: _rows(self._variable(message.variable), message), message.variable)
 
     def gather(self, message: messages.Gather, received: Received) -> None:
         asked = np.frombuffer(self.channel.payload(received), np.int64)
@@ -156,35 +155,35 @@ class VariableServer(_Task):
         self._send_rows(received, rows)
 
     def write(self, message: messages.Write, received: Received) -> None:
-        array, method = self._unread(message.variable).value, ASSIGNMENTS[message.method]
-        target = array[message.start : message.stop] if array.ndim else array
-        if method == "assign" and not self.channel.survives:
-            self.channel.receive_payload(received, target)
+        method = ASSIGNMENTS[message.method]
+        if method == "assign" and message.variable in self._variables and not self.channel.survives:
+            self.channel.receive_payload(received, _rows(self._unread(message.variable), message))
             return
-        if received.inline is not None:
-            value = np.frombuffer(received.inline, target.dtype).reshape(target.shape)
-        else:
-            value = np.empty_like(target)
-            self.channel.receive_payload(received, value)
-        try:
-            assign_to(target, method, value)
-        except Exception as error:  # such as an overflow, where the program makes that one: told with the next `Flush`
-            self._failed.setdefault(received.source, error)
+        data = np.empty(received.nbytes, np.uint8)
+        self.channel.receive_payload(received, data)
+
+        def change() -> None:
+            target = _rows(self._unread(message.variable), message)
+            assign_to(target, method, data.view(target.dtype).reshape(target.shape))
+
+        self._change(received, change)
 
     def scatter(self, message: messages.Scatter, received: Received) -> None:
-        array = self._unread(message.variable).value
-        indices, rows = np.empty(message.num_rows, np.int64), np.empty((message.num_rows, *array.shape[1:]), array.dtype)
-        self.channel.receive_payload(received, indices, rows)
-        try:
-            apply(SCATTERS[message.method], array, (rows, indices))
-        except Exception as error:
-            self._failed.setdefault(received.source, error)
+        indices = np.empty(message.num_rows, np.int64)
+        data = np.empty(received.nbytes - indices.nbytes, np.uint8)
+        self.channel.receive_payload(received, indices, data)
+
+        def change() -> None:
+            array = self._unread(message.variable).value
+            apply(SCATTERS[message.method], array, (data.view(array.dtype).reshape(len(indices), *array.shape[1:]), indices))
+
+        self._change(received, change)
 
     def run(self, message: messages.Run, received: Received) -> None:
-        data, variable = self.channel.payload(received), self._unread(message.target)
+        data = self.channel.payload(received)
 
         def run() -> bytes:
-            args, kwargs = loads(data)
+            variable, (args, kwargs) = self._unread(message.target), loads(data)
             fn = self._function(received.source, message.function, None, f"on {variable.name}")
             result = fn(variable, *args, **kwargs)
             return dumps(result, f"the result of an update of {variable!r}") if message.wants_result else b""
@@ -206,11 +205,17 @@ class VariableServer(_Task):
         else:
             self._keep_sending(source, self.channel.send_bare([], source, call, found), variable)
 
-    def _variable(self, number: int) -> StoredVariable:
+    def _change(self, received: Received, change: Callable[[], None]) -> None:
+        """Change a variable; an error is told with the next `Flush` of whoever has asked."""
         try:
-            return self._variables[number]
-        except KeyError:
-            raise UnavailableError("a rank that is lost has asked for it: all others have forgotten it") from None
+            change()
+        except Exception as error:  # such as an overflow, where the program makes that one
+            self._failed.setdefault(received.source, error)
+
+    def _variable(self, number: int) -> StoredVariable:
+        if number not in self._variables:
+            raise RuntimeError(_DROPPED)
+        return self._variables[number]
 
     def _unread(self, number: int) -> StoredVariable:
         """Return a variable when nothing is being sent from its array."""
@@ -265,11 +270,13 @@ class Worker(_Task):
         return fn, result
 
     def forget(self, message: messages.Forget, received: Received) -> None:
-        dropped = loads(self.channel.payload(received))
-        for number in dropped:
+        for number in loads(self.channel.payload(received)):
             self._client.resources.pop(number, None)
-        self._client.forget(dropped)
-        self._send_result(received.source, message.call)
+
+
+def _rows(variable: StoredVariable, message: messages.Read | messages.Write) -> Array:
+    array = variable.value
+    return array[message.start : message.stop] if array.ndim else array
 
 
 def _raise(error: Exception, trace: Any) -> NoReturn:

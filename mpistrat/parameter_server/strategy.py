@@ -135,7 +135,10 @@ class ParameterServerStrategy(Strategy):
         variable_partitioner, placement : callable, str
             As for `ParameterServerStrategy`.
         """
-        resolver = _default_resolver() if cluster_resolver is None else cluster_resolver
+        has_config = os.environ.get("TF_CONFIG", "").strip()
+        resolver = cluster_resolver
+        if resolver is None:
+            resolver = TFConfigClusterResolver() if has_config else MPIClusterResolver(chief=1, ps=1)
         cluster, task_type, task_id = task_of(resolver)
         if task_type not in (CHIEF, None) and cluster:
             Server(cluster, task_type, task_id).join()
@@ -463,7 +466,3 @@ def _inferred(cluster: ClusterSpec, job: str | None, index: int | None) -> tuple
 
 def _strategy_here(group: int) -> Any:
     return current_client(group).strategy
-
-
-def _default_resolver() -> ClusterResolver:
-    return TFConfigClusterResolver() if os.environ.get("TF_CONFIG", "").strip() else MPIClusterResolver(chief=1, ps=1)

@@ -37,7 +37,6 @@ class TaskGroup:
     workers: tuple[int, ...]
     servers: tuple[int, ...]
     names: tuple[str, ...]  # what errors call each rank: its task, rank and node
-    job_ranks: tuple[int, ...]  # each rank's number among all of the job
     job_rank: int  # that of this rank
     number: int  # counts the groups of this process; equal on all ranks
     settings: Snapshot
@@ -104,7 +103,6 @@ def join_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | Non
         workers=tuple(workers),
         servers=tuple(servers),
         names=tuple("{} {} (rank {} on {})".format(*played[rank], rank, nodes[rank]) for rank in inside),
-        job_ranks=tuple(inside),
         job_rank=job_rank,
         number=next(_numbers),
         settings=settings,

@@ -159,19 +159,19 @@ def _verbs_follow_each_other(subject: Subject) -> None:
         subject.settle()
 
 
-def _slots_take_turns(subject: Subject) -> None:
+def _slots_alternate(subject: Subject) -> None:
     """Fill a slot again while a slow rank still reads the other one."""
     for verb in ("all_reduce", "all_gather", "reduce_scatter"):
         case = Case(verb, INT32, ReduceOp.SUM, COUNT, divisions(COUNT, subject.size)[0])
         bound = [subject.bind(case, slot) for slot in range(NUM_SLOTS)]
         releases: dict[int, int] = {}
-        for turn in range(3 * NUM_SLOTS):
-            slot = turn % NUM_SLOTS
+        for step in range(3 * NUM_SLOTS):
+            slot = step % NUM_SLOTS
             if slot in releases:
                 subject.fence(releases[slot])
             given = subject.values(case)
             subject.run(case, *bound[slot], given)
-            if subject.rank == turn % subject.size:
+            if subject.rank == step % subject.size:
                 time.sleep(SLOW_SECONDS / 2)
             subject.compare(case, *bound[slot], given, slot)
             releases[slot] = subject.transport.release()
@@ -249,7 +249,7 @@ _RULES = (
     _nan_wins,
     _all_ranks_get_equal_bits,
     _verbs_follow_each_other,
-    _slots_take_turns,
+    _slots_alternate,
     _channels_are_apart,
     _a_slow_rank_reads_the_old_values,
     _run_does_not_block,

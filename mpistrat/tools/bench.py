@@ -21,6 +21,7 @@ import mpistrat
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.arrays import Array, array_module
 from mpistrat.communicator.communicator import Communicator
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import CollectiveError, InvalidArgumentError
@@ -88,7 +89,8 @@ def execute(arguments: argparse.Namespace) -> int:
     communicator = Communicator(Hierarchy(comm, discover(comm)))
     prints_table = communicator.rank == 0 and not arguments.json
     if prints_table:
-        print(f"all_reduce of float32, SUM, {communicator.world}, {library_version()}; {place_text(communicator)}", flush=True)
+        other = "; plain MPI in host memory" if communicator.path else ""
+        print(f"all_reduce of float32, SUM, {communicator.world}, {library_version()}; {place_text(communicator)}{other}")
         print(f"{'size':>10}  {'plan':<12}  {'time':>12}  {'MPI':>12}  {'alg GB/s':>9}  {'bus GB/s':>9}  {'x MPI':>6}")
     rows = []
     for nbytes in sizes:
@@ -126,13 +128,11 @@ def measure(communicator: Communicator, nbytes: int, algorithm: str) -> Row:
     return Row(nbytes, plan, seconds, mpi_seconds, algorithm_gbs, bus_gbs, mpi_seconds / seconds, race.rounds)
 
 
-def place_text(communicator: Communicator) -> str:
+def place_text(communicator: BaseCommunicator) -> str:
     """Return the memory that arrays are in, why, and on GPUs by which transports they are combined."""
     bound = what_is_bound()
     why = f" ({bound.why})" if bound is not None and bound.why else ""
-    if communicator.path:
-        return f"on GPUs{why}: {communicator.path}; plain MPI on arrays in host memory"
-    return f"in host memory{why}"
+    return f"on GPUs{why}, combined by {communicator.path}" if communicator.path else f"in host memory{why}"
 
 
 def timed(run: Callable[[], object], communicator: Communicator) -> Callable[[], object]:

@@ -21,10 +21,10 @@ import mpistrat
 from mpistrat import settings
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.errors import InvalidArgumentError, LaunchError
-from mpistrat.launch.gpu_binding import what_is_bound
 from mpistrat.text import format_bytes, format_count, format_table
 from mpistrat.timeline import Timeline
 from mpistrat.tools import run, train_digits
+from mpistrat.tools.bench import place_text
 from mpistrat.topology.world import World
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _introduce(console: Console, communicator: BaseCommunicator) -> None:
     kind = "virtual nodes on" if settings.VIRTUAL_NODES.read() else "real nodes, this is"
     choice = communicator.choose(count, dtype)
     facts = [
-        ("computed", escape(_where(communicator))),
+        ("computed", escape(place_text(communicator))),
         ("gradients", f"{format_bytes(count * dtype.itemsize)} of {dtype} on each rank, summed over all ranks in each step"),
         ("plan", "one replica: nothing is sent" if choice is None else str(choice.plan)),
         ("why", "there is only one rank" if choice is None else choice.reason),
@@ -165,15 +165,6 @@ def _introduce(console: Console, communicator: BaseCommunicator) -> None:
         f"[bold]A network learns handwritten digits on {_sizes(communicator.world)}[/], {kind} {socket.gethostname()}\n"
     )
     console.print(_topology(communicator.world), "", format_table(facts), "", sep="\n")
-
-
-def _where(communicator: BaseCommunicator) -> str:
-    """Return the device of this rank and why, and on GPUs by which transports gradients are combined."""
-    found = what_is_bound()
-    assert found is not None, "a strategy binds what it computes on"
-    if communicator.path:
-        return f"on GPUs, with CuPy ({found.why}); arrays are combined by {communicator.path}"
-    return f"in host memory, with NumPy: {found.why}"
 
 
 def _topology(world: World) -> str:

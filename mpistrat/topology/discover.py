@@ -11,6 +11,7 @@ from mpistrat.device.binding import bound_device
 from mpistrat.errors import LaunchError, MpistratError, SettingError, TopologyError
 from mpistrat.launch.gpu_binding import Bound, bind_again, what_is_bound
 from mpistrat.logger import logger
+from mpistrat.text import ranks_text
 from mpistrat.topology.world import World
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def check_gpus(gpus: Sequence[Gpu | None], allow_shared: bool) -> None:
     if without and len(without) < len(gpus):
         driving = [rank for rank, gpu in enumerate(gpus) if gpu is not None]
         raise TopologyError(
-            f"ranks {_listed(driving)} drive a GPU, ranks {_listed(without)} see none: all ranks of a job must compute on "
+            f"{ranks_text(driving)} with a GPU, {ranks_text(without)} without: all ranks of a job must compute on "
             "GPUs, or all on CPUs. Ask the scheduler for GPUs on every node (SLURM: --gpus-per-node), install CuPy on all of "
             "them, or set MPISTRAT_DEVICE=cpu"
         )
@@ -146,7 +147,7 @@ def check_gpus(gpus: Sequence[Gpu | None], allow_shared: bool) -> None:
     if shared and not allow_shared:
         ranks = next(iter(shared.values()))
         raise TopologyError(
-            f"ranks {_listed(ranks)} drive the same GPU, {gpus[ranks[0]]}: each rank needs a GPU of its own. Start as many "
+            f"{ranks_text(ranks)} drive the same GPU, {gpus[ranks[0]]}: each rank needs a GPU of its own. Start as many "
             "ranks per node as it has GPUs, let every rank see all GPUs of its node (SLURM: --gpus-per-node=N "
             "--gpu-bind=none), or set MPISTRAT_ALLOW_SHARED_GPU=1 for a test"
         )
@@ -223,8 +224,3 @@ def _read(setting: settings.Setting[bool]) -> bool | str:
         return setting.read()
     except SettingError as error:
         return str(error)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown}, … ({len(ranks)} in all)"

@@ -4,15 +4,15 @@ As with MPI 4's persistent collectives, binding does all the planning: a verb ta
 allocates nothing when it runs.
 
 Invariant: an operation does not block. ``run()`` returns steps, so that one thread can advance several operations, and
-deadlines are checked in one place (`steps.drive`). Callers look at a transport's attributes, never at its class.
+deadlines are checked in one place (`steps.drive`). Callers look at a transport's attributes, never at its class; only
+`execution.select`, which makes it, knows that.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,22 +32,17 @@ __all__ = ["DeviceTransport", "FlatArrays", "Operation", "Part", "SegmentCache",
 class SegmentCache:
     """The segments of ranges of a list of arrays: they depend on the arrays' sizes, not on their addresses.
 
-    Parameters
-    ----------
-    find : callable
-        Returns the segments in elements [start, stop) of all arrays, in order.
-
     Attributes
     ----------
     find : callable
-        The same, cached.
-    derived : dict
-        What else has been computed from them.
+        Returns the segments in elements [start, stop) of all arrays, in order.
+    blocks : object
+        What a transport has made of them for all calls; None at first.
     """
 
     def __init__(self, find: Callable[[int, int], Sequence[Segment]]) -> None:
-        self.find = cache(find)
-        self.derived: dict[Hashable, Any] = {}
+        self.find = find
+        self.blocks: Any = None
 
 
 class FlatArrays:
@@ -242,7 +237,7 @@ class DeviceTransport(Transport):
         """The pinned host memory through which device memory is staged."""
         return 0
 
-    # if operations may end before their work has: when it is enqueued
+    # for those whose operations end when they are enqueued, and whose kernels wait for peers
 
     def watch(
         self, must_wait: Callable[[], bool], peer_has_aborted: Callable[[], bool], has_raised: Callable[[], bool]

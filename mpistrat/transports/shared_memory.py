@@ -29,6 +29,7 @@ FOLD_BYTES = 1 << 17  # the blocks of all peers and of the sum fit in the cache 
 CMA_FROM_BYTES, CMA_FROM_BYTES_EACH = 1 << 19, 1 << 14
 """From how many bytes on arrays are combined by CMA: of all together, and of each on average."""
 RECEIVE_BYTES = 3 << 19
+"""What a rank receives at a time, from all peers together; behind it in the arena is the table of its arrays' addresses."""
 _ADDRESSES_BYTES, _TABLE_STEP_BYTES = 16, 1 << 16  # of the source and the target of an array
 SOURCES, TARGETS = 0, 1
 
@@ -197,19 +198,19 @@ class Exchange:
 
     def _blocks(self) -> _Blocks:
         """Return this rank's blocks; cached for all calls with arrays of these sizes."""
-        cached, find = self.arrays.segments.derived, self.arrays.segments.find
-        if _Blocks not in cached:
-            segments = [find(start, stop) for start, stop in self._ranges()]
-            cached[_Blocks] = _Blocks(segments, self.arrays.dtype.itemsize, self.rank, self.others)
-        found: _Blocks = cached[_Blocks]
-        return found
+        cache = self.arrays.segments
+        if cache.blocks is None:
+            segments = [cache.find(start, stop) for start, stop in self._ranges()]
+            cache.blocks = _Blocks(segments, self.arrays.dtype.itemsize, self.rank, self.others)
+        blocks: _Blocks = cache.blocks
+        return blocks
 
     def _ranges(self) -> list[tuple[int, int]]:
         """Return the elements of each block that this rank combines."""
         if self.bounds is not None:
             first, last = self.bounds[self.rank : self.rank + 2]
             return [(start, min(start + self.longest, last)) for start in range(first, last, self.longest)]
-        # ranks take turns, so that each gets as much of what the kernel copies slowly: memory outside huge pages
+        # in turns, so that each rank gets as much of what the kernel copies slowly: memory outside huge pages
         count, size = self.arrays.count, self.size
         rounds = -(-count // (self.longest * size)) or 1
         step = -(-count // (rounds * size)) or 1

@@ -38,7 +38,7 @@ WAKE_SECONDS = 0.25
 PATIENCE_SECONDS = 1.0
 LONGEST_BETWEEN_LOOKS_SECONDS = 2.0
 # hosts survey one after another: a host that was just asked by an earlier one need not ask all others too
-TURN_SECONDS = 0.01
+STAGGER_SECONDS = 0.01
 ANSWER_SECONDS = 0.9
 # how often to look for answers while some are missing
 POLL_SECONDS = 0.01
@@ -78,7 +78,7 @@ class Watcher:
         self._survey: Survey | None = None
         self._to_post: deque[Notice] = deque()
         self._surveyed = -math.inf  # when another host, of lower ranks, last looked around
-        self._turn_seconds = 0.0
+        self._stagger_seconds = 0.0
         self._asked: deque[Survey] = deque()
         self._wanted: set[Key] = set()
         self._next_look = 0.0
@@ -125,7 +125,7 @@ class Watcher:
         joined = comm.allgather((place or f"rank {comm.Get_rank()}", bool(settings.TIMELINE.read())))
         messages = HostMessages(comm, [place for place, _ in joined])
         self._messages = messages
-        self._turn_seconds = min(messages.place * TURN_SECONDS, LONGEST_BETWEEN_LOOKS_SECONDS)
+        self._stagger_seconds = min(messages.place * STAGGER_SECONDS, LONGEST_BETWEEN_LOOKS_SECONDS)
         self._wants_trace = joined[0][1]  # rank 0 writes it, and asks all
         if self._wants_trace:
             timeline.skip_write_at_exit()
@@ -254,7 +254,8 @@ class Watcher:
         """Update what this rank waits in; end the job if the program does not raise a verdict or deadline."""
         before, self._waiting = self._waiting, waiting
         if waiting is None or before is None or waiting.entered != before.entered:
-            self._next_look = (waiting.entered / 1e9 if waiting else time.monotonic()) + PATIENCE_SECONDS + self._turn_seconds
+            since = waiting.entered / 1e9 if waiting else time.monotonic()
+            self._next_look = since + PATIENCE_SECONDS + self._stagger_seconds
             self._next_report = self._patience
             self._suspicion, self._wanted = None, set()
         limit = self.limit

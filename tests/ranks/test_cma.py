@@ -5,13 +5,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mpistrat.communicator.communicator import Communicator
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.device.abstract import address
 from mpistrat.errors import UnavailableError
+from mpistrat.execution import executor
+from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import process
+from mpistrat.reduction import HALF_DTYPES, ReduceOp
 from mpistrat.settings import Snapshot
-from mpistrat.transports import cma
+from mpistrat.testing.transport_cases import DTYPES, operations
+from mpistrat.topology.world import World
+from mpistrat.transports import cma, shared_memory
 from mpistrat.transports.cma import CrossMemoryAttach, IoVectors
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
+from tests.ranks.test_all_reduce import expected, rows, same_bits
 
 
 def whole(array):
@@ -104,3 +112,75 @@ def test_only_descendants_of_the_launcher_are_admitted(group, monkeypatch):
     monkeypatch.setattr(process, "_launcher", None)
     cma._admit_ranks(library)
     assert len(admitted) == 1, "without one nobody is admitted"
+
+
+@pytest.fixture
+def exchanged(comm, monkeypatch):
+    """Give a communicator of one node that combines small arrays by CMA too, in blocks of a KiB, and how many it has."""
+    monkeypatch.setattr(executor, "CMA_FROM_BYTES", 1)
+    monkeypatch.setattr(executor, "CMA_FROM_BYTES_EACH", 0)
+    monkeypatch.setattr(shared_memory, "RECEIVE_BYTES", (comm.size - 1) << 10)
+    counts, run = [], shared_memory.Exchange.run
+    monkeypatch.setattr(shared_memory.Exchange, "run", lambda self: counts.append(len(self.arrays.sources)) or run(self))
+    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    if not ops._executor.intra.combines_arrays:
+        pytest.skip(f"peers cannot be read: {ops._executor.intra.window.cma.refusal}")
+    ops._executor.world.slot_bytes = 0
+    yield ops, counts
+    ops.close()
+
+
+def drawn_shape(rng):
+    """Return a shape: of a number, of nothing, or of less or more than a block."""
+    return [(), (0,), (3, 0), (int(rng.integers(1, 50)),), (7, int(rng.integers(1, 60))), (int(rng.integers(300, 3000)),)][
+        rng.integers(6)
+    ]
+
+
+def laid_out(rng, arrays):
+    """Return copies of arrays, and where their results go: new arrays, others, the same, or memory that overlaps with them."""
+    layouts = [np.ascontiguousarray, np.asfortranarray, lambda array: np.repeat(array[..., None], 2, -1)[..., 0]]
+    copies = [layouts[rng.integers(3)](array.copy()).reshape(array.shape) for array in arrays]
+    way = rng.integers(4)
+    if way == 0:
+        return copies, None
+    if way == 1:
+        return copies, [np.empty(array.shape, array.dtype) for array in arrays]
+    if way == 2:
+        copies = [array.copy() for array in arrays]
+        return copies, copies
+    lines = [np.concatenate([array.reshape(-1), array.reshape(-1)[:1]]) for array in arrays]
+    ends = [(line[: array.size], line[line.size - array.size :]) for line, array in zip(lines, arrays, strict=True)]
+    pairs = [[end.reshape(array.shape) for end in both] for both, array in zip(ends, arrays, strict=True)]
+    return [source for source, _ in pairs], [target for _, target in pairs]
+
+
+@needs_ranks(2)
+@up_to_ranks(4)
+def test_lists_are_combined_where_they_lie_as_numpy_combines_them(exchanged, comm):
+    ops, counts = exchanged
+    for seed in range(80):
+        rng, own = np.random.default_rng((seed, comm.size)), np.random.default_rng((seed, comm.rank))
+        op = list(ReduceOp)[seed % 5]
+        dtypes = [dtype for dtype in (*DTYPES, *HALF_DTYPES) if op in operations(dtype)]
+        dtypes = [dtypes[index] for index in rng.integers(0, len(dtypes), rng.integers(1, 4))]
+        shapes = [drawn_shape(rng) for _ in range(rng.integers(1, 14))]
+        of_ranks = [
+            rows(dtypes[rng.integers(len(dtypes))], op, int(np.prod(shape)), comm.size, seed + index)
+            for index, shape in enumerate(shapes)
+        ]
+        options = CommunicationOptions(
+            algorithm="hierarchical", num_packs=[None, 1, 3][rng.integers(3)], bytes_per_pack=[0, 3000][rng.integers(2)]
+        )
+        # ranks may differ in where their arrays lie, and where results go; the second time, calls are known
+        for _ in range(2):
+            mine = [given[comm.rank].reshape(shape) for given, shape in zip(of_ranks, shapes, strict=True)]
+            sources, out = laid_out(own, mine)
+            results = ops.all_reduce(op, sources, options, out)
+            assert out is None or all(result is target for result, target in zip(results, out, strict=True))
+            for result, given, shape in zip(results, of_ranks, shapes, strict=True):
+                assert same_bits(result, expected(op, given).reshape(shape)), (seed, op, given.dtype, shape)
+            for array in (*sources, *results):
+                array.fill(0)  # what a rank does with its arrays afterwards is its own affair
+    assert len(counts) > 80
+    assert max(counts) > 5

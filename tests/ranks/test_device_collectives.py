@@ -516,7 +516,9 @@ def test_arrays_with_gaps_between_their_elements(comm, make_pair, world, count, 
             np.testing.assert_array_equal(pair.device.get(one), wanted)
 
 
-def test_what_is_held_and_done_is_told(pair):
+def test_what_is_held_and_done_is_told(pair, monkeypatch):
+    asked, pinned = [0], pair.device.pinned
+    monkeypatch.setattr(pair.device, "pinned", lambda nbytes: asked.append(nbytes) or pinned(nbytes))
     arrays = [pair.up(values(25_000, np.float32, seed)) for seed in range(2)] + [pair.up(values((), np.float64, 0))]
     pair.gpu.all_reduce(SUM, arrays)
     pair.gpu.all_reduce(SUM, values((), np.float64, 0))
@@ -524,6 +526,7 @@ def test_what_is_held_and_done_is_told(pair):
     assert report.device_bytes >= 200_000
     assert report.num_plans == 2
     assert (report.pinned_bytes > 0) == (pair.world.num_nodes > 1)
+    assert report.pinned_bytes <= sum(asked), "what rails hold is counted once"
     assert "GPU " in str(report)
     explained = pair.gpu.explain(arrays)
     assert [pack.dtype for pack in explained.packs] == ["float32", "float64"]

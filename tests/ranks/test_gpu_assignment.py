@@ -11,6 +11,7 @@ from mpistrat.errors import LaunchError, SettingError, TopologyError
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.launch.environment import LauncherView, detect
 from mpistrat.launch.gpu_binding import bind_device
+from mpistrat.text import ranks_text
 from mpistrat.topology.discover import check_gpu_assignment
 from tests.gpu.fake_cuda import FakeCuda
 from tests.gpu.stand_in import StandInDevice
@@ -100,7 +101,7 @@ def test_no_gpu_where_one_is_wanted_is_told_to_all(fake, comm, monkeypatch):
 def test_a_mixed_job_is_refused_and_says_why_some_have_none(fake, comm):
     fake.show(*range(comm.size) if comm.rank else ())
     bind_device(_view(comm))
-    with pytest.raises(TopologyError, match=r"ranks 0 see none: .* \(on .*: CuPy is not installed\)"):
+    with pytest.raises(TopologyError, match=r"rank 0 without: .* \(on .*: CuPy is not installed\)"):
         check_gpu_assignment(comm)
 
 
@@ -113,7 +114,7 @@ def test_more_ranks_than_gpus_is_refused_unless_allowed(fake, comm, monkeypatch,
     if allowed == "1":
         check_gpu_assignment(comm)
         return
-    expected = f"ranks 0, {comm.size - 1} drive the same GPU" if not allowed else "MPISTRAT_ALLOW_SHARED_GPU='maybe'"
+    expected = f"{ranks_text([0, comm.size - 1])} drive the same GPU" if not allowed else "MPISTRAT_ALLOW_SHARED_GPU='maybe'"
     with pytest.raises((TopologyError, LaunchError), match=expected):
         check_gpu_assignment(comm)
 

@@ -30,9 +30,9 @@ def looked_up(monkeypatch):
     found = []
     look = Reductions.reduce
 
-    def noted(self, *call):
-        found.append(call)
-        return look(self, *call)
+    def noted(self, verb, op, *arguments):
+        found.append(op)
+        return look(self, verb, op, *arguments)
 
     monkeypatch.setattr(Reductions, "reduce", noted)
     return found

@@ -1,12 +1,13 @@
 """What a server does with requests."""
 
 import pickle
+from functools import partial
 from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
-from mpistrat.parameter_server.messages import Read, Received, Run, Scatter, Write
+from mpistrat.parameter_server.messages import Channel, Read, Received, Run, Scatter, Write
 from mpistrat.parameter_server.server import VariableServer
 from mpistrat.parameter_server.variables import StoredVariable
 
@@ -24,16 +25,13 @@ def test_a_variable_is_changed_only_when_no_answer_is_being_sent_from_its_array(
         read = Read(5, variable, 0, 3)
         server.read(read, Received(2, read, -1, 0, None))
 
-    def receive(received, indices, rows):
-        indices[:], rows[:] = range(3), 1
-
     def add(variable):
         variable.value += 1
 
-    channel.receive_payload.side_effect = receive
+    channel.receive_payload.side_effect = partial(Channel.receive_payload, channel)
     channel.payload.return_value = pickle.dumps(((), {}))
     server._functions[3, 0] = lambda worker: add
-    inline = memoryview(np.ones(3).tobytes())
+    inline = memoryview((b"" if type(change) is Write else np.arange(3).tobytes()) + np.ones(3).tobytes())
     getattr(server, type(change).__name__.lower())(change, Received(3, change, -1, inline.nbytes, inline))
     assert waited == [(["of read"], [0, 0, 0])]
     assert array.tolist() == [1, 1, 1]

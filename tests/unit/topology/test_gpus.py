@@ -40,6 +40,6 @@ def test_gpus_without_a_uuid_are_told_apart_by_their_place():
 
 def test_a_job_with_and_without_gpus_is_refused_and_lists_the_ranks():
     gpus = [None if rank % 2 else _gpu(uuid=str(rank)) for rank in range(20)]
-    with pytest.raises(TopologyError, match="ranks 1, 3, 5, 7, 9, 11, 13, 15, … .10 in all. see none") as raised:
+    with pytest.raises(TopologyError, match="ranks 0, 2, .*, 18 with a GPU, ranks 1, 3, .*, 19 without") as raised:
         check_gpus(gpus, allow_shared=False)
     assert "MPISTRAT_DEVICE=cpu" in str(raised.value)
