@@ -81,6 +81,8 @@ class Client:
         self._replies = [Receiver(channel, REPLY, rank) for rank in self._ranks]
         self._lock = threading.RLock()
         self._under_way: list[_Pending] = []
+        # replies that have come before the array of an earlier call: MPI does not order messages of two tags
+        self._early: dict[int, tuple[bool, bytes]] = {}
         self._given_up: tuple[BaseException, str] | None = None
         _clients[channel.group.number] = self
 
@@ -253,15 +255,20 @@ class Client:
         if not has_sent or pending.call is None or (pending.is_bare and has_arrived):
             return has_sent and has_arrived
         try:
-            received = self._replies[pending.server].poll()
-            if received is None:
-                return False
-            if received.message.call != pending.call:
-                raise CollectiveError(
-                    f"{self.channel.name}: waited for {self._waits_for()}, request {pending.call}; what came answers request "
-                    f"{received.message.call}"
-                )
-            pending.is_error, pending.answer = bool(received.message.is_error), bytes(self.channel.payload(received))
+            if pending.call not in self._early:
+                received = self._replies[pending.server].poll()
+                if received is None:
+                    return False
+                call = received.message.call
+                if call != pending.call and not (pending.is_bare and any(one.call == call for one in self._under_way)):
+                    raise CollectiveError(
+                        f"{self.channel.name}: waited for {self._waits_for()}, request {pending.call}; "
+                        f"what came answers request {call}"
+                    )
+                self._early[call] = bool(received.message.is_error), bytes(self.channel.payload(received))
+                if call != pending.call:
+                    return False
+            pending.is_error, pending.answer = self._early.pop(pending.call)
             for request in pending.arriving:  # nothing comes for them: the answer is an error
                 request.Cancel()
                 request.Free()

@@ -482,6 +482,22 @@ def test_an_error_in_an_answer_is_raised_where_that_was_asked_for(coordinator):
     np.testing.assert_array_equal(coordinator.schedule(lambda: table[[5, 3]]).fetch(), wanted[[5, 3]])
 
 
+@pytest.mark.parametrize("rows", [10, 100_000])
+@of_servers
+@on_chief(FixedShardsPartitioner(2))
+def test_an_error_may_come_before_the_array_of_an_earlier_shard(coordinator, rows):
+    table = variable(coordinator, np.arange(2.0 * rows).reshape(-1, 2))
+
+    def plant(stored):
+        if stored.value[0, 0] > 0:  # the second shard of a server
+            stored._component = Planted()
+
+    coordinator.strategy.extended.update(table, plant)
+    for _ in range(20):
+        with pytest.raises(MemoryError, match="planted"):
+            table.numpy()
+
+
 @of_servers
 @on_chief()
 def test_a_variable_that_no_server_can_keep_is_not_made(coordinator):
