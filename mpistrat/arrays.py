@@ -264,7 +264,7 @@ class _RetainedMemory:
     """Memory of large results, and the block that lies in it, if that still exists."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer or a signal handler may come in between
         self._entries: list[tuple[Array, weakref.ref[_Block]]] = []
 
     def block(self, nbytes: int) -> _Block:

@@ -60,7 +60,6 @@ class MPIClusterResolver(ClusterResolver):
 
             self._spec, roles = job.agree(call, resolve)
             self.task_type, self.task_id = roles[job.rank]
-            self._most_on_a_node = max(job.world.local_sizes)
         self.rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
@@ -94,6 +93,8 @@ class SlurmClusterResolver(MPIClusterResolver):
         If the jobs have more or fewer tasks than there are ranks, or the tasks of a node need more GPUs than it has.
     InvalidArgumentError
         If a number is invalid.
+    AgreementError
+        If ranks passed different arguments, or another one raises one of these.
     """
 
     def __init__(
@@ -107,7 +108,10 @@ class SlurmClusterResolver(MPIClusterResolver):
         rpc_layer: str = "grpc",
     ) -> None:
         super().__init__(jobs, port_base, rpc_layer)
-        self._gpus_per_task = gpus_of_task(self._most_on_a_node, gpus_per_node, gpus_per_task)
+        call = f"SlurmClusterResolver(gpus_per_node={gpus_per_node!r}, gpus_per_task={gpus_per_task!r})"
+        with rendezvous("SlurmClusterResolver") as job:
+            most_on_a_node = max(job.world.local_sizes)
+            self._gpus_per_task = job.agree(call, lambda: gpus_of_task(most_on_a_node, gpus_per_node, gpus_per_task))
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
         """Return the number of GPUs of each task; empty if there are none."""

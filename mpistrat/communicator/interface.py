@@ -327,7 +327,7 @@ class BaseCommunicator(ABC):
     def confirm(self) -> None:  # noqa: B027 - as for `note`
         """Compare the calls that were not compared when they were made: those in which MPI reduced arrays between nodes.
 
-        A collective call if there are any. It happens automatically every 256 small calls, more often after large ones, in
+        A collective call if there are any. It happens automatically every 128 small calls, more often after large ones, in
         `close` and at the end of the program; with MPISTRAT_STRICT after each call.
 
         Raises

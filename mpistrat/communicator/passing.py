@@ -20,7 +20,8 @@ from mpistrat.watch.recorder import recorder, write_entry
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_READABLE = 0x0101  # of flags.num: C_CONTIGUOUS and ALIGNED
+# of flags.num: C_CONTIGUOUS and ALIGNED; WRITEABLE too; OWNDATA
+_READABLE, _WRITABLE, _OWNED = 0x0101, 0x0501, 0x0004
 
 
 class Passing:
@@ -58,7 +59,8 @@ class Passing:
                 return False
             dtype, size = target.dtype, target.size
             found = passed.get((op.handle, size, dtype))
-            if found is None or not target.flags.carray:
+            flags = target.flags.num
+            if found is None or flags & _WRITABLE != _WRITABLE:
                 return False
             if source is target or source is None:
                 source = in_place
@@ -66,10 +68,10 @@ class Passing:
             if source is not in_place:
                 if type(source) is not ndarray or source.dtype is not dtype or source.size != size:
                     return False
-                flags = source.flags
-                if not flags.carray and flags.num & _READABLE != _READABLE:
+                of_source = source.flags.num
+                if of_source & _READABLE != _READABLE:
                     return False
-                if (source.base is not None or target.base is not None) and may_share_memory(source, target):
+                if not flags & of_source & _OWNED and may_share_memory(source, target):
                     return False
             if all_reduce is None:
                 result = target if target.ndim == 1 else target.reshape(-1)

@@ -23,7 +23,7 @@ from mpistrat.arrays import Array, is_on_device, retained_bytes
 from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.communicator.planning import WIRE_OPS, DevicePlanner, Planner, Reduction
-from mpistrat.communicator.validate import are_disjoint
+from mpistrat.communicator.validate import are_disjoint, own_memory
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.guard import Guard
 from mpistrat.execution.memory import MemoryReport
@@ -238,4 +238,4 @@ def _fit(out: Sequence[Array], arrays: Sequence[Array]) -> bool:
     """Return whether results can be written to `out`; False also if that needs a closer look."""
     if not len(set(map(id, out))) == len(out) == len(arrays) or not all(map(fits, out, arrays)):
         return False
-    return all(target.base is None for target in out) or are_disjoint(out)
+    return own_memory(out) or are_disjoint(out)

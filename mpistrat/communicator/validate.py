@@ -93,6 +93,11 @@ def check_target(target: Array, array: Array, shape: tuple[int, ...] | None = No
         raise InvalidArgumentError(f"out must lie where the array does: the array is {where[0]}, out {where[1]}")
 
 
+def own_memory(arrays: Sequence[Array]) -> bool:
+    """Return whether each array owns its memory: one without a base may still lie in memory of another library."""
+    return all(array.__class__ is np.ndarray and array.flags.owndata for array in arrays)
+
+
 def are_disjoint(arrays: Sequence[Array]) -> bool:
     """Return whether no two arrays share memory."""
     bounds = sorted(_bounds(array) for array in arrays if array.size)
@@ -102,8 +107,8 @@ def are_disjoint(arrays: Sequence[Array]) -> bool:
 def copy_overlapping(arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
     """Return `arrays`, copied if one overlaps with the target of another, which may be written before the array is read."""
     apart = [*out, *(array for array, target in zip(arrays, out, strict=True) if array is not target)]
-    if all(array.base is None for array in apart) and len(set(map(id, apart))) == len(apart):
-        return list(arrays)  # each owns its memory
+    if own_memory(apart) and len(set(map(id, apart))) == len(apart):
+        return list(arrays)
     ranges = [_bounds(target) for target in out if target.size]
     ranges += [_bounds(array) for index, array in enumerate(arrays) if array.size and array is not out[index]]
     last, overlaps = 0, False

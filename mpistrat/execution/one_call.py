@@ -53,7 +53,7 @@ def _of_one(combine: _Combine, divide: Callable[[Array], object] | None = None) 
             target = combine(source, None)
         else:
             [target] = out
-            if target is not source and (source.base is not None or target.base is not None):
+            if target is not source and not (source.flags.owndata and target.flags.owndata):
                 source = source.copy() if np.may_share_memory(source, target) else source
             combine(source, target)
         if divide is not None:

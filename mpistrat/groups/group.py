@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _CHANNELS = 32
 _FIRST_TAG, _MAX_TAG = 1 << 15, 1 << 30  # smaller tags are used for messages outside of calls
-MOST_UNCONFIRMED, _BYTES_PER_CALL = 256, 1 << 11
+MOST_UNCONFIRMED, _BYTES_PER_CALL = 128, 1 << 12
 
 _to_confirm: set[CallState] = set()  # keeps them: ranks collect garbage at different times, and compare at exit together
 
@@ -52,7 +52,7 @@ class CallState:
     def add_unconfirmed(self, nbytes: int) -> None:
         """Record that this call ran as an MPI collective without comparing it with other nodes; compare some calls later.
 
-        A comparison takes some 20 small calls of a node. One for 256 of them, or for fewer large ones, adds a few percent.
+        A comparison takes some 20 small calls of a node. One for 128 of them, or for fewer large ones, adds a few percent.
         """
         if not self.unconfirmed:
             _to_confirm.add(self)

@@ -6,6 +6,7 @@ works afterwards in both cases.
 
 from __future__ import annotations
 
+import ctypes
 from functools import reduce
 from typing import Any
 
@@ -238,6 +239,31 @@ def test_results_may_be_written_over_what_is_yet_to_be_sent(ops, verb):
         assert found[1] is other
         assert out.tolist() == expect(parts, ops.rank).tolist()
         assert other.tolist() == expect(doubled, ops.rank).tolist()
+
+
+def without_base(memory: np.ndarray, start: int, count: int) -> np.ndarray:
+    """Return an array on some elements of another, as C extensions make it: it has no base, and does not own its memory."""
+    find = ctypes.pythonapi.PyCapsule_GetPointer
+    find.restype, find.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    table = ctypes.cast(find(np._core._multiarray_umath._ARRAY_API, None), ctypes.POINTER(ctypes.c_void_p))
+    kinds = (ctypes.py_object, ctypes.c_int, ctypes.POINTER(ctypes.c_ssize_t), ctypes.c_int, *[ctypes.c_void_p] * 2)
+    new = ctypes.PYFUNCTYPE(ctypes.py_object, *kinds, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)(table[93])  # PyArray_New
+    address = memory.ctypes.data + start * memory.itemsize
+    return new(np.ndarray, 1, (ctypes.c_ssize_t * 1)(count), memory.dtype.num, None, address, 0, 0x501, None)
+
+
+@pytest.mark.parametrize("count", [1000, 100_000, 1_000_000])
+@up_to_ranks(3)
+def test_arrays_without_a_base_may_overlap(ops, count):
+    memory = np.empty(3 * count)
+    first, second, third = (without_base(memory, start, count) for start in (0, 1, 2 * count))
+    assert first.base is None
+    for sources, targets in [([first], [second]), ([first, third], [third, second])] * 2:
+        memory[:] = np.arange(memory.size) % 97
+        wanted = [ops.size * source for source in sources]
+        ops.all_reduce("sum", sources, out=targets)
+        for target, total in zip(targets, wanted, strict=True):
+            np.testing.assert_array_equal(target, total)
 
 
 def test_known_calls_refuse_overlapping_results_too(ops):

@@ -256,6 +256,13 @@ class TestMultiWorker:
         refused(LaunchError, message, lambda: MPIClusterResolver({"worker": comm.size + 1}))
         refused(InvalidArgumentError, "port_base must be a port", lambda: MPIClusterResolver(port_base=0))
 
+    @needs_ranks(2)
+    def test_gpus_that_one_rank_does_not_have(self, comm, together):
+        with pytest.raises(
+            LaunchError if comm.rank == 1 else AgreementError, match=f"need {5 * comm.size}, but the node has 0"
+        ):
+            SlurmClusterResolver(gpus_per_node=0 if comm.rank == 1 else 5 * comm.size, gpus_per_task=5)
+
     def test_tasks_without_a_rank(self, comm, together):
         resolver = worker(comm.rank, *(f"w{rank}:1" for rank in range(comm.size + 1)))
         message = f"no rank is worker {comm.size}. The ranks come from MPI: start all tasks as one job"
