@@ -23,7 +23,7 @@ from mpistrat.transports.mpi import byte_message
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-HALVED_FROM_BYTES = 1 << 13
+HALVED_FROM_BYTES = 1 << 14
 """Shorter arrays are sent whole: two more rounds take longer than the bytes that they save."""
 
 
