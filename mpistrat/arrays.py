@@ -285,9 +285,5 @@ class _RetainedMemory:
             return sum(memory.nbytes for memory, block in self._entries if block() is None)
 
 
-def retained_bytes() -> int:
-    """Return how much memory of earlier results no array uses."""
-    return _retained.idle_bytes()
-
-
 _retained = _RetainedMemory()
+retained_bytes = _retained.idle_bytes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpistrat.communicator.communicator import average_leaves
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.communicator.job import average_leaves
 
 __all__ = ["average"]
 

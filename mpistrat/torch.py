@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.arrays import Array, as_array, as_operand, like
+from mpistrat.communicator.communicator import average_leaves, job_communicator
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.communicator.job import average_leaves, job_communicator
 from mpistrat.errors import InvalidArgumentError, UnavailableError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
 from mpistrat.structures import flatten, leaf_names, map_leaves

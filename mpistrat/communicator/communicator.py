@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import cache
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,7 +19,7 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.algorithms.choose import Choice
 from mpistrat.algorithms.cost import CostModel
-from mpistrat.arrays import Array, is_on_device, to_device
+from mpistrat.arrays import Array, as_operand, is_on_device, like, to_device
 from mpistrat.communicator.calls import Calls
 from mpistrat.communicator.construction import build_hierarchy
 from mpistrat.communicator.data_movement import DataMovement
@@ -45,6 +46,7 @@ from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.launch import bootstrap
 from mpistrat.logger import logger
 from mpistrat.reduction import ReduceOp
 from mpistrat.tuning import shared_model
@@ -425,3 +427,26 @@ class Communicator(BaseCommunicator):
     def _say(self, text: str) -> None:
         if self._verbose:
             logger.info(text)
+
+
+@cache
+def job_communicator() -> Communicator:
+    """Return the communicator over all ranks of the job; the first call makes it, and is a collective one."""
+    return Communicator(bootstrap.start())
+
+
+def average_leaves(
+    leaves: Sequence[Any], names: Callable[[], Sequence[str]], structure: object, communicator: BaseCommunicator | None
+) -> list[Any]:
+    """Return the averages over all ranks of the leaves of a nest, whose `names` are for errors. A collective call."""
+    communicator = communicator or job_communicator()
+    with communicator.refusing("average"):
+        try:
+            arrays = [as_operand(leaf) for leaf in leaves]
+        except MpistratError:  # naming all leaves takes several times as long as reading them
+            for leaf, name in zip(leaves, names(), strict=True):
+                as_operand(leaf, name)
+            raise
+    communicator.note(f"average of {structure}")
+    averages = communicator.all_reduce("mean", arrays) if arrays else []
+    return list(map(like, averages, leaves))
