@@ -178,7 +178,7 @@ class Programs:
             return
         if is_strict:
             run = self._confirming(run)
-        if seconds != self._options.timeout_seconds:
+        if seconds or self._options.timeout_seconds:
             run = self._limited(run, seconds or 0.0)
         if max(len(self._known), len(self._numbers)) >= PROGRAMS_KEPT:
             self.forget_calls()
@@ -217,11 +217,8 @@ class Programs:
         """Return `run` with a deadline of its own, or without one."""
 
         def limited(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
-            self._guard.limit(seconds)
-            try:
+            with self._guard.limited(seconds):
                 return run(arrays, out)
-            finally:
-                self._guard.limit(self._options.timeout_seconds or 0.0)
 
         return limited
 

@@ -60,9 +60,7 @@ class Reductions:
             call, asked = self._calls.begin(
                 verb, options, lambda wanted: Reduction(op, arrays, wanted, axis), partial(self._check, out)
             )
-            # a rank that remembers it does not compare texts
-            is_known = self.programs.known(asked.kind, arrays, asked.options, None) is not None
-            program, signature = self._program(call, asked, is_known), _signature(call, arrays)
+            program, signature = self._program(call, asked), _signature(call, arrays)
             # a communicator sums booleans, and a strategy refuses to: its check must not be skipped
             if axis is not None or not (op is ReduceOp.SUM and any(array.dtype.kind == "b" for array in arrays)):
                 run = program.blocking or partial(self._all_reduce_known, program)
@@ -173,14 +171,22 @@ class Reductions:
             for target, array in zip(out, asked.arrays, strict=True):
                 check_target(target, array, self._own_part(array, asked.axis).shape)
 
-    def _program(self, call: Call, asked: Reduction, is_known: bool = False) -> Program:
-        """Return the program of a call, which ranks compare first if it binds memory, or has a deadline and is not known."""
-        is_new = not self.programs.has(asked)
-        if (is_new and self._guard.checks) or ((call.ends or self._calls.is_strict) and not is_known):
+    def _program(self, call: Call, asked: Reduction) -> Program:
+        """Return the program of a call, which ranks compare first if it binds memory, or has a deadline.
+
+        One that blocks is compared with a deadline only once: from then on it may be a known call on some ranks.
+        """
+        is_new, is_limited = not self.programs.has(asked), bool(call.ends) or self._calls.is_strict
+        is_agreed = not (is_new or call.is_started) and self.programs.find(asked).is_agreed
+        if (is_new and self._guard.checks) or (is_limited and not is_agreed):
             self._guard.agree(call)
+        elif call.ends:
+            self._guard.raise_if_given_up(call)
         if is_new and self._gpu is not None:  # binding may free memory that enqueued operations use
             self._guard.run(call, self._gpu.executor.settle())
-        return self.programs.find(asked)
+        program = self.programs.find(asked)
+        program.is_agreed = program.is_agreed or (is_limited and program.blocking is not None)
+        return program
 
     def _results_and_sources(self, arrays: Sequence[Array], out: Sequence[Array] | None) -> tuple[list[Array], Sequence[Array]]:
         """Return the results, and the sources: copies where they overlap with results."""

@@ -126,7 +126,7 @@ class Guard:
         self.indexes: dict[int, int] = {}
         self._recorder, self._watcher, self._slot = recorder(), watcher.start(), 0
         self.signature = Signature("")
-        self._any_deadline, self._notes = False, list[str]()
+        self._notes = list[str]()
         self._last: Job | None = None
         self._ends, self._failure, self._number_before = 0.0, "", 0
         self._cause: BaseException | None = None
@@ -207,7 +207,7 @@ class Guard:
             self._fail_and_notify("collective", error)
 
     def _forget_deadline(self) -> None:
-        self._current.must_poll, self._any_deadline = bool(self.default_seconds), False
+        self._current.must_poll = bool(self.default_seconds)
         if self._watcher is not None:
             self._watcher.limit = None
 
@@ -291,8 +291,13 @@ class Guard:
         return digest
 
     def next_call(self, verb: str, arguments: str, seconds: float) -> Call:
-        """Return a call with the next number, and the notes since the last one."""
+        """Return a call with the next number, and the notes since the last one.
+
+        MPI's blocking and nonblocking collectives do not match, so ranks compare whether the call has a deadline.
+        """
         self.number += 1
+        if bool(seconds) != bool(self.default_seconds):
+            arguments = f"{arguments} {'with' if seconds else 'without'} a deadline"
         call = Call(self.number, verb, arguments, seconds)
         self._move_notes(call)
         return call
@@ -305,7 +310,7 @@ class Guard:
     def agree(
         self, call: Call, error: Exception | None = None, facts: Sequence[int] = (0, 0), memory: Array | None = None
     ) -> Facts:
-        """Wait until all ranks make the same call; return each rank's two `facts`, and whether its call has a deadline.
+        """Wait until all ranks make the same call; return each rank's two `facts`.
 
         A collective call.
 
@@ -316,7 +321,7 @@ class Guard:
         that is all; else all ranks compare digests by messages. Where digests differ, all exchange texts, unless a rank has
         gone on without a comparison: then the watcher asks for them.
         """
-        text, facts, self._told = call.text, (*facts, bool(call.ends)), error
+        text, self._told = call.text, error
         self.signature = Signature(call.arguments)
         self.record_entry(call, self.signature.digest ^ call.noted)
         if self._watcher is not None and call.ends:
@@ -325,12 +330,10 @@ class Guard:
         self._current.digest = digest_of(text if error is None else f"{text} {error!r}") | COMPARED
         if self._window is not None:
             in_node = self._agree_in_node(self._window, call, error, facts, memory)
-            # if any rank has a deadline, all learn together whether all have arrived in time
-            if in_node is not None and self._one_node and error is None and not any(row[2] for row in in_node):
+            # with a deadline all learn together whether all have arrived in time
+            if in_node is not None and self._one_node and error is None and not call.ends:
                 return in_node
         found: Facts = self._agreement.check(text, error, self._completion(call), facts, call.number).tolist()
-        # MPI's blocking and nonblocking collectives do not match: if one rank has a deadline, all use nonblocking ones
-        self._any_deadline = any(row[2] for row in found)
         return found
 
     def _agree_in_node(
@@ -363,7 +366,7 @@ class Guard:
         self.signature = signature
         self._current.digest = digest = signature.digest ^ call.noted
         self.record_entry(call, digest)
-        self._current.must_poll = bool(call.seconds) or self._any_deadline or call.is_started
+        self._current.must_poll = bool(call.seconds) or call.is_started
         self._current.count()
 
     def run(self, call: Call, steps: Steps, is_arriving: bool = False) -> None:
@@ -394,9 +397,23 @@ class Guard:
         what = self._describe_current
         drive(steps, what, seconds, lambda: self._overdue(what(), seconds), None, self._check_progress)
 
-    def limit(self, seconds: float) -> None:
-        """Give calls on fast paths from now on a deadline; 0 means none."""
+    @contextmanager
+    def limited(self, seconds: float) -> Iterator[None]:
+        """Give a call on a fast path a deadline of its own, or none, which is 0; raise if other ranks have given it up."""
         self._seconds, self._current.must_poll = seconds, bool(seconds)
+        try:
+            if seconds:
+                self._deadline_barrier.raise_if_given_up(self._describe_current)
+            yield
+        finally:
+            self._seconds, self._current.must_poll = self.default_seconds, bool(self.default_seconds)
+
+    def raise_if_given_up(self, call: Call) -> None:
+        """Raise if other ranks have given up a call with a deadline that they do not compare before it runs."""
+        try:
+            self._deadline_barrier.raise_if_given_up(lambda: str(call))
+        except DeadlineExceededError as error:
+            raise self._fail_with(call, error) from None
 
     def fail_current(self, error: BaseException) -> BaseException:
         """Return the error to raise for what a call on a fast path raised; no other collective can be made."""
@@ -471,7 +488,7 @@ class Guard:
     def _compare_history(self, history: int) -> None:
         """Compare the calls that MPI has reduced since the last comparison; name the first that differs. A collective call."""
         call = Call(self.number, "all_reduce", "the calls that MPI combined last", self.default_seconds)
-        found = self._agreement.check(call.text, None, self._completion(call), (history, 0, 0))
+        found = self._agreement.check(call.text, None, self._completion(call), (history, 0))
         if all(history == other for other, *_ in found.tolist()):
             return
         calls = RankFile(self._recorder.memory).calls()
@@ -518,7 +535,9 @@ class Guard:
     def _missing(self) -> list[int]:
         """Return the ranks that have not arrived, as far as this node's memory and the records of all ranks show."""
         missing = set() if self._window is None else set(self._window.missing())
-        return sorted(missing | self._absent() if missing and not self._one_node else missing)
+        # what was started is compared first; meanwhile the program may have started more, which `number` counts
+        is_known = self._one_node or (self._last is not None and not missing)
+        return sorted(missing if is_known else missing | self._absent())
 
     def _absent(self) -> set[int]:
         """Return the ranks that are known not to have entered the current call."""

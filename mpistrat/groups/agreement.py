@@ -30,7 +30,7 @@ Completion = Callable[[Callable[[], "MPI.Request"]], None]
 COMPARED = 1
 """The bit of a digest that is set if its rank compares calls before all else, and exchanges texts if they differ."""
 
-ROW = 4
+ROW = 3
 _DIGEST_MASK = (1 << 63) - 2
 _YIELD_SECONDS, _POLL_SECONDS = 0.02, 0.0005
 _DIGESTS_KEPT = 4096
@@ -135,10 +135,10 @@ class Agreement:
         call: str,
         error: Exception | None = None,
         complete: Completion | None = None,
-        facts: Sequence[int] = (0, 0, 0),
+        facts: Sequence[int] = (0, 0),
         number: int = 0,
     ) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Check that all ranks pass the same text, and return the three `facts` of every rank. A collective call.
+        """Check that all ranks pass the same text, and return the two `facts` of every rank. A collective call.
 
         If texts differ, every rank raises an AgreementError that lists them. `error` says why this rank cannot make the call:
         it is raised here, and the other ranks raise an AgreementError. What is returned, int64 (ranks, 3), is valid until the
@@ -160,7 +160,7 @@ class Agreement:
         It makes the same call of MPI as `check`, so that a rank in the one is compared with a rank in the other. If digests
         differ, all ranks raise a CallsDifferError.
         """
-        self._row[:] = ~digest, 0, 0, 0  # no rank passes such a digest to `check`
+        self._row[:] = ~digest, 0, 0  # no rank passes such a digest to `check`
         request = self._group.comm.Iallgather(self._row, self._rows)
         try:
             yield from until(request.Test)

@@ -73,9 +73,7 @@ class DeadlineBarrier:
         self._turn += 1
         for _ in range(_PROBES):
             self._listen()
-        if self._gone or any(turn >= self._turn for turn in self._here.values()):
-            self._tell(_GONE, entered=False)
-            raise self._too_late(what)
+        self.raise_if_given_up(what, self._turn)
         request = enter()
         try:
             yield from self._wait(request, what, seconds, absent)
@@ -105,6 +103,12 @@ class DeadlineBarrier:
         if grace_ends < math.inf and self._listen():
             self._tell(_GONE, entered=True)
             raise self._not_all_entered(what, seconds, time.monotonic() > deadline, absent())
+
+    def raise_if_given_up(self, what: Callable[[], str], turn: float = math.inf) -> None:
+        """Raise a DeadlineExceededError if other ranks do not wait any more for a call that this one begins."""
+        if self._listen() or any(other >= turn for other in self._here.values()):
+            self._tell(_GONE, entered=False)
+            raise self._too_late(what)
 
     def is_given_up(self) -> bool:
         """Return whether a rank has sent a notice that it enters no further call."""

@@ -46,7 +46,7 @@ __all__ = [
 HEADER_BYTES = 256
 ENTERED, CALL, FACTS, RELEASED, RESULT = 0, 1, 4, 16, 24
 """Offsets of a rank's control words, in units of 8 bytes: barriers entered; in the same cache line, for each of the last two
-calls, its digest plus the number of the barrier, and three facts; results released; small results published."""
+calls, its digest plus the number of the barrier, and two facts; results released; small results published."""
 LEAST_SMALL_BYTES, MOST_SMALL_BYTES, MOST_READ_BYTES = 1 << 15, 1 << 19, 6 << 20
 """Bounds of the size of a slot for small arrays, and of what all ranks of a node read together: each reads the slots of all.
 
@@ -227,22 +227,22 @@ class NodeWindow:
         return entered
 
     def barrier_with(self, facts: Sequence[int], memory: Array | None = None) -> Steps:
-        """Enter a `barrier` with three numbers for the peers, which `facts` returns, and bytes, which `shared` returns.
+        """Enter a `barrier` with two numbers for the peers, which `facts` returns, and bytes, which `shared` returns.
 
         If ranks pass memory, of at most `small_bytes`, they are on one node: between nodes results are published in its place.
         """
         turn = (self.entered + 1) & 1
         if memory is not None:
             self.small[self.group.rank][RESULT_SLOTS + turn][: memory.nbytes] = memory
-        place = FACTS + 3 * turn
+        place = FACTS + 2 * turn
         for index, fact in enumerate(facts):
             self.own[place + index] = fact
         return self.barrier()
 
     def facts(self) -> list[list[int]]:
         """Return the numbers that each rank passed to the last `barrier_with`."""
-        place = FACTS + 3 * (self.entered & 1)
-        return [words[place : place + 3].tolist() for words in self.words]
+        place = FACTS + 2 * (self.entered & 1)
+        return [words[place : place + 2].tolist() for words in self.words]
 
     def shared(self, rank: int) -> Array:
         """Return the memory that a rank passed to the last `barrier_with`, valid until the next barrier."""

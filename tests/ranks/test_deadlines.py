@@ -63,6 +63,8 @@ def make(comm):
 @contextmanager
 def late(comm, ops, *ranks):
     """Let these ranks in once the others have left; then free what collectives leave alone once they have failed."""
+    barrier = ops._guard._deadline_barrier
+    turn = barrier._turn
     if comm.rank in ranks:
         comm.Barrier()
     yield
@@ -73,7 +75,7 @@ def late(comm, ops, *ranks):
     world = ops.hierarchy.world_group.comm
     # ranks of a node meet first, so that of a node with a late rank nobody has started what all ranks meet in
     apart = {rank for node in ops.world.nodes if set(node.ranks) & set(ranks) for rank in node.ranks}
-    if comm.rank in apart and ops.world.num_nodes > 1:
+    if any(comm.allgather(barrier._turn > turn)) and comm.rank in apart and ops.world.num_nodes > 1:
         world.Iallgather(np.zeros(ROW, np.int64), np.zeros((comm.size, ROW), np.int64)).Wait()
     comm.Barrier()
     ops._executor.close()
@@ -142,6 +144,21 @@ def test_in_strict_mode_a_rank_without_a_deadline_hears_of_others(comm, monkeypa
     ops = make(comm)
     with late(comm, ops, comm.size - 1), pytest.raises(DeadlineExceededError, match="missing rank|comes too late"):
         ops.barrier(within(SECONDS) if comm.rank == 0 else None)
+
+
+def test_deadlines_may_differ_from_rank_to_rank_and_from_call_to_call(comm):
+    ops = make(comm)
+    for turn in range(4):
+        # a budget of which each rank has used more or less; some values come back on one rank alone
+        assert ops.all_reduce(SUM, ONES, within(60 - turn * (comm.rank == 0)))[0] == comm.size
+    ops.close()
+
+
+@pytest.mark.parametrize("count", [10, 10_000])
+def test_a_call_of_which_only_some_have_a_deadline_is_refused_on_all(comm, count):
+    ops = Communicator(Hierarchy(comm, World.from_shape(SHAPES[comm.size])))
+    with pytest.raises(AgreementError, match=r"(?s)rank 0: all_reduce\(.*\) with a deadline\n"):
+        ops.all_reduce(SUM, np.ones(count), within(60 if comm.rank == 0 else None))
 
 
 def test_a_rank_that_is_late_but_in_time_and_has_a_deadline_of_its_own_is_not_an_error(comm):
