@@ -25,14 +25,6 @@ options = st.builds(
 )
 
 
-def test_fields_not_at_their_default_win() -> None:
-    assert CommunicationOptions(5, None, RING).merge(CommunicationOptions(0, 9, AUTO)) == CommunicationOptions(5, 9, RING)
-    assert CommunicationOptions(5, 1, RING).merge(CommunicationOptions(6, 2, NCCL)) == CommunicationOptions(6, 2, NCCL)
-    named = CommunicationOptions(algorithm="flat")
-    assert CommunicationOptions(7).merge(named) == CommunicationOptions(7, algorithm="flat")
-    assert named.merge(CommunicationOptions(7)).algorithm == "flat"
-
-
 @pytest.mark.parametrize(
     ("before", "restoring"),
     [

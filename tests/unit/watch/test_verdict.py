@@ -129,11 +129,7 @@ def test_ranks_that_wait_for_each_other_are_stuck() -> None:
 
 @pytest.mark.parametrize(
     ("state", "words"),
-    [
-        ("ended", "its program has ended"),
-        ("gone", "its process is gone"),
-        ("failed", "its program has raised an error"),
-    ],
+    [("ended", "its program has ended"), ("gone", "its process is gone"), ("failed", "its program has raised an error")],
 )
 def test_waiting_for_a_rank_that_is_over_is_in_vain(state: str, words: str) -> None:
     finding = judge(ranks(call(), call((1, 4), BARRIER, left=1.5), call(), rank1=state), {ONE})
