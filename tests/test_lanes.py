@@ -23,18 +23,8 @@ def session(tmp_path):
     (tmp_path / "tests" / "unit" / "test_one.py").write_text("def test_one():\n    pass\n")
 
     def run(*arguments: str, workers: str = "-n0", **env: str):
-        argv = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "tests.lanes",
-            "-p",
-            "no:cacheprovider",
-            "--color=no",
-            *workers.split(),
-            *arguments,
-        ]
+        plugins = ["-p", "tests.lanes", "-p", "no:cacheprovider", "--color=no"]
+        argv = [sys.executable, "-m", "pytest", *plugins, *workers.split(), *arguments]
         return run_bounded(argv, 60, {**os.environ, "PYTHONPATH": str(_ROOT), **env}, tmp_path)
 
     return run

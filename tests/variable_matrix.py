@@ -58,22 +58,6 @@ def _prod(n: int, divisor: float) -> float:
     return math.prod((r + 6.0) / divisor for r in range(n))
 
 
-def _plus(x: float, n: int, r: int) -> float:
-    return x + 6
-
-
-def _minus(x: float, n: int, r: int) -> float:
-    return x - 6
-
-
-def _times(x: float, n: int, r: int) -> float:
-    return x * 6
-
-
-def _over(x: float, n: int, r: int) -> float:
-    return x / 6
-
-
 def _same(outcome: Outcome) -> tuple[Outcome, ...]:
     return (outcome,) * 4
 
@@ -110,59 +94,53 @@ COMPARES = _refused(
 )
 VARIES = _refused(TypeError, "got a per-replica value", "incorrect:  variable.", 'strategy.reduce("mean", strategy.run(fn)')
 
+# what each operation does with 6: outside ``run``, and inside it where all replicas pass the same or only the first one counts
+ALONE: dict[str, Callable[[float, int, int], float]] = {
+    "read": lambda x, n, r: x,
+    "assign": lambda x, n, r: 6,
+    "assign_add": lambda x, n, r: x + 6,
+    "assign_sub": lambda x, n, r: x - 6,
+    "scatter_add": lambda x, n, r: x + 6,
+    "scatter_sub": lambda x, n, r: x - 6,
+    "scatter_mul": lambda x, n, r: x * 6,
+    "scatter_div": lambda x, n, r: x / 6,
+    "scatter_min": lambda x, n, r: min(x, 6),
+    "scatter_max": lambda x, n, r: max(x, 6),
+    "scatter_update": lambda x, n, r: 6,
+}
+# what each does inside ``run`` to a variable synchronized ON_WRITE, with SUM and with MEAN
+COMBINED: dict[str, tuple[Outcome, Outcome]] = {
+    "read": (ALONE["read"], ALONE["read"]),
+    "assign": (lambda x, n, r: _sum(n), lambda x, n, r: _sum(n) / n),
+    "assign_add": (lambda x, n, r: x + _sum(n), lambda x, n, r: x + _sum(n) / n),
+    "assign_sub": (lambda x, n, r: x - _sum(n), lambda x, n, r: x - _sum(n) / n),
+    "scatter_add": (lambda x, n, r: x + _sum(n), lambda x, n, r: x + _sum(n) / n),
+    "scatter_sub": (lambda x, n, r: x - _sum(n), lambda x, n, r: x - _sum(n) / n),
+    "scatter_mul": (lambda x, n, r: x * _prod(n, 1), lambda x, n, r: x * _prod(n, n)),
+    "scatter_div": (lambda x, n, r: x / _prod(n, 1), lambda x, n, r: x / _prod(n, n)),
+    "scatter_min": (COMPARES, COMPARES),
+    "scatter_max": (COMPARES, COMPARES),
+    "scatter_update": (COMPARES, COMPARES),
+}
+
 # fmt: off
 TABLE: list[tuple[str, VariableSynchronization, str, tuple[Outcome, ...]]] = [
     # operation, synchronization, where: what it gives with NONE, SUM, MEAN, ONLY_FIRST_REPLICA
-    ("read", W, "run", _same(lambda x, n, r: x)),
-    ("read", W, "scope", _same(lambda x, n, r: x)),
-    ("read", W, "update", _same(lambda x, n, r: x)),
+    *((operation, W, "run", (ALONE[operation], *combined, ALONE[operation])) for operation, combined in COMBINED.items()),
+    *((operation, W, where, _same(alone)) for operation, alone in ALONE.items() for where in ("scope", "update")),
+
     ("read", R, "run", _same(lambda x, n, r: x)),
     ("read", R, "update", _same(lambda x, n, r: x)),
     ("read", R, "scope", (UNREADABLE, lambda x, n, r: n * x, lambda x, n, r: x, lambda x, n, r: x)),
-
-    ("assign", W, "run", (lambda x, n, r: 6, lambda x, n, r: _sum(n), lambda x, n, r: _sum(n) / n, lambda x, n, r: 6)),
-    ("assign", W, "scope", _same(lambda x, n, r: 6)),
-    ("assign", W, "update", _same(lambda x, n, r: 6)),
     ("assign", R, "run", _same(lambda x, n, r: r + 6)),
     ("assign", R, "scope", (lambda x, n, r: 6, lambda x, n, r: 6 / n, lambda x, n, r: 6, lambda x, n, r: 6)),
     ("assign", R, "update", _same(lambda x, n, r: 6)),
-
-    ("assign_add", W, "run", (_plus, lambda x, n, r: x + _sum(n), lambda x, n, r: x + _sum(n) / n, _plus)),
-    ("assign_add", W, "scope", _same(lambda x, n, r: x + 6)),
-    ("assign_add", W, "update", _same(lambda x, n, r: x + 6)),
     ("assign_add", R, "run", _same(lambda x, n, r: x + r + 6)),
     ("assign_add", R, "scope", (lambda x, n, r: x + 6, SUMMED, lambda x, n, r: x + 6, lambda x, n, r: x + 6)),
     ("assign_add", R, "update", _same(lambda x, n, r: x + 6)),
-
-    ("assign_sub", W, "run", (_minus, lambda x, n, r: x - _sum(n), lambda x, n, r: x - _sum(n) / n, _minus)),
-    ("assign_sub", W, "scope", _same(lambda x, n, r: x - 6)),
-    ("assign_sub", W, "update", _same(lambda x, n, r: x - 6)),
     ("assign_sub", R, "run", _same(lambda x, n, r: x - r - 6)),
     ("assign_sub", R, "scope", (lambda x, n, r: x - 6, SUMMED, lambda x, n, r: x - 6, lambda x, n, r: x - 6)),
     ("assign_sub", R, "update", _same(lambda x, n, r: x - 6)),
-
-    ("scatter_add", W, "run", (_plus, lambda x, n, r: x + _sum(n), lambda x, n, r: x + _sum(n) / n, _plus)),
-    ("scatter_add", W, "scope", _same(lambda x, n, r: x + 6)),
-    ("scatter_add", W, "update", _same(lambda x, n, r: x + 6)),
-    ("scatter_sub", W, "run", (_minus, lambda x, n, r: x - _sum(n), lambda x, n, r: x - _sum(n) / n, _minus)),
-    ("scatter_sub", W, "scope", _same(lambda x, n, r: x - 6)),
-    ("scatter_sub", W, "update", _same(lambda x, n, r: x - 6)),
-    ("scatter_mul", W, "run", (_times, lambda x, n, r: x * _prod(n, 1), lambda x, n, r: x * _prod(n, n), _times)),
-    ("scatter_mul", W, "scope", _same(lambda x, n, r: x * 6)),
-    ("scatter_mul", W, "update", _same(lambda x, n, r: x * 6)),
-    ("scatter_div", W, "run", (_over, lambda x, n, r: x / _prod(n, 1), lambda x, n, r: x / _prod(n, n), _over)),
-    ("scatter_div", W, "scope", _same(lambda x, n, r: x / 6)),
-    ("scatter_div", W, "update", _same(lambda x, n, r: x / 6)),
-
-    ("scatter_min", W, "run", (lambda x, n, r: min(x, 6), COMPARES, COMPARES, lambda x, n, r: min(x, 6))),
-    ("scatter_min", W, "scope", _same(lambda x, n, r: min(x, 6))),
-    ("scatter_min", W, "update", _same(lambda x, n, r: min(x, 6))),
-    ("scatter_max", W, "run", (lambda x, n, r: max(x, 6), COMPARES, COMPARES, lambda x, n, r: max(x, 6))),
-    ("scatter_max", W, "scope", _same(lambda x, n, r: max(x, 6))),
-    ("scatter_max", W, "update", _same(lambda x, n, r: max(x, 6))),
-    ("scatter_update", W, "run", (lambda x, n, r: 6, COMPARES, COMPARES, lambda x, n, r: 6)),
-    ("scatter_update", W, "scope", _same(lambda x, n, r: 6)),
-    ("scatter_update", W, "update", _same(lambda x, n, r: 6)),
     *(
         (f"scatter_{kind}", R, where, _same(NO_SCATTER))
         for kind in ("add", "sub", "mul", "div", "min", "max", "update")
@@ -177,21 +155,6 @@ CELLS = [
     for aggregation, outcome in zip(VariableAggregation, outcomes, strict=True)
 ]
 METHODS = sorted({cell.operation for cell in CELLS} - {"read"})
-
-# outside all scopes and in ``run`` of the default strategy a variable is a plain array, whatever it was declared as
-PLAIN: dict[str, Callable[[float], float]] = {
-    "read": lambda x: x,
-    "assign": lambda x: 6,
-    "assign_add": lambda x: x + 6,
-    "assign_sub": lambda x: x - 6,
-    "scatter_add": lambda x: x + 6,
-    "scatter_sub": lambda x: x - 6,
-    "scatter_mul": lambda x: x * 6,
-    "scatter_div": lambda x: x / 6,
-    "scatter_min": lambda x: min(x, 6),
-    "scatter_max": lambda x: max(x, 6),
-    "scatter_update": lambda x: 6,
-}
 
 
 def of_central_storage(cell: Cell) -> Cell:
@@ -236,12 +199,12 @@ def check_cell(strategy: Any, cell: Cell) -> None:
 
 
 def check_plain(operation: str, synchronization: VariableSynchronization, aggregation: VariableAggregation, run: Any) -> None:
-    """Do an operation to a variable of the default strategy; `run` calls a function."""
+    """Do an operation to a variable of the default strategy: a plain array, however declared; `run` calls a function."""
     variable = mpistrat.Variable(START, synchronization=synchronization, aggregation=aggregation)
     if operation != "read":
         assert run(lambda: _apply(variable, operation, 6.0)) is variable
     touched = TOUCHED if operation.startswith("scatter") else range(3)
-    expected = [PLAIN[operation](x) if index in touched else x for index, x in enumerate(START)]
+    expected = [ALONE[operation](x, 1, 0) if index in touched else x for index, x in enumerate(START)]
     assert run(variable.numpy).tolist() == expected
 
 
@@ -266,6 +229,7 @@ def check_arrays(strategy: Any, variable: Any, expected: Callable[[int], list[fl
         np.testing.assert_allclose(variable.numpy(), arrays[0], rtol=1e-12)
     elif variable.aggregation is VariableAggregation.NONE:
         check_refused(UNREADABLE, variable.numpy)
+        assert len(variable) == len(START)
     else:
         combined = {
             VariableAggregation.SUM: arrays.sum(axis=0),
@@ -286,7 +250,9 @@ def check_per_replica(strategy: Any, method: str, synchronization: VariableSynch
         changed = TOUCHED if is_scatter else range(3)
     else:
         check_refused(VARIES, lambda: _perform(strategy, variable, where, lambda: getattr(variable, method)(value)))
-    check_arrays(strategy, variable, lambda replica: [PLAIN[method](x) if i in changed else x for i, x in enumerate(START)])
+    check_arrays(
+        strategy, variable, lambda replica: [ALONE[method](x, 1, 0) if i in changed else x for i, x in enumerate(START)]
+    )
 
 
 def _is_none(cell: Cell) -> bool:

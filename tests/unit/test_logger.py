@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
-import logging
 import subprocess
 import sys
+
+import pytest
 
 from mpistrat.logger import logger
 
@@ -51,23 +52,9 @@ def test_remarks_are_shown_and_an_error_comes_with_its_traceback(capsys) -> None
     assert lines[-1] == "mpistrat: ValueError: for example"
 
 
-def test_a_level_of_the_program_quietens_it(capsys) -> None:
-    logger.setLevel(logging.ERROR)
-    try:
-        logger.warning("unheard")
-    finally:
-        logger.setLevel(logging.INFO)
-    assert capsys.readouterr().err == ""
-
-
-def _run(*words: str) -> tuple[str, str]:
+@pytest.mark.parametrize(
+    ("words", "said"), [((), ("", "mpistrat: an error\nmpistrat: a remark\n")), (("configured",), ("an error\n", ""))]
+)
+def test_what_the_program_has_configured_for_it_holds_and_all_else_does_not(words, said) -> None:
     done = subprocess.run([sys.executable, "-c", CONFIGURED, *words], capture_output=True, text=True, check=True, timeout=60)
-    return done.stdout, done.stderr
-
-
-def test_a_program_that_configures_only_the_root_still_sees_it_once() -> None:
-    assert _run() == ("", "mpistrat: an error\nmpistrat: a remark\n")
-
-
-def test_what_the_program_has_configured_for_it_holds() -> None:
-    assert _run("configured") == ("an error\n", "")
+    assert (done.stdout, done.stderr) == said

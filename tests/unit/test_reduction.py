@@ -26,13 +26,7 @@ BOOL = np.dtype(bool)
 
 @pytest.mark.parametrize("op", ReduceOp)
 def test_an_operation_is_known_by_member_and_by_name(op: ReduceOp) -> None:
-    assert (
-        ReduceOp.parse(op)
-        is ReduceOp.parse(op.name)
-        is ReduceOp.parse(op.name.lower())
-        is ReduceOp.parse(op.name.title())
-        is op
-    )
+    assert {ReduceOp.parse(name) for name in (op, op.name, op.name.lower(), op.name.title())} == {op}
 
 
 def test_an_unknown_operation_lists_the_known() -> None:
@@ -93,15 +87,12 @@ def test_halves_are_combined_in_float32_and_all_else_as_it_is() -> None:
         (ReduceOp.MEAN, float, [0, 1, 1, 2]),
         (ReduceOp.PROD, int, [0, 0, 0, 1]),
         (ReduceOp.MIN, int, [0, 0, 0, 1]),
-        (ReduceOp.MAX, complex, None),
     ],
 )
-def test_how_two_values_are_combined(op: ReduceOp, dtype: type, expected: list[object] | None) -> None:
+def test_how_two_values_are_combined(op: ReduceOp, dtype: type, expected: list[object]) -> None:
     left, right = np.array([0, 0, 1, 1], dtype), np.array([0, 1, 0, 1], dtype)
-    if expected is not None:
-        result = combine(op)(left, right)
-        assert result.dtype == left.dtype
-        assert result.tolist() == expected
+    result = combine(op)(left, right)
+    assert (result.dtype, result.tolist()) == (left.dtype, expected)
 
 
 def test_integers_wrap_around_and_nan_wins() -> None:
@@ -124,15 +115,6 @@ def test_integers_are_divided_towards_zero(dtype: np.dtype, data: st.DataObject,
     assert out.tolist() == expected
     divide(total, count, total)
     assert total.tolist() == expected, "in place"
-
-
-def test_a_count_beyond_the_dtype_divides_too() -> None:
-    total = np.array([-128, 127, -1, 100], np.int8)
-    out = np.empty_like(total)
-    divide(total, 200, out)
-    assert out.tolist() == [0, 0, 0, 0]
-    divide(total, 127, out)
-    assert out.tolist() == [-1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX], ids=str)

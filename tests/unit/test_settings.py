@@ -31,17 +31,19 @@ def test_sizes(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "1TiB", "1.2.3MiB", "lots", "nan", "inf", "0x10", "1e400", "1 MiB 2"])
-def test_what_is_not_a_size_says_what_is(text: str) -> None:
-    with pytest.raises(
-        ValueError, match="is not a size: a number and B, KiB, MiB, GiB, KB, MB or GB are accepted, for example 64MiB"
-    ):
-        parse_bytes(text)
+NO_SIZE = "is not a size: a number and B, KiB, MiB, GiB, KB, MB or GB are accepted, for example 64MiB"
+NOT_WHOLE = "is not a whole, non-negative number of bytes"
 
 
-@pytest.mark.parametrize("text", ["-1", "0.5", "1.0001KiB", "-64MiB"])
-def test_sizes_are_whole_and_not_negative(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a whole, non-negative number of bytes"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((text, NO_SIZE) for text in ("", "MiB", "1TiB", "1.2.3MiB", "lots", "nan", "inf", "0x10", "1e400", "1 MiB 2")),
+        *((text, NOT_WHOLE) for text in ("-1", "0.5", "1.0001KiB", "-64MiB")),
+    ],
+)
+def test_what_is_not_a_size_says_what_is(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse_bytes(text)
 
 
@@ -53,17 +55,12 @@ def test_whole_numbers_are_exact(number: int, unit: str) -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
-def test_unset_and_empty_are_the_default(setting: Setting[object]) -> None:
+def test_a_setting_has_a_name_of_its_own_a_meaning_and_a_default(setting: Setting[object]) -> None:
+    assert [other.name for other in SETTINGS].count(setting.name) == 1
+    assert setting.name.startswith("MPISTRAT_")
+    assert setting.meaning.endswith(".")
     for environ in ({}, {setting.name: ""}, {setting.name: "  "}):
         assert setting.read(environ) == setting.default
-
-
-def test_every_setting_has_a_name_of_its_own_and_is_explained() -> None:
-    names = [setting.name for setting in SETTINGS]
-    assert len(set(names)) == len(names)
-    for setting in SETTINGS:
-        assert setting.name.startswith("MPISTRAT_")
-        assert setting.meaning.endswith(".")
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,6 @@ def changed(**fields: object) -> str:
 def test_the_document_comes_back_as_it_went() -> None:
     assert Tuning.from_document(json.loads(json.dumps(TUNING.document()))) == TUNING
     assert world_like(HERE) == WORLD, "the world follows from its shape"
-
-
-def test_the_model_says_where_it_comes_from() -> None:
     model = TUNING.model(WORLD, "a file")
     assert model.source == f"a file, measured {TUNING.date}"
     assert model.correction("flat", 16) != 1
@@ -72,15 +69,12 @@ def test_what_cannot_be_used_is_said_and_ignored(text: str, reason: str, tmp_pat
     assert said.endswith("; mpistrat tune writes it anew\n")
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path, capsys) -> None:
+def test_a_pipe_is_not_waited_for_and_a_large_file_not_read_whole(tmp_path: Path, capsys) -> None:
     path = tmp_path / HERE.file_name
     os.mkfifo(path)
     assert read(path, WORLD, HERE) is None
     assert f"{path} is ignored: it is not a regular file" in capsys.readouterr().err
-
-
-def test_a_file_that_is_not_ours_is_not_read_whole(tmp_path: Path, capsys) -> None:
-    path = tmp_path / HERE.file_name
+    path.unlink()
     with path.open("w") as file:
         file.truncate(1 << 30)
     assert read(path, WORLD, HERE) is None

@@ -36,25 +36,25 @@ def chosen(shape: str, num_bytes: int, model: CostModel = FAST) -> str:
     return "chunks" if plan.depth > 1 else plan.algorithm
 
 
-@pytest.mark.parametrize("shape", ["4x2", "4x2:cyclic", "4x8", "8x4", "3+1+2+2"])
-def test_several_nodes_go_from_flat_to_hierarchical_to_chunks(shape: str) -> None:
-    assert {chosen(shape, size) for size in (8, KIB, 8 * KIB, 32 * KIB)} == {"flat"}
-    assert {chosen(shape, size) for size in (256 * KIB, 512 * KIB)} == {"hierarchical"}
-    assert {chosen(shape, size) for size in (4 * MIB, 16 * MIB, 64 * MIB)} == {"chunks"}
+NODES = (8, KIB, 8 * KIB, 32 * KIB), (256 * KIB, 512 * KIB), (4 * MIB, 16 * MIB, 64 * MIB)
+SLOW_NODES = (8, KIB, 4 * KIB), (32 * KIB, 128 * KIB), (2 * MIB, 16 * MIB, 64 * MIB)
+ONE_NODE = (8, 2 * KIB, 8 * KIB), (64 * KIB, 512 * KIB), (16 * MIB, 64 * MIB)
+PAIR = (8, 64, 256), (64 * KIB, 512 * KIB), (16 * MIB, 64 * MIB)
 
 
-@pytest.mark.parametrize("shape", ["4x2", "4x2:cyclic", "3+1+2+2"])
-def test_slow_links_make_flat_lose_sooner(shape: str) -> None:
-    assert {chosen(shape, size, model=SLOW) for size in (8, KIB, 4 * KIB)} == {"flat"}
-    assert {chosen(shape, size, model=SLOW) for size in (32 * KIB, 128 * KIB)} == {"hierarchical"}
-    assert {chosen(shape, size, model=SLOW) for size in (2 * MIB, 16 * MIB, 64 * MIB)} == {"chunks"}
-
-
-@pytest.mark.parametrize(("shape", "flat_to"), [("1x2", 256), ("1x4", 8 * KIB), ("1x8", 8 * KIB)])
-def test_one_node_goes_from_flat_to_hierarchical_to_chunks(shape: str, flat_to: int) -> None:
-    assert {chosen(shape, size) for size in (8, flat_to // 4, flat_to)} == {"flat"}
-    assert {chosen(shape, size) for size in (64 * KIB, 512 * KIB)} == {"hierarchical"}
-    assert {chosen(shape, size) for size in (16 * MIB, 64 * MIB)} == {"chunks"}
+@pytest.mark.parametrize(
+    ("model", "shape", "sizes"),
+    [
+        *((FAST, shape, NODES) for shape in ("4x2", "4x2:cyclic", "4x8", "8x4", "3+1+2+2")),
+        *((SLOW, shape, SLOW_NODES) for shape in ("4x2", "4x2:cyclic", "3+1+2+2")),
+        *((FAST, shape, ONE_NODE) for shape in ("1x4", "1x8")),
+        (FAST, "1x2", PAIR),
+        (FAST, "8x1", ((16 * KIB,), (), ())),  # where steps decide
+    ],
+)
+def test_it_goes_from_flat_to_hierarchical_to_chunks(model: CostModel, shape: str, sizes: tuple[tuple[int, ...], ...]) -> None:
+    for name, chosen_for in zip(("flat", "hierarchical", "chunks"), sizes, strict=True):
+        assert {size: chosen(shape, size, model) for size in chosen_for} == dict.fromkeys(chosen_for, name)
 
 
 @pytest.mark.parametrize("shape", ["1x4", "2x2", "4x2", "4x8", "3+1+2+2"])
@@ -63,10 +63,6 @@ def test_the_defaults_never_go_back_to_a_simpler_algorithm(shape: str) -> None:
     ranks = [order.index(chosen(shape, 2**exponent, DEFAULT)) for exponent in range(3, 29)]
     assert ranks == sorted(ranks)
     assert (ranks[0], ranks[-1]) == (0, 2)
-
-
-def test_one_rank_per_node_stays_flat_where_steps_decide() -> None:
-    assert chosen("8x1", 16 * KIB) == "flat"
 
 
 def test_the_reason_names_the_two_fastest() -> None:
@@ -90,27 +86,18 @@ def test_an_algorithm_is_taken_by_name() -> None:
     assert choice.reason == "flat was asked for by name; auto would choose hierarchical"
 
 
-def test_an_unknown_name_lists_the_names() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"'best'; accepted are auto, flat, hierarchical$"):
-        choose(World.from_shape("1x4"), 1000, 4, "best")
-
-
 @pytest.mark.parametrize(
-    ("count", "itemsize", "chunk_bytes", "message"),
+    ("count", "itemsize", "algorithm", "chunk_bytes", "message"),
     [
-        (-1, 4, 0, "count must be at least 0; got -1"),
-        (10, 0, 0, "itemsize must be at least 1; got 0"),
-        (10, 4, -5, "chunk_bytes must be at least 0; got -5"),
+        (-1, 4, "auto", 0, "count must be at least 0; got -1"),
+        (10, 0, "auto", 0, "itemsize must be at least 1; got 0"),
+        (10, 4, "auto", -5, "chunk_bytes must be at least 0; got -5"),
+        (10, 4, "best", 0, r"'best'; accepted are auto, flat, hierarchical$"),
     ],
 )
-def test_numbers_out_of_range_are_refused(count: int, itemsize: int, chunk_bytes: int, message: str) -> None:
+def test_what_cannot_be_planned_is_refused(count: int, itemsize: int, algorithm: str, chunk_bytes: int, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
-        choose(World.from_shape("2x2"), count, itemsize, chunk_bytes=chunk_bytes)
-
-
-def test_chunk_bytes_reach_the_plan() -> None:
-    choice = choose(World.from_shape("2x2"), MIB, 4, "hierarchical", chunk_bytes=256 * KIB)
-    assert choice.plan.num_chunks == 16
+        choose(World.from_shape("2x2"), count, itemsize, algorithm, chunk_bytes=chunk_bytes)
 
 
 @pytest.mark.parametrize(("shape", "chunk_bytes", "num_chunks"), [("1x8", 0, 1), ("2x2", 0, 4), ("1x8", 8 * MIB, 8)])
@@ -122,9 +109,10 @@ def test_on_gpus_a_buffer_stays_whole_where_nothing_overlaps_unless_chunks_are_a
     assert (choice.plan.algorithm, choice.plan.num_chunks) == ("hierarchical", num_chunks)
 
 
-def test_one_rank_and_empty_buffers_have_a_plan() -> None:
+def test_one_rank_and_empty_buffers_have_a_plan_and_chunks_are_as_asked_for() -> None:
     assert choose(World.from_shape("1x1"), 1000, 4).plan.phases == ()
     assert choose(World.from_shape("2x2"), 0, 4).plan.num_chunks == 0
+    assert choose(World.from_shape("2x2"), MIB, 4, "hierarchical", chunk_bytes=256 * KIB).plan.num_chunks == 16
 
 
 @given(random_worlds, st.integers(0, 10**7), st.sampled_from([1, 2, 4, 8]), st.booleans())

@@ -35,13 +35,6 @@ def steps(plan: Plan) -> list[str]:
     return [str(phase) for phase in plan.phases]
 
 
-@pytest.mark.parametrize("shape", ["1x2", "2x2", "3+1", "4x1"])
-def test_flat_is_one_phase_on_every_world(shape: str) -> None:
-    [plan] = flat(World.from_shape(shape), 64 * MIB // 4 // 12 * 12, 4)
-    assert steps(plan) == ["world all_reduce"]
-    assert plan.num_chunks == 1
-
-
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
@@ -53,12 +46,11 @@ def test_flat_is_one_phase_on_every_world(shape: str) -> None:
         ("3+1", [SCATTER, RAILS, GATHER]),
     ],
 )
-def test_hierarchical_has_the_phases_its_world_needs(shape: str, expected: list[str]) -> None:
+def test_hierarchical_has_the_phases_its_world_needs_and_flat_has_one(shape: str, expected: list[str]) -> None:
     world = World.from_shape(shape)
     assert [steps(plan) for plan in hierarchical(world, 10 * MIB, 4)] == [expected] * 2
-
-
-def test_one_rank_has_nothing_to_do() -> None:
+    [plan] = flat(world, 64 * MIB // 4 // 12 * 12, 4)
+    assert (steps(plan), plan.num_chunks) == (["world all_reduce"] if expected else [], 1)
     assert str(flat(World.from_shape("1x1"), 2, 4)[0]) == "flat: nothing to do (8 bytes)"
 
 
@@ -91,13 +83,6 @@ def test_chunks_are_cut_by_rule(shape: str, num_bytes: int, num_chunks: int) -> 
     assert plan.depth == min(chunks.pipeline_rule(world).depth, num_chunks)
 
 
-@pytest.mark.parametrize("shape", ["1x3", "3+1", "2x5", "1x24"])
-def test_no_chunk_is_longer_than_the_rule_says(shape: str) -> None:
-    world = World.from_shape(shape)
-    for num_bytes in (5 * MIB, 64 * MIB):
-        assert in_chunks(world, num_bytes // 4, 4).chunk_count * 4 <= chunks.pipeline_rule(world).max_bytes
-
-
 def test_a_plan_begins_and_ends_with_small_chunks() -> None:
     plan = in_chunks(World.from_shape("2x2"), 5 * MIB, 1)
     assert [2 * count // MIB for _, count in plan.chunks()] == [1, 2, 4, 2, 1]
@@ -117,13 +102,9 @@ def test_chunks_grow_and_shrink_within_bounds(world: World, count: int, end: int
         assert lengths[1] <= 2 * lengths[0], "a chunk between the nodes hides the next one"
 
 
-@pytest.mark.parametrize("count", [0, 1, 512 * KIB // 4])
-def test_one_chunk_is_the_whole_buffer(count: int) -> None:
-    world = World.from_shape("2x2")
-    assert in_chunks(world, count, 4) == whole(world, count, 4)
-
-
 def test_a_chunk_is_as_large_as_it_was_asked_for() -> None:
+    for count in (0, 1, 512 * KIB // 4):  # one chunk is the whole buffer
+        assert in_chunks(World.from_shape("2x2"), count, 4) == whole(World.from_shape("2x2"), count, 4)
     plan = in_chunks(World.from_shape("3+1"), 1000, 4, chunk_bytes=1000)
     assert (plan.num_chunks, plan.chunk_count) == (5, 201)
     assert plan.chunks()[-1] == (804, 196)
@@ -143,10 +124,11 @@ def test_chunks_are_few_even_and_bounded(world: World, count: int, itemsize: int
 
 
 @pytest.mark.parametrize("num_bytes", [1_100_000, 4_321_012, 9 * MIB, 17 * MIB + 4, 65 * MIB])
-@pytest.mark.parametrize("shape", ["2x2", "1x3", "3+1+2+2", "4x8"])
-def test_no_chunk_is_tiny(shape: str, num_bytes: int) -> None:
+@pytest.mark.parametrize("shape", ["2x2", "1x3", "3+1", "3+1+2+2", "4x8", "1x24"])
+def test_no_chunk_is_tiny_or_longer_than_the_rule_says(shape: str, num_bytes: int) -> None:
     plan = in_chunks(World.from_shape(shape), num_bytes // 4, 4)
     assert min(count for _, count in plan.chunks()) >= 0.8 * min(MIB / 2, num_bytes / 3) / 4
+    assert plan.chunk_count * 4 <= chunks.pipeline_rule(World.from_shape(shape)).max_bytes
 
 
 @pytest.mark.parametrize("name", PLANNERS)

@@ -24,33 +24,21 @@ def simple(cluster=CLUSTER, **keywords):
     return SimpleClusterResolver(ClusterSpec(cluster), **keywords)
 
 
-class TestSimple:
-    def test_it_says_what_it_was_told(self):
-        told = simple(
-            master="m:1", task_type="worker", task_id=1, environment="lab", num_accelerators={"GPU": 2}, rpc_layer="grpc"
-        )
-        assert told.cluster_spec() == ClusterSpec(CLUSTER)
-        assert (told.task_type, told.task_id, told.rpc_layer, told.environment) == ("worker", 1, "grpc", "lab")
-        assert told.num_accelerators() == {"GPU": 2}
-        assert told.master() == "grpc://m:1"
-        assert told.master("worker", 0) == "grpc://b:1"
-        assert told.master("worker", 0, "http") == "http://b:1"
-
-    def test_what_it_was_not_told(self):
-        told = simple()
-        assert (told.task_type, told.task_id, told.rpc_layer, told.environment, told.master()) == (None, None, None, "", "")
-        assert told.num_accelerators() == {}
-        assert told.master("chief", 0) == "a:1"
-
-    def test_each_cluster_is_a_copy(self):
-        told = simple()
-        assert told.cluster_spec() is not told.cluster_spec()
-
-    def test_wrong_types(self):
-        with pytest.raises(TypeError, match=r"cluster_spec must be a ClusterSpec, such as ClusterSpec\({…}\); got dict"):
-            SimpleClusterResolver(CLUSTER)
-        with pytest.raises(TypeError, match="master must be a string; got int"):
-            simple(master=1)
+def test_a_simple_one_says_what_it_was_told():
+    told = simple(master="m:1", task_type="worker", task_id=1, environment="lab", num_accelerators={"GPU": 2}, rpc_layer="grpc")
+    assert told.cluster_spec() == ClusterSpec(CLUSTER)
+    assert told.cluster_spec() is not told.cluster_spec()
+    assert (told.task_type, told.task_id, told.rpc_layer, told.environment) == ("worker", 1, "grpc", "lab")
+    assert told.num_accelerators() == {"GPU": 2}
+    masters = [told.master(), told.master("worker", 0), told.master("worker", 0, "http")]
+    assert masters == ["grpc://m:1", "grpc://b:1", "http://b:1"]
+    plain = simple()
+    assert (plain.task_type, plain.task_id, plain.rpc_layer, plain.environment, plain.master()) == (None, None, None, "", "")
+    assert (plain.num_accelerators(), plain.master("chief", 0)) == ({}, "a:1")
+    with pytest.raises(TypeError, match=r"cluster_spec must be a ClusterSpec, such as ClusterSpec\({…}\); got dict"):
+        SimpleClusterResolver(CLUSTER)
+    with pytest.raises(TypeError, match="master must be a string; got int"):
+        simple(master=1)
 
 
 def test_the_base_needs_a_cluster():
@@ -84,9 +72,7 @@ class TestTFConfig:
         assert read.master() == "c:1"
         assert read.master("chief", 0, "grpc") == "grpc://a:1"
         assert read.num_accelerators() == {}
-
-    def test_arguments_win(self):
-        read = TFConfigClusterResolver("chief", 0, "http", "lab")
+        read = TFConfigClusterResolver("chief", 0, "http", "lab")  # arguments win
         assert (read.task_type, read.task_id, read.rpc_layer, read.environment) == ("chief", 0, "http", "lab")
         assert read.master() == "http://a:1"
 
@@ -108,12 +94,10 @@ class TestTFConfig:
         assert not read.cluster_spec()
         assert (read.task_type, read.task_id, read.master()) == (None, None, "")
 
-    def test_indices_that_are_texts(self, tf_config):
+    def test_indices_that_are_texts_and_names_that_are_numbers(self, tf_config):
         tf_config({"cluster": {"worker": {"3": "a:1"}}, "task": {"type": "worker", "index": "3"}})
         read = TFConfigClusterResolver()
         assert (read.task_id, read.cluster_spec().task_indices("worker")) == (3, [3])
-
-    def test_names_that_are_numbers(self, tf_config):
         tf_config({"cluster": {"1": ["a:1", "b:1"]}, "task": {"type": 1, "index": 0}, "rpc_layer": 2})
         read = TFConfigClusterResolver()
         assert (read.task_type, read.task_id, read.rpc_layer, read.master()) == ("1", 0, "2", "2://a:1")
@@ -127,34 +111,26 @@ class TestTFConfig:
             ('{"task": {"index": "x"}}', "the task index must be a number; got 'x'; TF_CONFIG is as in"),
             ('{"task": {"index": 1.5}}', "the task index must be a number; got 1.5"),
             ('{"task": {"index": Infinity}}', "the task index must be a number; got inf"),
+            ('{"cluster": ["a"]}', "'cluster' of TF_CONFIG must be an object; got"),
         ],
     )
     def test_what_cannot_be_read(self, tf_config, text, message):
         tf_config(text)
         with pytest.raises(InvalidArgumentError, match=message):
-            TFConfigClusterResolver()
-
-    def test_a_cluster_that_is_none(self, tf_config):
-        tf_config('{"cluster": ["a"]}')
-        with pytest.raises(InvalidArgumentError, match="'cluster' of TF_CONFIG must be an object; got"):
             TFConfigClusterResolver().cluster_spec()
 
 
 class TestUnion:
-    def test_lists_are_put_one_after_the_other(self):
+    def test_lists_are_put_one_after_the_other_and_dicts_are_merged(self):
         union = UnionResolver(simple({"worker": ["a:1"], "ps": ["p:1"]}), simple({"worker": ["b:1", "c:1"], "chief": ["d:1"]}))
         assert union.cluster_spec().as_dict() == {"worker": ["a:1", "b:1", "c:1"], "ps": ["p:1"], "chief": ["d:1"]}
-
-    def test_dicts_are_merged(self):
         union = UnionResolver(simple({"worker": ["a:1"]}), simple({"worker": {3: "d:1"}}), simple({"worker": {1: "b:1"}}))
         assert union.cluster_spec().as_dict() == {"worker": {0: "a:1", 1: "b:1", 3: "d:1"}}
-
-    def test_the_same_task_twice(self):
         union = UnionResolver(simple({"worker": ["a:1", "b:1"]}), simple({"worker": {1: "c:1", 5: "d:1"}}))
         with pytest.raises(KeyError, match="task 1 of job 'worker' is both b:1 and c:1"):
             union.cluster_spec()
 
-    def test_all_else_is_as_the_first_says(self):
+    def test_all_else_is_as_keywords_and_the_first_say(self):
         first = simple(
             master="m:1", task_type="chief", task_id=0, environment="lab", num_accelerators={"GPU": 1}, rpc_layer="grpc"
         )
@@ -162,8 +138,6 @@ class TestUnion:
         assert (union.task_type, union.task_id, union.rpc_layer, union.environment) == ("chief", 0, "grpc", "lab")
         assert (union.master(), union.num_accelerators()) == ("grpc://m:1", {"GPU": 1})
         assert union.master("ps", 0) == "grpc://p:1", "any task of the union has an address"
-
-    def test_keywords_win(self):
         union = UnionResolver(simple(task_type="chief", task_id=0), rpc_layer="http", task_type="worker", task_id=1)
         assert (union.task_type, union.task_id, union.rpc_layer) == ("worker", 1, "http")
 
@@ -255,18 +229,10 @@ def test_tasks_without_a_rank():
     ("cluster", "task", "message"),
     [
         (CLUSTER, (None, None), "gives a cluster with the jobs chief, worker, but not which task of it this process is"),
-        (
-            CLUSTER,
-            ("worker", None),
-            "task_type is 'worker' and task_id None; both are needed, as in task_type='worker', task_id=0",
-        ),
+        (CLUSTER, ("worker", None), "task_type is 'worker' and task_id None; both are needed, as in task_type='worker', "),
         (CLUSTER, ("worker", 2), "task id 2 is not in job 'worker', whose tasks are 0, 1"),
         (CLUSTER, ("boss", 0), "task type 'boss' is unknown"),
-        (
-            {"ps": ["a:1"], "worker": ["b:1"]},
-            ("ps", 0),
-            "this process is ps 0 of a cluster with the jobs ps, worker: only chief",
-        ),
+        ({"ps": ["a:1"], "worker": ["b:1"]}, ("ps", 0), "process is ps 0 of a cluster with the jobs ps, worker: only chief"),
         (CLUSTER, ("evaluator", 0), "only chief and workers train together; start an evaluator as a job of its own"),
         ({**CLUSTER, "evaluator": ["e:1"]}, ("chief", 0), "a cluster with the jobs chief, worker, evaluator: only chief and"),
     ],

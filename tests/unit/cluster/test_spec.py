@@ -18,16 +18,9 @@ def test_dense_jobs_are_lists_and_sparse_ones_dicts():
     assert spec.job_tasks("worker") == ["a:1", None, "c:1"]
     assert spec.job_tasks("ps") == ["d:1", "e:1"]
     assert spec.task_address("worker", 2) == "c:1"
-
-
-def test_a_job_without_tasks():
-    spec = ClusterSpec({"worker": []})
-    assert (spec.num_tasks("worker"), spec.task_indices("worker"), spec.job_tasks("worker")) == (0, [], [])
-    assert spec.as_dict() == {"worker": []}
-
-
-def test_the_keys_of_json_are_indices():
-    assert ClusterSpec({"worker": {"1": "b:1"}}) == ClusterSpec({"worker": {1: "b:1"}})
+    empty = ClusterSpec({"worker": []})
+    assert (empty.num_tasks("worker"), empty.task_indices("worker"), empty.job_tasks("worker")) == (0, [], [])
+    assert empty.as_dict() == {"worker": []}
 
 
 def test_a_copy_is_its_own():
@@ -45,6 +38,7 @@ def test_truth_and_equality():
     assert ClusterSpec(DENSE) == ClusterSpec({"worker": {1: "c:1", 0: "b:1"}, "chief": ["a:1"]})
     assert ClusterSpec(DENSE) != ClusterSpec({"worker": ["b:1", "c:1"]})
     assert ClusterSpec(DENSE) != DENSE
+    assert ClusterSpec({"worker": {"1": "b:1"}}) == ClusterSpec({"worker": {1: "b:1"}})  # the keys of JSON are texts
     with pytest.raises(TypeError, match="unhashable"):
         hash(ClusterSpec(DENSE))
     assert repr(ClusterSpec(DENSE)) == f"ClusterSpec({DENSE!r})"
@@ -77,16 +71,11 @@ def test_a_negative_index_is_refused():
         ClusterSpec({"worker": {-1: "a:1"}})
 
 
-@pytest.mark.parametrize("method", ["num_tasks", "task_indices", "job_tasks"])
-def test_an_unknown_job_is_refused(method):
-    with pytest.raises(ValueError, match="there is no job 'ps'; the jobs are chief, worker"):
-        getattr(ClusterSpec(DENSE), method)("ps")
-
-
-def test_an_unknown_task_is_refused():
+def test_an_unknown_job_or_task_is_refused():
     spec = ClusterSpec(DENSE)
-    with pytest.raises(ValueError, match="there is no job 'ps'; the jobs are chief, worker"):
-        spec.task_address("ps", 0)
+    for ask in (spec.num_tasks, spec.task_indices, spec.job_tasks, lambda job: spec.task_address(job, 0)):
+        with pytest.raises(ValueError, match="there is no job 'ps'; the jobs are chief, worker"):
+            ask("ps")
     with pytest.raises(ValueError, match="job 'worker' has no task 2; its tasks are 0, 1"):
         spec.task_address("worker", 2)
     with pytest.raises(ValueError, match="there is no job 'worker'; the jobs are none"):

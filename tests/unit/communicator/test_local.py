@@ -21,25 +21,18 @@ def test_the_combination_of_one_component_is_a_copy(op: ReduceOp) -> None:
 
 
 def test_a_result_goes_where_it_is_told() -> None:
+    all_reduce = LocalCommunicator().all_reduce
     array, target = np.arange(3.0)[::-1], np.full(3, np.nan)
-    results = LocalCommunicator().all_reduce(ReduceOp.MEAN, [array], out=[target])
-    assert results[0] is target
+    assert all_reduce(ReduceOp.MEAN, [array], out=[target])[0] is target
     assert target.tolist() == [2, 1, 0]
-    in_place = np.arange(3.0)
-    assert LocalCommunicator().all_reduce(ReduceOp.SUM, [in_place], out=[in_place])[0].tolist() == [0, 1, 2]
-
-
-def test_results_may_be_written_over_other_arrays_of_the_batch() -> None:
-    one, two = np.full(2, 1.0), np.full(2, 2.0)
-    LocalCommunicator().all_reduce(ReduceOp.SUM, [one, two], out=[two, one])
+    assert all_reduce(ReduceOp.SUM, [target], out=[target])[0].tolist() == [2, 1, 0]
+    one, two = np.full(2, 1.0), np.full(2, 2.0)  # over other arrays of the batch
+    all_reduce(ReduceOp.SUM, [one, two], out=[two, one])
     assert [one.tolist(), two.tolist()] == [[2, 2], [1, 1]]
-
-
-def test_places_must_be_as_many_as_arrays() -> None:
     with pytest.raises(InvalidArgumentError, match="one array for each of the 2 that are passed; got 1"):
-        LocalCommunicator().all_reduce(ReduceOp.SUM, [np.ones(3), np.ones(3)], out=[np.ones(3)])
+        all_reduce(ReduceOp.SUM, [one, two], out=[np.ones(2)])
     with pytest.raises(InvalidArgumentError, match="out holds an array twice"):
-        LocalCommunicator().all_reduce(ReduceOp.SUM, [np.ones(3), np.ones(3)], out=[np.ones(3)] * 2)
+        all_reduce(ReduceOp.SUM, [one, two], out=[np.ones(2)] * 2)
 
 
 def test_gathering_and_broadcasting_copy() -> None:
@@ -52,15 +45,11 @@ def test_gathering_and_broadcasting_copy() -> None:
     for result in (gathered, sent, ops.reduce_scatter(ReduceOp.SUM, array, axis=1)):
         assert np.array_equal(result, array)
         assert not np.shares_memory(result, array)
+    work = ops.start_all_reduce(ReduceOp.SUM, [np.ones(3)])
+    assert (work.done(), work.wait()[0].tolist()) == (True, [1, 1, 1])
     ops.barrier()
-    assert ops.num_collectives == 4
+    assert ops.num_collectives == 5
     ops.close()
-
-
-def test_what_is_started_has_ended() -> None:
-    work = LocalCommunicator().start_all_reduce(ReduceOp.SUM, [np.ones(3)])
-    assert work.done()
-    assert work.wait()[0].tolist() == [1, 1, 1]
 
 
 def test_there_is_no_plan() -> None:

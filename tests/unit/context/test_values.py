@@ -19,12 +19,6 @@ class Pair(NamedTuple):
     second: Any
 
 
-def test_values_holds_the_local_component():
-    array = np.ones(3)
-    assert PerReplica(array).values[0] is array
-    assert len(Mirrored(array).values) == 1
-
-
 def test_a_per_replica_value_reads_as_the_local_component_inside_run():
     def program(strategy):
         value = PerReplica(np.arange(3) + strategy.extended.communicator.rank)
@@ -82,31 +76,25 @@ def test_inside_run_it_is_the_number_or_sequence_of_this_replica(use):
     assert on_replicas(2, program) == [function(component)] * 2
 
 
-def test_any_value_can_be_printed():
-    assert f"{PerReplica(3)} {PerReplica(3)!r}" == "PerReplica(3) PerReplica(3)"
-
-
 def test_a_mirrored_value_reads_as_an_array_everywhere():
-    value = Mirrored(np.arange(6.0).reshape(2, 3))
-    assert (value.shape, value.dtype, value.ndim, value.size, len(value)) == ((2, 3), np.float64, 2, 6, 2)
-    np.testing.assert_array_equal(value @ np.ones(3), [3, 12])
-    np.testing.assert_array_equal(np.ones((2, 3)) - value, 1 - np.arange(6.0).reshape(2, 3))
-    assert value[1, 2] == 5
-    assert np.asarray(value, np.float32).dtype == np.float32
-    assert (float(Mirrored(2.5)), int(Mirrored(3)), bool(Mirrored(0))) == (2.5, 3, False)
-
-
-def test_a_mirrored_value_has_what_arrays_have():
     array = np.arange(24.0).reshape(2, 3, 4)
     value = Mirrored(array)
+    assert (value.shape, value.dtype, value.ndim, value.size, len(value)) == ((2, 3, 4), np.float64, 3, 24, 2)
     assert (value.nbytes, value.T.shape, value.mT.shape, value.device) == (192, (4, 3, 2), (2, 4, 3), "cpu")
     assert value.__array_namespace__() is np
+    np.testing.assert_array_equal(value @ np.ones(4), array @ np.ones(4))
+    np.testing.assert_array_equal(np.ones((2, 3, 4)) - value, 1 - array)
     assert [row.tolist() for row in value] == [row.tolist() for row in array]
-    assert 23.0 in value
-    assert -1.0 not in value
-    assert complex(Mirrored(2.0)) == 2
-    assert [1, 2, 3][Mirrored(1)] == 2
-    assert f"{Mirrored(2.5):.2f} {Mirrored(2.5)}" == "2.50 Mirrored(2.5)"
+    assert (value[1, 2, 3], 23.0 in value, -1.0 in value) == (23, True, False)
+    assert np.asarray(value, np.float32).dtype == np.float32
+    assert (float(Mirrored(2.5)), int(Mirrored(3)), bool(Mirrored(0)), complex(Mirrored(2.0))) == (2.5, 3, False, 2)
+    assert ([1, 2, 3][Mirrored(1)], list(range(mpistrat.Variable(2)))) == (2, [0, 1])
+    with pytest.raises(TypeError, match="integer"):
+        operator.index(Mirrored(0.25))
+    assert (
+        f"{Mirrored(2.5):.2f} {Mirrored(2.5)} {PerReplica(3)} {PerReplica(3)!r}"
+        == "2.50 Mirrored(2.5) PerReplica(3) PerReplica(3)"
+    )
 
 
 def iadd(value):
@@ -140,17 +128,15 @@ def test_no_distributed_value_is_changed_in_place(kind, write):
     assert np.asarray(value.values[0]).tolist() == [0, 0]
 
 
-def test_select_replica_takes_components_out_of_any_nest():
-    nest = {"a": [PerReplica(1), 2], "b": Pair(Mirrored(3), None)}
-    assert select_replica(nest) == {"a": [1, 2], "b": Pair(3, None)}
-
-
-def test_regroup_wraps_each_leaf():
-    grouped = regroup({"a": [1, None], "b": Pair(2, 3)}, num_replicas=2)
-    assert isinstance(grouped["a"][0], PerReplica)
-    assert grouped["a"][1] is None
-    assert isinstance(grouped["b"], Pair)
-    assert select_replica(grouped) == {"a": [1, None], "b": Pair(2, 3)}
+def test_regroup_wraps_each_leaf_that_is_not_distributed_already():
+    value, variable = Mirrored(4), mpistrat.Variable(1.0)
+    grouped = regroup({"a": [1, None], "b": Pair(2, 3), "c": value, "d": variable}, num_replicas=2)
+    assert (type(grouped["a"][0]), grouped["a"][1], type(grouped["b"])) == (PerReplica, None, Pair)
+    assert grouped["c"] is value
+    assert grouped["d"] is variable
+    assert select_replica(grouped) == {"a": [1, None], "b": Pair(2, 3), "c": 4, "d": variable}
+    alone = {"a": [1]}
+    assert regroup(alone, num_replicas=1) is alone
 
 
 class Metrics(dict):
@@ -177,24 +163,12 @@ def test_mappings_that_replicas_return_stay_what_they_are(kind, num_replicas):
     assert on_replicas(num_replicas, program) == [([2.0 * num_replicas], [2.0] * num_replicas)] * num_replicas
 
 
-def test_regroup_passes_distributed_values_through():
-    value, variable = Mirrored(1), mpistrat.Variable(1.0)
-    grouped = regroup([value, variable], num_replicas=2)
-    assert grouped[0] is value
-    assert grouped[1] is variable
-    assert select_replica([variable])[0] is variable
-
-
-def test_regroup_leaves_the_value_of_a_single_replica_bare():
-    value = {"a": [1]}
-    assert regroup(value, num_replicas=1) is value
-
-
 def test_container_of_finds_the_value_that_a_component_came_from():
     array, mirrored, per_replica = np.ones(2), Mirrored(np.ones(2)), PerReplica(np.ones(2))
     assert container_of(mirrored.values[0]) is mirrored
     assert container_of(per_replica.values[0]) is per_replica
     assert container_of(array) is array
+    assert PerReplica(array).values[0] is array
     (component,) = mirrored.values
     del mirrored
     assert container_of(component) is component

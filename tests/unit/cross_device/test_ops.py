@@ -190,6 +190,7 @@ def test_outside_all_scopes_there_is_one_replica() -> None:
         assert ops.reduce("mean", array, "rank:0") is array
         assert ops.batch_reduce("sum", [(rows, array), (3, 0)]) == [rows, 3]
         assert ops.batch_reduce("sum", []) == []
+        assert ops.batch_reduce("sum", ((float(value), "/cpu:0") for value in range(3))) == [0, 1, 2]
         copy = ops.broadcast(array, "/cpu:0")
         assert type(copy) is np.ndarray
         assert copy.tolist() == [1, 2]
@@ -256,10 +257,6 @@ def test_pairs_that_are_none(pairs: Any) -> None:
         InvalidArgumentError, match=r"value_destination_pairs must be an iterable of 2-tuples \(value, destinations\); got"
     ):
         HierarchicalAllReduce().batch_reduce("sum", pairs)
-
-
-def test_pairs_may_come_one_by_one() -> None:
-    assert HierarchicalAllReduce().batch_reduce("sum", ((float(value), "/cpu:0") for value in range(3))) == [0, 1, 2]
 
 
 def test_operations_options_and_dtypes_are_checked() -> None:
@@ -344,13 +341,6 @@ def test_they_belong_to_the_cross_replica_context() -> None:
     assert on_replicas(2, program) == [3, 3]
 
 
-@pytest.mark.parametrize("family", [HierarchicalAllReduce, HierarchicalCopyAllReduce, NcclAllReduce])
-def test_packs_cannot_be_fewer_than_none(family: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"num_packs must be None, 0 \(each array by itself\) or positive; got -1"):
-        family(num_packs=-1)
-    assert repr(family(num_packs=2)) == f"{family.__name__}(num_packs=2)"
-
-
 def test_ops_reduce_with_options_of_their_own() -> None:
     seen = []
 
@@ -378,18 +368,35 @@ def test_ops_reduce_with_options_of_their_own() -> None:
         (2, "flat", 9),
         (None, "hierarchical", 9),
     ]
-    with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got 3"):
-        CollectiveAllReduce(3)  # type: ignore[arg-type]
 
 
-def test_nccl_says_that_there_is_none() -> None:
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: CollectiveAllReduce(3), InvalidArgumentError, "options must be CommunicationOptions or None; got 3"),
+        *(
+            (lambda kind=kind: kind(num_packs=-1), InvalidArgumentError, r"None, 0 \(each array by itself\) or pos.*; got -1")
+            for kind in (HierarchicalAllReduce, HierarchicalCopyAllReduce, NcclAllReduce)
+        ),
+        (lambda: ReductionToOneDevice(accumulation_fn="sum"), TypeError, "accumulation_fn must be callable .*; got 'sum'"),
+        (lambda: ReductionToOneDevice("/cpu:0"), InvalidArgumentError, "reduce_to_device must name one rank, .*; '/cpu:0' na"),
+        (lambda: ReductionToOneDevice(9), InvalidArgumentError, "there is no rank 9"),
+        (NcclAllReduce, TransportError, r"arrays in GPU memory, .*: use HierarchicalAllReduce\(\), the default, or Red"),
+        (type("Nothing", (CrossDeviceOps,), {}), NotImplementedError, "^Nothing .* no reduction: .* HierarchicalAllReduce$"),
+    ],
+)
+def test_ops_that_cannot_reduce_say_why(make: Any, error: type[Exception], message: str) -> None:
     def program(rank):
-        with pytest.raises(
-            TransportError, match=r"reduces arrays in GPU memory, .*: use HierarchicalAllReduce\(\), the default, or Red"
-        ):
-            NcclAllReduce().reduce("sum", PerReplica(1.0), "/cpu:0")
+        with pytest.raises(error, match=message):
+            make().reduce("sum", PerReplica(1.0), 0)
 
     in_scope(2, program)
+
+
+def test_ops_print_what_they_were_made_with() -> None:
+    for kind in (HierarchicalAllReduce, HierarchicalCopyAllReduce, NcclAllReduce):
+        assert repr(kind(num_packs=2)) == f"{kind.__name__}(num_packs=2)"
+    assert "accumulation_fn=sum)" in repr(ReductionToOneDevice(accumulation_fn=sum))
 
 
 def test_one_node_is_said_where_there_are_several() -> None:
@@ -474,16 +481,6 @@ def test_what_a_subclass_overrides_sees_every_reduction(family: Any, batch: list
     assert on_replicas(3, program) == [([("MAX", 1), *batch, *batch], [[2], [3], [3], [3]], [3, 3, 3])] * 3
 
 
-def test_a_subclass_that_overrides_nothing_is_told() -> None:
-    def program(rank):
-        with pytest.raises(
-            NotImplementedError, match=r"^Nothing implements no reduction: .* or derive it from HierarchicalAllReduce$"
-        ):
-            type("Nothing", (CrossDeviceOps,), {})().reduce("sum", PerReplica(1.0), 0)
-
-    in_scope(2, program)
-
-
 def test_in_a_replica_results_are_new_arrays_and_the_context_comes_back() -> None:
     def program(strategy):
         array = np.ones(2)
@@ -520,31 +517,18 @@ def test_an_accumulation_function_takes_the_place_of_summing() -> None:
     assert in_scope(2, program) == [[[-3.5], [-3.5], None], [[-3.5], None, [-3.5]]]
 
 
-def test_an_accumulation_function_is_checked() -> None:
-    with pytest.raises(TypeError, match="accumulation_fn must be callable with a list of arrays; got 'sum'"):
-        ReductionToOneDevice(accumulation_fn="sum")  # type: ignore[arg-type]
-    assert "accumulation_fn=sum)" in repr(ReductionToOneDevice(accumulation_fn=sum))
-    for function, op, message in (
+@pytest.mark.parametrize(
+    ("function", "op", "message"),
+    [
         (lambda parts: parts[0][:0], ReduceOp.SUM, r"has shape \(2,\); a value of shape \(0,\)"),
         (lambda parts: "text", ReduceOp.SUM, "what accumulation_fn returned has dtype <U4"),
         (lambda parts: parts[0] * 1j, ReduceOp.MEAN, "has dtype float64, which cannot hold a value of dtype complex128"),
         (sum, ReduceOp.MAX, "accumulation_fn replaces the sum, so it can be used for SUM and MEAN only; got MAX"),
-    ):
-        with pytest.raises((InvalidArgumentError, UnsupportedDtypeError), match=message):
-            ReductionToOneDevice(accumulation_fn=function).all_reduce_in_replica(op, [np.ones(2)])
-
-
-def test_components_are_combined_on_one_rank() -> None:
-    def program(rank):
-        value = PerReplica(1.0)
-        with pytest.raises(
-            InvalidArgumentError, match=r"reduce_to_device must name one rank, such as 'rank:0'; '/cpu:0' names"
-        ):
-            ReductionToOneDevice("/cpu:0").reduce("sum", value, value)
-        with pytest.raises(InvalidArgumentError, match="there is no rank 9"):
-            ReductionToOneDevice(9).reduce("sum", value, value)
-
-    in_scope(2, program)
+    ],
+)
+def test_what_an_accumulation_function_returns_is_checked(function: Any, op: ReduceOp, message: str) -> None:
+    with pytest.raises((InvalidArgumentError, UnsupportedDtypeError), match=message):
+        ReductionToOneDevice(accumulation_fn=function).all_reduce_in_replica(op, [np.ones(2)])
 
 
 def test_components_are_combined_in_replica_order() -> None:

@@ -41,10 +41,6 @@ def test_every_strategy_tells_the_namespace_of_its_arrays(strategy, xp):
     assert strategy.array_module is xp
 
 
-def test_without_a_gpu_the_namespace_is_numpy():
-    assert mpistrat.get_strategy().array_module is mpistrat.OneDeviceStrategy().array_module is np
-
-
 def test_devices_are_named_by_what_ranks_drive(gpu):
     strategy = mpistrat.OneDeviceStrategy()
     assert strategy.extended.worker_devices == strategy.extended.parameter_devices == ("/gpu:0",)
@@ -122,12 +118,8 @@ def test_a_step_of_training_computes_on_the_gpu(strategy, xp):
     assert float(total) == gradient.sum()
     assert count == 2
     np.testing.assert_array_equal(weights.numpy(), 2 * (1 - gradient / 4))
-
-
-def test_a_result_of_the_host_may_update_a_variable(strategy):
-    variable = made(strategy, np.zeros(2))
-    strategy.run(lambda: mpistrat.get_replica_context().update(variable, lambda array: array.get() + 1))
-    assert variable.numpy().tolist() == [1, 1]
+    strategy.run(lambda: mpistrat.get_replica_context().update(weights, lambda array: array.get() * 0 + 1))  # of the host
+    assert (weights.numpy() == 1).all()
 
 
 @pytest.mark.parametrize(

@@ -144,10 +144,14 @@ def capture_mode(monkeypatch):
     return mode
 
 
-@pytest.mark.parametrize(("status", "answer"), [(0, True), (600, False)])
-def test_an_event_is_done_or_is_not(cupy, monkeypatch, capture_mode, status, answer):
-    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: status)
-    assert _CudaEvent(_Native()).done() is answer
+def test_an_event_is_done_or_is_not_or_the_gpu_has_failed(cupy, monkeypatch, capture_mode):
+    for status, answer in ((0, True), (600, False)):
+        monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event, status=status: status)
+        assert _CudaEvent(_Native()).done() is answer
+    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: 700)
+    message = "the GPU has failed: cudaErrorIllegalAddress.*cannot be used any more in this process"
+    with pytest.raises(TransportError, match=message):
+        _CudaEvent(_Native()).done()
 
 
 def test_a_query_disturbs_no_capture_of_another_thread(cupy, monkeypatch, capture_mode):
@@ -161,14 +165,6 @@ def test_a_query_disturbs_no_capture_of_another_thread(cupy, monkeypatch, captur
     with pytest.raises(RuntimeError):
         _CudaEvent(_Native()).done()
     assert (modes, capture_mode) == ([[cupy.cuda.runtime.streamCaptureModeRelaxed]], [0])
-
-
-def test_a_gpu_that_has_failed_is_not_taken_for_a_busy_one(cupy, monkeypatch, capture_mode):
-    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: 700)
-    with pytest.raises(
-        TransportError, match="the GPU has failed: cudaErrorIllegalAddress.*cannot be used any more in this process"
-    ):
-        _CudaEvent(_Native()).done()
 
 
 class _Native:

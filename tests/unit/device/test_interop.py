@@ -88,13 +88,10 @@ def test_a_lazily_conjugated_tensor_is_read_as_it_is_shown(torch: Any) -> None:
     assert as_array(original.imag).tolist() == [-2, 4]
 
 
-def test_a_tensor_elsewhere_is_refused(torch: Any) -> None:
+def test_a_tensor_elsewhere_or_that_is_no_plain_array_is_refused(torch: Any) -> None:
     message = r"^grad is on meta, this replica computes on /cpu:0; copy it first, grad\.cpu\(\)$"
     with pytest.raises(InvalidArgumentError, match=message):
         as_array(torch.zeros(3, device="meta"), "grad")
-
-
-def test_a_tensor_that_is_not_a_plain_array_is_refused(torch: Any) -> None:
     with pytest.raises(UnsupportedDtypeError, match="^grad cannot be read as an array: .*Sparse.*; pass an array of numbers$"):
         as_array(torch.eye(2).to_sparse(), "grad")
 

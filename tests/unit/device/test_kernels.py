@@ -132,15 +132,6 @@ def test_a_mean_is_divided_once_and_integers_are_truncated(kernels):
     np.testing.assert_array_equal(divided, values / np.float32(3))
 
 
-def test_an_empty_array_is_nowhere():
-    table = SegmentTable([4, 0, 2], F32, F32)
-    table.point([16, 99, 32], [48, 99, 64])
-    assert table.rows.tolist() == [[16, 48, 4], [32, 64, 2]]
-    nothing = SegmentTable([0, 0], F32, F32)
-    nothing.point([1, 2], [3, 4])
-    assert nothing.num_tiles == len(nothing.rows) == 0
-
-
 @pytest.mark.parametrize(("dtype", "op"), FOLDS, ids=lambda value: str(value))
 @pytest.mark.parametrize("num_peers", [1, 2, 5, 16])
 def test_a_shard_of_all_peers_is_folded_in_rank_order(kernels, dtype, op, num_peers):

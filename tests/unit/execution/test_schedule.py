@@ -15,13 +15,11 @@ import pytest
 from mpistrat.execution.program import overlap
 from mpistrat.steps import WAITING, Steps
 
-Schedule = Callable[..., Steps]
-
 
 class _World:
     """One run: ranks that have taken the steps of a prefix, and what each of them has done."""
 
-    def __init__(self, nodes: int, local: int, chunks: int, schedule: Schedule) -> None:
+    def __init__(self, nodes: int, local: int, chunks: int) -> None:
         self.groups: dict[tuple, list[str]] = {}
         self.local, self.nodes = local, nodes
         size = nodes * local
@@ -31,7 +29,7 @@ class _World:
         self.ended = [False] * size
         self.num_actors = size
         self.running = [
-            schedule(
+            overlap(
                 chunks,
                 min(chunks, 2),
                 min(chunks, 2),
@@ -71,7 +69,7 @@ class _Staged(_World):
     """
 
     def __init__(self, nodes: int, chunks: int, max_in_flight: int) -> None:
-        super().__init__(nodes, 1, chunks, overlap)
+        super().__init__(nodes, 1, chunks)
         self.copied = [[False] * chunks for _ in range(nodes)]
         parts = [[partial(self._part, rank, name) for name in ("scatter", "rail", "gather")] for rank in range(nodes)]
         self.running = [overlap(chunks, 2, max_in_flight, *three) for three in parts]
@@ -121,39 +119,10 @@ def _visit_all(make: Callable[[], _World]) -> int:
 
 @pytest.mark.parametrize(("nodes", "local", "chunks"), [(1, 2, 3), (2, 1, 3), (2, 2, 1), (1, 3, 2), (3, 1, 2)])
 def test_every_interleaving_ends_and_collectives_meet_their_like(nodes, local, chunks):
-    assert _visit_all(lambda: _World(nodes, local, chunks, overlap)) > 50
+    assert _visit_all(lambda: _World(nodes, local, chunks)) > 50
 
 
 def test_where_chunks_are_copied_before_they_go_between_nodes_one_goes_at_a_time():
     assert _visit_all(lambda: _Staged(2, 2, max_in_flight=1)) > 50
     with pytest.raises(AssertionError, match=r"issues 'rail [01]' where a peer in \('rail',\) has issued 'rail [01]'"):
         _visit_all(lambda: _Staged(2, 2, max_in_flight=2))
-
-
-def _eager(num_chunks: int, depth: int, max_in_flight: int, head: Callable, middle: Callable, tail: Callable) -> Steps:
-    """Break the law: gather whichever chunk is through between the nodes, before the next one is begun."""
-    through: list[int] = []
-
-    def inter(chunk: int) -> Steps:
-        yield from middle(chunk)
-        through.append(chunk)
-
-    lanes: list[Steps] = []
-    begun = gathered = 0
-    while gathered < num_chunks:
-        if through:
-            yield from tail(through.pop())
-            gathered += 1
-        elif begun < num_chunks:
-            yield from head(begun)
-            lanes.append(inter(begun))
-            begun += 1
-        lanes = [lane for lane in lanes if next(lane, None) is not None]
-        yield WAITING
-
-
-def test_a_schedule_by_readiness_is_caught():
-    with pytest.raises(
-        AssertionError, match=r"issues 'scatter 1' where a peer in \('node', \d\) has issued 'gather 0'|issues 'ga"
-    ):
-        _visit_all(lambda: _World(2, 2, 2, _eager))

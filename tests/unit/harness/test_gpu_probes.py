@@ -13,6 +13,7 @@ from tests.gpu.machine import Machine, driver_version
 from tests.gpu.probes import PROBES, Probe
 
 H200 = Machine(["NVIDIA H200"], {"CuPy": "14.2.0", "NCCL": "2.32.3", "Open MPI": "5.0.11"})
+OLD_NCCL = replace(H200, versions={"NCCL": "2.28.9"})
 ON_HOST = ["shared_memory 1x2", "mpi 1x2", "mpi_ring 1x2"]
 
 
@@ -46,11 +47,7 @@ def test_without_a_gpu_all_others_say_why_they_are_left_out():
     ("machine", "name", "reason"),
     [
         (H200, "nccl 1x4", "4 ranks with a GPU each need 4 GPUs; there is 1"),
-        (
-            replace(H200, versions={"NCCL": "2.28.9"}),
-            "nccl with several ranks on a GPU 1x2",
-            "NCCL 2.28.9 lets no two ranks share a GPU; 2.30 does",
-        ),
+        (OLD_NCCL, "nccl with several ranks on a GPU 1x2", "NCCL 2.28.9 lets no two ranks share a GPU; 2.30 does"),
         (replace(H200, missing={"NCCL": "no libnccl"}), "overhead", "no libnccl"),
         (replace(H200, missing={"MPI": "no MPI"}), "mpi 1x2", "no MPI"),
         (replace(H200, missing={"compute-sanitizer": "no toolkit"}), "sanitizer", "no toolkit"),
@@ -65,9 +62,7 @@ def test_a_machine_that_lacks_something_runs_the_rest(machine, name, reason):
 
 
 def test_the_version_of_the_driver_is_read():
-    text = (
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build  (root)  Tue\nGCC version: 12.3.0\n"
-    )
+    text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build  (root)\nGCC version: 12.3.0\n"
     assert driver_version(text) == {"NVIDIA driver": "580.159.03"}
     assert driver_version("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54  Tue Jun") == {"NVIDIA driver": "535.54"}
     assert driver_version("") == {}

@@ -4,49 +4,16 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.context.values import PerReplica, select_replica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.inputs.sources import ArrayDataset
-from tests.unit.replicas import on_replicas
 
 
-def handed_out(dataset, num_replicas):
-    """Return, for each step, what each replica got."""
-
-    def program(strategy):
-        return [select_replica(element) for element in strategy.experimental_distribute_dataset(dataset)]
-
-    return list(zip(*on_replicas(num_replicas, program), strict=True))
-
-
-def test_elements_are_per_replica_values_in_the_structure_of_the_data():
-    def program(strategy):
-        [(x, y)] = strategy.experimental_distribute_dataset(mpistrat.ArrayDataset((np.arange(4), np.ones(4)), batch_size=4))
-        assert isinstance(x, PerReplica)
-        step = strategy.run(lambda batch: [type(array) for array in batch], args=((x, y),))
-        return select_replica(step)
-
-    assert on_replicas(2, program) == [[np.ndarray, np.ndarray]] * 2
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
-def test_shuffled_global_batches_do_not_depend_on_the_number_of_replicas(num_replicas):
-    def data():
-        return mpistrat.ArrayDataset(np.arange(23), batch_size=5, shuffle=True, seed=7)
-
-    steps = handed_out(data(), num_replicas)
-    joined = [np.concatenate(step).tolist() for step in steps]
-    assert joined == [batch.tolist() for batch in data()]
-    assert sorted(row for batch in joined for row in batch) == list(range(23))
-    assert joined[0] != [0, 1, 2, 3, 4]
-
-
-def test_every_epoch_has_its_own_order():
-    dataset = mpistrat.ArrayDataset(np.arange(50), batch_size=50, shuffle=True, seed=3)
+@pytest.mark.parametrize("kind", [mpistrat.ArrayDataset, mpistrat.MapDataset])
+def test_every_epoch_has_its_own_order(kind):
+    dataset, other_seed = (kind(np.arange(50), batch_size=50, shuffle=True, seed=seed) for seed in (3, 4))
     first, second = (batch.tolist() for _ in range(2) for batch in dataset)
     assert first != second
     assert sorted(first) == sorted(second) == list(range(50))
-    other_seed = mpistrat.ArrayDataset(np.arange(50), batch_size=50, shuffle=True, seed=4)
     assert next(iter(other_seed)).tolist() != first
 
 
@@ -58,16 +25,6 @@ def test_the_distributed_dataset_counts_its_own_epochs():
     [second] = distributed
     assert first.tolist() == next(dataset.batches(0)).tolist()
     assert second.tolist() == next(dataset.batches(1)).tolist()
-
-
-@pytest.mark.parametrize(
-    ("rows", "drop", "length"), [(10, False, 3), (10, True, 2), (8, False, 2), (8, True, 2), (3, True, 0), (0, False, 0)]
-)
-def test_length_is_the_number_of_global_batches(rows, drop, length):
-    dataset = mpistrat.ArrayDataset(np.zeros(rows), batch_size=4, drop_remainder=drop)
-    assert len(dataset) == length == len(list(dataset))
-    distributed = mpistrat.OneDeviceStrategy().experimental_distribute_dataset(dataset)
-    assert len(distributed) == length == len(list(distributed))
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

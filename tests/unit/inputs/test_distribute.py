@@ -23,6 +23,7 @@ from mpistrat.inputs.input_options import (
 )
 from mpistrat.inputs.rebatch import ArraySpec
 from mpistrat.inputs.sources import ArrayDataset, FileDataset, MapDataset
+from mpistrat.structures import flatten
 from tests.unit.replicas import on_replicas
 
 OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
@@ -47,8 +48,10 @@ def made_by(num_replicas, make):
     """Return, for each step, what each replica got of the dataset that it made of its number."""
 
     def program(strategy):
-        distributed = distribute_from_function(strategy, lambda context: make(context.input_pipeline_id))
-        return [select_replica(element) for element in distributed]
+        distributed = [*distribute_from_function(strategy, lambda context: make(context.input_pipeline_id))]
+        leaves = [leaf for element in distributed for leaf in flatten(element)[0]]
+        assert all(isinstance(leaf, PerReplica) for leaf in leaves), "even at the end"
+        return select_replica(distributed)
 
     return list(zip(*on_replicas(num_replicas, program), strict=True))
 
@@ -105,8 +108,6 @@ def test_without_sharding_batches_are_cut_anew_across_their_bounds(source, rows,
 @pytest.mark.parametrize("drop_remainder", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 2, 5, 7, 40])
 def test_without_sharding_no_row_is_lost(batch_size, drop_remainder):
-    """The number of steps is told once, and must be right."""
-
     def make():
         return ArrayDataset(np.arange(37), batch_size, drop_remainder=drop_remainder)
 
@@ -123,20 +124,9 @@ def test_replicas_read_files_of_their_own():
     for policy in (AUTO, FILE):
         steps = rows_of(handed_out(2, lambda: FileDataset(list(contents), contents.__getitem__, 4), policy))
         assert steps == [[[0, 1], [100, 101]], [[2, 3], [102, 103]], [[200, 201], [104, 105]], [[], [300]]]
-
-
-def test_a_replica_with_fewer_files_sees_empty_batches_of_the_right_kind():
-    contents = {"a": np.zeros((4, 2), np.float32), "b": np.zeros((2, 2), np.float32), "c": np.ones((4, 2), np.float32)}
-    steps = handed_out(2, lambda: FileDataset(list(contents), contents.__getitem__, 2))
-    assert [[len(share) for share in step] for step in steps] == [[1, 1]] * 2 + [[1, 0]] * 6
-    assert {(share.shape[1:], share.dtype.name) for step in steps for share in step} == {((2,), "float32")}
-
-
-def test_the_hint_is_replaced_by_the_numbers_of_the_pipeline():
-    def make():
-        return ArrayDataset(np.arange(12), 4).shard(SHARD_HINT, SHARD_HINT)
-
-    assert rows_of(handed_out(2, make, HINT)) == [[[0, 2], [1, 3]], [[4, 6], [5, 7]], [[8, 10], [9, 11]]]
+    # by the hint, which is replaced by the numbers of the pipeline, rows of their own
+    steps = rows_of(handed_out(2, lambda: ArrayDataset(np.arange(12), 4).shard(SHARD_HINT, SHARD_HINT), HINT))
+    assert steps == [[[0, 2], [1, 3]], [[4, 6], [5, 7]], [[8, 10], [9, 11]]]
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 8])
@@ -167,22 +157,10 @@ def test_an_epoch_has_every_row_once_at_any_number_of_replicas(num_replicas, pol
 @pytest.mark.parametrize(
     ("dataset", "policy", "message"),
     [
-        (
-            FileDataset(["a", "b"], np.load, 2),
-            AUTO,
-            "2 files cannot be shared by 3 input pipelines.*policy=AutoShardPolicy.DATA",
-        ),
+        (FileDataset(["a", "b"], np.load, 2), AUTO, "2 files .* by 3 input pipelines.*policy=AutoShardPolicy.DATA"),
         (FileDataset(["a", "b"], np.load, 2), FILE, "2 files cannot be shared by 3 input pipelines"),
-        (
-            ArrayDataset(np.arange(3), 2),
-            FILE,
-            r"AutoShardPolicy.FILE shards files.*ArrayDataset\(3 rows, .*has none; use .*DATA",
-        ),
-        (
-            ArrayDataset(np.arange(3), 2),
-            HINT,
-            r"(?s)in place of SHARD_HINT, and ArrayDataset\(3 .*correct:.*\.shard\(SHARD_HINT",
-        ),
+        (ArrayDataset(np.arange(3), 2), FILE, r"AutoShardPolicy.FILE .*ArrayDataset\(3 rows, .*has none; use .*DATA"),
+        (ArrayDataset(np.arange(3), 2), HINT, r"(?s)of SHARD_HINT, and ArrayDataset\(3 .*correct:.*\.shard\(SHARD_HINT"),
         (ArrayDataset(np.arange(3), 2).shard(-1, -1), DATA, "which waits for auto_shard_policy=AutoShardPolicy.HINT; got DATA"),
         ([np.arange(3)], HINT, "was not sharded by it"),
     ],
@@ -230,34 +208,23 @@ def test_exhausted_replicas_see_empty_batches_until_all_are_done(kind, lengths):
             assert (share["y"][0].shape, share["y"][0].dtype) == ((rows,), np.int64)
 
 
-def test_known_lengths_are_exchanged_once():
-    exchanged = {list: [], iter: []}
-
-    def program(kind):
-        def run(strategy):
-            count = strategy.extended.communicator.all_reduce
-            calls = []
-            strategy.extended.communicator.all_reduce = lambda op, arrays: calls.append(op) or count(op, arrays)
-            list(distribute_from_function(strategy, lambda context: kind([np.zeros(1)] * (5 - context.input_pipeline_id))))
-            exchanged[kind].append(len(calls))
-
-        return run
-
-    for kind in (list, iter):
-        on_replicas(2, program(kind))
-    assert exchanged[list][-1] == 1
-    assert exchanged[iter][-1] == 6
-
-
-def test_shared_batches_of_known_number_need_no_exchange():
+@pytest.mark.parametrize(
+    ("make", "num_exchanges"),
+    [
+        (lambda strategy: distribute_dataset(strategy, ArrayDataset(np.arange(7), 2)), 0),
+        (lambda strategy: distribute_from_function(strategy, lambda c: [np.zeros(1)] * (5 - c.input_pipeline_id)), 1),
+        (lambda strategy: distribute_from_function(strategy, lambda c: iter([np.zeros(1)] * (5 - c.input_pipeline_id))), 6),
+    ],
+    ids=["shared batches", "lists", "iterators"],
+)
+def test_replicas_exchange_only_what_they_do_not_know(make, num_exchanges):
     def program(strategy):
-        def fail(*arguments):
-            raise AssertionError
+        distributed, communicator = make(strategy), strategy.extended.communicator
+        before = communicator.num_collectives
+        list(distributed)
+        return communicator.num_collectives - before
 
-        strategy.extended.communicator.all_reduce = fail
-        return len(list(distribute_dataset(strategy, ArrayDataset(np.arange(7), 2))))
-
-    assert on_replicas(2, program) == [4, 4]
+    assert on_replicas(2, program) == [num_exchanges] * 2
 
 
 @pytest.mark.parametrize("seen", [0, 1], ids=["by the others", "by the replica"])
@@ -274,21 +241,17 @@ def test_the_default_strategy_gets_what_there_is():
 
 
 @pytest.mark.parametrize(
-    ("dataset_fn", "message"),
+    ("dataset_fn", "error", "message"),
     [
-        ([np.zeros(2)], r"dataset_fn must be a function of an InputContext that returns a dataset; got \[array"),
-        (lambda context: None, "a dataset is a mpistrat.ArrayDataset, .*; got NoneType"),
-        (lambda context: np.zeros(3), "got ndarray. Arrays are cut into batches"),
+        ([np.zeros(2)], TypeError, r"dataset_fn must be a function of an InputContext that returns a dataset; got \[array"),
+        (lambda context: None, TypeError, "a dataset is a mpistrat.ArrayDataset, .*; got NoneType"),
+        (lambda context: np.zeros(3), TypeError, "got ndarray. Arrays are cut into batches"),
+        (lambda context: ArrayDataset(np.arange(3), 2).shard(SHARD_HINT, SHARD_HINT), InvalidArgumentError, "waits for .*HINT"),
     ],
 )
-def test_functions_that_make_no_dataset_are_refused(dataset_fn, message):
-    with pytest.raises(TypeError, match=message):
+def test_functions_that_make_no_dataset_are_refused(dataset_fn, error, message):
+    with pytest.raises(error, match=message):
         distribute_from_function(ONE(), dataset_fn)
-
-
-def test_a_marked_dataset_of_a_function_is_refused():
-    with pytest.raises(InvalidArgumentError, match="waits for auto_shard_policy=AutoShardPolicy.HINT"):
-        distribute_from_function(ONE(), lambda context: ArrayDataset(np.arange(3), 2).shard(SHARD_HINT, SHARD_HINT))
 
 
 @pytest.mark.parametrize("distribute", [distribute_dataset, distribute_from_function])
@@ -323,31 +286,18 @@ def test_elements_are_taken_outside_run(num_replicas, method):
 
 
 def test_the_end_is_out_of_range_and_stays():
-    iterator = iter(distribute_dataset(ONE(), ArrayDataset(np.arange(3), 2)))
-    assert [iterator.get_next().tolist(), next(iterator).tolist()] == [[0, 1], [2]]
+    iterator = iter(distribute_dataset(ONE(), ArrayDataset(np.arange(5), 2)))
+    found = iterator.get_next_as_optional()
+    assert (found.has_value(), found.get_value().tolist(), repr(found)) == (True, [0, 1], "OptionalElement(array([0, 1]))")
+    assert [iterator.get_next().tolist(), next(iterator).tolist()] == [[2, 3], [4]]
     for _ in range(2):
-        with pytest.raises(OutOfRangeError, match="the data has ended, after 2 elements"):
+        with pytest.raises(OutOfRangeError, match="the data has ended, after 3 elements"):
             iterator.get_next()
-    assert list(iterator) == []
-
-
-def test_elements_as_optionals():
-    iterator = iter(distribute_dataset(ONE(), ArrayDataset(np.arange(2), 2)))
-    found, nothing = iterator.get_next_as_optional(), iterator.get_next_as_optional()
-    assert found.has_value()
-    assert found.get_value().tolist() == [0, 1]
-    assert not nothing.has_value()
+    nothing = iterator.get_next_as_optional()
+    assert (nothing.has_value(), repr(nothing)) == (False, "OptionalElement()")
     with pytest.raises(InvalidArgumentError, match=r"because the data has ended; call has_value\(\) first"):
         nothing.get_value()
-    assert (repr(found), repr(nothing)) == ("OptionalElement(array([0, 1]))", "OptionalElement()")
-
-
-def test_elements_are_per_replica_values_even_at_the_end():
-    def program(strategy):
-        made = distribute_from_function(strategy, lambda context: [np.zeros(1)] * context.input_pipeline_id)
-        return [type(element) for element in made]
-
-    assert on_replicas(2, program) == [[PerReplica]] * 2
+    assert list(iterator) == []
 
 
 SPEC = {"x": ArraySpec((None, 3), np.dtype(np.float32)), "y": ArraySpec((None,), np.dtype(np.int64))}
@@ -381,14 +331,23 @@ def test_a_replica_without_elements_is_told_their_spec():
 
 @pytest.mark.parametrize(
     ("dataset", "policy", "length"),
-    [(ArrayDataset(np.arange(9), 4), AUTO, 3), ([np.arange(4)] * 2, AUTO, 2), (MapDataset([1, 2, 3], 2), DATA, 2)],
+    [
+        *((ArrayDataset(np.zeros(rows), 4), AUTO, length) for rows, length in ((0, 0), (3, 1), (8, 2), (10, 3))),
+        *((ArrayDataset(np.zeros(rows), 4, drop_remainder=True), AUTO, rows // 4) for rows in (3, 8, 10)),
+        ([np.arange(4)] * 2, AUTO, 2),
+        (MapDataset([1, 2, 3], 2), DATA, 2),
+    ],
 )
 def test_the_length_is_the_number_of_elements(dataset, policy, length):
     def program(strategy):
         distributed = distribute_dataset(strategy, dataset, InputOptions(auto_shard_policy=policy))
+        assert repr(distributed).endswith(f", replica={strategy.rank}(2))")
         return len(distributed), len(list(distributed))
 
+    assert len(dataset) == len(list(dataset)) == length
     assert on_replicas(2, program) == [(length, length)] * 2
+    alone = distribute_dataset(ONE(), ArrayDataset(np.arange(3), 2))
+    assert repr(alone) == "DistributedDataset(ArrayDataset(3 rows, 2 batches of 2), replica=0(1))"
 
 
 def test_a_length_that_only_iterating_tells_is_not_guessed():
@@ -404,21 +363,20 @@ def test_a_length_that_only_iterating_tells_is_not_guessed():
         assert len(list(distributed)) > 0
 
 
-def test_a_second_epoch_of_a_generator_is_an_error():
-    dataset = distribute_dataset(ONE(), (np.arange(2) for _ in range(2)))
-    assert len(list(dataset)) == 2
-    with pytest.raises(RuntimeError, match="so there is no second epoch"):
-        iter(dataset)
-
-
 @pytest.mark.parametrize("buffer_size", [0, 1])
-def test_an_error_of_the_source_is_raised_once_and_ends_the_iteration(buffer_size):
+@pytest.mark.parametrize("num_batches", [0, 1])
+def test_an_error_of_the_source_is_raised_once_and_ends_the_iteration(buffer_size, num_batches):
     def failing():
-        yield np.arange(2)
+        yield from [np.arange(2)] * num_batches
         raise OSError("the disk is gone")
 
     iterator = iter(distribute_dataset(ONE(), failing(), InputOptions(experimental_per_replica_buffer_size=buffer_size)))
-    next(iterator)
+    if num_batches:
+        next(iterator)
+    else:  # an error that element_spec met is not the end of the data
+        for _ in range(2):
+            with pytest.raises(OSError, match="the disk is gone"):
+                iterator.element_spec  # noqa: B018 - it is made when it is asked for
     with pytest.raises(OSError, match="the disk is gone"):
         next(iterator)
     assert list(iterator) == []
@@ -461,11 +419,6 @@ def test_without_a_buffer_elements_are_made_when_they_are_asked_for():
     assert made == [threading.current_thread()]
 
 
-def test_what_is_not_a_dataset_is_refused():
-    with pytest.raises(TypeError, match=r"a dataset is a mpistrat.ArrayDataset, .*; got NoneType"):
-        distribute_dataset(ONE(), None)
-
-
 @pytest.mark.parametrize("kind", [np.ndarray, "tensor"])
 def test_a_source_may_use_its_memory_again(kind):
     buffer = np.zeros(4) if kind is np.ndarray else pytest.importorskip("torch").zeros(4)
@@ -487,27 +440,6 @@ def test_a_replica_may_write_to_its_elements(source, policy):
     for element in distribute_dataset(ONE(), SOURCES[source](data), InputOptions(auto_shard_policy=policy)):
         element += 100
     assert data.tolist() == [0, 1, 2, 3, 4, 5]
-
-
-def test_the_repr_says_whose_share_it_is():
-    def program(strategy):
-        return repr(distribute_dataset(strategy, ArrayDataset(np.arange(3), 2)))
-
-    assert on_replicas(2, program)[1] == "DistributedDataset(ArrayDataset(3 rows, 2 batches of 2), replica=1(2))"
-
-
-def test_an_error_that_element_spec_met_is_not_the_end_of_the_data():
-    def fail():
-        raise OSError("the disk is gone")
-        yield
-
-    iterator = iter(distribute_dataset(ONE(), fail()))
-    for _ in range(2):
-        with pytest.raises(OSError, match="the disk is gone"):
-            iterator.element_spec  # noqa: B018 - it is made when it is asked for
-    with pytest.raises(OSError, match="the disk is gone"):
-        next(iterator)
-    assert list(iterator) == []
 
 
 def test_a_replica_that_left_the_loop_alone_is_noticed():
@@ -534,7 +466,7 @@ def test_a_dataset_that_distributes_itself_does():
         def distribute(self, strategy, options):
             return [strategy, options]
 
-    strategy, dataset = mpistrat.OneDeviceStrategy(), Own()
+    strategy, dataset = ONE(), Own()
     assert strategy.experimental_distribute_dataset(dataset, "options") == [strategy, "options"]
     assert mpistrat.get_strategy().experimental_distribute_dataset(dataset) is dataset
 
@@ -548,8 +480,5 @@ def test_values_from_a_function_are_per_replica_values():
         return strategy.experimental_local_results(value)
 
     assert on_replicas(2, program) == [({"id": 0, "of": [2]},), ({"id": 1, "of": [2]},)]
-
-
-def test_a_single_replica_gets_the_bare_value():
-    value = mpistrat.OneDeviceStrategy().experimental_distribute_values_from_function(lambda context: [context])
+    value = ONE().experimental_distribute_values_from_function(lambda context: [context])
     assert value == [ValueContext(0, 1)]

@@ -181,18 +181,10 @@ def test_rows_may_be_on_the_gpu_from_the_start(gpu):
         assert [batch.tolist() for batch in _fed(source)][:2] == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_batches_stay_in_host_memory_where_that_is_asked_for(gpu):
-    options = mpistrat.InputOptions(experimental_fetch_to_device=False)
-    assert all(type(batch) is np.ndarray for batch in _fed(mpistrat.ArrayDataset(np.arange(10.0), 4), options))
-
-
-def test_arrays_of_the_standard_become_arrays_of_the_gpu(gpu):
+def test_arrays_of_other_libraries_go_to_the_gpu(gpu, monkeypatch):
     [batch] = Fetcher(iter([StandardArray(np.ones(2))]), 0, gpu)
     assert isinstance(batch, gpu.array_module.ndarray)
     assert batch.tolist() == [1, 1]
-
-
-def test_tensors_become_tensors_of_the_gpu(gpu, monkeypatch):
     torch = fake_torch()
     monkeypatch.setitem(sys.modules, "torch", torch)
     [batch] = Fetcher(iter([torch.Tensor(np.ones(2))]), 0, gpu)
@@ -200,13 +192,15 @@ def test_tensors_become_tensors_of_the_gpu(gpu, monkeypatch):
     assert (str(batch.device), batch.array.tolist()) == ("cuda:0", [1, 1])
 
 
+def test_batches_stay_in_host_memory_where_that_is_asked_for(gpu):
+    options = mpistrat.InputOptions(experimental_fetch_to_device=False)
+    assert all(type(batch) is np.ndarray for batch in _fed(mpistrat.ArrayDataset(np.arange(10.0), 4), options))
+    options = mpistrat.InputOptions(False, mpistrat.InputReplicationMode.PER_REPLICA, True)
+    with pytest.raises(NotImplementedError, match=r"datasets are in host memory, and this replica is on /gpu:0"):
+        distribute_from_function(mpistrat.OneDeviceStrategy(), lambda _: batches(), options, accepts_per_replica=True)
+
+
 def test_without_a_gpu_nothing_changes():
     for fetch in (None, True, False):
         options = mpistrat.InputOptions(experimental_fetch_to_device=fetch)
         assert all(type(batch) is np.ndarray for batch in _fed(mpistrat.ArrayDataset(np.arange(4.0), 2), options))
-
-
-def test_a_dataset_on_a_gpu_is_refused(gpu):
-    options = mpistrat.InputOptions(False, mpistrat.InputReplicationMode.PER_REPLICA, True)
-    with pytest.raises(NotImplementedError, match=r"datasets are in host memory, and this replica is on /gpu:0"):
-        distribute_from_function(mpistrat.OneDeviceStrategy(), lambda _: batches(), options, accepts_per_replica=True)

@@ -1,6 +1,5 @@
 """Elements made ahead, and a thread that ends when it should."""
 
-import gc
 import threading
 import time
 
@@ -53,17 +52,6 @@ def test_so_many_elements_are_made_ahead_and_no_more(buffer_size):
     assert is_idle()
 
 
-def test_another_thread_makes_them():
-    def threads():
-        while True:
-            yield threading.current_thread()
-
-    elements = Prefetcher(threads(), 1)
-    assert next(elements) is not threading.current_thread()
-    elements.close()
-    assert is_idle()
-
-
 def test_an_error_is_raised_where_it_falls_due():
     def failing():
         yield 1
@@ -90,24 +78,7 @@ def test_even_an_exit_does_not_leave_the_consumer_waiting():
     assert is_idle()
 
 
-def test_closing_ends_the_thread_and_the_iteration():
-    elements = Prefetcher(counting([]), 2)
-    next(elements)
-    elements.close()
-    elements.close()
-    assert list(elements) == []
-    assert is_idle()
-
-
-def test_the_thread_ends_with_the_last_reference():
-    elements = Prefetcher(counting([]), 2)
-    next(elements)
-    del elements
-    gc.collect()
-    assert is_idle()
-
-
-def test_the_source_is_let_go():
+def test_closing_lets_the_source_go_and_ends_the_iteration():
     ended = threading.Event()
 
     def source():
@@ -119,4 +90,7 @@ def test_the_source_is_let_go():
     elements = Prefetcher(source(), 1)
     next(elements)
     elements.close()
+    elements.close()
     assert ended.wait(2)
+    assert list(elements) == []
+    assert is_idle()

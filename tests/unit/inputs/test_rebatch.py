@@ -47,13 +47,6 @@ def test_every_array_of_a_nest_is_cut():
     assert (empty["x"].shape, empty["rest"][1][0].shape, empty["rest"][1][0].dtype) == ((0, 3), (0, 2, 2), np.float16)
 
 
-def test_shares_of_other_arrays_stay_of_their_kind():
-    torch = pytest.importorskip("torch")
-    found = share(torch.arange(4), 1, 2)
-    assert isinstance(found, torch.Tensor)
-    assert found.tolist() == [2, 3]
-
-
 @given(st.integers(0, 60), st.integers(1, 9))
 def test_shares_are_all_rows_and_as_many_in_each_step_as_a_batch_has(rows, num_replicas):
     seen = [[piece.tolist() for piece in shares(np.arange(rows), replica, num_replicas)] for replica in range(num_replicas)]

@@ -1,5 +1,6 @@
 """What a dataset can be made of: files, samples, iterables; and what it cannot."""
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs.input_options import SHARD_HINT
-from mpistrat.inputs.rebatch import ArraySpec
+from mpistrat.inputs.rebatch import ArraySpec, share
 from mpistrat.inputs.sources import ArrayDataset, FileDataset, IterableDataset, MapDataset, as_dataset
 
 INT64 = np.dtype(np.int64)
@@ -32,16 +33,6 @@ class Squares:
         return self.length
 
 
-class Lengthless:
-    """A source with a len() that only sometimes works, as PyTorch's DataLoader has."""
-
-    def __iter__(self):
-        return iter([np.arange(3), np.arange(2)])
-
-    def __len__(self):
-        raise TypeError("object of type 'Stream' has no len()")
-
-
 def rows_of(batches):
     return [batch.tolist() for batch in batches]
 
@@ -61,6 +52,7 @@ def test_samples_are_collated_into_global_batches():
     assert [batch.x.shape for batch in batches] == [(2, 2, 3), (2, 2, 3), (1, 2, 3)]
     assert isinstance(batches[0], Sample)
     assert batches[0].x.dtype == np.float32
+    assert rows_of(MapDataset(["a", "bbb"], 2, collate_fn=lambda texts: np.array([*map(len, texts)]))) == [[1, 3]]
 
 
 def test_a_replica_asks_for_its_own_samples():
@@ -68,56 +60,39 @@ def test_a_replica_asks_for_its_own_samples():
     shares = list(MapDataset(samples, 4).batches(0, replica=1, num_replicas=2))
     assert [share.y.tolist() for share in shares] == [[4, 9], [36, 49]]
     assert samples.asked == [2, 3, 6, 7]
+    [empty] = MapDataset(Squares(4), 4).batches(0, replica=4, num_replicas=5)
+    assert (empty.x.shape, empty.x.dtype) == ((0, 2, 3), np.float32)
+    assert (empty.y.shape, empty.y.dtype) == ((0,), INT64)
 
 
-def test_a_share_of_no_samples_is_like_the_first_one():
-    [share] = MapDataset(Squares(4), 4).batches(0, replica=4, num_replicas=5)
-    assert (share.x.shape, share.x.dtype) == ((0, 2, 3), np.float32)
-    assert (share.y.shape, share.y.dtype) == ((0,), INT64)
-
-
-@pytest.mark.parametrize("num_replicas", [2, 3, 4])
-def test_shuffled_samples_come_in_one_order_at_any_number_of_replicas(num_replicas):
-    dataset = MapDataset(list(range(23)), 5, shuffle=True, seed=9)
-    for epoch in range(2):
-        whole = rows_of(dataset.batches(epoch))
-        shares = zip(*[dataset.batches(epoch, replica, num_replicas) for replica in range(num_replicas)], strict=True)
-        assert [np.concatenate(step).tolist() for step in shares] == whole
-        assert sorted(row for batch in whole for row in batch) == list(range(23))
-        assert whole[0] != [0, 1, 2, 3, 4]
-
-
-def test_samples_may_be_collated_by_the_user():
-    dataset = MapDataset(["a", "bbb"], 2, collate_fn=lambda texts: np.array([len(text) for text in texts]))
-    assert rows_of(dataset) == [[1, 3]]
-
-
-def test_tensors_are_collated_to_tensors():
+def test_tensors_stay_tensors():
     torch = pytest.importorskip("torch")
     [batch] = MapDataset(torch.utils.data.TensorDataset(torch.arange(3.0), torch.arange(3)), 3)
     assert isinstance(batch[0], torch.Tensor)
     assert batch[0].tolist() == batch[1].tolist() == [0, 1, 2]
-    [share] = MapDataset(torch.utils.data.TensorDataset(torch.ones(1, 2)), 1).batches(0, 1, 2)
-    assert (type(share[0]), tuple(share[0].shape)) == (torch.Tensor, (0, 2))
-
-
-def test_arrays_of_other_libraries_stay_of_their_kind():
-    torch = pytest.importorskip("torch")
+    [empty] = MapDataset(torch.utils.data.TensorDataset(torch.ones(1, 2)), 1).batches(0, 1, 2)
+    assert (type(empty[0]), tuple(empty[0].shape)) == (torch.Tensor, (0, 2))
     [first, _] = ArrayDataset({"x": torch.arange(4.0), "y": np.arange(4)}, 2)
-    assert isinstance(first["x"], torch.Tensor)
-    assert isinstance(first["y"], np.ndarray)
+    assert (type(first["x"]), type(first["y"])) == (torch.Tensor, np.ndarray)
+    half = share(torch.arange(4), 1, 2)
+    assert (type(half), half.tolist()) == (torch.Tensor, [2, 3])
+
+
+UNLIKE_FILES = {"a": np.zeros((2, 3)), "b": np.zeros((2, 4))}
 
 
 @pytest.mark.parametrize(
-    ("samples", "error", "message"),
+    ("dataset", "message"),
     [
-        ([np.zeros(2), np.zeros(3)], InvalidArgumentError, "different shapes or structures cannot be stacked.*collate_fn"),
-        ([(1, 2), (1,)], InvalidArgumentError, "different shapes or structures cannot be stacked"),
+        (MapDataset([np.zeros(2), np.zeros(3)], 2), "different shapes or structures cannot be stacked.*collate_fn"),
+        (MapDataset([(1, 2), (1,)], 2), "different shapes or structures cannot be stacked.*collate_fn"),
+        (FileDataset([*UNLIKE_FILES], UNLIKE_FILES.get, 2), r"same shapes and dtypes; b has .*\(None, 4\).*\(None, 3\)"),
+        (as_dataset([1, 2]), r"every element of a dataset must be a batch.*element is 1\. Batch the dataset"),
     ],
 )
-def test_samples_that_differ_make_no_batch(samples, error, message):
-    with pytest.raises(error, match=message):
-        list(MapDataset(samples, 2))
+def test_what_differs_or_has_no_rows_makes_no_batch(dataset, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        list(dataset)
 
 
 @pytest.mark.parametrize("samples", [iter([1]), {0: 1}, 3, {1, 2}])
@@ -171,26 +146,6 @@ def test_shuffled_files_are_all_read_once_in_another_order_each_epoch():
     assert sorted(sharded) == sorted(first)
 
 
-def test_every_replica_takes_its_share_of_batches_of_all_files():
-    dataset = FileDataset(*files_of(3, 4), 4, shuffle=True)
-    shares = zip(*[dataset.batches(1, replica, 3) for replica in range(3)], strict=True)
-    assert [np.concatenate(step).tolist() for step in shares] == rows_of(dataset.batches(1))
-
-
-def test_fewer_files_than_pipelines_are_refused():
-    with pytest.raises(InvalidArgumentError, match="2 files cannot be shared by 3 input pipelines.*AutoShardPolicy.DATA"):
-        FileDataset(*files_of(1, 1), 2).shard(3, 0)
-
-
-def test_files_must_be_alike():
-    contents = {"a": np.zeros((2, 3)), "b": np.zeros((2, 4))}
-    with pytest.raises(
-        InvalidArgumentError,
-        match=r"all files of a dataset must have the same shapes and dtypes; b has .*\(None, 4\).*\(None, 3\)",
-    ):
-        list(FileDataset(["a", "b"], contents.__getitem__, 2))
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -211,6 +166,7 @@ def test_bad_file_datasets_are_refused(arguments, error, message):
 
 def test_a_list_of_batches_can_be_iterated_again():
     dataset = as_dataset([np.arange(4), np.arange(4, 6)])
+    assert as_dataset(dataset) is dataset
     assert dataset.num_batches == 2
     assert rows_of(dataset) == rows_of(dataset) == [[0, 1, 2, 3], [4, 5]]
     assert rows_of(dataset.batches(0, 1, 2)) == [[2, 3], [5]]
@@ -227,11 +183,16 @@ def test_a_generator_is_iterated_once():
 def test_an_iterable_object_without_a_length_is_asked_for_each_epoch():
     class Stream:
         def __iter__(self):
-            return iter([np.arange(3)])
+            return iter([np.arange(3), np.arange(2)])
 
-    dataset = as_dataset(Stream())
-    assert dataset.num_batches is None
-    assert rows_of(dataset) == rows_of(dataset) == [[0, 1, 2]]
+    class SometimesSized(Stream):  # as PyTorch's DataLoader
+        def __len__(self):
+            raise TypeError("object of type 'Stream' has no len()")
+
+    for stream in (Stream(), SometimesSized()):
+        dataset = as_dataset(stream)
+        assert (dataset.num_batches, dataset.describe()) == (None, type(stream).__name__)
+        assert rows_of(dataset) == rows_of(dataset) == [[0, 1, 2], [0, 1]]
 
 
 @pytest.mark.parametrize(("length", "found"), [(3, "yields 2"), (1, "yields more")])
@@ -245,11 +206,6 @@ def test_a_wrong_length_is_noticed(length, found):
 
     with pytest.raises(InvalidArgumentError, match=rf"the Wrong has a len\(\) of {length} batches, but {found}"):
         list(as_dataset(Wrong()))
-
-
-def test_a_dataset_is_one_already():
-    dataset = ArrayDataset(np.arange(3), 2)
-    assert as_dataset(dataset) is dataset
 
 
 @pytest.mark.parametrize(
@@ -267,13 +223,6 @@ def test_a_dataset_is_one_already():
 def test_what_yields_no_batches_is_no_dataset(source, message):
     with pytest.raises(TypeError, match=rf"a dataset is a mpistrat.ArrayDataset, .*; {message}"):
         as_dataset(source)
-
-
-def test_unbatched_elements_are_refused():
-    with pytest.raises(
-        InvalidArgumentError, match=r"every element of a dataset must be a batch.*element is 1\. Batch the dataset"
-    ):
-        list(as_dataset([1, 2]))
 
 
 # ---------------------------------------------------------------------------------------------- descriptions and shards
@@ -311,19 +260,14 @@ def test_without_elements_there_is_no_spec(make, message):
     assert list(dataset) == []
 
 
-@pytest.mark.parametrize("make", [lambda: ArrayDataset(np.arange(10), 3), lambda: MapDataset(list(range(10)), 3)])
+@pytest.mark.parametrize("make", [partial(ArrayDataset, np.arange(10), 3), partial(MapDataset, range(10), 3)])
 def test_rows_and_samples_are_sharded_one_by_one(make):
     assert [rows_of(make().shard(3, index)) for index in range(3)] == [[[0, 3, 6], [9]], [[1, 4, 7]], [[2, 5, 8]]]
     assert rows_of(make().shard(2, 1).shard(2, 0)) == [[1, 5, 9]]
     assert len(make().shard(3, 0)) == 2
     assert rows_of(make().shard(20, 15)) == []
-
-
-def test_a_shuffled_shard_has_the_rows_of_the_shard():
-    part = ArrayDataset(np.arange(20), 4, shuffle=True).shard(3, 2)
-    first, second = ([row for batch in rows_of(part) for row in batch] for _ in range(2))
-    assert first != second
-    assert sorted(first) == sorted(second) == list(range(2, 20, 3))
+    shuffled = make(shuffle=True).shard(2, 1)
+    assert sorted(row for batch in shuffled for row in batch) == [1, 3, 5, 7, 9]
 
 
 @pytest.mark.parametrize(
@@ -338,9 +282,6 @@ def test_a_shuffled_shard_has_the_rows_of_the_shard():
 def test_shards_that_are_none_are_refused(numbers, error, message):
     with pytest.raises(error, match=message):
         ArrayDataset(np.arange(3), 2).shard(*numbers)
-
-
-def test_batches_of_an_iterable_are_not_sharded():
     with pytest.raises(InvalidArgumentError, match="a list of batches cannot be sharded"):
         IterableDataset([np.arange(3)]).shard(2, 0)
 
@@ -367,13 +308,5 @@ def test_a_marked_dataset_waits_for_its_numbers():
 )
 def test_datasets_that_differ_are_described_differently(one, other):
     assert one.describe() != other.describe()
-
-
-def test_files_in_folders_of_their_own_are_the_same():
+    # files in folders of their own are the same
     assert FileDataset(["/a/x"], np.load, 2).describe() == FileDataset(["/b/x"], np.load, 2).describe()
-
-
-def test_a_length_that_only_sometimes_works_is_unknown():
-    dataset = as_dataset(Lengthless())
-    assert (dataset.num_batches, dataset.describe()) == (None, "Lengthless")
-    assert rows_of(dataset) == [[0, 1, 2], [0, 1]]

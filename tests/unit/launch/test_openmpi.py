@@ -12,19 +12,38 @@ from mpistrat.launch import openmpi
 from mpistrat.launch.openmpi import has_chosen_collectives, has_wheel, num_cores, parameters
 from tests.processes import run_bounded
 
-QUICK_START = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
+BTL, OSC = {"OMPI_MCA_btl": "^ofi"}, {"OMPI_MCA_osc": "^ucx"}
 YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
+@pytest.mark.parametrize(
+    ("is_wheel", "environ", "oversubscribed", "alone", "found"),
+    [
+        (True, {}, False, False, {**BTL, **OSC}),
+        (True, {}, True, False, {**BTL, **OSC, **YIELD}),
+        (True, {}, False, True, {"OMPI_MCA_btl": "^ofi,sm", **OSC}),
+        *((True, {"OMPI_MCA_btl": choice}, False, alone, OSC) for choice in ("self,sm", "^tcp", "") for alone in (False, True)),
+        (False, {}, False, False, {}),
+        (False, {}, True, False, YIELD),
+    ],
+)
+def test_what_open_mpi_is_told(monkeypatch, is_wheel, environ, oversubscribed, alone, found) -> None:
+    monkeypatch.setattr(openmpi, "has_wheel", lambda _: is_wheel)
+    assert parameters(environ, oversubscribed=oversubscribed, alone=alone) == found
+
+
 @pytest.fixture
-def wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+def home(tmp_path: Path) -> Path:
+    """A home folder with a file of parameters."""
+    (tmp_path / ".openmpi").mkdir()
+    lines = ("# osc = rdma", "btl = tcp,self", "", "mpi_yield_when_idle=0", "coll_han_priority = 0")
+    (tmp_path / ".openmpi/mca-params.conf").write_text("\n".join(lines))
+    return tmp_path
+
+
+def test_parameter_file_of_the_user_stays(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmpi, "has_wheel", lambda _: True)
-
-
-@pytest.mark.usefixtures("wheel")
-def test_wheel_starts_quickly_and_yields_where_oversubscribed() -> None:
-    assert parameters({}, oversubscribed=False) == QUICK_START
-    assert parameters({}, oversubscribed=True) == {**QUICK_START, **YIELD}
+    assert parameters({"HOME": str(home)}, oversubscribed=True) == OSC
 
 
 def test_without_home_mpi_starts_all_the_same() -> None:
@@ -36,51 +55,17 @@ def test_without_home_mpi_starts_all_the_same() -> None:
         assert (done.returncode, done.stdout) == (0, said), done.stderr
 
 
-@pytest.mark.usefixtures("wheel")
-def test_a_process_alone_shares_no_memory_unless_the_user_says_so() -> None:
-    assert parameters({}, oversubscribed=False, alone=True) == {**QUICK_START, "OMPI_MCA_btl": "^ofi,sm"}
-    assert parameters({"OMPI_MCA_btl": "self,sm"}, oversubscribed=False, alone=True) == {"OMPI_MCA_osc": "^ucx"}
-
-
-def test_another_open_mpi_is_left_as_the_site_built_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openmpi, "has_wheel", lambda _: False)
-    assert parameters({}, oversubscribed=False) == {}
-    assert parameters({}, oversubscribed=True) == YIELD
-
-
-@pytest.mark.usefixtures("wheel")
-@pytest.mark.parametrize("choice", ["self,sm,tcp", "^tcp", ""])
-def test_variable_of_the_user_stays(choice: str) -> None:
-    assert parameters({"OMPI_MCA_btl": choice}, oversubscribed=False) == {"OMPI_MCA_osc": "^ucx"}
-
-
-@pytest.mark.usefixtures("wheel")
-def test_parameter_file_of_the_user_stays(tmp_path: Path) -> None:
-    (tmp_path / ".openmpi").mkdir()
-    (tmp_path / ".openmpi/mca-params.conf").write_text("# osc = rdma\nbtl = tcp,self\n\nmpi_yield_when_idle=0\n")
-    assert parameters({"HOME": str(tmp_path)}, oversubscribed=True) == {"OMPI_MCA_osc": "^ucx"}
-
-
 def test_library_named_by_the_user_is_not_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "openmpi-5.0.11.dist-info").mkdir()
     monkeypatch.setattr(sys, "path", ["/nowhere", __file__, str(tmp_path)])
+    (tmp_path / "openmpi_tools-1.0.dist-info").mkdir()
+    assert not has_wheel({})
+    (tmp_path / "openmpi-5.0.11.dist-info").mkdir()
     assert has_wheel({})
     assert not has_wheel({"MPI4PY_LIBMPI": "/opt/mpi/lib/libmpi.so"})
 
 
-def test_without_the_wheel_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "openmpi_tools-1.0.dist-info").mkdir()
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert not has_wheel({})
-
-
 def test_the_wheel_is_found_where_python_finds_it() -> None:
-    try:
-        metadata.distribution("openmpi")
-    except metadata.PackageNotFoundError:
-        assert not has_wheel({})
-    else:
-        assert has_wheel({})
+    assert has_wheel({}) is any(metadata.distributions(name="openmpi"))
 
 
 def test_hardware_threads_of_a_core_count_once(tmp_path: Path) -> None:
@@ -99,10 +84,8 @@ def test_cores_of_the_parent_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert num_cores(system=tmp_path) == 4
 
 
-def test_collectives_of_the_user_are_noticed(tmp_path: Path) -> None:
-    assert not has_chosen_collectives({"OMPI_MCA_btl": "self,tcp", "OMPI_MCA_collision": "1", "HOME": str(tmp_path)})
+def test_collectives_of_the_user_are_noticed(home: Path) -> None:
+    assert not has_chosen_collectives({"OMPI_MCA_btl": "self,tcp", "OMPI_MCA_collision": "1", "HOME": "/nowhere"})
     assert has_chosen_collectives({"OMPI_MCA_coll": "^han"})
     assert has_chosen_collectives({"OMPI_MCA_coll_tuned_use_dynamic_rules": "1"})
-    (tmp_path / ".openmpi").mkdir()
-    (tmp_path / ".openmpi/mca-params.conf").write_text("coll_han_priority = 0\n")
-    assert has_chosen_collectives({"HOME": str(tmp_path)})
+    assert has_chosen_collectives({"HOME": str(home)})

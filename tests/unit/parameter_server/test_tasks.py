@@ -48,11 +48,10 @@ def test_a_server_knows_its_task():
     assert made.target == "mpi://b:2"
     assert server(made.server_def).server_def == made.server_def
     assert server(made.server_def, task_index=0).target == "mpi://b:1"
-
-
-def test_a_server_infers_its_task():
-    assert server({"ps": ["c:1"]}).server_def["job_name"] == "ps"
+    assert server({"ps": ["c:1"]}).server_def["job_name"] == "ps", "the only task"
     assert server(ClusterSpec(GOOD), "ps", protocol="grpc").target == "grpc://c:1"
+    with pytest.raises(RuntimeError, match=r"call start\(\) on all ranks before join\(\)"):
+        made.join()
 
 
 def test_a_task_that_is_not_known_is_refused():
@@ -64,11 +63,6 @@ def test_a_task_that_is_not_known_is_refused():
         server(GOOD, "chief")
     with pytest.raises(TypeError, match="server_or_cluster_def must be a ClusterSpec"):
         server("a:1")
-
-
-def test_a_server_that_was_not_started_serves_nobody():
-    with pytest.raises(RuntimeError, match=r"call start\(\) on all ranks before join\(\)"):
-        server(GOOD, "ps").join()
 
 
 def strategy(*arguments, **named):
@@ -86,8 +80,5 @@ def test_the_strategy_refuses_what_it_cannot_take():
     resolver.task_type = "worker"
     with pytest.raises(InvalidArgumentError, match="the chief makes the strategy, but this rank is worker 0"):
         strategy(resolver)
-
-
-def test_a_coordinator_refuses_other_strategies():
     with pytest.raises(InvalidArgumentError, match="works with a mpistrat.experimental.ParameterServerStrategy; got"):
         mpistrat.experimental.coordinator.ClusterCoordinator(mpistrat.OneDeviceStrategy())

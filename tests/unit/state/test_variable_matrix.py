@@ -6,16 +6,7 @@ import pytest
 import mpistrat
 from mpistrat.errors import InvalidArgumentError
 from tests.unit.replicas import on_replicas
-from tests.variable_matrix import (
-    CELLS,
-    METHODS,
-    PLAIN,
-    Refused,
-    check_cell,
-    check_per_replica,
-    check_plain,
-    check_refused,
-)
+from tests.variable_matrix import ALONE, CELLS, METHODS, Refused, check_cell, check_per_replica, check_plain, check_refused
 
 SYNCHRONIZATIONS = [mpistrat.VariableSynchronization.ON_WRITE, mpistrat.VariableSynchronization.ON_READ]
 
@@ -31,7 +22,7 @@ def test_one_device(cell):
     check_cell(mpistrat.OneDeviceStrategy(), cell)
 
 
-@pytest.mark.parametrize("operation", PLAIN)
+@pytest.mark.parametrize("operation", ALONE)
 @pytest.mark.parametrize("synchronization", SYNCHRONIZATIONS)
 @pytest.mark.parametrize("aggregation", mpistrat.VariableAggregation)
 def test_outside_all_scopes(operation, synchronization, aggregation):
@@ -65,4 +56,4 @@ def test_no_cell_is_missing():
     aggregations = len(mpistrat.VariableAggregation)
     operations, contexts = len(METHODS) + 1, len(["run", "scope", "update"])
     assert len({str(cell) for cell in CELLS}) == len(CELLS) == operations * contexts * len(SYNCHRONIZATIONS) * aggregations
-    assert operations == len(PLAIN)
+    assert operations == len(ALONE)

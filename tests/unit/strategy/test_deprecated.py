@@ -1,51 +1,46 @@
 """Old names: each warns, and does what the present one does."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 import mpistrat
 from mpistrat.context.values import PerReplica
 from mpistrat.inputs.input_options import InputContext
-from mpistrat.strategy.deprecated import accepts_hints
-from tests.unit.replicas import on_replicas
+from mpistrat.strategy.deprecated import accepts_hints, get_loss_reduction
 
 
-def test_unwrap_returns_the_local_results():
-    def program(strategy):
-        with pytest.warns(DeprecationWarning, match="strategy.unwrap is deprecated; use strategy.experimental_local_results"):
-            return strategy.unwrap([PerReplica(strategy.extended.communicator.rank)])
-
-    assert on_replicas(2, program) == [([0],), ([1],)]
-
-
-def test_group_has_nothing_to_wait_for():
-    with pytest.warns(DeprecationWarning, match="strategy.group is deprecated; use the value itself"):
-        assert mpistrat.OneDeviceStrategy().group(PerReplica(1), name="all") is None
-
-
-def test_configure_does_nothing_or_refuses():
-    strategy = mpistrat.OneDeviceStrategy()
-    with pytest.warns(DeprecationWarning, match="strategy.configure is deprecated"):
-        assert strategy.configure(session_config="anything") is None
-    message = (
-        r"cannot be moved to another cluster: .*task_id=1.(.|\n)*correct: .*MultiWorkerMirroredStrategy\(cluster_resolver\)"
-    )
-    with pytest.warns(DeprecationWarning, match="configure"), pytest.raises(NotImplementedError, match=message):
-        strategy.configure(task_type="worker", task_id=1)
+@pytest.mark.parametrize(
+    ("call", "message", "result"),
+    [
+        (lambda s: s.unwrap([PerReplica(5)]), "strategy.unwrap is deprecated; use strategy.experimental_local_results", ([5],)),
+        (lambda s: s.group(PerReplica(1), name="all"), "strategy.group is deprecated; use the value itself", None),
+        (lambda s: s.configure(session_config="anything"), "strategy.configure is deprecated", None),
+        (lambda s: s.update_config_proto("config"), "strategy.update_config_proto is deprecated", "config"),
+        (lambda s: s.experimental_run(lambda x: x + 1, iter([3])), "strategy.experimental_run is deprecated", 4),
+        (lambda s: s.experimental_run(lambda: 5), "strategy.experimental_run is deprecated", 5),
+        (lambda s: get_loss_reduction(), r"get_loss_reduction\(\) is deprecated", mpistrat.ReduceOp.SUM),
+    ],
+)
+def test_methods_of_old_names(call, message, result):
+    with pytest.warns(DeprecationWarning, match=message):
+        assert call(mpistrat.OneDeviceStrategy()) == result
 
 
-def test_update_config_proto_hands_back_what_it_got():
-    config = object()
-    with pytest.warns(DeprecationWarning, match="strategy.update_config_proto is deprecated"):
-        assert mpistrat.OneDeviceStrategy().update_config_proto(config) is config
-
-
-def test_experimental_run_takes_the_next_element():
-    strategy, iterator = mpistrat.OneDeviceStrategy(), iter([3])
-    with pytest.warns(DeprecationWarning, match="strategy.experimental_run is deprecated"):
-        assert strategy.experimental_run(lambda x: x + 1, iterator) == 4
-    with pytest.warns(DeprecationWarning, match="experimental_run"):
-        assert strategy.experimental_run(lambda: 5) == 5
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda s: s.configure(task_type="worker", task_id=1),
+            r"moved to another cluster: .*task_id=1.(.|\n)*correct: .*MultiWorkerMirroredStrategy\(cluster_resolver\)",
+        ),
+        (lambda s: s.make_input_fn_iterator(print, SimpleNamespace(name="PER_REPLICA")), "takes .* PER_WORKER, got"),
+    ],
+)
+def test_what_there_is_no_more_is_refused(call, message):
+    with pytest.warns(DeprecationWarning, match="is deprecated"), pytest.raises(NotImplementedError, match=message):
+        call(mpistrat.OneDeviceStrategy())
 
 
 def test_make_numpy_dataset_and_make_dataset_iterator():
@@ -70,19 +65,6 @@ def test_datasets_from_functions(name):
         dataset = getattr(mpistrat.OneDeviceStrategy(), name)(dataset_fn)
     assert [batch.tolist() for batch in dataset] == [[0, 1], [2, 3]]
     assert contexts == [InputContext(1, 0, 1)]
-
-
-def test_make_input_fn_iterator_takes_one_replication_mode():
-    strategy = mpistrat.OneDeviceStrategy()
-
-    class Mode:
-        name = "PER_REPLICA"
-
-    with (
-        pytest.warns(DeprecationWarning, match="input_fn"),
-        pytest.raises(NotImplementedError, match="takes .* PER_WORKER, got"),
-    ):
-        strategy.make_input_fn_iterator(print, Mode())
 
 
 def test_colocate_vars_with():

@@ -2,8 +2,6 @@
 
 import copy
 import operator
-import subprocess
-import sys
 
 import ml_dtypes
 import numpy as np
@@ -40,13 +38,10 @@ def reduced(op, components, axis):
         ("SUM", [[1, 2], [3, 4]], None, [4, 6]),
         ("MAX", [[1, 5], [3, 4]], None, [3, 5]),
         ("MEAN", [np.ones((2, 2)), 3 * np.ones((1, 2))], 0, [5 / 3, 5 / 3]),
-        (mpistrat.ReduceOp.SUM, [np.ones((2, 2)), 3 * np.ones((1, 2))], [], None),
+        (mpistrat.ReduceOp.SUM, [np.ones((2, 2)), np.ones((2, 2))], [], [[2, 2], [2, 2]]),
     ],
 )
 def test_known_reductions(op, components, axis, expected):
-    if expected is None:
-        components = [np.ones((2, 2)), np.ones((2, 2))]
-        expected = 2 * np.ones((2, 2))
     for result in reduced(op, components, axis):
         np.testing.assert_array_equal(result, expected)
         assert isinstance(result, np.ndarray)
@@ -107,12 +102,7 @@ def test_a_value_that_is_equal_on_all_replicas(wrap):
 @pytest.mark.parametrize(
     ("op", "axis", "error", "message"),
     [
-        (
-            "median",
-            None,
-            InvalidArgumentError,
-            "unknown reduce_op 'median'; accepted are SUM, MEAN, MIN, MAX, PROD, in upper or lower case",
-        ),
+        ("median", None, InvalidArgumentError, "unknown reduce_op 'median'; accepted are SUM, MEAN, MIN, MAX, PROD, in"),
         (3, None, TypeError, "reduce_op must be a ReduceOp or a str"),
         ("sum", 1, InvalidArgumentError, "axis 1 is out of range for a component of 1 axes; got axis=1"),
         ("sum", [0, -2], InvalidArgumentError, "axis -2 is out of range"),
@@ -153,19 +143,13 @@ def test_plain_values_are_combined_as_what_each_rank_passes(make):
         assert (nest["b"], nest["c"]) == (2, 9)
 
 
-def test_the_mean_of_plain_rows_counts_the_rows_of_all_replicas():
+def test_plain_rows_and_slices_are_combined():
     def program(strategy):
-        return strategy.reduce("mean", np.full((strategy.rank + 1, 2), strategy.rank + 1.0), axis=0).tolist()
+        rows = strategy.reduce("mean", np.full((strategy.rank + 1, 2), strategy.rank + 1.0), axis=0)
+        slices = strategy.reduce("mean", IndexedSlices(np.ones((1, 1)), [strategy.rank], (2, 1)), axis=None)
+        return rows.tolist(), slices.to_dense().tolist()
 
-    assert on_replicas(2, program) == [[5 / 3, 5 / 3]] * 2
-
-
-def test_plain_slices_are_combined():
-    def program(strategy):
-        slices = IndexedSlices(np.ones((1, 1)), [strategy.rank], (2, 1))
-        return strategy.reduce("mean", slices, axis=None).to_dense().tolist()
-
-    assert on_replicas(2, program) == [[[0.5], [0.5]]] * 2
+    assert on_replicas(2, program) == [([5 / 3, 5 / 3], [[0.5], [0.5]])] * 2
 
 
 @pytest.mark.parametrize(
@@ -251,20 +235,17 @@ def test_run_replaces_distributed_values_at_any_depth():
     assert on_replicas(2, program) == [({"sum": 10, "scale": 0},), ({"sum": 11, "scale": 2},)]
 
 
-def test_run_returns_the_bare_value_of_a_single_replica():
-    assert mpistrat.OneDeviceStrategy().run(lambda x: [x], args=[3]) == [3]
+def test_run_of_a_single_replica():
+    strategy, options = mpistrat.OneDeviceStrategy(), RunOptions(experimental_xla_options="anything")
+    assert options[:2] == (True, False)
+    assert strategy.run(lambda x: [x], args=[3], options=options) == [3]  # the bare value; options have no effect
     assert mpistrat.get_strategy().run(lambda x: [x], args=(3,)) == [3]
-
-
-def test_run_takes_a_list_or_tuple():
+    assert strategy.extended.call_for_each_replica(lambda x, *, y: x + y, (1,), {"y": 2}) == 3
+    assert [strategy.experimental_local_results(value) for value in (3, [1, 2])] == [(3,), ([1, 2],)]
     with pytest.raises(InvalidArgumentError, match=r"args=\(batch,\); got ndarray"):
-        mpistrat.OneDeviceStrategy().run(lambda x: x, args=np.ones(3))
-
-
-def test_local_results_of_a_plain_value():
-    strategy = mpistrat.OneDeviceStrategy()
-    assert strategy.experimental_local_results(3) == (3,)
-    assert strategy.experimental_local_results([1, 2]) == ([1, 2],)
+        strategy.run(lambda x: x, args=np.ones(3))
+    with pytest.raises(TypeError, match=r"options must be a mpistrat.RunOptions or None; got CommunicationOptions\("):
+        strategy.run(lambda: 5, options=CommunicationOptions())
 
 
 @pytest.mark.parametrize(
@@ -290,15 +271,6 @@ def test_cross_replica_methods_are_refused_inside_run(method, arguments):
     message = rf"strategy.{method} must be called in cross-replica context(.|\n)*incorrect: .*strategy.{method}(.|\n)*correct: "
     with pytest.raises(RuntimeError, match=message):
         strategy.run(lambda: operator.attrgetter(method)(strategy)(*arguments))
-
-
-def test_run_takes_options_and_ignores_them():
-    strategy = mpistrat.OneDeviceStrategy()
-    options = RunOptions(experimental_xla_options="anything")
-    assert options[:2] == (True, False)
-    assert strategy.run(lambda: 5, options=options) == 5
-    with pytest.raises(TypeError, match=r"options must be a mpistrat.RunOptions or None; got CommunicationOptions\("):
-        strategy.run(lambda: 5, options=CommunicationOptions())
 
 
 def test_a_strategy_of_one_device_can_be_copied_deeply():
@@ -335,22 +307,6 @@ def test_all_reduce_keeps_the_structure_and_takes_anything_that_is_an_array():
         assert (result["n"], result["empty"].shape, result["v"]) == (1, (0, 3), 2)
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (
-            {"a": np.ones(1), "b": [np.array([object()])]},
-            r"value\['b'\]\[0\] has dtype object, which collectives do not support",
-        ),
-        (["text"], r"value\[0\] has dtype <U4"),
-        (object(), "value has dtype object"),
-    ],
-)
-def test_all_reduce_names_the_leaf_that_is_not_an_array_of_numbers(value, message):
-    with pytest.raises(UnsupportedDtypeError, match=message):
-        mpistrat.get_replica_context().all_reduce("sum", value)
-
-
 def test_merge_call_groups_arguments_and_hands_components_back():
     def merged(strategy, value, *, scale):
         assert mpistrat.in_cross_replica_context()
@@ -360,23 +316,14 @@ def test_merge_call_groups_arguments_and_hands_components_back():
     def fn(context, rank):
         result = context.merge_call(merged, args=(rank + 1,), kwargs={"scale": 10})
         assert mpistrat.get_replica_context() is context
+        with pytest.raises(RuntimeError, match="ReplicaContext.merge_call must be called in the replica context"):
+            context.merge_call(lambda strategy: context.merge_call(print))
         return result
 
     assert in_run(fn) == [{"total": 30, "own": 1}, {"total": 30, "own": 2}]
-
-
-def test_merge_call_outside_all_scopes_calls_straight_through():
-    context = mpistrat.get_replica_context()
+    context = mpistrat.get_replica_context()  # outside all scopes
     assert context.merge_call(lambda strategy, value: (strategy, value), args=(3,)) == (mpistrat.get_strategy(), 3)
     assert mpistrat.get_replica_context() is context
-
-
-def test_merge_call_inside_merge_call_is_refused():
-    def fn(context, rank):
-        context.merge_call(lambda strategy: context.merge_call(print))
-
-    with pytest.raises(RuntimeError, match="ReplicaContext.merge_call must be called in the replica context"):
-        in_run(fn)
 
 
 def test_update_applies_a_function_to_the_array_of_this_replica():
@@ -444,24 +391,13 @@ def test_a_closed_strategy_does_not_communicate(use):
     message = r"this strategy was closed: OneDeviceStrategy\(replica=0\(1\), world=1x1\)(.|\n)*correct: .*strategy.close\(\)"
     with pytest.raises(RuntimeError, match=message):
         use(closed())
-
-
-def test_the_default_strategy_stays_open():
-    mpistrat.get_strategy().close()
+    mpistrat.get_strategy().close()  # which stays open
     assert float(mpistrat.Variable(1.0)) == 1
 
 
 def test_names_are_for_humans():
     strategy = mpistrat.OneDeviceStrategy()
     assert repr(strategy) == "OneDeviceStrategy(replica=0(1), world=1x1)"
+    assert strategy.array_module is mpistrat.get_strategy().array_module is np
     assert repr(strategy.run(mpistrat.get_replica_context)) == "ReplicaContext(replica=0(1))"
     assert strategy.cluster_resolver is None
-
-
-def test_one_device_starts_no_mpi():
-    program = (
-        "import sys, mpistrat, numpy; s = mpistrat.OneDeviceStrategy(); "
-        "s.run(lambda: mpistrat.get_replica_context().all_reduce('sum', numpy.ones(3))); "
-        "assert not any(name.startswith(('mpi4py', 'cupy')) for name in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
+import os
 
 import pytest
 
@@ -26,7 +25,7 @@ def test_it_tells_versions_the_mpi_and_every_setting(capsys: pytest.CaptureFixtu
     found = json.loads(run(capsys, "--json"))
     assert found["versions"]["mpistrat"] == mpistrat.__version__
     assert found["mpi"]["library"].split(" ")[0] in ("Open", "MPICH", "Intel")
-    assert found["mpi"]["mpiexec"].startswith("/")
+    assert os.access(found["mpi"]["mpiexec"], os.X_OK)
     assert [row["name"] for row in found["settings"]] == [setting.name for setting in SETTINGS]
 
 
@@ -45,17 +44,6 @@ def test_a_misspelt_variable_is_named_with_the_one_that_is_meant(
 ) -> None:
     monkeypatch.setenv("MPISTRAT_TIMEOUT", "7")
     assert "MPISTRAT_TIMEOUT is set, but is not a setting of mpistrat; did you mean MPISTRAT_TIMEOUT_SECONDS?\n" in run(capsys)
-
-
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [("MPISTRAT_STRICKT", "MPISTRAT_STRICT"), ("mpistrat_strict", "MPISTRAT_STRICT"), ("MPISTRAT_WEATHER", "")],
-)
-def test_the_nearest_name_is_found(name: str, near: str) -> None:
-    assert settings.misspelt({name: "1", "MPISTRAT_STRICT": "1", "PATH": "", "MPISTRAT_RANK_PID": "7"}) == {name: near}
-
-
-def test_mpi_is_not_started() -> None:
-    program = "import sys; from mpistrat.tools.cli import main; main(['info', '--json']); sys.exit('mpi4py.MPI' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
+    known = {"MPISTRAT_STRICT": "1", "PATH": "", "MPISTRAT_RANK_PID": "7"}
+    near = {"MPISTRAT_STRICKT": "MPISTRAT_STRICT", "mpistrat_strict": "MPISTRAT_STRICT", "MPISTRAT_WEATHER": ""}
+    assert settings.misspelt({**dict.fromkeys(near, "1"), **known}) == near

@@ -49,10 +49,7 @@ def test_outside_of_a_job_the_same_command_runs_on_ranks_of_its_own(
     ("words", "message"),
     [
         (["tune", "-n", "0"], "mpistrat tune: -n 0: a job needs at least 1 rank"),
-        (
-            ["bench", "all_reduce", "-n", "4", "--nodes", "2x3"],
-            "mpistrat bench: node shape '2x3' describes 6 ranks, but there are",
-        ),
+        (["bench", "all_reduce", "-n", "4", "--nodes", "2x3"], "mpistrat bench: node shape '2x3' describes 6 ranks, but"),
         (["bench", "all_reduce", "-n", "2", "--max-bytes", "lots"], "mpistrat bench: 'lots' is not a size"),
         (["tune", "-n", "2", "--max-bytes", "8"], "mpistrat tune: --max-bytes 8 is too small"),
     ],

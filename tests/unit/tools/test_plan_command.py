@@ -42,6 +42,9 @@ def test_the_report_shows_phases_bytes_times_and_why(capsys: pytest.CaptureFixtu
     assert [line.split()[0] for line in lines if line.endswith("chosen")] == ["hierarchical"]
 
 
+SMALL = ("--world", "2x2", "--bytes", "1KiB")
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -49,19 +52,15 @@ def test_the_report_shows_phases_bytes_times_and_why(capsys: pytest.CaptureFixtu
         (("--world", "2x2:cyclic", "--bytes", "8"), "2x2:cyclic: 4 ranks, 2 nodes, 2 shards"),
         (("--world", "1x1", "--bytes", "0"), "0 B of float32: 0 elements"),
         (("--world", "2x2", "--bytes", "6", "--dtype", "bfloat16"), "6 B of bfloat16: 3 elements"),
-        (
-            ("--world", "2x2", "--bytes", "1KiB", "--algorithm", "hierarchical"),
-            "hierarchical was asked for by name; auto would choose flat",
-        ),
-        (("--world", "2x2", "--bytes", "1KiB"), "at least 1 KiB"),
-        (
-            ("--world", "2x2", "--bytes", "1KiB", "--algorithm", "hierarchical"),
-            "1 KiB of float32: 256 elements\nalgorithm  hierarchical",
-        ),
+        ((*SMALL, "--algorithm", "hierarchical"), "hierarchical was asked for by name; auto would choose flat"),
+        (SMALL, "at least 1 KiB"),
+        ((*SMALL, "--algorithm", "hierarchical"), "1 KiB of float32: 256 elements\nalgorithm  hierarchical"),
         (
             ("--world", "2x2", "--bytes", "1MiB", "--algorithm", "hierarchical", "--chunk-bytes", "128KiB"),
             "in 8 chunks of 128 KiB",
         ),
+        # on GPUs of one node a buffer is not cut
+        (("--world", "1x8", "--bytes", "64MiB", "--device", "gpu"), "64 MiB of float32: 16777216 elements\n"),
     ],
 )
 def test_any_world_size_and_dtype(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], expected: str) -> None:
@@ -89,11 +88,6 @@ def test_bad_input_is_explained(capsys: pytest.CaptureFixture[str], changed: dic
     assert (code, out) == (2, "")
     assert err.startswith("mpistrat plan: ")
     assert message in err
-
-
-def test_on_gpus_of_one_node_a_buffer_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, "--world", "1x8", "--bytes", "64MiB", "--device", "gpu")
-    assert "64 MiB of float32: 16777216 elements\n" in out
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -127,18 +121,6 @@ def test_one_rank_of_several_without_a_reader_ends_the_others_by_an_exception(
     else:
         with pytest.raises(BrokenPipeError):
             cli.main(words)
-
-
-def test_no_mpi_is_needed() -> None:
-    program = (
-        "import argparse, sys; sys.modules.update(mpi4py=None, cupy=None); from mpistrat.tools import plan_command;"
-        "parser = argparse.ArgumentParser(); plan_command.add_arguments(parser);"
-        "sys.exit(plan_command.execute(parser.parse_args()))"
-    )
-    words = [sys.executable, "-c", program, "--world", "4x8", "--bytes", "64MiB"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "predicted fastest" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -84,18 +84,12 @@ def test_ranks_of_this_machine_share_its_cores(
     assert before
 
 
-@pytest.mark.parametrize("words", [("-n", "2"), ("-n2",), ("-np", "2"), ("--ranks", "2"), ("--ranks=2",)])
-def test_the_number_of_ranks_is_taken_as_mpiexec_spells_it_too(
-    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
-) -> None:
-    assert execute(*words, "--dry-run", "train.py", "-np", "7") == 0
-    assert capsys.readouterr().out.endswith(f"mpiexec' -n 2 {sys.executable} -m mpi4py train.py -np 7\n")
-
-
 def test_options_of_mpiexec_are_made_for_the_mpi(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "hosts").write_text("node1 slots=2\n")
     assert execute("-n", "2", "--tag-output", "--hostfile", "hosts", "--timeout", "10m", "--dry-run", "train.py") == 0
     assert "/mpiexec' -n 2 --output rank --hostfile hosts " in capsys.readouterr().out
+    execute("--nodes", "2+1:cyclic", "--dry-run", "train.py")  # which tells the number of ranks
+    assert "MPISTRAT_VIRTUAL_NODES=2+1:cyclic OMP_NUM_THREADS=1 '/opt/my mpi/mpiexec' -n 3 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90.0), ("1.5s", 1.5), ("10m", 600.0), ("2h", 7200.0), (" 1d ", 86400.0)])
@@ -120,71 +114,50 @@ def test_a_timeout_is_reported_with_what_the_ranks_do(
     assert capsys.readouterr().err == f"{said}{nothing}"
 
 
-def test_options_behind_the_script_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    execute("-n", "1", "--dry-run", "train.py", "-n", "9", "--nodes", "x", "--dry-run")
-    assert capsys.readouterr().out.endswith("-m mpi4py train.py -n 9 --nodes x --dry-run\n")
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        ("-n 2 --dry-run train.py -np 7", "-n 2 {} -m mpi4py train.py -np 7"),
+        *((f"{two} --dry-run train.py", "-n 2 {} -m mpi4py train.py") for two in ("-n2", "-np 2", "--ranks 2", "--ranks=2")),
+        ("-n 1 --dry-run train.py -n 9 --nodes x --dry-run", "-n 1 {} -m mpi4py train.py -n 9 --nodes x --dry-run"),
+        ("-n 1 --dry-run -m package.train --rate 1 -m x", "-n 1 {} -m mpi4py -m package.train --rate 1 -m x"),
+        ("-n 1 --dry-run -- train.py -- x", "-n 1 {} -m mpi4py train.py -- x"),
+        ("-n 1 --dry-run -- -m package.train", "-n 1 {} -m mpi4py -m package.train"),
+        ("-n 1 --dry-run -- train.py", "-n 1 {} -m mpi4py train.py"),
+    ],
+)
+def test_options_end_with_the_program(capsys: pytest.CaptureFixture[str], words: str, end: str) -> None:
+    assert cli.main(["run", *words.split()]) == 0
+    assert capsys.readouterr().out.endswith(f"mpiexec' {end.format(sys.executable)}\n")
 
 
-def test_module_is_run_as_one(capsys: pytest.CaptureFixture[str]) -> None:
-    execute("-n", "1", "--dry-run", "-m", "package.train", "--rate", "1", "-m", "x")
-    assert capsys.readouterr().out.endswith("-n 1 " + sys.executable + " -m mpi4py -m package.train --rate 1 -m x\n")
-
-
-def test_two_dashes_end_the_options(capsys: pytest.CaptureFixture[str]) -> None:
-    execute("-n", "1", "--dry-run", "--", "train.py", "--", "x")
-    execute("-n", "1", "--dry-run", "--", "-m", "package.train")
-    cli.main(["run", "-n", "1", "--dry-run", "--", "train.py"])
-    lines = capsys.readouterr().out.splitlines()
-    ends = [line.partition(" -m mpi4py ")[2] for line in lines]
-    assert ends == ["train.py -- x", "-m package.train", "train.py"]
-
-
-def test_nodes_alone_tell_the_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    execute("--nodes", "2+1:cyclic", "--dry-run", "train.py")
-    assert "MPISTRAT_VIRTUAL_NODES=2+1:cyclic OMP_NUM_THREADS=1 '/opt/my mpi/mpiexec' -n 3 " in capsys.readouterr().out
+MISSING = "the program is missing: a script, or -m and a module, after the options"
+NO_TIME = "is not a time: a number above 0, with s, m, h or d behind it (90, 10m)"
+SHAPES = "accepted are NODESxRANKS (2x4), ranks per node joined by + (3+1), each with :block or :cyclic behind it"
 
 
 @pytest.mark.parametrize(
     ("words", "kind", "text"),
     [
         (["train.py"], InvalidArgumentError, "the number of ranks is missing: -n N, or --nodes SHAPE for virtual nodes"),
-        (
-            ["-n", "2", "--timeout", "10 minutes", "train.py"],
-            InvalidArgumentError,
-            "--timeout '10 minutes' is not a time: a number above 0, with s, m, h or d behind it (90, 10m)",
-        ),
-        (
-            ["-n", "2", "--timeout", "0", "train.py"],
-            InvalidArgumentError,
-            "--timeout '0' is not a time: a number above 0, with s, m, h or d behind it (90, 10m)",
-        ),
+        (["-n2", "--timeout", "10 minutes", "train.py"], InvalidArgumentError, f"--timeout '10 minutes' {NO_TIME}"),
+        (["-n2", "--timeout", "0", "train.py"], InvalidArgumentError, f"--timeout '0' {NO_TIME}"),
         (["-n", "0", "train.py"], InvalidArgumentError, "-n 0: a job needs at least 1 rank"),
-        (["-n", "2"], InvalidArgumentError, "the program is missing: a script, or -m and a module, after the options"),
-        (["-n", "2", "--"], InvalidArgumentError, "the program is missing: a script, or -m and a module, after the options"),
+        (["-n", "2"], InvalidArgumentError, MISSING),
+        (["-n", "2", "--"], InvalidArgumentError, MISSING),
+        (["-n", "2", "trian.py"], InvalidArgumentError, "there is no script 'trian.py' in {}"),
         (
             ["-n", "4", "--nodes", "2x3", "train.py"],
             TopologyError,
-            "node shape '2x3' describes 6 ranks, but there are 4; accepted are NODESxRANKS (2x4), ranks per node joined by + "
-            "(3+1), each with :block or :cyclic behind it",
+            f"node shape '2x3' describes 6 ranks, but there are 4; {SHAPES}",
         ),
-        (
-            ["-n", "4", "--nodes", "2by2", "train.py"],
-            TopologyError,
-            "node shape '2by2' is malformed; accepted are NODESxRANKS (2x4), ranks per node joined by + (3+1), each with "
-            ":block or :cyclic behind it",
-        ),
+        (["-n", "4", "--nodes", "2by2", "train.py"], TopologyError, f"node shape '2by2' is malformed; {SHAPES}"),
     ],
 )
 def test_bad_words_are_refused(words: list[str], kind: type[MpistratError], text: str) -> None:
     with pytest.raises(kind) as caught:
         execute(*words)
-    assert str(caught.value) == text
-
-
-def test_missing_script_is_named_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        execute("-n", "2", "trian.py")
-    assert str(caught.value) == f"there is no script 'trian.py' in {tmp_path}"
+    assert str(caught.value) == text.format(Path.cwd())
 
 
 def test_job_inside_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from mpistrat.transports.window import LEAST_SMALL_BYTES, MOST_READ_BYTES, MOST_SMALL_BYTES, _are_of_one_call, small_slot_bytes
 
 
-def test_slots_are_whole_cache_lines_on_any_number_of_ranks() -> None:
+def test_slots_are_whole_cache_lines_that_share_the_room_down_to_a_least() -> None:
     assert [ranks for ranks in range(1, 100) if small_slot_bytes(ranks) % 64] == []
-
-
-def test_many_ranks_share_the_room_down_to_a_least() -> None:
     assert small_slot_bytes(3) == MOST_SMALL_BYTES
     assert small_slot_bytes(8) == MOST_READ_BYTES // 64
     assert small_slot_bytes(1000) == LEAST_SMALL_BYTES

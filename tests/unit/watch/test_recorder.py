@@ -16,7 +16,7 @@ import pytest
 
 from mpistrat.launch import process
 from mpistrat.watch import folder
-from mpistrat.watch.record import OVERWRITTEN, RECORD, RankFile, State
+from mpistrat.watch.record import OVERWRITTEN, RECORD, RankFile, RecordedCall, State
 from mpistrat.watch.recorder import FlightRecorder, collection_paused, digest
 from mpistrat.watch.verdict import Notice, Notices
 
@@ -41,6 +41,17 @@ def call(recorder: FlightRecorder, text: str = TEXT) -> int:
     return recorder.intern(text, 80)
 
 
+def last(recorder: FlightRecorder) -> RecordedCall:
+    found = read(recorder).last()
+    assert found is not None
+    return found
+
+
+def python(program: str, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *options, "-c", program]
+    return subprocess.run(command, timeout=60, capture_output=True, text=True, env={**os.environ, **environ}, check=False)
+
+
 def test_the_header_tells_whose_file_it_is(written: FlightRecorder) -> None:
     file = read(written)
     assert (file.rank, file.size, file.pid, file.state) == (3, 4, os.getpid(), State.RUNNING)
@@ -55,9 +66,7 @@ def test_a_call_is_seen_while_it_is_inside_and_when_it_has_left(written: FlightR
     file, before = read(written), time.monotonic_ns()
     slot = written.enter(2, 17, call(written))
     [found] = file.inside()
-    last = file.last()
-    assert last is not None
-    assert last.entered == found.entered
+    assert last(written).entered == found.entered
     assert (found.key, found.left_seconds_ago, found.has_failed, found.is_started) == ((2, 17), None, False, False)
     assert before <= found.entered <= time.monotonic_ns()
     assert (found.text, found.digest, found.nbytes, found.ranks) == (TEXT, digest(TEXT), 80, "")
@@ -65,20 +74,14 @@ def test_a_call_is_seen_while_it_is_inside_and_when_it_has_left(written: FlightR
     assert found.line.endswith("(test_a_call_is_seen_while_it_is_inside_and_when_it_has_left)")
     written.leave(slot)
     assert file.inside() == []
-    last = file.last()
-    assert last is not None
-    assert last.left_seconds_ago is not None
-    assert 0 <= last.left_seconds_ago <= last.entered_seconds_ago
-
-
-def test_a_call_that_raised_is_told_from_one_that_returned(written: FlightRecorder) -> None:
+    left = last(written)
+    assert left.left_seconds_ago is not None
+    assert 0 <= left.left_seconds_ago <= left.entered_seconds_ago
     written.fail(written.enter(0, 1, call(written)))
-    last = read(written).last()
-    assert last is not None
-    assert last.has_failed
-    assert last.left_seconds_ago is not None
-    assert 0 <= last.left_seconds_ago <= last.entered_seconds_ago
-    assert read(written).inside() == []
+    failed = last(written)
+    assert failed.left_seconds_ago is not None
+    assert 0 <= failed.left_seconds_ago <= failed.entered_seconds_ago
+    assert (left.has_failed, failed.has_failed, file.inside()) == (False, True, [])
 
 
 def test_calls_of_two_threads_end_each_for_itself(written: FlightRecorder) -> None:
@@ -138,9 +141,7 @@ def test_lines_are_those_outside_the_library(written: FlightRecorder) -> None:
     exec("def enter(recorder, index): return recorder.enter(0, 1, index)", inside)
     index = call(written)
     written.leave(inside["enter"](written, index))  # type: ignore[operator]
-    last = read(written).last()
-    assert last is not None
-    assert "(test_lines_are_those_outside_the_library)" in last.line
+    assert "(test_lines_are_those_outside_the_library)" in last(written).line
     for _ in range(2):
         written.leave(written.enter(0, 2, index))
         written.leave(written.enter(0, 3, index))
@@ -152,11 +153,10 @@ def test_of_a_long_path_the_end_is_written(written: FlightRecorder, folder: str)
     file = f"{folder}/train.py"
     names = {"enter": written.enter, "index": call(written)}
     exec(compile("enter(0, 1, index)", file, "exec"), names)
-    last = read(written).last()
-    assert last is not None
-    assert last.line.endswith("/train.py:1 (<module>)")
-    assert last.line.startswith("/short" if folder == "/short" else "…")
-    assert len(last.line.encode()) in range(len("/short"), 256)
+    line = last(written).line
+    assert line.endswith("/train.py:1 (<module>)")
+    assert line.startswith("/short" if folder == "/short" else "…")
+    assert len(line.encode()) in range(len("/short"), 256)
 
 
 def test_lines_of_codes_that_are_gone_are_not_mixed_up(written: FlightRecorder) -> None:
@@ -177,8 +177,7 @@ def test_it_is_readable_after_kill_9(tmp_path: Path) -> None:
         "recorder.enter(1, 5, recorder.intern('barrier()'))\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert python(program).returncode == -signal.SIGKILL
     file = RankFile.open(path)
     [record] = file.inside()
     assert (record.number, record.text, record.line) == (5, "barrier()", "<string>:3 (<module>)")
@@ -186,16 +185,15 @@ def test_it_is_readable_after_kill_9(tmp_path: Path) -> None:
     assert file.process() is None
 
 
-def test_a_number_that_was_given_out_again_is_another_process(written: FlightRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_was_given_out_again_or_of_another_container_is_another_process(
+    written: FlightRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = read(written).process()
     assert own is not None
     assert own.pid == os.getpid()
     later = process.Process(own.pid, own.parent, own.started + 1, own.name, is_stopped=False)
     monkeypatch.setattr(process, "find", lambda pid: later)
     assert read(written).process() is None
-
-
-def test_a_process_of_another_container_is_not_judged(written: FlightRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "pid_namespace", lambda: 1)
     with pytest.raises(LookupError, match="another container"):
         read(written).process()
@@ -224,7 +222,7 @@ def test_a_forked_child_writes_nothing_into_its_parents_file(tmp_path: Path) -> 
         "os.wait(); assert RankFile.open(path).calls() == []\n"
         "enter(0, 2, index); print(RankFile.open(path).last().number); mine.close(); print(path.parent.exists())"
     )
-    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=False)
+    done = python(program)
     assert done.stdout.split() == ["2", "False"], done.stderr
 
 
@@ -234,14 +232,8 @@ def test_a_process_that_a_rank_starts_does_not_take_its_file() -> None:
         "if len(sys.argv) == 1: subprocess.run([sys.executable, '-c', sys.orig_argv[3], 'child'], check=True)\n"
         "print(mine.path.exists()); mine.close()"
     )
-    variables = {
-        **os.environ,
-        "OMPI_COMM_WORLD_RANK": "1",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "PMIX_NAMESPACE": f"test-{os.getpid()}",
-    }
-    command = [sys.executable, "-u", "-c", program]
-    done = subprocess.run(command, timeout=60, capture_output=True, text=True, env=variables, check=False)
+    variables = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": f"test-{os.getpid()}"}
+    done = python(program, "-u", **variables)
     names = done.stdout.split()
     assert (names[0], names[2], names[3]) == ("rank-1", "True", "True"), done.stderr
     assert names[1].startswith("process-")
@@ -250,7 +242,7 @@ def test_a_process_that_a_rank_starts_does_not_take_its_file() -> None:
 @pytest.mark.parametrize(("end", "is_kept"), [("", False), ("1 // 0", True)])
 def test_only_a_program_that_fails_leaves_its_record(end: str, is_kept: bool) -> None:
     program = f"from mpistrat.watch.recorder import recorder; print(recorder().path); {end}"
-    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=False)
+    done = python(program)
     record = Path(done.stdout.strip())
     assert (record.name, record.exists(), record.parent.exists()) == ("rank-0", is_kept, is_kept), done.stderr
     folder.remove(record)
@@ -277,7 +269,7 @@ def test_ranks_of_one_launcher_agree_on_the_name_of_their_job() -> None:
     )
     names = []
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-u", "-c", program], timeout=60, capture_output=True, text=True, check=False)
+        done = python(program, "-u")
         first, second = done.stdout.split()
         assert first == second, done.stderr
         names.append(first)
@@ -377,18 +369,15 @@ def test_without_room_for_the_file_there_is_none(tmp_path: Path, monkeypatch: py
     alone.leave(alone.enter(0, 1, call(alone)))
 
 
-def test_another_file_is_not_taken_for_a_record(tmp_path: Path) -> None:
-    (tmp_path / "rank-0").write_bytes(bytes(RECORD.itemsize))
-    with pytest.raises(ValueError, match="not the record of a rank"):
-        RankFile.open(tmp_path / "rank-0")
-
-
 @pytest.mark.parametrize("words", [{"size": 2**40}, {"rank": 2**40}, {"rank": 3, "size": 2}, {"size": 0}, {"state": 77}])
-def test_a_damaged_record_is_not_read(written: FlightRecorder, words: dict[str, int]) -> None:
+def test_a_damaged_record_or_another_file_is_not_read(written: FlightRecorder, tmp_path: Path, words: dict[str, int]) -> None:
     for field, value in words.items():
         written._header[field] = value
     with pytest.raises(ValueError, match="a damaged record"):
         read(written)
+    (tmp_path / "rank-0").write_bytes(bytes(RECORD.itemsize))
+    with pytest.raises(ValueError, match="not the record of a rank"):
+        RankFile.open(tmp_path / "rank-0")
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="looking at a frame collects no garbage there")
@@ -414,5 +403,5 @@ def test_a_child_that_is_forked_while_frames_are_looked_at_is_not_held_up(is_col
         "        os._exit(0 if can_record and gc.isenabled() is is_collecting else 1)\n"
         "    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
     )
-    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=False)
+    done = python(program)
     assert (done.returncode, done.stderr) == (0, "")

@@ -38,37 +38,38 @@ def ranks(*calls: RecordedCall | None, **states: str) -> list[RankState]:
 
 
 def judged(states: Sequence[RankState]) -> str:
-    finding = judge(states, {ONE, TWO})
+    finding = judge(states, {ONE, TWO, (1, 6)})
     return "" if finding is None else finding.notice.text
 
 
-@pytest.mark.parametrize(
-    "states",
-    [
-        ranks(call(), call(), call()),
-        ranks(call(), None, call()),
-        ranks(call(), call((1, 4), left=1.0), None),
-        ranks(call(), call(left=0.5), call()),
-        ranks(call(), call(), call(), rank1="stopped"),
-        ranks(call(), None, rank1="unknown"),
-        ranks(call(), None, rank1="absent"),
-        ranks(call(), call(left=1.0), rank1="ended"),
-        ranks(call(), call(left=1.0), rank1="gone"),
+def also(rank: RankState, *calls: RecordedCall) -> RankState:
+    """Return the state of a rank that made other calls before."""
+    return replace(rank, calls=(*rank.calls, *calls))
+
+
+MAY_GO_ON = {
+    "all are in it": ranks(call(), call(), call()),
+    "one computes": ranks(call(), None, call()),
+    "one is behind": ranks(call(), call((1, 4), left=1.0), None),
+    "one has left": ranks(call(), call(left=0.5), call()),
+    "one is stopped": ranks(call(), call(), call(), rank1="stopped"),
+    "one does not answer": ranks(call(), None, rank1="unknown"),
+    "one has not begun": ranks(call(), None, rank1="absent"),
+    "one took part and ended": ranks(call(), call(left=1.0), rank1="ended"),
+    "one took part and was killed": ranks(call(), call(left=1.0), rank1="gone"),
+    "what one called is forgotten": ranks(call(), replace(call(text=BARRIER), digest=0)),
+    "what one called was started only": ranks(call(ONE, is_started=True), call(TWO)),
+    "they wait for one that computes": [also(ranks(call(TWO))[0], call(ONE, left=1.0)), *ranks(None, call(ONE))[1:]],
+    "one that ran ahead waits for those behind": [
+        also(ranks(call((1, 6)))[0], call(ONE, left=1.0)),
+        *ranks(None, call(ONE))[1:],
     ],
-    ids=[
-        "all in it",
-        "one computes",
-        "one is behind",
-        "one has left",
-        "one is stopped",
-        "one does not answer",
-        "one has not begun",
-        "one took part and ended",
-        "one took part and was killed",
-    ],
-)
-def test_what_may_still_go_on_is_not_judged(states: list[RankState]) -> None:
-    assert judged(states) == ""
+}
+
+
+@pytest.mark.parametrize("case", MAY_GO_ON)
+def test_what_may_still_go_on_is_not_judged(case: str) -> None:
+    assert judged(MAY_GO_ON[case]) == ""
 
 
 def test_different_calls_at_one_number_are_a_mismatch() -> None:
@@ -86,17 +87,20 @@ def test_different_calls_at_one_number_are_a_mismatch() -> None:
     )
 
 
-def test_a_rank_that_has_not_come_is_told_in_a_mismatch() -> None:
-    text = judged(ranks(call(), call(text=BARRIER), None))
-    assert "  rank 2: has not come to it: alive; no collective yet; now at data.py:2 (load)\n" in text
-
-
-def test_a_call_that_one_rank_has_left_counts_too() -> None:
-    assert BARRIER in judged(ranks(call(), call(text=BARRIER, left=1.0)))
-
-
-def test_a_call_that_raised_counts_too() -> None:
-    assert BARRIER in judged(ranks(call(), call(text=BARRIER, left=1.0, has_failed=True)))
+@pytest.mark.parametrize(
+    ("states", "text"),
+    [
+        (ranks(call(), call(text=BARRIER, left=1.0)), BARRIER),
+        (ranks(call(), call(text=BARRIER, left=1.0, has_failed=True)), BARRIER),
+        (
+            ranks(call(), call(text=BARRIER), None),
+            "  rank 2: has not come to it: alive; no collective yet; now at data.py:2 (load)\n",
+        ),
+    ],
+    ids=["one has left", "one has raised", "one has not come"],
+)
+def test_a_mismatch_is_told_wherever_the_ranks_are(states: list[RankState], text: str) -> None:
+    assert text in judged(states)
 
 
 def test_a_call_that_all_have_refused_says_nothing_of_the_next() -> None:
@@ -105,10 +109,6 @@ def test_a_call_that_all_have_refused_says_nothing_of_the_next() -> None:
     assert judged([replace(waits, calls=(call(), refused)), computes]) == ""
     assert waits_for([replace(waits, calls=(call(), refused)), computes], {ONE}) == {0: [1]}
     assert BARRIER in judged([waits, replace(computes, calls=(*computes.calls, refused))])
-
-
-def test_a_description_that_is_forgotten_is_not_evidence() -> None:
-    assert judged(ranks(call(), replace(call(text=BARRIER), digest=0))) == ""
 
 
 def test_long_texts_that_differ_only_at_the_end_are_a_mismatch() -> None:
@@ -124,33 +124,12 @@ def test_ranks_that_wait_for_each_other_are_stuck() -> None:
         "ranks made different calls (they wait for each other):\n  ranks 0, 2: collective 5 of communicator 1, "
     )
     assert "  rank 1: collective 5 of communicator 2, " in text
-
-
-def test_ranks_that_wait_for_one_that_computes_are_not_stuck() -> None:
-    ahead = replace(ranks(call(TWO))[0], calls=(call(TWO), call(ONE, left=1.0)))
-    assert judged([ahead, *ranks(None, call(ONE))[1:]]) == ""
-
-
-def test_one_that_ran_ahead_waits_in_the_next_call_for_those_behind() -> None:
-    ahead = replace(ranks(call((1, 6)))[0], calls=(call((1, 6)), call(ONE, left=1.0)))
-    assert judge([ahead, *ranks(None, call(ONE))[1:]], {ONE, (1, 6)}) is None
-
-
-def test_what_was_not_looked_up_is_not_judged() -> None:
-    assert judge(ranks(call(ONE), call(TWO)), {ONE}) is None
-
-
-def test_what_was_started_does_not_hold_up_the_program() -> None:
-    assert judged(ranks(call(ONE, is_started=True), call(TWO))) == ""
+    assert judge(ranks(call(ONE), call(TWO)), {ONE}) is None, "the other one was not looked up"
 
 
 @pytest.mark.parametrize(
     ("state", "words"),
-    [
-        ("ended", "its program has ended"),
-        ("gone", "its process is gone"),
-        ("failed", "its program has raised an error"),
-    ],
+    [("ended", "its program has ended"), ("gone", "its process is gone"), ("failed", "its program has raised an error")],
 )
 def test_waiting_for_a_rank_that_is_over_is_in_vain(state: str, words: str) -> None:
     finding = judge(ranks(call(), call((1, 4), BARRIER, left=1.5), call(), rank1=state), {ONE})
@@ -178,16 +157,12 @@ def test_nobody_waits_for_ranks_that_a_collective_does_not_take(others: str, is_
     assert ("rank 2" in stall_report(states[0], states)) is is_known
 
 
-def test_nobody_is_waited_for_where_it_is_not_told_who_takes_part() -> None:
-    states = ranks(replace(call(ONE), ranks=NOT_LISTED), None, replace(call(TWO), ranks=NOT_LISTED), None)
+@pytest.mark.parametrize("listed", [NOT_LISTED, "3,-5", "\ufffd\x01", f"0-{10**12}"])
+def test_nobody_is_waited_for_where_it_is_not_told_who_takes_part(listed: str) -> None:
+    states = ranks(replace(call(ONE), ranks=listed), None, replace(call(TWO), ranks=listed), None)
     assert judged(states) == ""
     assert waits_for(states, {ONE, TWO}) == {0: [], 2: []}
-
-
-@pytest.mark.parametrize("damaged", ["3,-5", "\ufffd\x01", f"0-{10**12}"])
-def test_nobody_is_waited_for_where_the_list_of_ranks_is_damaged(damaged: str) -> None:
-    states = ranks(replace(call(ONE), ranks=damaged), None)
-    assert waits_for(states, {ONE}) == {0: []}
+    assert waits_for(ranks(call(), None, call(), None, rank3="unknown"), {ONE}) == {0: [1], 2: [1]}
 
 
 def test_a_failed_rank_is_told_to_those_in_its_collective_and_in_later_ones_of_the_communicator(tmp_path: Path) -> None:
@@ -210,10 +185,6 @@ def test_a_new_strategy_ignores_what_all_were_told_and_not_what_concerns_a_commu
     assert found is not None
     assert found.number == 5
     assert notices.first({(1, 5)}) is None
-
-
-def test_who_waits_for_whom() -> None:
-    assert waits_for(ranks(call(), None, call(), None, rank3="unknown"), {ONE}) == {0: [1], 2: [1]}
 
 
 def test_the_report_names_who_is_in_it_and_what_the_others_do() -> None:
