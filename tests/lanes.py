@@ -1,7 +1,7 @@
 """The lanes: what kinds of tests there are, what each needs, and the last word of a session: how many of each ran, how long.
 
 A session of all tests has two workers of pytest-xdist, if there are several cores: one runs the jobs of tests/ranks while the
-other takes what needs one core, file by file; what mostly waits comes last.
+other takes what needs one core, file by file; what mostly waits comes last, and both take it test by test.
 
 A lane is a folder of tests/; tests directly in it are the lane `quality`. A lane that cannot run on this machine says why,
 and that is a failure where MPISTRAT_REQUIRE_LANES (names joined by commas) demands the lane. A lane that runs nothing for
@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import PurePosixPath
 
 import pytest
-from xdist.scheduler import LoadFileScheduling
+from xdist.scheduler import LoadScopeScheduling
 
 from mpistrat.device.cuda import count_visible
 from mpistrat.text import format_elapsed
@@ -41,6 +41,7 @@ LANES: dict[str, Callable[[], str]] = {
 
 
 _ORDER = ("ranks", "docs", "quality", "unit", "tools", "hosts", "slurm", "gpu", "faults")
+_SHARED = ("tests/faults/test_doctor.py", "tests/faults/test_stall_report.py")  # tests of which share the jobs of a fixture
 
 
 def is_selection(config: pytest.Config) -> bool:
@@ -82,15 +83,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, o
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
     done = yield
-    items.sort(key=lambda item: _ORDER.index(lane_of(item.nodeid)))  # keeps the order of jobs, which the plugin has made
+    # keeps the order of jobs, which the plugin has made
+    items.sort(key=lambda item: (_ORDER.index(lane_of(item.nodeid)), not item.nodeid.startswith(_SHARED)))
     return done
 
 
-class _OneWorkerStartsJobs(LoadFileScheduling):  # type: ignore[misc]
-    """Hands out files; those of tests/ranks together, because the tests of one number of ranks share a job."""
+def scope_of(nodeid: str) -> str:
+    """Return what a test is handed to a worker with: mostly its file.
 
+    The tests of one number of ranks share a job. Those of the last lane start jobs of their own, and are handed out one by one:
+    so both workers end at the same time.
+    """
+    lane = lane_of(nodeid)
+    if lane == _ORDER[-1] and not nodeid.startswith(_SHARED):
+        return nodeid
+    return lane if lane == "ranks" else nodeid.split("::")[0]
+
+
+class _OneWorkerStartsJobs(LoadScopeScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
-        return "ranks" if lane_of(nodeid) == "ranks" else super()._split_scope(nodeid)
+        return scope_of(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> _OneWorkerStartsJobs:

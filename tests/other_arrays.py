@@ -37,11 +37,6 @@ def jax_array(jax: ModuleType, array: Any) -> Any:
     return jax.numpy.array(array, copy=True)
 
 
-def is_jax(value: Any) -> bool:
-    """Return whether `value` is a JAX array; JAX need not be installed."""
-    return type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
-
-
 class SpeaksDlpack:
     """An array, said to be in the memory of a device, that speaks nothing but DLPack."""
 

@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mpistrat.launch.openmpi import remove_rendezvous_files
 
@@ -45,28 +46,25 @@ def run_bounded(
         Whether to return its output instead of printing it.
     """
     pipe = subprocess.PIPE if capture else None
-    process = subprocess.Popen(
-        list(argv),
-        stdin=subprocess.DEVNULL,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        errors="replace",
-        env=env,
-        cwd=cwd,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=timeout)
-        code = process.returncode
-    except subprocess.TimeoutExpired:
-        kill_session(process.pid)
-        out, err = process.communicate()
-        code, err = TIMED_OUT, f"{err or ''}\nkilled: still running after {timeout:g} s\n"
-    finally:
-        kill_session(process.pid)
-        process.wait()
+    with started(argv, stdout=pipe, stderr=pipe, text=True, errors="replace", env=env, cwd=cwd) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+            code = process.returncode
+        except subprocess.TimeoutExpired:
+            kill_session(process.pid)
+            out, err = process.communicate()
+            code, err = TIMED_OUT, f"{err or ''}\nkilled: still running after {timeout:g} s\n"
     return subprocess.CompletedProcess(list(argv), code, out or "", err or "")
+
+
+@contextlib.contextmanager
+def started(argv: Sequence[str], **how: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Start a command with an empty stdin, and kill all its remaining processes in the end; `how` is for `subprocess.Popen`."""
+    with subprocess.Popen(list(argv), stdin=subprocess.DEVNULL, start_new_session=True, **how) as process:
+        try:
+            yield process
+        finally:
+            kill_session(process.pid)
 
 
 def kill_session(leader: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lanes import LANES
+from tests.lanes import LANES, scope_of
 from tests.launches import needs_ranks, numbers_of_ranks, on_ranks, up_to_ranks
 from tests.processes import run_bounded
 
@@ -61,6 +61,19 @@ def test_files_of_a_whole_session_run_beside_each_other_and_those_of_a_selection
     assert "9 passed" in done.stdout
     assert (tmp_path / "a").read_text() != (tmp_path / "b").read_text()
     assert "workers" not in session("tests/unit", workers="").stdout
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "scope"),
+    [
+        ("tests/ranks/test_a.py::test_b[2x2]", "ranks"),
+        ("tests/unit/test_a.py::test_b[1]", "tests/unit/test_a.py"),
+        ("tests/faults/test_a.py::test_b[1]", "tests/faults/test_a.py::test_b[1]"),
+        ("tests/faults/test_doctor.py::test_b", "tests/faults/test_doctor.py"),
+    ],
+)
+def test_what_shares_a_job_is_handed_out_together(nodeid, scope):
+    assert scope_of(nodeid) == scope
 
 
 def test_a_lane_that_runs_nothing_fails_the_session(session):

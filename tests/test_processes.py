@@ -1,14 +1,13 @@
 """Commands with a deadline: what they return, and that they leave nothing running."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from mpistrat.launch.mpiexec import command, find_mpi
-from tests.processes import TIMED_OUT, kill_session, run_bounded, until
+from tests.processes import TIMED_OUT, run_bounded, started, until
 
 # A child in a process group of its own, as mpiexec's ranks are; the parent prints its number.
 _PARENT = """
@@ -49,10 +48,6 @@ def test_an_mpiexec_that_is_killed_leaves_nothing_that_stops_a_later_one(tmp_pat
         pytest.skip("Open MPI leaves such files")
     monkeypatch.setenv("PRTE_MCA_prte_tmpdir_base", str(tmp_path))
     argv, extra = command(1, ["sleep", "60"])
-    process = subprocess.Popen(argv, env={**os.environ, **extra}, start_new_session=True)
-    try:
+    with started(argv, env={**os.environ, **extra}) as process:
         assert until(lambda: any(tmp_path.glob(f"ompi.{process.pid}/pmix.*")), 30)
-    finally:
-        kill_session(process.pid)
-        process.wait()
     assert not [*tmp_path.glob("ompi.*/pmix.*")]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.processes import kill_session, until
+from tests.processes import started, until
 
 # From the fault to the end of a job, which takes a second or two, and more on a busy machine. What
 # nothing ends takes longer, or for ever.
@@ -74,16 +74,15 @@ def run_until(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command as `run_bounded` does, but no longer than until that is enough which stands on its stderr."""
     out, err = cwd / "stdout", cwd / "stderr"
-    with out.open("wb") as stdout, err.open("wb") as stderr:
-        process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=env, cwd=cwd, start_new_session=True
-        )
-    try:
+    with (
+        out.open("wb") as stdout,
+        err.open("wb") as stderr,
+        started(argv, stdout=stdout, stderr=stderr, env=env, cwd=cwd) as process,
+    ):
         until(lambda: process.poll() is not None or enough(err.read_text(errors="replace")), timeout)
-    finally:
-        kill_session(process.pid)
-        code = process.wait()
-    return subprocess.CompletedProcess(list(argv), code, out.read_text(errors="replace"), err.read_text(errors="replace"))
+    return subprocess.CompletedProcess(
+        list(argv), process.wait(), out.read_text(errors="replace"), err.read_text(errors="replace")
+    )
 
 
 def _is_running(pid: int) -> bool:

@@ -36,7 +36,7 @@ PROGRAM = """
 )
 def test_a_rank_that_never_comes_ends_the_job(job: Job, fault: str, strict: str) -> None:
     deadline = {"MPISTRAT_TIMEOUT_SECONDS": str(DEADLINE_SECONDS), "MPISTRAT_STRICT": strict}
-    ended = job(3, PROGRAM.format(fault=fault), **deadline)
+    ended = job(2, PROGRAM.format(fault=fault), **deadline)
     assert ended.code != 0
     assert ended.seconds < LIMIT_SECONDS
     assert "DeadlineExceededError: rank " in ended.marked[-1]
@@ -57,7 +57,7 @@ STARTED = """
 
     strategy.run(started)
     if comm.rank == 1:
-        time.sleep(5.0)
+        time.sleep(2.5)
     strategy.close()
     print("done")
 """

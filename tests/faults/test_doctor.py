@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from mpistrat.launch.mpiexec import command
-from tests.processes import kill_session, patient, run_bounded, until
+from tests.processes import patient, run_bounded, started, until
 
 DOCTOR = (sys.executable, "-m", "mpistrat", "doctor")
 SECONDS = 60.0
@@ -63,15 +63,11 @@ def start_hanging(folder: Path) -> Iterator[Hanging]:
     (folder / "train.py").write_text(PROGRAM)
     argv, extra = command(3, [sys.executable, "train.py"])
     environ = {**os.environ, **extra}
-    launcher = subprocess.Popen(argv, env=environ, cwd=folder, stderr=subprocess.DEVNULL, start_new_session=True)
     files = [folder / f"pid{rank}" for rank in range(3)]
-    try:
+    with started(argv, env=environ, cwd=folder, stderr=subprocess.DEVNULL) as launcher:
         assert until(lambda: all(file.exists() and file.read_text() for file in files), SECONDS)
         assert until(lambda: doctor(str(launcher.pid))["waits_for"] == {"0": [1], "2": [1]}, SECONDS)
         yield Hanging(launcher, [int(file.read_text()) for file in files])
-    finally:
-        kill_session(launcher.pid)
-        launcher.wait()
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +109,9 @@ def test_it_tells_a_rank_that_is_stopped(hanging: Hanging) -> None:
 
 
 def test_it_answers_within_two_seconds_of_its_own(hanging: Hanging, capsys: pytest.CaptureFixture[str]) -> None:
-    started = time.monotonic()
+    began = time.monotonic()
     doctor(str(hanging.launcher.pid))
-    seconds = time.monotonic() - started
+    seconds = time.monotonic() - began
     with capsys.disabled():
         print(f"\nmpistrat doctor: {seconds:.2f} s", end="")
     assert seconds < patient(10)

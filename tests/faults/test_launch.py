@@ -14,7 +14,7 @@ import pytest
 
 from mpistrat.launch.mpiexec import find_mpi
 from tests.faults.jobs import LIMIT_SECONDS, PROLOGUE, ended
-from tests.processes import TAKES_CTRL_C, kill_session, patient, run_bounded
+from tests.processes import TAKES_CTRL_C, patient, run_bounded, started
 
 SECONDS = 120.0
 MPISTRAT_RUN = [sys.executable, "-m", "mpistrat", "run"]
@@ -88,9 +88,9 @@ strategy.communicator.barrier()
 """
     (folder / "job.py").write_text(PROLOGUE + program)
     options = ["--tag-output", "--timeout", str(patient(3.0)), "--hostfile", "hosts"]
-    started = time.monotonic()
+    began = time.monotonic()
     done = run_bounded([*MPISTRAT_RUN, "-n", "2", *options, "job.py"], SECONDS)
-    assert time.monotonic() - started < patient(3.0) + LIMIT_SECONDS
+    assert time.monotonic() - began < patient(3.0) + LIMIT_SECONDS
     assert done.returncode == 124, done.stderr
     assert {line[:3] for line in done.stdout.splitlines() if "first line" in line} == {"[0]", "[1]"}
     assert re.search(r"^mpistrat run: the job has taken .*, its --timeout, and is ended$", done.stderr, re.MULTILINE)
@@ -115,24 +115,14 @@ def test_an_mpiexec_that_has_to_be_killed_leaves_no_shared_memory(folder: Path) 
 @pytest.mark.parametrize("kill", [os.killpg, os.kill], ids=["the group", "one process"])
 def test_ctrl_c_ends_the_job(folder: Path, kill: Callable[[int, int], None]) -> None:
     (folder / "job.py").write_text(PROLOGUE + "print('up', flush=True)\nwhile True: mine.Barrier(); time.sleep(0.01)")
-    process = subprocess.Popen(
-        [*TAKES_CTRL_C, *MPISTRAT_RUN, "-n", "3", "job.py"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+    argv, pipe = [*TAKES_CTRL_C, *MPISTRAT_RUN, "-n", "3", "job.py"], subprocess.PIPE
+    with started(argv, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.read(2) == "up"
-        started = time.monotonic()
+        began = time.monotonic()
         kill(process.pid, signal.SIGINT)  # the terminal sends it to the whole foreground group
         out, err = process.communicate(timeout=SECONDS)
-        assert time.monotonic() - started < LIMIT_SECONDS
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        assert time.monotonic() - began < LIMIT_SECONDS
     assert process.returncode == 130
     assert "mpistrat run: interrupted" in err.splitlines()
     assert "Traceback" not in err
@@ -141,21 +131,11 @@ def test_ctrl_c_ends_the_job(folder: Path, kill: Callable[[int, int], None]) -> 
 
 def test_a_run_that_is_killed_takes_the_job_with_it(folder: Path) -> None:
     (folder / "job.py").write_text(PROLOGUE + "print('up', flush=True)\ntime.sleep(1000)")
-    process = subprocess.Popen(
-        [*MPISTRAT_RUN, "-n", "2", "job.py"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+    with started([*MPISTRAT_RUN, "-n", "2", "job.py"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.read(2) == "up"
         process.kill()
         assert not ended(subprocess.CompletedProcess([], process.wait(), "", ""), folder).leftovers()
-    finally:
-        kill_session(process.pid)
-        process.stdout.close()
 
 
 def test_what_an_mpiexec_that_was_killed_has_left_stops_no_later_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,24 +15,25 @@ from tests.disagreements.places import Place
 
 ALL = HANGS | WAITS
 _JOBS_AT_A_TIME = 3
+_SHAPES = {"making a Communicator of some ranks": "1x3"}  # of the others two ranks tell as much
 ON_SEVERAL_HOSTS = ("sleeps in C", "ended", "in MPI's own barrier", "makes a strategy", "large all_reduce")
 
 
 @pytest.fixture(scope="module")
 def on_one_host(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Found]]]:
-    """Give what three ranks of one host report, for every selected test; a few jobs at a time, as they mostly wait."""
+    """Give what ranks of one host report, for every selected test; a few jobs at a time, as they mostly wait."""
     function = test_the_rank_that_does_not_come_and_its_line_are_named.__name__
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.originalname == function]
     with ThreadPoolExecutor(_JOBS_AT_A_TIME) as pool:
         names = [str(item.callspec.params["name"]) for item in items]
-        yield {name: pool.submit(find_report, Place("1x3"), ALL[name]) for name in names}
+        yield {name: pool.submit(find_report, Place(_SHAPES.get(name, "1x2")), ALL[name]) for name in names}
         pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="module")
-def four_hosts() -> Iterator[Place]:
-    """Give a rank on each of four hosts."""
-    place = Place("hosts:1+1+1+1")
+def three_hosts() -> Iterator[Place]:
+    """Give a rank on each of three hosts."""
+    place = Place("hosts:1+1+1")
     if place.missing():
         pytest.skip(place.missing())
     yield place
@@ -45,13 +46,13 @@ def test_the_rank_that_does_not_come_and_its_line_are_named(on_one_host: dict[st
 
 
 @pytest.mark.parametrize("name", ON_SEVERAL_HOSTS)
-def test_they_are_named_on_other_hosts(four_hosts: Place, name: str) -> None:
-    check(find_report(four_hosts, ALL[name]), ALL[name])
+def test_they_are_named_on_other_hosts(three_hosts: Place, name: str) -> None:
+    check(find_report(three_hosts, ALL[name]), ALL[name])
 
 
-def test_a_rank_whose_host_does_not_answer_is_named(four_hosts: Place) -> None:
+def test_a_rank_whose_host_does_not_answer_is_named(three_hosts: Place) -> None:
     text = "missing: rank 1: does not answer; mpistrat doctor on its host shows what it does"
-    assert text in find_report(four_hosts, ALL["stopped"], until=text).output
+    assert text in find_report(three_hosts, ALL["stopped"], until=text).output
 
 
 def check(found: Found, hang: Hang) -> None:

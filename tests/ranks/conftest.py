@@ -34,9 +34,10 @@ SHAPES = {
     4: ("1x4", "3+1", "2x2:cyclic"),
     8: ("2x4", "4x2:cyclic", "3+1+2+2"),
 }
-# What a strategy makes of its collectives hangs less on the shape.
 # One shape of each number of ranks in which everything takes part, for what does not depend on the shape.
 MIXED = {1: "1x1", 2: "2x1", 3: "2+1", 4: "3+1", 8: "3+1+2+2"}
+# What collectives on a stand-in device, whose streams dawdle, and strategies make of them hangs less on the shape.
+PAIR_SHAPES = {**SHAPES, 3: ("2+1",), 4: ("3+1",)}
 STRATEGY_SHAPES = {**SHAPES, 3: ("2+1",), 4: ("2x2", "3+1"), 8: ("2x4", "3+1+2+2")}
 
 
@@ -47,7 +48,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     numbers = numbers_of_ranks(metafunc.config, metafunc.definition)
     names = metafunc.fixturenames
-    table = STRATEGY_SHAPES if "strategy" in names else SHAPES if "shape" in names else None
+    of_ranks = PAIR_SHAPES if "make_pair" in names else SHAPES
+    table = STRATEGY_SHAPES if "strategy" in names else of_ranks if "shape" in names else None
     if table is None:
         mark = pytest.mark.ranks(*numbers)
     else:

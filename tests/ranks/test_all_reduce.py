@@ -363,18 +363,3 @@ def test_ranks_may_make_one_call_in_different_forms(comm, world, monkeypatch, st
         assert (ops.all_reduce(SUM, np.ones(count)) == ops.size).all()
         ops.timeline.enabled = False
     ops.close()
-
-
-@up_to_ranks(4)
-def test_overlapping_arrays_are_reduced_as_if_they_were_apart(make_ops, world):
-    ops = make_ops(world, STRICT="0")
-    for count in (3, 20_000, 200_000, 600_000):
-        for op in (SUM, MEAN):
-            for turn in range(3):
-                line = np.arange(count + 1.0, dtype=np.float32) % 97
-                expected = line[:-1] * (ops.size if op is SUM else 1)
-                ops.all_reduce(op, line[:-1], out=line[1:])
-                assert np.array_equal(line[1:], expected), (count, op, turn)
-                one, other = np.arange(6.0), np.ones(2)
-                ops.all_reduce(op, [one[:4], other], out=[one[2:], other])
-                assert np.array_equal(one[2:], np.arange(4) * (ops.size if op is SUM else 1))

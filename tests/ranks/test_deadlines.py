@@ -19,15 +19,17 @@ from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
-from tests.launches import needs_ranks, on_ranks, up_to_ranks
+from tests.launches import on_ranks
 
 SUM = ReduceOp.SUM
-SECONDS = 0.3
+SECONDS = 0.1  # for what is missed
+ENOUGH_SECONDS = 0.3  # for ranks that come: a busy machine lets them wait for a core
 # beside the deadline and the grace: what a busy machine may take until it looks at the clock
 PATIENCE_SECONDS = SECONDS + LONGEST_GRACE_SECONDS + 3
 
 SHAPES = {2: "2x1", 4: "2x2"}
 pytestmark = on_ranks(2, 4)  # these tests wait, for most of their time
+two_ranks = on_ranks(2)
 ONES = np.ones(10, np.float32)
 
 
@@ -108,6 +110,7 @@ def test_every_verb_ends_and_names_who_is_missing(comm, monkeypatch, verb, stric
             again(ops, None)
 
 
+@two_ranks
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_the_first_call_of_a_shape_has_the_deadline_too(comm, monkeypatch, strict):
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
@@ -117,15 +120,15 @@ def test_the_first_call_of_a_shape_has_the_deadline_too(comm, monkeypatch, stric
         ops.all_reduce(SUM, [np.ones(123_456)], within(SECONDS, algorithm="hierarchical"))
 
 
-@needs_ranks(3)
+@on_ranks(4)
 def test_several_that_are_missing_are_all_named(comm):
     ops = make(comm)
-    nodes = r"rank 1 \(node0\), rank" if comm.size < 8 else r"ranks 1-3 \(node0\), rank"
-    message = f"comes too late: rank 0 .node0. gave up waiting|missing {nodes}"
+    message = r"comes too late: rank 0 .node0. gave up waiting|missing rank 1 \(node0\), rank"
     with late(comm, ops, *range(1, comm.size)), pytest.raises(DeadlineExceededError, match=message):
         ops.barrier(within(SECONDS))
 
 
+@on_ranks(4)
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_the_shortest_deadline_holds_for_all(comm, monkeypatch, strict):
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
@@ -139,6 +142,7 @@ def test_the_shortest_deadline_holds_for_all(comm, monkeypatch, strict):
         assert "whose deadline had passed; not all ranks have arrived" in str(caught.value)
 
 
+@two_ranks
 def test_in_strict_mode_a_rank_without_a_deadline_hears_of_others(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "1")
     ops = make(comm)
@@ -169,6 +173,7 @@ def test_a_rank_that_is_late_but_in_time_and_has_a_deadline_of_its_own_is_not_an
     ops.close()
 
 
+@on_ranks(4)
 def test_at_the_last_moment_all_raise_or_none(comm):
     rng = np.random.default_rng(7)  # of one seed, so that all ranks draw the same
     for moment in rng.uniform(0.048, 0.06, 8):
@@ -202,10 +207,11 @@ def test_settings_of_which_only_some_have_a_deadline_are_refused(comm, monkeypat
         Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
 
 
+@two_ranks
 def test_the_setting_is_the_deadline_of_calls_that_name_none(comm, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", str(SECONDS))
+    monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", str(ENOUGH_SECONDS))
     ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
-    time.sleep((SECONDS + 0.3) * (comm.rank == 0))
+    time.sleep(2 * ENOUGH_SECONDS * (comm.rank == 0))
     ops.barrier(within(0))  # no deadline here, or in strict mode for its check
     with (
         late(comm, ops, 0),
@@ -214,6 +220,7 @@ def test_the_setting_is_the_deadline_of_calls_that_name_none(comm, monkeypatch):
         ops.agree("agree(this)")
 
 
+@two_ranks
 def test_steps_that_do_not_end_name_who_does_not_answer(comm, monkeypatch):
     # all have arrived, and one leaves the call as if it had ended
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
@@ -225,7 +232,7 @@ def test_steps_that_do_not_end_name_who_does_not_answer(comm, monkeypatch):
     else:
         message = rf"did not end within 0.3 s; all .* no answer from rank {last} \(node1\)"
         with pytest.raises(DeadlineExceededError, match=message):
-            VERBS["deterministic"](ops, SECONDS)
+            VERBS["deterministic"](ops, ENOUGH_SECONDS)
         with pytest.raises(UnavailableError):
             ops.barrier()
     comm.Barrier()
@@ -236,12 +243,13 @@ def test_steps_that_do_not_end_name_who_does_not_answer(comm, monkeypatch):
     ops.close()
 
 
+@two_ranks
 def test_a_missed_deadline_of_a_started_all_reduce(comm, monkeypatch):
     # all have arrived, and one leaves the call as if it had ended
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     ops = make(comm)
     last = comm.size - 1
-    options = CommunicationOptions(deterministic=True, timeout_seconds=SECONDS)
+    options = CommunicationOptions(deterministic=True, timeout_seconds=ENOUGH_SECONDS)
     if comm.rank == last:
         monkeypatch.setattr("mpistrat.execution.program.Program.run", lambda *_: iter(()))
     works = [ops.start_all_reduce(SUM, [ONES, ONES], options) for _ in range(3 if comm.rank < last else 1)]
@@ -267,6 +275,7 @@ def test_a_missed_deadline_of_a_started_all_reduce(comm, monkeypatch):
     ops.close()
 
 
+@two_ranks
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_the_deadline_of_what_was_started_counts_from_its_turn(comm, monkeypatch, strict):
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
@@ -274,9 +283,9 @@ def test_the_deadline_of_what_was_started_counts_from_its_turn(comm, monkeypatch
     comm.Barrier()
     is_late = comm.rank == comm.size - 1
     if is_late:
-        time.sleep(3 * SECONDS)
+        time.sleep(2.5 * ENOUGH_SECONDS)
     # the first waits for the last rank; the second would be overdue by then, had its time run from here
-    works = [ops.start_all_reduce(SUM, [ONES], within(seconds)) for seconds in (30, 2 * SECONDS)]
+    works = [ops.start_all_reduce(SUM, [ONES], within(seconds)) for seconds in (30, 2 * ENOUGH_SECONDS)]
     assert [work.wait()[0][0] for work in works] == [comm.size] * 2
     ops.close()
 
@@ -319,7 +328,7 @@ STRATEGY_CALLS = {
 }
 
 
-@up_to_ranks(2)  # each step is one of the verbs above, which are tried on nodes of several ranks
+@two_ranks  # each step is one of the verbs above, which are tried on nodes of several ranks
 @pytest.mark.parametrize(("call", "strict"), [*product(STRATEGY_CALLS, "0"), ("reduce of slices", "1"), ("reduce", "1")])
 def test_the_deadline_of_a_call_of_a_strategy_holds_in_all_its_steps(comm, monkeypatch, call, strict):
     strategy = _made(comm, monkeypatch, strict)

@@ -116,7 +116,7 @@ CALLS = st.lists(
 )
 
 
-@up_to_ranks(3)
+@pytest.mark.ranks(nodes=["1x2", "2+1"])
 def test_sums_are_right_whatever_the_limit(comm, shape, world, monkeypatch):
     names = ["auto", *PLANNERS]
 

@@ -48,6 +48,7 @@ def on_gpu(gpu):
     strategy.close()
 
 
+@on_ranks(2)
 def test_training_on_gpus_gives_the_weights_of_the_host(comm, on_gpu, xp):
     weights, accuracy, losses = train(on_gpu, epochs=1, hidden=16, batch_size=512)
     device = binding.bound_device()

@@ -368,6 +368,7 @@ def test_parts_of_a_sum_are_the_sum(comm, shape, strategy):
     check_examples(comm, shape, check_one, st.sampled_from(NAMES), st.integers(0, 20), EXTENTS, st.integers(0, 2), SEEDS)
 
 
+@up_to_ranks(8)
 def test_every_replica_sends_to_every_other(comm, shape, strategy):
     def check_one(dtype: str, lengths: list[int], extents: list[int], root: int, number: int) -> None:
         def sent(source: int, target: int) -> np.ndarray:
@@ -376,7 +377,10 @@ def test_every_replica_sends_to_every_other(comm, shape, strategy):
             return np.asarray(leaf.of(source, "SUM", False))
 
         everybody = range(comm.size)
-        found = in_replica(strategy, lambda context: context.all_to_all([sent(comm.rank, other) for other in everybody]))
+        given = [sent(comm.rank, other) for other in everybody]
+        found = in_replica(strategy, lambda context: context.all_to_all(given))
+        assert all(array.flags.writeable for array in found)
+        assert not any(np.shares_memory(one, other) for one, other in zip(found, given, strict=True))
         assert [array.tobytes() for array in found] == [sent(other, comm.rank).tobytes() for other in everybody]
         assert [array.shape for array in found] == [sent(other, comm.rank).shape for other in everybody]
         root %= comm.size

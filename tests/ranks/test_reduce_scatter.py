@@ -180,13 +180,13 @@ def test_where_mpi_was_asked_for_an_all_reduce_is_made(make_ops, world, monkeypa
 
 @needs_ranks(2)
 @pytest.mark.parametrize("warm", [False, True])
-def test_ranks_that_ask_for_different_algorithms_are_told(ops, world, warm):
+def test_ranks_that_ask_for_different_algorithms_are_told(mixed, warm):
     mine = np.ones(LARGE, np.float32)
     flat = CommunicationOptions(algorithm="flat")
     for options in (ALWAYS, flat) if warm else ():
-        ops.reduce_scatter(SUM, mine, options=options)
+        mixed.reduce_scatter(SUM, mine, options=options)
     with pytest.raises(AgreementError, match="algorithm=flat"):
-        ops.reduce_scatter(SUM, mine, options=flat if ops.rank == 1 else ALWAYS)
+        mixed.reduce_scatter(SUM, mine, options=flat if mixed.rank == 1 else ALWAYS)
 
 
 @needs_ranks(2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 
@@ -15,9 +18,15 @@ SUM, MEAN, MAX = ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX
 ONE = np.ones(3, np.float32)
 
 
-def nothing_else(ops: Communicator) -> None:
-    """The call after a refused one works."""
-    assert ops.all_reduce(SUM, [np.array([ops.rank])])[0] == sum(range(ops.size))
+@contextmanager
+def refused(ops: Communicator, what: str, error: type[Exception] | tuple[type[Exception], ...], message: str) -> Iterator[None]:
+    """Check that a call raises an error, and that the next one works; `what` is named if not."""
+    try:
+        with pytest.raises(error, match=message):
+            yield
+        assert ops.all_reduce(SUM, [np.array([ops.rank])])[0] == sum(range(ops.size))
+    except (Exception, pytest.fail.Exception) as wrong:
+        raise AssertionError(what) from wrong
 
 
 OTHER_CALLS = {
@@ -35,11 +44,11 @@ OTHER_CALLS = {
 
 @up_to_ranks(8)
 @needs_ranks(2)
-@pytest.mark.parametrize("other", OTHER_CALLS.values(), ids=OTHER_CALLS)
-def test_ranks_that_make_different_calls_all_raise(mixed, other):
-    with pytest.raises(AgreementError, match=r"(?s)ranks made different calls.*rank 1: .*\nEvery rank must make the same"):
-        other(mixed) if mixed.rank == 1 else mixed.all_reduce(SUM, [ONE])
-    nothing_else(mixed)
+def test_ranks_that_make_different_calls_all_raise(mixed):
+    told = r"(?s)ranks made different calls.*rank 1: .*\nEvery rank must make the same"
+    for what, other in OTHER_CALLS.items():
+        with refused(mixed, what, AgreementError, told):
+            other(mixed) if mixed.rank == 1 else mixed.all_reduce(SUM, [ONE])
 
 
 _NOT_SUPPORTED = "which collectives do not support"
@@ -140,39 +149,43 @@ WRONG_CALLS = {
 }
 
 
-@up_to_ranks(4)
-@pytest.mark.parametrize(("wrong", "error", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS)
-def test_a_wrong_call_is_refused_on_every_rank(mixed, wrong, error, message):
-    for strict in (True, False):  # without strict mode calls take their fast paths
-        mixed.is_strict = strict
-        with pytest.raises(error, match=message):
+@pytest.mark.parametrize("strict", [True, False])  # without strict mode calls take their fast paths
+def test_a_wrong_call_is_refused_on_every_rank(mixed, strict):
+    mixed.is_strict = strict
+    for what, (wrong, error, message) in WRONG_CALLS.items():
+        with refused(mixed, what, error, message):
             wrong(mixed)
-        nothing_else(mixed)
 
 
 @needs_ranks(2)
-@up_to_ranks(4)
-@pytest.mark.parametrize(("wrong", "error", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS)
-def test_a_wrong_call_on_one_rank_raises_on_all(mixed, wrong, error, message):
-    with pytest.raises(error if mixed.rank == 1 else AgreementError, match=message if mixed.rank == 1 else "rank 1: "):
-        wrong(mixed) if mixed.rank == 1 else mixed.all_reduce(SUM, [ONE])
-    nothing_else(mixed)
+def test_a_wrong_call_on_one_rank_raises_on_all(mixed):
+    for what, (wrong, error, message) in WRONG_CALLS.items():
+        with refused(mixed, what, *((error, message) if mixed.rank == 1 else (AgreementError, "rank 1: "))):
+            wrong(mixed) if mixed.rank == 1 else mixed.all_reduce(SUM, [ONE])
 
 
 @needs_ranks(2)
-@up_to_ranks(4)
-@pytest.mark.parametrize("strict", ["0", "1"])
-@pytest.mark.parametrize(
-    "other",
-    [np.ones((2, 4)), np.ones((2, 3, 1)), np.ones(2), np.ones((2, 3), np.float32), np.ones((2, 3), np.complex128)],
-    ids=["extent", "more axes", "fewer axes", "dtype", "complex dtype"],
-)
-def test_gathers_that_do_not_fit_are_refused_on_every_rank(make_ops, strict, other):
-    ops = make_ops(STRICT=strict)
-    mine = other if ops.rank == 1 else np.ones((2, 3), np.complex64 if other.dtype.kind == "c" else np.float64)
-    with pytest.raises((InvalidArgumentError, AgreementError), match="all_gather"):
-        ops.all_gather(mine, axis=0)
-    assert ops.all_gather(np.array([ops.rank])).tolist() == list(range(ops.size))
+@pytest.mark.parametrize("strict", [True, False])
+def test_arrays_that_do_not_fit_are_refused_on_every_rank(mixed, strict):
+    mixed.is_strict = strict
+    other, errors = mixed.rank == 1, (InvalidArgumentError, AgreementError)
+    halves, unlike = (
+        np.ones((2, 3), np.complex64),
+        [np.ones((2, 4)), np.ones((2, 3, 1)), np.ones(2), np.ones((2, 3), np.float32)],
+    )
+    for one, another in [*((np.ones((2, 3)), array) for array in unlike), (halves, halves.astype(np.complex128))]:
+        with refused(mixed, f"{another.dtype} {another.shape}", errors, "all_gather"):
+            mixed.all_gather(another if other else one)
+    calls = {
+        "gather needs equal shapes": lambda: mixed.gather(np.ones(3 if other else 2)),
+        "gather needs .* one dtype": lambda: mixed.gather(np.ones(2, np.float32 if other else np.float64)),
+        "gather needs .* one root": lambda: mixed.gather(np.ones(2), root=int(other)),
+        "all_to_all needs one dtype": lambda: mixed.all_to_all([np.ones(2, np.int32 if other else np.int64)] * mixed.size),
+        "all_to_all needs .* all axes but the first": lambda: mixed.all_to_all([np.ones((2, 3 + other))] * mixed.size),
+    }
+    for message, call in calls.items():
+        with refused(mixed, message, errors, f"{message}|ranks made different calls"):
+            call()
 
 
 def test_foreign_bytes_are_refused_without_strict_mode(mixed):
@@ -190,25 +203,6 @@ def test_foreign_bytes_of_the_root_are_refused_on_all_ranks(mixed):
         with pytest.raises(UnsupportedDtypeError, match="the array of replica 0 has non-native byte order"):
             mixed.broadcast(given)
         assert mixed.broadcast(np.full(5, mixed.rank), root=mixed.size - 1)[0] == mixed.size - 1
-
-
-@needs_ranks(2)
-@up_to_ranks(4)
-@pytest.mark.parametrize("strict", [False, True])
-def test_arrays_that_do_not_fit_are_refused_on_every_rank(mixed, strict):
-    mixed.is_strict = strict
-    other = mixed.rank == 1
-    calls = {
-        "gather needs equal shapes": lambda: mixed.gather(np.ones(3 if other else 2)),
-        "gather needs .* one dtype": lambda: mixed.gather(np.ones(2, np.float32 if other else np.float64)),
-        "gather needs .* one root": lambda: mixed.gather(np.ones(2), root=int(other)),
-        "all_to_all needs one dtype": lambda: mixed.all_to_all([np.ones(2, np.int32 if other else np.int64)] * mixed.size),
-        "all_to_all needs .* all axes but the first": lambda: mixed.all_to_all([np.ones((2, 3 + other))] * mixed.size),
-    }
-    for message, call in calls.items():
-        with pytest.raises((InvalidArgumentError, AgreementError), match=f"{message}|ranks made different calls"):
-            call()
-    assert mixed.all_gather(np.array([mixed.rank])).tolist() == list(range(mixed.size))
 
 
 @needs_ranks(2)

@@ -1,0 +1,231 @@
+"""Functions that workers run beside parameter servers, and their datasets; 1 chief, 1 server, the other ranks workers."""
+
+import gc
+import itertools
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.errors import CancelledError, OutOfRangeError
+from mpistrat.experimental.coordinator import PerWorkerValues, RemoteValueStatus
+from tests.launches import needs_ranks, up_to_ranks
+from tests.processes import until
+from tests.ranks.servers import on_chief, variable
+
+pytestmark = needs_ranks(4)
+with_workers = on_chief(num_servers=[1])  # two, or more
+
+
+@with_workers
+def test_functions_get_arguments_and_return_results(coordinator):
+    def scaled(numbers, by=1, *, also=0):
+        return {"scaled": numbers * by, "pid": os.getpid(), "also": also}
+
+    values = [coordinator.schedule(scaled, (np.arange(turn),), {"by": turn, "also": "x"}) for turn in range(20)]
+    found = coordinator.fetch({"all": values})["all"]
+    for turn, one in enumerate(found):
+        np.testing.assert_array_equal(one["scaled"], turn * np.arange(turn))
+    assert os.getpid() not in {one["pid"] for one in found}
+    assert values[3].status is RemoteValueStatus.READY
+    assert values[3].get()["also"] == "x"
+    assert coordinator.schedule(sum, ([1, 2, values[2].fetch()["also"] == "x"],)).fetch() == 4
+    later = coordinator.schedule(lambda: 20)
+    assert coordinator.schedule(lambda number: number + 1, (later,)).fetch() == 21
+    large = np.arange(3_000_000.0)
+    assert coordinator.schedule(np.sum, (large,)).fetch() == large.sum()
+    np.testing.assert_array_equal(coordinator.schedule(lambda: np.arange(3_000_000.0)).fetch(), large)
+    assert coordinator.done()
+
+
+@up_to_ranks(8)
+@with_workers
+def test_all_workers_work(coordinator):
+    workers = len(coordinator.strategy.extended.worker_devices)
+
+    def step():
+        time.sleep(0.01)
+        return os.getpid()
+
+    pids = coordinator.fetch([coordinator.schedule(step) for _ in range(8 * workers)])
+    assert len(set(pids)) == workers
+
+
+@with_workers
+def test_schedule_does_not_wait_and_thousands_do_not_grow_without_bound(coordinator):
+    began = time.monotonic()
+    coordinator.schedule(time.sleep, (0.5,))
+    assert time.monotonic() - began < 0.4
+    assert not coordinator.done()
+    count = variable(coordinator, 0)
+    for _ in range(3000):
+        coordinator.schedule(lambda: count.assign_add(1, read_value=False))
+    coordinator.join()
+    assert int(count) == 3000
+
+
+@with_workers
+def test_what_is_scheduled_goes_on_while_the_chief_computes(coordinator):
+    values = [coordinator.schedule(lambda: None) for _ in range(200)]
+    time.sleep(1.0)
+    assert all(value.status is RemoteValueStatus.READY for value in values)
+
+
+@up_to_ranks(8)
+@with_workers
+def test_no_function_waits_behind_a_long_one_while_a_worker_is_free(coordinator):
+    have_run = variable(coordinator, False)
+
+    def wait():
+        return until(have_run.numpy, 20)
+
+    long = coordinator.schedule(wait)
+    short = [coordinator.schedule(abs, (-1,)) for _ in range(7)]
+    assert [one.fetch() for one in short] == [1] * 7
+    have_run.assign(True)
+    assert long.fetch(), "short functions have waited for a long one"
+
+
+def fail_at_3(number):
+    if number == 3:
+        time.sleep(0.5)  # until all are scheduled
+        raise ValueError("three")
+    time.sleep(0.02)
+    return number
+
+
+@with_workers
+def test_the_first_error_is_raised_once_and_the_rest_is_cancelled(coordinator):
+    for collect in (coordinator.join, coordinator.done, lambda: coordinator.fetch([]), lambda: coordinator.schedule(max)):
+        values = [coordinator.schedule(fail_at_3, (number,)) for number in range(3, 200)]
+        coordinator.strategy.dispatcher.wait_for(values[0])
+        with pytest.raises(ValueError, match="three") as caught:
+            collect()
+        assert "in fail_at_3" in str(caught.value.__cause__)
+        assert values[0].status is RemoteValueStatus.ABORTED
+        with pytest.raises(ValueError, match="three"):
+            values[0].fetch()
+        assert values[-1].status is RemoteValueStatus.ABORTED
+        with pytest.raises(CancelledError, match="was cancelled before it ran: another one had failed"):
+            values[-1].fetch()
+        coordinator.join()
+        assert coordinator.done()
+        assert coordinator.fetch(coordinator.schedule(fail_at_3, (4,))) == 4
+
+
+@with_workers
+def test_what_cannot_be_sent_is_refused(coordinator):
+    lock = threading.Lock()
+
+    with pytest.raises(TypeError, match="function .*<lambda> cannot be sent to another rank"):
+        coordinator.schedule(lambda: lock)
+    with pytest.raises(TypeError, match="an argument of function .* cannot be sent to another rank"):
+        coordinator.schedule(print, (lock,))
+    with pytest.raises(TypeError, match="got 3"):
+        coordinator.schedule(3)
+    value = coordinator.schedule(threading.Lock)
+    with pytest.raises(TypeError, match="the result of function .* cannot be sent to another rank"):
+        coordinator.join()
+    assert value.status is RemoteValueStatus.ABORTED
+    assert coordinator.schedule(abs, (-1,)).fetch() == 1
+
+
+@up_to_ranks(8)
+@with_workers
+def test_each_element_of_a_dataset_is_visited_once(coordinator):
+    def elements(context):
+        return range(context.input_pipeline_id, 60, context.num_input_pipelines)
+
+    dataset = coordinator.create_per_worker_dataset(elements)
+    for _ in range(2):
+        iterator = iter(dataset)
+        numbers = []
+        for _ in range(1000):  # where ranks outnumber cores some workers come late to their elements
+            seen = [coordinator.schedule(next, (iterator, None)) for _ in range(50)]
+            numbers += [number for number in coordinator.fetch(seen) if number is not None]
+            if len(numbers) >= 60:
+                break
+        assert sorted(numbers) == list(range(60))
+        coordinator.schedule(lambda iterator: [next(iterator) for _ in range(61)], (iterator,))
+        with pytest.raises(OutOfRangeError, match="the dataset of the worker has ended"):
+            coordinator.join()
+    with pytest.raises(NotImplementedError, match="are on the workers"):
+        next(iterator)
+
+
+@with_workers
+def test_per_worker_datasets_of_datasets(coordinator):
+    whole = mpistrat.ArrayDataset(np.arange(10.0), 5)
+    iterator = iter(coordinator.create_per_worker_dataset(whole))
+    np.testing.assert_array_equal(coordinator.schedule(next, (iterator,)).fetch(), np.arange(5))
+
+    def made():
+        return mpistrat.get_strategy().distribute_datasets_from_function(lambda context: whole)
+
+    iterator = iter(coordinator.create_per_worker_dataset(made))
+    np.testing.assert_array_equal(coordinator.schedule(lambda it: next(it), (iterator,)).fetch(), np.arange(5))
+    with pytest.raises(TypeError, match="is made of a dataset"):
+        coordinator.create_per_worker_dataset(3)
+
+
+@with_workers
+def test_a_dataset_that_cannot_be_made_fails_the_functions_that_use_it_and_no_others(coordinator):
+    number = coordinator.schedule(lambda: time.sleep(0.1) or 1)
+    dataset = coordinator.create_per_worker_dataset(lambda: 1 // 0)
+    iterator = iter(dataset)
+    coordinator.join()
+    assert number.fetch() == 1
+    for argument in (dataset, iterator):
+        coordinator.schedule(next, (argument,))
+        with pytest.raises(ZeroDivisionError):
+            coordinator.join()
+    assert coordinator.schedule(abs, (-1,)).fetch() == 1
+
+
+@with_workers
+def test_a_dropped_iterator_stays_until_the_functions_that_use_it_have_run(coordinator):
+    values = []
+    for _ in range(3):
+        iterator = iter(coordinator.create_per_worker_dataset(lambda: itertools.count()))
+        values += [coordinator.schedule(lambda own: time.sleep(0.005) or next(own[0]), ([iterator],)) for _ in range(20)]
+        del iterator
+        gc.collect()
+    assert len(coordinator.fetch(values)) == 60
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@with_workers
+def test_per_worker_values_are_those_of_the_worker_that_runs(coordinator, is_captured):
+    workers = len(coordinator.strategy.extended.worker_devices)
+    own, args = PerWorkerValues(range(workers)), ()
+    data = iter(coordinator.create_per_worker_dataset(lambda context: itertools.repeat(context.input_pipeline_id)))
+    if not is_captured:
+        own, data, args = None, None, (own, data)
+
+    def step(number=own, numbers=data):
+        return os.getpid(), number, next(numbers)
+
+    seen = {coordinator.schedule(step, args).fetch() for _ in range(10 * workers)}
+    assert len(seen) == len({number for _, number, _ in seen})
+    assert all(number == from_data for _, number, from_data in seen)
+
+
+@with_workers
+def test_scheduled_functions_run_in_the_scope_and_may_use_the_strategy(coordinator):
+    strategy, total = coordinator.strategy, variable(coordinator, 0.0)
+
+    def replica(batch):
+        assert strategy.num_replicas_in_sync == 1
+        total.assign_add(mpistrat.get_replica_context().all_reduce("sum", batch.sum()), read_value=False)
+        return batch.max()
+
+    def step(batch):
+        assert mpistrat.get_strategy() is strategy
+        assert mpistrat.in_cross_replica_context()
+        return strategy.reduce("sum", strategy.run(replica, args=(batch,)), axis=None)
+
+    assert coordinator.schedule(step, (np.arange(4.0),)).fetch() == 3
+    assert float(total) == 6
