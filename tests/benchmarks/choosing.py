@@ -11,7 +11,7 @@ from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.text import format_bytes, format_seconds
 from mpistrat.topology.world import World
 from tests.benchmarks.contenders import competing
-from tests.benchmarks.contest import Contest, Measured
+from tests.benchmarks.contest import Contest
 from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
@@ -72,9 +72,8 @@ def _measure(session: Session, place: _Place) -> Table:
 
 def _in_turns(contest: Contest, place: _Place, nbytes: int) -> tuple[str, dict[str, float]]:
     """Return what auto chooses, and the time of each algorithm by its name, and of auto: each several times over."""
-    found: dict[str, list[Measured]] = {name: [] for name in (AUTO, *PLANNERS)}
-    for turn in range(_TURNS):
-        for name in found if turn % 2 else reversed(found):
-            task = {"kind": "all_reduce", "nbytes": nbytes, "options": {"algorithm": name}}
-            found[name] += contest.compare(task, place.seconds / _TURNS).values()
+    tasks = {
+        name: {"kind": "all_reduce", "nbytes": nbytes, "options": {"algorithm": name}} for name in (*reversed(PLANNERS), AUTO)
+    }
+    found = contest.in_turns(tasks, _TURNS, place.seconds / _TURNS)
     return found[AUTO][0].facts["plan"], {name: statistics.median(one.seconds for one in some) for name, some in found.items()}

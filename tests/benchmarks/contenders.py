@@ -23,8 +23,6 @@ def competing(
     session: Session, lab: Lab, ranks: int, placement: str = "block", names: tuple[str, ...] = (OURS,), **env: str
 ) -> Iterator[Contest]:
     """Give the programs of those names, in a lab; the session learns their versions, and who could not compete."""
-    if len(lab.hosts) == 1 and ranks == 2:  # they have a core each, and need not give it up to each other
-        env["OMPI_MCA_mpi_yield_when_idle"] = "0"
     with Contest(lab, ranks, placement, _contenders(session, names, env)) as contest:
         session.versions.update(contest.versions)
         yield contest
@@ -38,7 +36,7 @@ def _contenders(session: Session, names: tuple[str, ...], env: dict[str, str]) -
         launcher, environment, program, variables = KINDS[name]
         python = session.environments.python(environment) if environment else sys.executable
         if python:
-            own = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", **variables, **(env if launcher == "openmpi" else {})}
+            own = variables | (env if launcher == "openmpi" else {})
             yield Contender(name, launcher, [python, str(_PROGRAMS / program)], own)
 
 

@@ -146,6 +146,14 @@ class Contest:
             if entries[label][0] in self._lines
         }
 
+    def in_turns(self, tasks: dict[str, dict[str, Any]], turns: int, seconds: float) -> dict[str, list[Measured]]:
+        """Time tasks one after the other, as often as there are turns, every second time in reverse."""
+        found: dict[str, list[Measured]] = {name: [] for name in tasks}
+        for turn in range(turns):
+            for name in reversed(tasks) if turn % 2 else tasks:
+                found[name] += self.compare(tasks[name], seconds).values()
+        return found
+
     def call(self, contender: str, function: str, **arguments: Any) -> list[Any]:
         """Call a function of a program on all its ranks; return what each returned."""
         answers = self._ask(contender, {"do": "call", "name": function, "arguments": arguments})
@@ -202,7 +210,8 @@ class Contest:
         return answers
 
     def _start(self, contender: Contender) -> None:
-        env = {**contender.env, "CONTEST_SOCKET": str(self._path), "CONTEST_NAME": contender.name}
+        fixed = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        env = {**fixed, **contender.env, "CONTEST_SOCKET": str(self._path), "CONTEST_NAME": contender.name}
         self._processes[contender.name] = []
         try:
             with self._log_path(contender.name).open("wb") as log:
@@ -253,6 +262,8 @@ class Contest:
 
 def _openmpi(contest: Contest, argv: Sequence[str], env: Mapping[str, str], log: Any) -> list[subprocess.Popen[str]]:
     command, variables = contest.lab.mpirun(contest.num_ranks, contest.placement, argv)
+    if len(contest.lab.hosts) == 1 and contest.num_ranks == 2:  # they have a core each, and need not give it up to each other
+        variables = {**variables, "OMPI_MCA_mpi_yield_when_idle": "0"}
     return [contest.lab.start(contest.lab.hosts[0], command, log, {**variables, **env})]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from mpistrat.text import format_bytes, format_seconds
 from tests.benchmarks.contenders import competing
-from tests.benchmarks.contest import Measured
 from tests.benchmarks.messages import shape_of
 from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session, answers_of
@@ -29,11 +28,8 @@ def run(session: Session) -> dict[str, Table]:
     for hosts, ranks, rate, sizes in QUICK if session.quick else CASES:
         with Lab(hosts, rate) as lab, competing(session, lab, ranks) as contest:
             for nbytes in sizes:
-                found: dict[str, list[Measured]] = {name: [] for name in KINDS}
-                for turn in range(ROUNDS):
-                    for name in KINDS if turn % 2 == 0 else reversed(KINDS):
-                        task = {"kind": "all_reduce", "nbytes": nbytes, "options": KINDS[name]}
-                        found[name] += contest.compare(task, 0.4).values()
+                tasks = {name: {"kind": "all_reduce", "nbytes": nbytes, "options": fields} for name, fields in KINDS.items()}
+                found = contest.in_turns(tasks, ROUNDS, 0.4)
                 seconds = {name: statistics.median(one.seconds for one in some) for name, some in found.items()}
                 cells = [f"{format_seconds(seconds[name])} ({found[name][0].facts['plan']})" for name in KINDS]
                 ratio = f"{seconds[IN_ORDER] / seconds[DEFAULT]:.2f}"

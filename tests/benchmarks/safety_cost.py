@@ -57,11 +57,8 @@ def side_by_side(
     launches: int,
 ) -> list[Launches]:
     """Return, for each task, the times of two trees, each with an environment of its own, that take turns in a lab."""
-    fixed = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    if ranks == 2:  # they have a core each, and need not give it up to each other
-        fixed["OMPI_MCA_mpi_yield_when_idle"] = "0"
     contenders = [
-        Contender(name, "openmpi", [sys.executable, str(_PROGRAM)], {**fixed, "PYTHONPATH": str(tree), **env})
+        Contender(name, "openmpi", [sys.executable, str(_PROGRAM)], {"PYTHONPATH": str(tree), **env})
         for name, (tree, env) in (("one", one), ("other", other))
     ]
     found: list[Launches] = [[] for _ in tasks]

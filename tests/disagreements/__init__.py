@@ -1,14 +1,16 @@
 """Programs in which ranks disagree, run by the hundred: who is told, who computes on, and whose memory changes.
 
-A kind is a small function in which one rank, the odd one, does something else than the others. A case is a kind, a number of
-elements, and whether the same calls were made before without an odd rank (warm) or not. A job runs many cases, one after the
-other, each with a strategy of its own; one that dies or stands still is ended, and a new one takes the next case.
+A program is a sequence of calls, which are data (`calls`), and the same with a deviation (`deviations`) of some ranks: one,
+half, or all but one. How it may end follows from what differs between the two. A kind is such a pair: all that `kinds` makes
+of its sequences and of the deviations that fit them, and pairs that are drawn from a seed (`drawing`). A case is a kind, a
+number of elements, and whether all ranks made the same calls before (warm) or not. A job runs many cases, one after the other,
+each with a strategy of its own; one that dies or stands still is ended, and a new one takes the next case.
 
 From the command line, in the top folder of a checkout::
 
     python -m tests.disagreements --list
-    python -m tests.disagreements --shape 2x2 --kind longer --size 300000 --warm
-    python -m tests.disagreements --shape 1x2 --kind 'dtype_*' --set MPISTRAT_CHECK=off
+    python -m tests.disagreements --shape 2x2 --kind all_reduce.longer --size 300000 --warm
+    python -m tests.disagreements --shape 1x2 --kind 'reduce_scatter.*' --odd 1 --set MPISTRAT_CHECK=off
     python -m tests.disagreements --shape hosts:2+2
 
 Without ``--kind``, ``--size``, ``--warm`` or ``--first`` all of them are run. Shapes are those of ``mpistrat run --nodes``,

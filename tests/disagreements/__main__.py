@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.list:
         for kind in KINDS.values():
-            print(f"{kind.name:40} {kind.family:10} {', '.join(sorted(kind.allowed))}")
+            print(f"{kind.name:40} {', '.join(sorted(kind.outcomes)) if kind.sizes else 'drawn from a seed'}")
         return 0
     settings = dict(pair.split("=", 1) for pair in arguments.set)
     counts: collections.Counter[str] = collections.Counter()
@@ -47,7 +47,7 @@ def _plans(arguments: argparse.Namespace, ranks: int) -> list[Plan]:
         raise SystemExit(f"no kind is called {' or '.join(arguments.kind)}; see --list")
     plans = quick_plans(ranks, names) if arguments.quick else list(all_plans(ranks, names))
     return [
-        plan if arguments.odd is None else dataclasses.replace(plan, odd=arguments.odd)
+        plan if arguments.odd is None else dataclasses.replace(plan, odd=tuple(arguments.odd))
         for plan in plans
         if (not arguments.size or plan.count in arguments.size)
         and not (arguments.warm and not plan.warm)
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", action="append", type=int, help="elements; again for more")
     parser.add_argument("--warm", action="store_true", help="only with the same calls before")
     parser.add_argument("--first", action="store_true", help="only without")
-    parser.add_argument("--odd", type=int, help="which rank is the odd one (default: it depends on the case)")
+    parser.add_argument("--odd", action="append", type=int, help="an odd rank; again for more (default: by the case)")
     parser.add_argument("--quick", action="store_true", help="one or two cases of each kind")
     parser.add_argument("--drawn", type=int, default=0, metavar="N", help="N cases of --kind drawn_program or drawn_pair")
     parser.add_argument("--seed", type=int, default=1, help="of the first case that is drawn")

@@ -20,7 +20,6 @@ _TABLE, _BYTES = 1 << 16, 1 << 30  # of the table, and of the file, of which onl
 _CANARY = 0x41
 _LEAST, _MOST = 4096, 4 << 20
 _ALIGNMENT = 64
-_KINDS = ("canary", "operand")
 
 
 class Memory:

@@ -2,48 +2,47 @@
 
 from __future__ import annotations
 
-import json
 import linecache
-import os
-import socket
 import traceback
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import mpistrat
 from mpistrat.launch.bootstrap import start
+from tests.disagreements.calls import Call, make
 from tests.disagreements.case import Case, Plan
-from tests.disagreements.kinds import KINDS
+from tests.disagreements.kinds import KINDS, kind_of
 from tests.disagreements.memory import Memory, Neighbours
+from tests.disagreements.ranks import connect
 
+WARM_ROUNDS = 20
 # A difference may be told late: within so many further calls, or where values are read.
 FURTHER_CALLS = 70
-_FURTHER_COUNT = 33  # of no kind's arrays
+_FURTHER = Call("all_reduce", (33,))  # of no kind's arrays
+_READ = Call("reduce", (5,))
 _PACKAGE = str(Path(mpistrat.__file__).parent)
 
 
 class Turns:
     """What this rank does when it is told, and the line to who tells it."""
 
-    def __init__(self, lines: Any, rank: int, size: int, memory: Memory) -> None:
-        self._lines, self._rank, self._size, self._memory = lines, rank, size, memory
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._line, folder = connect()
+        self._memory = Memory(folder / f"memory.{rank}")
         self._case: Case | None = None
         self._neighbours: Neighbours | None = None
 
     def say(self, **document: Any) -> None:
-        """Send a line."""
-        self._lines.write(json.dumps({"rank": self._rank, **document}) + "\n")
-        self._lines.flush()
+        """Send what became of this rank."""
+        self._line.send({"rank": self._rank, **document})
 
     def serve(self) -> None:
-        """Do what is asked until there is no more, or a case ends the program."""
-        self.say(pid=os.getpid())
-        for line in self._lines:
-            request = json.loads(line)
+        """Do what is asked until a case ends the program."""
+        while True:
+            request = self._line.recv()
             if request["do"] == "case":
-                plan = Plan(**request["plan"])
+                plan: Plan = request["plan"]
                 if KINDS[plan.kind].alone:
                     self._to_the_end(plan)
                     return
@@ -55,69 +54,56 @@ class Turns:
                 self.say(left=True)
 
     def _attempt(self, plan: Plan) -> dict[str, Any]:
-        """Run a case whose errors are what is looked for."""
-        found: dict[str, Any] = {"stage": "strategy", "error": None}
+        """Run a case whose errors are what is looked for; after it make further equal calls, and read values at last."""
+        found: dict[str, Any] = {"error": None}
         try:
-            case = self._prepare(plan)
-            found["stage"] = "disagreement"
+            case, usual, odd = self._prepare(plan)
             self.say(at="disagreement")
-            KINDS[plan.kind].run(case)
-            found["stage"] = "further calls"
+            case.play(usual, odd, make)
             self.say(at="further calls", values=case.values)
-            _go_on(case, found)
-            found["stage"] = "over"
+            for further in range(1, FURTHER_CALLS + 2):
+                found["further"] = further
+                call = _FURTHER if further <= FURTHER_CALLS else _READ
+                case.play([call], [call], make)
         except Exception as error:
             found["error"] = _described(error)
         found["values"] = self._case.values if self._case else []
-        if self._case is not None:
-            found["must_be_told"] = self._case.must_be_told
         return found
 
     def _to_the_end(self, plan: Plan) -> None:
         """Run a case that ends the program, whose errors nobody catches."""
-        case = self._prepare(plan)
+        case, usual, odd = self._prepare(plan)
         self.say(at="disagreement")
-        KINDS[plan.kind].run(case)
+        case.play(usual, odd, make)
         self.say(at="end", values=case.values)
 
-    def _prepare(self, plan: Plan) -> Case:
+    def _prepare(self, plan: Plan) -> tuple[Case, list[Call], list[Call]]:
+        """Return a case with a strategy, after equal calls if it is a warm one; and what ranks call in it."""
         self._memory.reset()
-        self._neighbours = None
-        strategy = mpistrat.MultiWorkerMirroredStrategy()
-        case = Case(plan, self._rank, self._size, self._memory, strategy, lambda text: self.say(note=text))
-        self._case = case
+        self._case = self._neighbours = None
+        self._case = case = Case(plan, self._rank, self._size, self._memory, mpistrat.MultiWorkerMirroredStrategy())
         self.say(at="strategy")
-        found = KINDS[plan.kind]
-        case.must_be_told = "right" not in found.allowed
-        if plan.warm:
-            case.in_step(lambda: self._call_equally(case))
+        kind = kind_of(plan, self._size)
+        before = {"usual": [kind.usual], "both": [kind.usual, kind.odd], "other": [[Call("all_reduce", (plan.count,))]]}[
+            kind.warm
+        ]
+        for _ in range(WARM_ROUNDS if plan.warm else 0):
+            self._memory.reset()
+            for calls in before:
+                self.say(at="equal calls")  # large ones may be slow, and are no hang
+                case.play(calls, calls, make)
+        self._memory.reset()
         if any("wrong" in value for value in case.values):
             raise AssertionError(f"wrong without an odd rank: {case.values}")
         case.values.clear()
         self._neighbours = Neighbours(8 * plan.count)
         case.odd = plan.odd
-        return case
-
-    def _call_equally(self, case: Case) -> None:
-        """Make one of the calls before the disagreement, and say so: large ones may be slow, and are no hang."""
-        self.say(at="equal calls")
-        KINDS[case.plan.kind].warm_up(case)
+        return case, kind.usual, kind.odd
 
     def _leave(self, close: bool) -> None:
         if close and self._case is not None:
-            self._case.strategy.close()
+            self._case.strategies[0].close()
         self._case = self._neighbours = None
-
-
-def _go_on(case: Case, found: dict[str, Any]) -> None:
-    """Make further equal calls, and read values at last."""
-    array = case.memory.array(_FURTHER_COUNT, "float64")
-    for further in range(1, FURTHER_CALLS + 1):
-        found["further"] = further
-        case.fill(array)
-        case.all_reduce("sum", array)
-    found["further"] = "reduce"
-    case.reduce("sum", np.array(case.component(case.rank, 5, "float64")))
 
 
 def _described(error: Exception) -> dict[str, Any]:
@@ -133,16 +119,6 @@ def _described(error: Exception) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Connect, and serve."""
-    comm = start()
-    folder = Path(os.environ["DISAGREEMENTS_FOLDER"])
-    memory = Memory(folder / f"memory.{comm.rank}")
-    with socket.socket(socket.AF_UNIX) as stream:
-        stream.connect(str(folder / "socket"))
-        turns = Turns(stream.makefile("rw"), comm.rank, comm.size, memory)
-        turns.serve()
-
-
 if __name__ == "__main__":
-    main()
+    comm = start()
+    Turns(comm.rank, comm.size).serve()

@@ -43,7 +43,16 @@ class Evidence:
     exit_code: int | None = None  # of the job, if it ended by itself
     still: bool = False  # whether the job was ended because nothing happened any more
     is_begun: bool = False  # whether a rank had come to the disagreement
-    note: str = ""  # what the case says of itself
+
+    def add(self, words: Mapping[str, Any]) -> None:
+        """Add what a rank said."""
+        rank = words["rank"]
+        self.is_begun |= words.get("at") == "disagreement"
+        if "values" in words:
+            self.values[rank] = words["values"]
+        if "ended" in words:
+            self.ended[rank] = words["ended"]
+            self.values[rank] = words["ended"]["values"]
 
 
 @dataclass(frozen=True)
@@ -55,26 +64,35 @@ class Verdict:
     further: int = 0  # after how many further calls the last rank was told; 0 where it was told in the calls themselves
 
 
-def judge(evidence: Evidence, says: str, odd: int, alone: bool) -> Verdict:
-    """Return the class of a case."""
-    text = _text(evidence)
+def judge(evidence: Evidence, says: str, odd: int, alone: bool, is_right: bool) -> Verdict:
+    """Return the class of a case, which may be right in spite of the difference, or not."""
+    text, output, code = _text(evidence), evidence.output, evidence.exit_code
     if evidence.foreign:
         return Verdict("foreign", f"{'; '.join(evidence.foreign[:3])}; {text}")
-    ended_by_itself = evidence.exit_code is not None
-    crashed = _CRASHED.search(evidence.output) and "MPI_ABORT was invoked" not in evidence.output
-    if crashed and (ended_by_itself or evidence.still):
-        return Verdict("crash", f"{_last_lines(evidence.output)}; {text}")
+    if (code is not None or evidence.still) and _CRASHED.search(output) and "MPI_ABORT was invoked" not in output:
+        return Verdict("crash", f"{_last_lines(output)}; {text}")
     if evidence.still:
-        return _of_one_that_stands(evidence, odd, alone, text)
-    if ended_by_itself:
-        return _of_one_that_ended(evidence, says, alone, text)
-    return _of_all_ranks(evidence, text)
+        lines = missing_in_report(output, odd)
+        if lines or (alone and _says_missing(output, odd)):  # a rank that has ended is at no line
+            return Verdict("reported", f"{', '.join(lines[:1])}; {text}")
+        return Verdict("partial" if evidence.ended else "hang", text)
+    if code is not None:
+        name = "told" if code and re.search(says, f"{output}\nexit:{code}") else "raw" if code or not alone else "silent"
+        return Verdict(name, f"exit code {code}, {_last_lines(output)}; {text}")
+    errors = [ended["error"] for ended in evidence.ended.values()]
+    if all(errors):
+        further = max(ended.get("further", 0) for ended in evidence.ended.values())
+        return Verdict("told" if all(told(error, odd) for error in errors) else "raw", text, further)
+    if any(errors):
+        return Verdict("partial", text)
+    wrong = any("wrong" in value for values in evidence.values.values() for value in values)
+    return Verdict("right" if is_right and not wrong else "silent", text)
 
 
-def told(error: Mapping[str, Any]) -> bool:
-    """Return whether an error that a rank raised tells of the difference."""
+def told(error: Mapping[str, Any], odd: int) -> bool:
+    """Return whether an error that a rank raised tells of the difference: an AgreementError must name the odd rank."""
     if "AgreementError" in error["bases"]:
-        return True
+        return odd in ranks_named(error["text"])
     if _RAW.search(error["text"]):
         return False
     return bool(_OURS & set(error["bases"])) or (error["raised_by_us"] and "MpistratError" not in error["bases"])
@@ -106,45 +124,10 @@ def _numbers(text: str) -> set[int]:
     return found
 
 
-def _of_one_that_stands(evidence: Evidence, odd: int, alone: bool, text: str) -> Verdict:
-    lines = missing_in_report(evidence.output, odd)
-    # a rank that has ended is at no line
-    if lines or (alone and _says_missing(evidence.output, odd)):
-        return Verdict("reported", f"{', '.join(lines[:1])}; {text}")
-    if evidence.ended:
-        return Verdict("partial", text)
-    return Verdict("hang", text)
-
-
 def _says_missing(output: str, odd: int) -> bool:
     report = _REPORT.search(output)
     words = _ABSENT.finditer(output, report.start() if report else len(output))
     return any(odd in ranks_named(output[word.start() :].splitlines()[0]) for word in words)
-
-
-def _of_one_that_ended(evidence: Evidence, says: str, alone: bool, text: str) -> Verdict:
-    output = f"{evidence.output}\nexit:{evidence.exit_code}"
-    if alone and evidence.exit_code == 0:
-        return Verdict("silent", f"exit code 0; {text}")
-    if evidence.exit_code != 0 and re.search(says, output):
-        return Verdict("told", f"exit code {evidence.exit_code}, {_last_lines(evidence.output)}; {text}")
-    return Verdict("raw", f"exit code {evidence.exit_code}, {_last_lines(evidence.output)}; {text}")
-
-
-def _of_all_ranks(evidence: Evidence, text: str) -> Verdict:
-    errors = [ended["error"] for ended in evidence.ended.values()]
-    if all(errors):
-        return Verdict("told" if all(map(told, errors)) else "raw", text, max(map(_further, evidence.ended.values())))
-    if any(errors):
-        return Verdict("partial", text)
-    wrong = any("wrong" in value for values in evidence.values.values() for value in values)
-    should_be_error = any(ended.get("must_be_told") for ended in evidence.ended.values())
-    return Verdict("silent" if wrong or should_be_error else "right", text)
-
-
-def _further(ended: Mapping[str, Any]) -> int:
-    further = ended.get("further", 0)
-    return 71 if further == "reduce" else int(further)
 
 
 def _text(evidence: Evidence) -> str:

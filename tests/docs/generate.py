@@ -17,7 +17,7 @@ from mpistrat import errors
 from mpistrat.settings import SETTINGS, Setting
 from mpistrat.text import format_bytes
 from mpistrat.tools import cli
-from tests.benchmarks.pages import with_results
+from tests.benchmarks.pages import markdown, with_results
 from tests.docs.pages import ROOT, Command, blocks, pages
 from tests.docs.surface import api_names, described, home
 from tests.docs.tf_names import ABSENT, DIFFERENT, SAME, Name, named
@@ -220,9 +220,7 @@ def _sentence(text: str) -> str:
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown([list(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)])
 
 
 if __name__ == "__main__":

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from tests.disagreements.places import Place, default_environment, rank_program
+from tests.disagreements.places import Place, default_environment
+from tests.disagreements.ranks import Ranks
 from tests.processes import patient
 
 SHAPES = ("1x1", "1x2", "1x3", "2x1", "2x2", "3+1", "1x4", "2x2:cyclic")
@@ -69,45 +67,25 @@ def play(shape: str, seed: int, cases: int, first: int = 0, settings: dict[str, 
 
 
 def _run_job(place: Place, seed: int, first: int, stop: int, settings: dict[str, str]) -> tuple[int, dict[int, str]]:
-    """Run a job; return the case to go on with, and what the first rank to fail says of each case that failed."""
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
-        folder = Path(name)
-        usual = {"MPISTRAT_TUNING": "off", "MPISTRAT_DEVICE": "cpu", "MPISTRAT_STALL_SECONDS": "8"}
-        argv = [*rank_program("tests.fuzz.rank"), name, str(seed), str(first), str(stop)]
-        with (folder / "output").open("wb") as output:
-            process = place.start(argv, default_environment({**usual, **settings}), output)
-        seen, deadline, still = "", time.monotonic() + patient(2 * _PATIENCE_SECONDS), False
-        while process.poll() is None and not still:
-            time.sleep(0.1)
-            where = _progress(folder)
-            if str(where) != seen:
-                seen, deadline = str(where), time.monotonic() + patient(_PATIENCE_SECONDS)
-            still = time.monotonic() > deadline
-        place.end(process)
-        where, printed = _progress(folder), (folder / "output").read_text(errors="replace")
+    """Run a job; return the case to go on with, and what the ranks say of each case that failed."""
+    usual = {"MPISTRAT_TUNING": "off", "MPISTRAT_DEVICE": "cpu", "MPISTRAT_STALL_SECONDS": "8"}
+    ranks = Ranks(place, "tests.fuzz.rank", default_environment({**usual, **settings}))
+    try:
+        ranks.ask(seed=seed, first=first, stop=stop)
+        where: dict[int, int] = {}
         failures: dict[int, str] = {}
-        for path in sorted(folder.glob("failures.*")):
-            for line in path.read_text().splitlines():
-                number, _, text = line.partition("\t")
-                failures[int(number)] = f"{failures.get(int(number), '')}rank{path.suffix}: {_shown(text)}\n"
-        last = max(where.values(), default=first)
-        if still:
-            failures[min(last, stop - 1)] = f"HANG {where}\n{printed[-6000:]}"
-        elif process.returncode and last not in failures:
-            failures[min(last, stop - 1)] = f"EXIT {process.returncode} {where}\n{printed[-6000:]}"
-        is_done = not still and not process.returncode
-        return (stop if is_done else last + 1), failures
-
-
-def _shown(text: str) -> str:
-    """Return what a rank wrote down of a failure: what it did, and the end of what was raised."""
-    note, _, raised = text.partition("\t")
-    return f"{note}\n    {str(ast.literal_eval(raised)).strip()[-700:]}"
-
-
-def _progress(folder: Path) -> dict[str, int]:
-    found = {path.suffix: path.read_text().split() for path in sorted(folder.glob("progress.*"))}
-    return {rank: int(words[0]) for rank, words in found.items() if words}
+        deadline = time.monotonic() + patient(2 * _PATIENCE_SECONDS)
+        while (ranks.lines or ranks.process.poll() is None) and time.monotonic() < deadline:
+            for words in ranks.receive():
+                where[words["rank"]], deadline = words["at"], time.monotonic() + patient(_PATIENCE_SECONDS)
+                if "failed" in words:
+                    failures[words["at"]] = f"{failures.get(words['at'], '')}rank {words['rank']}: {words['failed']}\n"
+        code, last = ranks.process.poll(), max(where.values(), default=first)
+        if code is None or (code and last not in failures):
+            failures[min(last, stop - 1)] = f"{'HANG' if code is None else f'EXIT {code}'} {where}\n{ranks.output()[-6000:]}"
+        return (stop if code == 0 else last + 1), failures
+    finally:
+        ranks.end()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ import mpistrat.mpi4py
 from mpistrat import settings
 from mpistrat.errors import MpistratError
 from mpistrat.experimental import CommunicationOptions
-from tests.fuzz.operands import OPS, Operand, draw_operands, draw_targets, is_target_refused, overlaps, told
+from tests.fuzz.operands import OPS, Operand, Operands, draw_targets, is_refused, overlaps, told
 from tests.fuzz.strategy_cases import make_strategy, play_strategy, play_variable
 from tests.ranks.test_properties import ALGORITHMS, UFUNCS, check
 
@@ -107,34 +107,18 @@ def _must_refuse(call: Callable[[], Any], why: str) -> None:
     raise AssertionError(f"{why} was accepted: {found!r}")
 
 
-def _snapshot(operands: Sequence[Operand]) -> list[bytes]:
-    return [np.asarray(operand.array).tobytes() for operand in operands]
-
-
-def _check_unchanged(operands: Sequence[Operand], before: Sequence[bytes], targets: Sequence[np.ndarray] | None) -> None:
-    for operand, bytes_before in zip(operands, before, strict=True):
-        if not overlaps(np.asarray(operand.array), targets):
-            assert np.asarray(operand.array).tobytes() == bytes_before, f"an argument was changed: {operand}"
-
-
-def _passed(values: Sequence[Any], is_list: bool) -> Any:
-    return list(values) if is_list else values[0]
-
-
 def _all_reduce(field: Field, rng: np.random.Generator) -> Callable[[], None]:
     communicator, op = field.pick(rng), str(rng.choice(OPS))
-    operands, is_list = draw_operands(rng, op, communicator.rank)
+    operands = Operands(rng, op, communicator.rank)
     kind, targets = draw_targets(rng, operands)
     options, repeats = field.options(rng, communicator), int(rng.integers(1, _MOST_REPEATS + 1))
     is_started, reshapes = rng.random() < 0.15, rng.random() < 0.1
-    refused = targets is not None and is_target_refused(
-        targets, [operand.shape for operand in operands], [operand.dtype for operand in operands]
-    )
-    field.note = f"all_reduce {op} {operands} list={is_list} out={kind} {told(options)} x{repeats} started={is_started}"
+    refused = is_refused(targets, operands)
+    field.note = f"all_reduce {op} {operands} out={kind} {told(options)} x{repeats} started={is_started}"
 
     def call() -> Any:
-        values = _passed([operand.array for operand in operands], is_list)
-        out = None if targets is None else _passed(targets, is_list)
+        values = operands.passed()
+        out = None if targets is None else operands.passed(targets)
         if is_started:
             return communicator.start_all_reduce(op, values, options, out).wait()
         return communicator.all_reduce(op, values, options, out)
@@ -142,23 +126,21 @@ def _all_reduce(field: Field, rng: np.random.Generator) -> Callable[[], None]:
     def run() -> None:
         for repeat in range(repeats):
             if repeat:
-                for operand in operands:
-                    operand.renew()
+                operands.renew()
             if reshapes and repeat and targets is None:
                 _reshape(operands)
-            before = _snapshot(operands)
+            before = operands.snapshot()
             if refused:
                 _must_refuse(call, field.note)
                 continue
-            found = call()
-            results = found if is_list else [found]
+            results = operands.results(call())
             for operand, result in zip(operands, results, strict=True):
                 operand.check(result, communicator.size)
             if targets is not None:
                 assert all(result is target for result, target in zip(results, targets, strict=True)), "not out"
             else:
                 assert not any(overlaps(np.asarray(operand.array), results) for operand in operands), "a view came back"
-            _check_unchanged(operands, before, targets)
+            operands.check_unchanged(before, targets)
 
     return run
 
@@ -176,22 +158,18 @@ def _several_started(field: Field, rng: np.random.Generator) -> Callable[[], Non
     operations = []
     for _ in range(int(rng.integers(2, 5))):
         op = str(rng.choice(OPS))
-        operations.append((op, *draw_operands(rng, op, communicator.rank), field.options(rng, communicator)))
+        operations.append((op, Operands(rng, op, communicator.rank), field.options(rng, communicator)))
     order = np.random.default_rng((int(rng.integers(2**31)), communicator.rank)).permutation(len(operations))
     waits = rng.random() < 0.8
-    field.note = f"started {[(op, each, told(options)) for op, each, _, options in operations]} waits={waits}"
+    field.note = f"started {[(op, each, told(options)) for op, each, options in operations]} waits={waits}"
 
     def run() -> None:
-        works = [
-            communicator.start_all_reduce(op, _passed([operand.array for operand in operands], is_list), options)
-            for op, operands, is_list, options in operations
-        ]
+        works = [communicator.start_all_reduce(op, operands.passed(), options) for op, operands, options in operations]
         between = communicator.all_reduce("sum", np.ones(3))
         assert (between == communicator.size).all()
         for index in order if waits else order[:1]:
-            _, operands, is_list, _ = operations[index]
-            found = works[index].wait()
-            for operand, result in zip(operands, found if is_list else [found], strict=True):
+            _, operands, _ = operations[index]
+            for operand, result in zip(operands, operands.results(works[index].wait()), strict=True):
                 operand.check(result, communicator.size)
 
     return run
@@ -199,7 +177,7 @@ def _several_started(field: Field, rng: np.random.Generator) -> Callable[[], Non
 
 def _reduce_scatter(field: Field, rng: np.random.Generator) -> Callable[[], None]:
     communicator, op = field.pick(rng), str(rng.choice(OPS))
-    operands, is_list = draw_operands(rng, op, communicator.rank)
+    operands = Operands(rng, op, communicator.rank)
     axis = int(rng.integers(-2, 2))
     options = field.options(rng, communicator)
     has_axis = all(-len(operand.shape) <= axis < len(operand.shape) for operand in operands)
@@ -208,7 +186,7 @@ def _reduce_scatter(field: Field, rng: np.random.Generator) -> Callable[[], None
         for operand in operands
     ]
     out_kind = str(rng.choice(["none", "fresh", "within", "next"]))
-    field.note = f"reduce_scatter {op} {operands} list={is_list} axis={axis} out={out_kind} {told(options)}"
+    field.note = f"reduce_scatter {op} {operands} axis={axis} out={out_kind} {told(options)}"
 
     def targets() -> list[np.ndarray] | None:
         if out_kind == "none" or not has_axis:
@@ -229,21 +207,20 @@ def _reduce_scatter(field: Field, rng: np.random.Generator) -> Callable[[], None
     def run() -> None:
         for repeat in range(2):
             if repeat:
-                for operand in operands:
-                    operand.renew()
-            out, before = targets(), _snapshot(operands)
-            values = _passed([operand.array for operand in operands], is_list)
-            given = None if out is None else _passed(out, is_list)
+                operands.renew()
+            out, before = targets(), operands.snapshot()
+            values = operands.passed()
+            given = None if out is None else operands.passed(out)
             if not has_axis:
                 _must_refuse(lambda v=values, g=given: communicator.reduce_scatter(op, v, axis, options, g), field.note)
                 continue
             wanted = [operand.reduced(communicator.size) for operand in operands]
             found = communicator.reduce_scatter(op, values, axis, options, given)
-            for operand, (whole, bound), result in zip(operands, wanted, found if is_list else [found], strict=True):
+            for operand, (whole, bound), result in zip(operands, wanted, operands.results(found), strict=True):
                 mine = np.array_split(whole, communicator.size, axis)[communicator.rank]
                 limit = None if bound is None else np.array_split(bound, communicator.size, axis)[communicator.rank]
                 _check_array(result, mine, limit, operand.dtype)
-            _check_unchanged(operands, before, out)
+            operands.check_unchanged(before, out)
 
     return run
 
@@ -255,12 +232,12 @@ def _check_array(found: Any, wanted: np.ndarray, bound: np.ndarray | None, dtype
 
 def _all_gather(field: Field, rng: np.random.Generator) -> Callable[[], None]:
     communicator = field.pick(rng)
-    operands, is_list = draw_operands(rng, "MAX", communicator.rank)
+    operands = Operands(rng, "MAX", communicator.rank)
     axis, options = int(rng.integers(-2, 2)), field.options(rng, communicator)
     lengths = [int(length) for length in rng.integers(0, 5, communicator.size)]
     has_axis = all(-len(operand.shape) <= axis < len(operand.shape) for operand in operands)
     out_kind = str(rng.choice(["none", "fresh", "own", "next"]))
-    field.note = f"all_gather {operands} list={is_list} axis={axis} lengths={lengths} out={out_kind} {told(options)}"
+    field.note = f"all_gather {operands} axis={axis} lengths={lengths} out={out_kind} {told(options)}"
 
     def shape(operand: Operand, rank: int) -> tuple[int, ...]:
         if not has_axis:
@@ -271,7 +248,7 @@ def _all_gather(field: Field, rng: np.random.Generator) -> Callable[[], None]:
     def run() -> None:
         arrays = [operand.part(communicator.rank, shape(operand, communicator.rank)) for operand in operands]
         if not has_axis:
-            _must_refuse(lambda: communicator.all_gather(_passed(arrays, is_list), axis, options), field.note)
+            _must_refuse(lambda: communicator.all_gather(operands.passed(arrays), axis, options), field.note)
             return
         wholes = [
             np.concatenate([np.asarray(operand.part(rank, shape(operand, rank))) for rank in range(communicator.size)], axis)
@@ -287,8 +264,8 @@ def _all_gather(field: Field, rng: np.random.Generator) -> Callable[[], None]:
                     inside = target.reshape(-1)[-array.size :].reshape(array.shape)
                     inside[...] = array
                     arrays[moved] = inside
-        found = communicator.all_gather(_passed(arrays, is_list), axis, options, None if out is None else _passed(out, is_list))
-        for whole, result in zip(wholes, found if is_list else [found], strict=True):
+        found = communicator.all_gather(operands.passed(arrays), axis, options, None if out is None else operands.passed(out))
+        for whole, result in zip(wholes, operands.results(found), strict=True):
             _check_array(result, whole, None, whole.dtype)
 
     return run
@@ -296,27 +273,25 @@ def _all_gather(field: Field, rng: np.random.Generator) -> Callable[[], None]:
 
 def _broadcast(field: Field, rng: np.random.Generator) -> Callable[[], None]:
     communicator = field.pick(rng)
-    operands, is_list = draw_operands(rng, "MAX", communicator.rank)
+    operands = Operands(rng, "MAX", communicator.rank)
     root, options = int(rng.integers(communicator.size)), field.options(rng, communicator)
     kind, targets = draw_targets(rng, operands)
-    refused = targets is not None and is_target_refused(
-        targets, [operand.shape for operand in operands], [operand.dtype for operand in operands]
-    )
+    refused = is_refused(targets, operands)
     if refused and kind not in ("read-only", "strided", "unaligned"):
         targets, refused = None, False  # the root alone would refuse these
-    field.note = f"broadcast {operands} list={is_list} root={root} out={kind} {told(options)}"
+    field.note = f"broadcast {operands} root={root} out={kind} {told(options)}"
 
     def run() -> None:
-        before = _snapshot(operands)
-        out = None if targets is None else _passed(targets, is_list)
-        values = _passed([operand.array for operand in operands], is_list)
+        before = operands.snapshot()
+        out = None if targets is None else operands.passed(targets)
+        values = operands.passed()
         if refused:
             _must_refuse(lambda: communicator.broadcast(values, root, options, out), field.note)
             return
         found = communicator.broadcast(values, root, options, out)
-        for operand, result in zip(operands, found if is_list else [found], strict=True):
+        for operand, result in zip(operands, operands.results(found), strict=True):
             assert np.asarray(result).tobytes() == np.asarray(operand.part(root)).tobytes(), f"{operand}: {result}"
-        _check_unchanged(operands, before, targets)
+        operands.check_unchanged(before, targets)
 
     return run
 
@@ -329,7 +304,7 @@ def _exchange(field: Field, rng: np.random.Generator) -> Callable[[], None]:
     field.note = f"{verb} {operand} root={root} {told(options)}"
 
     def run() -> None:
-        before, mine = _snapshot([operand]), operand.array
+        before, mine = operand.snapshot(), operand.array
         if verb == "barrier":
             communicator.barrier(options)
         elif verb == "objects":
@@ -351,7 +326,7 @@ def _exchange(field: Field, rng: np.random.Generator) -> Callable[[], None]:
             pieces = [np.array_split(np.asarray(operand.part(rank)), size)[communicator.rank] for rank in range(size)]
             received = communicator.all_to_all(mine, options)
             assert received.tobytes() == np.concatenate(pieces).tobytes()
-        _check_unchanged([operand], before, None)
+        assert operand.snapshot() == before, f"an argument was changed: {operand}"
 
     return run
 

@@ -73,6 +73,10 @@ class Operand:
         else:
             self.array = self.part(self.rank)
 
+    def snapshot(self) -> bytes:
+        """Return the bytes of the array."""
+        return np.asarray(self.array).tobytes()
+
     def reduced(self, size: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return what the arrays of all ranks are reduced to, and by how much a result may differ."""
         with np.errstate(all="ignore"):
@@ -103,30 +107,45 @@ def _shape(rng: np.random.Generator) -> tuple[int, ...]:
     return (int(rng.integers(40_000, 400_000)),)
 
 
-def draw_operands(rng: np.random.Generator, op: str, rank: int) -> tuple[list[Operand], bool]:
-    """Return one to four operands, and whether they are passed as a list."""
-    is_list = rng.random() < 0.5
-    shape = _shape(rng) if rng.random() < 0.3 else None  # equal shapes can be targets of one another
-    return [Operand(rng, op, rank, shape) for _ in range(int(rng.integers(1, 5)) if is_list else 1)], is_list
+class Operands(list[Operand]):
+    """One to four operands, which may be passed as a list."""
+
+    def __init__(self, rng: np.random.Generator, op: str, rank: int) -> None:
+        self.is_list = rng.random() < 0.5
+        shape = _shape(rng) if rng.random() < 0.3 else None  # equal shapes can be targets of one another
+        super().__init__(Operand(rng, op, rank, shape) for _ in range(int(rng.integers(1, 5)) if self.is_list else 1))
+
+    def passed(self, arrays: Sequence[Any] | None = None) -> Any:
+        """Return what is passed to a call: the arrays of this rank, or others."""
+        given = [operand.array for operand in self] if arrays is None else list(arrays)
+        return given if self.is_list else given[0]
+
+    def results(self, found: Any) -> list[Any]:
+        """Return the result of each from what a call returned."""
+        return list(found) if self.is_list else [found]
+
+    def renew(self) -> None:
+        """Give all of them new values."""
+        for operand in self:
+            operand.renew()
+
+    def snapshot(self) -> list[bytes]:
+        """Return the bytes of all arrays."""
+        return [operand.snapshot() for operand in self]
+
+    def check_unchanged(self, before: Sequence[bytes], targets: Sequence[np.ndarray] | None) -> None:
+        """Fail if an argument was changed that is no target."""
+        for operand, bytes_before in zip(self, before, strict=True):
+            if not overlaps(np.asarray(operand.array), targets):
+                assert operand.snapshot() == bytes_before, f"an argument was changed: {operand}"
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()} list={self.is_list}"
 
 
 def draw_targets(rng: np.random.Generator, operands: Sequence[Operand]) -> tuple[str, list[np.ndarray] | None]:
     """Return how targets were drawn, and the targets, which may be refused; None where there are none."""
-    kinds = [
-        "none",
-        "none",
-        "same",
-        "same",
-        "fresh",
-        "others",
-        "shifted",
-        "unaligned",
-        "read-only",
-        "strided",
-        "shape",
-        "dtype",
-    ]
-    kind = str(rng.choice(kinds))
+    kind = str(rng.choice(["none", "none", "same", "same", "others", "shifted", *_CHANGED]))
     arrays = [operand.array for operand in operands]
     if kind == "none":
         return kind, None
@@ -165,13 +184,13 @@ _CHANGED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def is_target_refused(targets: Sequence[np.ndarray], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> bool:
-    """Return whether a verb must refuse these targets for results of such shapes and dtypes."""
-    if len(set(map(id, targets))) < len(targets) or len(targets) != len(shapes):
-        return True
-    return any(
-        not (isinstance(target, np.ndarray) and target.flags.carray) or target.shape != shape or target.dtype != dtype
-        for target, shape, dtype in zip(targets, shapes, dtypes, strict=True)
+def is_refused(targets: Sequence[np.ndarray] | None, operands: Operands) -> bool:
+    """Return whether a verb must refuse these targets for results like the operands."""
+    return targets is not None and any(
+        not (isinstance(target, np.ndarray) and target.flags.carray)
+        or target.shape != operand.shape
+        or target.dtype != operand.dtype
+        for target, operand in zip(targets, operands, strict=True)
     )
 
 

@@ -9,25 +9,14 @@ import numpy as np
 
 import mpistrat
 from mpistrat.experimental import CommunicationOptions
-from tests.fuzz.operands import OPS, Operand, draw_operands, told
+from tests.fuzz.operands import OPS, Operand, Operands, told
 from tests.ranks.test_properties import check
-
-__all__ = ["make_strategy", "play_strategy", "play_variable"]
 
 _MOST_REPEATS = 3
 _CROSS_REPLICA = ("reduce", "gather", "batch_reduce")
 _WITH_AXIS = ("all_gather", "gather", "reduce_scatter")
-_VERBS = (
-    "all_reduce",
-    "all_reduce",
-    "started",
-    "broadcast",
-    "weighted",
-    "all_to_all",
-    "merge_call",
-    *_WITH_AXIS,
-    *_CROSS_REPLICA,
-)
+_IN_REPLICA = ("all_reduce", "all_reduce", "started", "broadcast", "weighted", "all_to_all", "merge_call")
+_VERBS = (*_IN_REPLICA, *_WITH_AXIS, *_CROSS_REPLICA)
 
 
 def make_strategy(rng: np.random.Generator, is_one_node: bool) -> Callable[[], Any]:
@@ -46,16 +35,17 @@ def play_strategy(field: Any, rng: np.random.Generator) -> Callable[[], None]:
     strategy, size, rank = field.strategy, field.comm.size, field.comm.rank
     verb = str(rng.choice(_VERBS))
     op = "MEAN" if verb == "weighted" else str(rng.choice(["SUM", "MEAN"] if verb in ("reduce", "batch_reduce") else OPS))
-    operands, is_list = draw_operands(rng, op, rank)
+    operands = Operands(rng, op, rank)
+    is_list = operands.is_list and verb != "all_to_all"
     if verb in _WITH_AXIS:
-        operands = [operand for operand in operands if operand.shape]
+        operands[:] = [operand for operand in operands if operand.shape]
     if verb == "weighted":
-        operands = [operand for operand in operands if operand.dtype.kind == "f" and not operand.is_huge]
+        operands[:] = [operand for operand in operands if operand.dtype.kind == "f" and not operand.is_huge]
     if verb == "all_to_all":
-        operands, is_list = operands[:1], False
+        del operands[1:]
     options, repeats = field.options(rng, None), int(rng.integers(1, _MOST_REPEATS + 1))
     in_place = bool(rng.random() < 0.3)
-    field.note = f"strategy {verb} {op} {operands} list={is_list} {told(options)} x{repeats} in place={in_place}"
+    field.note = f"strategy {verb} {op} {operands} {told(options)} x{repeats} in place={in_place}"
 
     def nest(values: Sequence[Any]) -> Any:
         return {"a": list(values[1:]), "b": values[0]} if is_list else values[0]
@@ -117,8 +107,7 @@ def play_strategy(field: Any, rng: np.random.Generator) -> Callable[[], None]:
     def run() -> None:
         for repeat in range(repeats if operands else 0):
             if repeat:
-                for operand in operands:
-                    operand.renew()
+                operands.renew()
             value = nest([operand.array for operand in operands])
             found = across(value) if verb in _CROSS_REPLICA else strategy.local(strategy.run(step, args=(value,)))
             for operand, result in zip(operands, leaves(found), strict=True):

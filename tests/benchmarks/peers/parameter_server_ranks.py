@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from scheduling import BATCH, ROWS, WIDTH, functions, rate
 
 import mpistrat
-
-ROWS, WIDTH, BATCH = 1_000_000, 32, 64
 
 
 def main(coordinator: Any) -> None:
@@ -40,10 +36,10 @@ def main(coordinator: Any) -> None:
                 variable.numpy()
                 variable.assign_sub(gradient, read_value=False)
 
-        found |= {f"pull {nbytes}": _rate(coordinator, pull, times, num_workers)}
-        found |= {f"push {nbytes}": _rate(coordinator, push, times, num_workers)}
+        found |= {f"pull {nbytes}": rate(coordinator, pull, times, num_workers)}
+        found |= {f"push {nbytes}": rate(coordinator, push, times, num_workers)}
         assert (variable.numpy() == (times + 3) * num_workers).all(), "a push is missing"
-        found |= {f"step {nbytes}": _rate(coordinator, step, times, num_workers)}
+        found |= {f"step {nbytes}": rate(coordinator, step, times, num_workers)}
 
     def pull_rows(times: int) -> None:
         ids = np.random.default_rng(0).integers(0, ROWS, (times, BATCH))
@@ -58,39 +54,14 @@ def main(coordinator: Any) -> None:
     if cases:
         times = cases[0][1]
         found |= {
-            "pull rows": _rate(coordinator, pull_rows, times, num_workers),
-            "push rows": _rate(coordinator, push_rows, times, num_workers),
+            "pull rows": rate(coordinator, pull_rows, times, num_workers),
+            "push rows": rate(coordinator, push_rows, times, num_workers),
         }
-    print(json.dumps(found | _functions(coordinator)), flush=True)
+    print(json.dumps(found | functions(coordinator, _empty, 1000, 5000)), flush=True)
 
 
-def _rate(coordinator: Any, fn: Callable[[int], Any], times: int, num_workers: int) -> float:
-    """Return how many pulls or pushes all workers make in a second together."""
-    for count in (3, times):
-        started = time.perf_counter()
-        for _ in range(num_workers):
-            coordinator.schedule(fn, args=(count,))
-        coordinator.join()
-    return num_workers * times / (time.perf_counter() - started)
-
-
-def _functions(coordinator: Any) -> dict[str, float]:
-    """Return the median time from scheduling an empty function to its end, and how many run in a second."""
-
-    def empty() -> None:
-        pass
-
-    seconds = []
-    for _ in range(1000):
-        started = time.perf_counter()
-        coordinator.schedule(empty)
-        coordinator.join()
-        seconds.append(time.perf_counter() - started)
-    started = time.perf_counter()
-    for _ in range(5000):
-        coordinator.schedule(empty)
-    coordinator.join()
-    return {"seconds": statistics.median(seconds), "functions": 5000 / (time.perf_counter() - started)}
+def _empty() -> None:
+    pass
 
 
 if __name__ == "__main__":

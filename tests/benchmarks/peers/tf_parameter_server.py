@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
-import time
 from typing import Any
 
-ROWS, WIDTH, BATCH = 1_000_000, 32, 64
+from scheduling import BATCH, ROWS, WIDTH, functions, rate
 
 
 def main() -> None:
@@ -53,13 +51,8 @@ def _measure(cluster: dict[str, list[str]], num_workers: int, cases: list[list[i
     coordinator = tf.distribute.experimental.coordinator.ClusterCoordinator(strategy)
     found: dict[str, float] = {}
 
-    def rate(fn: Any, times: int) -> float:
-        for count in (3, times):
-            started = time.perf_counter()
-            for _ in range(num_workers):
-                coordinator.schedule(fn, args=(tf.constant(count),))
-            coordinator.join()
-        return num_workers * times / (time.perf_counter() - started)
+    def rate_of(fn: Any, times: int) -> float:
+        return rate(coordinator, fn, times, num_workers, tf.constant)
 
     def functions_on(variable: Any) -> tuple[Any, Any]:
         @tf.function
@@ -83,7 +76,7 @@ def _measure(cluster: dict[str, list[str]], num_workers: int, cases: list[list[i
         with strategy.scope():
             variable = tf.Variable(tf.zeros(nbytes // 4))
         pull, push = functions_on(variable)
-        found |= {f"pull {nbytes}": rate(pull, times), f"push {nbytes}": rate(push, times)}
+        found |= {f"pull {nbytes}": rate_of(pull, times), f"push {nbytes}": rate_of(push, times)}
         assert bool(tf.reduce_all(variable == float((times + 3) * num_workers))), "a push is missing"
     if cases:
         with strategy.scope():
@@ -104,23 +97,13 @@ def _measure(cluster: dict[str, list[str]], num_workers: int, cases: list[list[i
                 tf.autograph.experimental.set_loop_options(parallel_iterations=1)
                 table.scatter_add(tf.IndexedSlices(rows, tf.random.uniform((BATCH,), 0, ROWS, tf.int32)))
 
-        found |= {"pull rows": rate(pull_rows, cases[0][1]), "push rows": rate(push_rows, cases[0][1])}
+        found |= {"pull rows": rate_of(pull_rows, cases[0][1]), "push rows": rate_of(push_rows, cases[0][1])}
 
     @tf.function
     def empty() -> None:
         pass
 
-    seconds = []
-    for _ in range(300):
-        started = time.perf_counter()
-        coordinator.schedule(empty)
-        coordinator.join()
-        seconds.append(time.perf_counter() - started)
-    started = time.perf_counter()
-    for _ in range(1000):
-        coordinator.schedule(empty)
-    coordinator.join()
-    found |= {"seconds": statistics.median(seconds), "functions": 1000 / (time.perf_counter() - started)}
+    found |= functions(coordinator, empty, 300, 1000)
     print(json.dumps(found), flush=True)
 
 

@@ -1,0 +1,105 @@
+"""Ranks: the processes of a job, each with a line to whoever started it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Client, Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tests.disagreements.places import Place, rank_program
+
+_START_SECONDS = 120.0
+_FOLDER = "RANKS_FOLDER"  # a variable of the ranks
+
+
+class JobError(RuntimeError):
+    """The ranks could not be started."""
+
+
+class Ranks:
+    """A module that runs on all ranks of a place; each of them calls `connect`.
+
+    Attributes
+    ----------
+    place : Place
+        Where they run.
+    folder : Path
+        A folder of their own, until they are ended.
+    process : subprocess.Popen
+        What started them.
+    lines : list of Connection
+        To the ranks that are there.
+    """
+
+    def __init__(self, place: Place, module: str, environment: Mapping[str, str]) -> None:
+        self.place, self.lines = place, list[Connection]()
+        self._temporary = TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
+        self.folder = Path(self._temporary.name)
+        with socket.socket(socket.AF_UNIX) as server, (self.folder / "output").open("wb") as output:
+            server.bind(str(self.folder / "socket"))
+            server.listen(place.size)
+            self.process = place.start(rank_program(module), {**environment, _FOLDER: str(self.folder)}, output)
+            self._meet(server)
+
+    def ask(self, **request: Any) -> None:
+        """Send a request to all ranks."""
+        for line in tuple(self.lines):
+            try:
+                line.send(request)
+            except OSError:
+                self._drop(line)
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Return what ranks say, after a quarter of a second at the latest."""
+        found = []
+        for line in wait(self.lines, 0.25):
+            assert isinstance(line, Connection)
+            try:
+                found.append(line.recv())
+            except (EOFError, OSError):
+                self._drop(line)
+        return found
+
+    def output(self, begun: int = 0) -> str:
+        """Return what was printed, after so many bytes."""
+        with (self.folder / "output").open("rb") as output:
+            output.seek(begun)
+            return output.read().decode(errors="replace")
+
+    def end(self) -> None:
+        """End the ranks."""
+        self.place.end(self.process)
+        for line in self.lines:
+            line.close()
+        self._temporary.cleanup()
+
+    def _drop(self, line: Connection) -> None:
+        self.lines.remove(line)
+        line.close()
+
+    def _meet(self, server: socket.socket) -> None:
+        """Wait until all ranks have connected."""
+        deadline = time.monotonic() + _START_SECONDS
+        server.settimeout(0.5)
+        while len(self.lines) < self.place.size:
+            try:
+                accepted = server.accept()[0]
+            except TimeoutError:
+                if time.monotonic() > deadline or self.process.poll() is not None:
+                    output = self.output()
+                    self.end()
+                    raise JobError(f"the ranks did not start: {output[-3000:]}") from None
+                continue
+            accepted.setblocking(True)
+            self.lines.append(Connection(accepted.detach()))
+
+
+def connect() -> tuple[Connection, Path]:
+    """Return the line of this rank, and the folder of its job."""
+    folder = Path(os.environ[_FOLDER])
+    return Client(str(folder / "socket"), "AF_UNIX"), folder
