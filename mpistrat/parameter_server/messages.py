@@ -29,7 +29,7 @@ from mpistrat.launch.openmpi import num_cores, yields_when_idle
 from mpistrat.logger import logger
 from mpistrat.parameter_server.tasks import TaskGroup
 from mpistrat.watch.recorder import encoded, recorder
-from mpistrat.watch.stall_report import others_report
+from mpistrat.watch.states import others_report
 from mpistrat.watch.watcher import watcher
 
 if TYPE_CHECKING:

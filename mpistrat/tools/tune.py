@@ -14,7 +14,7 @@ import numpy as np
 
 from mpistrat import cache
 from mpistrat.algorithms.choose import PLANNERS, choose
-from mpistrat.algorithms.cost import DEFAULT, CostModel
+from mpistrat.algorithms.cost import DEFAULT
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, LaunchError, TransportError
@@ -132,17 +132,13 @@ def describe(tuning: Tuning, world: World, path: Path) -> str:
     heading = [("cluster", conditions.cluster), ("processor", conditions.processor), ("MPI", conditions.mpi)]
     heading += [("ranks", conditions.world), ("measured", tuning.date)]
     heading += [("settings", conditions.settings)] if conditions.settings else []
-    return f"{format_table(heading)}\n\n{_choices(tuning.seconds, world, tuning.model(world, str(path)))}"
-
-
-def _choices(seconds: Seconds, world: World, model: CostModel) -> str:
-    """Return a table with the measurements and the choice of auto for each size."""
+    model, seconds = tuning.model(world, str(path)), tuning.seconds
     rows = [("size", *seconds, "auto chooses")]
     for num_bytes in sorted({num_bytes for times in seconds.values() for num_bytes in times}):
         cells = [format_seconds(times[num_bytes]) if num_bytes in times else "-" for times in seconds.values()]
         choice = choose(world, num_bytes // ITEM_BYTES, ITEM_BYTES, model=model)
         rows.append((format_bytes(num_bytes), *cells, choice.plan.algorithm))
-    return format_table(rows, right=range(1, len(seconds) + 1))
+    return f"{format_table(heading)}\n\n{format_table(rows, right=range(1, len(seconds) + 1))}"
 
 
 def _show() -> None:
