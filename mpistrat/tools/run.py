@@ -102,7 +102,7 @@ def _command(
     # with python -m mpi4py, a rank that fails before it has made a strategy ends the job, too (afterwards `launch.abort` does)
     python = [sys.executable, "-m", "mpi4py", *program]
     command, extra = mpiexec.command(num_ranks, python, nodes, hostfile=hostfile, **options)
-    if hostfile is None and not os.environ.get("SLURM_JOB_ID"):
+    if hostfile is None and not environment.in_slurm_allocation(os.environ):
         extra |= _share_of_cores(num_ranks)
     return command, extra
 
