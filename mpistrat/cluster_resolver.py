@@ -361,11 +361,7 @@ class SlurmClusterResolver(MPIClusterResolver):
     Raises
     ------
     LaunchError
-        If the jobs have more or fewer tasks than there are ranks, or the tasks of a node need more GPUs than it has.
-    InvalidArgumentError
-        If a number is invalid.
-    AgreementError
-        If ranks passed different arguments, or another one raises one of these.
+        If the tasks of a node need more GPUs than it has; and what `MPIClusterResolver` raises.
     """
 
     def __init__(

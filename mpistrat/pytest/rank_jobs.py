@@ -31,20 +31,12 @@ _POLL_SECONDS = 0.002
 
 # Options that concern the pytest process that shows the results, or choose the tests, which it has done.
 _NOT_ON_RANKS: dict[str, Any] = {
-    "keyword": "",
-    "markexpr": "",
-    "lf": False,
-    "failedfirst": False,
-    "newfirst": False,
-    "stepwise": False,
-    "usepdb": False,
-    "trace": False,
+    **dict.fromkeys(("lf", "failedfirst", "newfirst", "stepwise", "usepdb", "trace", "collectonly"), False),
+    **dict.fromkeys(("keyword", "markexpr"), ""),
+    **dict.fromkeys(("xmlpath", "numprocesses"), None),
     "maxfail": 0,
-    "collectonly": False,
-    "xmlpath": None,
     "cov_source": [],
     "dist": "no",
-    "numprocesses": None,
     "tx": [],
 }
 
