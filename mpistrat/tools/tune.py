@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpistrat import cache
 from mpistrat.algorithms.choose import PLANNERS, choose
 from mpistrat.algorithms.cost import DEFAULT
 from mpistrat.communicator.communicator import Communicator
@@ -28,7 +27,7 @@ from mpistrat.tools import run
 from mpistrat.tools.bench import Race
 from mpistrat.topology.discover import discover
 from mpistrat.topology.world import World
-from mpistrat.tuning import ITEM_BYTES, Seconds, Tuning, kept, present_conditions, tuning_path, world_like
+from mpistrat.tuning import ITEM_BYTES, Seconds, Tuning, folder, kept, present_conditions, tuning_path, world_like
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -72,7 +71,7 @@ def execute(arguments: argparse.Namespace) -> int:
         tuning = Tuning.of(present_conditions(world), seconds)
         path = tuning_path(tuning.conditions)
         try:
-            cache.write(tuning.document(), path)
+            tuning.write(path)
         except OSError as error:
             raise LaunchError(f"{path} cannot be written: {error}; set MPISTRAT_TUNING or XDG_CACHE_HOME") from None
         advice = "Programs use it automatically; MPISTRAT_TUNING=off ignores it."
@@ -146,7 +145,7 @@ def _show() -> None:
     for path, tuning, problem in found:
         shown = f"\n{describe(tuning, world_like(tuning.conditions), path)}" if tuning else f"ignored: {problem}"
         print(f"{path}\n{shown}\n")
-    print(f"{format_count(len(found), 'file')} of mpistrat tune in {cache.folder()}")
+    print(f"{format_count(len(found), 'file')} of mpistrat tune in {folder()}")
 
 
 def _size(text: str) -> int:
