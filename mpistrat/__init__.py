@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mpistrat import cluster_resolver as cluster_resolver
     from mpistrat import errors as errors
     from mpistrat import experimental as experimental
-    from mpistrat.cluster.spec import ClusterSpec as ClusterSpec
+    from mpistrat.cluster import ClusterSpec as ClusterSpec
     from mpistrat.communicator.communicator import Communicator as Communicator
     from mpistrat.communicator.sparse import IndexedSlices as IndexedSlices
     from mpistrat.context.stack import experimental_set_strategy as experimental_set_strategy
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
     from mpistrat.context.values import DistributedValues as DistributedValues
     from mpistrat.context.values import Mirrored as Mirrored
     from mpistrat.context.values import PerReplica as PerReplica
-    from mpistrat.cross_device.all_reduce import CollectiveAllReduce as CollectiveAllReduce
-    from mpistrat.cross_device.all_reduce import HierarchicalAllReduce as HierarchicalAllReduce
-    from mpistrat.cross_device.all_reduce import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
-    from mpistrat.cross_device.all_reduce import NcclAllReduce as NcclAllReduce
+    from mpistrat.cross_device.ops import CollectiveAllReduce as CollectiveAllReduce
     from mpistrat.cross_device.ops import CrossDeviceOps as CrossDeviceOps
-    from mpistrat.cross_device.to_one_device import ReductionToOneDevice as ReductionToOneDevice
+    from mpistrat.cross_device.ops import HierarchicalAllReduce as HierarchicalAllReduce
+    from mpistrat.cross_device.ops import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+    from mpistrat.cross_device.ops import NcclAllReduce as NcclAllReduce
+    from mpistrat.cross_device.ops import ReductionToOneDevice as ReductionToOneDevice
     from mpistrat.execution.memory import MemoryReport as MemoryReport
-    from mpistrat.inputs.dataset import Dataset as Dataset
     from mpistrat.inputs.distribute import DistributedDataset as DistributedDataset
+    from mpistrat.inputs.distribute import DistributedIterator as DistributedIterator
+    from mpistrat.inputs.distribute import OptionalElement as OptionalElement
     from mpistrat.inputs.input_options import SHARD_HINT as SHARD_HINT
     from mpistrat.inputs.input_options import AutoShardPolicy as AutoShardPolicy
     from mpistrat.inputs.input_options import InputContext as InputContext
     from mpistrat.inputs.input_options import InputOptions as InputOptions
     from mpistrat.inputs.input_options import InputReplicationMode as InputReplicationMode
-    from mpistrat.inputs.iterator import DistributedIterator as DistributedIterator
-    from mpistrat.inputs.iterator import OptionalElement as OptionalElement
     from mpistrat.inputs.rebatch import ArraySpec as ArraySpec
     from mpistrat.inputs.sources import ArrayDataset as ArrayDataset
+    from mpistrat.inputs.sources import Dataset as Dataset
     from mpistrat.inputs.sources import FileDataset as FileDataset
     from mpistrat.inputs.sources import MapDataset as MapDataset
     from mpistrat.parameter_server.strategy import Server as Server
     from mpistrat.reduction import ReduceOp as ReduceOp
-    from mpistrat.state.aggregation import VariableAggregation as VariableAggregation
-    from mpistrat.state.aggregation import VariableSynchronization as VariableSynchronization
+    from mpistrat.state.changes import VariableAggregation as VariableAggregation
+    from mpistrat.state.changes import VariableSynchronization as VariableSynchronization
     from mpistrat.state.variables import Variable as Variable
     from mpistrat.strategy.deprecated import RunOptions as RunOptions
     from mpistrat.strategy.deprecated import get_loss_reduction as get_loss_reduction
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from mpistrat.strategy.replica_context import ReplicaContext as ReplicaContext
     from mpistrat.strategy.strategy import Strategy as Strategy
 
-_names = PublicNames(__name__, "mpistrat.strategy")  # which registers the default strategy
+_names = PublicNames(__name__)
 __all__ = sorted(_names.homes)  # noqa: PLE0605 - a list, computed so that no name is written twice
 __version__ = "0.1.0"
 

@@ -15,13 +15,13 @@ _IMPORT = re.compile(r"^    from (\S+) import (\w+) as (\w+)", re.MULTILINE)
 
 
 class PublicNames:
-    """The names of a package; `start` is a module that any of them but modules may need."""
+    """The names of a package."""
 
-    def __init__(self, package: str, start: str) -> None:
+    def __init__(self, package: str) -> None:
         globals_ = vars(sys.modules[package])
         source = "".join(linecache.getlines(globals_["__file__"], globals_))
         self.homes = {public: (module, name) for module, name, public in _IMPORT.findall(source)}
-        self._package, self._start = package, start
+        self._package = package
 
     def find(self, name: str) -> Any:
         """Return what a name stands for, and keep it in the package; for its ``__getattr__``."""
@@ -32,7 +32,7 @@ class PublicNames:
         if module == self._package:
             found: Any = importlib.import_module(f"{module}.{there}")
         else:
-            importlib.import_module(self._start)
+            importlib.import_module("mpistrat.strategy")  # which registers the default strategy
             found = getattr(importlib.import_module(module), there)
         setattr(sys.modules[self._package], name, found)
         return found

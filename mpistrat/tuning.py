@@ -6,14 +6,18 @@ Invariant: only rank 0 accesses files, and a bad one never stops a program: it i
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import re
+import stat
+import tempfile
+import zlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mpistrat import cache, settings
+from mpistrat import settings
 from mpistrat.algorithms.choose import PLANNERS, choose
 from mpistrat.algorithms.cost import DEFAULT, Correction, CostModel, predict_seconds
 from mpistrat.errors import LaunchError
@@ -24,6 +28,7 @@ from mpistrat.logger import logger
 from mpistrat.topology.world import World
 
 _MOST_BYTES = 2.0**40
+_MOST_FILE_BYTES = 1 << 24  # a thousand times the size of the files that we write
 FORMAT = 2  # to be increased when algorithms become faster, which makes older measurements useless
 # the settings that change the time of a collective
 _SHAPING: tuple[settings.Setting[Any], ...] = (
@@ -52,7 +57,7 @@ class Conditions:
     def file_name(self) -> str:
         """A readable file name, made unique by a checksum."""
         readable = re.sub(r"[^a-z0-9+]+", "-", f"{self.cluster} {self.world}".lower()).strip("-")[:60]
-        return f"{readable}-{cache.checksum(self)}.json"
+        return f"{readable}-{zlib.crc32(json.dumps(asdict(self)).encode()):08x}.json"
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,14 @@ class Tuning:
         """Return the content of the file, for JSON."""
         return {"format": FORMAT, **asdict(self)}
 
+    def write(self, path: Path) -> None:
+        """Write the file atomically: a concurrent reader finds either the old file or the new one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".new", delete=False) as file:
+            file.write(json.dumps(self.document(), indent=1) + "\n")
+            os.fchmod(file.fileno(), 0o644)  # temporary files are created readable by their owner only
+        Path(file.name).replace(path)
+
     @classmethod
     def from_document(cls, document: Any) -> Tuning:
         """Return the tuning that a file holds.
@@ -85,7 +98,10 @@ class Tuning:
         try:
             if document["format"] != FORMAT:
                 raise ValueError(f"it has format {document['format']!r}, and this version of mpistrat reads format {FORMAT}")
-            conditions = cache.record(Conditions, document["conditions"])
+            conditions = Conditions(**document["conditions"])
+            for name, value in asdict(conditions).items():
+                if type(value) is not str:
+                    raise TypeError(f"{name} must be of type str, not {value!r}")
             world_like(conditions)  # raises if there is none
             unknown = sorted(set(document["seconds"]) - set(PLANNERS))
             if unknown:
@@ -131,19 +147,29 @@ def present_conditions(world: World) -> Conditions:
     )
 
 
+def folder() -> Path:
+    """Return the cache folder, ``$XDG_CACHE_HOME/mpistrat`` or ``~/.cache/mpistrat``; a LaunchError if there is no home."""
+    from platformdirs import user_cache_path
+
+    found = user_cache_path("mpistrat")
+    if not found.is_absolute():
+        raise LaunchError("there is no home folder for files of mpistrat: set HOME, or XDG_CACHE_HOME")
+    return found
+
+
 def tuning_path(conditions: Conditions) -> Path:
-    """Return the file for these conditions: the one that MPISTRAT_TUNING names, or one in `cache.folder`."""
+    """Return the file for these conditions: the one that MPISTRAT_TUNING names, or one in `folder`."""
     named = settings.TUNING.read()
-    return cache.folder() / conditions.file_name if named.lower() in _NO_PATHS else Path(named).expanduser()
+    return folder() / conditions.file_name if named.lower() in _NO_PATHS else Path(named).expanduser()
 
 
 def kept() -> list[tuple[Path, Tuning | None, str]]:
-    """Return the file that MPISTRAT_TUNING names, or those in `cache.folder`, and what each holds, or why it cannot be used."""
+    """Return the file that MPISTRAT_TUNING names, or those in `folder`, and what each holds, or why it cannot be used."""
     named, found = settings.TUNING.read(), list[tuple[Path, Tuning | None, str]]()
     in_folder = named.lower() in _NO_PATHS
-    for path in sorted(cache.folder().glob("*.json")) if in_folder else [Path(named).expanduser()]:
+    for path in sorted(folder().glob("*.json")) if in_folder else [Path(named).expanduser()]:
         try:
-            found.append((path, Tuning.from_document(cache.read(path)), ""))
+            found.append((path, Tuning.from_document(_document(path)), ""))
         except (OSError, ValueError) as error:
             found.append((path, None, str(error)))
     return found
@@ -152,7 +178,7 @@ def kept() -> list[tuple[Path, Tuning | None, str]]:
 def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
     """Return the model of a file; None if it does not exist, or cannot be used, which is logged."""
     try:
-        tuning = Tuning.from_document(cache.read(path))
+        tuning = Tuning.from_document(_document(path))
         if tuning.conditions != conditions:
             raise ValueError(f"it was measured under other conditions: {_difference(tuning.conditions, conditions)}")
         return tuning.model(world, str(path))
@@ -183,6 +209,20 @@ def _find(world: World) -> CostModel:
     except LaunchError as error:
         logger.warning(str(error))
         return DEFAULT
+
+
+def _document(path: Path) -> Any:
+    """Return the JSON document in a file; an OSError for what is no regular file: a pipe could block."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("it is not a regular file")
+        if status.st_size > _MOST_FILE_BYTES:
+            raise ValueError(f"it has {status.st_size} bytes, and at most {_MOST_FILE_BYTES} are read")
+        try:
+            return json.load(file)
+        except RecursionError:
+            raise ValueError("it is nested too deeply to be a file of mpistrat") from None
 
 
 def _difference(found: Conditions, expected: Conditions) -> str:

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from mpistrat.launch.environment import detect
-from mpistrat.pytest.rank_shapes import shape_of
+from mpistrat.pytest.rank_session import shape_of
 
 NUM_RANKS = (1, 2, 3, 4, 8)
 MOST_RANKS = 4  # of a test that says nothing else: more are processes that share two cores

@@ -195,23 +195,18 @@ def misplaced(call: str, wanted: str, example: str = "") -> RuntimeError:
 
 def _mixed(call: str, wanted: Any, found: Mode) -> RuntimeError:
     if wanted is default_mode().strategy:
-        return _outside_scope(call, found)
+        return RuntimeError(
+            f"{call}: the variable or strategy was created outside all scopes, so it belongs to the default strategy of this "
+            f"rank, but {_where(found)}: two strategies cannot be mixed.\n"
+            "    incorrect:  variable = mpistrat.Variable(value); strategy.run(lambda: variable.assign(value))\n"
+            "    correct:    with strategy.scope(): variable = mpistrat.Variable(value)\n"
+            "    incorrect:  default = mpistrat.get_strategy(); with strategy.scope(): default.run(fn)\n"
+            "    correct:    with strategy.scope(): mpistrat.get_strategy().run(fn)"
+        )
     return RuntimeError(
         f"{call} was called on {wanted!r}, but {_where(found)}: two strategies cannot be mixed.\n"
         "    incorrect:  with first.scope(): second.run(fn)\n"
         "    correct:    leave the scope of the first strategy, then call the second one"
-    )
-
-
-def _outside_scope(call: str, found: Mode) -> RuntimeError:
-    """Return the error of using a variable or strategy that was created outside all scopes under another strategy."""
-    return RuntimeError(
-        f"{call}: the variable or strategy was created outside all scopes, so it belongs to the default strategy of this rank, "
-        f"but {_where(found)}: two strategies cannot be mixed.\n"
-        "    incorrect:  variable = mpistrat.Variable(value); strategy.run(lambda: variable.assign(value))\n"
-        "    correct:    with strategy.scope(): variable = mpistrat.Variable(value)\n"
-        "    incorrect:  default = mpistrat.get_strategy(); with strategy.scope(): default.run(fn)\n"
-        "    correct:    with strategy.scope(): mpistrat.get_strategy().run(fn)"
     )
 
 

@@ -1,19 +1,21 @@
-"""CrossDeviceOps: base class of the objects that reduce the components of values and deliver the results.
+"""CrossDeviceOps: the objects that reduce the components of values and deliver the results.
 
 Invariant: these objects hold no communicator. They use the one of the strategy that is current when they are called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mpistrat.arrays import as_array, like
+import numpy as np
+
+from mpistrat.arrays import Array, as_array, as_operand, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
-from mpistrat.communicator.sparse import IndexedSlices, broadcast_slices, gather_refused
+from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices, broadcast_slices, gather_refused
 from mpistrat.context.stack import current, default_mode, get_strategy, in_cross_replica_context, misplaced, outside_replica
-from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, select_replica
+from mpistrat.context.values import Mirrored, PerReplica, assignable, in_replica, select_replica
 from mpistrat.cross_device.pairs import (
     OnSomeReplicas,
     Pair,
@@ -24,7 +26,11 @@ from mpistrat.cross_device.pairs import (
     needs_reduction,
     resolve,
 )
-from mpistrat.reduction import ReduceOp
+from mpistrat.device.binding import bound_device
+from mpistrat.errors import InvalidArgumentError, TransportError
+from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, combine, divide, quiet
+
+AccumulationFn = Callable[[list[Array]], Any]
 
 _IMPLEMENTATIONS = {"reduce_implementation", "batch_reduce_implementation"}
 
@@ -104,7 +110,7 @@ class CrossDeviceOps:
         values = [PerReplica(array) for array in arrays]
         with outside_replica():
             results = self._reduce_each(reduce_op, [(value, value) for value in values], options or CommunicationOptions())
-        return [result.in_replica() if isinstance(result, DistributedValues) else result for result in results]
+        return list(map(in_replica, results))
 
     def all_reduce_options(
         self, communicator: BaseCommunicator, options: CommunicationOptions | None
@@ -188,11 +194,213 @@ class CrossDeviceOps:
         value = pair.value
         if hasattr(value, "distribute_strategy"):  # a variable changes, a result does not
             value = Mirrored(as_array(value).copy())
-        alone = communicator.size == 1 and isinstance(value, DistributedValues)
-        return value.in_replica() if alone else value
+        return in_replica(value) if communicator.size == 1 else value
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_packs={self.num_packs})"
+
+
+class HierarchicalAllReduce(CrossDeviceOps):
+    """Reduces inside each node, then between nodes, with the algorithm that is fastest for the arrays. Strategies' default.
+
+    Parameters
+    ----------
+    num_packs : int, optional
+        Number of equal packs that the elements of a batch are cut into; the last one takes the remainder. 0: each array is
+        reduced separately. None (the default): packs follow `bytes_per_pack` of the options.
+    """
+
+    def __init__(self, num_packs: int | None = None) -> None:
+        self._options = CommunicationOptions(num_packs=num_packs)
+
+    @property
+    def num_packs(self) -> int | None:
+        """As given."""
+        return self._options.num_packs
+
+    def all_reduce_options(
+        self, communicator: BaseCommunicator, options: CommunicationOptions | None
+    ) -> CommunicationOptions | None:
+        """Return these options, merged over those of this object, unless a subclass reduces in another way."""
+        kind, own = type(self), HierarchicalAllReduce
+        if kind.reduce_implementation is not own.reduce_implementation:
+            return None
+        if kind.batch_reduce_implementation is not own.batch_reduce_implementation:
+            return None
+        self._check(communicator)
+        return self._options.merge(options)
+
+    def reduce_implementation(
+        self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
+    ) -> Any:
+        """Reduce one value: see `CrossDeviceOps.reduce_implementation`. A collective call."""
+        pairs = [(per_replica_value, destinations)]
+        return HierarchicalAllReduce.batch_reduce_implementation(self, reduce_op, pairs, options)[0]
+
+    def batch_reduce_implementation(
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[PerReplica, Any]], options: CommunicationOptions
+    ) -> list[Any]:
+        """Reduce many values as one batch: see `CrossDeviceOps.batch_reduce_implementation`. A collective call."""
+        communicator = current_communicator()
+        self._check(communicator)
+        wanted = self._options.merge(options)
+        destination_ranks = [resolve(destinations, communicator) for _, destinations in value_destination_pairs]
+        components = [component for value, _ in value_destination_pairs for component in value.values]
+        arrays = [as_array(component) for component in components if not isinstance(component, IndexedSlices)]
+        dense = iter(communicator.all_reduce(reduce_op, arrays, wanted) if arrays else ())
+        results = [
+            all_reduce_slices(communicator, reduce_op, component, wanted)
+            if isinstance(component, IndexedSlices)
+            else like(next(dense), component)
+            for component in components
+        ]
+        return [deliver(result, ranks, communicator) for result, ranks in zip(results, destination_ranks, strict=True)]
+
+    def _check(self, communicator: BaseCommunicator) -> None:
+        """Raise if the communicator cannot reduce in this way."""
+
+
+class CollectiveAllReduce(HierarchicalAllReduce):
+    """Reduces by one all-reduce over all ranks (algorithm ``flat``), whatever the nodes."""
+
+    def __init__(self, options: CommunicationOptions | None = None, num_packs: int | None = None) -> None:
+        check_options(options)
+        own = CommunicationOptions(num_packs=num_packs)
+        self._options = CommunicationOptions(algorithm="flat").merge(options).merge(own)
+
+    def __repr__(self) -> str:
+        return f"CollectiveAllReduce(options={self._options}, num_packs={self.num_packs})"
+
+
+class HierarchicalCopyAllReduce(HierarchicalAllReduce):
+    """Reduces inside one node by a reduce-scatter and an all-gather."""
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self._options = CommunicationOptions(algorithm="hierarchical", num_packs=num_packs)
+
+    def _check(self, communicator: BaseCommunicator) -> None:
+        if communicator.world.num_nodes > 1:
+            raise NotImplementedError(
+                f"HierarchicalCopyAllReduce reduces over the ranks of one node, but these replicas are {communicator.world}: "
+                "use HierarchicalAllReduce(), which reduces inside nodes and then between them"
+            )
+
+
+class NcclAllReduce(HierarchicalAllReduce):
+    """Reduces arrays on GPUs by NCCL."""
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self._options = CommunicationOptions(implementation="NCCL", num_packs=num_packs)
+
+    def _check(self, communicator: BaseCommunicator) -> None:
+        if bound_device() is None:
+            raise TransportError(
+                "NcclAllReduce reduces arrays in GPU memory, but these replicas compute in host memory: use "
+                "HierarchicalAllReduce(), the default, or ReductionToOneDevice()"
+            )
+
+
+class ReductionToOneDevice(CrossDeviceOps):
+    """Gathers the components of a value on one rank, reduces them there in replica order, and broadcasts the result.
+
+    Slow with many ranks, but the order of the sum is always the same, and `accumulation_fn` can be any function.
+
+    Parameters
+    ----------
+    reduce_to_device : str or int, optional
+        The rank that reduces, as a device string (``rank:1``) or a number; by default the first destination.
+    accumulation_fn : callable, optional
+        Replaces the sum: called on that rank as ``accumulation_fn([component_0, component_1, …])`` with arrays in the dtype of
+        the accumulation (float32 for 16-bit floats), it returns an array of their shape, which MEAN divides. IndexedSlices are
+        summed without it.
+    """
+
+    def __init__(self, reduce_to_device: str | int | None = None, accumulation_fn: AccumulationFn | None = None) -> None:
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise TypeError(f"accumulation_fn must be callable with a list of arrays; got {accumulation_fn!r}")
+        self._reduce_to_device = reduce_to_device
+        self._accumulation_fn = accumulation_fn
+
+    def reduce_implementation(
+        self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
+    ) -> Any:
+        """Reduce one value: see `CrossDeviceOps.reduce_implementation`. A collective call."""
+        communicator = current_communicator()
+        [component] = per_replica_value.values
+        ranks = resolve(destinations, communicator)
+        if isinstance(component, IndexedSlices):
+            return deliver(all_reduce_slices(communicator, reduce_op, component, options), ranks, communicator)
+        with communicator.refusing("ReductionToOneDevice", options):
+            array = as_operand(component)
+            check_dtype(reduce_op, array.dtype)
+            root = ranks[0] if self._reduce_to_device is None else self._root(communicator)
+        result = self._combined(reduce_op, array, communicator.gather(array, root, options), communicator, options)
+        if ranks != (root,):
+            result = communicator.broadcast(result, root, options)
+        return deliver(like(result, component), ranks, communicator)
+
+    def _root(self, communicator: BaseCommunicator) -> int:
+        """Return the rank that `reduce_to_device` names."""
+        ranks = resolve(self._reduce_to_device, communicator)
+        if len(ranks) > 1:
+            raise InvalidArgumentError(
+                f"reduce_to_device must name one rank, such as 'rank:0'; {self._reduce_to_device!r} names ranks {ranks}"
+            )
+        return ranks[0]
+
+    def _combined(
+        self,
+        op: ReduceOp,
+        array: Array,
+        parts: list[Array] | None,
+        communicator: BaseCommunicator,
+        options: CommunicationOptions,
+    ) -> Array:
+        """Return the reduction of `parts` on the rank that has them, and a placeholder elsewhere."""
+        if self._accumulation_fn is None:
+            return array if parts is None else _finished(op, quiet()(_folded, op, parts), array, len(parts))
+        error: Exception | None = None
+        try:
+            if parts is not None:
+                array = _finished(op, self._accumulated(op, parts), array, len(parts))
+        except Exception as refused:  # the other ranks must raise too, whatever the user's function raises
+            error = refused
+        communicator.agree(f"{op.name} by ReductionToOneDevice with an accumulation_fn", error, options)
+        return array
+
+    def _accumulated(self, op: ReduceOp, parts: list[Array]) -> Array:
+        """Return the result of `accumulation_fn` for the components."""
+        assert self._accumulation_fn is not None, "there is a function to call"
+        if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise InvalidArgumentError(
+                f"accumulation_fn replaces the sum, so it can be used for SUM and MEAN only; got {op.name}"
+            )
+        wide = accumulation_dtype(op, parts[0].dtype)
+        total = as_array(self._accumulation_fn([part.astype(wide) for part in parts]), "what accumulation_fn returned")
+        return assignable(total, np.empty_like(parts[0], wide), self)
+
+    def __repr__(self) -> str:
+        function = getattr(self._accumulation_fn, "__name__", type(self._accumulation_fn).__name__)
+        chosen = "None" if self._accumulation_fn is None else function
+        return f"ReductionToOneDevice(reduce_to_device={self._reduce_to_device!r}, accumulation_fn={chosen})"
+
+
+def _folded(op: ReduceOp, parts: Sequence[Array]) -> Array:
+    """Return the components reduced one after the other."""
+    total = parts[0].astype(accumulation_dtype(op, parts[0].dtype))
+    for part in parts[1:]:
+        combine(op)(total, part, out=total)
+    return total
+
+
+def _finished(op: ReduceOp, total: Array, array: Array, count: int) -> Array:
+    """Return a total as the result of the operation, divided for MEAN, in the dtype of `array`."""
+    result = np.empty_like(array, order="C")
+    if op is ReduceOp.MEAN:
+        divide(total, count, result)
+    else:
+        quiet()(result.__setitem__, ..., total)
+    return result
 
 
 def current_communicator() -> BaseCommunicator:

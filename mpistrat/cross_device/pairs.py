@@ -11,7 +11,7 @@ from mpistrat.arrays import Array, as_array, as_operand
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.sparse import IndexedSlices, check_slices
 from mpistrat.context.stack import current, default_mode, get_strategy, misplaced
-from mpistrat.context.values import DistributedValues, Mirrored, PerReplica
+from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, in_replica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, check_across_replicas
 from mpistrat.text import ranks_text
@@ -49,7 +49,7 @@ def checked_pairs(op: ReduceOp, pairs: Iterable[tuple[Any, Any]], communicator: 
 
 def checked_component(value: Any) -> Array | IndexedSlices:
     """Return the component of this rank of any value, distributed or not."""
-    component = value.in_replica() if isinstance(value, DistributedValues) else value
+    component = in_replica(value)
     if isinstance(component, IndexedSlices):
         return component
     try:
@@ -73,6 +73,21 @@ def broadcast_source(tensor: Any) -> tuple[int, Array | IndexedSlices]:
     if isinstance(tensor, OnSomeReplicas):
         return tensor.ranks[0], checked_component(tensor.stand_in())
     return 0, checked_component(tensor)
+
+
+def check_defined(op: ReduceOp, component: Array | IndexedSlices, num_equal: int) -> None:
+    """Check that an operation is defined for a component, which so many replicas have alike."""
+    if isinstance(component, IndexedSlices):
+        check_slices(op, component)
+    else:
+        check_across_replicas(op, component.dtype)
+    if num_equal > 1 and rows_of(component).any():
+        check_unambiguous(op, num_equal)
+
+
+def rows_of(component: Array | IndexedSlices) -> Array:
+    """Return the array of a component, or the rows of slices."""
+    return component.values if isinstance(component, IndexedSlices) else component
 
 
 def check_unambiguous(op: ReduceOp, num_components: int) -> None:
@@ -100,15 +115,7 @@ def _checked(op: ReduceOp, value: Any, destinations: Any, communicator: BaseComm
     if isinstance(value, OnSomeReplicas):
         check_unambiguous(op, len(value.ranks))
         return pair
-    component = checked_component(value)
-    if isinstance(component, IndexedSlices):
-        check_slices(op, component)
-        rows = component.values
-    else:
-        check_across_replicas(op, component.dtype)
-        rows = component
-    if not isinstance(value, PerReplica) and rows.any():
-        check_unambiguous(op, communicator.size)
+    check_defined(op, checked_component(value), 1 if isinstance(value, PerReplica) else communicator.size)
     return pair
 
 

@@ -61,6 +61,6 @@ def _refuse_in_child() -> None:
         guard.refuse_in_child()
 
 
-watcher.call_before_end(_confirm)
-watcher.call_after_end(_after_end)
+watcher.before_end.append(_confirm)
+watcher.after_end.append(_after_end)
 os.register_at_fork(after_in_child=_refuse_in_child)

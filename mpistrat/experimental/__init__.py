@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mpistrat.strategy.mirrored import CentralStorageStrategy as CentralStorageStrategy
     from mpistrat.strategy.mirrored import ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy  # noqa: F401
 
-_names = PublicNames(__name__, "mpistrat.strategy")
+_names = PublicNames(__name__)
 __all__ = sorted(_names.homes)  # noqa: PLE0605 - a list, computed so that no name is written twice
 
 

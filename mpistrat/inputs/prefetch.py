@@ -48,20 +48,15 @@ class Prefetcher(Iterator[Any]):
     def __next__(self) -> Any:
         if not self._stop.alive:
             raise StopIteration
-        made = self._made.get()
+        element, error = self._made.get()
         self._slots.release()
-        if made.is_last:
+        if error is not None:
             self.close()
-            raise made.error or StopIteration
-        return made.element
+            raise error
+        return element
 
 
-class _Made(NamedTuple):
-    """An element; or the end, with the error if there was one."""
-
-    element: Any = None
-    is_last: bool = False
-    error: BaseException | None = None
+_Made = tuple[Any, BaseException | None]  # an element, or the error after which there is none: StopIteration at the end
 
 
 def _fill(source: Iterator[Any], made: SimpleQueue[_Made], slots: threading.Semaphore, stopped: threading.Event) -> None:
@@ -70,12 +65,9 @@ def _fill(source: Iterator[Any], made: SimpleQueue[_Made], slots: threading.Sema
         if stopped.is_set():
             return
         try:
-            made.put(_Made(next(source)))
-        except StopIteration:
-            made.put(_Made(is_last=True))
-            return
+            made.put((next(source), None))
         except BaseException as error:  # of any kind: the consumer waits for an element or an error
-            made.put(_Made(is_last=True, error=error))
+            made.put((None, error))
             return
 
 

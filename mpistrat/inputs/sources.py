@@ -1,8 +1,10 @@
-"""Datasets of arrays, indexed samples, files, and any iterable of batches."""
+"""Datasets: their interface, and those of arrays, indexed samples, files, and any iterable of batches."""
 
 from __future__ import annotations
 
+import copy
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import cached_property
 from itertools import chain, islice
@@ -14,12 +16,148 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array, like
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.dataset import BatchedDataset, Dataset, RowDataset
-from mpistrat.inputs.rebatch import batched, num_rows, readable, share, spec_of
+from mpistrat.inputs.input_options import SHARD_HINT, checked_int
+from mpistrat.inputs.rebatch import batched, num_rows, readable, shard_bounds, share, spec_of
 from mpistrat.structures import flatten, leaf_names, map_leaves
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+class Dataset(ABC):
+    """A source of batches. Each iteration over it is an epoch."""
+
+    is_file_based: bool = False  # so that each input pipeline can read files of its own
+    is_hinted: bool = False  # sharded by `SHARD_HINT`, whose numbers are filled in later
+    _epoch: int = 0
+
+    @abstractmethod
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
+        """Yield a replica's share of each batch of an epoch, whose number determines the order; by default all rows."""
+
+    @property
+    @abstractmethod
+    def num_batches(self) -> int | None:
+        """The number of batches of an epoch; None if unknown before it was iterated."""
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of a global batch, except the last one; None if batches may have any number."""
+        return None
+
+    @property
+    def num_rows(self) -> int | None:
+        """The number of rows of an epoch; None if unknown before it was iterated."""
+        return None
+
+    @property
+    @abstractmethod
+    def element_spec(self) -> Any:
+        """The nest of `ArraySpec` that describes every batch."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return a description that must be the same on all ranks that share the batches: sizes, dtypes, order."""
+
+    def shard(self, num_shards: int, index: int) -> Self:
+        """Return the dataset of every `num_shards`-th row, sample or file, from number `index` on.
+
+        Parameters
+        ----------
+        num_shards : int
+            Number of shards, for example ``context.num_input_pipelines``.
+        index : int
+            Which shard, for example ``context.input_pipeline_id``. `SHARD_HINT` for both leaves the numbers to
+            ``AutoShardPolicy.HINT``.
+        """
+        if num_shards == index == SHARD_HINT:
+            hinted = copy.copy(self)
+            hinted.is_hinted = True
+            return hinted
+        num_shards = checked_int(num_shards, "num_shards", 1)
+        if checked_int(index, "index", 0) >= num_shards:
+            raise InvalidArgumentError(f"index must be one of 0 to {num_shards - 1}; got {index}")
+        return self._part(num_shards, index)
+
+    def settled(self, num_shards: int, index: int) -> Self:
+        """Return the dataset sharded by these numbers, in place of `SHARD_HINT`."""
+        hinted = copy.copy(self)
+        hinted.is_hinted = False
+        return hinted.shard(num_shards, index)
+
+    @abstractmethod
+    def _part(self, num_shards: int, index: int) -> Self:
+        """Return a shard; the numbers have been checked."""
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.is_hinted:
+            raise InvalidArgumentError(
+                "the dataset was sharded by SHARD_HINT, which waits for the numbers of an input pipeline: distribute it with "
+                "InputOptions(auto_shard_policy=AutoShardPolicy.HINT), or shard it by numbers"
+            )
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        return self.batches(epoch)
+
+
+class BatchedDataset(Dataset):
+    """Cuts rows into global batches of one size, in another order in each epoch if it shuffles."""
+
+    def __init__(self, batch_size: int, shuffle: bool, seed: int, drop_remainder: bool) -> None:
+        self._batch_size, self._seed = checked_int(batch_size, "batch_size", 1), checked_int(seed, "seed", 0)
+        self._shuffle, self._drop_remainder = shuffle, drop_remainder
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch_size
+
+    def describe(self) -> str:
+        order = f"shuffled with seed {self._seed}" if self._shuffle else "in order"
+        rest = ", remainder dropped" if self._drop_remainder else ""
+        return f"{self._describe_source()}, batches of {self._batch_size}, {order}{rest}"
+
+    @abstractmethod
+    def _describe_source(self) -> str: ...
+
+
+class RowDataset(BatchedDataset):
+    """Batches indexed rows. It can be iterated again and again."""
+
+    def __init__(self, num_rows: int, batch_size: int, shuffle: bool, seed: int, drop_remainder: bool) -> None:
+        super().__init__(batch_size, shuffle, seed, drop_remainder)
+        self._rows = range(num_rows)
+
+    @property
+    def num_batches(self) -> int:
+        return len(self)
+
+    @property
+    def num_rows(self) -> int:
+        return min(len(self) * self._batch_size, len(self._rows))
+
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
+        """Yield a replica's rows of each global batch of an epoch; only these are read."""
+        order = np.random.default_rng((self._seed, epoch)).permutation(len(self._rows)) if self._shuffle else None
+        for first in range(0, len(self) * self._batch_size, self._batch_size):
+            start, stop = shard_bounds(min(self._batch_size, len(self._rows) - first), replica, num_replicas)
+            places = np.arange(first + start, first + stop)
+            yield self._read(self._rows.start + self._rows.step * (places if order is None else order[places]))
+
+    @abstractmethod
+    def _read(self, rows: Array) -> Any:
+        """Return a batch of the rows with these indices."""
+
+    def _part(self, num_shards: int, index: int) -> Self:
+        part = copy.copy(self)
+        part._rows = self._rows[index::num_shards]
+        return part
+
+    def __len__(self) -> int:
+        """Return the number of global batches of an epoch."""
+        whole, rest = divmod(len(self._rows), self._batch_size)
+        return whole + (rest > 0 and not self._drop_remainder)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._rows)} rows, {len(self)} batches of {self._batch_size})"
 
 
 class ArrayDataset(RowDataset):
@@ -60,9 +198,9 @@ class ArrayDataset(RowDataset):
         taken = [like(array[rows], given) for array, given in zip(self._arrays, self._given, strict=True)]
         return self._structure.unflatten(taken)
 
-    def _describe_row(self) -> str:
-        rows = ", ".join(f"{array.dtype} {array.shape[1:]}" for array in self._arrays)
-        return f"[{rows}] in {self._structure}"
+    def _describe_source(self) -> str:
+        row = ", ".join(f"{array.dtype} {array.shape[1:]}" for array in self._arrays)
+        return f"{len(self._rows)} rows of [{row}] in {self._structure}"
 
 
 def _common_extent(arrays: list[Array], names: list[str]) -> int:
@@ -140,8 +278,8 @@ class MapDataset(RowDataset):
             return map_leaves(lambda leaf: leaf[:0], self._first)
         return self._collate([self._samples[int(row)] for row in rows])
 
-    def _describe_row(self) -> str:
-        return type(self._samples).__name__
+    def _describe_source(self) -> str:
+        return f"{len(self._rows)} rows of {type(self._samples).__name__}"
 
 
 def stack(samples: list[Any]) -> Any:
@@ -231,7 +369,7 @@ class FileDataset(BatchedDataset):
                 f"{self.num_files} files cannot be shared by {num_shards} input pipelines: some would have none. Write more "
                 "files, or let each pipeline read all of them: InputOptions(auto_shard_policy=AutoShardPolicy.DATA)"
             )
-        part = self._copy()
+        part = copy.copy(self)
         part._places = self._places[index::num_shards]
         return part
 

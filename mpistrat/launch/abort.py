@@ -45,7 +45,8 @@ _HINT = "  (frames inside mpistrat are left out; MPISTRAT_TRACEBACK=full shows t
 
 _original_exit = sys.exit
 _codes: list[int] = []
-_before_end: list[Callable[[], None]] = []
+before_end: list[Callable[[], None]] = []
+"""What to call when this rank is about to end the job by itself, because of an exception."""
 _before_finalize: list[Callable[[], None]] = []
 _keyvals: list[int] = []
 _stream: TextIO | None = None
@@ -78,11 +79,6 @@ def end(error: BaseException) -> NoReturn:
     sys.excepthook(type(error), error, error.__traceback__)
     flush_output()
     os._exit(1)
-
-
-def before_end(call: Callable[[], None]) -> None:
-    """Have a function called when this rank is about to end the job by itself, because of an exception."""
-    _before_end.append(call)
 
 
 def before_finalize(call: Callable[[], None]) -> None:
@@ -223,7 +219,7 @@ class _Hooks:
             time.sleep(head_start_seconds)
             say(text)
             time.sleep(RELAY_SECONDS)
-            for call in _before_end:
+            for call in before_end:
                 call()
         finally:  # even after Ctrl-C or with a closed stderr
             if _tell_others is not None:

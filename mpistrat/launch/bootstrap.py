@@ -1,16 +1,27 @@
-"""Bind the GPU, start MPI once, check the number of ranks against the launcher's, and install the hooks for a clean end."""
+"""Bind the GPU, start MPI once, check the number of ranks against the launcher's, and install the hooks for a clean end.
+
+Processes that a rank forks or starts are not ranks, and end without affecting the job. A forked child has a copy of its
+parent's MPI in memory, with its connections: if it finalized MPI at exit it would tell the launcher that the parent had. A
+program that a rank starts inherits the launcher's variables: a rank marks its environment with its pid, and a process that
+finds the mark of another pid, for the same rank of the same job, forgets them.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import sys
 import threading
+import zlib
+from collections.abc import Mapping, MutableMapping
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from mpistrat import settings
 from mpistrat.errors import LaunchError
-from mpistrat.launch import abort, children, environment, gpu_binding, openmpi, process, survival
+from mpistrat.launch import abort, environment, gpu_binding, openmpi, process, survival
+from mpistrat.logger import logger
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -27,8 +38,12 @@ SRUN_MPI_TYPES = {
 CRAY_MPICH = r"CRAY MPICH version (\d[\w.]*)"
 """Matches what MPI_Get_library_version of Cray MPICH says; the group is the version."""
 
+# the mark: the pid of the rank, and a checksum of the variables that identify rank and job
+MARK = "MPISTRAT_RANK_PID"
+
 _lock = threading.Lock()
 _world: MPI.Intracomm | None = None
+_is_child = False
 
 
 def start() -> MPI.Intracomm:
@@ -89,7 +104,7 @@ def no_library(found: str) -> str:
 
 
 def _start() -> MPI.Intracomm:
-    children.forget_launcher(os.environ)
+    _forget_launcher(os.environ)
     view = environment.detect()
     launcher = process.find_launcher(os.environ)
     gpu_binding.bind_device(view)
@@ -107,7 +122,14 @@ def _start() -> MPI.Intracomm:
         raise LaunchError(no_library(str(error))) from error
     _check_running()
     check_launched_size(view, MPI.COMM_WORLD.size, *_vendor())
-    _install_exit_hooks(MPI.COMM_WORLD, launcher)
+    abort.watch_exit()
+    os.register_at_fork(after_in_child=_begin_child)
+    if checksum := _checksum(os.environ):
+        os.environ[MARK] = f"{os.getpid()}:{checksum}"
+    if settings.ABORT.read_or_default():
+        abort.install(MPI.COMM_WORLD)
+    if launcher is not None and MPI.COMM_WORLD.size > 1:
+        process.watch_launcher(launcher, MPI.COMM_WORLD.rank)
     return MPI.COMM_WORLD
 
 
@@ -119,16 +141,6 @@ def _vendor() -> tuple[str, str]:
     # of Cray MPICH mpi4py names the MPICH that it is derived from
     cray = re.search(CRAY_MPICH, MPI.Get_library_version())
     return ("Cray MPICH", cray[1]) if cray else (name, ".".join(map(str, version)))
-
-
-def _install_exit_hooks(comm: MPI.Intracomm, launcher: process.Process | None) -> None:
-    """Make this process end together with its job, and its forked children end without affecting the job."""
-    abort.watch_exit()
-    children.mark(os.environ)
-    if settings.ABORT.read_or_default():
-        abort.install(comm)
-    if launcher is not None and comm.size > 1:
-        process.watch_launcher(launcher, comm.rank)
 
 
 def _check_running() -> None:
@@ -143,3 +155,48 @@ def _check_running() -> None:
             f"MPI runs at thread level {names[MPI.Query_thread()]}; MULTIPLE is needed, because an exception on any thread "
             "must be able to end the job. Leave mpi4py.rc.thread_level at 'multiple', and use an MPI library that supports it."
         )
+
+
+def _forget_launcher(environ: MutableMapping[str, str]) -> None:
+    """Remove the launcher's variables if this process has inherited them from a rank, and log that.
+
+    Raises LaunchError if this process has started MPI with them already.
+    """
+    pid, _, checksum = environ.get(MARK, "").partition(":")
+    if not pid.isdigit() or int(pid) == os.getpid() or checksum != _checksum(environ) or _is_launched_by(int(pid)):
+        return
+    who = f"process {os.getpid()} was started by a rank (process {pid}), whose launcher's variables it has inherited"
+    if "mpi4py.MPI" in sys.modules:
+        raise LaunchError(
+            f"{who}, and has started MPI with them. Import mpistrat and make the strategy before mpi4py.MPI is imported, or "
+            f"unset them when you start the process: {', '.join(environment.identity(environ))}."
+        )
+    kept = environment.without_launcher(environ)
+    for name in [name for name in environ if name not in kept or name in (MARK, settings.VIRTUAL_NODES.name)]:
+        del environ[name]
+    openmpi.remove_parameters(environ)
+    logger.warning(f"{who}; it is not a rank, and computes alone.")
+
+
+def _checksum(environ: Mapping[str, str]) -> str:
+    place = environment.identity(environ)
+    return f"{zlib.crc32(repr(sorted(place.items())).encode()):08x}" if place else ""
+
+
+def _is_launched_by(pid: int) -> bool:
+    """Return whether a launcher is between this process and an ancestor: hydra gives its first rank equal variables."""
+    chain = list(takewhile(lambda found: found.pid != pid, process.ancestors()))
+    return any(found.is_launcher for found in chain) and chain[-1].parent == pid
+
+
+def _begin_child() -> None:
+    global _is_child
+    if not _is_child:
+        _is_child = True
+        # registered last, so called first: the exit handlers of the parent must not run in the child
+        atexit.register(_end_child)
+
+
+def _end_child() -> None:
+    abort.flush_output()
+    os._exit(abort.ending_code())

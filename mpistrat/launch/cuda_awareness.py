@@ -10,7 +10,6 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -94,20 +93,14 @@ def _claim_of_library() -> Verdict | None:
     from mpi4py import MPI
 
     library = ctypes.CDLL(MPI.__file__)  # finds the functions of whichever MPI mpi4py has loaded
-    queries: dict[str, Callable[[], bool]] = {
-        "MPIX_Query_cuda_support": lambda: bool(library.MPIX_Query_cuda_support()),
-        "MPIX_GPU_query_support": lambda: _gpu_query(library),
-    }
-    for name, ask in queries.items():
-        if hasattr(library, name):
-            is_aware = ask()
-            return Verdict(is_aware, f"says {'yes' if is_aware else 'no'} ({name})")
-    return None
-
-
-def _gpu_query(library: ctypes.CDLL) -> bool:
-    answer = ctypes.c_int(0)
-    return library.MPIX_GPU_query_support(_CUDA, ctypes.byref(answer)) == 0 and bool(answer.value)
+    if hasattr(library, name := "MPIX_Query_cuda_support"):
+        is_aware = bool(library.MPIX_Query_cuda_support())
+    elif hasattr(library, name := "MPIX_GPU_query_support"):
+        answer = ctypes.c_int(0)
+        is_aware = library.MPIX_GPU_query_support(_CUDA, ctypes.byref(answer)) == 0 and bool(answer.value)
+    else:
+        return None
+    return Verdict(is_aware, f"says {'yes' if is_aware else 'no'} ({name})")
 
 
 def _judged(code: int, output: str) -> Verdict:

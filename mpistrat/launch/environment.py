@@ -81,20 +81,8 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_rank="MV2_COMM_WORLD_LOCAL_RANK",
         local_size="MV2_COMM_WORLD_LOCAL_SIZE",
     ),
-    Launcher(
-        "PALS",
-        rank="PALS_RANKID",
-        size="PMI_SIZE",
-        local_rank="PALS_LOCAL_RANKID",
-        local_size="PALS_LOCAL_SIZE",
-    ),
-    Launcher(
-        SRUN,
-        rank="SLURM_PROCID",
-        size="SLURM_STEP_NUM_TASKS",
-        local_rank="SLURM_LOCALID",
-        local_ranks="SLURM_GTIDS",
-    ),
+    Launcher("PALS", rank="PALS_RANKID", size="PMI_SIZE", local_rank="PALS_LOCAL_RANKID", local_size="PALS_LOCAL_SIZE"),
+    Launcher(SRUN, rank="SLURM_PROCID", size="SLURM_STEP_NUM_TASKS", local_rank="SLURM_LOCALID", local_ranks="SLURM_GTIDS"),
     Launcher("a PMI launcher", rank="PMI_RANK", size="PMI_SIZE"),
     Launcher("a PMIx launcher", rank="PMIX_RANK"),
 )

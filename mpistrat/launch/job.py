@@ -135,17 +135,14 @@ class _Followed:
                     self._segments |= openmpi.mapped_segments(self._process.pid)
                     self.ended_by = self.ended_by or received.si_signo
             if time.monotonic() >= self._forward_at:  # the signal was sent to this process alone
-                self._forward_signals()
+                for number in self._forward:
+                    self._process.send_signal(number)
+                self._forward.clear()
+                self._forward_at = math.inf
             if time.monotonic() >= self._end_at:
                 self._end()
         for path in self._segments:
             path.unlink(missing_ok=True)
-
-    def _forward_signals(self) -> None:
-        for number in self._forward:
-            self._process.send_signal(number)
-        self._forward.clear()
-        self._forward_at = math.inf
 
     def _end(self) -> None:
         if self.timed_out:
@@ -169,8 +166,11 @@ class Banners:
         self.killed: Killed | None = None
 
     def feed(self, data: bytes) -> bytes:
-        """Return what is to be printed after these bytes have arrived."""
-        self._look(data)
+        """Return what is to be printed after these bytes have arrived; note why the job ends, and which process was killed."""
+        self._seen = self._seen[-_LONGEST_MESSAGE:] + data
+        self._has_reason = self._has_reason or _REASON.search(self._seen) is not None
+        if self.killed is None and (found := _KILLED.search(self._seen)):
+            self.killed = Killed(int(found["pid"]), found["node"].decode(errors="replace"), int(found["number"]))
         if _LINE in data:
             self._has_message = True
             # MPI_ABORT's own is printed once for each rank that calls it: the first is the one to read
@@ -183,13 +183,6 @@ class Banners:
     def end(self) -> bytes:
         """Return what is left when there is no more: the banners, unless a rank has given the reason."""
         return b"" if self._has_reason else b"".join(self._held.values())
-
-    def _look(self, data: bytes) -> None:
-        """Note whether a rank says why it ends the job, and which process was killed."""
-        self._seen = self._seen[-_LONGEST_MESSAGE:] + data
-        self._has_reason = self._has_reason or _REASON.search(self._seen) is not None
-        if self.killed is None and (found := _KILLED.search(self._seen)):
-            self.killed = Killed(int(found["pid"]), found["node"].decode(errors="replace"), int(found["number"]))
 
 
 def relay_stderr(source: int, target: int, banners: Banners) -> None:

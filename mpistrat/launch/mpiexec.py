@@ -60,11 +60,7 @@ FLAVOURS: tuple[MpiFlavour, ...] = (
         # else srun sets PMIx variables for hydra's proxies, with which MPICH fails in MPI_Init
         slurm_environ=(("SLURM_MPI_TYPE", "none"),),
     ),
-    MpiFlavour(
-        "Cray MPICH",
-        library=CRAY_MPICH,
-        instead="in an allocation of SLURM: srun -n 4 python -m mpi4py train.py",
-    ),
+    MpiFlavour("Cray MPICH", library=CRAY_MPICH, instead="in an allocation of SLURM: srun -n 4 python -m mpi4py train.py"),
 )
 
 

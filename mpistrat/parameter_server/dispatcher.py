@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -207,8 +207,11 @@ class Dispatcher:
             self._do_without(self._channel.lost)
         if self._sends:
             self._sends = self._channel.unfinished(self._sends)
-        if self._client.dropped and not self._is_ending:
-            self._free_dropped()
+        if self._client.dropped and not self._is_ending:  # free what no object of the chief and no scheduled call refers to
+            dropped = [self._client.dropped.popleft() for _ in range(len(self._client.dropped))]
+            message, payload = messages.Forget(next(numbers)), dumps(dropped, "what was dropped")
+            for rank in (*self._channel.group.workers, *self._channel.group.servers):
+                self._channel.send(self._sends, rank, REQUEST, message, payload)
         while self._queue:
             # one at a time, since the next one would wait behind a long one while others have nothing to do; to the worker that
             # has waited longest: short functions would all go to the first one
@@ -218,13 +221,6 @@ class Dispatcher:
                 break
             self._send(self._queue[0], min(free, key=self._last.__getitem__))
             self._queue.popleft()  # now, since one that is sent twice is better than one that an interrupt has lost
-
-    def _free_dropped(self) -> None:
-        """Free what no object of the chief and no scheduled call refers to."""
-        dropped = [self._client.dropped.popleft() for _ in range(len(self._client.dropped))]
-        message, payload = messages.Forget(next(numbers)), dumps(dropped, "what was dropped")
-        for rank in (*self._channel.group.workers, *self._channel.group.servers):
-            self._channel.send(self._sends, rank, REQUEST, message, payload)
 
     def _send(self, call: ScheduledCall, worker: int) -> None:
         rank, is_kept = self._ranks[worker], call.worker is not None
@@ -278,7 +274,11 @@ class Dispatcher:
             return
         left = [rank for rank in self._channel.group.workers if rank not in lost]
         if self._is_ending or not left or newly_lost.intersection(self._channel.group.servers):
-            self._give_up(newly_lost)
+            if not self._is_ending:
+                self._unavailable = str(self._channel.lost_error(sorted(newly_lost)))
+            self._cancel_queued()
+            self._cancel(self._in_flight.values())
+            self._in_flight.clear()
             return
         for worker, rank in enumerate(self._ranks):
             if rank in newly_lost:
@@ -302,14 +302,6 @@ class Dispatcher:
                 self._cancel([call])
             else:
                 self._queue.appendleft(call)
-
-    def _give_up(self, newly_lost: Collection[int]) -> None:
-        """Cancel everything, since nothing can run any more."""
-        if not self._is_ending:
-            self._unavailable = str(self._channel.lost_error(sorted(newly_lost)))
-        self._cancel_queued()
-        self._cancel(self._in_flight.values())
-        self._in_flight.clear()
 
     def _check_available(self) -> None:
         if self._unavailable:

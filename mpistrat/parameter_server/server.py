@@ -56,27 +56,24 @@ class _Task:
     def serve(self) -> None:
         """Do what is asked for until the chief says that the job is done."""
         receiver = Receiver(self.channel, REQUEST)
+        self.channel.activity.set(self.idle)
+        began = time.monotonic()
         try:
-            self._serve_until_stopped(receiver)
+            while (received := receiver.poll()) is not None or not self._is_stopped:
+                if received is None:
+                    self._sends = self._unfinished()
+                    self.channel.check(self.channel.group.chief)
+                    pause(began)
+                else:
+                    with suppress(UnavailableError):  # whoever has asked is lost
+                        self._methods[type(received.message)](self, received.message, received)
+                    began = time.monotonic()
+            self.channel.report_end()
+            self._sends = self._unfinished()
+            self.channel.activity.set("")
         finally:
             receiver.close()
             keep_alive_for_peers(self._sends)  # of ranks that have given up what they had asked for: all others have it
-
-    def _serve_until_stopped(self, receiver: Receiver) -> None:
-        self.channel.activity.set(self.idle)
-        began = time.monotonic()
-        while (received := receiver.poll()) is not None or not self._is_stopped:
-            if received is None:
-                self._sends = self._unfinished()
-                self.channel.check(self.channel.group.chief)
-                pause(began)
-            else:
-                with suppress(UnavailableError):  # whoever has asked is lost
-                    self._methods[type(received.message)](self, received.message, received)
-                began = time.monotonic()
-        self.channel.report_end()
-        self._sends = self._unfinished()
-        self.channel.activity.set("")
 
     def define(self, message: messages.Define, received: Received) -> None:
         self._functions.pop((received.source, message.forgotten), None)

@@ -15,9 +15,8 @@ import numpy as np
 
 from mpistrat import settings
 from mpistrat.arrays import Array, part_bounds
-from mpistrat.cluster.mpi_resolver import MPIClusterResolver
-from mpistrat.cluster.resolver import ClusterResolver, TFConfigClusterResolver, url
-from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.cluster import ClusterSpec
+from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, url
 from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.errors import CollectiveError, InvalidArgumentError
 from mpistrat.launch import abort
@@ -25,11 +24,10 @@ from mpistrat.parameter_server.client import Client, current_client
 from mpistrat.parameter_server.coordinator import ClusterCoordinator
 from mpistrat.parameter_server.dispatcher import Dispatcher
 from mpistrat.parameter_server.messages import Channel
-from mpistrat.parameter_server.partitioners import check_partition
 from mpistrat.parameter_server.server import VariableServer, Worker
 from mpistrat.parameter_server.tasks import CHIEF, PS, WORKER, TaskGroup, join_cluster, task_of
 from mpistrat.parameter_server.variables import ServerVariable, ShardedVariable
-from mpistrat.state.aggregation import VariableSynchronization, checked_aggregation, checked_synchronization
+from mpistrat.state.changes import VariableSynchronization, checked_aggregation, checked_synchronization
 from mpistrat.state.variables import initial_array
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.strategy import Strategy
@@ -207,10 +205,7 @@ class ParameterServerExtended(StrategyExtended):
     """How a task uses the servers: the chief makes variables, and it and the workers change them."""
 
     def __init__(
-        self,
-        client: Client,
-        partitioner: Callable[..., Sequence[int]] | None = None,
-        placement: str = PLACEMENTS[0],
+        self, client: Client, partitioner: Callable[..., Sequence[int]] | None = None, placement: str = PLACEMENTS[0]
     ) -> None:
         group = client.channel.group
         super().__init__(
@@ -323,6 +318,17 @@ class ParameterServerExtended(StrategyExtended):
             yield
         finally:
             self._beside = outer
+
+
+def check_partition(shards: object, shape: Sequence[int]) -> int:
+    """Return the number of shards along axis 0, after checking what a partitioner has returned."""
+    counts = list(shards) if isinstance(shards, Sequence) and not isinstance(shards, str) else []
+    if len(counts) != len(shape) or counts[0] < 1 or any(count != 1 for count in counts[1:]):
+        raise InvalidArgumentError(
+            f"the variable_partitioner returned {shards!r} for shape {tuple(shape)}; accepted is a list with the number of "
+            f"shards of axis 0, at least 1, and 1 for each other axis, for example {[2, *[1] * (len(shape) - 1)]}"
+        )
+    return min(int(counts[0]), max(1, shape[0]))
 
 
 def _initial(

@@ -11,9 +11,8 @@ from importlib.util import find_spec
 from itertools import count
 from typing import TYPE_CHECKING
 
-from mpistrat.cluster.resolver import ClusterResolver
-from mpistrat.cluster.roles import check_role
-from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.cluster import ClusterSpec, check_role
+from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.launch import survival

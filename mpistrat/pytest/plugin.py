@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mpistrat.errors import CollectiveError
+from mpistrat.errors import CollectiveError, TopologyError
 from mpistrat.launch.environment import detect
 from mpistrat.pytest.rank_jobs import RankJobs
-from mpistrat.pytest.rank_session import HAS_FAILED, RankSession
-from mpistrat.pytest.rank_shapes import PARAMETER, shape_of, shapes_of
+from mpistrat.pytest.rank_session import HAS_FAILED, PARAMETER, RankSession, Shape, shape_of
+from mpistrat.topology.world import World
 
 if TYPE_CHECKING:
     from mpistrat.communicator.communicator import Communicator
     from mpistrat.strategy.mirrored import MultiWorkerMirroredStrategy
 
 TIMEOUT_SECONDS = 300.0
+_ACCEPTED = (
+    'accepted are numbers of ranks, shapes of nodes, or both: ranks(2, 4), ranks(nodes="2x2"), ranks(2, nodes=["2x2", "3+1"])'
+)
 
 
 @pytest.fixture
@@ -98,3 +101,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {error}") from None
     metafunc.fixturenames.append(PARAMETER)  # so that the test function need not name it
     metafunc.parametrize(PARAMETER, shapes, ids=str)
+
+
+def shapes_of(mark: pytest.Mark) -> list[Shape]:
+    """Return the shapes that a ``ranks`` mark names; a ValueError says what is accepted instead."""
+    arguments = [*map(repr, mark.args), *(f"{name}={value!r}" for name, value in mark.kwargs.items())]
+    text, nodes = f"pytest.mark.ranks({', '.join(arguments)})", mark.kwargs.get("nodes", ())
+    shapes = [nodes] if isinstance(nodes, str) else [*map(str, nodes)]
+    if set(mark.kwargs) - {"nodes"} or not (mark.args or shapes):
+        raise ValueError(f"{text}: {_ACCEPTED}")
+    for number in mark.args:
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"{text}: {number!r} is not a number of ranks; {_ACCEPTED}")
+    try:
+        return [*map(Shape, mark.args), *(Shape(World.from_shape(shape).size, shape) for shape in shapes)]
+    except TopologyError as error:
+        raise ValueError(f"{text}: {error}") from None

@@ -1,22 +1,29 @@
-"""RankJobs: runs the tests that have the ``ranks`` mark in MPI jobs, one at a time, and reports their results."""
+"""RankJobs: runs the tests that have the ``ranks`` mark in MPI jobs, one at a time, and reports their results.
+
+Each rank of a job runs ``python -m mpistrat.pytest.rank_jobs FOLDER``.
+"""
 
 from __future__ import annotations
 
 import json
 import marshal
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
-from mpistrat.pytest.rank_shapes import shape_of
+from mpistrat.launch import abort
+from mpistrat.logger import StderrHandler, logger
+from mpistrat.pytest.rank_session import RankSession, shape_of
 
 START_SECONDS = 300.0  # until the ranks have collected the tests
 TERMINATE_SECONDS = 10.0
@@ -24,20 +31,12 @@ _POLL_SECONDS = 0.002
 
 # Options that concern the pytest process that shows the results, or choose the tests, which it has done.
 _NOT_ON_RANKS: dict[str, Any] = {
-    "keyword": "",
-    "markexpr": "",
-    "lf": False,
-    "failedfirst": False,
-    "newfirst": False,
-    "stepwise": False,
-    "usepdb": False,
-    "trace": False,
+    **dict.fromkeys(("lf", "failedfirst", "newfirst", "stepwise", "usepdb", "trace", "collectonly"), False),
+    **dict.fromkeys(("keyword", "markexpr"), ""),
+    **dict.fromkeys(("xmlpath", "numprocesses"), None),
     "maxfail": 0,
-    "collectonly": False,
-    "xmlpath": None,
     "cov_source": [],
     "dist": "no",
-    "numprocesses": None,
     "tx": [],
 }
 
@@ -53,7 +52,6 @@ class RankJobs:
         self._config, self._timeout = config, _timeout(config)
         self._items: list[pytest.Item] = []
         self._job: RankJob | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -75,8 +73,6 @@ class RankJobs:
     def pytest_sessionfinish(self) -> None:
         """End the job, which still runs if pytest was stopped."""
         self._end_job()
-        if self._folder is not None:
-            self._folder.cleanup()
 
     def _reports(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[pytest.TestReport]:
         job = self._job_of(item)
@@ -94,9 +90,8 @@ class RankJobs:
         number = _num_ranks(item)
         if self._job is None or self._job.num_ranks != number:
             self._end_job()
-            self._folder = self._folder or tempfile.TemporaryDirectory(prefix="mpistrat-pytest-")
             files = dict.fromkeys(str(each.path) for each in self._items if _num_ranks(each) == number)
-            self._job = RankJob(self._config, number, list(files), self._folder.name, self._timeout)
+            self._job = RankJob(self._config, number, list(files), self._timeout)
         return self._job
 
     def _end_job(self) -> None:
@@ -110,25 +105,24 @@ class JobError(Exception):
 
 
 class RankJob:
-    """An MPI job that runs the tests it is asked for; a test that takes longer than `timeout` seconds ends it."""
+    """An MPI job that runs the tests it is asked for; a test that takes longer than `timeout` seconds ends it.
 
-    def __init__(self, config: pytest.Config, num_ranks: int, files: Sequence[str], folder: str, timeout: float) -> None:
+    Its folder has the description of the job, the tests that it is asked for, the reports of rank 0, and what the job prints.
+    """
+
+    def __init__(self, config: pytest.Config, num_ranks: int, files: Sequence[str], timeout: float) -> None:
         self.num_ranks = num_ranks
         self.has_begun = False  # it has collected the tests
         self._config, self._timeout = config, timeout
-        here = Path(tempfile.mkdtemp(prefix=f"{num_ranks}-ranks-", dir=folder))
-        reports = here / "reports"
-        reports.touch()
-        self._reports = reports.open()
-        self._asked = here / "asked"
+        self._folder = tempfile.TemporaryDirectory(prefix="mpistrat-pytest-")
+        here = Path(self._folder.name)
+        self._asked, self._output = here / "asked", here / "output"
         self._asked.touch()
-        self._line = ""
-        self._ended_because = ""
-        self._output = here / "output"
+        self._reports = (here / "reports").open("a+")
+        (here / "job").write_bytes(marshal.dumps({"options": _options(config), "files": [*files], "asker": os.getpid()}))
+        self._line = self._ended_because = ""
         self._told = 0
-        description = here / "job"
-        description.write_bytes(marshal.dumps(_description(config, files, reports, self._asked, here)))
-        self._process = self._start(description)
+        self._process = self._start()
 
     def reports(self, item: pytest.Item, following: pytest.Item | None) -> Iterator[pytest.TestReport]:
         """Run a test, and yield its reports as they come; fixtures stay that the following one uses.
@@ -158,6 +152,7 @@ class RankJob:
             self._process.wait(TERMINATE_SECONDS)
         self._stop()
         self._reports.close()
+        self._folder.cleanup()
 
     def _ask(self, what: object) -> None:
         with self._asked.open("a") as asked:
@@ -172,12 +167,12 @@ class RankJob:
             self._process.kill()
             self._process.wait()
 
-    def _start(self, description: Path) -> subprocess.Popen[bytes]:
-        argv = [sys.executable, "-m", "mpistrat", "run", "-n", str(self.num_ranks), "-m", "mpistrat.pytest.rank_main"]
+    def _start(self) -> subprocess.Popen[bytes]:
+        argv = [sys.executable, "-m", "mpistrat", "run", "-n", str(self.num_ranks), "-m", "mpistrat.pytest.rank_jobs"]
         with nullcontext() if self._config.option.capture == "no" else self._output.open("wb") as output:
             # os.environ, because an earlier test may have started MPI here, which sets variables that only C programs see
             return subprocess.Popen(
-                [*argv, str(description)], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=dict(os.environ)
+                [*argv, self._folder.name], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=dict(os.environ)
             )
 
     def _next(self, seconds: float, what: str) -> object:
@@ -222,8 +217,8 @@ def _num_ranks(item: pytest.Item) -> int:
     return shape.num_ranks if shape else 0
 
 
-def _description(config: pytest.Config, files: Sequence[str], reports: Path, asked: Path, folder: Path) -> dict[str, Any]:
-    """Return what the ranks need to know: builtin types only, as `marshal` takes them."""
+def _options(config: pytest.Config) -> dict[str, Any]:
+    """Return the options of pytest that concern the ranks, if they have builtin types, as `marshal` takes them."""
     given = dict(vars(config.option))
     given.pop("file_or_dir", None)  # argparse warns of it, because the ranks are told the files as arguments
     options = {name: value for name, value in given.items() if _is_builtin(value)} | _NOT_ON_RANKS
@@ -234,14 +229,7 @@ def _description(config: pytest.Config, files: Sequence[str], reports: Path, ask
         *(options.get("pythonwarnings") or []),
         "ignore:Module already imported:pytest.PytestAssertRewriteWarning",
     ]
-    return {
-        "options": options,
-        "files": list(files),
-        "asked": str(asked),
-        "asker": os.getpid(),
-        "reports": str(reports),
-        "folder": str(folder),
-    }
+    return options
 
 
 def _is_builtin(value: Any) -> bool:
@@ -250,3 +238,44 @@ def _is_builtin(value: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+def main() -> int:
+    """Run the tests of a `RankJob`, as one of its ranks; return 0 if their results were sent, and else pytest's exit code."""
+    here = Path(sys.argv[1])
+    job = marshal.loads((here / "job").read_bytes())
+    stderr = os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1)  # before pytest captures it
+    abort.say_on(stderr)
+    logger.handlers[:] = [StderrHandler(stderr)]
+    own = tempfile.mkdtemp(prefix="pytest-rank-", dir=here)
+    config = pytest.Config.fromdictargs({**job["options"], "basetemp": own}, job["files"])
+    # As in workers of pytest-xdist, plugins that write files leave that to the process that has started the job.
+    config.workerinput = {"workerid": "rank"}  # type: ignore[attr-defined]
+    with (here / "reports").open("a") as reports, (here / "asked").open() as asked:
+        session = RankSession(config, partial(_next_test, asked, job["asker"]), partial(_send, reports))
+        config.pluginmanager.register(session, RankSession.NAME)
+        code: int = config.hook.pytest_cmdline_main(config=config)
+    shutil.rmtree(own, ignore_errors=True)
+    return 0 if code == pytest.ExitCode.TESTS_FAILED else code
+
+
+def _send(reports: TextIO, document: object) -> None:
+    print(json.dumps(document, default=str), file=reports, flush=True)
+
+
+def _next_test(asked: TextIO, asker: int) -> tuple[str, str | None] | None:
+    """Wait for the next test, and return it and the one that follows; None at the end, or if the asker is gone."""
+    line = ""
+    while not line.endswith("\n"):
+        line += asked.readline()
+        try:
+            os.kill(asker, 0)
+        except ProcessLookupError:
+            return None
+        time.sleep(_POLL_SECONDS / 2)
+    found: tuple[str, str | None] | None = json.loads(line)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -21,13 +21,14 @@ from mpistrat import settings
 from mpistrat.errors import CollectiveError
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.launch import abort
-from mpistrat.pytest.rank_shapes import shape_of
 from mpistrat.watch.recorder import watched
 from mpistrat.watch.watcher import watcher
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+PARAMETER = "ranks_shape"
+"""The parameter of a test that holds its shape."""
 HAS_FAILED = pytest.StashKey[bool]()
 """Whether a test has failed on some rank."""
 
@@ -35,6 +36,23 @@ HAS_FAILED = pytest.StashKey[bool]()
 STUCK_SECONDS = 10.0
 _PAUSE_SECONDS = 0.0002
 _DIGEST_BYTES = 16
+
+
+class Shape(NamedTuple):
+    """The ranks that a test runs on."""
+
+    num_ranks: int
+    nodes: str = ""  # the shape of virtual nodes, such as 2x2; the real nodes if it is empty
+
+    def __str__(self) -> str:
+        return self.nodes or f"{self.num_ranks}-ranks"
+
+
+def shape_of(item: pytest.Item) -> Shape | None:
+    """Return the shape that a test runs on, or None if it has no ``ranks`` mark."""
+    callspec = getattr(item, "callspec", None)
+    shape = callspec.params.get(PARAMETER) if callspec else None
+    return shape if isinstance(shape, Shape) else None
 
 
 class _Outcome(NamedTuple):

@@ -27,28 +27,26 @@ from mpistrat.context.stack import (
 from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, converted, select_replica
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.reduction import ReduceOp
-from mpistrat.state.aggregation import (
-    VariableAggregation,
-    VariableSynchronization,
-    check_equal,
-    checked_aggregation,
-    checked_synchronization,
-    checksum,
-    share,
-)
 from mpistrat.state.changes import (
     COMPARING,
     ChangeMethods,
     Rows,
+    VariableAggregation,
+    VariableSynchronization,
     apply,
     assign_to,
     by_rows,
+    check_equal,
+    checked_aggregation,
     checked_rows,
     checked_slices,
+    checked_synchronization,
     checked_value,
+    checksum,
     flat_indices,
     flattened,
     gathered_rows,
+    share,
 )
 
 _COMPARED_BYTES = 1 << 20  # of larger assigned values, evenly spaced elements are compared

@@ -75,10 +75,7 @@ def _make_input_fn_iterator(self: Any, input_fn: Callable[..., Any], replication
 
 # of each old method of a strategy: what to use, and what it does
 _OLD_NAMES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "unwrap": (
-        "strategy.experimental_local_results(value)",
-        lambda self, value: self.experimental_local_results(value),
-    ),
+    "unwrap": ("strategy.experimental_local_results(value)", lambda self, value: self.experimental_local_results(value)),
     "group": ("the value itself", lambda self, value, name=None: None),
     "configure": ("MultiWorkerMirroredStrategy(cluster_resolver)", _configure),
     "update_config_proto": ("CommunicationOptions", lambda self, config_proto: config_proto),

@@ -25,14 +25,13 @@ from mpistrat.context.stack import (
     updating,
 )
 from mpistrat.context.values import PerReplica, across_replicas_of, container_of, in_replica, select_replica
-from mpistrat.cross_device.all_reduce import HierarchicalAllReduce
-from mpistrat.cross_device.ops import CrossDeviceOps
+from mpistrat.cross_device.ops import CrossDeviceOps, HierarchicalAllReduce
 from mpistrat.cross_device.pairs import OnSomeReplicas
 from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError, MpistratError
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_across_replicas
-from mpistrat.state.aggregation import checksum
+from mpistrat.state.changes import checksum
 from mpistrat.strategy.deprecated import accepts_hints
 from mpistrat.structures import flatten, leaf_names, map_leaves
 

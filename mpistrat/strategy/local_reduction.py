@@ -13,11 +13,11 @@ import numpy as np
 from mpistrat.arrays import Array, as_array, as_operand, in_dtype, is_on_device
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.communicator.sparse import IndexedSlices, check_slices
+from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import DistributedValues, PerReplica
-from mpistrat.cross_device.pairs import IDEMPOTENT, check_unambiguous
+from mpistrat.cross_device.pairs import IDEMPOTENT, check_defined, check_unambiguous, rows_of
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_across_replicas, check_dtype, quiet
+from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_dtype, quiet
 
 
 class _Origin(Enum):
@@ -60,7 +60,7 @@ def check_ambiguous(part: LocalReduction, communicator: BaseCommunicator, option
     """
     if not part.ambiguous:
         return
-    mine = np.asarray(any(_rows(component).any() for component in part.ambiguous), np.int64)
+    mine = np.asarray(any(rows_of(component).any() for component in part.ambiguous), np.int64)
     if communicator.all_reduce(ReduceOp.MAX, [mine], options)[0]:
         try:
             check_unambiguous(part.op, communicator.size)
@@ -77,12 +77,7 @@ def _origin(value: Any, num_replicas: int) -> _Origin:
 
 def _across(op: ReduceOp, components: list[Any], origins: list[_Origin], num_replicas: int) -> LocalReduction:
     for component, origin in zip(components, origins, strict=True):
-        if isinstance(component, IndexedSlices):
-            check_slices(op, component)
-        else:
-            check_across_replicas(op, component.dtype)
-        if origin is _Origin.MIRRORED and _rows(component).any():
-            check_unambiguous(op, num_replicas)
+        check_defined(op, component, num_replicas if origin is _Origin.MIRRORED else 1)
     if all(origin is _Origin.REPLICAS for origin in origins):
         return LocalReduction(op, components, list, [])
     combines_plain = op in IDEMPOTENT
@@ -143,10 +138,6 @@ def _added(array: Array, axes: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return np.asarray(quiet()(np.add.reduce, array, axes, dtype))
 
 
-def _rows(component: Array | IndexedSlices) -> Array:
-    return component.values if isinstance(component, IndexedSlices) else component
-
-
 def _copied(component: Array | IndexedSlices) -> Array | IndexedSlices:
     """Return a copy, because the component may be the user's array or that of a variable."""
     if isinstance(component, IndexedSlices):
@@ -177,7 +168,7 @@ def _quotient(total: Array, count: Array, dtype: np.dtype[Any]) -> Array:
     """Return total / count: in `dtype`, or in float64 if that is an integer dtype."""
     if dtype.kind in "iu":
         total = total.astype(np.float64)
-    mean = quiet()(operator.truediv, total, _number(count, total.dtype))  # without rows on any replica it is NaN
+    mean = quiet()(operator.truediv, total, _number(count, total.dtype))  # NaN without rows, or weights, on any replica
     return in_dtype(mean, mean.dtype if dtype.kind in "iu" else dtype)
 
 
@@ -199,18 +190,13 @@ def weighted_part(
         raise InvalidArgumentError("out= is for reductions without a weight; copy the result there")
     number = _checked_weight(weight)
     for array in arrays:
-        _check_dtype(array)
-        _check_range(array.dtype, number)
-    sent = [_weighted(array, number) for array in arrays]
-    dtypes = [array.dtype for array in arrays]
+        _check_weighted(array, number)
 
     def finish(totals: list[Array]) -> list[Array]:
         *sums, weights = totals
-        # if all weights are 0, the mean is NaN
-        means = [quiet()(operator.truediv, total, _number(weights, total.dtype)) for total in sums]
-        return [in_dtype(mean, dtype) for mean, dtype in zip(means, dtypes, strict=True)]
+        return [_quotient(total, weights, array.dtype) for total, array in zip(sums, arrays, strict=True)]
 
-    return [*sent, np.asarray(number)], finish
+    return [*(_weighted(array, number) for array in arrays), np.asarray(number)], finish
 
 
 def _weighted(array: Array, weight: float) -> Array:
@@ -227,7 +213,8 @@ def _checked_weight(weight: Any) -> float:
     return float(array)
 
 
-def _check_dtype(array: Any) -> None:
+def _check_weighted(array: Any, weight: float) -> None:
+    """Refuse what has no weighted mean, and a weight that overflows, or loses digits, in the dtype of the sum."""
     if isinstance(array, IndexedSlices):
         raise NotImplementedError(f"the weighted mean of {array!r} is not supported; pass slices.to_dense()")
     if array.dtype not in HALF_DTYPES and array.dtype.kind not in "fc":
@@ -235,14 +222,10 @@ def _check_dtype(array: Any) -> None:
             f"the weighted mean is not supported for dtype {array.dtype}: cast to float32 or float64 first"
         )
     check_dtype(ReduceOp.MEAN, array.dtype)  # refuses foreign byte orders, with any weight
-
-
-def _check_range(dtype: np.dtype[Any], weight: float) -> None:
-    """Refuse a weight that overflows, or loses digits, in the dtype of the sum."""
-    wide = accumulation_dtype(ReduceOp.MEAN, dtype)
+    wide = accumulation_dtype(ReduceOp.MEAN, array.dtype)
     least, greatest = float(np.finfo(wide).tiny), float(np.finfo(wide).max)
     if weight and not least <= weight <= greatest:
         raise InvalidArgumentError(
-            f"weight {weight} is out of the range of {wide}, the dtype in which values of dtype {dtype} are weighted: 0 and "
-            f"{least} to {greatest} are accepted; scale the weights of all replicas by the same factor"
+            f"weight {weight} is out of the range of {wide}, the dtype in which values of dtype {array.dtype} are weighted: 0 "
+            f"and {least} to {greatest} are accepted; scale the weights of all replicas by the same factor"
         )

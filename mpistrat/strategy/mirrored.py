@@ -10,19 +10,15 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.cluster.mpi_resolver import MPIClusterResolver
-from mpistrat.cluster.resolver import ClusterResolver, TFConfigClusterResolver
-from mpistrat.cluster.roles import chief_rank, training_role
+from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, chief_rank, training_role
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.construction import rendezvous_seconds
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.context.stack import in_replica_context_of
 from mpistrat.context.values import Mirrored, PerReplica
-from mpistrat.cross_device.all_reduce import HierarchicalAllReduce
-from mpistrat.cross_device.ops import CrossDeviceOps
+from mpistrat.cross_device.ops import CrossDeviceOps, HierarchicalAllReduce, ReductionToOneDevice
 from mpistrat.cross_device.pairs import OnSomeReplicas
-from mpistrat.cross_device.to_one_device import ReductionToOneDevice
 from mpistrat.device.binding import own_device
 from mpistrat.errors import CollectiveError, DeadlineExceededError, InvalidArgumentError, LaunchError
 from mpistrat.groups.hierarchy import Hierarchy
@@ -91,7 +87,7 @@ class MirroredStrategy(Strategy):
             job.agree(call, check)
             hierarchy = _node_hierarchy(job)
         communicator = Communicator(hierarchy, _options(communication_options, num_packs))
-        super().__init__(StrategyExtended(communicator, cross_device_ops, _node_devices(hierarchy.world)))
+        super().__init__(StrategyExtended(communicator, cross_device_ops, tuple(map(device_name, range(communicator.size)))))
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -117,13 +113,18 @@ class MultiWorkerMirroredStrategy(Strategy):
     ) -> None:
         call = _call_text(
             "MultiWorkerMirroredStrategy",
-            cluster_resolver=_kind(cluster_resolver),
+            cluster_resolver=_default_kind() if cluster_resolver is None else type(cluster_resolver),
             communication_options=communication_options,
             num_packs=num_packs,
         )
 
         def check() -> ClusterResolver | None:
-            _check_resolver(cluster_resolver)
+            if not isinstance(cluster_resolver, (ClusterResolver, type(None))):
+                raise InvalidArgumentError(
+                    f"cluster_resolver must be a ClusterResolver or None; got {type(cluster_resolver).__name__}.\n"
+                    "    incorrect:  mpistrat.MultiWorkerMirroredStrategy(options)\n"
+                    "    correct:    mpistrat.MultiWorkerMirroredStrategy(communication_options=options)"
+                )
             _check_communication(None, communication_options, num_packs)
             reads_variable = cluster_resolver is None and _default_kind() is TFConfigClusterResolver
             return TFConfigClusterResolver() if reads_variable else cluster_resolver
@@ -212,9 +213,8 @@ class CentralStorageExtended(StrategyExtended):
     """The extended part of `CentralStorageStrategy`: the change of a variable is computed on the rank `root` and broadcast."""
 
     def __init__(self, communicator: BaseCommunicator, root: int) -> None:
-        super().__init__(
-            communicator, ReductionToOneDevice(root), _node_devices(communicator.world), parameter_devices=(device_name(root),)
-        )
+        devices = tuple(map(device_name, range(communicator.size)))
+        super().__init__(communicator, ReductionToOneDevice(root), devices, parameter_devices=(device_name(root),))
         self.root = root
 
     def update(
@@ -256,19 +256,6 @@ class CentralStorageExtended(StrategyExtended):
 
 def _default_kind() -> type[TFConfigClusterResolver | MPIClusterResolver]:
     return TFConfigClusterResolver if os.environ.get("TF_CONFIG", "").strip() else MPIClusterResolver
-
-
-def _kind(resolver: object) -> type:
-    return _default_kind() if resolver is None else type(resolver)
-
-
-def _check_resolver(resolver: object) -> None:
-    if not isinstance(resolver, (ClusterResolver, type(None))):
-        raise InvalidArgumentError(
-            f"cluster_resolver must be a ClusterResolver or None; got {type(resolver).__name__}.\n"
-            "    incorrect:  mpistrat.MultiWorkerMirroredStrategy(options)\n"
-            "    correct:    mpistrat.MultiWorkerMirroredStrategy(communication_options=options)"
-        )
 
 
 def _chief(job: Rendezvous, resolver: ClusterResolver) -> int:
@@ -336,11 +323,6 @@ def _node_hierarchy(rendezvous: Rendezvous) -> Hierarchy:
     hierarchy = Hierarchy(node_comm, _node_world(rendezvous))
     node_comm.Free()
     return hierarchy
-
-
-def _node_devices(world: World) -> tuple[str, ...]:
-    """Return the full name of each rank's device."""
-    return tuple(device_name(rank) for rank in range(world.size))
 
 
 def _all_devices(world: World) -> list[str]:

@@ -73,12 +73,12 @@ class Strategy:
     @property
     def local_rank(self) -> int:
         """The index of this replica among those of its node, from 0. Not in TensorFlow."""
-        return self._extended.communicator.world.place(self.rank).local_rank
+        return self._extended.communicator.local_rank
 
     @property
     def node_rank(self) -> int:
         """The index of this replica's node, from 0; with virtual nodes the index of the virtual node. Not in TensorFlow."""
-        return self._extended.communicator.world.place(self.rank).node_index
+        return self._extended.communicator.node
 
     @property
     def is_chief(self) -> bool:

@@ -3,14 +3,18 @@
     check_transport(MyTransport, group)     # on every rank of the group
 
 A new transport is done when this passes, on groups of one rank and of several. No test framework is needed.
+
+Invariant: ranks agree on the outcome of each rule before any of them leaves it, so that a violated rule is an AssertionError on
+all ranks and no rank hangs in a collective.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import cycle, product
 from typing import Any
 from zlib import crc32
@@ -18,20 +22,25 @@ from zlib import crc32
 import numpy as np
 
 from mpistrat import settings
+from mpistrat.arrays import Array
+from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group
-from mpistrat.reduction import ReduceOp
-from mpistrat.steps import WORKED, Steps
-from mpistrat.testing.transport_cases import DTYPES, VERBS, Case, cases, divisions, operations
-from mpistrat.testing.transport_subject import LARGE_COUNT, NUM_SLOTS, SLOT_BYTES, STUCK_SECONDS, Subject
-from mpistrat.transports.base import Transport
+from mpistrat.reduction import ReduceOp, combine
+from mpistrat.steps import WORKED, Steps, drive
+from mpistrat.testing.transport_cases import DTYPES, VERBS, Case, cases, divisions, inputs, operations, poison
+from mpistrat.transports.base import Operation, Transport
 
 __all__ = ["check_transport"]
 
 COUNTS = (0, 1, 3)
 COUNT = 67  # a prime, so not a multiple of the number of ranks
+LARGE_COUNT = 80_001  # of 4 bytes: several segments and cache blocks
+SLOT_BYTES = 4 * LARGE_COUNT + 4092
+NUM_SLOTS = 2
 SMALL_MESSAGE_BYTES = 40
-SLOW_SECONDS = 0.005
+SLOW_SECONDS, BLOCKED_SECONDS, STUCK_SECONDS = 0.005, 5.0, 30.0
 POLLS = 100
+_GUARD_BYTES, _GUARD = 64, 0x5A
 
 INT32, COMPLEX128 = np.dtype(np.int32), np.dtype(np.complex128)
 FLOATS: tuple[np.dtype[Any], ...] = (np.dtype(np.float32), np.dtype(np.float64))
@@ -59,24 +68,176 @@ def check_transport(make: Callable[[Group], Transport], group: Group, blocking_v
     AssertionError
         On every rank, if a rule is violated on any; names the transport, verb, dtype, count and rank.
     """
-    checks = _check(_RULES, make, group, blocking_verbs)
-    with _small_messages(group):
-        return checks + _check(_RULES_OF_SMALL_MESSAGES, make, group, blocking_verbs)
+    checks = 0
+    for rules, limit in ((_RULES, nullcontext()), (_RULES_OF_SMALL_MESSAGES, _small_messages(group))):
+        with limit:
+            subject = Subject(make, group, blocking_verbs)
+            try:
+                for rule in rules:
+                    subject.hold(rule)
+            finally:
+                subject.transport.dispose()
+                subject.comm.Free()
+        checks += subject.checks
+    return checks
 
 
-def _check(
-    rules: Sequence[Callable[[Subject], None]],
-    make: Callable[[Group], Transport],
-    group: Group,
-    blocking_verbs: Collection[str],
-) -> int:
-    subject = Subject(make, group, blocking_verbs)
-    try:
-        for rule in rules:
-            subject.hold(rule)
-    finally:
-        subject.close()
-    return subject.checks
+class Subject:
+    """One transport on one group; verbs in `blocking_verbs` may wait inside ``run()``. Making one is a collective call."""
+
+    def __init__(self, make: Callable[[Group], Transport], group: Group, blocking_verbs: Collection[str]) -> None:
+        self.group, self.rank, self.size = group, group.rank, group.size
+        self.comm = group.comm.Dup()
+        self.transport = make(group)
+        self.blocking_verbs = blocking_verbs
+        self.checks = 0
+        self._arena: Array = np.empty(0, np.uint8)
+        self._seed = 0
+        self._problems: list[str] = []
+
+    def hold(self, rule: Callable[[Subject], None]) -> None:
+        """Run a rule, and raise on all ranks if it does not hold on one."""
+        try:
+            rule(self)
+        except Exception:
+            self._problems.append(traceback.format_exc())
+        first = [problems[0] for problems in self.comm.allgather(self._problems) if problems]
+        if first:
+            raise AssertionError(f"rule {rule.__name__.strip('_')!r}: {first[0]}")
+
+    def allocate(self, nbytes: int) -> None:
+        """Allocate memory from the transport."""
+        self._arena = self.transport.allocate(nbytes)
+        shape, dtype = self._arena.shape, self._arena.dtype.name
+        writable = self.transport.device is not None or self._arena.flags.writeable
+        if (shape, dtype, writable) != ((nbytes,), "uint8", True):
+            self.fail("allocate", f"returned {dtype} {shape}, writable={writable}; expected writable uint8 ({nbytes},)")
+
+    def serves(self, dtype: np.dtype[Any], op: ReduceOp) -> bool:
+        """Return whether the transport combines such values; if it does not, binding a verb must raise."""
+        refusal = self.transport.refusal(dtype, op)
+        if refusal:
+            try:
+                self.transport.all_reduce(self._arena[: dtype.itemsize].view(dtype), op)
+            except TransportError:
+                self.checks += 1
+            else:
+                self.fail(f"all_reduce({dtype}, {op.name})", f"was bound although it is refused: {refusal}")
+        return not refusal
+
+    def attempt(self, case: Case, *values: Array) -> None:
+        """Bind a case once, and run it on each of some values, by default once on new ones."""
+        buffer, operation = self.bind(case)
+        for given in values or [self.values(case)]:
+            self.run(case, buffer, operation, given)
+            self.compare(case, buffer, operation, given)
+            self.settle()
+
+    def bind(self, case: Case, slot: int = 0) -> tuple[Array, Operation]:
+        """Return the buffer of a case, between guards in a slot of the memory, and the operation bound to it."""
+        start = slot * SLOT_BYTES + _GUARD_BYTES
+        buffer = self._arena[start : start + case.count * case.dtype.itemsize].view(case.dtype)
+        for guard in self._guards(buffer, slot):
+            self.put(guard, np.full(guard.size, _GUARD, np.uint8))
+        return buffer, case.bind(self.transport, buffer)
+
+    def values(self, case: Case) -> Array:
+        """Return new values for all ranks; row r is for rank r."""
+        self._seed += 1
+        return inputs(case.dtype, case.op, case.count, self.size, self._seed)
+
+    def run(self, case: Case, buffer: Array, operation: Operation, given: Array) -> None:
+        """Write this rank's input, and run the operation to the end."""
+        self.give(case, buffer, given)
+        self.drive(operation.run(), case)
+
+    def give(self, case: Case, buffer: Array, given: Array) -> None:
+        """Write this rank's input; the rest of the buffer is poisoned."""
+        values = self.poisoned(case)
+        mine = case.given(self.rank)
+        values[mine] = given[self.rank, mine]
+        self.put(buffer, values)
+
+    def poisoned(self, case: Case) -> Array:
+        """Return an array of the case's length with values that no result has."""
+        values = np.empty(case.count, case.dtype)
+        poison(values)
+        return values
+
+    def put(self, target: Array, values: Array) -> None:
+        """Write to memory of the transport."""
+        if self.transport.device:
+            self.transport.device.put(target, values)
+        else:
+            target[...] = values
+
+    def get(self, source: Array) -> Array:
+        """Return the contents of memory of the transport."""
+        return self.transport.device.get(source) if self.transport.device else source
+
+    def drive(self, steps: Steps, what: object) -> None:
+        """Advance steps to the end."""
+        drive(steps, lambda: f"{self.transport.name}: {what}", STUCK_SECONDS)
+
+    def settle(self) -> None:
+        """Wait until all ranks have read their results."""
+        self.fence(self.transport.release())
+
+    def fence(self, number: int) -> None:
+        """Wait until the memory can be written again."""
+        self.drive(self.transport.fence(number), "fence")
+
+    def compare(self, case: Case, buffer: Array, operation: Operation, given: Array, slot: int = 0) -> None:
+        """Compare what this rank can read with what it was promised."""
+        promised = case.promised(self.rank)
+        expected = case.expected(given)[promised]
+        self.expect(case, self.read(case, operation), expected)
+        if case.verb == "reduce_scatter":  # its result is in the buffer itself
+            self.expect(case, self.get(buffer[promised]), expected)
+        if any((self.get(guard) != _GUARD).any() for guard in self._guards(buffer, slot)):
+            self.fail(case, "memory outside the buffer was written")
+
+    def read(self, case: Case, operation: Operation) -> Array:
+        """Return the promised elements, combined from the operation's parts; elements that no part covers stay poisoned."""
+        result = self.poisoned(case)
+        covered = np.zeros(case.count, np.int8)
+        for part in operation.parts:
+            total = self.get(part.addends[0])
+            for addend in part.addends[1:]:
+                total = combine(case.op)(total, self.get(addend))
+            result[part.start : part.stop] = total
+            covered[part.start : part.stop] += 1
+        promised = case.promised(self.rank)
+        if (covered[promised] != 1).any():
+            self.fail(case, "the parts do not cover each promised element once")
+        return result[promised]
+
+    def expect(self, what: object, found: Array, expected: Array) -> None:
+        """Compare two arrays; NaN equals NaN."""
+        self.checks += 1
+        wrong = _differ(found, expected)
+        if wrong.any():
+            index = int(np.argmax(wrong))
+            text = f"element {index} is {found[index]}, expected {expected[index]}; {wrong.sum()} of {wrong.size} are wrong"
+            self.fail(what, text)
+
+    def fail(self, what: object, problem: str) -> None:
+        """Record a failure; the rule goes on, in step with the other ranks."""
+        where = f"rank {self.rank} of {self.size} ({self.group.name})"
+        self._problems.append(f"{self.transport.name}: {what} on {where}: {problem}")
+
+    def _guards(self, buffer: Array, slot: int) -> Iterable[Array]:
+        start = slot * SLOT_BYTES
+        stop = start + _GUARD_BYTES + buffer.nbytes
+        return self._arena[start : start + _GUARD_BYTES], self._arena[stop : stop + _GUARD_BYTES]
+
+
+def _differ(found: Array, expected: Array) -> Array:
+    """Return where two arrays differ; bools are compared as bytes."""
+    if found.dtype.kind == "b":
+        found, expected = found.view(np.uint8), expected.view(np.uint8)
+    differ: Array = (found != expected) & ~((found != found) & (expected != expected))
+    return differ
 
 
 def _the_group_is_served(subject: Subject) -> None:
@@ -102,7 +263,7 @@ def _every_size_and_division(subject: Subject) -> None:
         for case in cases(INT32, ReduceOp.SUM, count, subject.size):
             subject.attempt(case)
     for case in cases(INT32, ReduceOp.SUM, COUNT, subject.size):
-        subject.attempt(case, times=2)
+        subject.attempt(case, subject.values(case), subject.values(case))
     for verb, bounds in product(VERBS, divisions(LARGE_COUNT, subject.size)[::3]):
         subject.attempt(Case(verb, INT32, ReduceOp.SUM, LARGE_COUNT, bounds))
 
@@ -120,12 +281,9 @@ def _nan_wins(subject: Subject) -> None:
         if not subject.serves(dtype, op):
             continue
         case = Case(verb, dtype, op, count, divisions(count, subject.size)[0])
-        buffer, operation = subject.bind(case)
         given = subject.values(case)
         given[range(subject.size), range(subject.size)] = np.nan
-        subject.run(case, buffer, operation, given)
-        subject.compare(case, buffer, operation, given)
-        subject.settle()
+        subject.attempt(case, given)
 
 
 def _all_ranks_get_equal_bits(subject: Subject) -> None:
@@ -224,12 +382,14 @@ def _run_does_not_block(subject: Subject) -> None:
             steps = operation.run()
             ended = any(next(steps, None) is None for _ in range(POLLS))
         others = subject.comm.Ibarrier()
-        arrived = _wait(others.Test)
+        deadline = time.monotonic() + BLOCKED_SECONDS
+        while not (arrived := others.Test()) and time.monotonic() < deadline:
+            os.sched_yield()
         subject.drive(operation.run() if subject.rank == late else steps, case)
         others.Wait()
         if not all(subject.comm.allgather(arrived)):
             subject.fail(case, f"run() blocked until rank {late} had entered it")
-        elif ended and _length(case.promised(subject.rank)) and _length(case.given(late)):
+        elif ended and all(part.stop > part.start for part in (case.promised(subject.rank), case.given(late))):
             subject.fail(case, f"ended although rank {late} had not entered it")
         subject.compare(case, buffer, operation, given)
         subject.settle()
@@ -258,10 +418,6 @@ _RULES = (
 _RULES_OF_SMALL_MESSAGES = (_the_group_is_served, _messages_may_be_small, _channels_are_apart)
 
 
-def _length(part: slice) -> int:
-    return int(part.stop - part.start)
-
-
 def _interleaved(running: list[Steps], seed: int) -> Steps:
     """Begin with the first step of each, in order, and go on at random."""
     random = np.random.default_rng(seed)
@@ -281,16 +437,6 @@ def _slowed(steps: Steps) -> Steps:
         yield worked
         if worked is WORKED:
             time.sleep(SLOW_SECONDS)
-
-
-def _wait(test: Callable[[], bool]) -> bool:
-    """Return whether the test becomes true in time."""
-    deadline = time.monotonic() + STUCK_SECONDS / 6
-    while not test():
-        if time.monotonic() > deadline:
-            return False
-        os.sched_yield()
-    return True
 
 
 @contextmanager

@@ -34,12 +34,12 @@ from mpistrat.steps import drive, until
 from mpistrat.text import format_bytes
 from mpistrat.tools import run
 from mpistrat.topology.discover import check_gpu_assignment, discover
+from mpistrat.tuning import ITEM_BYTES
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 ALGORITHMS = ("auto", *PLANNERS, "mpi")
-ITEM_BYTES = 4
 BUDGET_SECONDS = 1.0  # of a size
 MIN_BLOCKS, MAX_BLOCKS = 3, 20
 MIN_ROUNDS, MAX_ROUNDS = 3, 20  # in a block; a third as many come first, untimed

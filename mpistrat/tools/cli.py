@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:  # it was closed before Python started
             sys.stdout.flush()  # so that a closed pipe is noticed here, not when the interpreter exits
     except BrokenPipeError:
-        if _is_one_of_several():
+        view = detect()
+        if view is not None and view.size != 1:
             raise  # other ranks may wait for this one: an exception ends the job
         return _after_closed_pipe()
     except MpistratError as error:
@@ -51,11 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code
-
-
-def _is_one_of_several() -> bool:
-    view = detect()
-    return view is not None and view.size != 1
 
 
 def _after_closed_pipe() -> int:

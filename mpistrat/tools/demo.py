@@ -10,10 +10,9 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -64,36 +63,24 @@ def execute(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise InvalidArgumentError(f"--{name} must be at least 1; got {value}")
-    nodes = arguments.nodes or _two_nodes(arguments.ranks or 4)
+    num_ranks = arguments.ranks or 4
+    first = -(-num_ranks // 2)
+    nodes = arguments.nodes or (f"{first}+{num_ranks - first}" if num_ranks > 1 else "1x1")
     world = World.from_shape(nodes, arguments.ranks)
-    _check_packages()
-    _make_folder(arguments.out)
+    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise LaunchError(f"the demo needs {', '.join(missing)}, which is not installed: pip install '.[demo]' in the checkout")
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgumentError(f"--out {arguments.out} cannot be created as a folder: {error.strerror}") from None
     os.environ[settings.TIMELINE.name] = str(arguments.out / "timeline.json")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     return run.start(["-m", "mpistrat.tools.demo", "--width", str(width), *arguments.words[1:]], world.size, nodes)
 
 
-def _two_nodes(num_ranks: int) -> str:
-    first = -(-num_ranks // 2)
-    return f"{first}+{num_ranks - first}" if num_ranks > 1 else "1x1"
-
-
-def _check_packages() -> None:
-    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        raise LaunchError(f"the demo needs {', '.join(missing)}, which is not installed: pip install '.[demo]' in the checkout")
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidArgumentError(f"--out {folder} cannot be created as a folder: {error.strerror}") from None
-
-
-@dataclass(frozen=True)
-class Step:
-    """The measurements of one training step, from the end of the previous one on, or from the meter's `start`."""
+class Step(NamedTuple):
+    """The measurements of one training step, from the end of the previous one on."""
 
     epoch: int  # counted from 0
     loss: float  # mean over the images of the global batch
@@ -124,6 +111,13 @@ class Meter:
         self._started, self._busy_seconds = now, busy_seconds
         self.steps.append(step)
         return step
+
+
+def means(steps: Sequence[Step]) -> tuple[float, float, float]:
+    """Return the mean loss of some steps, how many images per second all ranks take, and this rank's share of communication."""
+    images, seconds = sum(step.images for step in steps), sum(step.seconds for step in steps)
+    loss, communicating = sum(step.loss * step.images for step in steps), sum(step.communicating_seconds for step in steps)
+    return loss / images, images / seconds, communicating / seconds
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -195,13 +189,13 @@ def _train(console: Console, strategy: mpistrat.Strategy, epochs: int, meter: Me
 
 
 def _summary(steps: Sequence[Step]) -> str:
-    rate, share = images_per_second(steps), share_communicating(steps)
-    return f"loss {mean_loss(steps):.3f}  {rate:6.0f} images/s  {share:4.0%} communicating"
+    loss, rate, share = means(steps)
+    return f"loss {loss:.3f}  {rate:6.0f} images/s  {share:4.0%} communicating"
 
 
 def _conclude(console: Console, accuracy: float, steps: Sequence[Step], out: Path) -> None:
     console.print(f"\n[bold]test accuracy {accuracy:.3f}[/] after {format_count(steps[-1].epoch + 1, 'epoch')}")
-    rate, share = images_per_second(steps), share_communicating(steps)
+    _, rate, share = means(steps)
     console.print(f"{rate:.0f} images/s; {share:.0%} of the time communicating, copies and waiting for other ranks included\n")
     files = [
         (str(out / "training.png"), "loss and throughput of each step"),
@@ -215,21 +209,6 @@ def _sizes(world: World) -> str:
     return f"{format_count(world.size, 'rank')} on {format_count(world.num_nodes, 'node')} ({world.shape})"
 
 
-def mean_loss(steps: Sequence[Step]) -> float:
-    """Return the mean loss over the images of some steps."""
-    return sum(step.loss * step.images for step in steps) / sum(step.images for step in steps)
-
-
-def images_per_second(steps: Sequence[Step]) -> float:
-    """Return the throughput of all ranks over some steps."""
-    return sum(step.images for step in steps) / sum(step.seconds for step in steps)
-
-
-def share_communicating(steps: Sequence[Step]) -> float:
-    """Return the share, 0 to 1, of the time of some steps that this rank spent communicating."""
-    return sum(step.communicating_seconds for step in steps) / sum(step.seconds for step in steps)
-
-
 def _plot(path: Path, title: str, steps: Sequence[Step]) -> None:
     """Draw the loss and the throughput of each step into a PNG file."""
     import matplotlib  # slow, and no other rank needs it
@@ -240,14 +219,15 @@ def _plot(path: Path, title: str, steps: Sequence[Step]) -> None:
     epochs = [list(group) for _, group in groupby(steps, key=lambda step: step.epoch)]
     figure, (upper, lower) = plt.subplots(2, 1, sharex=True, figsize=(8, 5.5), layout="constrained")
     figure.suptitle(title)
-    _draw(upper, epochs, [step.loss for step in steps], [mean_loss(epoch) for epoch in epochs], "#2a6fb0")
+    losses, rates, _ = zip(*map(means, epochs), strict=True)
+    _draw(upper, epochs, [step.loss for step in steps], losses, "#2a6fb0")
     upper.set_yscale("log")
     upper.set_ylabel("training loss")
-    rates = [images_per_second([step]) for step in steps]
-    _draw(lower, epochs, rates, [images_per_second(epoch) for epoch in epochs], "#c2571a")
-    lower.set_ylim(0, 1.1 * max(rates))
+    rate_of_steps = [step.images / step.seconds for step in steps]
+    _draw(lower, epochs, rate_of_steps, rates, "#c2571a")
+    lower.set_ylim(0, 1.1 * max(rate_of_steps))
     lower.set_ylabel("images per second")
-    lower.set_xlabel(f"epoch ({share_communicating(steps):.0%} of the time communicating, copies and waiting included)")
+    lower.set_xlabel(f"epoch ({means(steps)[2]:.0%} of the time communicating, copies and waiting included)")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -90,6 +90,11 @@ class JobReport:
         return any(state.state not in ("gone", "killed", "ended", "failed", "unknown") for state in self.states)
 
     @property
+    def condition(self) -> str:
+        """Whether it runs, as a text."""
+        return "runs" if self.is_running else "has ended"
+
+    @property
     def program(self) -> str:
         """The script that it runs."""
         return next((state.program for state in self.states if state.program), "")
@@ -155,18 +160,14 @@ def _list(jobs: Sequence[JobReport]) -> str:
     running, ended = ([job for job in jobs if job.is_running is state] for state in (True, False))
     shown = [*running, *ended[:_MOST_ENDED]]
     more = f"; {len(ended) - _MOST_ENDED} more have ended" if len(ended) > _MOST_ENDED else ""
-    table = format_table([("job", "ranks here", "state", "program"), *map(_row, shown)])
-    return f"{table}\n\nmpistrat doctor JOB shows one of them{more}"
-
-
-def _row(job: JobReport) -> tuple[str, str, str, str]:
-    return job.name, f"{len(job.states)} of {job.size}", "runs" if job.is_running else "has ended", job.program
+    rows = [("job", "ranks here", "state", "program")]
+    rows += [(job.name, f"{len(job.states)} of {job.size}", job.condition, job.program) for job in shown]
+    return f"{format_table(rows)}\n\nmpistrat doctor JOB shows one of them{more}"
 
 
 def _report(job: JobReport) -> str:
-    state = "runs" if job.is_running else "has ended"
     ranks = f"{format_count(job.size, 'rank')}, {len(job.states)} of them on this host"
-    head = f"job {job.name}: {ranks}; it {state}\n{job.program}"
+    head = f"job {job.name}: {ranks}; it {job.condition}\n{job.program}"
     rows: list[tuple[str, ...]] = [("rank", "node", "pid", "state", "collective", "since", "called at", "now at")]
     rows += [_rank_row(state) for state in job.states]
     parts = [head, format_table(rows, right=(0, 2)), *_waiting(job)]

@@ -125,13 +125,9 @@ def _report(found: dict[str, Any]) -> str:
         format_table([(f"MPI {name}", text) for name, text in found["mpi"].items()] + [("launcher", found["launcher"])]),
         format_table([(f"GPU {name}", str(text)) for name, text in gpu.items()]),
         format_table(used),
-        *([_warnings(found["misspelt"])] if found["misspelt"] else []),
+        "\n".join(settings.misspelt_text(name, near) for name, near in found["misspelt"].items()),
     ]
-    return "\n\n".join(parts)
-
-
-def _warnings(misspelt: dict[str, str]) -> str:
-    return "\n".join(settings.misspelt_text(name, near) for name, near in misspelt.items())
+    return "\n\n".join(filter(None, parts))
 
 
 def _shown(value: object) -> str:

@@ -33,17 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chunk-bytes", default="0", metavar="SIZE", help="chunks of a hierarchical plan; 0: chosen by the planner"
     )
-    parser.add_argument(
-        "--device",
-        default="cpu",
-        choices=("cpu", "gpu"),
-        help="memory of the buffer (default: cpu)",
-    )
+    parser.add_argument("--device", default="cpu", choices=("cpu", "gpu"), help="memory of the buffer (default: cpu)")
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Print the plan."""
-    world, itemsize = World.from_shape(arguments.world), _itemsize(arguments.dtype)
+    world = World.from_shape(arguments.world)
+    if arguments.dtype not in _DTYPES:
+        raise UnsupportedDtypeError(f"unknown dtype {arguments.dtype!r}; accepted are {', '.join(_DTYPES)}")
+    itemsize = _DTYPES[arguments.dtype].itemsize
     num_bytes, chunk_bytes = parse_bytes(arguments.bytes), parse_bytes(arguments.chunk_bytes)
     if num_bytes % itemsize:
         raise InvalidArgumentError(
@@ -63,12 +61,6 @@ def execute(arguments: argparse.Namespace) -> int:
     )
     print(_report(choice, arguments.world, arguments.dtype, model))
     return 0
-
-
-def _itemsize(name: str) -> int:
-    if name not in _DTYPES:
-        raise UnsupportedDtypeError(f"unknown dtype {name!r}; accepted are {', '.join(_DTYPES)}")
-    return _DTYPES[name].itemsize
 
 
 def _report(choice: Choice, shape: str, dtype: str, model: CostModel) -> str:

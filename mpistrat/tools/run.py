@@ -63,7 +63,10 @@ def execute(arguments: argparse.Namespace) -> int:
     """Start the job, or print its command; return the exit code."""
     program = ["-m", *arguments.module] if arguments.module else arguments.program
     program = program[1:] if program[:1] == ["--"] else program  # the usual end of the options
-    _check_program(program)
+    if not program:
+        raise InvalidArgumentError("the program is missing: a script, or -m and a module, after the options")
+    if program[0] != "-m" and not Path(program[0]).exists():
+        raise InvalidArgumentError(f"there is no script {program[0]!r} in {Path.cwd()}")
     num_ranks = _count_ranks(arguments.ranks, arguments.nodes)
     timeout = _seconds(arguments.timeout) if arguments.timeout else math.inf
     command, extra = _command(
@@ -90,11 +93,16 @@ def _command(
     program: Sequence[str], num_ranks: int, nodes: str, hostfile: Path | None = None, **options: Any
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command of a job, and the variables to add to its environment."""
-    _check_alone()
+    view = environment.detect()
+    if view is not None and (view.size or 1) > 1:
+        raise LaunchError(
+            f"this is rank {view.rank} of {view.size} that {view.launcher} started, and each rank would start a job. "
+            "Call mpistrat once, outside the job; or leave it out, and start the script with that launcher."
+        )
     # with python -m mpi4py, a rank that fails before it has made a strategy ends the job, too (afterwards `launch.abort` does)
     python = [sys.executable, "-m", "mpi4py", *program]
     command, extra = mpiexec.command(num_ranks, python, nodes, hostfile=hostfile, **options)
-    if hostfile is None and not os.environ.get("SLURM_JOB_ID"):
+    if hostfile is None and not environment.in_slurm_allocation(os.environ):
         extra |= _share_of_cores(num_ranks)
     return command, extra
 
@@ -171,19 +179,3 @@ def _report_killed(killed: Killed) -> None:
 
 def _say(text: str) -> None:
     print(f"mpistrat run: {text}", file=sys.stderr, flush=True)
-
-
-def _check_program(program: list[str]) -> None:
-    if not program:
-        raise InvalidArgumentError("the program is missing: a script, or -m and a module, after the options")
-    if program[0] != "-m" and not Path(program[0]).exists():
-        raise InvalidArgumentError(f"there is no script {program[0]!r} in {Path.cwd()}")
-
-
-def _check_alone() -> None:
-    view = environment.detect()
-    if view is not None and (view.size or 1) > 1:
-        raise LaunchError(
-            f"this is rank {view.rank} of {view.size} that {view.launcher} started, and each rank would start a job. "
-            "Call mpistrat once, outside the job; or leave it out, and start the script with that launcher."
-        )

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpistrat import cache
 from mpistrat.algorithms.choose import PLANNERS, choose
-from mpistrat.algorithms.cost import DEFAULT, CostModel
+from mpistrat.algorithms.cost import DEFAULT
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, LaunchError, TransportError
@@ -28,7 +27,7 @@ from mpistrat.tools import run
 from mpistrat.tools.bench import Race
 from mpistrat.topology.discover import discover
 from mpistrat.topology.world import World
-from mpistrat.tuning import ITEM_BYTES, Seconds, Tuning, kept, present_conditions, tuning_path, world_like
+from mpistrat.tuning import ITEM_BYTES, Seconds, Tuning, folder, kept, present_conditions, tuning_path, world_like
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -72,7 +71,7 @@ def execute(arguments: argparse.Namespace) -> int:
         tuning = Tuning.of(present_conditions(world), seconds)
         path = tuning_path(tuning.conditions)
         try:
-            cache.write(tuning.document(), path)
+            tuning.write(path)
         except OSError as error:
             raise LaunchError(f"{path} cannot be written: {error}; set MPISTRAT_TUNING or XDG_CACHE_HOME") from None
         advice = "Programs use it automatically; MPISTRAT_TUNING=off ignores it."
@@ -132,17 +131,13 @@ def describe(tuning: Tuning, world: World, path: Path) -> str:
     heading = [("cluster", conditions.cluster), ("processor", conditions.processor), ("MPI", conditions.mpi)]
     heading += [("ranks", conditions.world), ("measured", tuning.date)]
     heading += [("settings", conditions.settings)] if conditions.settings else []
-    return f"{format_table(heading)}\n\n{_choices(tuning.seconds, world, tuning.model(world, str(path)))}"
-
-
-def _choices(seconds: Seconds, world: World, model: CostModel) -> str:
-    """Return a table with the measurements and the choice of auto for each size."""
+    model, seconds = tuning.model(world, str(path)), tuning.seconds
     rows = [("size", *seconds, "auto chooses")]
     for num_bytes in sorted({num_bytes for times in seconds.values() for num_bytes in times}):
         cells = [format_seconds(times[num_bytes]) if num_bytes in times else "-" for times in seconds.values()]
         choice = choose(world, num_bytes // ITEM_BYTES, ITEM_BYTES, model=model)
         rows.append((format_bytes(num_bytes), *cells, choice.plan.algorithm))
-    return format_table(rows, right=range(1, len(seconds) + 1))
+    return f"{format_table(heading)}\n\n{format_table(rows, right=range(1, len(seconds) + 1))}"
 
 
 def _show() -> None:
@@ -150,7 +145,7 @@ def _show() -> None:
     for path, tuning, problem in found:
         shown = f"\n{describe(tuning, world_like(tuning.conditions), path)}" if tuning else f"ignored: {problem}"
         print(f"{path}\n{shown}\n")
-    print(f"{format_count(len(found), 'file')} of mpistrat tune in {cache.folder()}")
+    print(f"{format_count(len(found), 'file')} of mpistrat tune in {folder()}")
 
 
 def _size(text: str) -> int:

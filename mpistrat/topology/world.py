@@ -57,20 +57,7 @@ class World:
 
     @classmethod
     def from_node_of_rank(cls, node_of_rank: Sequence[int], names: Sequence[str] | None = None) -> World:
-        """Build the world in which rank r is on the node labelled ``node_of_rank[r]``.
-
-        Parameters
-        ----------
-        node_of_rank : sequence of int
-            One label per rank; nodes are numbered in the order of their lowest rank.
-        names : sequence of str, optional
-            A node name per rank; ``node0``, ``node1``, … by default.
-
-        Raises
-        ------
-        TopologyError
-            If there are no ranks.
-        """
+        """Build the world in which rank r is on the node labelled ``node_of_rank[r]``, whose name is ``names[r]``."""
         if not node_of_rank:
             raise TopologyError("a world needs at least one rank; got none")
         members: dict[int, list[int]] = {}

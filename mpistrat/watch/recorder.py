@@ -386,9 +386,5 @@ def _is_ours(frame: FrameType) -> bool:
 
 @cache
 def _is_installed(filename: str) -> bool:
-    return filename.startswith(("<frozen", *_folders()))
-
-
-@cache
-def _folders() -> tuple[str, ...]:
-    return tuple(f"{place}/" for place in [Path(os.__file__).parent, *site.getsitepackages()])
+    folders = Path(os.__file__).parent, *site.getsitepackages()
+    return filename.startswith(("<frozen", *(f"{folder}/" for folder in folders)))

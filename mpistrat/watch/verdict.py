@@ -195,14 +195,11 @@ class Notices:
         self._ignored |= {notice.name for notice in self._all() if notice.is_for_all}
 
     def _all(self) -> Iterator[Notice]:
-        for path in self._paths():
-            with suppress(OSError, ValueError, TypeError):
-                yield Notice(**json.loads(path.read_text()))
+        for path in sorted(self._job.glob(f"{_PREFIX}*")):
+            if self._counts(path.name.removeprefix(_PREFIX)):
+                with suppress(OSError, ValueError, TypeError):
+                    yield Notice(**json.loads(path.read_text()))
         yield from (notice for notice in self._own if self._counts(notice.name))
-
-    def _paths(self) -> list[Path]:
-        found = sorted(self._job.glob(f"{_PREFIX}*"))
-        return [path for path in found if self._counts(path.name.removeprefix(_PREFIX))]
 
     def _counts(self, name: str) -> bool:
         return name not in self._ignored and int(name.partition("-")[0]) not in self._failed

@@ -25,8 +25,7 @@ from mpistrat.logger import logger
 from mpistrat.timeline import Timeline, TimelineEvent
 from mpistrat.watch.record import Key, RankFile, RecordedCall, State, seconds_since
 from mpistrat.watch.recorder import FlightRecorder, collection_paused, encoded, innermost, recorder
-from mpistrat.watch.stall_report import end_report, stall_report
-from mpistrat.watch.states import Neighbours, RankState, encode, look
+from mpistrat.watch.states import Neighbours, RankState, encode, end_report, look, stall_report
 from mpistrat.watch.survey import HostMessages, Message, Survey
 from mpistrat.watch.verdict import Finding, Notice, Notices, judge
 
@@ -52,8 +51,10 @@ LONGEST_GOODBYE_SECONDS = 5.0
 _lock = threading.Lock()
 _watcher: Watcher | None = None
 _warned: set[str] = set()
-_before_end: list[Callable[[], None]] = []
-_after_end: list[Callable[[], None]] = []
+before_end: list[Callable[[], None]] = []
+"""What to call when the program ends, while its collectives are still watched."""
+after_end: list[Callable[[], None]] = []
+"""What to call when the programs of all ranks have ended, unless one has failed. These may be collective calls."""
 
 
 class Watcher:
@@ -88,7 +89,7 @@ class Watcher:
         self._judged: tuple[float, RecordedCall] | None = None
         self._thread = threading.Thread(target=self._run, name="mpistrat watcher", daemon=True)
         self._thread.start()
-        abort.before_end(lambda: self._recorder.note(state=State.FAILED))
+        abort.before_end.append(lambda: self._recorder.note(state=State.FAILED))
 
     def raise_verdict(self) -> None:
         """Raise the verdict, if there is one."""
@@ -169,8 +170,10 @@ class Watcher:
         if messages is not None and not has_failed:  # a failed rank ends the job at once, with its own exit code
             all_have_ended = self._wait_for_all(messages.comm)
             if all_have_ended and self._wants_trace:
-                _write_trace(messages.comm, self._own)
-            for call in _after_end if all_have_ended else ():
+                gathered = messages.comm.gather(_own_timeline(self._own))
+                if gathered is not None:  # on rank 0
+                    timeline.write_trace(dict(enumerate(gathered)))
+            for call in after_end if all_have_ended else ():
                 call()
         self._stopping = True
         self._wake.set()
@@ -276,14 +279,12 @@ class Watcher:
         self._next_look = time.monotonic() + min(max(WAKE_SECONDS, waited / 8), LONGEST_BETWEEN_LOOKS_SECONDS)
         if self._patience and waited < self._next_report:
             self._next_look = min(self._next_look, time.monotonic() + self._next_report - waited)
-        if self._is_lowest_waiting() and time.monotonic() > self._surveyed + 2 * LONGEST_BETWEEN_LOOKS_SECONDS:
+        # the lowest waiting rank of a host surveys for all of them
+        is_lowest = not any(_reports(look(file)) for file in self._neighbours.files() if file.rank < self._own.rank)
+        if is_lowest and time.monotonic() > self._surveyed + 2 * LONGEST_BETWEEN_LOOKS_SECONDS:
             self._begin(Survey({*self._wanted, waiting.key}, ANSWER_SECONDS))
         elif self._patience and waited >= self._next_report:
             self._put_off_report(waited)
-
-    def _is_lowest_waiting(self) -> bool:
-        """Return whether this is the lowest waiting rank of its host, which surveys for all of them."""
-        return not any(_reports(look(file)) for file in self._neighbours.files() if file.rank < self._own.rank)
 
     def _live_messages(self) -> HostMessages | None:
         return self._messages if self._messages is not None and _mpi_runs() else None
@@ -380,18 +381,8 @@ def start(size: int | None = None) -> Watcher | None:
         return _watcher
 
 
-def call_before_end(call: Callable[[], None]) -> None:
-    """Have a function called when the program ends, while its collectives are still watched."""
-    _before_end.append(call)
-
-
-def call_after_end(call: Callable[[], None]) -> None:
-    """Have a function called when the programs of all ranks have ended, unless one has failed. It may be a collective call."""
-    _after_end.append(call)
-
-
 def _end() -> None:
-    for call in _before_end:
+    for call in before_end:
         call()
     if _watcher is not None:
         _watcher.end()
@@ -431,13 +422,6 @@ def _traceback_of(frame: FrameType | None) -> TracebackType | None:
         trace = TracebackType(trace, frame, frame.f_lasti, frame.f_lineno)
         frame = frame.f_back
     return trace
-
-
-def _write_trace(comm: MPI.Intracomm, own: RankFile) -> None:
-    """Write the trace of the whole job for MPISTRAT_TIMELINE, on rank 0. A collective call, after all programs have ended."""
-    gathered = comm.gather(_own_timeline(own))
-    if gathered is not None:
-        timeline.write_trace(dict(enumerate(gathered)))
 
 
 def _own_timeline(own: RankFile) -> Timeline:

@@ -168,8 +168,8 @@ _SECTIONS = {
     "Datasets": ("inputs",),
     "Contexts and distributed values": ("context",),
     "Cross-device operations": ("cross_device",),
-    "Clusters": ("cluster",),
-    "Parameter servers": ("parameter_server",),
+    "Clusters": ("cluster", "cluster_resolver"),
+    "Parameter servers": ("parameter_server", "experimental"),
 }
 _PAGES: dict[str, Callable[[], str]] = {
     "settings.md": _settings,

@@ -344,7 +344,7 @@ Variable.scatter_nd_update(indices, updates, name=None)
     (
         "`cluster_spec` is called `cluster`.",
         """
-is_chief(cluster_spec, task_type, task_id) -> cluster.roles.is_chief
+is_chief(cluster_spec, task_type, task_id) -> cluster.is_chief
 """,
     ),
     (

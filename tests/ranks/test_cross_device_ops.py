@@ -6,15 +6,15 @@ import pytest
 import mpistrat
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica
-from mpistrat.cross_device.all_reduce import (
+from mpistrat.cross_device.ops import (
     CollectiveAllReduce,
+    CrossDeviceOps,
     HierarchicalAllReduce,
     HierarchicalCopyAllReduce,
     NcclAllReduce,
+    ReductionToOneDevice,
 )
-from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.cross_device.pairs import OnSomeReplicas
-from mpistrat.cross_device.to_one_device import ReductionToOneDevice
 from mpistrat.errors import AgreementError, InvalidArgumentError, TransportError
 from mpistrat.reduction import ReduceOp
 from tests.launches import needs_ranks, up_to_ranks

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.cluster import ClusterSpec
 from mpistrat.cluster_resolver import (
     ClusterResolver,
     MPIClusterResolver,
@@ -19,9 +19,7 @@ from mpistrat.cluster_resolver import (
 )
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.context.values import Mirrored, PerReplica
-from mpistrat.cross_device.all_reduce import HierarchicalAllReduce
-from mpistrat.cross_device.ops import CrossDeviceOps
-from mpistrat.cross_device.to_one_device import ReductionToOneDevice
+from mpistrat.cross_device.ops import CrossDeviceOps, HierarchicalAllReduce, ReductionToOneDevice
 from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededError, InvalidArgumentError, LaunchError
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.reduction import ReduceOp

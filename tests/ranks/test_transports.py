@@ -228,7 +228,7 @@ class Blocking(MpiTransport):
 @needs_ranks(2)
 @up_to_ranks(3)
 def test_a_verb_that_blocks_is_caught(group, monkeypatch):
-    monkeypatch.setattr(transport_suite, "STUCK_SECONDS", 0.3)
+    monkeypatch.setattr(transport_suite, "BLOCKED_SECONDS", 0.05)
     others = [verb for verb in VERBS if verb != "all_reduce"]
     caught(Blocking, group, r"'run_does_not_block': mpi: .*run\(\) blocked until rank 1 had entered it", others)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpistrat import cache
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.algorithms.cost import DEFAULT
 from mpistrat.errors import AgreementError
@@ -57,7 +56,7 @@ def test_all_ranks_choose_by_the_file_of_rank_0(comm, make_ops, world, kept):
     found = {name: {64: 1e-6 * 10**place} for place, name in enumerate(slowest_first)}
     if comm.Get_rank() == 0:
         tuning = Tuning.of(present_conditions(world), found)
-        cache.write(tuning.document(), tuning_path(tuning.conditions))
+        tuning.write(tuning_path(tuning.conditions))
     ops = make_ops(world)
     choice = ops.choose(16, FLOAT)
     assert choice.plan.algorithm == slowest_first[0]

@@ -5,8 +5,8 @@ import importlib
 import pytest
 
 import mpistrat
+from mpistrat.experimental.partitioners import FixedShardsPartitioner
 from mpistrat.parameter_server.coordinator import ClusterCoordinator
-from mpistrat.parameter_server.partitioners import FixedShardsPartitioner
 
 
 @pytest.mark.parametrize(("module", "known"), [("coordinator", ClusterCoordinator), ("partitioners", FixedShardsPartitioner)])

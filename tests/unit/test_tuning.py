@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat import cache
+from mpistrat import tuning
 from mpistrat.algorithms.choose import PLANNERS, choose
 from mpistrat.algorithms.cost import DEFAULT, Correction, predict_seconds
 from mpistrat.topology.world import World
@@ -93,7 +93,7 @@ def test_no_file_is_the_usual_case_and_one_asked_for_by_name_is_missed(tmp_path:
 def test_a_file_is_written_whole_and_read_again(tmp_path: Path, capsys) -> None:
     path = tmp_path / "new" / HERE.file_name
     for _ in range(2):
-        cache.write(TUNING.document(), path)
+        TUNING.write(path)
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     assert read(path, WORLD, HERE) == TUNING.model(WORLD, str(path))
     assert capsys.readouterr().err == ""
@@ -108,11 +108,11 @@ def test_each_conditions_have_a_file_of_their_own(monkeypatch: pytest.MonkeyPatc
     assert tuning_path(HERE) == tmp_path / "mpistrat" / HERE.file_name
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # to be ignored, by that convention
     monkeypatch.setenv("HOME", "/somewhere")
-    assert cache.folder() == Path("/somewhere/.cache/mpistrat")
+    assert tuning.folder() == Path("/somewhere/.cache/mpistrat")
     monkeypatch.setenv("HOME", "~")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     with pytest.raises(RuntimeError, match="home"):
-        cache.folder()
+        tuning.folder()
     monkeypatch.setenv("MPISTRAT_TUNING", "/else/mine.json")
     assert tuning_path(HERE) == Path("/else/mine.json")
 

@@ -12,15 +12,15 @@ from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica
-from mpistrat.cross_device.all_reduce import (
+from mpistrat.cross_device.ops import (
     CollectiveAllReduce,
+    CrossDeviceOps,
     HierarchicalAllReduce,
     HierarchicalCopyAllReduce,
     NcclAllReduce,
+    ReductionToOneDevice,
 )
-from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.cross_device.pairs import OnSomeReplicas, resolve
-from mpistrat.cross_device.to_one_device import ReductionToOneDevice
 from mpistrat.errors import InvalidArgumentError, TransportError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World

@@ -4,12 +4,8 @@ import numpy as np
 import pytest
 
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.parameter_server.partitioners import (
-    FixedShardsPartitioner,
-    MaxSizePartitioner,
-    MinSizePartitioner,
-    check_partition,
-)
+from mpistrat.experimental.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
+from mpistrat.parameter_server.strategy import check_partition
 
 
 @pytest.mark.parametrize(

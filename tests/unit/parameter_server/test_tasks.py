@@ -3,7 +3,7 @@
 import pytest
 
 import mpistrat
-from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.cluster import ClusterSpec
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.parameter_server import tasks
 from mpistrat.parameter_server.tasks import check_tasks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpistrat.pytest.rank_shapes import Shape, shapes_of
+from mpistrat.pytest.plugin import Shape, shapes_of
 
 
 @pytest.mark.parametrize(

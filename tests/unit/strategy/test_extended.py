@@ -8,8 +8,7 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.stack import get_update_replica_id
 from mpistrat.context.values import Mirrored, PerReplica
-from mpistrat.cross_device.all_reduce import HierarchicalAllReduce, NcclAllReduce
-from mpistrat.cross_device.ops import CrossDeviceOps
+from mpistrat.cross_device.ops import CrossDeviceOps, HierarchicalAllReduce, NcclAllReduce
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.strategy import Strategy

@@ -6,7 +6,7 @@ import pytest
 
 from mpistrat.timeline import Timeline, TimelineEvent
 from mpistrat.tools import demo
-from mpistrat.tools.demo import Meter, Step, images_per_second, mean_loss, share_communicating
+from mpistrat.tools.demo import Meter, Step, means
 
 
 def test_steps_follow_each_other(monkeypatch: pytest.MonkeyPatch):
@@ -28,6 +28,4 @@ def test_steps_follow_each_other(monkeypatch: pytest.MonkeyPatch):
 
 def test_means_weigh_steps_by_images_and_seconds():
     steps = [Step(0, 2.0, 100, 2.0, 1.0), Step(0, 1.0, 50, 4.0, 0.5)]
-    assert mean_loss(steps) == pytest.approx(250 / 150)
-    assert images_per_second(steps) == 25.0
-    assert share_communicating(steps) == 0.25
+    assert means(steps) == (pytest.approx(250 / 150), 25.0, 0.25)

@@ -11,8 +11,7 @@ import pytest
 from mpistrat.errors import AgreementError, UnavailableError
 from mpistrat.watch.record import NOT_LISTED, RecordedCall
 from mpistrat.watch.recorder import digest
-from mpistrat.watch.stall_report import stall_report
-from mpistrat.watch.states import RankState, decode, encode
+from mpistrat.watch.states import RankState, decode, encode, stall_report
 from mpistrat.watch.verdict import Notice, Notices, judge, waits_for
 
 ONE, TWO = (1, 5), (2, 5)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from mpistrat.cluster.roles import check_role, is_chief
-from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.cluster import ClusterSpec, check_role, is_chief
 from mpistrat.errors import InvalidArgumentError
 
 DENSE = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}

@@ -1,4 +1,13 @@
-"""ClusterSpec: the jobs of a cluster, and the address of each task in them."""
+"""ClusterSpec: the jobs of a cluster, and the address of each task in them. The name of a job says which role its tasks have.
+
+=============  =======================================================
+``chief``      trains, and writes checkpoints and summaries; at most one
+``master``     the same, as TensorFlow 1 called it
+``worker``     trains; worker 0 is the chief if there is no chief
+``ps``         holds variables
+``evaluator``  evaluates while the others train; at most one, and never in the cluster spec of the training
+=============  =======================================================
+"""
 
 from __future__ import annotations
 
@@ -10,6 +19,11 @@ from mpistrat.errors import InvalidArgumentError
 
 Tasks: TypeAlias = Sequence[str] | Mapping[int, str]
 """The addresses of a job's tasks: a list, or task index -> address if some tasks are missing."""
+Cluster: TypeAlias = "ClusterSpec | Mapping[str, Tasks]"
+
+_TYPES = ("chief", "master", "worker", "ps", "evaluator")
+_CHIEFS = ("chief", "master")
+TRAINING = ("chief", "master", "worker")
 
 
 class ClusterSpec:
@@ -35,7 +49,7 @@ class ClusterSpec:
     ['b:8888', None, 'c:8888']
     """
 
-    def __init__(self, cluster: Mapping[str, Tasks] | ClusterSpec) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         given = cluster.as_dict() if isinstance(cluster, ClusterSpec) else cluster
         if not isinstance(given, Mapping):
             raise TypeError(f"cluster must be a dict from job name to addresses, or a ClusterSpec; got {type(given).__name__}")
@@ -118,3 +132,33 @@ def _checked_index(job: str, index: object) -> int:
     if number < 0:
         raise InvalidArgumentError(f"a task index of job {job!r} must be 0 or greater; got {number}")
     return number
+
+
+def check_role(cluster: Cluster, task_type: str | None, task_id: int | None) -> ClusterSpec:
+    """Return the cluster, after checking that it has a task, and no more than one chief and evaluator."""
+    spec = ClusterSpec(cluster)
+    if task_type not in _TYPES:
+        raise InvalidArgumentError(f"task type {task_type!r} is unknown; accepted are {', '.join(_TYPES)}")
+    for group in (_CHIEFS, ("evaluator",)):
+        count = sum(spec.num_tasks(job) for job in group if job in spec.jobs)
+        if count > 1:
+            raise InvalidArgumentError(f"a cluster has at most one {group[0]}; {spec!r} has {count}")
+    if task_type == "evaluator" and task_type not in spec.jobs:
+        return spec
+    if task_type not in spec.jobs:
+        raise InvalidArgumentError(
+            f"task type {task_type!r} is not a job of the cluster, which has {', '.join(spec.jobs) or 'none'}"
+        )
+    known = spec.task_indices(task_type)
+    if task_id not in known:
+        tasks = ", ".join(map(str, known))
+        raise InvalidArgumentError(f"task id {task_id!r} is not in job {task_type!r}, whose tasks are {tasks}")
+    return spec
+
+
+def is_chief(cluster: Cluster, task_type: str | None, task_id: int | None) -> bool:
+    """Return whether a task is the chief, worker 0 of a cluster without chief, or the evaluator."""
+    spec = check_role(cluster, task_type, task_id)
+    if task_type in (*_CHIEFS, "evaluator"):
+        return True
+    return task_type == "worker" and task_id == 0 and not any(spec.num_tasks(job) for job in _CHIEFS if job in spec.jobs)

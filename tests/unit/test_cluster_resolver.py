@@ -4,14 +4,17 @@ import json
 
 import pytest
 
-from mpistrat.cluster.mpi_resolver import gpus_of_task, tasks_of_ranks
-from mpistrat.cluster.roles import Role, chief_rank, training_role
-from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.cluster import ClusterSpec
 from mpistrat.cluster_resolver import (
     ClusterResolver,
+    Role,
     SimpleClusterResolver,
     TFConfigClusterResolver,
     UnionResolver,
+    chief_rank,
+    gpus_of_task,
+    tasks_of_ranks,
+    training_role,
 )
 from mpistrat.errors import InvalidArgumentError, LaunchError, MpistratError
 from mpistrat.topology.world import World

@@ -1,1 +1,0 @@
-"""Cluster specs and resolvers: which task each rank is."""
