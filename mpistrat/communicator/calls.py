@@ -45,14 +45,17 @@ class Calls:
         check: Callable[[T], None] | None,
     ) -> tuple[Call, T, Exception | None]:
         """Return what `begin` does, before the call begins, and the error of its arguments if this rank refuses them."""
-        wanted, refused = self.options, None
+        wanted: CommunicationOptions = self.options
+        asked: T | None = None
+        refused: Exception | None = None
         try:
             wanted = self.options.merge(options)
+            asked = ask(wanted)
             if check is not None:
-                check(ask(wanted))
+                check(asked)
         except (MpistratError, TypeError) as error:
             refused = error
-        asked = ask(wanted)
+        asked = ask(wanted) if asked is None else asked
         return self._guard.next_call(verb, f"{verb}{asked}", wanted.timeout_seconds or 0.0), asked, refused
 
     def prepare_text(self, text: str, options: object) -> Call:

@@ -64,11 +64,11 @@ class Programs:
         return (self._device or self._host).model
 
     def has(self, asked: Reduction) -> bool:
-        """Return whether there is a program for it, so that `find` is not a collective call."""
+        """Return whether there is a program for it, so that `find_or_compile` is not a collective call."""
         program = self._programs.get(asked.key)
         return program is not None and program.is_current
 
-    def find(self, asked: Reduction) -> Program:
+    def find_or_compile(self, asked: Reduction) -> Program:
         """Return the program for it. A collective call if there is none yet."""
         key = asked.key
         program = self._programs.get(key)

@@ -94,19 +94,18 @@ class Reductions:
         structure: object,
     ) -> Work[list[Array]]:
         """Start what `all_reduce` does: see `mpistrat.Communicator.start_all_reduce`. A collective call."""
-        given = list(arrays)  # the program may change its list before the engine runs
         with self.active():
             with self._guard.starting():
                 if structure is not None:
                     self._guard.note(f"start_all_reduce of {structure}")
                 call, asked, refused = self._calls.prepare(
-                    "start_all_reduce", options, lambda wanted: Reduction(op, given, wanted), partial(self._check, out)
+                    "start_all_reduce", options, lambda wanted: Reduction(op, arrays, wanted), partial(self._check, out)
                 )
                 if refused is None:
                     call.is_started = True
-                    results, sources = self._results_and_sources(given, out)
-                    carry_out: Callable[[], list[Array]] = partial(self._carry_out, call, asked, list(sources), results)
-                    if self._gpu is not None and has_arrays(given):
+                    results, sources = self._results_and_sources(arrays, out)
+                    carry_out: Callable[[], list[Array]] = partial(self._carry_out, call, asked, sources, results)
+                    if self._gpu is not None and has_arrays(arrays):
                         carry_out = self._gpu.on_own_stream(carry_out, partial(self._guard.run, call))
                     return self._guard.start(call, carry_out)
             with self._guard:  # the other ranks find out when the engine begins their call
@@ -177,14 +176,14 @@ class Reductions:
         One that blocks is compared with a deadline only once: from then on it may be a known call on some ranks.
         """
         is_new, is_limited = not self.programs.has(asked), bool(call.ends) or self._calls.is_strict
-        is_agreed = not (is_new or call.is_started) and self.programs.find(asked).is_agreed
+        is_agreed = not (is_new or call.is_started) and self.programs.find_or_compile(asked).is_agreed
         if (is_new and self._guard.checks) or (is_limited and not is_agreed):
             self._guard.agree(call)
         elif call.ends:
             self._guard.raise_if_given_up(call)
         if is_new and self._gpu is not None:  # binding may free memory that enqueued operations use
             self._guard.run(call, self._gpu.executor.settle())
-        program = self.programs.find(asked)
+        program = self.programs.find_or_compile(asked)
         program.is_agreed = program.is_agreed or (is_limited and program.blocking is not None)
         return program
 
@@ -222,7 +221,7 @@ class Reductions:
         if not program.detects_mismatch:
             self._current.add_unconfirmed(sum(array.nbytes for array in sources))
 
-    def _carry_out(self, call: Call, asked: Reduction, arrays: list[Array], results: list[Array]) -> list[Array]:
+    def _carry_out(self, call: Call, asked: Reduction, arrays: Sequence[Array], results: list[Array]) -> list[Array]:
         """Run a started all-reduce, on the engine's thread."""
         call.start_clock()
         try:
