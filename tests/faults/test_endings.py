@@ -12,7 +12,7 @@ import pytest
 from mpistrat.launch import openmpi
 from mpistrat.launch.mpiexec import command
 from tests.faults.jobs import LIMIT_SECONDS, PROLOGUE, Ended, ended
-from tests.processes import kill_session, until
+from tests.processes import started, until
 
 Job = Callable[..., Ended]
 
@@ -131,7 +131,7 @@ def test_exit_handlers_may_be_calls_themselves(job: Job) -> None:
 
 
 def test_ctrl_c_on_all_ranks_is_one_line(job: Job) -> None:
-    ended = job(3, "mine.Barrier(); note_fault(); signal.raise_signal(signal.SIGINT); time.sleep(1000)")
+    ended = job(2, "mine.Barrier(); note_fault(); signal.raise_signal(signal.SIGINT); time.sleep(1000)")
     ended.check(130)
     assert [line.partition("] ")[2] for line in ended.marked] == ["interrupted"]
     assert "Traceback" not in ended.stderr
@@ -161,25 +161,16 @@ mine.Recv(bytearray(1), source=0)
 """
     (tmp_path / "job.py").write_text(PROLOGUE + program)
     argv, extra = command(3, [*wrapper, sys.executable, "job.py"])
-    with (tmp_path / "out").open("w") as out:
-        launcher = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            cwd=tmp_path,
-            env={**os.environ, **extra},
-            start_new_session=True,
-        )
-        try:
-            assert until((tmp_path / "up").exists, 120)
-            launcher.kill()
-            launcher.wait()
-            done = subprocess.CompletedProcess(argv, -signal.SIGKILL, "", "")
-            assert not ended(done, tmp_path).leftovers()
-            assert not any(Path(segment).exists() for segment in (tmp_path / "up").read_text().split())
-        finally:
-            kill_session(launcher.pid)
+    with (
+        (tmp_path / "out").open("w") as out,
+        started(argv, stdout=out, stderr=out, cwd=tmp_path, env={**os.environ, **extra}) as launcher,
+    ):
+        assert until((tmp_path / "up").exists, 120)
+        launcher.kill()
+        launcher.wait()
+        done = subprocess.CompletedProcess(argv, -signal.SIGKILL, "", "")
+        assert not ended(done, tmp_path).leftovers()
+        assert not any(Path(segment).exists() for segment in (tmp_path / "up").read_text().split())
 
 
 AFTER_FINALIZE = """
@@ -363,7 +354,7 @@ def test_the_traceback_of_who_failed_is_the_one_that_is_printed(job: Job) -> Non
         error.failed_ranks = (1,)
         raise error
     """
-    ended = job(3, program)
+    ended = job(2, program)
     assert ended.seconds < LIMIT_SECONDS
     assert ended.marked[-1].endswith("ValueError: a bad file")
     assert ended.stderr.count("Traceback") == 1

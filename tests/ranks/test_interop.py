@@ -10,12 +10,12 @@ import pytest
 
 import mpistrat
 from mpistrat.errors import AgreementError, InvalidArgumentError
-from tests.launches import needs_ranks, up_to_ranks
+from tests.launches import needs_ranks, on_ranks, up_to_ranks
 from tests.other_arrays import CUDA, SpeaksDlpack, StandardArray, installed, jax_array, tensor
 
 pytestmark = up_to_ranks(3)
 
-few_ranks = up_to_ranks(2)  # these libraries are heavy to start, and more ranks would tell nothing new
+two_ranks = on_ranks(2)  # these libraries are heavy to start, and other numbers of ranks would tell nothing new
 # why on the CPU is told where no test before has bound a device
 _ELSEWHERE = r"value\['w'\] is on cuda:0, this replica computes on /cpu:0( \(.*\))?; copy it to host memory first"
 
@@ -69,7 +69,7 @@ def test_results_go_to_arrays_of_the_caller(strategy):
     assert _run(strategy, step) == ([total + size] * 3, total, [size] * 3, size - 1)
 
 
-@few_ranks
+@two_ranks
 def test_tensors_are_reduced_in_place(torch, strategy):
     """Gradients exist once: no other memory holds the result."""
 
@@ -84,7 +84,7 @@ def test_tensors_are_reduced_in_place(torch, strategy):
     assert _run(strategy, step) == [[sum(range(size))] * 3, [size] * 2]
 
 
-@few_ranks
+@two_ranks
 def test_every_call_of_a_replica(kind, comm, strategy):
     """The nest of all kinds below tells sums; a communicator's own calls follow at the end."""
     size, rank, root = comm.size, comm.rank, comm.size - 1
@@ -111,7 +111,7 @@ def test_every_call_of_a_replica(kind, comm, strategy):
     _run(strategy, step)
 
 
-@few_ranks
+@two_ranks
 def test_all_reduce_of_a_nest_of_all_kinds(kind, comm, strategy):
     def step(context):
         nest = {
@@ -134,7 +134,7 @@ def test_all_reduce_of_a_nest_of_all_kinds(kind, comm, strategy):
     assert total["others"][0].numpy().tolist() == [comm.size] * 2
 
 
-@few_ranks
+@two_ranks
 @pytest.mark.parametrize("count", [1, 1_000, 100_000])
 def test_a_result_is_nobody_elses(kind, comm, strategy, count):
     def step(context):
@@ -146,7 +146,7 @@ def test_a_result_is_nobody_elses(kind, comm, strategy, count):
             assert set(kind.elements(result)) == {value * comm.size}
 
 
-@few_ranks
+@two_ranks
 def test_reduce_and_gather_in_cross_replica_context(kind, comm, strategy):
     value = strategy.run(lambda: [kind.make(np.full((comm.rank + 1, 2), comm.rank, np.float32)), np.ones(1)])
     rows = [rank for rank in range(comm.size) for _ in range(rank + 1)]
@@ -157,7 +157,7 @@ def test_reduce_and_gather_in_cross_replica_context(kind, comm, strategy):
     assert kind.elements(whole) == [[row] * 2 for row in rows]
 
 
-@few_ranks
+@two_ranks
 def test_variables(kind, comm, strategy):
     with strategy.scope():
         variable = mpistrat.Variable(
@@ -177,7 +177,7 @@ def test_variables(kind, comm, strategy):
     assert comm.allgather(variable.numpy().tolist()) == [[comm.size - 1.0 - comm.size] * 3] * comm.size
 
 
-@few_ranks
+@two_ranks
 def test_training_a_model_of_pytorch(torch, comm, strategy):
     model = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.ones_(model.weight)
@@ -195,7 +195,7 @@ def test_training_a_model_of_pytorch(torch, comm, strategy):
     assert model.weight.tolist() == [[1 - 0.5 * 4 * (comm.size + 1) / 2] * 2]
 
 
-@few_ranks
+@two_ranks
 def test_every_verb_of_a_communicator(kind, comm):
     with mpistrat.Communicator(comm) as communicator:
         size, value = comm.size, kind.make(np.arange(2 * comm.size, dtype="f4"))

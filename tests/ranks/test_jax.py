@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from mpistrat.errors import AgreementError, UnsupportedDtypeError
-from tests.launches import needs_ranks, up_to_ranks
+from tests.launches import on_ranks
 from tests.other_arrays import installed
 
-pytestmark = up_to_ranks(2)  # the library is heavy to start, and more ranks would tell nothing new
+pytestmark = on_ranks(2)  # the library is heavy to start, and other numbers of ranks would tell nothing new
 
 
 class Layer(NamedTuple):
@@ -53,7 +53,6 @@ def test_what_is_traced_is_refused(jax, average):
         jax.jit(average)({"w": jax.numpy.ones(2)})
 
 
-@needs_ranks(2)
 def test_other_trees_are_told(jax, average, comm):
     ones = jax.numpy.ones(2)
     with pytest.raises(AgreementError, match="average of PyTreeDef"):

@@ -319,6 +319,7 @@ def test_what_one_rank_refuses_no_other_waits_for(comm, monkeypatch, case):
     strategy.close()
 
 
+@on_ranks(3)
 def test_weights_agree_at_any_number_of_replicas(comm, strategy):
     batch_size = 136  # the last batch has one row
     expected, _, expected_losses = train(mpistrat.OneDeviceStrategy(), epochs=1, batch_size=batch_size)

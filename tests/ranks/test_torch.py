@@ -11,10 +11,10 @@ import pytest
 import mpistrat
 from mpistrat.errors import AgreementError, CollectiveError, UnsupportedDtypeError
 from mpistrat.execution.engine import Job, submit
-from tests.launches import needs_ranks, up_to_ranks
+from tests.launches import on_ranks
 from tests.other_arrays import installed
 
-pytestmark = up_to_ranks(2)  # the library is heavy to start, and more ranks would tell nothing new
+pytestmark = on_ranks(2)  # the library is heavy to start, and other numbers of ranks would tell nothing new
 
 
 @pytest.fixture
@@ -65,7 +65,6 @@ def test_gradients_are_those_of_the_mean_loss(torch, ours, communicator, monkeyp
             torch.testing.assert_close(parameter.grad, expected)
 
 
-@needs_ranks(2)
 def test_hooks_may_run_on_a_thread_of_their_own(torch, ours, communicator, monkeypatch):
     """As PyTorch runs those of gradients on GPUs."""
     monkeypatch.setattr(ours, "BUCKET_BYTES", 1)
@@ -139,7 +138,6 @@ def test_a_gradient_that_no_rank_has_stays_none(torch, ours, communicator, monke
     assert model[2].weight.grad is not None
 
 
-@needs_ranks(2)
 @pytest.mark.parametrize("bucket_bytes", [1 << 30, 1])
 def test_a_gradient_that_some_ranks_lack_is_named(torch, ours, comm, monkeypatch, bucket_bytes):
     monkeypatch.setattr(ours, "BUCKET_BYTES", bucket_bytes)
@@ -239,7 +237,6 @@ def test_all_ranks_begin_with_the_state_of_one(torch, ours, communicator):
     optimizer.step()
 
 
-@needs_ranks(2)
 def test_models_of_other_shapes_are_told(torch, ours, communicator):
     model = torch.nn.Linear(3, 2 if communicator.rank else 3)
     with pytest.raises((AgreementError, ValueError)):

@@ -13,6 +13,9 @@ _TEMPLATES = sorted((_ROOT / "slurm").glob("*.sbatch"))
 _PROGRAM = Path(__file__).parent / "programs" / "all_reduce.py"
 # mpirun would bind each rank to a core of its own, and the nodes claim more cores than the machine has.
 _MPIRUN = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_MCA_hwloc_default_binding_policy=none"
+_PMIX, _TWO = "srun --mpi=pmix -K", "--ntasks-per-node=2"
+_ON_ONE, _ON_ALL = "4 ranks on node0:4, sum right: True", "8 ranks on node0:4+node1:4, sum right: True"
+_ON_TWO = "4 ranks on node0:2+node1:2, sum right: True"
 
 
 @pytest.fixture
@@ -41,40 +44,26 @@ def submit(cluster, tmp_path):
 def test_a_template_runs_as_it_comes(submit, request, mpi):
     state, output = submit("many_nodes.sbatch", request.getfixturevalue(f"{mpi}_bin"))
     assert state == "COMPLETED", output
-    assert "8 ranks on node0:4+node1:4, sum right: True" in output
+    assert _ON_ALL in output
 
 
-def test_open_mpi_by_srun_on_one_node(submit, openmpi_bin):
-    state, output = submit("one_node.sbatch", openmpi_bin, "srun --mpi=pmix -K", "--gpus-per-node=4")
-    assert state == "COMPLETED", output
-    assert "4 ranks on node0:4, sum right: True, GPUs: 0,1,2,3" in output
-
-
-def test_open_mpi_by_srun_on_many_nodes(submit, openmpi_bin):
-    state, output = submit("many_nodes.sbatch", openmpi_bin, "srun --mpi=pmix -K", "--gpus-per-node=4")
-    assert state == "COMPLETED", output
-    assert "8 ranks on node0:4+node1:4, sum right: True, GPUs: 0,1,2,3" in output
-
-
-def test_open_mpi_by_mpirun_in_the_allocation(submit, openmpi_bin):
-    state, output = submit("many_nodes.sbatch", openmpi_bin, "mpirun", "--ntasks-per-node=2", site=_MPIRUN)
-    assert state == "COMPLETED", output
-    assert "4 ranks on node0:2+node1:2, sum right: True" in output
-
-
-def test_mpich_by_srun(submit, mpich_bin):
+# the template, the MPI, its launcher, an option of sbatch, what the site needs, and what the program says
+WAYS = {
+    "one node by srun": ("one_node", "openmpi", _PMIX, "--gpus-per-node=4", "", f"{_ON_ONE}, GPUs: 0,1,2,3"),
+    "Open MPI by srun": ("many_nodes", "openmpi", _PMIX, "--gpus-per-node=4", "", f"{_ON_ALL}, GPUs: 0,1,2,3"),
+    "Open MPI by mpirun": ("many_nodes", "openmpi", "mpirun", _TWO, _MPIRUN, _ON_TWO),
     # SLURM 22.05 cuts the long addresses that UCX has with all its transports, in some environments and not in others
-    site = "export UCX_TLS=tcp,self,sm"
-    state, output = submit("many_nodes.sbatch", mpich_bin, "srun --mpi=pmi2 -K", "--ntasks-per-node=2", site=site)
-    assert state == "COMPLETED", output
-    assert "4 ranks on node0:2+node1:2, sum right: True" in output
+    "MPICH by srun": ("many_nodes", "mpich", "srun --mpi=pmi2 -K", _TWO, "export UCX_TLS=tcp,self,sm", _ON_TWO),
+    "MPICH by mpiexec": ("many_nodes", "mpich", "mpiexec", _TWO, "export SLURM_MPI_TYPE=none", _ON_TWO),
+}
 
 
-def test_mpich_by_its_mpiexec_in_the_allocation(submit, mpich_bin):
-    site = "export SLURM_MPI_TYPE=none"
-    state, output = submit("many_nodes.sbatch", mpich_bin, "mpiexec", "--ntasks-per-node=2", site=site)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_program_runs_in_every_way(submit, request, way):
+    template, mpi, launch, option, site, said = WAYS[way]
+    state, output = submit(f"{template}.sbatch", request.getfixturevalue(f"{mpi}_bin"), launch, option, site=site)
     assert state == "COMPLETED", output
-    assert "4 ranks on node0:2+node1:2, sum right: True" in output
+    assert said in output
 
 
 _SUM = """
@@ -95,43 +84,35 @@ mpistrat.experimental.ParameterServerStrategy.main(program, resolver)
 
 def test_parameter_servers_are_on_several_nodes(submit, openmpi_bin, tmp_path):
     (tmp_path / "train.py").write_text(_SUM)
-    state, output = submit("parameter_server.sbatch", openmpi_bin, "srun --mpi=pmix -K")
+    state, output = submit("parameter_server.sbatch", openmpi_bin, _PMIX)
     assert state == "COMPLETED", output
     assert "(5 workers, 2 servers)" in output
     assert "'chief 0 (rank 0 on node0)', 'ps 0 (rank 1 on node1)', 'ps 1 (rank 2 on node0)'" in output
     assert output.rstrip().endswith(" 4950")
 
 
-@pytest.mark.parametrize("wrong", ["none", "pmi2"])
-def test_a_wrong_mpi_type_is_caught_with_the_right_advice(submit, openmpi_bin, wrong):
-    state, output = submit("many_nodes.sbatch", openmpi_bin, f"srun --mpi={wrong} -K", "--ntasks-per-node=2")
+@pytest.mark.parametrize(
+    ("mpi", "wrong", "advice"), [("openmpi", "none", "pmix"), ("openmpi", "pmi2", "pmix"), ("mpich", "none", "pmi2 for MPICH")]
+)
+def test_a_wrong_mpi_type_is_caught_with_the_right_advice(submit, request, mpi, wrong, advice):
+    state, output = submit("many_nodes.sbatch", request.getfixturevalue(f"{mpi}_bin"), f"srun --mpi={wrong} -K", _TWO)
     assert state == "FAILED"
-    assert "srun started 4 ranks, but MPI (Open MPI" in output
-    assert "formed worlds of 1" in output
-    assert "--mpi=pmix" in output
+    assert f"--mpi={advice}" in output
     assert "sum right" not in output
+    if mpi == "openmpi":
+        assert "srun started 4 ranks, but MPI (Open MPI" in output
+        assert "formed worlds of 1" in output
 
 
-def test_mpich_with_the_wrong_mpi_type_is_caught_too(submit, mpich_bin):
-    state, output = submit("many_nodes.sbatch", mpich_bin, "srun --mpi=none -K", "--ntasks-per-node=2")
-    assert state == "FAILED"
-    assert "srun --mpi=pmi2 for MPICH" in output
-
-
-def test_a_rank_that_raises_ends_the_job(submit, openmpi_bin, tmp_path):
-    program = _PROGRAM.read_text() + "\nif comm.rank == 3:\n    raise ValueError('planted')\ncomm.Barrier()\n"
+@pytest.mark.parametrize(
+    ("fault", "said"), [("raise ValueError('planted')", "ValueError: planted"), ("import sys; sys.exit(7)", _ON_TWO)]
+)
+def test_a_rank_that_fails_ends_the_job(submit, openmpi_bin, tmp_path, fault, said):
+    program = f"{_PROGRAM.read_text()}\nif comm.rank == 3:\n    {fault}\ncomm.Barrier()\n"
     (tmp_path / "train.py").write_text(program)
-    state, output = submit("many_nodes.sbatch", openmpi_bin, "srun --mpi=pmix -K", "--ntasks-per-node=2")
+    state, output = submit("many_nodes.sbatch", openmpi_bin, _PMIX, _TWO)
     assert state == "FAILED"
-    assert output.count("ValueError: planted") == 1
-
-
-def test_a_rank_that_exits_ends_the_job(submit, openmpi_bin, tmp_path):
-    program = _PROGRAM.read_text() + "\nif comm.rank == 3:\n    import sys\n\n    sys.exit(7)\ncomm.Barrier()\n"
-    (tmp_path / "train.py").write_text(program)
-    state, output = submit("many_nodes.sbatch", openmpi_bin, "srun --mpi=pmix -K", "--ntasks-per-node=2")
-    assert state == "FAILED"
-    assert "4 ranks on node0:2+node1:2, sum right: True" in output
+    assert output.count(said) == 1
 
 
 def test_pytest_runs_under_srun_too(cluster, openmpi_bin):
