@@ -101,7 +101,7 @@ def _results(path) -> dict[str, tuple[str, str]]:
 
 def test_each_test_of_several_ranks_is_one_test_here(folder):
     quick = {**os.environ, "MPISTRAT_STALL_SECONDS": "2"}
-    options = ["--greeting=hello", "-rs", "-k", "not selected", "--junitxml=results.xml", "-o", "ranks_timeout=8"]
+    options = ["--greeting=hello", "-rs", "-k", "not selected", "--junitxml=results.xml", "-o", "ranks_timeout=5"]
     done = run_bounded([sys.executable, "-m", "pytest", *options], 300, quick, folder)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     results = _results(folder / "results.xml")
@@ -127,7 +127,7 @@ def test_each_test_of_several_ranks_is_one_test_here(folder):
     assert int(ended[1]) in codes_after_loss(3)
     assert "UserWarning" not in failures["test_kills_one_rank[2-ranks]"]
     slept = failures["test_sleeps_on_one_rank[2-ranks]"]
-    assert slept.startswith("the job of 2 ranks is not done with this test after 8 s")
+    assert slept.startswith("the job of 2 ranks is not done with this test after 5 s")
     assert "barrier()" in slept
     assert f"test_planted.py:{_line('time.sleep')} (test_sleeps_on_one_rank)" in slept, "the report names the line"
 
@@ -157,8 +157,8 @@ def test_any(communicator, x): pass
 
 
 def test_the_start_of_a_job_is_not_counted_as_the_time_of_a_test(folder):
-    (folder / "test_planted.py").write_text(_SLOW.format(seconds=12))
-    done = run_bounded([sys.executable, "-m", "pytest", "--junitxml=results.xml", "-o", "ranks_timeout=10"], 120, None, folder)
+    (folder / "test_planted.py").write_text(_SLOW.format(seconds=7))
+    done = run_bounded([sys.executable, "-m", "pytest", "--junitxml=results.xml", "-o", "ranks_timeout=6"], 120, None, folder)
     assert [outcome for outcome, _ in _results(folder / "results.xml").values()] == ["passed", "passed"], done.stdout
 
 
