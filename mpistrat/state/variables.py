@@ -150,8 +150,9 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         # the rank that keeps the array, under central storage, where ON_READ acts as ON_WRITE
         self._root: int | None = strategy.extended.root
         self._is_on_read = is_on_read and self._root is None
+        self._number = next(strategy.extended.variable_numbers)
         declared = f"{self._synchronization.name}, {self._aggregation.name}, trainable={self._trainable}"
-        self._communicator.note(f"Variable({name!r}, {value.dtype} {value.shape}, {declared})")
+        self._communicator.note(f"Variable({name!r}, {value.dtype} {value.shape}, {declared}), number {self._number}")
         self._hold(to_device(np.array(self._communicator.broadcast(value), order="C")))
         if self._aggregation is VariableAggregation.MEAN and self.dtype.kind in "biu":
             raise InvalidArgumentError(
@@ -357,7 +358,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         if not self._concerns_others(scope):
             return
         communicator, call = self._communicator, f"{self!r}.{method}"
-        communicator.note(call)
+        communicator.note(f"{call} of variable {self._number}")
         if not arrays or scope is not Participants.ALL_RANKS or self._root is not None:
             return
         if communicator.is_strict:

@@ -207,7 +207,6 @@ def _variable(case: Case, call: Call) -> None:
     with case.strategies[call.strategy].scope():
         made = mpistrat.Variable(
             initial,
-            name=f"variable {len(case.variables)}",
             aggregation=VariableAggregation[call.op.upper()],
             synchronization=synchronization,
         )

@@ -105,3 +105,10 @@ def test_an_update_that_differs_between_replicas_is_found_afterwards(comm, strat
     with pytest.raises(AgreementError, match=rf"{method}(.|\n)*checksum") as caught:
         strategy.run(step)
     assert len(str(caught.value)) < 4000
+
+
+@needs_ranks(2)
+def test_ranks_that_change_different_variables_without_a_name_are_told(comm, strategy):
+    first, second = (made(strategy, np.zeros(2), aggregation=mpistrat.VariableAggregation.SUM) for _ in range(2))
+    with pytest.raises(AgreementError, match=r"of variable 1(.|\n)*of variable 2"):
+        strategy.run(lambda: (second if comm.rank else first).assign(np.ones(2)))
