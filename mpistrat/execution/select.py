@@ -17,7 +17,7 @@ from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.cuda_awareness import find_verdict
-from mpistrat.logger import logger
+from mpistrat.logger import warn_once
 from mpistrat.text import format_bytes
 from mpistrat.transports.base import DeviceTransport, Transport
 from mpistrat.transports.cuda_aware import CudaAwareTransport
@@ -41,8 +41,6 @@ DEVICE_TRANSPORTS: dict[str, type[DeviceTransport]] = {
 _INTRA, _INTER = ("shared_memory", "mpi"), ("mpi_ring", "mpi")
 _INTRA_ON_DEVICE, _ALONE_ON_DEVICE = ("nccl", "cuda_ipc", "staged"), ("cuda_ipc", "staged")
 _TRIAL_BYTES = 4096
-
-_warned: set[str] = set()
 
 
 @dataclass
@@ -270,19 +268,14 @@ def _try(kind: type[T], group: Group, device: Device) -> tuple[T | None, str]:
 
 def warn_of_mpi(group: Group, reason: str) -> None:
     """Say that ranks of a node go on without the shared memory that they lack."""
-    _warn_once(group.rank, group.name, f"{reason}. The ranks of this node go on over mpi, which is slower")
+    if group.rank == 0:
+        warn_once(group.name, f"{reason}. The ranks of this node go on over mpi, which is slower")
 
 
 def _warn_of_staging(hierarchy: Hierarchy, reason: str) -> None:
-    silenced = f"{settings.MPI_GPU.name}=off silences this"
-    text = f"GPU memory is staged through host memory between nodes: {reason}; {silenced}"
-    _warn_once(hierarchy.rank, reason, text)
-
-
-def _warn_once(rank: int, key: str, text: str) -> None:
-    if rank == 0 and key not in _warned:
-        _warned.add(key)
-        logger.warning(text)
+    if hierarchy.rank == 0:
+        silenced = f"{settings.MPI_GPU.name}=off silences this"
+        warn_once(reason, f"GPU memory is staged through host memory between nodes: {reason}; {silenced}")
 
 
 def _path(taken: Mapping[str, str], between: str) -> str:

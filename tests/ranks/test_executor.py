@@ -242,7 +242,7 @@ def all_verbs(communicator, count):
 @pytest.mark.parametrize(("room", "strict"), [(0, "0"), (2**22, "0"), (2**22, "1"), (2**24, "1")])  # none, barriers, some calls
 def test_a_node_without_shared_memory_goes_on_over_mpi(comm, monkeypatch, said, room, strict):
     shape = {2: "1x2", 4: "3+1"}[comm.size]
-    monkeypatch.setattr("mpistrat.execution.select._warned", set())
+    monkeypatch.setattr("mpistrat.logger._warned", set())
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
     world = World.from_shape(shape)
     Little(monkeypatch, room * max(world.local_sizes), comm.rank in world.nodes[0].ranks)

@@ -7,7 +7,7 @@ import logging
 import subprocess
 import sys
 
-from mpistrat.logger import logger
+from mpistrat.logger import logger, warn_once
 
 # a program that configures logging of its own: only what it says of `mpistrat` changes what mpistrat does
 CONFIGURED = """
@@ -58,6 +58,13 @@ def test_a_level_of_the_program_quietens_it(capsys) -> None:
     finally:
         logger.setLevel(logging.INFO)
     assert capsys.readouterr().err == ""
+
+
+def test_a_warning_is_logged_once(capsys) -> None:
+    for text in ("first", "again"):
+        warn_once("a key of this test", text)
+    warn_once("another key of this test", "other")
+    assert capsys.readouterr().err == "mpistrat: first\nmpistrat: other\n"
 
 
 def _run(*words: str) -> tuple[str, str]:
