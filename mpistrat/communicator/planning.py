@@ -157,8 +157,7 @@ class Planner:
         for dtype, members, layout in self._lay_out(asked):
             choice = self.choose(layout.count, dtype, asked.options)
             packs.append(Pack(members, _bucket_dtype(choice.plan, dtype).name, choice))
-        path = "" if self.executor.device is None else str(self.executor.transports)
-        return Explanation(self._world, tuple(packs), self.model, path=path)
+        return Explanation(self._world, tuple(packs), self.model, path=self.executor.path)
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
         """Return the plan for a sum of `count` elements, and why it was chosen."""

@@ -2,6 +2,7 @@
 
 import time
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -11,12 +12,12 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.execution import compile as compiled
-from mpistrat.execution.executor import Executor
+from mpistrat.execution.executor import SMALL_RAIL_BYTES, Executor
 from mpistrat.execution.select import TRANSPORTS
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp
-from mpistrat.settings import Snapshot
+from mpistrat.settings import INTER_TRANSPORT, Snapshot
 from mpistrat.steps import drive
 from mpistrat.topology.world import World
 from mpistrat.transports import window
@@ -161,6 +162,58 @@ class OfSomebodyElse(MpiTransport):
     """A transport that says nothing of what it compares."""
 
     name = "mine"
+    disposed: ClassVar[list[str]] = []
+
+    def dispose(self):
+        self.disposed.append(self.group.name)
+
+
+class ServesNoRail0(OfSomebodyElse):
+    def __init__(self, group):
+        super().__init__(group)
+        if group.name == "rail 0":
+            raise TransportError("planted")
+
+
+@pytest.fixture
+def asked(monkeypatch, hierarchy):
+    """Ask for a transport that ``auto`` does not take, between nodes; give the groups on which it is disposed of."""
+    monkeypatch.setitem(TRANSPORTS, OfSomebodyElse.name, OfSomebodyElse)
+    monkeypatch.setitem(hierarchy.settings._values, INTER_TRANSPORT.name, OfSomebodyElse.name)
+    monkeypatch.setattr(OfSomebodyElse, "disposed", [])
+    return OfSomebodyElse.disposed
+
+
+@up_to_ranks(4)
+def test_a_transport_that_is_asked_for_between_nodes_moves_all_parts_until_it_is_disposed_of(hierarchy, asked):
+    executor = Executor(hierarchy)
+    for count in (1, SMALL_RAIL_BYTES):
+        part = np.zeros(count, np.float32)
+        assert {executor._rail(shard, part, ReduceOp.SUM).name for shard in hierarchy.rails} <= {"mine"}
+    assert ("mine between nodes" in executor.path) == (hierarchy.world.num_nodes > 1)
+    executor.close()
+    assert asked == [f"rail {shard}" for shard in hierarchy.rails]
+
+
+@up_to_ranks(4)
+def test_a_rail_that_is_not_served_is_told_on_all_ranks_which_keep_nothing(hierarchy, asked, monkeypatch):
+    if hierarchy.world.num_nodes == 1:
+        pytest.skip("there are no rails")
+    monkeypatch.setitem(TRANSPORTS, OfSomebodyElse.name, ServesNoRail0)
+    dispose = SharedMemoryTransport.dispose
+    monkeypatch.setattr(SharedMemoryTransport, "dispose", lambda self: asked.append("inside") or dispose(self))
+    with pytest.raises(
+        TransportError, match="group rail 0 has no usable transport .mine: planted.; accepted are mpi_ring, mpi"
+    ):
+        Executor(hierarchy)
+    inside = ["inside"] if hierarchy.intra.size > 1 else []
+    assert asked == [*inside, *(f"rail {shard}" for shard in hierarchy.rails if shard)]
+
+
+def test_without_a_name_rings_move_what_is_large(uneven):
+    if uneven.hierarchy.world.num_nodes > 1:
+        assert uneven.path.endswith("mpi_ring between nodes (mpi for parts under 64 KiB)")
+    assert ("shared_memory inside the node" in uneven.path) == (uneven.hierarchy.intra.size > 1)
 
 
 @needs_ranks(2)
