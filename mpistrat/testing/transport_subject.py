@@ -30,13 +30,22 @@ _GUARD = 0x5A
 
 
 class Subject:
-    """One transport on one group; verbs in `blocking_verbs` may wait inside ``run()``. Making one is a collective call."""
+    """One transport on one group. Making one is a collective call.
 
-    def __init__(self, make: Callable[[Group], Transport], group: Group, blocking_verbs: Collection[str]) -> None:
+    Verbs in `blocking_verbs` may wait inside ``run()``; those `in_place` leave their results in the buffer itself.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Group], Transport],
+        group: Group,
+        blocking_verbs: Collection[str],
+        in_place: Collection[str],
+    ) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
         self.comm = group.comm.Dup()
         self.transport = make(group)
-        self.blocking_verbs = blocking_verbs
+        self.blocking_verbs, self.in_place = blocking_verbs, in_place
         self.checks = 0
         self._arena: Array = np.empty(0, np.uint8)
         self._seed = 0
@@ -140,8 +149,8 @@ class Subject:
         promised = case.promised(self.rank)
         expected = case.expected(given)[promised]
         self.expect(case, self.read(case, operation), expected)
-        if case.verb == "reduce_scatter":  # its result is in the buffer itself
-            self.expect(case, self.get(buffer[promised]), expected)
+        if case.verb in self.in_place:
+            self.expect(f"{case}, in the buffer itself,", self.get(buffer[promised]), expected)
         if any((self.get(guard) != _GUARD).any() for guard in self._guards(buffer, slot)):
             self.fail(case, "memory outside the buffer was written")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle, product
 from typing import Any
@@ -18,6 +18,7 @@ from zlib import crc32
 import numpy as np
 
 from mpistrat import settings
+from mpistrat.groups.agreement import CallsDifferError, digest_of
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
 from mpistrat.steps import WORKED, Steps
@@ -37,7 +38,12 @@ INT32, COMPLEX128 = np.dtype(np.int32), np.dtype(np.complex128)
 FLOATS: tuple[np.dtype[Any], ...] = (np.dtype(np.float32), np.dtype(np.float64))
 
 
-def check_transport(make: Callable[[Group], Transport], group: Group, blocking_verbs: Collection[str] = ()) -> int:
+def check_transport(
+    make: Callable[[Group], Transport],
+    group: Group,
+    blocking_verbs: Collection[str] = (),
+    between_nodes: bool = False,
+) -> int:
     """Run every rule of `transports.base.Transport` against a transport. A collective call.
 
     Parameters
@@ -47,7 +53,9 @@ def check_transport(make: Callable[[Group], Transport], group: Group, blocking_v
     group : Group
         The ranks to join. More ranks test more; a group of one rank should be checked too.
     blocking_verbs : collection of str
-        Verbs that wait for the other ranks inside ``run()``, as MPI's own collectives do. No other may.
+        Verbs that wait for the other ranks inside ``run()``, as MPI's blocking collectives do. No other may.
+    between_nodes : bool
+        Whether it is to be used between nodes, where the result of an all-reduce must be in the buffer itself.
 
     Returns
     -------
@@ -59,18 +67,13 @@ def check_transport(make: Callable[[Group], Transport], group: Group, blocking_v
     AssertionError
         On every rank, if a rule is violated on any; names the transport, verb, dtype, count and rank.
     """
-    checks = _check(_RULES, make, group, blocking_verbs)
+    in_place = ("all_reduce", "reduce_scatter") if between_nodes else ("reduce_scatter",)
+    checks = _check(_RULES, Subject(make, group, blocking_verbs, in_place))
     with _small_messages(group):
-        return checks + _check(_RULES_OF_SMALL_MESSAGES, make, group, blocking_verbs)
+        return checks + _check(_RULES_OF_SMALL_MESSAGES, Subject(make, group, blocking_verbs, in_place))
 
 
-def _check(
-    rules: Sequence[Callable[[Subject], None]],
-    make: Callable[[Group], Transport],
-    group: Group,
-    blocking_verbs: Collection[str],
-) -> int:
-    subject = Subject(make, group, blocking_verbs)
+def _check(rules: Sequence[Callable[[Subject], None]], subject: Subject) -> int:
     try:
         for rule in rules:
             subject.hold(rule)
@@ -235,6 +238,26 @@ def _run_does_not_block(subject: Subject) -> None:
         subject.settle()
 
 
+def _calls_are_told_apart(subject: Subject) -> None:
+    """Run a verb in another call on each rank: over a transport that compares calls it does not end, and moves nothing."""
+    if not subject.transport.compares_calls or subject.size == 1 or not subject.group.settings[settings.CHECK]:
+        return
+    for verb in [verb for verb in VERBS if verb not in subject.blocking_verbs]:
+        case = Case(verb, INT32, ReduceOp.SUM, COUNT, divisions(COUNT, subject.size)[0])
+        buffer, operation = subject.bind(case)
+        subject.give(case, buffer, subject.values(case))
+        before = subject.get(buffer).copy()
+        subject.group.call.digest = digest_of(f"{case} of rank {subject.rank}")  # after it was bound
+        steps = operation.run()
+        has_ended = _ends_in_another_call(steps, subject)
+        if isinstance(steps, Generator):
+            steps.close()
+        subject.group.call.digest = 0
+        subject.checks += 1
+        if has_ended or (subject.get(buffer) != before).any():
+            subject.fail(case, "compares_calls is set, but ranks in different calls got values of each other")
+
+
 def _memory_is_given_back_and_taken_again(subject: Subject) -> None:
     subject.transport.close()
     subject.allocate(NUM_SLOTS * SLOT_BYTES + 4096)
@@ -254,6 +277,7 @@ _RULES = (
     _a_slow_rank_reads_the_old_values,
     _run_does_not_block,
     _memory_is_given_back_and_taken_again,
+    _calls_are_told_apart,  # the last one: it leaves messages that nobody receives
 )
 _RULES_OF_SMALL_MESSAGES = (_the_group_is_served, _messages_may_be_small, _channels_are_apart)
 
@@ -274,6 +298,18 @@ def _interleaved(running: list[Steps], seed: int) -> Steps:
             order.clear()
         else:
             yield worked
+
+
+def _ends_in_another_call(steps: Steps, subject: Subject) -> bool:
+    """Return whether an operation ends, other than by the notice that calls differ, when all ranks have begun theirs."""
+    has_ended = is_told = False
+    for _ in range(2):
+        try:
+            has_ended = not is_told and any(next(steps, None) is None for _ in range(POLLS))
+        except CallsDifferError:
+            is_told = True
+        subject.comm.Barrier()
+    return has_ended
 
 
 def _slowed(steps: Steps) -> Steps:

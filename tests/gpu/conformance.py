@@ -77,7 +77,8 @@ def check(subject: Subject, hierarchy: Hierarchy) -> dict[str, int | str]:
     declined = world.comm.allgather("; ".join(filter(None, (subject.transport.probe(group) for group in groups))))
     if any(declined):
         return {"skipped": next(filter(None, declined))}
-    checks = sum(check_transport(subject.transport, group, subject.blocking_verbs) for group in groups)
+    between_nodes = subject.joins == RAILS
+    checks = sum(check_transport(subject.transport, group, subject.blocking_verbs, between_nodes) for group in groups)
     return {"checks": sum(world.comm.allgather(checks))}
 
 

@@ -21,6 +21,7 @@ from mpistrat.settings import INTER_TRANSPORT, Snapshot
 from mpistrat.steps import drive
 from mpistrat.topology.world import World
 from mpistrat.transports import window
+from mpistrat.transports.base import Operation, Part
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.ring import MpiRingTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
@@ -208,6 +209,23 @@ def test_a_rail_that_is_not_served_is_told_on_all_ranks_which_keep_nothing(hiera
         Executor(hierarchy)
     inside = ["inside"] if hierarchy.intra.size > 1 else []
     assert asked == [*inside, *(f"rail {shard}" for shard in hierarchy.rails if shard)]
+
+
+class LeavesTheSumToItsReader(MpiTransport):
+    name = "mine"
+
+    def all_reduce(self, buffer, op, channel=0):
+        operation = super().all_reduce(buffer, op, channel)
+        return Operation(operation.run, [Part(0, buffer.size, (buffer, np.zeros_like(buffer)))])
+
+
+@needs_ranks(3)
+@up_to_ranks(4)
+def test_a_sum_that_is_not_in_the_buffer_between_nodes_names_transport_and_verb(uneven, monkeypatch):
+    for shard, rail in uneven.hierarchy.rails.items():
+        monkeypatch.setitem(uneven.rails, shard, LeavesTheSumToItsReader(rail))
+    with pytest.raises(TransportError, match="transport mine: all_reduce left its result outside the buffer, .*hierarchical"):
+        run(bind(uneven, "hierarchical", [1 << 18]), [np.ones(1 << 18, np.float32)])
 
 
 def test_without_a_name_rings_move_what_is_large(uneven):

@@ -1,6 +1,7 @@
 """Every transport passes the conformance kit on the groups it serves, and the kit catches transports that do not."""
 
 import time
+from copy import copy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,8 @@ BLOCKING_VERBS = {MpiTransport: tuple(VERBS), MpiRingTransport: (), SharedMemory
 @up_to_ranks(8)
 @pytest.mark.parametrize("transport", BLOCKING_VERBS, ids=lambda transport: transport.name)
 def test_transports_pass_the_kit(group, transport):
-    assert check_transport(transport, group, BLOCKING_VERBS[transport]) > 300
+    between_nodes = transport is not SharedMemoryTransport
+    assert check_transport(transport, group, BLOCKING_VERBS[transport], between_nodes) > 300
 
 
 @up_to_ranks(8)
@@ -41,7 +43,7 @@ def test_shared_memory_passes_the_kit_on_every_node(hierarchy, shape):
 def test_rings_pass_the_kit_on_every_rail(hierarchy, shape):
     skip_known(hierarchy.world, shape)
     for rail in hierarchy.rails.values():
-        assert check_transport(MpiRingTransport, rail, BLOCKING_VERBS[MpiRingTransport]) > 300
+        assert check_transport(MpiRingTransport, rail, BLOCKING_VERBS[MpiRingTransport], between_nodes=True) > 300
 
 
 def skip_known(world, shape):
@@ -91,9 +93,9 @@ def test_arrays_of_the_caller_are_reduced_where_they_lie(group):
 # planted transports, each wrong in one way, caught by two and by three ranks
 
 
-def caught(planted, group, message, blocking_verbs=tuple(VERBS)):
+def caught(planted, group, message, blocking_verbs=tuple(VERBS), between_nodes=False):
     with pytest.raises(AssertionError, match=message):
-        check_transport(planted, group, blocking_verbs)
+        check_transport(planted, group, blocking_verbs, between_nodes)
 
 
 class ReducesTwice(SharedMemoryTransport):
@@ -167,6 +169,58 @@ class WorksOnce(MpiTransport):
         operation = super().all_reduce(buffer, op, channel)
         runs = iter([operation.run])
         return Operation(lambda: next(runs, lambda: iter(()))(), operation.parts)
+
+
+class ForgetsTheCall(MpiRingTransport):
+    def __init__(self, group):
+        super().__init__(group)
+        self.group = copy(group)
+        self.group.call = SimpleNamespace(tag=lambda channel: channel)
+
+
+class ReadsTheTagWhenBound(MpiRingTransport):
+    def __init__(self, group):
+        super().__init__(group)
+        self.group, self.call = copy(group), group.call
+
+    def _bind(self, buffer, ring, op, channel=0):
+        tag = self.call.tag(channel)
+        self.group.call = SimpleNamespace(tag=lambda channel: tag)
+        return super()._bind(buffer, ring, op, channel)
+
+
+class DoesNotCompare(SharedMemoryTransport):
+    def __init__(self, group):
+        super().__init__(group)
+        self.window.compared = []
+
+
+@needs_ranks(2)
+@up_to_ranks(3)
+@pytest.mark.parametrize("planted", [ForgetsTheCall, ReadsTheTagWhenBound, DoesNotCompare])
+def test_values_of_another_call_are_caught(group, planted):
+    message = r"'calls_are_told_apart': .*all_reduce\(67 x int32, SUM\) on rank \d .*compares_calls is set, but ranks in diff"
+    caught(planted, group, message, blocking_verbs=())
+
+
+class LeavesTheSumElsewhere(MpiTransport):
+    def all_reduce(self, buffer, op, channel=0):
+        elsewhere = np.empty_like(buffer)
+        operation = super().all_reduce(elsewhere, op, channel)
+
+        def run():
+            elsewhere[...] = buffer
+            yield from operation.run()
+
+        return Operation(run, [Part(0, buffer.size, (elsewhere,))])
+
+
+@needs_ranks(2)
+@up_to_ranks(3)
+def test_a_sum_that_is_not_in_the_buffer_is_caught_between_nodes(group):
+    assert check_transport(LeavesTheSumElsewhere, group, tuple(VERBS)) > 300
+    message = r"mpi: all_reduce\(67 x bool, SUM\), in the buffer itself, on rank \d of \d .*: element \d+ is "
+    caught(LeavesTheSumElsewhere, group, message, between_nodes=True)
 
 
 class AnswersNothing(MpiTransport):
