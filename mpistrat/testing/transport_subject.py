@@ -32,20 +32,14 @@ _GUARD = 0x5A
 class Subject:
     """One transport on one group. Making one is a collective call.
 
-    Verbs in `blocking_verbs` may wait inside ``run()``; those `in_place` leave their results in the buffer itself.
+    The verbs `in_place` leave their results in the buffer itself.
     """
 
-    def __init__(
-        self,
-        make: Callable[[Group], Transport],
-        group: Group,
-        blocking_verbs: Collection[str],
-        in_place: Collection[str],
-    ) -> None:
+    def __init__(self, make: Callable[[Group], Transport], group: Group, in_place: Collection[str]) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
         self.comm = group.comm.Dup()
         self.transport = make(group)
-        self.blocking_verbs, self.in_place = blocking_verbs, in_place
+        self.in_place = in_place
         self.checks = 0
         self._arena: Array = np.empty(0, np.uint8)
         self._seed = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle, product
 from typing import Any
@@ -41,7 +41,6 @@ FLOATS: tuple[np.dtype[Any], ...] = (np.dtype(np.float32), np.dtype(np.float64))
 def check_transport(
     make: Callable[[Group], Transport],
     group: Group,
-    blocking_verbs: Collection[str] = (),
     between_nodes: bool = False,
 ) -> int:
     """Run every rule of `transports.base.Transport` against a transport. A collective call.
@@ -52,8 +51,6 @@ def check_transport(
         Makes the transport of a group: a class, for example.
     group : Group
         The ranks to join. More ranks test more; a group of one rank should be checked too.
-    blocking_verbs : collection of str
-        Verbs that wait for the other ranks inside ``run()``, as MPI's blocking collectives do. No other may.
     between_nodes : bool
         Whether it is to be used between nodes, where the result of an all-reduce must be in the buffer itself.
 
@@ -68,9 +65,9 @@ def check_transport(
         On every rank, if a rule is violated on any; names the transport, verb, dtype, count and rank.
     """
     in_place = ("all_reduce", "reduce_scatter") if between_nodes else ("reduce_scatter",)
-    checks = _check(_RULES, Subject(make, group, blocking_verbs, in_place))
+    checks = _check(_RULES, Subject(make, group, in_place))
     with _small_messages(group):
-        return checks + _check(_RULES_OF_SMALL_MESSAGES, Subject(make, group, blocking_verbs, in_place))
+        return checks + _check(_RULES_OF_SMALL_MESSAGES, Subject(make, group, in_place))
 
 
 def _check(rules: Sequence[Callable[[Subject], None]], subject: Subject) -> int:
@@ -214,9 +211,7 @@ def _a_slow_rank_reads_the_old_values(subject: Subject) -> None:
 
 def _run_does_not_block(subject: Subject) -> None:
     """Delay one rank: before it enters, no other rank blocks, and none that needs its values completes."""
-    for case in cases(INT32, ReduceOp.SUM, COUNT, subject.size):
-        if case.verb in subject.blocking_verbs or subject.size == 1:
-            continue
+    for case in cases(INT32, ReduceOp.SUM, COUNT, subject.size) if subject.size > 1 else ():
         late = 1
         buffer, operation = subject.bind(case)
         given = subject.values(case)
@@ -242,7 +237,7 @@ def _calls_are_told_apart(subject: Subject) -> None:
     """Run a verb in another call on each rank: over a transport that compares calls it does not end, and moves nothing."""
     if not subject.transport.compares_calls or subject.size == 1 or not subject.group.settings[settings.CHECK]:
         return
-    for verb in [verb for verb in VERBS if verb not in subject.blocking_verbs]:
+    for verb in VERBS:
         case = Case(verb, INT32, ReduceOp.SUM, COUNT, divisions(COUNT, subject.size)[0])
         buffer, operation = subject.bind(case)
         subject.give(case, buffer, subject.values(case))
