@@ -31,7 +31,7 @@ from mpistrat.transports.shared_memory import Exchange, exchange_bytes
 Casters = Callable[[int, int], Caster]
 """Returns the cast of a part of a chunk that is sent between nodes: ``casters(index of the part, elements)``."""
 
-SMALL_RAIL_BYTES = 1 << 16
+SMALL_RAIL_BYTES = 1 << 16  # smaller parts go over `Transports.small_rails`
 _EXCHANGE_PARTITION = (1, 0)  # no bucket has this one
 
 

@@ -49,7 +49,7 @@ class Transports:
 
     intra: Transport
     world: WorldTransport  # of host memory
-    # of each rail of this rank: for large buffers, and for small ones
+    # of each rail of this rank: for large buffers, and for small ones; the same where a setting names it
     rails: Mapping[int, Transport]
     small_rails: Mapping[int, Transport]
 

@@ -38,11 +38,7 @@ INT32, COMPLEX128 = np.dtype(np.int32), np.dtype(np.complex128)
 FLOATS: tuple[np.dtype[Any], ...] = (np.dtype(np.float32), np.dtype(np.float64))
 
 
-def check_transport(
-    make: Callable[[Group], Transport],
-    group: Group,
-    between_nodes: bool = False,
-) -> int:
+def check_transport(make: Callable[[Group], Transport], group: Group, between_nodes: bool = False) -> int:
     """Run every rule of `transports.base.Transport` against a transport. A collective call.
 
     Parameters
