@@ -29,9 +29,17 @@ class StderrHandler(logging.Handler):
 
 
 logger = logging.getLogger("mpistrat")
+_warned: set[str] = set()
 # what the program has configured before it imported this library holds
 if not logger.handlers:
     logger.addHandler(StderrHandler())
     logger.propagate = False
 if logger.level == logging.NOTSET:
     logger.setLevel(logging.INFO)
+
+
+def warn_once(key: str, text: str) -> None:
+    """Log a warning, unless this process has logged one with the same key."""
+    if key not in _warned:
+        _warned.add(key)
+        logger.warning(text)

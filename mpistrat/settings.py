@@ -47,6 +47,11 @@ class Setting(Generic[T]):
         except ValueError as error:
             raise SettingError(f"{self.name}={text!r} was found; {error}. Meaning: {self.meaning}") from error
 
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words that it accepts, if there is a list of them."""
+        return self.parse.words if isinstance(self.parse, _OneOf) else ()
+
     def read_or_default(self) -> T:
         """Return the value, or the default of one that cannot be read: all ranks raise that when they make a communicator."""
         try:
@@ -135,19 +140,20 @@ def _parse_seconds(text: str) -> float:
     return seconds
 
 
-def _one_of(*names: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text.lower() not in names:
-            raise ValueError(f"{', '.join(names)} are accepted")
-        return text.lower()
+class _OneOf:
+    def __init__(self, *words: str) -> None:
+        self.words = words
 
-    return parse
+    def __call__(self, text: str) -> str:
+        if text.lower() not in self.words:
+            raise ValueError(f"{', '.join(self.words)} are accepted")
+        return text.lower()
 
 
 VIRTUAL_NODES = setting("MPISTRAT_VIRTUAL_NODES", str, "")(
     "Treat the ranks as if they were placed on nodes of this shape: 2x2, 3+1, 2x2:cyclic. Empty: the real nodes."
 )
-DEVICE = setting("MPISTRAT_DEVICE", _one_of("auto", "gpu", "cpu"), "auto")(
+DEVICE = setting("MPISTRAT_DEVICE", _OneOf("auto", "gpu", "cpu"), "auto")(
     "The device that ranks compute on: auto (a GPU if CuPy is installed and finds one), gpu (an error if there is none) or cpu "
     "(no GPU is looked for)."
 )
@@ -159,11 +165,11 @@ STRICT = setting("MPISTRAT_STRICT", _parse_bool, False, is_shared=True)(
     "Compare each call completely before its result is returned, instead of leaving part of the comparison to a later call."
 )
 ABORT = setting("MPISTRAT_ABORT", _parse_bool, True)("Abort the whole job when one rank has an uncaught exception.")
-TRACEBACK = setting("MPISTRAT_TRACEBACK", _one_of("short", "full"), "short")(
+TRACEBACK = setting("MPISTRAT_TRACEBACK", _OneOf("short", "full"), "short")(
     "Whether the traceback of an uncaught exception in a job of several ranks shows the frames inside this library (full), or "
     "ends with the last line of the program (short)."
 )
-ALGORITHM = setting("MPISTRAT_ALGORITHM", _one_of("auto", "flat", "hierarchical"), "auto", is_shared=True)(
+ALGORITHM = setting("MPISTRAT_ALGORITHM", _OneOf("auto", "flat", "hierarchical"), "auto", is_shared=True)(
     "The all-reduce algorithm of calls that do not name one; hierarchical cuts large buffers into chunks that overlap."
 )
 CHUNK_BYTES = setting("MPISTRAT_CHUNK_BYTES", parse_bytes, 0, is_shared=True)(
@@ -173,16 +179,16 @@ MAX_MESSAGE_BYTES = setting("MPISTRAT_MAX_MESSAGE_BYTES", _parse_some_bytes, 2**
     "The largest message passed to MPI in one call; larger ones are split."
 )
 INTRA_TRANSPORT = setting(
-    "MPISTRAT_INTRA_TRANSPORT", _one_of("auto", "shared_memory", "mpi", "nccl", "cuda_ipc", "staged"), "auto", is_shared=True
+    "MPISTRAT_INTRA_TRANSPORT", _OneOf("auto", "shared_memory", "mpi", "nccl", "cuda_ipc", "staged"), "auto", is_shared=True
 )(
     "The transport between ranks of one node: shared_memory or mpi for arrays in host memory; nccl, cuda_ipc, or staged "
     "(through host memory; mpi means the same) for arrays on GPUs."
 )
-INTER_TRANSPORT = setting("MPISTRAT_INTER_TRANSPORT", _one_of("auto", "mpi_ring", "mpi", "nccl"), "auto", is_shared=True)(
+INTER_TRANSPORT = setting("MPISTRAT_INTER_TRANSPORT", _OneOf("auto", "mpi_ring", "mpi", "nccl"), "auto", is_shared=True)(
     "The transport between nodes: mpi_ring or mpi, over which arrays on GPUs are staged through host memory; nccl for arrays "
     "on GPUs, which nobody has measured, so that auto does not take it. MPISTRAT_MPI_GPU says how MPI gets arrays on GPUs."
 )
-MPI_GPU = setting("MPISTRAT_MPI_GPU", _one_of("auto", "on", "off"), "auto")(
+MPI_GPU = setting("MPISTRAT_MPI_GPU", _OneOf("auto", "on", "off"), "auto")(
     "Whether GPU memory is passed to MPI directly: on, off (staged through host memory) or auto (on if the MPI library is "
     "CUDA-aware, which each job tests once). Rank 0 reads it for all ranks."
 )

@@ -46,7 +46,7 @@ class Explanation:
         Time of the last such call on this replica, reducing its packs only. None if there was none, or if it is a single
         all-reduce over all ranks, which is not timed.
     path : str
-        The transports of arrays on GPUs, if there are any; else empty.
+        The transports that move the arrays; for arrays in host memory those that this replica uses. Empty if nothing is sent.
     """
 
     world: World
@@ -70,7 +70,7 @@ class Explanation:
             ("packs", f"{len(self.packs)}, {format_bytes(num_bytes)} in all"),
             ("predicted", format_seconds(self.predicted_seconds)),
             ("last call", last),
-            *([("GPUs", self.path)] if self.path else []),
+            *([("transport", self.path)] if self.path else []),
         ]
         texts = [self._describe(number, pack) for number, pack in enumerate(self.packs)]
         return "\n\n".join([format_table(summary), *texts, basis_text(self.model)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,12 @@ from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_
 WIRE_OPS = (ReduceOp.SUM, ReduceOp.MEAN)
 _ROUNDING_OPS = (*WIRE_OPS, ReduceOp.PROD)
 
-_SHAPING = ("wire_dtype", "error_feedback", "deterministic", "intra_dtype", "num_packs")  # options that shape a program
+_ALWAYS_TOLD, _MAY_DIFFER = ("algorithm", "bytes_per_pack"), ("timeout_seconds", "implementation")
+# options that shape a program: all but those in which ranks may differ
+_SHAPING = (
+    *_ALWAYS_TOLD,
+    *(field.name for field in fields(CommunicationOptions) if field.name not in (*_ALWAYS_TOLD, *_MAY_DIFFER)),
+)
 
 _LaidOut = tuple[np.dtype[Any], tuple[int, ...], Layout]
 """Arrays that share a bucket: the dtype that they are combined in, their indices, and their layout."""
@@ -55,16 +60,15 @@ class Reduction:
     def key(self) -> tuple[Any, ...]:
         """What has a program of its own, the same on all ranks: they may differ in the options that shape none."""
         options, axis = self.options, None if self.axis is None else self.axis % self.arrays[0].ndim
-        shaping = options.algorithm, options.bytes_per_pack, *[getattr(options, name) for name in _SHAPING]
+        shaping = [getattr(options, name) for name in _SHAPING]
         on_gpu = sum(map(is_on_device, self.arrays))
         return (self.op, *shaping, axis, on_gpu, *[(each.shape, each.dtype) for each in self.arrays])
 
     def __str__(self) -> str:
-        options = [(name, getattr(self.options, name)) for name in _SHAPING]
-        others = "".join(f", {name}={value}" for name, value in options if value != getattr(DEFAULTS, name))
-        always = f"algorithm={self.options.algorithm}, bytes_per_pack={self.options.bytes_per_pack}"
+        found = [(name, getattr(self.options, name)) for name in _SHAPING]
+        told = [f"{name}={value}" for name, value in found if name in _ALWAYS_TOLD or value != getattr(DEFAULTS, name)]
         along = "" if self.axis is None else f"axis={self.axis}, "
-        return f"({self.op.name}, [{describe(self.arrays)}], {along}{always}{others})"
+        return f"({self.op.name}, [{describe(self.arrays)}], {along}{', '.join(told)})"
 
 
 class Planner:
@@ -157,8 +161,7 @@ class Planner:
         for dtype, members, layout in self._lay_out(asked):
             choice = self.choose(layout.count, dtype, asked.options)
             packs.append(Pack(members, _bucket_dtype(choice.plan, dtype).name, choice))
-        path = "" if self.executor.device is None else str(self.executor.transports)
-        return Explanation(self._world, tuple(packs), self.model, path=path)
+        return Explanation(self._world, tuple(packs), self.model, path=self.executor.path)
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
         """Return the plan for a sum of `count` elements, and why it was chosen."""

@@ -19,6 +19,7 @@ from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array, flat
 from mpistrat.device.abstract import Device
 from mpistrat.device.kernels import divide_kernel
+from mpistrat.errors import TransportError
 from mpistrat.execution.executor import CopySteps, Executor
 from mpistrat.execution.program import Bucket, Lanes
 from mpistrat.packing.layout import Layout
@@ -264,11 +265,20 @@ class _Buffered:
             phases = [
                 self.executor.operations(self._plan, phase, slot, buffer, self._op, casters) for phase in self._plan.phases
             ]
-            early = [part for operations in phases[:-1] for _, operation in operations for part in operation.parts]
-            lost = any(len(part.addends) > 1 or not self.executor.shares_memory(part.addends[0], buffer) for part in early)
-            assert not lost, f"{self._plan}: only the last phase may leave its result outside the buffer"
+            for phase, operations in zip(self._plan.phases, phases[:-1], strict=False):
+                for _, operation in operations:
+                    self._check_in_place(phase, operation, buffer)
             self._bound[slot, padded, place] = phases
         return self._bound[slot, padded, place]
+
+    def _check_in_place(self, phase: Phase, operation: Operation, buffer: Array) -> None:
+        """Check that the next phase will find the result in the buffer."""
+        if any(len(part.addends) > 1 or not self.executor.shares_memory(part.addends[0], buffer) for part in operation.parts):
+            used = self.executor.intra if phase.scope is Scope.INTRA else next(iter(self.executor.rails.values()))
+            raise TransportError(
+                f"transport {used.name}: {phase.verb.value} left its result outside the buffer, which only the last phase of a "
+                f"plan may do: {self._plan}"
+            )
 
     def _caster(self, wire: Wire, place: int, part: int, count: int) -> Cast:
         """Return the cast of a part of the chunk at that place, in any slot: it keeps the rounding errors of these elements."""

@@ -115,6 +115,11 @@ class DeviceExecutor(Executor):
         return self.transports.lacks_nccl or nccl_refusal(dtype, op)
 
     @property
+    def path(self) -> str:
+        """The transports of all ranks, and why not faster ones, as text."""
+        return str(self.transports)
+
+    @property
     def pinned_bytes(self) -> int:
         """Bytes of pinned host memory through which device memory is staged."""
         transports = self.transports
@@ -150,7 +155,7 @@ class DeviceExecutor(Executor):
         self.hierarchy.call.drive(self.settle())
         for bound in self.bound_plans:
             bound.unbind()  # memory of peers must not be mapped any more when they free it
-        for transport in self._on_gpus:
+        for transport in (*self._on_gpus, *self.rails.values()):
             transport.dispose()
 
     def bind_direct(

@@ -21,6 +21,7 @@ from mpistrat.packing.fuse import CopyIn, CopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
 from mpistrat.steps import Steps
+from mpistrat.text import format_bytes
 from mpistrat.timeline import Timeline
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
 from mpistrat.transports.mpi import MpiTransport
@@ -30,7 +31,7 @@ from mpistrat.transports.shared_memory import Exchange, exchange_bytes
 Casters = Callable[[int, int], Caster]
 """Returns the cast of a part of a chunk that is sent between nodes: ``casters(index of the part, elements)``."""
 
-RING_FROM_BYTES = 1 << 16
+SMALL_RAIL_BYTES = 1 << 16  # smaller parts go over `Transports.small_rails`
 _EXCHANGE_PARTITION = (1, 0)  # no bucket has this one
 
 
@@ -165,7 +166,7 @@ class Executor:
         for phase in phases:
             if phase.scope is Scope.INTRA and not self._compares_inside:
                 return False
-            rails_compare = self._small_rails_compare if shard_bytes < RING_FROM_BYTES else self._rails_compare
+            rails_compare = self._small_rails_compare if shard_bytes < SMALL_RAIL_BYTES else self._rails_compare
             if phase.scope is Scope.INTER and not is_ordered and not rails_compare:
                 return False
         return True
@@ -177,6 +178,15 @@ class Executor:
     def nccl_refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
         """Return why NCCL cannot combine such values here, or an empty text."""
         return "these are host arrays"
+
+    @property
+    def path(self) -> str:
+        """The transports that this rank uses, as text."""
+        inside = f"{self.intra.name} inside the node" if self.hierarchy.intra.size > 1 else ""
+        large, small = ([rail.name for rail in rails.values()] for rails in (self.rails, self.transports.small_rails))
+        limit = f" ({small[0]} for parts under {format_bytes(SMALL_RAIL_BYTES)})" if large != small else ""
+        between = f"{large[0]} between nodes{limit}" if large else ""
+        return ", ".join(filter(None, (inside, between)))
 
     @property
     def window_bytes(self) -> int:
@@ -266,7 +276,7 @@ class Executor:
 
     def _rail(self, shard: int, part: Array, op: ReduceOp) -> Transport:
         """Return the transport along a rail for such a part of a buffer."""
-        return (self.transports.small_rails if part.nbytes < RING_FROM_BYTES else self.rails)[shard]
+        return (self.transports.small_rails if part.nbytes < SMALL_RAIL_BYTES else self.rails)[shard]
 
     def _over_all(self, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
         """Return the transport over all ranks for such values."""
@@ -295,7 +305,9 @@ class Executor:
     def close(self) -> None:
         """Free the scratch memory and the transports. A collective call."""
         self.world.close()
-        self.transports.intra.dispose()
+        # ranks of several rails dispose of them in increasing order, so that they cannot deadlock
+        for transport in (self.transports.intra, *self.rails.values()):  # small rails are these, or hold nothing
+            transport.dispose()
 
 
 def _bind(transport: Transport, verb: Verb, buffer: Array, bounds: list[int], op: ReduceOp) -> Operation:

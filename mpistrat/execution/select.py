@@ -17,7 +17,7 @@ from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.cuda_awareness import find_verdict
-from mpistrat.logger import logger
+from mpistrat.logger import warn_once
 from mpistrat.text import format_bytes
 from mpistrat.transports.base import DeviceTransport, Transport
 from mpistrat.transports.cuda_aware import CudaAwareTransport
@@ -42,8 +42,6 @@ _INTRA, _INTER = ("shared_memory", "mpi"), ("mpi_ring", "mpi")
 _INTRA_ON_DEVICE, _ALONE_ON_DEVICE = ("nccl", "cuda_ipc", "staged"), ("cuda_ipc", "staged")
 _TRIAL_BYTES = 4096
 
-_warned: set[str] = set()
-
 
 @dataclass
 class Transports:
@@ -51,7 +49,7 @@ class Transports:
 
     intra: Transport
     world: WorldTransport  # of host memory
-    # of each rail of this rank: for large buffers, and for small ones
+    # of each rail of this rank: for large buffers, and for small ones; the same where a setting names it
     rails: Mapping[int, Transport]
     small_rails: Mapping[int, Transport]
 
@@ -78,26 +76,16 @@ class DeviceTransports(Transports):
 def host_transports(hierarchy: Hierarchy) -> Transports:
     """Return the transports of host memory. A collective call.
 
-    All ranks raise if the settings name a transport that a node cannot use, or one of device memory for ranks on CPUs.
+    All ranks raise if the settings name a transport that a group cannot use, or one of device memory for ranks on CPUs.
     """
-    intra = _on_host(hierarchy, settings.INTRA_TRANSPORT, _INTRA)
-    inter = _on_host(hierarchy, settings.INTER_TRANSPORT, _INTER)
-    inside, refusal = None, ""
-    try:
-        inside = _make(intra, _INTRA, hierarchy.intra)
-    except TransportError as error:
-        refusal = str(error)
-    refusals = list(filter(None, hierarchy.world_group.comm.allgather(refusal)))
-    if inside is None or refusals:
-        if inside is not None:
-            inside.dispose()
-        raise TransportError(refusals[0])
-    return Transports(
-        inside,
-        WorldTransport(hierarchy, inside.window),
-        {shard: _make(inter, _INTER, rail) for shard, rail in hierarchy.rails.items()},
-        {shard: MpiTransport(rail) for shard, rail in hierarchy.rails.items()},
-    )
+    intra = _on_host(hierarchy, settings.INTRA_TRANSPORT)
+    inter = _on_host(hierarchy, settings.INTER_TRANSPORT)
+    [inside] = _on_all(hierarchy, [_make(intra, _INTRA, hierarchy.intra)])
+    # each rank joins its rails in increasing order, so that they cannot deadlock
+    made = [_make(inter, _INTER, rail) for rail in hierarchy.rails.values()]
+    rails = dict(zip(hierarchy.rails, _on_all(hierarchy, [(inside, ""), *made])[1:], strict=True))
+    small_rails = rails if inter != "auto" else {shard: MpiTransport(rail) for shard, rail in hierarchy.rails.items()}
+    return Transports(inside, WorldTransport(hierarchy, inside.window), rails, small_rails)
 
 
 def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) -> DeviceTransports:
@@ -112,7 +100,8 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
     refused = {name: text for name, taken, _, text in answers if not taken}
     if refused:
         listed = "; ".join(f"{name}: {text}" for name, text in refused.items())
-        accepted = ", ".join(("auto", *_INTRA_ON_DEVICE, "mpi"))
+        named = (name for name in settings.INTRA_TRANSPORT.choices if name in DEVICE_TRANSPORTS)
+        accepted = ", ".join(("auto", *named, "mpi"))
         raise TransportError(
             f"{settings.INTRA_TRANSPORT.name}={hierarchy.settings[settings.INTRA_TRANSPORT]} cannot move memory of GPUs here: "
             f"{listed}. Accepted are {accepted}"
@@ -169,9 +158,9 @@ def nccl_rails(hierarchy: Hierarchy, device: Device, everywhere: NcclTransport) 
 
 
 def _refused_between(reason: str) -> TransportError:
-    accepted = ", ".join(("auto", *_INTER))
+    setting = settings.INTER_TRANSPORT
     return TransportError(
-        f"{settings.INTER_TRANSPORT.name}=nccl cannot move memory of GPUs here: {reason}. Accepted are {accepted}"
+        f"{setting.name}=nccl cannot move memory of GPUs here: {reason}. Accepted are {_accepted_on_host(setting)}"
     )
 
 
@@ -233,7 +222,7 @@ def _inside_node(group: Group, device: Device) -> tuple[DeviceTransport | None, 
     wanted = group.settings[settings.INTRA_TRANSPORT]
     if wanted == "mpi":
         return StagedTransport(group, device, MpiTransport(group)), []
-    if wanted not in ("auto", *_INTRA_ON_DEVICE):
+    if wanted in TRANSPORTS:
         return None, [f"{wanted} moves memory of the host"]
     order = _INTRA_ON_DEVICE if group.size > 1 else _ALONE_ON_DEVICE
     refusals: list[str] = []
@@ -270,19 +259,14 @@ def _try(kind: type[T], group: Group, device: Device) -> tuple[T | None, str]:
 
 def warn_of_mpi(group: Group, reason: str) -> None:
     """Say that ranks of a node go on without the shared memory that they lack."""
-    _warn_once(group.rank, group.name, f"{reason}. The ranks of this node go on over mpi, which is slower")
+    if group.rank == 0:
+        warn_once(group.name, f"{reason}. The ranks of this node go on over mpi, which is slower")
 
 
 def _warn_of_staging(hierarchy: Hierarchy, reason: str) -> None:
-    silenced = f"{settings.MPI_GPU.name}=off silences this"
-    text = f"GPU memory is staged through host memory between nodes: {reason}; {silenced}"
-    _warn_once(hierarchy.rank, reason, text)
-
-
-def _warn_once(rank: int, key: str, text: str) -> None:
-    if rank == 0 and key not in _warned:
-        _warned.add(key)
-        logger.warning(text)
+    if hierarchy.rank == 0:
+        silenced = f"{settings.MPI_GPU.name}=off silences this"
+        warn_once(reason, f"GPU memory is staged through host memory between nodes: {reason}; {silenced}")
 
 
 def _path(taken: Mapping[str, str], between: str) -> str:
@@ -294,32 +278,47 @@ def _path(taken: Mapping[str, str], between: str) -> str:
     return ", ".join(filter(None, (inside, between))) or "one rank: nothing is sent"
 
 
-def _on_host(hierarchy: Hierarchy, setting: settings.Setting[str], order: Sequence[str]) -> str:
+def _on_host(hierarchy: Hierarchy, setting: settings.Setting[str]) -> str:
     """Return the transport of host memory that a setting names; auto, if it names one of device memory."""
     wanted = hierarchy.settings[setting]
-    if wanted == "auto" or wanted in order:
+    if wanted not in DEVICE_TRANSPORTS:
         return wanted
     if bound_device() is None:
         raise TransportError(
-            f"{setting.name}={wanted} moves memory of GPUs, and these ranks compute on CPUs; accepted are auto, "
-            f"{', '.join(order)}"
+            f"{setting.name}={wanted} moves memory of GPUs, and these ranks compute on CPUs; accepted are "
+            f"{_accepted_on_host(setting)}"
         )
     return "auto"
 
 
-def _make(wanted: str, order: Sequence[str], group: Group) -> Transport:
-    """Return the transport that is asked for, or with ``auto`` the first in `order` that the group can use."""
+def _accepted_on_host(setting: settings.Setting[str]) -> str:
+    return ", ".join(name for name in setting.choices if name not in DEVICE_TRANSPORTS)
+
+
+def _make(wanted: str, order: Sequence[str], group: Group) -> tuple[Transport | None, str]:
+    """Return the transport that is asked for, or with ``auto`` the first in `order` that serves; if there is none, why."""
     if wanted == "auto" and group.size == 1:
-        return MpiTransport(group)  # a single rank needs no shared memory
+        return MpiTransport(group), ""  # a single rank needs no shared memory
     refusals = []
     for name in order if wanted == "auto" else (wanted,):
         reason = TRANSPORTS[name].probe(group)
         if not reason:
             try:
-                return TRANSPORTS[name](group)
+                return TRANSPORTS[name](group), ""
             except TransportError as error:
                 reason = str(error)
                 if wanted == "auto":
                     warn_of_mpi(group, reason)
         refusals.append(f"{name}: {reason}")
-    raise TransportError(f"group {group.name} has no usable transport ({'; '.join(refusals)}); accepted are {', '.join(order)}")
+    return None, f"group {group.name} has no usable transport ({'; '.join(refusals)}); accepted are {', '.join(order)}"
+
+
+def _on_all(hierarchy: Hierarchy, made: Sequence[tuple[Transport | None, str]]) -> list[Transport]:
+    """Return the transports that `_make` has made; if one is missing on any rank, all dispose of theirs and raise."""
+    transports = [transport for transport, _ in made if transport is not None]
+    refusals = hierarchy.world_group.comm.allgather(next(filter(None, (reason for _, reason in made)), ""))
+    if any(refusals):
+        for transport in transports:
+            transport.dispose()
+        raise TransportError(next(filter(None, refusals)))
+    return transports

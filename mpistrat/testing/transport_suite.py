@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import cycle, product
 from typing import Any
 from zlib import crc32
@@ -24,6 +24,7 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.errors import TransportError
+from mpistrat.groups.agreement import CallsDifferError, digest_of
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, combine
 from mpistrat.steps import WORKED, Steps, drive
@@ -46,7 +47,7 @@ INT32, COMPLEX128 = np.dtype(np.int32), np.dtype(np.complex128)
 FLOATS: tuple[np.dtype[Any], ...] = (np.dtype(np.float32), np.dtype(np.float64))
 
 
-def check_transport(make: Callable[[Group], Transport], group: Group, blocking_verbs: Collection[str] = ()) -> int:
+def check_transport(make: Callable[[Group], Transport], group: Group, between_nodes: bool = False) -> int:
     """Run every rule of `transports.base.Transport` against a transport. A collective call.
 
     Parameters
@@ -55,8 +56,8 @@ def check_transport(make: Callable[[Group], Transport], group: Group, blocking_v
         Makes the transport of a group: a class, for example.
     group : Group
         The ranks to join. More ranks test more; a group of one rank should be checked too.
-    blocking_verbs : collection of str
-        Verbs that wait for the other ranks inside ``run()``, as MPI's own collectives do. No other may.
+    between_nodes : bool
+        Whether it is to be used between nodes, where the result of an all-reduce must be in the buffer itself.
 
     Returns
     -------
@@ -68,28 +69,33 @@ def check_transport(make: Callable[[Group], Transport], group: Group, blocking_v
     AssertionError
         On every rank, if a rule is violated on any; names the transport, verb, dtype, count and rank.
     """
-    checks = 0
-    for rules, limit in ((_RULES, nullcontext()), (_RULES_OF_SMALL_MESSAGES, _small_messages(group))):
-        with limit:
-            subject = Subject(make, group, blocking_verbs)
-            try:
-                for rule in rules:
-                    subject.hold(rule)
-            finally:
-                subject.transport.dispose()
-                subject.comm.Free()
-        checks += subject.checks
-    return checks
+    in_place = ("all_reduce", "reduce_scatter") if between_nodes else ("reduce_scatter",)
+    checks = _check(_RULES, Subject(make, group, in_place))
+    with _small_messages(group):
+        return checks + _check(_RULES_OF_SMALL_MESSAGES, Subject(make, group, in_place))
+
+
+def _check(rules: Sequence[Callable[[Subject], None]], subject: Subject) -> int:
+    try:
+        for rule in rules:
+            subject.hold(rule)
+    finally:
+        subject.transport.dispose()
+        subject.comm.Free()
+    return subject.checks
 
 
 class Subject:
-    """One transport on one group; verbs in `blocking_verbs` may wait inside ``run()``. Making one is a collective call."""
+    """One transport on one group. Making one is a collective call.
 
-    def __init__(self, make: Callable[[Group], Transport], group: Group, blocking_verbs: Collection[str]) -> None:
+    The verbs `in_place` leave their results in the buffer itself.
+    """
+
+    def __init__(self, make: Callable[[Group], Transport], group: Group, in_place: Collection[str]) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
         self.comm = group.comm.Dup()
         self.transport = make(group)
-        self.blocking_verbs = blocking_verbs
+        self.in_place = in_place
         self.checks = 0
         self._arena: Array = np.empty(0, np.uint8)
         self._seed = 0
@@ -192,8 +198,8 @@ class Subject:
         promised = case.promised(self.rank)
         expected = case.expected(given)[promised]
         self.expect(case, self.read(case, operation), expected)
-        if case.verb == "reduce_scatter":  # its result is in the buffer itself
-            self.expect(case, self.get(buffer[promised]), expected)
+        if case.verb in self.in_place:
+            self.expect(f"{case}, in the buffer itself,", self.get(buffer[promised]), expected)
         if any((self.get(guard) != _GUARD).any() for guard in self._guards(buffer, slot)):
             self.fail(case, "memory outside the buffer was written")
 
@@ -369,9 +375,7 @@ def _a_slow_rank_reads_the_old_values(subject: Subject) -> None:
 
 def _run_does_not_block(subject: Subject) -> None:
     """Delay one rank: before it enters, no other rank blocks, and none that needs its values completes."""
-    for case in cases(INT32, ReduceOp.SUM, COUNT, subject.size):
-        if case.verb in subject.blocking_verbs or subject.size == 1:
-            continue
+    for case in cases(INT32, ReduceOp.SUM, COUNT, subject.size) if subject.size > 1 else ():
         late = 1
         buffer, operation = subject.bind(case)
         given = subject.values(case)
@@ -395,6 +399,26 @@ def _run_does_not_block(subject: Subject) -> None:
         subject.settle()
 
 
+def _calls_are_told_apart(subject: Subject) -> None:
+    """Run a verb in another call on each rank: over a transport that compares calls it does not end, and moves nothing."""
+    if not subject.transport.compares_calls or subject.size == 1 or not subject.group.settings[settings.CHECK]:
+        return
+    for verb in VERBS:
+        case = Case(verb, INT32, ReduceOp.SUM, COUNT, divisions(COUNT, subject.size)[0])
+        buffer, operation = subject.bind(case)
+        subject.give(case, buffer, subject.values(case))
+        before = subject.get(buffer).copy()
+        subject.group.call.digest = digest_of(f"{case} of rank {subject.rank}")  # after it was bound
+        steps = operation.run()
+        has_ended = _ends_in_another_call(steps, subject)
+        if isinstance(steps, Generator):
+            steps.close()
+        subject.group.call.digest = 0
+        subject.checks += 1
+        if has_ended or (subject.get(buffer) != before).any():
+            subject.fail(case, "compares_calls is set, but ranks in different calls got values of each other")
+
+
 def _memory_is_given_back_and_taken_again(subject: Subject) -> None:
     subject.transport.close()
     subject.allocate(NUM_SLOTS * SLOT_BYTES + 4096)
@@ -414,6 +438,7 @@ _RULES = (
     _a_slow_rank_reads_the_old_values,
     _run_does_not_block,
     _memory_is_given_back_and_taken_again,
+    _calls_are_told_apart,  # the last one: it leaves messages that nobody receives
 )
 _RULES_OF_SMALL_MESSAGES = (_the_group_is_served, _messages_may_be_small, _channels_are_apart)
 
@@ -430,6 +455,18 @@ def _interleaved(running: list[Steps], seed: int) -> Steps:
             order.clear()
         else:
             yield worked
+
+
+def _ends_in_another_call(steps: Steps, subject: Subject) -> bool:
+    """Return whether an operation ends, other than by the notice that calls differ, when all ranks have begun theirs."""
+    has_ended = is_told = False
+    for _ in range(2):
+        try:
+            has_ended = not is_told and any(next(steps, None) is None for _ in range(POLLS))
+        except CallsDifferError:
+            is_told = True
+        subject.comm.Barrier()
+    return has_ended
 
 
 def _slowed(steps: Steps) -> Steps:

@@ -91,7 +91,8 @@ class Operation:
         Starts the operation and returns its steps. A collective call: all ranks of the group run their operations in
         the same order.
     parts : list of Part
-        Memory of the result after the last step; valid until this rank calls `Transport.release`.
+        Memory of the result after the last step; valid until this rank calls `Transport.release`. Between nodes all of it is
+        in the buffer, as the next phase works on that.
     scratch_bytes : int
         Its own memory, besides the buffer.
     """
@@ -134,7 +135,7 @@ class Transport(ABC):
 
     @abstractmethod
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
-        """Bind: combine the buffers of all ranks; every rank gets the result.
+        """Bind: combine the buffers of all ranks; every rank gets the result, between nodes in the buffer itself.
 
         Parameters
         ----------

@@ -135,7 +135,7 @@ def mpi_op(op: ReduceOp, dtype: np.dtype[Any]) -> MPI.Op:
     from mpi4py import MPI
 
     if dtype.kind == "b":
-        return MPI.LOR if op in (ReduceOp.SUM, ReduceOp.MAX) else MPI.LAND
+        return {ReduceOp.SUM: MPI.LOR, ReduceOp.MAX: MPI.LOR, ReduceOp.MIN: MPI.LAND, ReduceOp.PROD: MPI.LAND}[op]
     # MPI_MIN and MPI_MAX treat NaN differently for each order of ranks; Open MPI saturates sums of 8 and 16-bit integers
     order_of_nan = dtype.kind == "f" and op in (ReduceOp.MIN, ReduceOp.MAX)
     saturation = dtype.kind in "iu" and dtype.itemsize < 4 and op in (ReduceOp.SUM, ReduceOp.MEAN)

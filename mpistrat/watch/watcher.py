@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from mpistrat import settings, timeline
 from mpistrat.errors import AgreementError, CollectiveError, LaunchError
 from mpistrat.launch import abort, environment, survival
-from mpistrat.logger import logger
+from mpistrat.logger import logger, warn_once
 from mpistrat.timeline import Timeline, TimelineEvent
 from mpistrat.watch.record import Key, RankFile, RecordedCall, State, seconds_since
 from mpistrat.watch.recorder import FlightRecorder, collection_paused, encoded, innermost, recorder
@@ -50,7 +50,6 @@ LONGEST_GOODBYE_SECONDS = 5.0
 
 _lock = threading.Lock()
 _watcher: Watcher | None = None
-_warned: set[str] = set()
 before_end: list[Callable[[], None]] = []
 """What to call when the program ends, while its collectives are still watched."""
 after_end: list[Callable[[], None]] = []
@@ -364,9 +363,8 @@ def introduce(node: str) -> None:
     mine.note(node=encoded(node))
     if RankFile(mine.memory).rank == 0:
         for name, near in settings.misspelt().items():
-            if near and name not in _warned:  # others may belong to the program
-                _warned.add(name)
-                logger.warning(settings.misspelt_text(name, near))
+            if near:  # others may belong to the program
+                warn_once(name, settings.misspelt_text(name, near))
 
 
 def start(size: int | None = None) -> Watcher | None:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mpistrat.execution.select import TRANSPORTS
+from mpistrat.settings import INTER_TRANSPORT, INTRA_TRANSPORT
 from tests.disagreements.places import Place, default_environment
 from tests.disagreements.ranks import Ranks
 from tests.processes import patient
@@ -21,8 +23,10 @@ _CHOICES: dict[str, Sequence[str]] = {
     "MPISTRAT_MAX_MESSAGE_BYTES": ("", "", "500", "1000", "4KiB", "64KiB"),  # Open MPI polls all messages that are under way
     "MPISTRAT_CHUNK_BYTES": ("", "", "64", "1000", "4KiB", "64KiB", "1MiB"),
     "MPISTRAT_ALGORITHM": ("", "", "flat", "hierarchical"),
-    "MPISTRAT_INTRA_TRANSPORT": ("", "", "shared_memory", "mpi"),
-    "MPISTRAT_INTER_TRANSPORT": ("", "", "mpi_ring", "mpi"),
+    **{
+        setting.name: ("", "", *(name for name in setting.choices if name in TRANSPORTS))
+        for setting in (INTRA_TRANSPORT, INTER_TRANSPORT)
+    },
     "MPISTRAT_PEER_MEMORY": ("", "0"),
     "MPISTRAT_STRICT": ("", "", "1"),
     "MPISTRAT_TIMEOUT_SECONDS": ("", "", "", "120"),

@@ -9,22 +9,19 @@ one that works between nodes on every rail.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from dataclasses import dataclass
 
+from mpistrat.execution.select import TRANSPORTS
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import start
-from mpistrat.testing.transport_cases import VERBS
+from mpistrat.settings import INTER_TRANSPORT, INTRA_TRANSPORT
 from mpistrat.testing.transport_suite import check_transport
 from mpistrat.topology.discover import discover
 from mpistrat.transports.base import Transport
 from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
-from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.nccl import NcclTransport
-from mpistrat.transports.ring import MpiRingTransport
-from mpistrat.transports.shared_memory import SharedMemoryTransport
 from mpistrat.transports.staged import StagedTransport
 from tests.gpu.program import write_report
 
@@ -39,15 +36,18 @@ class Subject:
 
     transport: type[Transport]  # its class
     joins: str  # WORLD, NODES or RAILS
-    blocking_verbs: Collection[str] = ()  # see `check_transport`
+
+
+def _on_host(transport: type[Transport]) -> Subject:
+    """Return a transport of host memory, to try where settings can ask for it."""
+    inside, between = (transport.name in setting.choices for setting in (INTRA_TRANSPORT, INTER_TRANSPORT))
+    return Subject(transport, WORLD if inside and between else NODES if inside else RAILS)
 
 
 SUBJECTS: dict[str, Subject] = {
     subject.transport.name: subject
     for subject in (
-        Subject(SharedMemoryTransport, NODES),
-        Subject(MpiTransport, WORLD, tuple(VERBS)),
-        Subject(MpiRingTransport, RAILS),
+        *map(_on_host, TRANSPORTS.values()),
         Subject(StagedTransport, RAILS),
         Subject(CudaIpcTransport, NODES),
         Subject(CudaAwareTransport, RAILS),
@@ -77,7 +77,7 @@ def check(subject: Subject, hierarchy: Hierarchy) -> dict[str, int | str]:
     declined = world.comm.allgather("; ".join(filter(None, (subject.transport.probe(group) for group in groups))))
     if any(declined):
         return {"skipped": next(filter(None, declined))}
-    checks = sum(check_transport(subject.transport, group, subject.blocking_verbs) for group in groups)
+    checks = sum(check_transport(subject.transport, group, between_nodes=subject.joins != NODES) for group in groups)
     return {"checks": sum(world.comm.allgather(checks))}
 
 

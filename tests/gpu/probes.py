@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mpistrat.execution.select import TRANSPORTS
 from mpistrat.launch.mpiexec import command
 from tests.gpu.machine import Machine
 from tests.processes import TIMED_OUT, patient, run_bounded
@@ -159,7 +160,7 @@ PROBES: tuple[Probe, ...] = (
     ),
     _probe("sums of 2 ranks on 2 GPUs", "calls sums", "GPU", "NCCL", "2 GPUs", ranks=2, seconds=120.0),
     _probe("sums of 2 ranks on a GPU that they share", "calls sums", "GPU", *_BY_NCCL, ranks=2, seconds=120.0),
-    *(_conformance(transport, "1x2") for transport in ("shared_memory", "mpi", "mpi_ring")),
+    *(_conformance(transport, "1x2") for transport in TRANSPORTS),
     *(_conformance(transport, shape, "GPU") for transport in ("staged", "cuda_ipc") for shape in SHAPES),
     *(_strategy(shape) for shape in SHAPES),
     _strategy("2x2", "staged"),

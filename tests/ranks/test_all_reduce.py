@@ -82,7 +82,7 @@ def test_large_buffers_in_small_chunks_and_messages(make_ops, world):
 
 @up_to_ranks(8)
 def test_large_buffers_by_rule(ops, world):
-    # beyond RING_FROM_BYTES on every rail, and several chunks
+    # beyond SMALL_RAIL_BYTES on every rail, and several chunks
     base = np.arange(300_001, dtype=np.float32) % 1013
     for algorithm in PLANNERS:
         [result] = ops.all_reduce(SUM, [base * (ops.rank + 1)], by_name(algorithm))

@@ -272,7 +272,7 @@ def test_what_goes_by_way_of_the_host_is_said_once(comm, world, monkeypatch, tmp
     """Nobody's MPI takes memory of GPUs here, and says so."""
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "auto")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("mpistrat.execution.select._warned", set())
+    monkeypatch.setattr("mpistrat.logger._warned", set())
     with stand_in(comm):
         for _ in range(2):
             communicator = Communicator(Hierarchy(comm, world))

@@ -2,6 +2,7 @@
 
 import time
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -11,15 +12,16 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.execution import compile as compiled
-from mpistrat.execution.executor import Executor
+from mpistrat.execution.executor import SMALL_RAIL_BYTES, Executor
 from mpistrat.execution.select import TRANSPORTS
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp
-from mpistrat.settings import Snapshot
+from mpistrat.settings import INTER_TRANSPORT, Snapshot
 from mpistrat.steps import drive
 from mpistrat.topology.world import World
 from mpistrat.transports import window
+from mpistrat.transports.base import Operation, Part
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.ring import MpiRingTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
@@ -161,6 +163,75 @@ class OfSomebodyElse(MpiTransport):
     """A transport that says nothing of what it compares."""
 
     name = "mine"
+    disposed: ClassVar[list[str]] = []
+
+    def dispose(self):
+        self.disposed.append(self.group.name)
+
+
+class ServesNoRail0(OfSomebodyElse):
+    def __init__(self, group):
+        super().__init__(group)
+        if group.name == "rail 0":
+            raise TransportError("planted")
+
+
+@pytest.fixture
+def asked(monkeypatch, hierarchy):
+    """Ask for a transport that ``auto`` does not take, between nodes; give the groups on which it is disposed of."""
+    monkeypatch.setitem(TRANSPORTS, OfSomebodyElse.name, OfSomebodyElse)
+    monkeypatch.setitem(hierarchy.settings._values, INTER_TRANSPORT.name, OfSomebodyElse.name)
+    monkeypatch.setattr(OfSomebodyElse, "disposed", [])
+    return OfSomebodyElse.disposed
+
+
+@up_to_ranks(4)
+def test_a_transport_that_is_asked_for_between_nodes_moves_all_parts_until_it_is_disposed_of(hierarchy, asked):
+    executor = Executor(hierarchy)
+    for count in (1, SMALL_RAIL_BYTES):
+        part = np.zeros(count, np.float32)
+        assert {executor._rail(shard, part, ReduceOp.SUM).name for shard in hierarchy.rails} <= {"mine"}
+    assert ("mine between nodes" in executor.path) == (hierarchy.world.num_nodes > 1)
+    executor.close()
+    assert asked == [f"rail {shard}" for shard in hierarchy.rails]
+
+
+@up_to_ranks(4)
+def test_a_rail_that_is_not_served_is_told_on_all_ranks_which_keep_nothing(hierarchy, asked, monkeypatch):
+    if hierarchy.world.num_nodes == 1:
+        pytest.skip("there are no rails")
+    monkeypatch.setitem(TRANSPORTS, OfSomebodyElse.name, ServesNoRail0)
+    dispose = SharedMemoryTransport.dispose
+    monkeypatch.setattr(SharedMemoryTransport, "dispose", lambda self: asked.append("inside") or dispose(self))
+    with pytest.raises(
+        TransportError, match="group rail 0 has no usable transport .mine: planted.; accepted are mpi_ring, mpi"
+    ):
+        Executor(hierarchy)
+    inside = ["inside"] if hierarchy.intra.size > 1 else []
+    assert asked == [*inside, *(f"rail {shard}" for shard in hierarchy.rails if shard)]
+
+
+class LeavesTheSumToItsReader(MpiTransport):
+    name = "mine"
+
+    def all_reduce(self, buffer, op, channel=0):
+        operation = super().all_reduce(buffer, op, channel)
+        return Operation(operation.run, [Part(0, buffer.size, (buffer, np.zeros_like(buffer)))])
+
+
+@needs_ranks(3)
+@up_to_ranks(4)
+def test_a_sum_that_is_not_in_the_buffer_between_nodes_names_transport_and_verb(uneven, monkeypatch):
+    for shard, rail in uneven.hierarchy.rails.items():
+        monkeypatch.setitem(uneven.rails, shard, LeavesTheSumToItsReader(rail))
+    with pytest.raises(TransportError, match="transport mine: all_reduce left its result outside the buffer, .*hierarchical"):
+        run(bind(uneven, "hierarchical", [1 << 18]), [np.ones(1 << 18, np.float32)])
+
+
+def test_without_a_name_rings_move_what_is_large(uneven):
+    if uneven.hierarchy.world.num_nodes > 1:
+        assert uneven.path.endswith("mpi_ring between nodes (mpi for parts under 64 KiB)")
+    assert ("shared_memory inside the node" in uneven.path) == (uneven.hierarchy.intra.size > 1)
 
 
 @needs_ranks(2)
@@ -241,7 +312,7 @@ def all_verbs(communicator, count):
 @on_ranks(4)
 @pytest.mark.parametrize(("room", "strict"), [(0, "0"), (2**22, "0"), (2**22, "1"), (2**24, "1")])  # none, barriers, some calls
 def test_a_node_without_shared_memory_goes_on_over_mpi(comm, monkeypatch, said, room, strict):
-    monkeypatch.setattr("mpistrat.execution.select._warned", set())
+    monkeypatch.setattr("mpistrat.logger._warned", set())
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
     world = World.from_shape("3+1")
     Little(monkeypatch, room * max(world.local_sizes), comm.rank in world.nodes[0].ranks)

@@ -34,6 +34,7 @@ def test_packs_plans_and_times(strategy):
         f"world      {strategy.extended.communicator.world}\n",
         "predicted  ",
         "\nlast call  ",
+        "\ntransport  ",
         "\nwhy        hierarchical was asked for by name; auto would choose ",
         "\nphase ",
         "\nalternative ",

@@ -14,7 +14,6 @@ import mpistrat
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import TransportError
-from mpistrat.execution import select
 from mpistrat.execution.compile import SLOT_ALIGNMENT_BYTES
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
@@ -153,7 +152,7 @@ def test_where_more_memory_is_refused_what_went_before_goes_on(comm, monkeypatch
 
 @needs_ranks(2)
 def test_where_mpi_cannot_allocate_shared_memory_on_one_rank_all_go_on(comm, monkeypatch, said):
-    monkeypatch.setattr(select, "_warned", set())
+    monkeypatch.setattr("mpistrat.logger._warned", set())
     window = MPI.Win
 
     def fail_on_one(nbytes, unit, info, group):

@@ -27,7 +27,7 @@ COUNT = 1003
 @pytest.fixture(params=["auto", "mpi"])
 def limited(make_ops, request, world, monkeypatch):
     """Give collectives that were made under the limit, through shared memory and without."""
-    monkeypatch.setattr("mpistrat.execution.executor.RING_FROM_BYTES", LIMIT_BYTES)
+    monkeypatch.setattr("mpistrat.execution.executor.SMALL_RAIL_BYTES", LIMIT_BYTES)
     # messages that are bound, not those of calls whose arrays go straight to MPI
     monkeypatch.setattr(mpi, "as_message", checked(mpi.as_message))
     monkeypatch.setattr(ring, "as_message", checked(ring.as_message))

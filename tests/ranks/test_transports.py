@@ -1,6 +1,7 @@
 """Every transport passes the conformance kit on the groups it serves, and the kit catches transports that do not."""
 
 import time
+from copy import copy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +11,13 @@ import pytest
 from mpi4py import MPI
 
 from mpistrat.errors import TransportError
+from mpistrat.execution.select import TRANSPORTS
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp, combine
+from mpistrat.settings import INTER_TRANSPORT
 from mpistrat.steps import drive
 from mpistrat.testing import transport_suite
-from mpistrat.testing.transport_cases import DTYPES, VERBS, inputs, operations, poison
+from mpistrat.testing.transport_cases import DTYPES, inputs, operations, poison
 from mpistrat.testing.transport_suite import check_transport
 from mpistrat.transports.base import FlatArrays, Operation, Part, SegmentCache
 from mpistrat.transports.mpi import MpiTransport, mpi_op
@@ -22,13 +25,11 @@ from mpistrat.transports.ring import MpiRingTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport, exchange_bytes
 from tests.launches import needs_ranks, up_to_ranks
 
-BLOCKING_VERBS = {MpiTransport: tuple(VERBS), MpiRingTransport: (), SharedMemoryTransport: ()}
-
 
 @up_to_ranks(8)
-@pytest.mark.parametrize("transport", BLOCKING_VERBS, ids=lambda transport: transport.name)
-def test_transports_pass_the_kit(group, transport):
-    assert check_transport(transport, group, BLOCKING_VERBS[transport]) > 300
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_transports_pass_the_kit(group, name):
+    assert check_transport(TRANSPORTS[name], group, between_nodes=name in INTER_TRANSPORT.choices) > 300
 
 
 @up_to_ranks(8)
@@ -41,7 +42,7 @@ def test_shared_memory_passes_the_kit_on_every_node(hierarchy, shape):
 def test_rings_pass_the_kit_on_every_rail(hierarchy, shape):
     skip_known(hierarchy.world, shape)
     for rail in hierarchy.rails.values():
-        assert check_transport(MpiRingTransport, rail, BLOCKING_VERBS[MpiRingTransport]) > 300
+        assert check_transport(MpiRingTransport, rail, between_nodes=True) > 300
 
 
 def skip_known(world, shape):
@@ -91,9 +92,9 @@ def test_arrays_of_the_caller_are_reduced_where_they_lie(group):
 # planted transports, each wrong in one way, caught by two and by three ranks
 
 
-def caught(planted, group, message, blocking_verbs=tuple(VERBS)):
+def caught(planted, group, message, between_nodes=False):
     with pytest.raises(AssertionError, match=message):
-        check_transport(planted, group, blocking_verbs)
+        check_transport(planted, group, between_nodes)
 
 
 class ReducesTwice(SharedMemoryTransport):
@@ -169,6 +170,58 @@ class WorksOnce(MpiTransport):
         return Operation(lambda: next(runs, lambda: iter(()))(), operation.parts)
 
 
+class ForgetsTheCall(MpiRingTransport):
+    def __init__(self, group):
+        super().__init__(group)
+        self.group = copy(group)
+        self.group.call = SimpleNamespace(tag=lambda channel: channel)
+
+
+class ReadsTheTagWhenBound(MpiRingTransport):
+    def __init__(self, group):
+        super().__init__(group)
+        self.group, self.call = copy(group), group.call
+
+    def _bind(self, buffer, ring, op, channel=0):
+        tag = self.call.tag(channel)
+        self.group.call = SimpleNamespace(tag=lambda channel: tag)
+        return super()._bind(buffer, ring, op, channel)
+
+
+class DoesNotCompare(SharedMemoryTransport):
+    def __init__(self, group):
+        super().__init__(group)
+        self.window.compared = []
+
+
+@needs_ranks(2)
+@up_to_ranks(3)
+@pytest.mark.parametrize("planted", [ForgetsTheCall, ReadsTheTagWhenBound, DoesNotCompare])
+def test_values_of_another_call_are_caught(group, planted):
+    message = r"'calls_are_told_apart': .*all_reduce\(67 x int32, SUM\) on rank \d .*compares_calls is set, but ranks in diff"
+    caught(planted, group, message)
+
+
+class LeavesTheSumElsewhere(MpiTransport):
+    def all_reduce(self, buffer, op, channel=0):
+        elsewhere = np.empty_like(buffer)
+        operation = super().all_reduce(elsewhere, op, channel)
+
+        def run():
+            elsewhere[...] = buffer
+            yield from operation.run()
+
+        return Operation(run, [Part(0, buffer.size, (elsewhere,))])
+
+
+@needs_ranks(2)
+@up_to_ranks(3)
+def test_a_sum_that_is_not_in_the_buffer_is_caught_between_nodes(group):
+    assert check_transport(LeavesTheSumElsewhere, group) > 300
+    message = r"mpi: all_reduce\(67 x bool, SUM\), in the buffer itself, on rank \d of \d .*: element \d+ is "
+    caught(LeavesTheSumElsewhere, group, message, between_nodes=True)
+
+
 class AnswersNothing(MpiTransport):
     @classmethod
     def probe(cls, group):
@@ -229,8 +282,7 @@ class Blocking(MpiTransport):
 @up_to_ranks(3)
 def test_a_verb_that_blocks_is_caught(group, monkeypatch):
     monkeypatch.setattr(transport_suite, "BLOCKED_SECONDS", 0.05)
-    others = [verb for verb in VERBS if verb != "all_reduce"]
-    caught(Blocking, group, r"'run_does_not_block': mpi: .*run\(\) blocked until rank 1 had entered it", others)
+    caught(Blocking, group, r"'run_does_not_block': mpi: .*run\(\) blocked until rank 1 had entered it")
 
 
 @needs_ranks(2)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mpistrat.logger import logger
+from mpistrat.logger import logger, warn_once
 
 # a program that configures logging of its own: only what it says of `mpistrat` changes what mpistrat does
 CONFIGURED = """
@@ -50,6 +50,13 @@ def test_remarks_are_shown_and_an_error_comes_with_its_traceback(capsys) -> None
     lines = capsys.readouterr().err.splitlines()
     assert lines[:3] == ["mpistrat: measured", "mpistrat: nobody watches", "mpistrat: Traceback (most recent call last):"]
     assert lines[-1] == "mpistrat: ValueError: for example"
+
+
+def test_a_warning_is_logged_once(capsys) -> None:
+    for text in ("first", "again"):
+        warn_once("a key of this test", text)
+    warn_once("another key of this test", "other")
+    assert capsys.readouterr().err == "mpistrat: first\nmpistrat: other\n"
 
 
 @pytest.mark.parametrize(

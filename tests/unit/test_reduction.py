@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from fractions import Fraction
 from math import trunc
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -13,8 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpistrat
+from mpistrat.device.kernels import fold_kernel
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, combine, divide
+from mpistrat.transports import mpi
+from mpistrat.transports.nccl import native_type, nccl_refusal
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 INTEGERS = [np.dtype(code) for code in "bBhHiIqQ"]
@@ -47,6 +52,22 @@ def test_operations_are_defined_as_the_table_says(op: ReduceOp, dtype: np.dtype)
             check_dtype(op, dtype, "gradient 3")
     else:
         check_dtype(op, dtype)
+
+
+@pytest.mark.parametrize("op", ReduceOp)
+def test_all_that_combine_know_an_operation(op: ReduceOp, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {name: name for name in ("LAND", "LOR", "SUM", "MIN", "MAX", "PROD")}
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(**names)))
+    monkeypatch.setattr(mpi, "_ufunc_op", lambda ufunc, dtype: ufunc.__name__)
+    for dtype in (BOOL, *INTEGERS, *FLOATS, *HALVES, *COMPLEX):
+        try:
+            check_dtype(op, dtype)
+        except UnsupportedDtypeError:
+            continue
+        assert isinstance(combine(op), np.ufunc)
+        assert fold_kernel(dtype, op)
+        assert bool(native_type(dtype, op)) == (nccl_refusal(dtype, op) == "")
+        assert dtype in HALVES or mpi.mpi_op(op, dtype)
 
 
 @pytest.mark.parametrize("code", ["O", "U3", "S3", "M8[s]", "m8[s]", "f4,i4", "V3", ml_dtypes.float8_e5m2])

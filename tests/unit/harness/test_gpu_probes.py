@@ -9,12 +9,13 @@ from dataclasses import replace
 
 import pytest
 
+from mpistrat.execution.select import TRANSPORTS
 from tests.gpu.machine import Machine, driver_version
 from tests.gpu.probes import PROBES, Probe
 
 H200 = Machine(["NVIDIA H200"], {"CuPy": "14.2.0", "NCCL": "2.32.3", "Open MPI": "5.0.11"})
 OLD_NCCL = replace(H200, versions={"NCCL": "2.28.9"})
-ON_HOST = ["shared_memory 1x2", "mpi 1x2", "mpi_ring 1x2"]
+ON_HOST = [f"{transport} 1x2" for transport in TRANSPORTS]
 
 
 @pytest.fixture
