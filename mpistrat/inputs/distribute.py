@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, cast
 
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.context.stack import default_mode
 from mpistrat.device.binding import bound_device, own_device
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.dataset import Dataset
+from mpistrat.inputs.dataset import Dataset, Resumable
 from mpistrat.inputs.input_options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode, read_options
 from mpistrat.inputs.iterator import DistributedIterator, EpochBatches
 from mpistrat.inputs.rebatch import batched, num_batches_of, share_sizes, shares
@@ -18,7 +19,7 @@ from mpistrat.inputs.sources import as_dataset
 OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
 
 
-class DistributedDataset:
+class DistributedDataset(Resumable):
     """The batches of this rank's replica.
 
     Made by ``strategy.experimental_distribute_dataset`` and ``strategy.distribute_datasets_from_function``.
@@ -36,7 +37,6 @@ class DistributedDataset:
         self._dataset = dataset
         self._policy = policy
         self._options = options
-        self._epoch = 0
 
     @property
     def element_spec(self) -> Any:
@@ -44,9 +44,9 @@ class DistributedDataset:
         return self._dataset.element_spec
 
     def __iter__(self) -> DistributedIterator:
-        epoch, self._epoch = self._epoch, self._epoch + 1
+        epoch, first = self._begin_epoch()
         is_agreed = self._policy is DATA and self._length is not None
-        source = EpochBatches(self._batches(epoch), self._length, is_agreed, epoch)
+        source = EpochBatches(self._batches(epoch, first), self._length, is_agreed, epoch, first, self._reach, self._end_epoch)
         return DistributedIterator(self._strategy, source, self._options)
 
     def __len__(self) -> int:
@@ -76,9 +76,33 @@ class DistributedDataset:
         batch_size = self._dataset.batch_size
         return None if batch_size is None else share_sizes(batch_size, self._communicator.rank, self._communicator.size)
 
-    def _batches(self, epoch: int) -> Iterator[Any]:
+    def state_dict(self) -> dict[str, int]:
+        """Return the position, of all replicas; and their number, if batches are those of each rank's own data."""
+        position = super().state_dict()
+        return position if self._policy is DATA else {**position, "num_replicas": self._communicator.size}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Have the next iteration begin at a position: see `Dataset.load_state_dict`. All replicas must do it.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If it is in the middle of an epoch in which each of another number of ranks read data of its own.
+        """
+        count = state.get("num_replicas", self._communicator.size)
+        if state.get("batch") and count != self._communicator.size:
+            raise InvalidArgumentError(
+                f"batch {state['batch']} of an epoch cannot be found again: {count} ranks read data of their own, and now "
+                f"{self._communicator.size} do. Save at the end of an epoch, or share batches: AutoShardPolicy.DATA"
+            )
+        super().load_state_dict(state)
+
+    def _batches(self, epoch: int, first: int) -> Iterator[Any]:
         if self._policy is DATA:
-            return self._dataset.batches(epoch, self._communicator.rank, self._communicator.size)
+            return self._dataset.batches_from(first, epoch, self._communicator.rank, self._communicator.size)
+        return islice(self._own_batches(epoch), first, None)
+
+    def _own_batches(self, epoch: int) -> Iterator[Any]:
         whole = self._dataset.batches(epoch)
         if self._policy is None:
             return whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -45,12 +45,15 @@ class OptionalElement:
 
 
 class EpochBatches(NamedTuple):
-    """The batches of one replica in one epoch."""
+    """The batches of one replica in one epoch, from batch `first` on; how far it has come is told to the dataset."""
 
     batches: Iterator[Any]
     length: int | None
     is_agreed: bool
     epoch: int
+    first: int
+    reach: Callable[[int, int], None]
+    end: Callable[[int], None]
 
 
 class DistributedIterator(Iterator[Any]):
@@ -68,9 +71,10 @@ class DistributedIterator(Iterator[Any]):
         self._communicator: BaseCommunicator = strategy.extended.communicator
         self._batches = _prefetched(source.batches, options)
         self._length, self._epoch = source.length, source.epoch
+        self._reach, self._end = source.reach, source.end
         # number of elements of every replica: known from the start, from the first exchange on, or never
         self._steps = source.length if source.is_agreed else None
-        self._taken = 0
+        self._taken = source.first
         # an element that was read for element_spec, and has not been taken
         self._ahead: tuple[list[Any], Exception | None] | None = None
         self._empty: Any = None
@@ -134,8 +138,10 @@ class DistributedIterator(Iterator[Any]):
             raise
         if is_over:
             self.close()
+            self._end(self._epoch)
             return []
         self._taken += 1
+        self._reach(self._epoch, self._taken)
         return [regroup(share, self._communicator.size) for share in shares or [self._empty]]
 
     def _attempt(self) -> tuple[list[Any], Exception | None]:
