@@ -5,38 +5,37 @@ from __future__ import annotations
 import operator
 import os
 import time
-from collections.abc import Callable
-from hashlib import blake2b
-from json import dumps
-from math import prod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, flat, to_host
+from mpistrat.arrays import Array, flat, is_on_device
 from mpistrat.checkpoint import files
 from mpistrat.checkpoint.files import Manifest, Piece
-from mpistrat.checkpoint.tree import Spec, Tree
+from mpistrat.checkpoint.tree import Tree
 from mpistrat.checkpoint.writer import Writer
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.context.stack import get_strategy
+from mpistrat.context.stack import default_mode, get_strategy, in_replica_context_of, misplaced
+from mpistrat.device.abstract import address
+from mpistrat.device.binding import bound_device
 from mpistrat.errors import CheckpointError, InvalidArgumentError
+from mpistrat.inputs.distribute import DistributedDataset
+from mpistrat.inputs.input_options import checked_int
+from mpistrat.state.variables import Variable
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from typing_extensions import Self
-
-_SHOWN = 20  # reasons why a checkpoint does not fit
+_ALIGNMENT = 64
+_COMPARED_BYTES = 1 << 12  # of each array, before ranks save parts of it together
 
 
 class Checkpoint:
     """Objects whose state is saved to files and restored from them. Making one is a collective call.
 
-    The strategy in whose scope it is made, the default one outside all, says which ranks save together: each writes an equal
-    share of the bytes, and any number of ranks restores them. Values are those that all ranks have in common: arrays, numbers
-    and random generators must be equal on all ranks; of variables synchronized ON_READ the aggregated value is saved.
+    The strategy in whose scope it is made says which ranks save together: each writes an equal share of the bytes, and any
+    number of ranks restores them. Values are those that all ranks have in common: arrays, numbers and random generators must be
+    equal on all ranks; of variables synchronized ON_READ the aggregated value is saved.
 
     Parameters
     ----------
@@ -48,16 +47,20 @@ class Checkpoint:
     Raises
     ------
     InvalidArgumentError
-        If a value is a number, a text or a tuple, which cannot be restored in place.
+        If a value is a number, a text or a tuple, which cannot be restored in place, or belongs to another strategy.
+    LaunchError
+        If safetensors is not installed.
+    AgreementError
+        On all ranks, if they have different objects, or one cannot save them.
     """
 
     def __init__(self, **objects: Any) -> None:
-        self._communicator: BaseCommunicator = get_strategy().extended.communicator
-        with self._communicator.refusing("Checkpoint"):
-            self._tree = Tree(objects)
-        self._communicator.agree(f"Checkpoint of {', '.join(objects)}")
+        self._strategy = get_strategy()
+        self._communicator: BaseCommunicator = self._strategy.extended.communicator
+        self._objects = objects
+        self._communicator.agree_on("Checkpoint", self._checked)
         self._writer = Writer(self._communicator)
-        self._staged: dict[Piece, Array] = {}
+        self._memory = np.empty(0, np.uint8)
 
     def save(self, path: str | os.PathLike[str], wait: bool = False, step: int = 0) -> str:
         """Save to a new folder, and return its path. A collective call.
@@ -67,20 +70,51 @@ class Checkpoint:
         Parameters
         ----------
         path : path
-            A folder that does not exist, the same on all ranks.
+            A folder that does not exist, the same on all ranks, on a file system that they share.
         wait : bool
             Whether to wait until the checkpoint is durable.
         step : int
-            What `CheckpointManager.restore` returns.
+            What `restore` returns.
 
         Raises
         ------
         CheckpointError
-            On all ranks, if one cannot write to the folder; with ``wait=False`` raised by the next call, `close`, or at exit.
+            On all ranks, if one cannot write to the folder; what the thread finds is raised by the next call, `close`, or at
+            exit. What was saved before stays whole.
         AgreementError
-            On all ranks, if they save different things.
+            On all ranks, if they save different things, or one cannot save them.
         """
-        return self._save(Path(path), step, wait, lambda: None)
+        return self.save_to(path, wait, step)
+
+    def save_to(
+        self,
+        path: str | os.PathLike[str],
+        wait: bool,
+        step: int,
+        outdated: Sequence[Path] = (),
+        when_durable: Callable[[], None] = lambda: None,
+    ) -> str:
+        """Save, and remove older folders once that is durable; the next call that finds it so calls `when_durable`."""
+        started, communicator = time.perf_counter(), self._communicator
+        self.finish("save")
+
+        def capture() -> tuple[tuple[Tree, Path, int], str]:
+            tree, number = Tree(self._objects), operator.index(step)
+            outline = tree.outline(None if communicator.is_strict else _COMPARED_BYTES)
+            return (tree, Path(path), number), f"{os.fspath(path)!r}, step={number}, {outline}"
+
+        tree, folder, step = communicator.agree_on("Checkpoint.save", capture)
+        arrays = {name: leaf.read() if isinstance(leaf, Variable) else leaf for name, leaf in tree.leaves.items()}
+        pieces = files.pieces_of(tree.specs, communicator.rank, communicator.size)
+        with self.failing_together():
+            staged = self._stage(pieces, arrays)
+            if communicator.rank == 0:
+                files.prepare(folder)
+        manifest = Manifest(step, communicator.size, _version(), tree.document, tree.specs, {})
+        self._writer.start(folder, manifest, pieces, staged, outdated, when_durable, time.perf_counter() - started)
+        if wait:
+            self._writer.finish()
+        return str(folder)
 
     def restore(self, path: str | os.PathLike[str], strict: bool = True) -> int:
         """Restore all objects from a folder, and return the step that was saved there. A collective call.
@@ -92,31 +126,29 @@ class Checkpoint:
         path : path
             A folder that `save` has returned.
         strict : bool
-            Whether all arrays must be there, and no others.
+            Whether all arrays must be there, and no others. Shapes and dtypes must always be equal.
 
         Raises
         ------
         CheckpointError
-            On all ranks, if the folder is no whole checkpoint, or its arrays do not fit: all reasons are told at once.
+            On all ranks, if the folder is no whole checkpoint, or does not fit these objects: all reasons are told at once.
         """
-        self._writer.finish()
-        folder = Path(path)
-        manifest: Manifest | None = None
-        error = ""
-        if self._communicator.rank == 0:
-            try:
-                manifest = files.read_manifest(folder)
-            except CheckpointError as failed:
-                error = str(failed)
-        manifest, error = self._communicator.broadcast_object((manifest, error))
-        if not error:
-            problems = self._tree.problems(manifest.arrays, manifest.document, strict)
-            if problems:
-                rest = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-                error = "\n    ".join([f"{folder} does not fit these objects:", *problems[:_SHOWN], *rest])
-        self._raise_together(error)
-        self._tree.restore(manifest.document, self._read(folder, manifest))
-        return int(manifest.step)
+        communicator = self._communicator
+        self.finish("restore")
+        folder = communicator.agree_on("Checkpoint.restore", lambda: (Path(path), f"{os.fspath(path)!r}, strict={strict}"))
+        with self.failing_together():
+            found = files.read_manifest(folder) if communicator.rank == 0 else None
+        manifest: Manifest = communicator.broadcast_object(found)
+        with self.failing_together():
+            tree = Tree(self._objects)
+            tree.check(manifest.arrays, manifest.document, strict)
+        values = self._read(folder, manifest)
+        with self.failing_together():
+            tree.restore(manifest.document, values)
+        for name, leaf in tree.leaves.items():
+            if isinstance(leaf, Variable) and name in values:
+                leaf.assign(values[name])
+        return manifest.step
 
     def close(self) -> None:
         """Wait until the last save is durable, and free what is held. A collective call.
@@ -126,82 +158,81 @@ class Checkpoint:
         CheckpointError
             On all ranks, if the last save has failed.
         """
-        self._staged.clear()
         self._writer.close()
+        self._memory = np.empty(0, np.uint8)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:  # closing is collective
-            self.close()
-
-    def _save(self, folder: Path, step: int, wait: bool, when_durable: Callable[[], None]) -> str:
-        started = time.perf_counter()
+    def finish(self, method: str) -> None:
+        """Wait for the last save, before a method that cannot be called on a closed checkpoint or inside ``run``."""
+        if self._writer.is_closed:
+            raise RuntimeError(f"the checkpoint was closed: {method} it first, then close it, once")
+        if in_replica_context_of(self._strategy, f"checkpoint.{method}"):
+            raise misplaced(f"checkpoint.{method}", "outside strategy.run")
         self._writer.finish()
-        communicator = self._communicator
-        with communicator.refusing("save of a Checkpoint"):
-            step = operator.index(step)
-            document, arrays = self._tree.capture()
-        specs = {name: Spec(str(array.dtype), tuple(array.shape)) for name, array in arrays.items()}
-        communicator.agree(f"save of a Checkpoint, step={step}, {_outline(document, specs)}")
-        error = ""
-        if communicator.rank == 0:
-            try:
-                if (folder / files.MANIFEST).exists():
-                    raise CheckpointError(f"{folder} is a checkpoint already: save to another folder")
-                files.prepare(folder)
-            except CheckpointError as failed:
-                error = str(failed)
-        self._raise_together(error)
-        pieces = files.parts_of(specs, communicator.size)[communicator.rank]
-        staged = self._stage(pieces, arrays)
-        waited = time.perf_counter() - started
-        manifest = Manifest(step, communicator.size, _version(), document, specs, {})
-        self._writer.start(folder, manifest, pieces, staged, when_durable, waited)
-        if wait:
-            self._writer.finish()
-        return str(folder)
 
-    def _stage(self, pieces: list[Piece], arrays: dict[str, Array]) -> list[Array]:
-        """Return copies of pieces in host memory, which is used again by the next save."""
-        self._staged = {piece: self._staged[piece] for piece in pieces if piece in self._staged}
-        for piece in pieces:
-            part = to_host(flat(arrays[piece.name])[piece.start : piece.stop])
-            kept = self._staged.get(piece)
-            if kept is None or kept.dtype != part.dtype:
-                kept = self._staged[piece] = np.empty_like(part)
-            kept[...] = part
-        return [self._staged[piece] for piece in pieces]
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Raise a CheckpointError on all ranks, if one of them raises in the ``with`` block. A collective call."""
+        rank, mine, cause = self._communicator.rank, "", None
+        try:
+            yield
+        except CheckpointError as error:
+            mine = str(error)
+        except Exception as error:
+            mine, cause = f"rank {rank}: {type(error).__name__}: {error}", error
+        gathered = self._communicator.all_gather(np.frombuffer(f"{mine}\0".encode(), np.uint8))
+        told = list(dict.fromkeys(filter(None, gathered.tobytes().decode().split("\0"))))
+        if told:
+            raise CheckpointError("; ".join(told)) from cause
+
+    def _checked(self) -> tuple[None, str]:
+        files.check_library()
+        tree, strategies = Tree(self._objects), (self._strategy, default_mode().strategy)
+        tree.check_in_place()
+        for name, value in {**tree.leaves, **self._objects}.items():
+            owner = getattr(value, "_strategy", None) if isinstance(value, (Variable, DistributedDataset)) else None
+            if owner not in (None, *strategies):
+                raise InvalidArgumentError(
+                    f"{name} belongs to {owner!r}, whose ranks must save it together.\n"
+                    "    incorrect:  mpistrat.Checkpoint(weights=weights)\n"
+                    "    correct:    with strategy.scope(): mpistrat.Checkpoint(weights=weights)"
+                )
+        return None, ", ".join(self._objects)
+
+    def _stage(self, pieces: Sequence[Piece], arrays: dict[str, Array]) -> list[Array]:
+        """Return copies of pieces in host memory, which the next save uses again; what lies on a GPU gets there by DMA."""
+        parts = [flat(arrays[piece.name])[piece.start : piece.stop] for piece in pieces]
+        begins = np.cumsum([0, *(-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts)]).tolist()
+        device = bound_device()
+        if self._memory.nbytes < begins[-1]:
+            self._memory = np.empty(begins[-1], np.uint8) if device is None else device.pinned(begins[-1])
+        staged = []
+        for begin, part in zip(begins, parts, strict=False):
+            target = self._memory[begin : begin + part.nbytes].view(part.dtype)
+            staged.append(target)
+            if device is None or not is_on_device(part):
+                target[...] = part
+            else:
+                device.current_stream().copy(address(target), address(part), part.nbytes)
+        if device is not None:
+            event = device.current_stream().record()
+            while not event.done():
+                time.sleep(0)
+        return staged
 
     def _read(self, folder: Path, manifest: Manifest) -> dict[str, Array]:
-        """Return the arrays: each rank reads its share of the pieces, and broadcasts them."""
+        """Return the arrays: each rank reads its share of the files, and broadcasts what they hold."""
         communicator = self._communicator
-        every = [(name, piece) for name, pieces in manifest.pieces.items() for piece in pieces]
-        shares = list(zip(every, _readers(every, manifest.arrays, communicator.size), strict=True))
         mine: dict[Piece, Array] = {}
-        error = ""
-        try:
-            for name in manifest.pieces:
-                wanted = [piece for (file, piece), rank in shares if (file, rank) == (name, communicator.rank)]
-                if wanted:
-                    mine.update(files.read_pieces(folder / name, wanted, manifest.arrays))
-        except CheckpointError as failed:
-            error = str(failed)
-        self._raise_together(error)
-        found = {name: np.empty(prod(spec.shape), np.dtype(spec.dtype)) for name, spec in manifest.arrays.items()}
-        for (_, piece), root in shares:
-            target = found[piece.name][piece.start : piece.stop].view(np.uint8)
-            source = mine[piece].view(np.uint8) if root == communicator.rank else target
-            communicator.broadcast(source, root, out=target)
+        with self.failing_together():
+            found = {name: np.empty(spec.size, np.dtype(spec.dtype)) for name, spec in manifest.arrays.items()}
+            for name in list(manifest.pieces)[communicator.rank :: communicator.size]:
+                mine.update(files.read_pieces(folder / name, manifest))
+        for number, pieces in enumerate(manifest.pieces.values()):
+            for piece in pieces:
+                target = found[piece.name][piece.start : piece.stop].view(np.uint8)
+                source = mine[piece].view(np.uint8) if piece in mine else target
+                communicator.broadcast(source, number % communicator.size, out=target)
         return {name: array.reshape(manifest.arrays[name].shape) for name, array in found.items()}
-
-    def _raise_together(self, error: str) -> None:
-        """Raise a CheckpointError on all ranks, if one of them has an error. A collective call."""
-        texts = self._communicator.all_gather(np.frombuffer(f"{error}\0".encode(), np.uint8)).tobytes().decode().split("\0")
-        told = list(dict.fromkeys(filter(None, texts)))
-        if told:
-            raise CheckpointError("; ".join(told))
 
 
 class CheckpointManager:
@@ -214,7 +245,7 @@ class CheckpointManager:
     directory : path
         A directory on a file system that all ranks share. It is made by the first save.
     max_to_keep : int, optional
-        How many checkpoints are kept; None keeps all.
+        How many checkpoints are kept, those of the highest steps; None keeps all.
     keep_every : int, optional
         Checkpoints whose step is a multiple of it are kept for ever, besides.
 
@@ -222,6 +253,8 @@ class CheckpointManager:
     ------
     InvalidArgumentError
         If `checkpoint` is no Checkpoint, or a number is not positive.
+    CheckpointError
+        On all ranks, if the directory cannot be read.
     """
 
     def __init__(
@@ -238,14 +271,10 @@ class CheckpointManager:
                 raise InvalidArgumentError(f"{name} must be a positive number or None; got {value!r}")
         self._checkpoint, self._directory = checkpoint, Path(directory)
         self._max_to_keep, self._keep_every = max_to_keep, keep_every
-        error, found = "", list[Path]()
-        if checkpoint._communicator.rank == 0:
-            try:
-                found = files.find_checkpoints(self._directory)
-            except CheckpointError as failed:
-                error = str(failed)
-        self._found, error = checkpoint._communicator.broadcast_object((found, error))
-        checkpoint._raise_together(error)
+        communicator = checkpoint._communicator
+        with checkpoint.failing_together():
+            found = files.find_checkpoints(self._directory) if communicator.rank == 0 else []
+        self._found: list[Path] = communicator.broadcast_object(found)
 
     @property
     def directory(self) -> str:
@@ -254,79 +283,50 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of the checkpoints that are kept, oldest first; all are durable."""
+        """The paths of the checkpoints that are kept, by their steps: those that were durable at the last call of a method."""
         return list(map(str, self._found))
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The path of the newest checkpoint; None if there is none."""
+        """The last one of `checkpoints`; None if there is none."""
         return str(self._found[-1]) if self._found else None
 
     def save(self, step: int, wait: bool = False) -> str:
         """Save to a folder of the directory, and return its path. A collective call: see `Checkpoint.save`.
 
-        The checkpoint is among `checkpoints` once it is durable; then those that are not kept are removed.
+        Once the checkpoint is durable, those that are not kept are removed.
         """
-        with self._checkpoint._communicator.refusing("save of a CheckpointManager"):
-            if operator.index(step) < 0:
-                raise InvalidArgumentError(f"step must not be negative; got {step}")
-        self._checkpoint._writer.finish()
+        self._checkpoint.finish("save")
+        step = self._checkpoint._communicator.agree_on(
+            "CheckpointManager.save", lambda: (number := checked_int(step, "step", 0), f"step={number}")
+        )
         folder = files.new_folder(self._directory, step, self._found)
-        return self._checkpoint._save(folder, step, wait, lambda: self._add(folder))
+        kept = self._kept_with(folder, step)
+
+        def add() -> None:
+            self._found = kept
+
+        return self._checkpoint.save_to(folder, wait, step, [each for each in self._found if each not in kept], add)
 
     def restore(self, strict: bool = True) -> int | None:
         """Restore the newest checkpoint, and return its step; None if there is none. A collective call.
 
         See `Checkpoint.restore` for `strict` and the errors.
         """
-        self._checkpoint._writer.finish()
+        self._checkpoint.finish("restore")
         return self._checkpoint.restore(self._found[-1], strict) if self._found else None
 
     def close(self) -> None:
         """Close the checkpoint: see `Checkpoint.close`. A collective call."""
         self._checkpoint.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:  # closing is collective
-            self.close()
-
-    def _is_kept(self, step: int) -> bool:
-        return self._keep_every is not None and step % self._keep_every == 0
-
-    def _add(self, folder: Path) -> None:
-        """Add a durable checkpoint, and remove those that are not kept."""
-        found = sorted([*self._found, folder], key=files.place_of)
-        step = files.place_of(folder)[0]
-        gone = [each for each in found if each != folder and files.place_of(each)[0] == step]  # it was saved again
-        passing = [each for each in found if each not in gone and not self._is_kept(files.place_of(each)[0])]
-        gone += [] if self._max_to_keep is None else passing[: -self._max_to_keep]
-        self._found = [each for each in found if each not in gone]
-        if self._checkpoint._communicator.rank == 0:
-            for each in gone:
-                files.remove(each)
-
-
-def _outline(document: Any, specs: dict[str, Spec]) -> str:
-    """Return a text that differs if ranks save different things: for each object its arrays, and a hash of what is plain."""
-    texts = []
-    for name, node in document[1]:
-        of_arrays = [(key, spec) for key, spec in specs.items() if key == name or key.startswith(f"{name}/")]
-        text = dumps([node, of_arrays])
-        texts.append(f"{name}: {len(of_arrays)} arrays ({blake2b(text.encode(), digest_size=4).hexdigest()})")
-    return ", ".join(texts)
-
-
-def _readers(pieces: list[tuple[str, Piece]], specs: dict[str, Spec], size: int) -> list[int]:
-    """Return which rank reads each piece: shares of about equal bytes."""
-    sizes = [(piece.stop - piece.start) * np.dtype(specs[piece.name].dtype).itemsize for _, piece in pieces]
-    total, before, readers = max(sum(sizes), 1), 0, []
-    for nbytes in sizes:
-        readers.append(min((before + nbytes // 2) * size // total, size - 1))
-        before += nbytes
-    return readers
+    def _kept_with(self, folder: Path, step: int) -> list[Path]:
+        """Return the checkpoints that are kept when a new one has been saved, which replaces that of its step."""
+        every = self._keep_every
+        found = sorted([each for each in self._found if files.place_of(each)[0] != step] + [folder], key=files.place_of)
+        passing = [each for each in found if every is None or files.place_of(each)[0] % every]
+        gone = [] if self._max_to_keep is None else passing[: -self._max_to_keep]
+        return [each for each in found if each == folder or each not in gone]
 
 
 def _version() -> str:

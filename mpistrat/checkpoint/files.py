@@ -12,25 +12,23 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, pairwise
-from math import prod
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
-import ml_dtypes  # noqa: F401 - NumPy knows its dtypes by name then
 import numpy as np
 
 from mpistrat.arrays import Array, as_bytes
 from mpistrat.checkpoint.tree import Node, Spec
-from mpistrat.errors import CheckpointError
+from mpistrat.errors import CheckpointError, LaunchError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"ckpt-(\d+)(?:\.(\d+))?")
+_OURS = re.compile(rf"arrays-\d+\.safetensors|{re.escape(MANIFEST)}(\.new)?")
 # what all versions of safetensors hold; other arrays are stored as bytes
 _STORED_AS_THEY_ARE = {
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
@@ -60,23 +58,29 @@ class Manifest(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """The bytes of all arrays."""
-        return sum(prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in self.arrays.values())
+        return sum(spec.size * spec.itemsize for spec in self.arrays.values())
 
 
-def parts_of(arrays: Mapping[str, Spec], num_parts: int) -> list[list[Piece]]:
-    """Return the pieces of each part: equal bytes, up to an element."""
-    sizes = [np.dtype(spec.dtype).itemsize * prod(spec.shape) for spec in arrays.values()]
-    bounds = [sum(sizes) * part // num_parts for part in range(num_parts + 1)]
-    parts = []
-    for first, last in pairwise(bounds):
-        pieces, begin = [], 0
-        for (name, spec), size in zip(arrays.items(), sizes, strict=True):
-            start, stop = (min(max(bound - begin, 0), size) // np.dtype(spec.dtype).itemsize for bound in (first, last))
-            if start < stop:
-                pieces.append(Piece(name, start, stop))
-            begin += size
-        parts.append(pieces)
-    return parts
+def check_library() -> None:
+    """Check that the library is installed that writes and reads arrays."""
+    if find_spec("safetensors") is None:
+        raise LaunchError(
+            "checkpoints are written by safetensors, which is not installed: pip install '.[checkpoint]' in the checkout"
+        )
+
+
+def pieces_of(arrays: Mapping[str, Spec], part: int, num_parts: int) -> list[Piece]:
+    """Return the pieces of one part of arrays: parts have equal bytes, up to an element."""
+    total = sum(spec.size * spec.itemsize for spec in arrays.values())
+    bounds = total * part // num_parts, total * (part + 1) // num_parts
+    pieces, begin = [], 0
+    for name, spec in arrays.items():
+        nbytes = spec.size * spec.itemsize
+        start, stop = (min(max(bound - begin, 0), nbytes) // spec.itemsize for bound in bounds)
+        if start < stop:
+            pieces.append(Piece(name, start, stop))
+        begin += nbytes
+    return pieces
 
 
 def file_name(rank: int) -> str:
@@ -85,41 +89,38 @@ def file_name(rank: int) -> str:
 
 
 def write_pieces(path: Path, pieces: Sequence[Piece], arrays: Sequence[Array]) -> list[Piece]:
-    """Write a durable file; return its pieces with checksums."""
+    """Write a durable file, if there are any pieces; return them with checksums."""
     from safetensors.numpy import save_file
 
-    stored = {piece.name: _as_stored(array) for piece, array in zip(pieces, arrays, strict=True)}
-    save_file(stored, path)
-    _sync(path)
+    if pieces:
+        save_file({piece.name: _as_stored(array) for piece, array in zip(pieces, arrays, strict=True)}, path)
+        _sync(path)
     return [piece._replace(checksum=crc32(as_bytes(array).data)) for piece, array in zip(pieces, arrays, strict=True)]
 
 
-def read_pieces(path: Path, pieces: Iterable[Piece], dtypes: Mapping[str, Spec]) -> Iterator[tuple[Piece, Array]]:
-    """Yield pieces of a file, after comparing their checksums."""
+def read_pieces(path: Path, manifest: Manifest) -> Iterator[tuple[Piece, Array]]:
+    """Yield the pieces of a file, after comparing their checksums."""
+    check_library()
     from safetensors import safe_open
 
     with _reading(path), safe_open(path, "numpy") as file:
-        for piece in pieces:
+        for piece in manifest.pieces[path.name]:
             array = file.get_tensor(piece.name)
             if crc32(as_bytes(array).data) != piece.checksum:
                 raise CheckpointError(f"{path}: the bytes of {piece.name} are not those that were written")
-            array = array.view(np.dtype(dtypes[piece.name].dtype))
-            if array.shape != (piece.stop - piece.start,):
-                raise CheckpointError(f"{path}: {piece.name} has shape {array.shape}, which is not what was written")
-            yield piece, array
+            yield piece, as_bytes(array).view(np.dtype(manifest.arrays[piece.name].dtype))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Make a checkpoint of a folder whose files are durable."""
-    content = json.dumps(manifest._asdict())
-    text = json.dumps({"format": FORMAT, "checksum": crc32(content.encode()), "content": content})
+    content = manifest._asdict()
+    text = json.dumps({"format": FORMAT, "checksum": crc32(json.dumps(content).encode()), "content": content})
     new = folder / f"{MANIFEST}.new"
     _sync(folder)
     new.write_text(text)
     _sync(new)
     new.rename(folder / MANIFEST)
     _sync(folder)
-    _sync(folder.parent)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -132,9 +133,9 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path} has format {found['format']}, and this version of mpistrat reads format {FORMAT}: use the version "
                 "that has written it, or a newer one"
             )
-        if crc32(found["content"].encode()) != found["checksum"]:
+        fields: dict[str, Any] = found["content"]
+        if crc32(json.dumps(fields).encode()) != found["checksum"]:
             raise CheckpointError(f"{path}: its bytes are not those that were written")
-        fields = json.loads(found["content"])
         fields["arrays"] = {name: Spec(dtype, tuple(shape)) for name, (dtype, shape) in fields["arrays"].items()}
         fields["pieces"] = {name: [Piece(*piece) for piece in pieces] for name, pieces in fields["pieces"].items()}
         return Manifest(**fields)
@@ -143,15 +144,9 @@ def read_manifest(folder: Path) -> Manifest:
 def verify(folder: Path) -> Manifest:
     """Read all of a checkpoint, compare checksums, and return its manifest."""
     manifest = read_manifest(folder)
-    for name, pieces in manifest.pieces.items():
-        for _ in read_pieces(folder / name, pieces, manifest.arrays):
+    for name in manifest.pieces:
+        for _ in read_pieces(folder / name, manifest):
             pass
-    held = {name: 0 for name in manifest.arrays}
-    for piece in chain.from_iterable(manifest.pieces.values()):
-        held[piece.name] += piece.stop - piece.start
-    for name, spec in manifest.arrays.items():
-        if held[name] != prod(spec.shape):
-            raise CheckpointError(f"{folder}: {name} has {held[name]} elements of {prod(spec.shape)}")
     return manifest
 
 
@@ -159,6 +154,12 @@ def new_folder(directory: Path, step: int, existing: Sequence[Path]) -> Path:
     """Return the folder for a step: a new one, also if that step was saved before."""
     turns = [turn for other, turn in map(place_of, existing) if other == step]
     return directory / (f"ckpt-{step:08d}" if not turns else f"ckpt-{step:08d}.{max(turns) + 1}")
+
+
+def place_of(folder: Path) -> tuple[int, int]:
+    """Return the step of a folder of `new_folder`, and which of that step it is."""
+    found = _FOLDER.fullmatch(folder.name)
+    return (int(found[1]), int(found[2] or 0)) if found else (-1, 0)
 
 
 def find_checkpoints(directory: Path) -> list[Path]:
@@ -172,23 +173,28 @@ def find_checkpoints(directory: Path) -> list[Path]:
 
 def prepare(folder: Path) -> None:
     """Make an empty folder for a new checkpoint, in the place of an incomplete one."""
-    with _writing(folder):
-        remove(folder)
-        folder.mkdir(parents=True)
+    if (folder / MANIFEST).exists():
+        raise CheckpointError(f"{folder} is a checkpoint already: save to another folder")
+    remove(folder)
+    if folder.is_dir():
+        raise CheckpointError(f"{folder} holds what is no part of a checkpoint: save to another folder")
+    absent = [path for path in folder.parents if not path.exists()]
+    folder.mkdir(parents=True)
+    for path in (folder, *absent):
+        _sync(path.parent)
 
 
 def remove(folder: Path) -> None:
     """Remove a checkpoint, its manifest first: what is left of it if that is interrupted is no checkpoint."""
-    if folder.is_dir():
-        (folder / MANIFEST).unlink(missing_ok=True)
-        _sync(folder)
-        shutil.rmtree(folder)
-
-
-def place_of(folder: Path) -> tuple[int, int]:
-    """Return the step of a folder, and which of that step it is."""
-    found = _FOLDER.fullmatch(folder.name)
-    return (int(found[1]), int(found[2] or 0)) if found else (-1, 0)
+    if not folder.is_dir():
+        return
+    (folder / MANIFEST).unlink(missing_ok=True)
+    _sync(folder)
+    for path in folder.iterdir():
+        if _OURS.fullmatch(path.name):
+            path.unlink()
+    if not any(folder.iterdir()):  # else somebody has put something there
+        folder.rmdir()
 
 
 def _as_stored(array: Array) -> Array:
@@ -216,11 +222,3 @@ def _reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} does not exist: {path.parent} is no whole checkpoint, because {why}") from None
     except Exception as error:  # the library that reads arrays has exceptions of its own
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}") from error

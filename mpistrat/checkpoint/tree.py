@@ -14,17 +14,26 @@ In the document a number, a text, a bool and None stand for themselves. Everythi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from itertools import repeat
+from json import dumps
+from math import prod
 from typing import Any, NamedTuple
 
+import ml_dtypes  # noqa: F401 - NumPy knows its dtypes by name then
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, as_target, is_on_device, like, to_device
+from mpistrat.device.interop import is_a
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.inputs.dataset import Resumable
+from mpistrat.state.aggregation import checksum
 from mpistrat.state.variables import Variable
 
 Node = Any
 _PLAIN = (type(None), bool, int, float, str)
+_SHOWN = 20  # reasons why a checkpoint does not fit
 _ACCEPTED = (
     "accepted are variables, arrays, objects with state_dict and load_state_dict, generators of NumPy, numbers, texts, and "
     "dicts, lists and tuples of these"
@@ -37,188 +46,215 @@ class Spec(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return np.dtype(self.dtype).itemsize
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
+
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape}"
 
 
 class Tree:
-    """The objects of a checkpoint by name."""
+    """What objects hold now: the document, and `leaves`, their variables and arrays by name."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
-        self._objects = dict(objects)
+        self._objects = objects
+        self.leaves: dict[str, Any] = {}
+        # how the names of arrays begin that may come and go: an optimizer has none before its first step
+        self._changing: list[str] = []
+        self.document: Node = ["dict", [[name, self._encoded(value, name)] for name, value in objects.items()]]
+        self.specs = {name: Spec(str(leaf.dtype), tuple(leaf.shape)) for name, leaf in self.leaves.items()}
+
+    def check_in_place(self) -> None:
+        """Check that each object can be changed."""
         for name, value in self._objects.items():
-            if isinstance(value, (*_PLAIN, tuple, np.generic)) or not _is_known(value):
+            kind = _kind(value)
+            is_fixed = kind in ("plain value", "tuple") or (kind == "array" and _memory(value) is None)
+            if is_fixed or (kind == "dict" and not isinstance(value, dict)):
                 raise InvalidArgumentError(
-                    f"{name} is of type {type(value).__name__}, which cannot be restored in place; {_ACCEPTED}. A number lives "
-                    "in a dict.\n"
+                    f"{name} is of type {type(value).__name__}, and cannot be restored in place; {_ACCEPTED}. Numbers, and "
+                    "arrays that cannot be written to, live in a dict.\n"
                     "    incorrect:  mpistrat.Checkpoint(step=0)\n"
                     "    correct:    state = {'step': 0}; mpistrat.Checkpoint(state=state)"
                 )
 
-    def capture(self) -> tuple[Node, dict[str, Array]]:
-        """Return the document, and the arrays by name. A collective call, as reading a variable is."""
-        arrays: dict[str, Array] = {}
+    def outline(self, most_bytes: int | None) -> str:
+        """Return a text that differs between ranks if they hold other things: of each array so many bytes are looked at."""
+        texts = []
+        for name, node in self.document[1]:
+            found = {key: leaf for key, leaf in self.leaves.items() if f"{key}/".startswith(f"{name}/")}
+            arrays = checksum([leaf for leaf in found.values() if not isinstance(leaf, Variable)], most_bytes)
+            text = dumps([node, [self.specs[key] for key in found], arrays])
+            texts.append(f"{name}: {len(found)} arrays ({blake2b(text.encode(), digest_size=4).hexdigest()})")
+        return ", ".join(texts)
 
-        def add(name: str, value: Any) -> None:
-            if name in arrays:
-                raise InvalidArgumentError(f"two arrays of the checkpoint have the name {name}; give their keys other names")
-            arrays[name] = as_array(value.read() if isinstance(value, Variable) else value, name)
-
-        return ["dict", [[name, _encoded(value, name, add)] for name, value in self._objects.items()]], arrays
-
-    def problems(self, saved: Mapping[str, Spec], document: Node, is_strict: bool) -> list[str]:
-        """Return why what was saved cannot be restored to these objects, a line for each reason."""
-        mine, bare = self._outline()
-        nodes = dict(document[1])
-        differ = [name for name in mine if mine[name] != saved.get(name, mine[name])]
-        texts = [f"{name} has {mine[name]} here, and {saved[name]} there" for name in differ]
-        if not is_strict:
-            return texts
-        missing = [name for name in mine if name not in saved] + [name for name in self._objects if name not in nodes]
-        known = {*mine, *(name for name in saved if name.startswith(tuple(bare)))}
-        unexpected = [name for name in saved if name not in known]
-        unexpected += [name for name in nodes if name not in self._objects and name not in saved]
-        texts += [f"{name} is missing there" for name in missing]
-        return texts + [f"{name} is unexpected: nothing here has this name" for name in unexpected]
+    def check(self, saved: Mapping[str, Spec], document: Node, is_strict: bool) -> None:
+        """Check that what was saved can be restored to the objects; the error has all reasons why not."""
+        nodes, mine = dict(document[1]), self.specs
+        texts = [
+            f"{name} has {mine[name]} here, and {saved[name]} there"
+            for name in mine
+            if saved.get(name, mine[name]) != mine[name]
+        ]
+        texts += [text for name in nodes if name in self._objects for text in _misfits(self._objects[name], nodes[name], name)]
+        if is_strict:
+            texts += [f"{name} is missing there" for name in self._others(self._objects, mine, nodes, saved)]
+            others = self._others(nodes, saved, self._objects, mine)
+            texts += [f"{name} is unexpected: nothing here has this name" for name in others]
+        if texts:
+            rest = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
+            raise CheckpointError("\n    ".join(["what was saved does not fit these objects:", *texts[:_SHOWN], *rest]))
 
     def restore(self, document: Node, values: Mapping[str, Array]) -> None:
-        """Write what was saved to the objects. A collective call, as assigning to a variable is."""
+        """Write what was saved to the objects, but for variables."""
         for name, node in document[1]:
             if name in self._objects:
-                _put(self._objects[name], node, values)
+                restored(node, values, self._objects[name])
 
-    def _outline(self) -> tuple[dict[str, Spec], list[str]]:
-        """Return what each array is like, and how the names begin that objects without any array so far may have."""
-        found: dict[str, Spec] = {}
-        bare: list[str] = []
+    def _others(self, objects: Any, names: Any, other_objects: Any, other_names: Any) -> Iterator[str]:
+        """Yield the names on one side that the other one must have and has not."""
+        absent = [name for name in objects if name not in other_objects]
+        yield from absent
+        known = tuple(f"{name}/" for name in absent) + tuple(self._changing)
+        yield from (name for name in names if name not in other_names and not f"{name}/".startswith(known))
 
-        def add(name: str, value: Any) -> None:
-            array = value if isinstance(value, Variable) else as_array(value, name)
-            found[name] = Spec(str(array.dtype), tuple(array.shape))
+    def _encoded(self, value: Any, name: str) -> Node:
+        kind = _kind(value)
+        if kind == "plain value":
+            return value
+        if kind in ("state", "generator"):
+            if not is_a(value, "torch.nn", "Module"):
+                self._changing.append(f"{name}/")
+            return [kind, self._encoded(value.state_dict() if kind == "state" else value.bit_generator.state, name)]
+        if kind == "dict":
+            if not all(type(key) in _PLAIN for key in value):
+                raise InvalidArgumentError(f"the keys of {name} must be texts or numbers; got {list(value)!r}")
+            return [kind, [[key, self._encoded(each, f"{name}/{key}")] for key, each in value.items()]]
+        if kind in ("list", "tuple"):
+            return [kind, [self._encoded(each, f"{name}/{index}") for index, each in enumerate(value)]]
+        if not is_array(value):
+            raise UnsupportedDtypeError(
+                f"{name} is of type {type(value).__name__}, which a checkpoint cannot hold; {_ACCEPTED}"
+            )
+        if name in self.leaves:
+            raise InvalidArgumentError(f"two arrays of the checkpoint have the name {name}; give their keys other names")
+        self.leaves[name] = value if kind == "variable" else as_array(value, name)
+        return [kind, name] if kind == "variable" else [kind, name, _library(value)]
 
-        def note(name: str, has_arrays: bool) -> None:
-            if not has_arrays:  # an optimizer before its first step
-                bare.append(f"{name}/")
 
-        for name, value in self._objects.items():
-            _encoded(value, name, add, note)
-        return found, bare
-
-
-def decoded(node: Node, values: Mapping[str, Array]) -> Any:
-    """Return a new value for a node, with the arrays in `values`; those that are not there are None."""
+def restored(node: Node, values: Mapping[str, Array], old: Any = None) -> Any:
+    """Return what a node stands for: `old`, changed, wherever that can be changed; else a new value."""
     if not isinstance(node, list):
         return node
-    kind, content, *rest = node
+    kind, content, *library = node
     if kind == "dict":
-        return {key: decoded(each, values) for key, each in content}
+        olds = old if isinstance(old, Mapping) else {}
+        found = {key: restored(each, values, olds.get(key)) for key, each in content}
+        if isinstance(old, dict):
+            old.update(found)
+        return old if isinstance(old, dict) else found
     if kind in ("list", "tuple"):
-        return (list if kind == "list" else tuple)(decoded(each, values) for each in content)
-    if kind == "array":
-        return _in_library(values[content], rest[0]) if content in values else None
-    return decoded(content, values) if kind in ("state", "generator") else values.get(content)
+        before = [*(old if isinstance(old, (list, tuple)) else ()), *repeat(None, len(content))]
+        items = [restored(each, values, one) for each, one in zip(content, before, strict=False)]
+        if kind == "tuple":
+            return type(old)(*items) if hasattr(old, "_fields") else tuple(items)
+        if isinstance(old, list):
+            old[:] = items
+        return old if isinstance(old, list) else items
+    if kind in ("generator", "state"):
+        state = restored(content, values)
+        if _kind(old) != kind:
+            return state
+        if kind == "generator":
+            old.bit_generator.state = state
+        else:
+            old.load_state_dict(state)
+        return old
+    if isinstance(old, Variable):
+        return old
+    return _written(old, values[content]) if is_array(old) else _new(values[content], *library)
 
 
-def _is_known(value: Any) -> bool:
-    is_array = hasattr(value, "dtype") and hasattr(value, "shape")
-    return is_array or _has_state(value) or isinstance(value, (Variable, np.random.Generator, Mapping, list, tuple, *_PLAIN))
+def is_array(value: Any) -> bool:
+    """Return whether a value has a dtype and a shape."""
+    return hasattr(value, "dtype") and hasattr(value, "shape")
 
 
-def _has_state(value: Any) -> bool:
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-
-
-def _encoded(
-    value: Any, name: str, add: Callable[[str, Any], None], note: Callable[[str, bool], None] = lambda name, has_arrays: None
-) -> Node:
-    """Return the node of a value; `add` is called with each array, and `note` with whether an object with state has any."""
-
-    def inner(each: Any, key: object) -> Node:
-        return _encoded(each, f"{name}/{key}", add, note)
-
+def _kind(value: Any) -> str:
     if type(value) in _PLAIN:
-        return value
+        return "plain value"
     if isinstance(value, Variable):
-        add(name, value)
-        return ["variable", name]
+        return "variable"
     if isinstance(value, np.random.Generator):
-        return ["generator", _encoded(value.bit_generator.state, name, add, note)]
-    if _has_state(value):
-        names: list[str] = []
-
-        def add_and_count(each: str, array: Any) -> None:
-            names.append(each)
-            add(each, array)
-
-        node = ["state", _encoded(value.state_dict(), name, add_and_count, note)]
-        note(name, bool(names))
-        return node
+        return "generator"
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        return "state"
     if isinstance(value, Mapping):
-        if not all(type(key) in _PLAIN for key in value):
-            raise InvalidArgumentError(f"the keys of {name} must be texts or numbers; got {list(value)!r}")
-        return ["dict", [[key, inner(each, key)] for key, each in value.items()]]
-    if isinstance(value, (list, tuple)):
-        return ["list" if isinstance(value, list) else "tuple", [inner(each, index) for index, each in enumerate(value)]]
-    if not _is_known(value):
-        raise UnsupportedDtypeError(f"{name} is of type {type(value).__name__}, which a checkpoint cannot hold; {_ACCEPTED}")
-    add(name, value)
-    return ["array", name, _library(value)]
+        return "dict"
+    return "tuple" if isinstance(value, tuple) else "list" if isinstance(value, list) else "array"
 
 
-def _put(value: Any, node: Node, values: Mapping[str, Array]) -> Any:
-    """Write what was saved to a value, and return what stands for it from now on: itself, if it can be changed."""
-    kind: str = node[0] if isinstance(node, list) else ""
-    content: Any = node[1] if kind else None
-    if isinstance(value, Variable):
-        if content in values:
-            value.assign(values[content])
-    elif isinstance(value, np.random.Generator):
-        value.bit_generator.state = decoded(content, values)
-    elif _has_state(value):
-        value.load_state_dict(decoded(content, values))
-    elif isinstance(value, dict) and kind == "dict":
+def _misfits(value: Any, node: Node, name: str, can_change: bool = False) -> Iterator[str]:
+    """Yield why a value cannot be restored from a node, unless another one can take its place."""
+    wanted = _kind(value).replace("variable", "array")
+    kind, content, *_ = node if isinstance(node, list) else ["plain value", node]
+    kind = kind.replace("variable", "array")
+    if wanted != kind:
+        if not can_change or wanted in ("generator", "state"):
+            yield f"{name} is of kind {wanted} here, and {kind} there"
+    elif kind == "dict":
         for key, each in content:
-            value[key] = _put(value[key], each, values) if key in value else decoded(each, values)
-    elif isinstance(value, list) and kind == "list":
-        value[:] = [_put(*pair, values) if len(pair) == 2 else decoded(pair[0], values) for pair in _pairs(value, content)]
-    elif isinstance(value, tuple) and kind == "tuple" and len(value) == len(content):
-        parts = [_put(each, inner, values) for each, inner in zip(value, content, strict=True)]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    elif kind == "array" and _is_known(value) and not isinstance(value, _PLAIN):
-        return _written(value, values[content]) if content in values else value
-    else:
-        return decoded(node, values)
-    return value
+            if key in value:
+                yield from _misfits(value[key], each, f"{name}/{key}", can_change=True)
+    elif kind == "list":
+        for index, (one, each) in enumerate(zip(value, content, strict=False)):
+            yield from _misfits(one, each, f"{name}/{index}", can_change=True)
+    elif kind == "generator":
+        mine, saved = value.bit_generator.state["bit_generator"], dict(content[1])["bit_generator"]
+        if mine != saved:
+            yield f"{name} is a generator {mine} here, and {saved} there"
+    elif isinstance(value, Resumable):
+        try:
+            value.check_position(restored(content, {}))
+        except InvalidArgumentError as error:
+            yield f"{name}: {error}"
 
 
-def _pairs(value: list[Any], nodes: list[Node]) -> list[tuple[Any, ...]]:
-    return [(value[index], node) if index < len(value) else (node,) for index, node in enumerate(nodes)]
+def _memory(value: Any) -> Array | None:
+    """Return the memory of an array; None if it cannot be written to."""
+    try:
+        target = as_target(value)
+    except InvalidArgumentError:  # JAX's arrays
+        return None
+    return target if getattr(target.flags, "writeable", True) else None
 
 
 def _written(value: Any, saved: Array) -> Any:
     """Return an array that holds what was saved: `value` itself, if it can be written to."""
-    try:
-        target = as_target(value)
-        is_writable = getattr(target.flags, "writeable", True) and target.shape == saved.shape
-    except InvalidArgumentError:  # JAX's arrays cannot be changed
-        is_writable = False
-    if not is_writable:
+    target = _memory(value)
+    if target is None or (str(target.dtype), target.shape) != (str(saved.dtype), saved.shape):
         return like(saved, value)
     target[...] = to_device(saved) if is_on_device(target) else saved
     return value
 
 
 def _library(value: Any) -> str:
-    return type(value).__module__.partition(".")[0]
+    return {"jaxlib": "jax"}.get(found := type(value).__module__.partition(".")[0], found)
 
 
-def _in_library(array: Array, library: str) -> Any:
-    """Return an array as one of another library, if the program has imported that."""
+def _new(saved: Array, library: str = "numpy") -> Any:
+    """Return an array as one of a library, if the program has imported that."""
     if library == "cupy":
-        return to_device(array)
-    module = sys.modules.get({"jaxlib": "jax"}.get(library, library))
-    if library in ("numpy", "ml_dtypes"):
-        return array
+        return to_device(saved)
+    if library not in ("torch", "jax"):
+        return saved
+    module = sys.modules.get(library)
     if module is None:
         raise CheckpointError(f"an array of {library} was saved, and {library} was not imported here: import it first")
-    return like(array, module.empty(0) if library == "torch" else module.numpy.empty(0))
+    return like(saved, module.empty(0) if library == "torch" else module.numpy.empty(0))

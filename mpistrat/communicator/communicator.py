@@ -173,10 +173,6 @@ class Communicator(BaseCommunicator):
         """The transports used for arrays on GPUs, and why not faster ones; empty where ranks compute on CPUs."""
         return "" if self._gpu is None else str(self._gpu.executor.transports)
 
-    def is_broken(self) -> bool:
-        """Return whether a collective has failed, here or on a rank that has reported it."""
-        return self._guard.is_broken()
-
     def all_reduce(
         self, op: ReduceOp | str, arrays: Arrays, options: CommunicationOptions | None = None, out: Arrays | None = None
     ) -> Any:
@@ -391,7 +387,7 @@ class Communicator(BaseCommunicator):
             return
         self._programs.forget_calls()
         self._guard.wait_for_started()
-        if self.is_broken():
+        if self._guard.is_broken():
             if self._gpu is not None:
                 self._gpu.executor.abort("a collective has failed")
         else:

@@ -24,6 +24,7 @@ class Resumable:
 
     _next: tuple[int, int] = (0, 0)  # where the next iteration begins
     _now: tuple[int, int] = (0, 0)
+    _num_replicas = 1
 
     def state_dict(self) -> dict[str, int]:
         """Return the position: the epoch, and how many of its batches have been taken."""
@@ -35,15 +36,25 @@ class Resumable:
         Raises
         ------
         InvalidArgumentError
-            If `state` is not what `state_dict` returns.
+            If `state` is not what `state_dict` returns, or in the middle of an epoch in which each of another number of ranks
+            read data of its own.
         """
+        self.check_position(state)
+        self._now = self._next = state["epoch"], state["batch"]
+
+    def check_position(self, state: Mapping[str, int]) -> None:
+        """Check that iterations can begin at a position: see `load_state_dict`."""
         try:
-            place = checked_int(state["epoch"], "epoch", 0), checked_int(state["batch"], "batch", 0)
+            checked_int(state["epoch"], "epoch", 0), checked_int(state["batch"], "batch", 0)
         except (KeyError, TypeError) as error:
+            why = f"state must have an epoch and a batch, as state_dict() returns; got {state!r}"
+            raise InvalidArgumentError(why) from error
+        count = state.get("num_replicas", self._num_replicas)
+        if state["batch"] and count != self._num_replicas:
             raise InvalidArgumentError(
-                f"state must have an epoch and a batch, as state_dict() returns; got {state!r}"
-            ) from error
-        self._now = self._next = place
+                f"batch {state['batch']} of an epoch cannot be found again: {count} ranks read data of their own, and now "
+                f"{self._num_replicas} do. Save at the end of an epoch, or share batches: AutoShardPolicy.DATA"
+            )
 
     def _begin_epoch(self) -> tuple[int, int]:
         """Return epoch and first batch of an iteration that begins."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, cast
 
@@ -34,6 +34,7 @@ class DistributedDataset(Resumable):
     def __init__(self, strategy: Any, dataset: Dataset, policy: AutoShardPolicy | None, options: InputOptions) -> None:
         self._strategy = strategy
         self._communicator: BaseCommunicator = strategy.extended.communicator
+        self._num_replicas = self._communicator.size
         self._dataset = dataset
         self._policy = policy
         self._options = options
@@ -79,23 +80,7 @@ class DistributedDataset(Resumable):
     def state_dict(self) -> dict[str, int]:
         """Return the position, of all replicas; and their number, if batches are those of each rank's own data."""
         position = super().state_dict()
-        return position if self._policy is DATA else {**position, "num_replicas": self._communicator.size}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Have the next iteration begin at a position: see `Dataset.load_state_dict`. All replicas must do it.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If it is in the middle of an epoch in which each of another number of ranks read data of its own.
-        """
-        count = state.get("num_replicas", self._communicator.size)
-        if state.get("batch") and count != self._communicator.size:
-            raise InvalidArgumentError(
-                f"batch {state['batch']} of an epoch cannot be found again: {count} ranks read data of their own, and now "
-                f"{self._communicator.size} do. Save at the end of an epoch, or share batches: AutoShardPolicy.DATA"
-            )
-        super().load_state_dict(state)
+        return position if self._policy is DATA else {**position, "num_replicas": self._num_replicas}
 
     def _batches(self, epoch: int, first: int) -> Iterator[Any]:
         if self._policy is DATA:
@@ -114,7 +99,8 @@ class DistributedDataset(Resumable):
 
 def distribute_dataset(strategy: Any, dataset: Any, options: InputOptions | None = None) -> Iterable[Any]:
     """Return what ``strategy.experimental_distribute_dataset(dataset, options)`` returns. A collective call."""
-    communicator, call = strategy.extended.communicator, "experimental_distribute_dataset"
+    communicator: BaseCommunicator = strategy.extended.communicator
+    call = "experimental_distribute_dataset"
 
     def make() -> tuple[Iterable[Any], str]:
         wanted = read_options(options)
@@ -127,7 +113,7 @@ def distribute_dataset(strategy: Any, dataset: Any, options: InputOptions | None
         text = f"{shared}, auto_shard_policy={wanted.auto_shard_policy.name}"
         return DistributedDataset(strategy, part, policy, wanted), text
 
-    return _agreed(communicator, call, make)
+    return communicator.agree_on(call, make)
 
 
 def distribute_from_function(
@@ -138,7 +124,8 @@ def distribute_from_function(
     accepts_per_replica: bool = False,
 ) -> Iterable[Any]:
     """Return what ``strategy.distribute_datasets_from_function(dataset_fn, options)`` returns. A collective call."""
-    communicator, call = strategy.extended.communicator, "distribute_datasets_from_function"
+    communicator: BaseCommunicator = strategy.extended.communicator
+    call = "distribute_datasets_from_function"
 
     def make() -> tuple[Iterable[Any], str]:
         wanted = read_options(options)
@@ -159,18 +146,7 @@ def distribute_from_function(
         part, _ = _part_of(as_dataset(made), OFF, communicator.rank, communicator.size)
         return DistributedDataset(strategy, part, None, wanted), ""
 
-    return _agreed(communicator, call, make)
-
-
-def _agreed(communicator: BaseCommunicator, call: str, make: Callable[[], tuple[Iterable[Any], str]]) -> Iterable[Any]:
-    """Return the dataset that a function makes, after comparing its text on all ranks, or that it has raised there."""
-    try:
-        made, text = make()
-    except Exception as error:
-        communicator.agree(call, error)
-        raise
-    communicator.agree(f"{call}({text})")
-    return made
+    return communicator.agree_on(call, make)
 
 
 def _refuse_per_replica(strategy: Any, call: str, options: InputOptions) -> None:
