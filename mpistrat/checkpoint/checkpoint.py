@@ -271,6 +271,7 @@ class CheckpointManager:
                 raise InvalidArgumentError(f"{name} must be a positive number or None; got {value!r}")
         self._checkpoint, self._directory = checkpoint, Path(directory)
         self._max_to_keep, self._keep_every = max_to_keep, keep_every
+        checkpoint.finish("restore")
         communicator = checkpoint._communicator
         with checkpoint.failing_together():
             found = files.find_checkpoints(self._directory) if communicator.rank == 0 else []
