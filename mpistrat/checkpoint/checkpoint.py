@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ from mpistrat.checkpoint import files
 from mpistrat.checkpoint.files import Manifest, Piece
 from mpistrat.checkpoint.tree import Tree
 from mpistrat.checkpoint.writer import Writer
+from mpistrat.communicator.communicator import job_communicator
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.context.stack import default_mode, get_strategy, in_replica_context_of, misplaced
+from mpistrat.context.stack import default_mode, get_strategy, has_strategy, in_cross_replica_context, misplaced
 from mpistrat.device.abstract import address
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import CheckpointError, InvalidArgumentError
 from mpistrat.inputs.distribute import DistributedDataset
 from mpistrat.inputs.input_options import checked_int
+from mpistrat.launch.environment import detect
 from mpistrat.state.variables import Variable
 
 _ALIGNMENT = 64
@@ -33,9 +36,10 @@ _COMPARED_BYTES = 1 << 12  # of each array, before ranks save parts of it togeth
 class Checkpoint:
     """Objects whose state is saved to files and restored from them. Making one is a collective call.
 
-    The strategy in whose scope it is made says which ranks save together: each writes an equal share of the bytes, and any
-    number of ranks restores them. Values are those that all ranks have in common: arrays, numbers and random generators must be
-    equal on all ranks; of variables synchronized ON_READ the aggregated value is saved.
+    The strategy in whose scope it is made says which ranks save together; outside all scopes these are all ranks of the job.
+    Each writes an equal share of the bytes, and any number of ranks restores them. Values are those that all ranks have in
+    common: arrays, numbers and random generators must be equal on all ranks; of variables synchronized ON_READ the aggregated
+    value is saved.
 
     Parameters
     ----------
@@ -55,9 +59,10 @@ class Checkpoint:
     """
 
     def __init__(self, **objects: Any) -> None:
-        self._strategy = get_strategy()
-        self._communicator: BaseCommunicator = self._strategy.extended.communicator
-        self._objects = objects
+        self._strategy, self._objects, view = get_strategy(), objects, detect()
+        is_of_job = not has_strategy() and view is not None and view.has_peers
+        communicator = job_communicator() if is_of_job else self._strategy.extended.communicator
+        self._communicator: BaseCommunicator = communicator
         self._communicator.agree_on("Checkpoint", self._checked)
         self._writer = Writer(self._communicator)
         self._memory = np.empty(0, np.uint8)
@@ -84,9 +89,9 @@ class Checkpoint:
         AgreementError
             On all ranks, if they save different things, or one cannot save them.
         """
-        return self.save_to(path, wait, step)
+        return self._save_to(path, wait, step)
 
-    def save_to(
+    def _save_to(
         self,
         path: str | os.PathLike[str],
         wait: bool,
@@ -96,7 +101,7 @@ class Checkpoint:
     ) -> str:
         """Save, and remove older folders once that is durable; the next call that finds it so calls `when_durable`."""
         started, communicator = time.perf_counter(), self._communicator
-        self.finish("save")
+        self._finish("save")
 
         def capture() -> tuple[tuple[Tree, Path, int], str]:
             tree, number = Tree(self._objects), operator.index(step)
@@ -106,11 +111,11 @@ class Checkpoint:
         tree, folder, step = communicator.agree_on("Checkpoint.save", capture)
         arrays = {name: leaf.read() if isinstance(leaf, Variable) else leaf for name, leaf in tree.leaves.items()}
         pieces = files.pieces_of(tree.specs, communicator.rank, communicator.size)
-        with self.failing_together():
+        with self._failing_together():
             staged = self._stage(pieces, arrays)
             if communicator.rank == 0:
                 files.prepare(folder)
-        manifest = Manifest(step, communicator.size, _version(), tree.document, tree.specs, {})
+        manifest = Manifest(step, communicator.size, version("mpistrat"), tree.document, tree.specs, {})
         self._writer.start(folder, manifest, pieces, staged, outdated, when_durable, time.perf_counter() - started)
         if wait:
             self._writer.finish()
@@ -134,16 +139,16 @@ class Checkpoint:
             On all ranks, if the folder is no whole checkpoint, or does not fit these objects: all reasons are told at once.
         """
         communicator = self._communicator
-        self.finish("restore")
+        self._finish("restore")
         folder = communicator.agree_on("Checkpoint.restore", lambda: (Path(path), f"{os.fspath(path)!r}, strict={strict}"))
-        with self.failing_together():
+        with self._failing_together():
             found = files.read_manifest(folder) if communicator.rank == 0 else None
         manifest: Manifest = communicator.broadcast_object(found)
-        with self.failing_together():
+        with self._failing_together():
             tree = Tree(self._objects)
             tree.check(manifest.arrays, manifest.document, strict)
         values = self._read(folder, manifest)
-        with self.failing_together():
+        with self._failing_together():
             tree.restore(manifest.document, values)
         for name, leaf in tree.leaves.items():
             if isinstance(leaf, Variable) and name in values:
@@ -161,16 +166,16 @@ class Checkpoint:
         self._writer.close()
         self._memory = np.empty(0, np.uint8)
 
-    def finish(self, method: str) -> None:
+    def _finish(self, method: str) -> None:
         """Wait for the last save, before a method that cannot be called on a closed checkpoint or inside ``run``."""
         if self._writer.is_closed:
             raise RuntimeError(f"the checkpoint was closed: {method} it first, then close it, once")
-        if in_replica_context_of(self._strategy, f"checkpoint.{method}"):
+        if has_strategy() and not in_cross_replica_context():
             raise misplaced(f"checkpoint.{method}", "outside strategy.run")
         self._writer.finish()
 
     @contextmanager
-    def failing_together(self) -> Iterator[None]:
+    def _failing_together(self) -> Iterator[None]:
         """Raise a CheckpointError on all ranks, if one of them raises in the ``with`` block. A collective call."""
         rank, mine, cause = self._communicator.rank, "", None
         try:
@@ -223,7 +228,7 @@ class Checkpoint:
         """Return the arrays: each rank reads its share of the files, and broadcasts what they hold."""
         communicator = self._communicator
         mine: dict[Piece, Array] = {}
-        with self.failing_together():
+        with self._failing_together():
             found = {name: np.empty(spec.size, np.dtype(spec.dtype)) for name, spec in manifest.arrays.items()}
             for name in list(manifest.pieces)[communicator.rank :: communicator.size]:
                 mine.update(files.read_pieces(folder / name, manifest))
@@ -271,9 +276,9 @@ class CheckpointManager:
                 raise InvalidArgumentError(f"{name} must be a positive number or None; got {value!r}")
         self._checkpoint, self._directory = checkpoint, Path(directory)
         self._max_to_keep, self._keep_every = max_to_keep, keep_every
-        checkpoint.finish("restore")
+        checkpoint._finish("restore")
         communicator = checkpoint._communicator
-        with checkpoint.failing_together():
+        with checkpoint._failing_together():
             found = files.find_checkpoints(self._directory) if communicator.rank == 0 else []
         self._found: list[Path] = communicator.broadcast_object(found)
 
@@ -297,7 +302,7 @@ class CheckpointManager:
 
         Once the checkpoint is durable, those that are not kept are removed.
         """
-        self._checkpoint.finish("save")
+        self._checkpoint._finish("save")
         step = self._checkpoint._communicator.agree_on(
             "CheckpointManager.save", lambda: (number := checked_int(step, "step", 0), f"step={number}")
         )
@@ -307,14 +312,14 @@ class CheckpointManager:
         def add() -> None:
             self._found = kept
 
-        return self._checkpoint.save_to(folder, wait, step, [each for each in self._found if each not in kept], add)
+        return self._checkpoint._save_to(folder, wait, step, [each for each in self._found if each not in kept], add)
 
     def restore(self, strict: bool = True) -> int | None:
         """Restore the newest checkpoint, and return its step; None if there is none. A collective call.
 
         See `Checkpoint.restore` for `strict` and the errors.
         """
-        self._checkpoint.finish("restore")
+        self._checkpoint._finish("restore")
         return self._checkpoint.restore(self._found[-1], strict) if self._found else None
 
     def close(self) -> None:
@@ -328,9 +333,3 @@ class CheckpointManager:
         passing = [each for each in found if every is None or files.place_of(each)[0] % every]
         gone = [] if self._max_to_keep is None else passing[: -self._max_to_keep]
         return [each for each in found if each == folder or each not in gone]
-
-
-def _version() -> str:
-    from mpistrat import __version__
-
-    return __version__

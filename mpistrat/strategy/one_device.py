@@ -67,7 +67,7 @@ class DefaultReplicaContext(ReplicaContext):
 
     def _check_peers(self, method: str) -> None:
         view = detect()
-        if view is None or not _has_peers(view):
+        if view is None or not view.has_peers:
             self._has_checked_peers = True
             return
         if settings.STRICT.read():
@@ -81,10 +81,6 @@ def _default_mode() -> Mode:
     strategy = Strategy(StrategyExtended(LocalCommunicator()))
     strategy.replica_context = DefaultReplicaContext(strategy)
     return strategy.replica_context.mode
-
-
-def _has_peers(view: LauncherView) -> bool:
-    return view.size > 1 if view.size is not None else bool(view.rank)
 
 
 def _text(method: str, view: LauncherView) -> str:

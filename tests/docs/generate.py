@@ -170,6 +170,7 @@ _SECTIONS = {
     "Cross-device operations": ("cross_device",),
     "Clusters": ("cluster",),
     "Parameter servers": ("parameter_server",),
+    "Checkpoints": ("checkpoint",),
 }
 _PAGES: dict[str, Callable[[], str]] = {
     "settings.md": _settings,
