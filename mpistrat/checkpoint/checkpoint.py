@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ class Checkpoint:
             staged = self._stage(pieces, arrays)
             if communicator.rank == 0:
                 files.prepare(folder)
-        manifest = Manifest(step, communicator.size, version("mpistrat"), tree.document, tree.specs, {})
+        manifest = Manifest(step, communicator.size, sys.modules["mpistrat"].__version__, tree.document, tree.specs, {})
         self._writer.start(folder, manifest, pieces, staged, outdated, when_durable, time.perf_counter() - started)
         if wait:
             self._writer.finish()

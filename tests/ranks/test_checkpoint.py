@@ -1,6 +1,5 @@
 """Checkpoints of several ranks: restored on any number of others, and what goes wrong on one rank is raised on all."""
 
-import os
 import threading
 from pathlib import Path
 
@@ -232,23 +231,25 @@ def test_what_one_rank_cannot_read_changes_nothing_on_any(comm, two, folder):
 @on_ranks(2)
 def test_a_step_goes_on_while_ranks_write_and_the_next_save_waits(comm, two, folder, monkeypatch):
     checkpoint, state = two
-    manager = mpistrat.CheckpointManager(checkpoint, folder / "all", max_to_keep=1)
+    manager = mpistrat.CheckpointManager(checkpoint, folder / "all")
     go_on, write = threading.Event(), files.write_pieces
     monkeypatch.setattr(writer, "write_pieces", lambda *given: go_on.wait(20) and write(*given))
-    manager.save(1)
+    first = manager.save(1)
     state["w"][:] = state["step"] = 2  # after the values were copied
     assert checkpoint._communicator.all_reduce("sum", np.ones(1)) == comm.size
     assert manager.latest_checkpoint is None
-    assert not (folder / "all" / "ckpt-00000001" / files.MANIFEST).exists()
+    assert not (Path(first) / files.MANIFEST).exists()
     threading.Timer(0.2, go_on.set).start()
-    manager.save(2)
+    second = manager.save(2)
     assert go_on.is_set()
-    assert manager.latest_checkpoint == str(folder / "all" / "ckpt-00000001")
-    assert mpistrat.CheckpointManager(checkpoint, folder / "all").restore() in (1, 2)
-    assert manager.restore() == 2
-    assert (state["w"][0], state["step"], manager.checkpoints) == (2, 2, [str(folder / "all" / "ckpt-00000002")])
-    comm.Barrier()
-    assert os.listdir(folder / "all") == ["ckpt-00000002"]  # noqa: PTH208
+    assert manager.checkpoints == [first]
+    assert (checkpoint.restore(first), state["step"], state["w"].tolist()) == (1, 1, list(range(8)))
+    assert (manager.restore(), state["w"][0], state["step"]) == (2, 2, 2)
+    assert manager.checkpoints == mpistrat.CheckpointManager(checkpoint, folder / "all").checkpoints == [first, second]
+    of_job = mpistrat.Checkpoint(state=state)  # outside all scopes
+    of_job.save(folder / "job", wait=True)
+    assert len(list((folder / "job").glob("arrays-*"))) == comm.size
+    of_job.close()
     with pytest.raises(RuntimeError, match=r"checkpoint.save must be called outside strategy.run"):
         checkpoint._strategy.run(lambda: checkpoint.save(folder / "inside"))
     with pytest.raises(InvalidArgumentError, match="metric belongs to .*whose ranks must save it together"):
