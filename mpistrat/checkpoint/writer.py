@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint.files import Manifest, Piece, file_name, remove, write_manifest, write_pieces
@@ -17,9 +17,6 @@ from mpistrat.errors import CheckpointError
 from mpistrat.launch import abort
 from mpistrat.logger import logger
 from mpistrat.text import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _POLL_SECONDS = 0.002
 _started = list["Writer"]()  # until somebody has seen how it has ended
@@ -34,7 +31,7 @@ class Writer:
 
     def __init__(self, communicator: BaseCommunicator) -> None:
         self.rank, self.size, self.is_closed = communicator.rank, communicator.size, False
-        self._comm: MPI.Intracomm | None = None
+        self._comm: Any = None  # ranks that are alone send nothing
         if isinstance(communicator, Communicator) and self.size > 1:
             self._comm = communicator.hierarchy.world_group.comm.Dup()
         self._thread: threading.Thread | None = None
@@ -128,13 +125,11 @@ class Writer:
         return error
 
     def _send(self, value: Any, rank: int) -> None:
-        assert self._comm is not None, "ranks that are alone send nothing"
         request = self._comm.isend(value, rank)
-        while not request.test()[0]:
+        while not request.test()[0]:  # waiting in MPI would take a core from the program
             time.sleep(_POLL_SECONDS)
 
     def _receive(self, rank: int) -> Any:
-        assert self._comm is not None, "ranks that are alone receive nothing"
         while (message := self._comm.improbe(rank)) is None:
             time.sleep(_POLL_SECONDS)
         return message.recv()

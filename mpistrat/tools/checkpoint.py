@@ -1,4 +1,4 @@
-"""mpistrat checkpoint: list the checkpoints of a directory, show what one holds, and read it whole to compare checksums."""
+"""mpistrat checkpoint: list the checkpoints of a directory, show what one holds, or read it whole to compare checksums."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.checkpoint import files
-from mpistrat.checkpoint.files import Manifest
 from mpistrat.errors import CheckpointError
 from mpistrat.text import format_bytes, format_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
-    parser.add_argument("action", choices=("list", "show", "verify"), help="what to do")
+    parser.add_argument("action", choices=("list", "show", "verify"), help="what to do; show takes the newest of several")
     parser.add_argument("directory", type=Path, metavar="DIR", help="a checkpoint, or a directory of them")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Print what was asked for; 1 if a checkpoint is not whole, or there is none."""
-    is_one = (arguments.directory / files.MANIFEST).exists()
+    action, directory = arguments.action, arguments.directory
+    why = f"{directory} holds no checkpoint"
     try:
-        folders = [arguments.directory] if is_one else files.find_checkpoints(arguments.directory)
-    except CheckpointError as error:
-        print(f"mpistrat checkpoint: {error}", file=sys.stderr)
-        return 1
+        folders = [directory] if (directory / files.MANIFEST).exists() else files.find_checkpoints(directory)
+    except OSError as error:
+        folders, why = [], str(error)
     if not folders:
-        print(f"mpistrat checkpoint: {arguments.directory} holds no checkpoint", file=sys.stderr)
+        print(f"mpistrat checkpoint: {why}", file=sys.stderr)
         return 1
-    rows = [_row(folder, arguments.action == "verify") for folder in (folders[-1:] if arguments.action == "show" else folders)]
+    rows = [_row(folder, action == "verify") for folder in (folders[-1:] if action == "show" else folders)]
     if arguments.json:
-        print(json.dumps([{key: value for key, value in row.items() if key != "manifest"} for row in rows]))
-    elif arguments.action == "show":
-        _show(rows[0])
-    else:
-        for row in rows:
-            print(f"{row['path']}  {row.get('error') or row['text']}")
+        print(json.dumps(rows))
+    for row in [] if arguments.json else rows:
+        found, ending = row.get("arrays", {}), ", whole" if action == "verify" else ""
+        told = row.get("error") or f"step {row['step']}, {len(found)} arrays of {format_bytes(row['bytes'])}{ending}"
+        print(f"{row['path']}  {told}")
+        if action == "show" and found:
+            print(f"written by {row['ranks']} ranks, mpistrat {row['version']}\n")
+            print(format_table([(name, f"{spec['dtype']} {spec['shape']}") for name, spec in found.items()]))
     return int(any("error" in row for row in rows))
 
 
@@ -48,21 +49,6 @@ def _row(folder: Path, reads_all: bool) -> dict[str, Any]:
         manifest = files.verify(folder) if reads_all else files.read_manifest(folder)
     except CheckpointError as error:
         return {"path": str(folder), "error": str(error)}
-    text = f"step {manifest.step}, {len(manifest.arrays)} arrays of {format_bytes(manifest.num_bytes)}"
     arrays = {name: spec._asdict() for name, spec in manifest.arrays.items()}
-    row = {"path": str(folder), "step": manifest.step, "ranks": manifest.num_ranks, "bytes": manifest.num_bytes}
-    return {**row, "arrays": arrays, "text": f"{text}{', whole' if reads_all else ''}", "manifest": manifest}
-
-
-def _show(row: dict[str, Any]) -> None:
-    if "error" in row:
-        print(f"{row['path']}  {row['error']}")
-        return
-    manifest: Manifest = row["manifest"]
-    summary = [
-        ("path", row["path"]),
-        ("step", str(manifest.step)),
-        ("written by", f"{manifest.num_ranks} ranks, mpistrat {manifest.version}"),
-        ("bytes", format_bytes(manifest.num_bytes)),
-    ]
-    print(format_table(summary), format_table([(name, str(spec)) for name, spec in manifest.arrays.items()]), sep="\n\n")
+    facts = {"step": manifest.step, "ranks": manifest.num_ranks, "version": manifest.version, "bytes": manifest.num_bytes}
+    return {"path": str(folder), **facts, "arrays": arrays}
