@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from mpistrat import cluster_resolver as cluster_resolver
     from mpistrat import errors as errors
     from mpistrat import experimental as experimental
+    from mpistrat.checkpoint.checkpoint import Checkpoint as Checkpoint
+    from mpistrat.checkpoint.checkpoint import CheckpointManager as CheckpointManager
     from mpistrat.cluster import ClusterSpec as ClusterSpec
     from mpistrat.communicator.communicator import Communicator as Communicator
     from mpistrat.communicator.sparse import IndexedSlices as IndexedSlices

@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "AgreementError",
     "CancelledError",
+    "CheckpointError",
     "CollectiveError",
     "DeadlineExceededError",
     "InvalidArgumentError",
@@ -69,6 +70,12 @@ class Unsuitable(MpistratError, ValueError):  # noqa: N818 - a normal answer of 
 
 class CancelledError(MpistratError, RuntimeError):
     """A function that was scheduled has not run: another one failed before it, or the strategy was closed."""
+
+
+class CheckpointError(MpistratError, OSError):
+    """A checkpoint cannot be written, read, or restored to the objects of this program. Raised on every rank."""
+
+    raised_everywhere = True
 
 
 class CollectiveError(MpistratError, RuntimeError):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+T = TypeVar("T")
 Arrays = TypeVar("Arrays", bound="Array | list[Array]")
 """An array, or a list of arrays; a verb returns the same kind as it is given."""
 
@@ -350,6 +351,19 @@ class BaseCommunicator(ABC):
             yield
         except Exception as error:  # reading a value of the program may raise anything
             self.refuse(call, error, options)
+
+    def agree_on(self, call: str, make: Callable[[], tuple[T, str]]) -> T:
+        """Return the first of what `make` returns, after comparing the second, a text, on all replicas. A collective call.
+
+        If `make` raises on one replica, the others raise an AgreementError that tells it.
+        """
+        try:
+            made, text = make()
+        except Exception as error:
+            self.agree(call, error)
+            raise
+        self.agree(f"{call}({text})")
+        return made
 
     @abstractmethod
     def choose(self, count: int, dtype: np.dtype[np.generic], options: CommunicationOptions | None = None) -> Choice | None:

@@ -228,6 +228,8 @@ _INSIDE_RUN = (
     ("strategy.distribute_datasets_from_function(dataset_fn)", "for batch in {}: strategy.run(step, args=(batch,))"),
     ("strategy.experimental_distribute_values_from_function(value_fn)", "strategy.run(step, args=({},))"),
     ("strategy.close()", "strategy.run(step); {}"),
+    ("checkpoint.save(path)", "strategy.run(step); {}"),
+    ("checkpoint.restore(path)", "{}; strategy.run(step)"),
     ('strategy.extended.reduce_to("sum", value, destinations)', 'ctx.all_reduce("sum", value)'),
     ('strategy.extended.batch_reduce_to("sum", [(value, value), (other, other)])', 'ctx.all_reduce("sum", [value, other])'),
     ("strategy.extended.broadcast_to(value, destinations)", "ctx.broadcast(value)"),

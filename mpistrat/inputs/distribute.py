@@ -17,7 +17,7 @@ from mpistrat.errors import InvalidArgumentError, OutOfRangeError
 from mpistrat.inputs.input_options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode, read_options
 from mpistrat.inputs.prefetch import Fetcher, Prefetcher
 from mpistrat.inputs.rebatch import batched, empty_like, num_batches_of, share_sizes, shares, spec_of
-from mpistrat.inputs.sources import Dataset, as_dataset
+from mpistrat.inputs.sources import Dataset, Resumable, as_dataset
 from mpistrat.reduction import ReduceOp
 
 OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
@@ -27,7 +27,7 @@ _ENDED, _GOES_ON, _FAILED = range(3)
 _UNKNOWN = np.iinfo(np.int64).max
 
 
-class DistributedDataset:
+class DistributedDataset(Resumable):
     """The batches of this rank's replica.
 
     Made by ``strategy.experimental_distribute_dataset`` and ``strategy.distribute_datasets_from_function``.
@@ -42,10 +42,10 @@ class DistributedDataset:
     def __init__(self, strategy: Any, dataset: Dataset, policy: AutoShardPolicy | None, options: InputOptions) -> None:
         self._strategy = strategy
         self._communicator: BaseCommunicator = strategy.extended.communicator
+        self._num_replicas = self._communicator.size
         self._dataset = dataset
         self._policy = policy
         self._options = options
-        self._epoch = 0
 
     @property
     def element_spec(self) -> Any:
@@ -53,9 +53,7 @@ class DistributedDataset:
         return self._dataset.element_spec
 
     def __iter__(self) -> DistributedIterator:
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        knows_steps = self._policy is DATA and self._length is not None
-        return DistributedIterator(self._strategy, self._batches(epoch), self._length, knows_steps, epoch, self._options)
+        return DistributedIterator(self, *self._begin_epoch())
 
     def __len__(self) -> int:
         """Return the number of elements of an epoch; a TypeError for files and generators, and batches of each rank's own."""
@@ -84,9 +82,17 @@ class DistributedDataset:
         batch_size = self._dataset.batch_size
         return None if batch_size is None else share_sizes(batch_size, self._communicator.rank, self._communicator.size)
 
-    def _batches(self, epoch: int) -> Iterator[Any]:
+    def state_dict(self) -> dict[str, int]:
+        """Return the position, of all replicas; and their number, if batches are those of each rank's own data."""
+        position = super().state_dict()
+        return position if self._policy is DATA else {**position, "num_replicas": self._num_replicas}
+
+    def _batches(self, epoch: int, first: int) -> Iterator[Any]:
         if self._policy is DATA:
-            return self._dataset.batches(epoch, self._communicator.rank, self._communicator.size)
+            return self._dataset.batches_from(first, epoch, self._communicator.rank, self._communicator.size)
+        return islice(self._own_batches(epoch), first, None)
+
+    def _own_batches(self, epoch: int) -> Iterator[Any]:
         whole = self._dataset.batches(epoch)
         if self._policy is None:
             return whole
@@ -126,21 +132,18 @@ class DistributedIterator(Iterator[Any]):
     with the next collective.
     """
 
-    def __init__(
-        self, strategy: Any, batches: Iterator[Any], length: int | None, knows_steps: bool, epoch: int, options: InputOptions
-    ) -> None:
-        self._strategy = strategy
-        self._communicator: BaseCommunicator = strategy.extended.communicator
-        device, buffer_size = bound_device(), options.experimental_per_replica_buffer_size
+    def __init__(self, dataset: DistributedDataset, epoch: int, first: int) -> None:
+        self._dataset, self._strategy, self._communicator = dataset, dataset._strategy, dataset._communicator
+        options, batches, device = dataset._options, dataset._batches(epoch, first), bound_device()
+        buffer_size = options.experimental_per_replica_buffer_size
         if device is not None:
             lifts = options.experimental_fetch_to_device is not False
             self._batches: Iterator[Any] = Fetcher(batches, buffer_size, device, lifts)
         else:
             self._batches = Prefetcher(batches, buffer_size) if buffer_size else batches
-        self._length, self._epoch = length, epoch
+        self._epoch, self._taken, self._length = epoch, first, dataset._length
         # number of elements of every replica: known from the start, from the first exchange on, or never
-        self._steps = length if knows_steps else None
-        self._taken = 0
+        self._steps = self._length if dataset._policy is DATA else None
         # an element that was read for element_spec, and has not been taken
         self._ahead: tuple[list[Any], Exception | None] | None = None
         self._empty: Any = None
@@ -204,8 +207,10 @@ class DistributedIterator(Iterator[Any]):
             raise
         if is_over:
             self.close()
+            self._dataset._end_epoch(self._epoch)
             return []
         self._taken += 1
+        self._dataset._reach(self._epoch, self._taken)
         return [regroup(share, self._communicator.size) for share in shares or [self._empty]]
 
     def _attempt(self) -> tuple[list[Any], Exception | None]:
@@ -262,7 +267,8 @@ class DistributedIterator(Iterator[Any]):
 
 def distribute_dataset(strategy: Any, dataset: Any, options: InputOptions | None = None) -> Iterable[Any]:
     """Return what ``strategy.experimental_distribute_dataset(dataset, options)`` returns. A collective call."""
-    communicator, call = strategy.extended.communicator, "experimental_distribute_dataset"
+    communicator: BaseCommunicator = strategy.extended.communicator
+    call = "experimental_distribute_dataset"
 
     def make() -> tuple[Iterable[Any], str]:
         wanted = read_options(options)
@@ -275,7 +281,7 @@ def distribute_dataset(strategy: Any, dataset: Any, options: InputOptions | None
         text = f"{shared}, auto_shard_policy={wanted.auto_shard_policy.name}"
         return DistributedDataset(strategy, part, policy, wanted), text
 
-    return _agreed(communicator, call, make)
+    return communicator.agree_on(call, make)
 
 
 def distribute_from_function(
@@ -286,7 +292,8 @@ def distribute_from_function(
     accepts_per_replica: bool = False,
 ) -> Iterable[Any]:
     """Return what ``strategy.distribute_datasets_from_function(dataset_fn, options)`` returns. A collective call."""
-    communicator, call = strategy.extended.communicator, "distribute_datasets_from_function"
+    communicator: BaseCommunicator = strategy.extended.communicator
+    call = "distribute_datasets_from_function"
 
     def make() -> tuple[Iterable[Any], str]:
         wanted = read_options(options)
@@ -307,18 +314,7 @@ def distribute_from_function(
         part, _ = _part_of(as_dataset(made), OFF, communicator.rank, communicator.size)
         return DistributedDataset(strategy, part, None, wanted), ""
 
-    return _agreed(communicator, call, make)
-
-
-def _agreed(communicator: BaseCommunicator, call: str, make: Callable[[], tuple[Iterable[Any], str]]) -> Iterable[Any]:
-    """Return the dataset that a function makes, after comparing its text on all ranks, or that it has raised there."""
-    try:
-        made, text = make()
-    except Exception as error:
-        communicator.agree(call, error)
-        raise
-    communicator.agree(f"{call}({text})")
-    return made
+    return communicator.agree_on(call, make)
 
 
 def _refuse_per_replica(strategy: Any, call: str, options: InputOptions) -> None:

@@ -24,16 +24,73 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Dataset(ABC):
+class Resumable:
+    """What remembers its position: the epoch, and the batch in it, at which its newest iteration is."""
+
+    _next: tuple[int, int] = (0, 0)  # where the next iteration begins
+    _now: tuple[int, int] = (0, 0)
+    _num_replicas = 1
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position: the epoch, and how many of its batches have been taken."""
+        return {"epoch": self._now[0], "batch": self._now[1]}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Have the next iteration begin at a position, in the middle of an epoch too; the one after it is a whole epoch.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If `state` is not what `state_dict` returns, or in the middle of an epoch in which each of another number of ranks
+            read data of its own.
+        """
+        self.check_position(state)
+        self._now = self._next = state["epoch"], state["batch"]
+
+    def check_position(self, state: Mapping[str, int]) -> None:
+        """Check that iterations can begin at a position: see `load_state_dict`."""
+        try:
+            checked_int(state["epoch"], "epoch", 0), checked_int(state["batch"], "batch", 0)
+        except (KeyError, TypeError) as error:
+            why = f"state must have an epoch and a batch, as state_dict() returns; got {state!r}"
+            raise InvalidArgumentError(why) from error
+        count = state.get("num_replicas", self._num_replicas)
+        if state["batch"] and count != self._num_replicas:
+            raise InvalidArgumentError(
+                f"batch {state['batch']} of an epoch cannot be found again: {count} ranks read data of their own, and now "
+                f"{self._num_replicas} do. Save at the end of an epoch, or share batches: AutoShardPolicy.DATA"
+            )
+
+    def _begin_epoch(self) -> tuple[int, int]:
+        """Return epoch and first batch of an iteration that begins."""
+        began = self._now = self._next
+        self._next = began[0] + 1, 0
+        return began
+
+    def _reach(self, epoch: int, batch: int) -> None:
+        """Record the position of an iteration, unless another one has begun since."""
+        if self._next[0] == epoch + 1:
+            self._now = epoch, batch
+
+    def _end_epoch(self, epoch: int) -> None:
+        """Record that an iteration has ended."""
+        if self._next[0] == epoch + 1:
+            self._now = self._next
+
+
+class Dataset(Resumable, ABC):
     """A source of batches. Each iteration over it is an epoch."""
 
     is_file_based: bool = False  # so that each input pipeline can read files of its own
     is_hinted: bool = False  # sharded by `SHARD_HINT`, whose numbers are filled in later
-    _epoch: int = 0
 
     @abstractmethod
     def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
         """Yield a replica's share of each batch of an epoch, whose number determines the order; by default all rows."""
+
+    def batches_from(self, first: int, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
+        """Yield what `batches` does, without the first ones of the epoch."""
+        return islice(self.batches(epoch, replica, num_replicas), first, None)
 
     @property
     @abstractmethod
@@ -95,8 +152,14 @@ class Dataset(ABC):
                 "the dataset was sharded by SHARD_HINT, which waits for the numbers of an input pipeline: distribute it with "
                 "InputOptions(auto_shard_policy=AutoShardPolicy.HINT), or shard it by numbers"
             )
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        return self.batches(epoch)
+        epoch, first = self._begin_epoch()
+        return self._counted(self.batches_from(first, epoch), epoch, first)
+
+    def _counted(self, batches: Iterator[Any], epoch: int, first: int) -> Iterator[Any]:
+        for number, batch in enumerate(batches, first + 1):
+            self._reach(epoch, number)
+            yield batch
+        self._end_epoch(epoch)
 
 
 class BatchedDataset(Dataset):
@@ -136,13 +199,15 @@ class RowDataset(BatchedDataset):
 
     def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
         """Yield a replica's rows of each global batch of an epoch; only these are read."""
+        return self.batches_from(0, epoch, replica, num_replicas)
+
+    def batches_from(self, first: int, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
         order = np.random.default_rng((self._seed, epoch)).permutation(len(self._rows)) if self._shuffle else None
-        for first in range(0, len(self) * self._batch_size, self._batch_size):
-            start, stop = shard_bounds(min(self._batch_size, len(self._rows) - first), replica, num_replicas)
-            places = np.arange(first + start, first + stop)
+        for begin in range(first * self._batch_size, len(self) * self._batch_size, self._batch_size):
+            start, stop = shard_bounds(min(self._batch_size, len(self._rows) - begin), replica, num_replicas)
+            places = np.arange(begin + start, begin + stop)
             yield self._read(self._rows.start + self._rows.step * (places if order is None else order[places]))
 
-    @abstractmethod
     def _read(self, rows: Array) -> Any:
         """Return a batch of the rows with these indices."""
 

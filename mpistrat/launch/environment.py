@@ -26,6 +26,11 @@ class LauncherView:
     local_rank: int | None = None
     local_size: int | None = None
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether there are several ranks; without a size, what a rank other than 0 knows."""
+        return self.size > 1 if self.size is not None else bool(self.rank)
+
 
 @dataclass(frozen=True)
 class Launcher:

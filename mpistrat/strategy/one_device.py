@@ -67,7 +67,7 @@ class DefaultReplicaContext(ReplicaContext):
 
     def _check_peers(self, method: str) -> None:
         view = detect()
-        if view is None or not (view.rank if view.size is None else view.size > 1):
+        if view is None or not view.has_peers:
             self._has_checked_peers = True
             return
         if settings.STRICT.read():

@@ -18,6 +18,7 @@ COMMANDS = {
     "demo": ("mpistrat.tools.demo", "train a small network on four ranks, and show topology, plan and throughput"),
     "plan": ("mpistrat.tools.plan_command", "show how an all-reduce would run on any number of nodes and ranks; needs no MPI"),
     "bench": ("mpistrat.tools.bench", "benchmark collectives against plain MPI, on ranks of its own or of a job"),
+    "checkpoint": ("mpistrat.tools.checkpoint", "list checkpoints, show what one holds, or verify its checksums"),
     "doctor": ("mpistrat.tools.doctor", "show what each rank of a job on this host is doing, and which rank waits for which"),
     "info": ("mpistrat.tools.info", "show versions, the MPI library that is found, GPUs and settings; does not start MPI"),
     "tune": ("mpistrat.tools.tune", "benchmark this cluster and cache the results for auto, on ranks of its own or of a job"),

@@ -258,6 +258,23 @@ StrategyExtended.should_save_summary
         "Accepts MIN, MAX and PROD, and a `weight`; outside `run`, on several ranks, it warns that nothing is combined.",
         "ReplicaContext.all_reduce(reduce_op, value, options=None)",
     ),
+    (
+        "In TensorFlow below `tf.train`; objects have names (`root`, `kwargs`), a `path` is a folder (`file_prefix`, `save_path`), "
+        "and other `options` do not exist.",
+        """
+Checkpoint(root=None, **kwargs)
+Checkpoint.save(file_prefix, options=None)
+Checkpoint.restore(save_path, options=None)
+""",
+    ),
+    (
+        "In TensorFlow below `tf.train`; a `step` is the `checkpoint_number`, and `keep_every` is a number of steps (`keep_checkpoint_every_n_hours`); "
+        "there are no `checkpoint_name`, `step_counter`, `checkpoint_interval`, `init_fn`, `check_interval` and `options`.",
+        """
+CheckpointManager(checkpoint, directory, max_to_keep, keep_checkpoint_every_n_hours=None, checkpoint_name='ckpt', step_counter=None, checkpoint_interval=None, init_fn=None)
+CheckpointManager.save(checkpoint_number=None, check_interval=True, options=None)
+""",
+    ),
     ("`merge_fn` runs once on every rank.", "ReplicaContext.merge_call(merge_fn, args=(), kwargs=None)"),
     (
         "Public here, as `update(variable, fn, args, kwargs)`; `var` is `variable`, and there is no `group`.",
@@ -433,7 +450,7 @@ cluster_resolver.SageMakerClusterResolver
         "Server.create_local_server(config=None, start=True)",
     ),
     (
-        "Checkpoints and preemption are planned.",
+        "Preemption is planned; `Checkpoint` and `CheckpointManager` save and restore.",
         """
 experimental.TerminationConfig(termination_watcher_fn=None, exit_fn=None, grace_period=None, save_fn=None)
 experimental.PreemptionCheckpointHandler(cluster_resolver, checkpoint_or_checkpoint_manager, checkpoint_dir=None, termination_config=None)

@@ -1,0 +1,335 @@
+"""Checkpoint and CheckpointManager: save the state of a job, and go on from it, on any number of ranks."""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, flat, is_on_device
+from mpistrat.checkpoint import files
+from mpistrat.checkpoint.files import Manifest, Piece
+from mpistrat.checkpoint.tree import Tree
+from mpistrat.checkpoint.writer import Writer
+from mpistrat.communicator.communicator import job_communicator
+from mpistrat.communicator.interface import BaseCommunicator
+from mpistrat.context.stack import default_mode, get_strategy, has_strategy, in_cross_replica_context, misplaced
+from mpistrat.device.abstract import address
+from mpistrat.device.binding import bound_device
+from mpistrat.errors import CheckpointError, InvalidArgumentError
+from mpistrat.inputs.distribute import DistributedDataset
+from mpistrat.inputs.input_options import checked_int
+from mpistrat.launch.environment import detect
+from mpistrat.state.variables import Variable
+
+_ALIGNMENT = 64
+_COMPARED_BYTES = 1 << 12  # of each array, before ranks save parts of it together
+
+
+class Checkpoint:
+    """Objects whose state is saved to files and restored from them. Making one is a collective call.
+
+    The strategy in whose scope it is made says which ranks save together; outside all scopes these are all ranks of the job.
+    Each writes an equal share of the bytes, and any number of ranks restores them. Values are those that all ranks have in
+    common: arrays, numbers and random generators must be equal on all ranks; of variables synchronized ON_READ the aggregated
+    value is saved.
+
+    Parameters
+    ----------
+    **objects : Variable, array, object with state_dict and load_state_dict, numpy.random.Generator, dict or list
+        What is saved, by name: variables, also those on servers; writable arrays; modules, optimizers and schedulers of
+        PyTorch; datasets, whose position in an epoch is saved; dicts and lists of these, of numbers and of texts. They are
+        restored in place.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If a value is a number, a text or a tuple, which cannot be restored in place, or belongs to another strategy.
+    LaunchError
+        If safetensors is not installed.
+    AgreementError
+        On all ranks, if they have different objects, or one cannot save them.
+    """
+
+    def __init__(self, **objects: Any) -> None:
+        self._strategy, self._objects, view = get_strategy(), objects, detect()
+        is_of_job = not has_strategy() and view is not None and view.has_peers
+        communicator = job_communicator() if is_of_job else self._strategy.extended.communicator
+        self._communicator: BaseCommunicator = communicator
+        self._communicator.agree_on("Checkpoint", self._checked)
+        self._writer = Writer(self._communicator)
+        self._memory = np.empty(0, np.uint8)
+
+    def save(self, path: str | os.PathLike[str], wait: bool = False, step: int = 0) -> str:
+        """Save to a new folder, and return its path. A collective call.
+
+        It returns when the values have been copied to host memory; a thread writes them. Another save waits for that first.
+
+        Parameters
+        ----------
+        path : path
+            A folder that does not exist, the same on all ranks, on a file system that they share.
+        wait : bool
+            Whether to wait until the checkpoint is durable.
+        step : int
+            What `restore` returns.
+
+        Raises
+        ------
+        CheckpointError
+            On all ranks, if one cannot write to the folder; what the thread finds is raised by the next call, `close`, or at
+            exit. What was saved before stays whole.
+        AgreementError
+            On all ranks, if they save different things, or one cannot save them.
+        """
+        return self._save_to(path, wait, step)
+
+    def _save_to(
+        self,
+        path: str | os.PathLike[str],
+        wait: bool,
+        step: int,
+        outdated: Sequence[Path] = (),
+        when_durable: Callable[[], None] = lambda: None,
+    ) -> str:
+        """Save, and remove older folders once that is durable; the next call that finds it so calls `when_durable`."""
+        started, communicator = time.perf_counter(), self._communicator
+        self._finish("save")
+
+        def capture() -> tuple[tuple[Tree, Path, int], str]:
+            tree, number = Tree(self._objects), operator.index(step)
+            outline = tree.outline(None if communicator.is_strict else _COMPARED_BYTES)
+            return (tree, Path(path), number), f"{os.fspath(path)!r}, step={number}, {outline}"
+
+        tree, folder, step = communicator.agree_on("Checkpoint.save", capture)
+        arrays = {name: leaf.read() if isinstance(leaf, Variable) else leaf for name, leaf in tree.leaves.items()}
+        pieces = files.pieces_of(tree.specs, communicator.rank, communicator.size)
+        with self._failing_together():
+            staged = self._stage(pieces, arrays)
+            if communicator.rank == 0:
+                files.prepare(folder)
+        manifest = Manifest(step, communicator.size, sys.modules["mpistrat"].__version__, tree.document, tree.specs, {})
+        self._writer.start(folder, manifest, pieces, staged, outdated, when_durable, time.perf_counter() - started)
+        if wait:
+            self._writer.finish()
+        return str(folder)
+
+    def restore(self, path: str | os.PathLike[str], strict: bool = True) -> int:
+        """Restore all objects from a folder, and return the step that was saved there. A collective call.
+
+        Nothing is changed before every rank has read its share and compared checksums.
+
+        Parameters
+        ----------
+        path : path
+            A folder that `save` has returned.
+        strict : bool
+            Whether all arrays must be there, and no others. Shapes and dtypes must always be equal.
+
+        Raises
+        ------
+        CheckpointError
+            On all ranks, if the folder is no whole checkpoint, or does not fit these objects: all reasons are told at once.
+        """
+        communicator = self._communicator
+        self._finish("restore")
+        folder = communicator.agree_on("Checkpoint.restore", lambda: (Path(path), f"{os.fspath(path)!r}, strict={strict}"))
+        with self._failing_together():
+            found = files.read_manifest(folder) if communicator.rank == 0 else None
+        manifest: Manifest = communicator.broadcast_object(found)
+        with self._failing_together():
+            tree = Tree(self._objects)
+            tree.check(manifest.arrays, manifest.document, strict)
+        values = self._read(folder, manifest)
+        with self._failing_together():
+            tree.restore(manifest.document, values)
+        for name, leaf in tree.leaves.items():
+            if isinstance(leaf, Variable) and name in values:
+                leaf.assign(values[name])
+        return manifest.step
+
+    def close(self) -> None:
+        """Wait until the last save is durable, and free what is held. A collective call.
+
+        Raises
+        ------
+        CheckpointError
+            On all ranks, if the last save has failed.
+        """
+        self._writer.close()
+        self._memory = np.empty(0, np.uint8)
+
+    def _finish(self, method: str) -> None:
+        """Wait for the last save, before a method that cannot be called on a closed checkpoint or inside ``run``."""
+        if self._writer.is_closed:
+            raise RuntimeError(f"the checkpoint was closed: {method} it first, then close it, once")
+        if has_strategy() and not in_cross_replica_context():
+            raise misplaced(f"checkpoint.{method}", "outside strategy.run")
+        self._writer.finish()
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Raise a CheckpointError on all ranks, if one of them raises in the ``with`` block. A collective call."""
+        rank, mine, cause = self._communicator.rank, "", None
+        try:
+            yield
+        except CheckpointError as error:
+            mine = str(error)
+        except Exception as error:
+            mine, cause = f"rank {rank}: {type(error).__name__}: {error}", error
+        gathered = self._communicator.all_gather(np.frombuffer(f"{mine}\0".encode(), np.uint8))
+        told = list(dict.fromkeys(filter(None, gathered.tobytes().decode().split("\0"))))
+        if told:
+            raise CheckpointError("; ".join(told)) from cause
+
+    def _checked(self) -> tuple[None, str]:
+        files.check_library()
+        tree, strategies = Tree(self._objects), (self._strategy, default_mode().strategy)
+        tree.check_in_place()
+        for name, value in {**tree.leaves, **self._objects}.items():
+            owner = getattr(value, "_strategy", None) if isinstance(value, (Variable, DistributedDataset)) else None
+            if owner not in (None, *strategies):
+                raise InvalidArgumentError(
+                    f"{name} belongs to {owner!r}, whose ranks must save it together.\n"
+                    "    incorrect:  mpistrat.Checkpoint(weights=weights)\n"
+                    "    correct:    with strategy.scope(): mpistrat.Checkpoint(weights=weights)"
+                )
+        return None, ", ".join(self._objects)
+
+    def _stage(self, pieces: Sequence[Piece], arrays: dict[str, Array]) -> list[Array]:
+        """Return copies of pieces in host memory, which the next save uses again; what lies on a GPU gets there by DMA."""
+        parts = [flat(arrays[piece.name])[piece.start : piece.stop] for piece in pieces]
+        begins = np.cumsum([0, *(-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts)]).tolist()
+        device = bound_device()
+        if self._memory.nbytes < begins[-1]:
+            self._memory = np.empty(begins[-1], np.uint8) if device is None else device.pinned(begins[-1])
+        staged = []
+        for begin, part in zip(begins, parts, strict=False):
+            target = self._memory[begin : begin + part.nbytes].view(part.dtype)
+            staged.append(target)
+            if device is None or not is_on_device(part):
+                target[...] = part
+            else:
+                device.current_stream().copy(address(target), address(part), part.nbytes)
+        if device is not None:
+            event = device.current_stream().record()
+            while not event.done():
+                time.sleep(0)
+        return staged
+
+    def _read(self, folder: Path, manifest: Manifest) -> dict[str, Array]:
+        """Return the arrays: each rank reads its share of the files, and broadcasts what they hold."""
+        communicator = self._communicator
+        mine: dict[Piece, Array] = {}
+        with self._failing_together():
+            found = {name: np.empty(spec.size, np.dtype(spec.dtype)) for name, spec in manifest.arrays.items()}
+            for name in list(manifest.pieces)[communicator.rank :: communicator.size]:
+                mine.update(files.read_pieces(folder / name, manifest))
+        for number, pieces in enumerate(manifest.pieces.values()):
+            for piece in pieces:
+                target = found[piece.name][piece.start : piece.stop].view(np.uint8)
+                source = mine[piece].view(np.uint8) if piece in mine else target
+                communicator.broadcast(source, number % communicator.size, out=target)
+        return {name: array.reshape(manifest.arrays[name].shape) for name, array in found.items()}
+
+
+class CheckpointManager:
+    """The checkpoints of a job in a directory, of which the newest ones are kept. Making one is a collective call.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        What is saved.
+    directory : path
+        A directory on a file system that all ranks share. It is made by the first save.
+    max_to_keep : int, optional
+        How many checkpoints are kept, those of the highest steps; None keeps all.
+    keep_every : int, optional
+        Checkpoints whose step is a multiple of it are kept for ever, besides.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If `checkpoint` is no Checkpoint, or a number is not positive.
+    CheckpointError
+        On all ranks, if the directory cannot be read.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None = 5,
+        keep_every: int | None = None,
+    ) -> None:
+        if not isinstance(checkpoint, Checkpoint):
+            raise InvalidArgumentError(f"checkpoint must be a mpistrat.Checkpoint; got {type(checkpoint).__name__}")
+        for name, value in (("max_to_keep", max_to_keep), ("keep_every", keep_every)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise InvalidArgumentError(f"{name} must be a positive number or None; got {value!r}")
+        self._checkpoint, self._directory = checkpoint, Path(directory)
+        self._max_to_keep, self._keep_every = max_to_keep, keep_every
+        checkpoint._finish("restore")
+        communicator = checkpoint._communicator
+        with checkpoint._failing_together():
+            found = files.find_checkpoints(self._directory) if communicator.rank == 0 else []
+        self._found: list[Path] = communicator.broadcast_object(found)
+
+    @property
+    def directory(self) -> str:
+        """The directory."""
+        return str(self._directory)
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The paths of the checkpoints that are kept, by their steps: those that were durable at the last call of a method."""
+        return list(map(str, self._found))
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The last one of `checkpoints`; None if there is none."""
+        return str(self._found[-1]) if self._found else None
+
+    def save(self, step: int, wait: bool = False) -> str:
+        """Save to a folder of the directory, and return its path. A collective call: see `Checkpoint.save`.
+
+        Once the checkpoint is durable, those that are not kept are removed.
+        """
+        self._checkpoint._finish("save")
+        step = self._checkpoint._communicator.agree_on(
+            "CheckpointManager.save", lambda: (number := checked_int(step, "step", 0), f"step={number}")
+        )
+        folder = files.new_folder(self._directory, step, self._found)
+        kept = self._kept_with(folder, step)
+
+        def add() -> None:
+            self._found = kept
+
+        return self._checkpoint._save_to(folder, wait, step, [each for each in self._found if each not in kept], add)
+
+    def restore(self, strict: bool = True) -> int | None:
+        """Restore the newest checkpoint, and return its step; None if there is none. A collective call.
+
+        See `Checkpoint.restore` for `strict` and the errors.
+        """
+        self._checkpoint._finish("restore")
+        return self._checkpoint.restore(self._found[-1], strict) if self._found else None
+
+    def close(self) -> None:
+        """Close the checkpoint: see `Checkpoint.close`. A collective call."""
+        self._checkpoint.close()
+
+    def _kept_with(self, folder: Path, step: int) -> list[Path]:
+        """Return the checkpoints that are kept when a new one has been saved, which replaces that of its step."""
+        every = self._keep_every
+        found = sorted([each for each in self._found if files.place_of(each)[0] != step] + [folder], key=files.place_of)
+        passing = [each for each in found if every is None or files.place_of(each)[0] % every]
+        gone = [] if self._max_to_keep is None else passing[: -self._max_to_keep]
+        return [each for each in found if each == folder or each not in gone]

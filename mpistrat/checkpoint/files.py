@@ -1,0 +1,224 @@
+"""The files of a checkpoint: a folder with one file of arrays for each rank that has written, and a manifest, written last.
+
+A folder without its manifest is not a checkpoint. Each file is durable before the manifest is written, and that is renamed into
+its place once it is durable itself. So what has a manifest is whole, whenever the job or the machine has stopped.
+
+Arrays are cut by bytes into as many parts as there are ranks. A file of `safetensors` has the pieces of one part, each as an
+array with one axis, under the name of the whole; the manifest says which elements they are, and has their checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_bytes
+from mpistrat.checkpoint.tree import Node, Spec
+from mpistrat.errors import CheckpointError, LaunchError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_FOLDER = re.compile(r"ckpt-(\d+)(?:\.(\d+))?")
+_OURS = re.compile(rf"arrays-\d+\.safetensors|{re.escape(MANIFEST)}(\.new)?")
+# what all versions of safetensors hold; other arrays are stored as bytes
+_STORED_AS_THEY_ARE = {
+    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+    *("float16", "bfloat16", "float32", "float64"),
+}
+
+
+class Piece(NamedTuple):
+    """Some elements of an array that lie in one file, and their checksum."""
+
+    name: str
+    start: int
+    stop: int
+    checksum: int = 0
+
+
+class Manifest(NamedTuple):
+    """What a checkpoint holds: see `checkpoint.tree` for the document; `pieces` are those of each file."""
+
+    step: int
+    num_ranks: int
+    version: str
+    document: Node
+    arrays: dict[str, Spec]
+    pieces: dict[str, list[Piece]]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all arrays."""
+        return sum(spec.size * spec.itemsize for spec in self.arrays.values())
+
+
+def check_library() -> None:
+    """Check that the library is installed that writes and reads arrays."""
+    if find_spec("safetensors") is None:
+        raise LaunchError(
+            "checkpoints are written by safetensors, which is not installed: pip install '.[checkpoint]' in the checkout"
+        )
+
+
+def pieces_of(arrays: Mapping[str, Spec], part: int, num_parts: int) -> list[Piece]:
+    """Return the pieces of one part of arrays: parts have equal bytes, up to an element."""
+    total = sum(spec.size * spec.itemsize for spec in arrays.values())
+    bounds = total * part // num_parts, total * (part + 1) // num_parts
+    pieces, begin = [], 0
+    for name, spec in arrays.items():
+        nbytes = spec.size * spec.itemsize
+        start, stop = (min(max(bound - begin, 0), nbytes) // spec.itemsize for bound in bounds)
+        if start < stop:
+            pieces.append(Piece(name, start, stop))
+        begin += nbytes
+    return pieces
+
+
+def file_name(rank: int) -> str:
+    """Return the name of the file of a rank."""
+    return f"arrays-{rank:05d}.safetensors"
+
+
+def write_pieces(path: Path, pieces: Sequence[Piece], arrays: Sequence[Array]) -> list[Piece]:
+    """Write a durable file, if there are any pieces; return them with checksums."""
+    from safetensors.numpy import save_file
+
+    if pieces:
+        save_file({piece.name: _as_stored(array) for piece, array in zip(pieces, arrays, strict=True)}, path)
+        _sync(path)
+    return [piece._replace(checksum=crc32(as_bytes(array).data)) for piece, array in zip(pieces, arrays, strict=True)]
+
+
+def read_pieces(path: Path, manifest: Manifest) -> Iterator[tuple[Piece, Array]]:
+    """Yield the pieces of a file, after comparing their checksums."""
+    check_library()
+    from safetensors import safe_open
+
+    with _reading(path), safe_open(path, "numpy") as file:
+        for piece in manifest.pieces[path.name]:
+            array = file.get_tensor(piece.name)
+            if crc32(as_bytes(array).data) != piece.checksum:
+                raise CheckpointError(f"{path}: the bytes of {piece.name} are not those that were written")
+            yield piece, as_bytes(array).view(np.dtype(manifest.arrays[piece.name].dtype))
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Make a checkpoint of a folder whose files are durable."""
+    content = manifest._asdict()
+    text = json.dumps({"format": FORMAT, "checksum": crc32(json.dumps(content).encode()), "content": content})
+    new = folder / f"{MANIFEST}.new"
+    _sync(folder)
+    new.write_text(text)
+    _sync(new)
+    new.rename(folder / MANIFEST)
+    _sync(folder)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint."""
+    path = folder / MANIFEST
+    with _reading(path):
+        found = json.loads(path.read_bytes())
+        if found["format"] != FORMAT:
+            raise CheckpointError(
+                f"{path} has format {found['format']}, and this version of mpistrat reads format {FORMAT}: use the version "
+                "that has written it, or a newer one"
+            )
+        fields: dict[str, Any] = found["content"]
+        if crc32(json.dumps(fields).encode()) != found["checksum"]:
+            raise CheckpointError(f"{path}: its bytes are not those that were written")
+        fields["arrays"] = {name: Spec(dtype, tuple(shape)) for name, (dtype, shape) in fields["arrays"].items()}
+        fields["pieces"] = {name: [Piece(*piece) for piece in pieces] for name, pieces in fields["pieces"].items()}
+        return Manifest(**fields)
+
+
+def verify(folder: Path) -> Manifest:
+    """Read all of a checkpoint, compare checksums, and return its manifest."""
+    manifest = read_manifest(folder)
+    for name in manifest.pieces:
+        for _ in read_pieces(folder / name, manifest):
+            pass
+    return manifest
+
+
+def new_folder(directory: Path, step: int, existing: Sequence[Path]) -> Path:
+    """Return the folder for a step: a new one, also if that step was saved before."""
+    turns = [turn for other, turn in map(place_of, existing) if other == step]
+    return directory / (f"ckpt-{step:08d}" if not turns else f"ckpt-{step:08d}.{max(turns) + 1}")
+
+
+def place_of(folder: Path) -> tuple[int, int]:
+    """Return the step of a folder of `new_folder`, and which of that step it is."""
+    found = _FOLDER.fullmatch(folder.name)
+    return (int(found[1]), int(found[2] or 0)) if found else (-1, 0)
+
+
+def find_checkpoints(directory: Path) -> list[Path]:
+    """Return the checkpoints of a directory, oldest first; incomplete ones are left out."""
+    if not directory.is_dir():
+        return []
+    with _reading(directory):
+        found = [entry for entry in directory.iterdir() if _FOLDER.fullmatch(entry.name) and (entry / MANIFEST).is_file()]
+    return sorted(found, key=place_of)
+
+
+def prepare(folder: Path) -> None:
+    """Make an empty folder for a new checkpoint, in the place of an incomplete one."""
+    if (folder / MANIFEST).exists():
+        raise CheckpointError(f"{folder} is a checkpoint already: save to another folder")
+    remove(folder)
+    if folder.is_dir():
+        raise CheckpointError(f"{folder} holds what is no part of a checkpoint: save to another folder")
+    absent = [path for path in folder.parents if not path.exists()]
+    folder.mkdir(parents=True)
+    for path in (folder, *absent):
+        _sync(path.parent)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, its manifest first: what is left of it if that is interrupted is no checkpoint."""
+    if not folder.is_dir():
+        return
+    (folder / MANIFEST).unlink(missing_ok=True)
+    _sync(folder)
+    for path in folder.iterdir():
+        if _OURS.fullmatch(path.name):
+            path.unlink()
+    if not any(folder.iterdir()):  # else somebody has put something there
+        folder.rmdir()
+
+
+def _as_stored(array: Array) -> Array:
+    return array if str(array.dtype) in _STORED_AS_THEY_ARE else as_bytes(array)
+
+
+def _sync(path: Path) -> None:
+    """Wait until the bytes of a file, or the names in a folder, are durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise what goes wrong as a CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError:
+        why = "it was not saved to its end, or parts of it were removed"
+        raise CheckpointError(f"{path} does not exist: {path.parent} is no whole checkpoint, because {why}") from None
+    except Exception as error:  # the library that reads arrays has exceptions of its own
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error

@@ -1,0 +1,260 @@
+"""The values of a checkpoint, as named arrays and a document of JSON, and back.
+
+In the document a number, a text, a bool and None stand for themselves. Everything else is a list of its kind and what it holds:
+
+=============================  =====================================================
+``["array", name, library]``   an array of NumPy, CuPy, PyTorch or JAX
+``["variable", name]``         an `mpistrat.Variable`, or one on servers
+``["state", node]``            an object with ``state_dict`` and ``load_state_dict``
+``["generator", node]``        a generator of random numbers of NumPy
+``["dict", [[key, node], …]]`` also ``list`` and ``tuple``, of nodes
+=============================  =====================================================
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from itertools import repeat
+from json import dumps
+from math import prod
+from typing import Any, NamedTuple
+
+import ml_dtypes  # noqa: F401 - NumPy knows its dtypes by name then
+import numpy as np
+
+from mpistrat.arrays import Array, as_array, as_target, is_on_device, like, to_device
+from mpistrat.device.interop import is_a
+from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.inputs.sources import Resumable
+from mpistrat.state.changes import checksum
+from mpistrat.state.variables import Variable
+
+Node = Any
+_PLAIN = (type(None), bool, int, float, str)
+_SHOWN = 20  # reasons why a checkpoint does not fit
+_ACCEPTED = (
+    "accepted are variables, arrays, objects with state_dict and load_state_dict, generators of NumPy, numbers, texts, and "
+    "dicts, lists and tuples of these"
+)
+
+
+class Spec(NamedTuple):
+    """What an array is like."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return np.dtype(self.dtype).itemsize
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
+
+class Tree:
+    """What objects hold now: the document, and `leaves`, their variables and arrays by name."""
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._objects = objects
+        self.leaves: dict[str, Any] = {}
+        # how the names of arrays begin that may come and go: an optimizer has none before its first step
+        self._changing: list[str] = []
+        self.document: Node = ["dict", [[name, self._encoded(value, name)] for name, value in objects.items()]]
+        self.specs = {name: Spec(str(leaf.dtype), tuple(leaf.shape)) for name, leaf in self.leaves.items()}
+
+    def check_in_place(self) -> None:
+        """Check that each object can be changed."""
+        for name, value in self._objects.items():
+            kind = _kind(value)
+            is_fixed = kind in ("plain value", "tuple") or (kind == "array" and _memory(value) is None)
+            if is_fixed or (kind == "dict" and not isinstance(value, dict)):
+                raise InvalidArgumentError(
+                    f"{name} is of type {type(value).__name__}, and cannot be restored in place; {_ACCEPTED}. Numbers, and "
+                    "arrays that cannot be written to, live in a dict.\n"
+                    "    incorrect:  mpistrat.Checkpoint(step=0)\n"
+                    "    correct:    state = {'step': 0}; mpistrat.Checkpoint(state=state)"
+                )
+
+    def outline(self, most_bytes: int | None) -> str:
+        """Return a text that differs between ranks if they hold other things: of each array so many bytes are looked at."""
+        texts = []
+        for name, node in self.document[1]:
+            found = {key: leaf for key, leaf in self.leaves.items() if f"{key}/".startswith(f"{name}/")}
+            arrays = checksum([leaf for leaf in found.values() if not isinstance(leaf, Variable)], most_bytes)
+            text = dumps([node, [self.specs[key] for key in found], arrays])
+            texts.append(f"{name}: {len(found)} arrays ({blake2b(text.encode(), digest_size=4).hexdigest()})")
+        return ", ".join(texts)
+
+    def check(self, saved: Mapping[str, Spec], document: Node, is_strict: bool) -> None:
+        """Check that what was saved can be restored to the objects; the error has all reasons why not."""
+        nodes, mine = dict(document[1]), self.specs
+        texts = [
+            f"{name} has {mine[name]} here, and {saved[name]} there"
+            for name in mine
+            if saved.get(name, mine[name]) != mine[name]
+        ]
+        texts += [text for name in nodes if name in self._objects for text in _misfits(self._objects[name], nodes[name], name)]
+        if is_strict:
+            texts += [f"{name} is missing there" for name in self._others(self._objects, mine, nodes, saved)]
+            others = self._others(nodes, saved, self._objects, mine)
+            texts += [f"{name} is unexpected: nothing here has this name" for name in others]
+        if texts:
+            rest = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
+            raise CheckpointError("\n    ".join(["what was saved does not fit these objects:", *texts[:_SHOWN], *rest]))
+
+    def restore(self, document: Node, values: Mapping[str, Array]) -> None:
+        """Write what was saved to the objects, but for variables."""
+        for name, node in document[1]:
+            if name in self._objects:
+                restored(node, values, self._objects[name])
+
+    def _others(self, objects: Any, names: Any, other_objects: Any, other_names: Any) -> Iterator[str]:
+        """Yield the names on one side that the other one must have and has not."""
+        absent = [name for name in objects if name not in other_objects]
+        yield from absent
+        known = tuple(f"{name}/" for name in absent) + tuple(self._changing)
+        yield from (name for name in names if name not in other_names and not f"{name}/".startswith(known))
+
+    def _encoded(self, value: Any, name: str) -> Node:
+        kind = _kind(value)
+        if kind == "plain value":
+            return value
+        if kind in ("state", "generator"):
+            if not is_a(value, "torch.nn", "Module"):
+                self._changing.append(f"{name}/")
+            return [kind, self._encoded(value.state_dict() if kind == "state" else value.bit_generator.state, name)]
+        if kind == "dict":
+            if not all(type(key) in _PLAIN for key in value):
+                raise InvalidArgumentError(f"the keys of {name} must be texts or numbers; got {list(value)!r}")
+            return [kind, [[key, self._encoded(each, f"{name}/{key}")] for key, each in value.items()]]
+        if kind in ("list", "tuple"):
+            return [kind, [self._encoded(each, f"{name}/{index}") for index, each in enumerate(value)]]
+        if not is_array(value):
+            raise UnsupportedDtypeError(
+                f"{name} is of type {type(value).__name__}, which a checkpoint cannot hold; {_ACCEPTED}"
+            )
+        if name in self.leaves:
+            raise InvalidArgumentError(f"two arrays of the checkpoint have the name {name}; give their keys other names")
+        self.leaves[name] = value if kind == "variable" else as_array(value, name)
+        return [kind, name] if kind == "variable" else [kind, name, _library(value)]
+
+
+def restored(node: Node, values: Mapping[str, Array], old: Any = None) -> Any:
+    """Return what a node stands for: `old`, changed, wherever that can be changed; else a new value."""
+    if not isinstance(node, list):
+        return node
+    kind, content, *library = node
+    if kind == "dict":
+        olds = old if isinstance(old, Mapping) else {}
+        found = {key: restored(each, values, olds.get(key)) for key, each in content}
+        if isinstance(old, dict):
+            old.update(found)
+        return old if isinstance(old, dict) else found
+    if kind in ("list", "tuple"):
+        before = [*(old if isinstance(old, (list, tuple)) else ()), *repeat(None, len(content))]
+        items = [restored(each, values, one) for each, one in zip(content, before, strict=False)]
+        if kind == "tuple":
+            return type(old)(*items) if hasattr(old, "_fields") else tuple(items)
+        if isinstance(old, list):
+            old[:] = items
+        return old if isinstance(old, list) else items
+    if kind in ("generator", "state"):
+        state = restored(content, values)
+        if _kind(old) != kind:
+            return state
+        if kind == "generator":
+            old.bit_generator.state = state
+        else:
+            old.load_state_dict(state)
+        return old
+    if isinstance(old, Variable):
+        return old
+    return _written(old, values[content]) if is_array(old) else _new(values[content], *library)
+
+
+def is_array(value: Any) -> bool:
+    """Return whether a value has a dtype and a shape."""
+    return hasattr(value, "dtype") and hasattr(value, "shape")
+
+
+def _kind(value: Any) -> str:
+    if type(value) in _PLAIN:
+        return "plain value"
+    if isinstance(value, Variable):
+        return "variable"
+    if isinstance(value, np.random.Generator):
+        return "generator"
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        return "state"
+    if isinstance(value, Mapping):
+        return "dict"
+    return "tuple" if isinstance(value, tuple) else "list" if isinstance(value, list) else "array"
+
+
+def _misfits(value: Any, node: Node, name: str, can_change: bool = False) -> Iterator[str]:
+    """Yield why a value cannot be restored from a node, unless another one can take its place."""
+    wanted = _kind(value).replace("variable", "array")
+    kind, content, *_ = node if isinstance(node, list) else ["plain value", node]
+    kind = kind.replace("variable", "array")
+    if wanted != kind:
+        if not can_change or wanted in ("generator", "state"):
+            yield f"{name} is of kind {wanted} here, and {kind} there"
+    elif kind == "dict":
+        for key, each in content:
+            if key in value:
+                yield from _misfits(value[key], each, f"{name}/{key}", can_change=True)
+    elif kind == "list":
+        for index, (one, each) in enumerate(zip(value, content, strict=False)):
+            yield from _misfits(one, each, f"{name}/{index}", can_change=True)
+    elif kind == "generator":
+        mine, saved = value.bit_generator.state["bit_generator"], dict(content[1])["bit_generator"]
+        if mine != saved:
+            yield f"{name} is a generator {mine} here, and {saved} there"
+    elif isinstance(value, Resumable):
+        try:
+            value.check_position(restored(content, {}))
+        except InvalidArgumentError as error:
+            yield f"{name}: {error}"
+
+
+def _memory(value: Any) -> Array | None:
+    """Return the memory of an array; None if it cannot be written to."""
+    try:
+        target = as_target(value)
+    except InvalidArgumentError:  # JAX's arrays
+        return None
+    return target if getattr(target.flags, "writeable", True) else None
+
+
+def _written(value: Any, saved: Array) -> Any:
+    """Return an array that holds what was saved: `value` itself, if it can be written to."""
+    target = _memory(value)
+    if target is None or (str(target.dtype), target.shape) != (str(saved.dtype), saved.shape):
+        return like(saved, value)
+    target[...] = to_device(saved) if is_on_device(target) else saved
+    return value
+
+
+def _library(value: Any) -> str:
+    return {"jaxlib": "jax"}.get(found := type(value).__module__.partition(".")[0], found)
+
+
+def _new(saved: Array, library: str = "numpy") -> Any:
+    """Return an array as one of a library, if the program has imported that."""
+    if library == "cupy":
+        return to_device(saved)
+    if library not in ("torch", "jax"):
+        return saved
+    module = sys.modules.get(library)
+    if module is None:
+        raise CheckpointError(f"an array of {library} was saved, and {library} was not imported here: import it first")
+    return like(saved, module.empty(0) if library == "torch" else module.numpy.empty(0))

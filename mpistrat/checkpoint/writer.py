@@ -1,0 +1,148 @@
+"""Writer: writes a checkpoint in the background, while the job goes on; the threads of all ranks meet by messages."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpistrat.arrays import Array
+from mpistrat.checkpoint.files import Manifest, Piece, file_name, remove, write_manifest, write_pieces
+from mpistrat.communicator.communicator import Communicator
+from mpistrat.communicator.interface import BaseCommunicator
+from mpistrat.errors import CheckpointError
+from mpistrat.launch import abort
+from mpistrat.logger import logger
+from mpistrat.text import format_bytes, format_seconds
+
+_POLL_SECONDS = 0.002
+_started = list["Writer"]()  # until somebody has seen how it has ended
+
+
+class Writer:
+    """What writes the checkpoints of a communicator, one at a time. Making one is a collective call.
+
+    What goes wrong on a rank before it starts to write is told to all. So all ranks start, and their threads find each other,
+    also where a collective of the program has failed meanwhile: a wait ends, unless a file system hangs.
+    """
+
+    def __init__(self, communicator: BaseCommunicator) -> None:
+        self.rank, self.size, self.is_closed = communicator.rank, communicator.size, False
+        self._comm: Any = None  # ranks that are alone send nothing
+        if isinstance(communicator, Communicator) and self.size > 1:
+            self._comm = communicator.hierarchy.world_group.comm.Dup()
+        self._thread: threading.Thread | None = None
+        self._error = ""
+        self._when_durable: Callable[[], None] = lambda: None
+
+    def start(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        pieces: Sequence[Piece],
+        arrays: Sequence[Array],
+        outdated: Sequence[Path],
+        when_durable: Callable[[], None],
+        waited: float,
+    ) -> None:
+        """Write this rank's pieces, of `arrays` that nobody changes; rank 0 then writes the manifest, and removes `outdated`.
+
+        `finish` calls `when_durable`, if all went well; the step has `waited` for so many seconds.
+        """
+        started = time.perf_counter()
+
+        def write() -> None:
+            self._error = self._write(folder, manifest, pieces, arrays)
+            seconds = time.perf_counter() - started
+            if self.rank or self._error:
+                return
+            amount, rate = format_bytes(manifest.num_bytes), format_bytes(int(manifest.num_bytes / seconds))
+            logger.info(f"step {manifest.step}: {amount} in {folder}, at {rate}/s; the step waited {format_seconds(waited)}")
+            for each in outdated:
+                try:
+                    remove(each)
+                except OSError as error:
+                    logger.warning(f"the older checkpoint {each} cannot be removed: {error}")
+
+        self._when_durable = when_durable
+        # not a daemon: the interpreter waits for it
+        self._thread = threading.Thread(target=write, name="mpistrat-checkpoint")
+        self._thread.start()
+        _started.append(self)
+
+    def finish(self) -> None:
+        """Wait until what was started is durable.
+
+        Raises
+        ------
+        CheckpointError
+            On all ranks, if one of them could not write.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        _started.remove(self)
+        if self._error:
+            raise CheckpointError(f"{self._error}. The last checkpoint before it is whole")
+        self._when_durable()
+
+    def close(self) -> None:
+        """Finish, and free the communicator. A collective call."""
+        self.is_closed = True
+        try:
+            self.finish()
+        finally:
+            if self._comm is not None:
+                self._comm.Free()
+            self._comm = None
+
+    def _write(self, folder: Path, manifest: Manifest, pieces: Sequence[Piece], arrays: Sequence[Array]) -> str:
+        """Write, and return why it has failed on some rank, an empty text if it has not."""
+        written, error = [], ""
+        try:
+            written = write_pieces(folder / file_name(self.rank), pieces, arrays)
+        except Exception as failed:  # the library that writes arrays has exceptions of its own
+            error = _text(self.rank, folder, failed)
+        if self.rank:
+            self._send((written, error), 0)
+            return str(self._receive(0))
+        found = [(written, error), *map(self._receive, range(1, self.size))]
+        error = "; ".join(text for _, text in found if text)
+        try:
+            if error:
+                remove(folder)  # the disk may be full
+            else:
+                every = {file_name(rank): each for rank, (each, _) in enumerate(found) if each}
+                write_manifest(folder, manifest._replace(pieces=every))
+        except OSError as failed:
+            error = error or _text(0, folder, failed)
+        for rank in range(1, self.size):
+            self._send(error, rank)
+        return error
+
+    def _send(self, value: Any, rank: int) -> None:
+        request = self._comm.isend(value, rank)
+        while not request.test()[0]:  # waiting in MPI would take a core from the program
+            time.sleep(_POLL_SECONDS)
+
+    def _receive(self, rank: int) -> Any:
+        while (message := self._comm.improbe(rank)) is None:
+            time.sleep(_POLL_SECONDS)
+        return message.recv()
+
+
+def _text(rank: int, folder: Path, error: Exception) -> str:
+    return f"rank {rank}: {folder} cannot be written: {type(error).__name__}: {error}"
+
+
+@atexit.register
+def _finish_started() -> None:
+    for writer in list(_started):
+        try:
+            writer.finish()
+        except CheckpointError as error:
+            abort.end(error)

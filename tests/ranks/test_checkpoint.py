@@ -1,0 +1,310 @@
+"""Checkpoints of several ranks: restored on any number of others, and what goes wrong on one rank is raised on all."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.checkpoint import files, writer
+from mpistrat.cluster_resolver import MPIClusterResolver
+from mpistrat.communicator.communicator import Communicator
+from mpistrat.errors import AgreementError, CheckpointError, InvalidArgumentError
+from mpistrat.experimental import ParameterServerStrategy
+from mpistrat.experimental.partitioners import FixedShardsPartitioner
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.launch.bootstrap import start
+from mpistrat.strategy.extended import StrategyExtended
+from mpistrat.strategy.strategy import Strategy
+from mpistrat.topology.world import World
+from tests.launches import on_ranks
+
+pytest.importorskip("safetensors")
+
+SHAPES = ("1x1", "2x1", "1x3", "2x2", "3+1")
+ON_READ = mpistrat.VariableSynchronization.ON_READ
+
+
+@pytest.fixture
+def folder(comm, tmp_path):
+    """Give a folder that all ranks share."""
+    return Path(comm.bcast(str(tmp_path)))
+
+
+def strategy_of(comm, shape):
+    return Strategy(StrategyExtended(Communicator(Hierarchy(comm, World.from_shape(shape)))))
+
+
+class Training:
+    """A linear model with momentum, metrics and shuffled data; what it computes is exact, so that no order of sums matters."""
+
+    def __init__(self, strategy):
+        self.strategy, aggregations = strategy, mpistrat.VariableAggregation
+        with strategy.scope():
+            self.weights = mpistrat.Variable(np.zeros(5))
+            self.slots = {"momentum": np.zeros(5), "steps": 0}
+            metric = {"synchronization": ON_READ, "dtype": np.int64}
+            self.rows = mpistrat.Variable(0, aggregation=aggregations.SUM, **metric)
+            self.first = mpistrat.Variable(0, aggregation=aggregations.ONLY_FIRST_REPLICA, **metric)
+            self.data = strategy.experimental_distribute_dataset(mpistrat.ArrayDataset(np.arange(22.0), 5, shuffle=True))
+            self.rng = np.random.default_rng(1)
+            self.checkpoint = mpistrat.Checkpoint(**{name: each for name, each in vars(self).items() if name != "strategy"})
+        self.seen = []
+
+    def train(self, num_steps):
+        """Take steps, which may begin new epochs, and return all that can be seen of the state."""
+        while num_steps:
+            for batch in self.data:
+                rows = self.strategy.run(self.step, args=(batch,))
+                self.seen.append(sorted(self.strategy.extended.communicator.all_gather(self.strategy.local(rows)).tolist()))
+                num_steps -= 1
+                if not num_steps:
+                    break
+        state = self.weights.numpy().tolist(), self.slots["momentum"].tolist(), self.slots["steps"], self.data.state_dict()
+        return state, int(self.rows), int(self.first)
+
+    def step(self, batch):
+        context = mpistrat.get_replica_context()
+        gradient = context.all_reduce("sum", np.full(5, batch.sum()) * self.rng.integers(1, 9, 5))
+        self.slots["momentum"] += gradient
+        self.slots["steps"] += 1
+        context.update(self.weights, lambda weights, change: weights + change, (self.slots["momentum"] / 4,))
+        self.rows.assign_add(len(batch))
+        self.first.assign_add(1)
+        return batch
+
+
+@on_ranks(4)
+def test_a_job_that_is_cut_goes_on_with_equal_weights_on_any_ranks(comm, folder):
+    found = {}
+    for shape in SHAPES:
+        size = World.from_shape(shape).size
+        part = comm.Split(int(comm.rank >= size), comm.rank)
+        if comm.rank < size:
+            strategy = strategy_of(part, shape)
+            if "undisturbed" not in found:
+                training = Training(strategy)
+                found["undisturbed"] = training.train(12)[0], training.seen
+            training = Training(strategy)
+            found[shape] = training.train(7)
+            training.checkpoint.save(folder / shape, wait=True, step=7)
+            strategy.close()
+        part.Free()
+        found = comm.bcast(found)
+    for shape in SHAPES:
+        size = World.from_shape(shape).size
+        part = comm.Split(int(comm.rank >= size), comm.rank)
+        if comm.rank < size:
+            strategy = strategy_of(part, shape)
+            for other in SHAPES:
+                training = Training(strategy)
+                assert training.checkpoint.restore(folder / other) == 7
+                _, rows, first = found[other]
+                assert (int(training.rows), int(training.first)) == (rows, first)
+                whole, seen = found["undisturbed"]
+                assert training.train(5)[0] == whole
+                assert training.seen == seen[7:]
+                training.checkpoint.close()
+            strategy.close()
+        part.Free()
+        comm.Barrier()
+    epoch = [row for batch in found["undisturbed"][1][:5] for row in batch]
+    assert sorted(epoch) == list(range(22))
+
+
+@pytest.fixture
+def two(comm):
+    """Give a checkpoint of two ranks whose state is on both the same, and that state."""
+    strategy = strategy_of(comm, f"{comm.size}x1")
+    state = {"w": np.arange(8.0), "step": 1}
+    with strategy.scope():
+        checkpoint = mpistrat.Checkpoint(
+            state=state, metric=mpistrat.Variable(2.0, synchronization=ON_READ, aggregation=mpistrat.VariableAggregation.SUM)
+        )
+    yield checkpoint, state
+    strategy.close()
+
+
+def on_one(comm, rank, value, other):
+    return value if comm.rank == rank else other
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strict", [False, True])
+def test_ranks_that_disagree_are_told_and_the_job_goes_on(comm, two, folder, strict):
+    checkpoint, state = two
+    checkpoint._communicator.is_strict = strict
+    with pytest.raises(AgreementError, match=r"(?s)step=1.*step=2"):
+        checkpoint.save(folder / "a", step=on_one(comm, 0, 1, 2))
+    with pytest.raises(AgreementError, match=r"(?s)/a'.*/b'"):
+        checkpoint.save(folder / on_one(comm, 0, "a", "b"))
+    state["w"][7] += comm.rank
+    with pytest.raises(AgreementError, match="state: 1 arrays"):
+        checkpoint.save(folder / "a")
+    state["w"][7] -= comm.rank
+    state["extra"] = on_one(comm, 1, object(), 1)
+    with pytest.raises(
+        on_one(comm, 1, mpistrat.errors.UnsupportedDtypeError, AgreementError), match="state/extra is of type object"
+    ):
+        checkpoint.save(folder / "a")
+    with pytest.raises(AgreementError):
+        checkpoint.restore(folder / "a", strict=on_one(comm, 0, True, False))
+    state["extra"] = 1
+    checkpoint.save(folder / "a", wait=True)
+    assert checkpoint.restore(folder / "a") == 0
+
+
+@on_ranks(2)
+def test_a_rank_that_cannot_write_fails_the_save_on_all(comm, two, folder, monkeypatch):
+    checkpoint, state = two
+    first = checkpoint.save(folder / "first", wait=True, step=1)
+    write = files.write_pieces
+
+    def full(path, *given):
+        write(path, *given)
+        if comm.rank == 1:
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "write_pieces", full)
+        with pytest.raises(CheckpointError, match=r"rank 1: .*No space left on device.*The last checkpoint before it is whole"):
+            checkpoint.save(folder / "second", wait=True)
+        assert not (folder / "second").exists()
+        checkpoint.save(folder / "second")
+        with pytest.raises(CheckpointError, match="No space"):  # by the next call
+            checkpoint.restore(first)
+        patch.setattr(writer, "write_pieces", lambda path, *given: files.remove(path.parent) or write(path, *given))
+        with pytest.raises(CheckpointError, match=r"rank \d: .* cannot be written"):
+            checkpoint.save(folder / "removed", wait=True)
+        patch.setattr(checkpoint, "_stage", on_one(comm, 1, None, checkpoint._stage))
+        with pytest.raises(CheckpointError, match="rank 1: TypeError"):
+            checkpoint.save(folder / "staged")
+    with pytest.raises(CheckpointError, match="rank 0: NotADirectoryError"):
+        checkpoint.save(Path(first) / files.MANIFEST / "inside")
+    state["w"][:] = 0
+    assert checkpoint.restore(first) == 1
+    assert state["w"].tolist() == list(range(8))
+    checkpoint.save(folder / "second", wait=True)
+    checkpoint.close()
+
+
+@on_ranks(2)
+def test_what_one_rank_cannot_read_changes_nothing_on_any(comm, two, folder):
+    checkpoint, state = two
+    path = Path(checkpoint.save(folder / "first", wait=True))
+    comm.Barrier()
+    state["w"][:] = 0
+    for name, change, told in (
+        ("arrays-00001.safetensors", lambda good: good[:-1] + b"x", "bytes of .* are not those"),
+        ("arrays-00000.safetensors", lambda good: good[:-1], "cannot be read"),
+        (files.MANIFEST, lambda good: good.replace(b'"step": 0', b'"step": 9'), "not those that were written"),
+    ):
+        good = (path / name).read_bytes()
+        comm.Barrier()
+        if comm.rank == 0:
+            (path / name).write_bytes(change(good))
+        comm.Barrier()
+        with pytest.raises(CheckpointError, match=f"{name}.*{told}"):
+            checkpoint.restore(path)
+        comm.Barrier()
+        (path / name).write_bytes(good)
+        assert not state["w"].any()
+
+    class Stubborn:
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            if comm.rank == 1:
+                raise KeyError("slots")
+
+    with checkpoint._strategy.scope():
+        other = mpistrat.Checkpoint(state=state, metric=checkpoint._objects["metric"], other=Stubborn())
+    other.save(folder / "second", wait=True)
+    with pytest.raises(CheckpointError, match="rank 1: KeyError: 'slots'"):
+        other.restore(folder / "second")
+    comm.Barrier()
+    checkpoint.restore(path)
+
+
+@on_ranks(2)
+def test_a_step_goes_on_while_ranks_write_and_the_next_save_waits(comm, two, folder, monkeypatch):
+    checkpoint, state = two
+    manager = mpistrat.CheckpointManager(checkpoint, folder / "all")
+    go_on, write = threading.Event(), files.write_pieces
+    monkeypatch.setattr(writer, "write_pieces", lambda *given: go_on.wait(20) and write(*given))
+    first = manager.save(1)
+    state["w"][:] = state["step"] = 2  # after the values were copied
+    assert checkpoint._communicator.all_reduce("sum", np.ones(1)) == comm.size
+    assert manager.latest_checkpoint is None
+    assert not (Path(first) / files.MANIFEST).exists()
+    threading.Timer(0.2, go_on.set).start()
+    second = manager.save(2)
+    assert go_on.is_set()
+    assert manager.checkpoints == [first]
+    assert (checkpoint.restore(first), state["step"], state["w"].tolist()) == (1, 1, list(range(8)))
+    assert (manager.restore(), state["w"][0], state["step"]) == (2, 2, 2)
+    assert manager.checkpoints == mpistrat.CheckpointManager(checkpoint, folder / "all").checkpoints == [first, second]
+    of_job = mpistrat.Checkpoint(state=state)  # outside all scopes
+    of_job.save(folder / "job", wait=True)
+    assert len(list((folder / "job").glob("arrays-*"))) == comm.size
+    of_job.close()
+    with pytest.raises(RuntimeError, match=r"checkpoint.save must be called outside strategy.run"):
+        checkpoint._strategy.run(lambda: checkpoint.save(folder / "inside"))
+    with pytest.raises(InvalidArgumentError, match="metric belongs to .*whose ranks must save it together"):
+        mpistrat.Checkpoint(metric=checkpoint._objects["metric"])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("make", [mpistrat.experimental.CentralStorageStrategy, mpistrat.MultiWorkerMirroredStrategy])
+def test_what_was_restored_is_saved_as_it_was(comm, folder, make):
+    strategy = make()
+    with strategy.scope():
+        metric = mpistrat.Variable(7, synchronization=ON_READ, aggregation=mpistrat.VariableAggregation.SUM)
+        weights = mpistrat.Variable(np.arange(3.0))
+        with_metric = {"weights": weights, "metric": metric}
+        checkpoint = mpistrat.Checkpoint(**with_metric)
+        saved = int(metric)
+        for turn in range(3):
+            path = checkpoint.save(folder / str(turn), wait=True)
+            weights.assign(np.zeros(3))
+            metric.assign(0)
+            checkpoint.restore(path)
+            assert (int(metric), weights.numpy().tolist()) == (saved, [0.0, 1.0, 2.0])
+    strategy.close()
+
+
+@on_ranks(2)
+def test_arrays_on_gpus_are_saved_and_restored(comm, make_pair, folder):
+    pair = make_pair()
+    strategy = Strategy(StrategyExtended(pair.gpu))
+    with strategy.scope():
+        variable, array = mpistrat.Variable(np.arange(7, dtype=np.float32)), pair.up(np.arange(12.0))
+        checkpoint = mpistrat.Checkpoint(variable=variable, state={"array": array, "empty": pair.up(np.empty((0, 2)))})
+        path = checkpoint.save(folder / "one", wait=True)
+        variable.assign(np.zeros(7, np.float32))
+        array[...] = pair.up(np.zeros(12))
+        checkpoint.restore(path)
+    np.testing.assert_array_equal(variable.numpy(), np.arange(7, dtype=np.float32))
+    np.testing.assert_array_equal(pair.download(array), np.arange(12.0))
+
+
+@on_ranks(4)
+def test_the_chief_saves_and_restores_what_servers_keep(comm, folder):
+    def program(coordinator):
+        with coordinator.strategy.scope():
+            table, number = mpistrat.Variable(np.arange(14.0).reshape(7, 2)), mpistrat.Variable(3)
+            checkpoint = mpistrat.Checkpoint(table=table, number=number)
+        if not (folder / "one").exists():
+            coordinator.schedule(lambda: table.assign_add(np.ones((7, 2))))
+            coordinator.join()
+            checkpoint.save(folder / "one", wait=True)
+            number.assign(0)
+        checkpoint.restore(folder / "one")
+        assert (int(number), table.numpy().tolist()) == (3, (np.arange(14.0).reshape(7, 2) + 1).tolist())
+
+    for num_servers in (2, 1):  # on another number of servers too
+        resolver = MPIClusterResolver(chief=1, ps=num_servers)
+        ParameterServerStrategy.main(program, resolver, FixedShardsPartitioner(num_servers))
+    assert start().size == 4

@@ -1,0 +1,179 @@
+"""Checkpoints of one rank: which values come back, what does not fit, which are kept, and the command line."""
+
+import json
+import sys
+from collections import namedtuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.errors import CheckpointError, InvalidArgumentError, LaunchError, UnsupportedDtypeError
+from mpistrat.tools import cli
+
+pytest.importorskip("safetensors")
+
+Pair = namedtuple("Pair", "first second")  # noqa: PYI024
+DTYPES = ["float64", "float16", ml_dtypes.bfloat16, "bool", "complex64", ">f8", "int8", np.longdouble]
+
+
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+def saved_and_restored(path, before, after):
+    """Save objects, restore them to others, and return these."""
+    mpistrat.Checkpoint(**before).save(path, wait=True, step=3)
+    assert mpistrat.Checkpoint(**after).restore(path) == 3
+    return after
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_arrays_come_back_bit_by_bit(tmp_path, dtype):
+    def arrays(start):
+        base = (np.arange(24) * 7 + start).reshape(4, 6).astype(dtype)
+        return {"c": base, "t": base.T[::2].copy().T, "cut": base[::2, 1::2], "0-d": base[1, 2].copy()[...], "none": base[:0]}
+
+    wanted = arrays(1)
+    nest = {"nest": {"fixed": read_only(arrays(1)["c"]), "pair": Pair([arrays(1)["t"]], 2)}}
+    fresh = {"nest": {"fixed": read_only(arrays(0)["c"]), "pair": Pair([arrays(0)["t"]], 0)}}
+    got = saved_and_restored(tmp_path / "one", {**wanted, **nest}, {**arrays(0), **fresh})
+    for name, array in wanted.items():
+        assert (got[name].dtype, got[name].tobytes()) == (array.dtype, array.tobytes())
+    assert isinstance(got["nest"]["pair"], Pair)
+    assert got["nest"]["pair"].second == 2
+    np.testing.assert_array_equal(got["nest"]["pair"].first[0], wanted["t"])
+    np.testing.assert_array_equal(got["nest"]["fixed"], wanted["c"])
+
+
+def test_plain_values_and_generators_come_back(tmp_path):
+    rng, old = np.random.default_rng(1), np.random.Generator(np.random.MT19937(1))
+    rng.random(3), old.random(3)
+    state = {"step": 7, 3: [None, True, 2.5, "é"], "nan": float("nan"), "rows": (1, 2)}
+    fresh = {"step": 0, "list": [1], "old": 5}
+    others = {"rng": np.random.default_rng(5), "old": np.random.Generator(np.random.MT19937(5))}
+    saved_and_restored(tmp_path / "one", {"state": state, "rng": rng, "old": old}, {"state": fresh, **others})
+    assert np.isnan(fresh.pop("nan"))
+    assert fresh == {"step": 7, 3: [None, True, 2.5, "é"], "rows": (1, 2), "list": [1], "old": 5}
+    assert (others["rng"].random(), others["old"].random()) == (rng.random(), old.random())
+
+
+def test_a_module_and_adam_of_pytorch_go_on(tmp_path):
+    torch = pytest.importorskip("torch")
+
+    def made(num_steps, width=3):
+        torch.manual_seed(num_steps)
+        net = torch.nn.Linear(width, 2, dtype=torch.bfloat16)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+        return {"net": net, "optimizer": optimizer}, [step(net, optimizer) for _ in range(num_steps)]
+
+    def step(net, optimizer):
+        optimizer.zero_grad()
+        net(torch.ones(3, dtype=torch.bfloat16)).square().sum().backward()
+        optimizer.step()
+
+    trained, _ = made(3)
+    for num_steps in (0, 1):  # an optimizer that has no slots yet, and one that has
+        fresh = saved_and_restored(tmp_path / str(num_steps), trained, made(num_steps)[0])
+        again, _ = made(3)
+        step(**fresh), step(**again)
+        for one, other in zip(fresh["net"].parameters(), again["net"].parameters(), strict=True):
+            assert torch.equal(one, other)
+    with pytest.raises(CheckpointError, match=r"net/weight has bfloat16 \(2, 4\) here, and bfloat16 \(2, 3\) there"):
+        mpistrat.Checkpoint(**made(0, 4)[0]).restore(tmp_path / "0")
+
+
+def test_arrays_of_jax_come_back_in_a_dict(tmp_path):
+    jnp = pytest.importorskip("jax.numpy")
+    got = saved_and_restored(tmp_path / "one", {"nest": {"w": jnp.arange(3)}}, {"nest": {"w": jnp.zeros(3, int)}})
+    assert isinstance(got["nest"]["w"], jnp.ndarray)
+    assert got["nest"]["w"].tolist() == [0, 1, 2]
+    with pytest.raises(InvalidArgumentError, match="cannot be restored in place"):
+        mpistrat.Checkpoint(w=jnp.zeros(3))
+
+
+def test_all_that_does_not_fit_is_told_and_nothing_is_changed(tmp_path):
+    data, rng = mpistrat.ArrayDataset(np.arange(4), 2), np.random.default_rng(0)
+    one = mpistrat.Checkpoint(w=np.ones(3), gone=np.ones(2), d={"a": np.ones(2)}, data=data, rng=rng, kind={})
+    path = one.save(tmp_path / "one", wait=True)
+    w, nest = np.zeros(3), {"a": np.zeros((2, 1)), "b": np.zeros(1)}
+    old = np.random.Generator(np.random.MT19937(5))
+    other = mpistrat.Checkpoint(w=w, d=nest, new=np.zeros(1), rng=old, kind=np.zeros(1))
+    with pytest.raises(CheckpointError) as told:
+        other.restore(path)
+    lines = [line.strip() for line in str(told.value).splitlines()[1:]]
+    assert sorted(lines) == [
+        "d/a has float64 (2, 1) here, and float64 (2,) there",
+        "d/b is missing there",
+        "data is unexpected: nothing here has this name",
+        "gone is unexpected: nothing here has this name",
+        "kind is missing there",
+        "kind is of kind array here, and dict there",
+        "new is missing there",
+        "rng is a generator MT19937 here, and PCG64 there",
+    ]
+    fits = mpistrat.Checkpoint(w=w, d={"b": nest["b"]}, new=np.full(1, 7.0))
+    with pytest.raises(CheckpointError):
+        fits.restore(path)
+    assert not w.any()
+    fits.restore(path, strict=False)
+    assert w.all()
+
+
+def test_what_cannot_be_saved_or_restored_in_place_is_refused(tmp_path, monkeypatch):
+    for value in (1, "text", (np.ones(2),), read_only(np.ones(2)), np.float64(1)):
+        with pytest.raises(InvalidArgumentError, match="value is of type .*, and cannot be restored in place"):
+            mpistrat.Checkpoint(value=value)
+    for value in ({"a": object()}, [np.array(["text"])]):
+        with pytest.raises(UnsupportedDtypeError, match="value/"):
+            mpistrat.Checkpoint(value=value)
+    with pytest.raises(InvalidArgumentError, match="two arrays of the checkpoint have the name value/1"):
+        mpistrat.Checkpoint(value={1: np.ones(1), "1": np.ones(1)})
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years")
+    checkpoint = mpistrat.Checkpoint(w=np.ones(1))
+    with pytest.raises(CheckpointError, match="holds what is no part of a checkpoint"):
+        checkpoint.save(tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+    path = checkpoint.save(tmp_path / "one", wait=True)
+    with pytest.raises(CheckpointError, match="is a checkpoint already"):
+        checkpoint.save(path)
+    checkpoint.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        checkpoint.save(tmp_path / "two")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setattr("mpistrat.checkpoint.files.find_spec", lambda name: None)
+    with pytest.raises(LaunchError, match=r"not installed: pip install '\.\[checkpoint\]'"):
+        mpistrat.Checkpoint(w=np.ones(1))
+
+
+def test_the_newest_are_kept_and_the_command_line_tells_them(tmp_path, capsys):
+    state = {"w": np.ones(1000)}
+    manager = mpistrat.CheckpointManager(mpistrat.Checkpoint(state=state), tmp_path, max_to_keep=2, keep_every=4)
+    assert (manager.latest_checkpoint, manager.restore()) == (None, None)
+    for step in (1, 4, 5, 6, 7, 7):
+        state["w"][:] = step
+        manager.save(step)
+    manager.close()
+    names = ["ckpt-00000004", "ckpt-00000006", "ckpt-00000007.1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert manager.checkpoints == [str(tmp_path / name) for name in names]
+    (tmp_path / "ckpt-00000009").mkdir()  # a save that was stopped
+    again = mpistrat.CheckpointManager(mpistrat.Checkpoint(state=state), tmp_path)
+    assert (again.checkpoints, again.restore(), state["w"][0]) == (manager.checkpoints, 7, 7)
+
+    assert cli.main(["checkpoint", "list", str(tmp_path), "--json"]) == 0
+    assert [(row["step"], row["bytes"]) for row in json.loads(capsys.readouterr().out)] == [(4, 8000), (6, 8000), (7, 8000)]
+    assert cli.main(["checkpoint", "show", str(tmp_path)]) == 0
+    assert "state/w" in (shown := capsys.readouterr().out)
+    assert "float64 (1000,)" in shown
+    [file] = (tmp_path / names[1]).glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith(", whole") for line in lines] == [True, False, True]
+    assert "the bytes of state/w are not those that were written" in lines[1]
+    assert cli.main(["checkpoint", "list", str(tmp_path / "none")]) == 1
+    assert "holds no checkpoint" in capsys.readouterr().err
