@@ -121,7 +121,7 @@ class SmallAllReduce:
         if exchange.leaders:
             self._leaders = LeaderSum(exchange.leaders, op, dtype, shape)
             # of each turn, what sums the slots of this node
-            self._add_ranks = [self._sum_for_others(slots, self._leaders.own) for slots in self._slots]
+            self._add_ranks = [self._summing(slots, self._leaders.own) for slots in self._slots]
 
     def blocking(self) -> Callable[[Array, Array | None], Array]:
         """Return a blocking call, ``all_reduce(source, target)``, with little Python: see `Transport.blocking_all_reduce`."""
@@ -142,7 +142,7 @@ class SmallAllReduce:
                 yield from until(partial(_has_reached, words, ENTERED, entered))
             window.compare(entered)
         if self._one_node:
-            self._sum(slots, target)
+            self._summing(slots, target)()
             return
         exchange.count += 1
         if exchange.is_leader:
@@ -280,16 +280,7 @@ class SmallAllReduce:
         slots[exchange.rank if exchange.window is not None else 0][...] = source
         return slots
 
-    def _sum(self, slots: list[Array], target: Array) -> None:
-        if len(slots) == 1:
-            target[...] = slots[0]
-            return
-        total, *others, last = slots
-        for slot, partial_sum in zip(others, cycle(self._partials)):
-            total = self._quiet(self._fold, total, slot, partial_sum)
-        self._quiet(self._fold, total, last, target)
-
-    def _sum_for_others(self, arrays: Sequence[Array], target: Array) -> Callable[[], None]:
+    def _summing(self, arrays: Sequence[Array], target: Array) -> Callable[[], None]:
         """Return what sums arrays."""
         quiet, fold, (first, *others) = self._quiet, self._fold, arrays
         if not others:
