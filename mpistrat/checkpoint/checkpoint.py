@@ -279,8 +279,10 @@ class CheckpointManager:
         checkpoint._finish("restore")
         communicator = checkpoint._communicator
         with checkpoint._failing_together():
-            found = files.find_checkpoints(self._directory) if communicator.rank == 0 else []
-        self._found: list[Path] = communicator.broadcast_object(found)
+            whole = (True, False) if communicator.rank == 0 else ()
+            found = [files.find_checkpoints(self._directory, each) for each in whole]
+        self._found: list[Path]
+        self._found, self._interrupted = communicator.broadcast_object(found)
 
     @property
     def directory(self) -> str:
@@ -300,7 +302,7 @@ class CheckpointManager:
     def save(self, step: int, wait: bool = False) -> str:
         """Save to a folder of the directory, and return its path. A collective call: see `Checkpoint.save`.
 
-        Once the checkpoint is durable, those that are not kept are removed.
+        Once the checkpoint is durable, those that are not kept are removed, and what saves left that were interrupted.
         """
         self._checkpoint._finish("save")
         step = self._checkpoint._communicator.agree_on(
@@ -309,10 +311,12 @@ class CheckpointManager:
         folder = files.new_folder(self._directory, step, self._found)
         kept = self._kept_with(folder, step)
 
-        def add() -> None:
-            self._found = kept
+        outdated = [each for each in [*self._found, *self._interrupted] if each not in kept]
 
-        return self._checkpoint._save_to(folder, wait, step, [each for each in self._found if each not in kept], add)
+        def add() -> None:
+            self._found, self._interrupted = kept, []
+
+        return self._checkpoint._save_to(folder, wait, step, outdated, add)
 
     def restore(self, strict: bool = True) -> int | None:
         """Restore the newest checkpoint, and return its step; None if there is none. A collective call.

@@ -162,13 +162,13 @@ def place_of(folder: Path) -> tuple[int, int]:
     return (int(found[1]), int(found[2] or 0)) if found else (-1, 0)
 
 
-def find_checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints of a directory, oldest first; incomplete ones are left out."""
+def find_checkpoints(directory: Path, is_whole: bool = True) -> list[Path]:
+    """Return the checkpoints of a directory by their steps; or what is left of saves and removals that were interrupted."""
     if not directory.is_dir():
         return []
     with _reading(directory):
-        found = [entry for entry in directory.iterdir() if _FOLDER.fullmatch(entry.name) and (entry / MANIFEST).is_file()]
-    return sorted(found, key=place_of)
+        folders = [entry for entry in directory.iterdir() if _FOLDER.fullmatch(entry.name)]
+        return sorted([each for each in folders if (each / MANIFEST).is_file() == is_whole], key=place_of)
 
 
 def prepare(folder: Path) -> None:

@@ -163,9 +163,16 @@ def test_the_newest_are_kept_and_the_command_line_tells_them(tmp_path, capsys):
     (tmp_path / "ckpt-00000009").mkdir()  # a save that was stopped
     again = mpistrat.CheckpointManager(mpistrat.Checkpoint(state=state), tmp_path)
     assert (again.checkpoints, again.restore(), state["w"][0]) == (manager.checkpoints, 7, 7)
+    again.save(8, wait=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*names, "ckpt-00000008"]
 
     assert cli.main(["checkpoint", "list", str(tmp_path), "--json"]) == 0
-    assert [(row["step"], row["bytes"]) for row in json.loads(capsys.readouterr().out)] == [(4, 8000), (6, 8000), (7, 8000)]
+    assert [(row["step"], row["bytes"]) for row in json.loads(capsys.readouterr().out)] == [
+        (4, 8000),
+        (6, 8000),
+        (7, 8000),
+        (8, 8000),
+    ]
     assert cli.main(["checkpoint", "show", str(tmp_path)]) == 0
     assert "state/w" in (shown := capsys.readouterr().out)
     assert "float64 (1000,)" in shown
@@ -173,7 +180,7 @@ def test_the_newest_are_kept_and_the_command_line_tells_them(tmp_path, capsys):
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.endswith(", whole") for line in lines] == [True, False, True]
+    assert [line.endswith(", whole") for line in lines] == [True, False, True, True]
     assert "the bytes of state/w are not those that were written" in lines[1]
     assert cli.main(["checkpoint", "list", str(tmp_path / "none")]) == 1
     assert "holds no checkpoint" in capsys.readouterr().err
