@@ -248,7 +248,7 @@ class CheckpointManager:
     checkpoint : Checkpoint
         What is saved.
     directory : path
-        A directory on a file system that all ranks share. It is made by the first save.
+        A directory on a file system that all ranks share, of one job at a time. It is made by the first save.
     max_to_keep : int, optional
         How many checkpoints are kept, those of the highest steps; None keeps all.
     keep_every : int, optional
