@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from mpistrat.algorithms import planners
+from mpistrat.algorithms.chunks import COPIED_IN_CHUNKS_BYTES
 from mpistrat.algorithms.cost import DEFAULT, CostModel, predict_seconds
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.errors import InvalidArgumentError
@@ -65,6 +66,8 @@ def choose(
         plans = list(planner(world, count, itemsize, chunk_bytes))
         if default_chunk_bytes and not chunk_bytes:
             plans = [plans[0], *planner(world, count, itemsize, default_chunk_bytes)]
+        elif world.num_shards == 1 and count * itemsize >= COPIED_IN_CHUNKS_BYTES:
+            plans = plans[-1:]
         plans = [replace(plan, wire_itemsize=wire_itemsize) for plan in plans]
         if one_intra_phase:
             plans = [_in_one_intra_phase(plan) for plan in plans]

@@ -7,7 +7,7 @@ import pytest
 from mpistrat import errors
 from mpistrat.errors import MpistratError
 
-BUILT_IN = (RuntimeError, StopIteration, TimeoutError, TypeError, ValueError)
+BUILT_IN = (OSError, RuntimeError, StopIteration, TimeoutError, TypeError, ValueError)
 
 
 def test_every_error_is_listed() -> None:

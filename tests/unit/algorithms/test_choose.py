@@ -109,6 +109,13 @@ def test_on_gpus_a_buffer_stays_whole_where_nothing_overlaps_unless_chunks_are_a
     assert (choice.plan.algorithm, choice.plan.num_chunks) == ("hierarchical", num_chunks)
 
 
+def test_where_each_node_has_one_rank_large_arrays_are_copied_in_chunks() -> None:
+    sizes = (4 * MIB, 8 * MIB, 64 * MIB)
+    plans = [choose(World.from_shape("4x1"), nbytes // 4, 4, "hierarchical").plan for nbytes in sizes]
+    assert [plan.num_chunks > 1 for plan in plans] == [False, True, True]
+    assert plans[-1].depth == 3
+
+
 def test_one_rank_and_empty_buffers_have_a_plan_and_chunks_are_as_asked_for() -> None:
     assert choose(World.from_shape("1x1"), 1000, 4).plan.phases == ()
     assert choose(World.from_shape("2x2"), 0, 4).plan.num_chunks == 0
