@@ -356,29 +356,25 @@ class Receiver:
     def __init__(self, channel: Channel, tag: int, source: int | None = None) -> None:
         from mpi4py import MPI
 
-        self._channel, self._tag, self._source = channel, tag, source
-        self._from = MPI.ANY_SOURCE if source is None else source
         self._buffer = bytearray(_HEADER_BYTES + channel.inline_bytes)
         self._view = memoryview(self._buffer)
         self._status = MPI.Status()
-        self._arriving: Request | None = None
+        self._request = channel.comm.Recv_init(self._buffer, MPI.ANY_SOURCE if source is None else source, tag)
+        self._channel, self._source, self._tag = channel, source, tag
+        self._is_active = False
 
     def poll(self) -> Received | None:
         """Return the next message, valid until the next call, or None; raise an UnavailableError if its one source is lost."""
         try:
-            if self._arriving is None:
-                found = self._channel.comm.Improbe(self._from, self._tag)
-                if found is None:
-                    return None
-                self._arriving = found.Irecv(self._buffer)
-            if not self._arriving.Test(self._status):
+            if not self._is_active:
+                self._request.Start()
+                self._is_active = True
+            if not self._request.Test(self._status):
                 return None
         except self._channel.failure as error:
-            self._arriving, loss = None, self._channel.checked_loss(error)
-            if self._source is not None:
-                raise loss from error
-            return None
-        self._arriving = None
+            if not self._has_come_with(error):
+                return None
+        self._is_active = False
         kind = self._buffer[0]
         header = _HEADERS[kind]
         _, nbytes, *fields = header.unpack_from(self._buffer)
@@ -387,9 +383,29 @@ class Receiver:
         return Received(self._status.source, KINDS[kind](*fields), self._tag, nbytes, inline)
 
     def close(self) -> None:
-        """Give up a message that has begun to arrive, if there is one."""
-        if self._arriving is not None:
-            keep_alive_for_peers((self._arriving, self._buffer))
+        """Give up the receive that is under way, if there is one."""
+        if self._is_active:
+            if not self._channel.survives:  # where ranks are lost, a receive may not end
+                self._request.Cancel()
+                self._is_active = not self._request.Test()
+            if self._is_active:  # of a message that has begun to arrive
+                keep_alive_for_peers(self._buffer)
+        self._request.Free()
+
+    def _has_come_with(self, error: MPI.Exception) -> bool:
+        """Return whether a message has come although MPI has raised an error.
+
+        The loss of a rank that might have sent something leaves the receive under way. When a message comes, Open MPI may raise
+        the same error again and end the receive. A request that is not under way shows as one that has ended without a source.
+        """
+        from mpi4py import MPI
+
+        is_pending, status = error.Get_error_class() == MPI.ERR_PROC_FAILED_PENDING, MPI.Status()
+        self._is_active = is_pending and not (self._request.Get_status(status) and status.source < 0)
+        loss = self._channel.checked_loss(error)
+        if self._source is not None:
+            raise loss
+        return is_pending and not self._is_active
 
 
 def _payload_tag(tag: int, number: int) -> int:
