@@ -66,12 +66,15 @@ def choose(
         plans = list(planner(world, count, itemsize, chunk_bytes))
         if default_chunk_bytes and not chunk_bytes:
             plans = [plans[0], *planner(world, count, itemsize, default_chunk_bytes)]
-        elif world.num_shards == 1 and count * itemsize >= COPIED_IN_CHUNKS_BYTES:
-            plans = plans[-1:]
         plans = [replace(plan, wire_itemsize=wire_itemsize) for plan in plans]
         if one_intra_phase:
             plans = [_in_one_intra_phase(plan) for plan in plans]
-        return min((Candidate(plan, predict_seconds(plan, model)) for plan in plans), key=attrgetter("seconds"))
+        candidates = [Candidate(plan, predict_seconds(plan, model)) for plan in plans]
+        # with one rank per node predictions leave out the copies, which overlap only where there are chunks
+        is_copied = count * itemsize >= COPIED_IN_CHUNKS_BYTES and world.num_shards == 1 and not default_chunk_bytes
+        copying = 2 * count * itemsize / model.memory_bytes_per_second if is_copied else 0.0
+        best = min(candidates, key=lambda each: each.seconds + copying * (each.plan.depth == 1))
+        return replace(best, seconds=min(each.seconds for each in candidates))
 
     considered = tuple(map(fastest_of, PLANNERS.values()))
     fastest, second, *_ = sorted(considered, key=attrgetter("seconds"))

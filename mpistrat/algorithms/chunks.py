@@ -15,8 +15,8 @@ SCRATCH_BYTES = 64 * MIB
 """The largest chunk of a plan without overlapping chunks: it bounds the scratch memory of a rank."""
 
 COPIED_IN_CHUNKS_BYTES = 8 * MIB
-"""Where each node has one rank, such arrays are copied in chunks, while others are between nodes. Predictions do not count the
-copies: at 10 Gbit/s between two hosts 64 MiB take 75 ms, and 90 in one piece."""
+"""Where each node has one rank, such arrays may be copied in chunks, while others are between nodes: at 10 Gbit/s between two
+hosts 64 MiB take 75 ms, and 90 in one piece."""
 
 DEVICE_CHUNK_BYTES = 16 * MIB
 """The chunk of a hierarchical plan on GPUs: larger than on CPUs, because each chunk costs kernel launches. Not measured."""

@@ -26,6 +26,7 @@ from mpistrat.device.binding import bound_device
 from mpistrat.errors import CheckpointError, InvalidArgumentError
 from mpistrat.inputs.distribute import DistributedDataset
 from mpistrat.inputs.input_options import checked_int
+from mpistrat.inputs.sources import Dataset
 from mpistrat.launch.environment import detect
 from mpistrat.state.variables import Variable
 
@@ -194,6 +195,13 @@ class Checkpoint:
         tree, strategies = Tree(self._objects), (self._strategy, default_mode().strategy)
         tree.check_in_place()
         for name, value in {**tree.leaves, **self._objects}.items():
+            if isinstance(value, Dataset) and value.is_distributed:
+                raise InvalidArgumentError(
+                    f"{name} was distributed, and its position is that of the distributed one.\n"
+                    "    incorrect:  distributed = strategy.experimental_distribute_dataset(dataset); "
+                    "mpistrat.Checkpoint(dataset=dataset)\n"
+                    "    correct:    mpistrat.Checkpoint(dataset=distributed)"
+                )
             owner = getattr(value, "_strategy", None) if isinstance(value, (Variable, DistributedDataset)) else None
             if owner not in (None, *strategies):
                 raise InvalidArgumentError(

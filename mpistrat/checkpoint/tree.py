@@ -3,7 +3,7 @@
 In the document a number, a text, a bool and None stand for themselves. Everything else is a list of its kind and what it holds:
 
 =============================  =====================================================
-``["array", name, library]``   an array of NumPy, CuPy, PyTorch or JAX
+``["array", name, library]``   an array of NumPy, CuPy, PyTorch or JAX, or a scalar of NumPy
 ``["variable", name]``         an `mpistrat.Variable`, or one on servers
 ``["state", node]``            an object with ``state_dict`` and ``load_state_dict``
 ``["generator", node]``        a generator of random numbers of NumPy
@@ -178,6 +178,8 @@ def restored(node: Node, values: Mapping[str, Array], old: Any = None) -> Any:
         return old
     if isinstance(old, Variable):
         return old
+    if library == ["scalar"]:
+        return values[content][()]
     return _written(old, values[content]) if is_array(old) else _new(values[content], *library)
 
 
@@ -245,6 +247,8 @@ def _written(value: Any, saved: Array) -> Any:
 
 
 def _library(value: Any) -> str:
+    if isinstance(value, np.generic):
+        return "scalar"
     return {"jaxlib": "jax"}.get(found := type(value).__module__.partition(".")[0], found)
 
 

@@ -217,8 +217,11 @@ class Programs:
         """Return `run` with a deadline of its own, or without one."""
 
         def limited(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
-            with self._guard.limited(seconds):
+            try:
+                self._guard.begin_limit(seconds)
                 return run(arrays, out)
+            finally:
+                self._guard.end_limit()
 
         return limited
 

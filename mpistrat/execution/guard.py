@@ -397,22 +397,21 @@ class Guard:
         what = self._describe_current
         drive(steps, what, seconds, lambda: self._overdue(what(), seconds), None, self._check_progress)
 
-    @contextmanager
-    def limited(self, seconds: float) -> Iterator[None]:
+    def begin_limit(self, seconds: float) -> None:
         """Give a call on a fast path a deadline of its own, or none, which is 0; raise if other ranks have given it up."""
         self._seconds, self._current.must_poll = seconds, bool(seconds)
-        try:
-            if seconds:
-                self._deadline_barrier.raise_if_given_up(self._describe_current)
-            yield
-        finally:
-            self._seconds, self._current.must_poll = self.default_seconds, bool(self.default_seconds)
+        if seconds:
+            self._deadline_barrier.raise_if_given_up(self._describe_current)
+
+    def end_limit(self) -> None:
+        """Give calls on fast paths the default deadline again."""
+        self._seconds, self._current.must_poll = self.default_seconds, bool(self.default_seconds)
 
     def raise_if_given_up(self, call: Call) -> None:
         """Raise if other ranks have given up a call with a deadline that they do not compare before it runs."""
         try:
             self._deadline_barrier.raise_if_given_up(lambda: str(call))
-        except DeadlineExceededError as error:
+        except CollectiveError as error:
             raise self._fail_with(call, error) from None
 
     def fail_current(self, error: BaseException) -> BaseException:

@@ -141,7 +141,7 @@ class Agreement:
         """Check that all ranks pass the same text, and return the two `facts` of every rank. A collective call.
 
         If texts differ, every rank raises an AgreementError that lists them. `error` says why this rank cannot make the call:
-        it is raised here, and the other ranks raise an AgreementError. What is returned, int64 (ranks, 3), is valid until the
+        it is raised here, and the other ranks raise an AgreementError. What is returned, int64 (ranks, 2), is valid until the
         next call. By default MPI is polled without a deadline, and the `number` in error messages is counted here.
         """
         self._sequence += 1

@@ -156,9 +156,13 @@ class DistributedIterator(Iterator[Any]):
             self._ahead = self._ahead or self._attempt()
             if self._ahead[1] is not None:
                 raise self._ahead[1]
-        if self._empty is None:
-            raise InvalidArgumentError("this replica has no elements, and has not received their spec from another one")
-        return spec_of(self._empty)
+        if self._empty is not None:
+            return spec_of(self._empty)
+        try:
+            return self._dataset.element_spec
+        except (InvalidArgumentError, RuntimeError):
+            why = "this replica has no elements, and has not received their spec from another one"
+            raise InvalidArgumentError(why) from None
 
     def get_next(self) -> Any:
         """Return the next element: a nest of per-replica values, or of arrays where there is one replica. A collective call.
@@ -276,6 +280,7 @@ def distribute_dataset(strategy: Any, dataset: Any, options: InputOptions | None
         if default_mode().strategy is strategy:
             return cast("Iterable[Any]", dataset), ""
         source = as_dataset(dataset)
+        source.is_distributed = True
         part, policy = _part_of(source, wanted.auto_shard_policy, communicator.rank, communicator.size)
         shared = "of each rank's own" if wanted.auto_shard_policy is OFF else source.describe()
         text = f"{shared}, auto_shard_policy={wanted.auto_shard_policy.name}"

@@ -83,6 +83,7 @@ class Dataset(Resumable, ABC):
 
     is_file_based: bool = False  # so that each input pipeline can read files of its own
     is_hinted: bool = False  # sharded by `SHARD_HINT`, whose numbers are filled in later
+    is_distributed: bool = False  # its position is that of what was distributed
 
     @abstractmethod
     def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:

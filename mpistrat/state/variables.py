@@ -150,10 +150,11 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         # the rank that keeps the array, under central storage, where ON_READ acts as ON_WRITE
         self._root: int | None = strategy.extended.root
         self._is_on_read = is_on_read and self._root is None
-        self._number = next(strategy.extended.variable_numbers)
+        self._number = str(strategy.extended.num_variables + 1)
         declared = f"{self._synchronization.name}, {self._aggregation.name}, trainable={self._trainable}"
         self._communicator.note(f"Variable({name!r}, {value.dtype} {value.shape}, {declared}), number {self._number}")
         self._hold(to_device(np.array(self._communicator.broadcast(value), order="C")))
+        strategy.extended.num_variables += 1
         if self._aggregation is VariableAggregation.MEAN and self.dtype.kind in "biu":
             raise InvalidArgumentError(
                 f"{name} has dtype {self.dtype}, which cannot hold a mean: use aggregation SUM or a float dtype"
@@ -300,6 +301,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         in_replica_context_of(self._strategy, "copy.deepcopy of a variable")  # refused under another strategy
         copied = copy.copy(self)
         copied._hold(self._array.copy())
+        copied._number = f"{self._number}, copied"  # which one replica alone may do
         memo[id(self)] = copied
         return copied
 

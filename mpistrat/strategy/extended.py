@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
 from numbers import Number
 from operator import attrgetter
 from typing import Any
@@ -71,7 +70,7 @@ class StrategyExtended:
         is_chief: bool | None = None,
     ) -> None:
         self.communicator = communicator
-        self.variable_numbers = count(1)  # variables without a name of their own are told apart by them
+        self.num_variables = 0  # that all replicas have made: their numbers tell those without a name apart
         self._is_chief = communicator.rank == 0 if is_chief is None else is_chief
         self._cross_device_ops = cross_device_ops or HierarchicalAllReduce()
         # the default ops add nothing to the communicator, so reductions can call it directly

@@ -1,10 +1,12 @@
 """Variables over real collectives: equal everywhere, whatever the ranks start from."""
 
+import copy
+
 import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.errors import AgreementError
+from mpistrat.errors import AgreementError, UnsupportedDtypeError
 from tests.launches import needs_ranks, on_ranks
 
 pytestmark = on_ranks(1, 3)
@@ -112,3 +114,20 @@ def test_ranks_that_change_different_variables_without_a_name_are_told(comm, str
     first, second = (made(strategy, np.zeros(2), aggregation=mpistrat.VariableAggregation.SUM) for _ in range(2))
     with pytest.raises(AgreementError, match=r"of variable 1(.|\n)*of variable 2"):
         strategy.run(lambda: (second if comm.rank else first).assign(np.ones(2)))
+
+
+@needs_ranks(2)
+def test_a_copy_of_a_variable_is_another_one(comm, strategy):
+    variable = made(strategy, np.zeros(2), aggregation=mpistrat.VariableAggregation.SUM)
+    with strategy.scope():
+        copied = copy.deepcopy(variable)
+    with pytest.raises(AgreementError, match=r"of variable 1, copied"):
+        strategy.run(lambda: (copied if comm.rank else variable).assign(np.ones(2)))
+
+
+@needs_ranks(2)
+def test_a_variable_that_was_refused_on_one_rank_leaves_the_numbers_of_later_ones_equal(comm, strategy):
+    strategy.extended.communicator.is_strict = True
+    with pytest.raises((AgreementError, UnsupportedDtypeError)):
+        made(strategy, "x" if comm.rank else 1.0)
+    assert made(strategy, 2.0).numpy() == 2.0

@@ -111,9 +111,11 @@ def test_on_gpus_a_buffer_stays_whole_where_nothing_overlaps_unless_chunks_are_a
 
 def test_where_each_node_has_one_rank_large_arrays_are_copied_in_chunks() -> None:
     sizes = (4 * MIB, 8 * MIB, 64 * MIB)
-    plans = [choose(World.from_shape("4x1"), nbytes // 4, 4, "hierarchical").plan for nbytes in sizes]
+    plans = [choose(World.from_shape("2x1"), nbytes // 4, 4, "hierarchical").plan for nbytes in sizes]
     assert [plan.num_chunks > 1 for plan in plans] == [False, True, True]
     assert plans[-1].depth == 3
+    many = choose(World.from_shape("64x1"), 16 * MIB, 4)  # where steps take longer than copies
+    assert (many.plan.algorithm, many.plan.num_chunks) == ("hierarchical", 1)
 
 
 def test_one_rank_and_empty_buffers_have_a_plan_and_chunks_are_as_asked_for() -> None:

@@ -184,3 +184,16 @@ def test_the_newest_are_kept_and_the_command_line_tells_them(tmp_path, capsys):
     assert "the bytes of state/w are not those that were written" in lines[1]
     assert cli.main(["checkpoint", "list", str(tmp_path / "none")]) == 1
     assert "holds no checkpoint" in capsys.readouterr().err
+
+
+def test_scalars_of_numpy_stay_scalars_and_a_dataset_that_was_distributed_is_refused(tmp_path):
+    state = {"best": np.float64(3), "n": np.int64(2)}
+    checkpoint = mpistrat.Checkpoint(state=state)
+    path = checkpoint.save(tmp_path / "one", wait=True)
+    state.clear()
+    checkpoint.restore(path, strict=False)
+    assert [(type(value), value) for value in state.values()] == [(np.float64, 3.0), (np.int64, 2)]
+    dataset = mpistrat.ArrayDataset(np.arange(4), 2)
+    dataset.is_distributed = True
+    with pytest.raises(InvalidArgumentError, match="dataset was distributed"):
+        mpistrat.Checkpoint(dataset=dataset)
