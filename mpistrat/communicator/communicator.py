@@ -241,8 +241,12 @@ class Communicator(BaseCommunicator):
         guard = self._guard
         if self._gpu is not None and not self._gpu.admits(arrays if out is None else [*arrays, *out]):
             return None
-        thread = guard.thread  # `is_this` would cost a call
-        if self.timeline.enabled or guard.refusal or thread.own.token is not thread.token or not guard.lock.acquire(False):
+        if self.timeline.enabled or guard.refusal:
+            return None
+        free = guard.thread.own.free
+        try:
+            free.pop()  # as `CallingThread.lock`, which would cost a call
+        except IndexError:
             return None
         slot = 0
         try:
@@ -268,7 +272,7 @@ class Communicator(BaseCommunicator):
                 self._recorder.fail(slot)
             raise guard.fail_current(error) from None
         finally:
-            guard.lock.release()
+            free.append(None)
 
     def pass_small_arrays(self) -> Passing:
         """Hand arrays of up to 16 KiB to MPI as they are, and compare their calls later, unless calls must be compared first.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from time import monotonic_ns
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,8 +37,9 @@ class Passing:
         if known is not None and not is_on_device(array):
             is_passed = known.is_one_message and 0 < nbytes <= world.most_passed_bytes
             call = world.passing_call(op, array.dtype) if is_passed else (None, None, None)
-            # with as how many calls one counts, and MPI's call if it is small
-            self._programs.passed[handle, array.size, array.dtype] = known, weight(nbytes), *call
+            index = self._guard.index(known.digest, known.signature.text_after(0), known.signature.nbytes)
+            # with its description, as how many calls one counts, and MPI's call if it is small
+            self._programs.passed[handle, array.size, array.dtype] = known, index, weight(nbytes), *call
 
     def caller(self, run_known: Callable[..., list[Array] | None]) -> Callable[[Any, Any, MPI.Op], bool]:
         """Return what reduces two buffers of NumPy, if they are as in an earlier call, and returns whether it has.
@@ -47,14 +49,17 @@ class Passing:
         from mpi4py import MPI
 
         guard, present, timeline = self._guard, self._executor.hierarchy.call, self._executor.timeline
-        passed, thread = self._programs.passed, guard.thread
-        acquire, release, communicator, indexes = guard.lock.acquire, guard.lock.release, guard.communicator, guard.indexes
+        passed, own, communicator = self._programs.passed, guard.thread.own, guard.communicator
         in_place, ndarray, may_share_memory, record = MPI.IN_PLACE, np.ndarray, np.may_share_memory, recorder()
         add_call = present.calls.append
         frame_at, places, find_line, next_slot = sys._getframe, record.places, record.find_line, record.slots.__next__
         memory, words = record.memory, record.words
 
+        last_code: CodeType | None = None
+        last_instruction = last_line = 0
+
         def pass_on(source: Any, target: Any, op: MPI.Op) -> bool:
+            nonlocal last_code, last_instruction, last_line
             if type(target) is not ndarray:
                 return False
             dtype, size = target.dtype, target.size
@@ -64,7 +69,7 @@ class Passing:
                 return False
             if source is target or source is None:
                 source = in_place
-            call, calls, all_reduce, native, datatype = found
+            call, index, calls, all_reduce, native, datatype = found
             if source is not in_place:
                 if type(source) is not ndarray or source.dtype is not dtype or source.size != size:
                     return False
@@ -81,8 +86,10 @@ class Passing:
             digest = call.digest
             if guard.noted or guard.refusal or timeline.enabled:
                 return False
-            index = indexes.get(digest)
-            if index is None or thread.own.token is not thread.token or not acquire(False):
+            free = own.free
+            try:
+                free.pop()  # as `CallingThread.lock`
+            except IndexError:
                 return False
             slot = 0
             try:
@@ -92,17 +99,20 @@ class Passing:
                     frame = frame_at(2)
                 except ValueError:  # the call itself is an exit handler, with no frame of Python beneath
                     frame = frame_at()
-                line = places.get((id(frame.f_code), frame.f_lasti)) or find_line(frame)
+                code, instruction = frame.f_code, frame.f_lasti
+                if code is not last_code or instruction != last_instruction:
+                    last_line = places.get((id(code), instruction)) or find_line(frame)
+                    last_code, last_instruction = code, instruction
                 start, slot = next_slot()
-                write_entry(memory, start, number, communicator, index, line, monotonic_ns())
-                may_count = 0 < present.unconfirmed < MOST_UNCONFIRMED - calls  # without a comparison
-                if not may_count:
-                    present.count()
-                all_reduce(given, (target, size, datatype), native)
-                if may_count:
-                    present.unconfirmed += calls
+                write_entry(memory, start, number, communicator, index, last_line, monotonic_ns())
+                unconfirmed = present.unconfirmed + calls
+                if calls < unconfirmed < MOST_UNCONFIRMED:  # nothing is compared
+                    present.unconfirmed = unconfirmed
+                    all_reduce(given, (target, size, datatype), native)
                     add_call(digest)
                 else:
+                    present.count()
+                    all_reduce(given, (target, size, datatype), native)
                     present.add_unconfirmed(target.nbytes)
                 words[slot] = monotonic_ns()
             except BaseException as error:
@@ -110,7 +120,7 @@ class Passing:
                     record.fail(slot)
                 raise guard.fail_current(error) from None
             finally:
-                release()
+                free.append(None)
             return True
 
         return pass_on

@@ -13,7 +13,6 @@ A call has a digest, a 64-bit hash of its description. Ranks that make different
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -96,8 +95,8 @@ class Guard:
     """Admits collective calls one at a time, and none after one has failed.
 
     `number` is that of the last call, and `signature` that of the current or last one; `noted` is the hash of what was
-    noted since. `refusal` says why no call can begin at once. The thread that is in a call holds `lock`; only those of the
-    `thread` that made the last call may be known ones. `communicator` is the number by which the records of ranks tell
+    noted since. `refusal` says why no call can begin at once. `thread` is the one that made the last call, and the lock of
+    calls; only its calls may be known ones. `communicator` is the number by which the records of ranks tell
     communicators apart, and `indexes` has that of a call's description in this rank's record, by its digest.
     """
 
@@ -121,7 +120,7 @@ class Guard:
         self.default_seconds = self._seconds = seconds
         self._current.compare_history, self._current.drive = self._compare_history, self.drive_current
         self._current.must_poll = bool(seconds)
-        self.lock, self.refusal, self.noted, self.is_on_gpu = threading.Lock(), "", 0, False
+        self.refusal, self.noted, self.is_on_gpu = "", 0, False
         self.communicator, self._job_ranks, self._members = hierarchy.number, hierarchy.job_ranks, hierarchy.members
         self.indexes: dict[int, int] = {}
         self._recorder, self._watcher, self._slot = recorder(), watcher.start(), 0
@@ -142,7 +141,7 @@ class Guard:
                 wait_for_gpu(self)
             self.raise_if_failed()
         except BaseException:
-            self.lock.release()
+            self.thread.unlock()
             raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
@@ -155,7 +154,7 @@ class Guard:
                 self._slot = 0
             self._forget_deadline()
         finally:
-            self.lock.release()
+            self.thread.unlock()
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -168,11 +167,11 @@ class Guard:
             self._account_for(error, has_begun=False)
             raise
         finally:
-            self.lock.release()
+            self.thread.unlock()
 
     def _acquire(self) -> None:
         """Lock the communicator, if calls of this thread can be told apart from those of others."""
-        if not self.lock.acquire(blocking=False):
+        if not self.thread.lock():
             if self.thread.is_this() and not is_within_call():
                 # an exception of a signal handler has left it locked
                 why = "a signal handler raised an exception while it began or ended"
@@ -184,7 +183,7 @@ class Guard:
                 self._change_thread()
             self._number_before = self.number
         except BaseException:
-            self.lock.release()
+            self.thread.unlock()
             raise
 
     def _change_thread(self) -> None:
@@ -472,7 +471,7 @@ class Guard:
         """Refuse all collectives in a process that was forked from a rank."""
         who = f"process {os.getpid()} was forked from rank {self._rank}, and is not a rank itself"
         self.refuse_from_now_on(f"{who}; compute there, and let the parent communicate")
-        self.lock = threading.Lock()
+        self.thread = CallingThread()
 
     def confirm(self) -> None:
         """Compare the calls that have not been compared yet. A collective call if there are any."""

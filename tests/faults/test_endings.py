@@ -375,7 +375,7 @@ def test_a_signal_that_interrupts_the_beginning_or_end_of_a_call_is_told_to_all(
                 return interrupt
 
         def interrupt(frame, event, argument):
-            if communicator._guard.lock.locked():
+            if communicator._guard.thread.is_in_call():
                 sys.settrace(None)
                 raise KeyboardInterrupt
             return interrupt

@@ -33,10 +33,11 @@ def test_a_second_thread_gets_the_error(one_node, comm, count):
 
     for _ in range(2):
         one_node.all_reduce(SUM, [np.ones(count)])
-    with one_node._guard.lock:  # this thread is in a collective
-        thread = threading.Thread(target=beside)
-        thread.start()
-        thread.join()
+    assert one_node._guard.thread.lock()  # this thread is in a collective
+    thread = threading.Thread(target=beside)
+    thread.start()
+    thread.join()
+    one_node._guard.thread.unlock()
     assert isinstance(found[0], UnavailableError)
     assert "another thread is in a collective" in str(found[0])
     comm.Barrier()

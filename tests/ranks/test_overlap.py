@@ -45,7 +45,7 @@ def test_nothing_is_started_beside_a_collective_of_another_thread(comm, make_ops
     beside = threading.Thread(target=lambda: found.extend(ops.all_reduce(SUM, [array], in_memory)))
     if comm.rank == 0:
         beside.start()
-        while not ops._guard.lock.locked():
+        while not ops._guard.thread.is_in_call():
             time.sleep(0.0001)
         with pytest.raises(UnavailableError, match="another thread is in a collective"):
             ops.start_all_reduce(SUM, [array])
