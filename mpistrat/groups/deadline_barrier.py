@@ -107,7 +107,7 @@ class DeadlineBarrier:
     def raise_if_given_up(self, what: Callable[[], str], turn: float = math.inf) -> None:
         """Raise a CollectiveError if other ranks do not wait any more for a call that this one begins."""
         if self._listen() or any(other >= turn for other in self._here.values()):
-            if self._failed and turn == math.inf:
+            if self._failed:
                 raise self.given_up(what())
             self._tell(_GONE, entered=False)
             raise self._too_late(what)
