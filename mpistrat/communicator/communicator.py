@@ -239,7 +239,7 @@ class Communicator(BaseCommunicator):
     ) -> list[Array] | None:
         """Combine arrays as in a known call, if the next one may be made so: see `try_fast_all_reduce`. A collective call."""
         guard = self._guard
-        if self._gpu is not None and not self._gpu.admits(arrays if out is None else [*arrays, *out]):
+        if self._gpu is not None and not self._gpu.admits(arrays, out):
             return None
         if self.timeline.enabled or guard.refusal:
             return None

@@ -24,10 +24,13 @@ class GpuArrays:
         self.stream = device.stream()
         self._agreement, self._call = Agreement(host.hierarchy.world_group), host.hierarchy.call
 
-    def admits(self, arrays: Sequence[Any]) -> bool:
+    def admits(self, arrays: Sequence[Any], out: Sequence[Any] | None) -> bool:
         """Return whether a known call may be made: arrays on a GPU are on that of this rank, and no graph is captured."""
-        there = [array for array in arrays if is_on_device(array)]
-        return not there or (all(array.device.id == self.device.index for array in there) and not self.is_capturing())
+        if not (arrays and is_on_device(arrays[0])):  # they lie in one memory
+            return True
+        every = arrays if out is None or out is arrays else [*arrays, *out]
+        index = self.device.index
+        return all([array.device.id == index for array in every]) and not self.is_capturing()
 
     def is_capturing(self) -> bool:
         """Return whether a CUDA graph is being captured on the caller's stream."""

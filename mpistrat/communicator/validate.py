@@ -106,6 +106,8 @@ def are_disjoint(arrays: Sequence[Array]) -> bool:
 
 def copy_overlapping(arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
     """Return `arrays`, copied if one overlaps with the target of another, which may be written before the array is read."""
+    if all(map(operator.is_, arrays, out)):
+        return list(arrays)
     apart = [*out, *(array for array, target in zip(arrays, out, strict=True) if array is not target)]
     if own_memory(apart) and len(set(map(id, apart))) == len(apart):
         return list(arrays)
@@ -154,6 +156,9 @@ def _bounds(array: Array) -> tuple[int, int]:
     """Return the first address of an array's memory, and the first address after it."""
     if not is_on_device(array):
         return byte_bounds(array)
+    if array.flags.c_contiguous:
+        first = address(array)
+        return first, first + array.nbytes
     first, reach = address(array), [(extent - 1) * step for extent, step in zip(array.shape, array.strides, strict=True)]
     return first + sum(min(step, 0) for step in reach), first + sum(max(step, 0) for step in reach) + array.itemsize
 

@@ -45,8 +45,11 @@ class Stream(ABC):
         """Set bytes of the device to zero."""
 
     @abstractmethod
-    def record(self) -> Event:
-        """Return an event that completes with all work enqueued so far."""
+    def record(self, event: Event | None = None) -> Event:
+        """Return an event that completes with all work enqueued so far: a new one, or `event`, which is recorded again.
+
+        Streams that were told to wait for it before go on waiting for what came before that.
+        """
 
     @abstractmethod
     def wait(self, event: Event) -> None:

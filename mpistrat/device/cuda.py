@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +26,7 @@ from mpistrat.errors import TransportError
 _SUCCESS, _NOT_READY = 0, 600  # of cudaError_t
 _EXCLUSIVE_PROCESS = 3  # of cudaComputeMode
 _RELAXED = 2  # of CUstreamCaptureMode
+_ALREADY = nullcontext()  # that needs no change of the current device
 
 
 def count_visible() -> tuple[int, str]:
@@ -77,8 +78,14 @@ class CudaDevice(Device):
 
         cupy.cuda.Device(self.index).use()
 
+    def activate(self, stream: Stream | None = None) -> AbstractContextManager[None]:
+        from cupy.cuda import runtime
+
+        is_current = stream is None and runtime.getDevice() == self.index
+        return _ALREADY if is_current else self._activated(stream)
+
     @contextmanager
-    def activate(self, stream: Stream | None = None) -> Iterator[None]:
+    def _activated(self, stream: Stream | None) -> Iterator[None]:
         import cupy
 
         with cupy.cuda.Device(self.index):
@@ -204,12 +211,14 @@ class _CudaStream(Stream):
 
         runtime.memsetAsync(target, 0, nbytes, self.pointer)
 
-    def record(self) -> Event:
-        import cupy
+    def record(self, event: Event | None = None) -> Event:
+        if event is None:
+            import cupy
 
-        event = cupy.cuda.Event(disable_timing=True)
-        event.record(self.native)
-        return _CudaEvent(event)
+            event = _CudaEvent(cupy.cuda.Event(disable_timing=True))
+        assert isinstance(event, _CudaEvent)
+        event.native.record(self.native)
+        return event
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, _CudaEvent)

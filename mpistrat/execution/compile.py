@@ -169,9 +169,10 @@ class _Buffered:
     def lanes(self, sources: Sequence[Array], targets: Sequence[Array]) -> Lanes:
         """Return the lanes of a call."""
         executor = self.executor
-        # on a device only the addresses of the arrays are used
-        sources = [array.reshape(-1) if executor.device is None else flat(array) for array in sources]
-        targets = [array.reshape(-1) for array in targets]
+        if executor.device is None:
+            sources, targets = [array.reshape(-1) for array in sources], [array.reshape(-1) for array in targets]
+        else:  # only the addresses of the arrays are used
+            sources = [array if array.flags.c_contiguous else array.copy() for array in sources]
         slots, intra, timeline, has_intra = executor.slots, executor.intra, executor.timeline, self.has_intra
         if has_intra:
             if slots.partition != self.partition:

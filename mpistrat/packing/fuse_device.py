@@ -34,7 +34,7 @@ class DeviceCopyIn:
         self._padding = buffer[stop - start :]
 
     def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
-        """Copy from flat `arrays`, casting where the buffer has another dtype."""
+        """Copy from contiguous `arrays`, casting where the buffer has another dtype."""
         yield from self._mover.run(arrays)
         if self._padding.size:
             self._device.current_stream().clear(address(self._padding), self._padding.nbytes)
@@ -64,7 +64,7 @@ class DeviceCopyOut:
         self._mover = _Mover(device, segments, parts[0][2].dtype, dtypes, pack=False, divisor=divisor) if parts else None
 
     def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
-        """Copy to flat `arrays`, casting where they have another dtype than the buffer."""
+        """Copy to contiguous `arrays`, casting where they have another dtype than the buffer."""
         if self._mover is not None:
             yield from self._mover.run(arrays)
 
@@ -81,7 +81,7 @@ class _Mover:
         pack: bool,
         divisor: int,
     ) -> None:
-        self._are_flat = False
+        self._are_contiguous = False
         # each launch, with the array and the first byte of each of its segments
         self._launches: list[tuple[_Launch, list[tuple[int, int]]]] = []
         members: dict[np.dtype[Any], list[tuple[Segment, int]]] = {}
@@ -93,9 +93,9 @@ class _Mover:
             self._launches.append((launch, [(segment.array, segment.start * array_dtype.itemsize) for segment, _ in alike]))
 
     def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
-        if not self._are_flat:
-            assert all(array.ndim == 1 and array.strides == (array.itemsize,) for array in arrays if array.size), "not flat"
-            self._are_flat = True
+        if not self._are_contiguous:
+            assert all(array.flags.c_contiguous for array in arrays), "not contiguous"
+            self._are_contiguous = True
         for launch, starts in self._launches:
             yield from launch.run([address(arrays[index]) + start_bytes for index, start_bytes in starts])
 

@@ -14,8 +14,8 @@ import os
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -27,14 +27,14 @@ from mpistrat.errors import TransportError
 from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
-from mpistrat.steps import WAITING, Steps
+from mpistrat.steps import WAITING, Steps, until
 from mpistrat.text import ranks_text
 from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part
 
 JOIN_SECONDS = 120.0
 POLLS_PER_CHECK = 64
 _POLL_SECONDS = 1e-4
-CHECK_SECONDS, UNSEEN_SECONDS = 0.02, 1.0
+CHECK_SECONDS, UNSEEN_SECONDS, IDLE_SECONDS = 0.02, 1.0, 1.0
 STOP_SECONDS = 10.0  # the watcher may be aborting a communicator, which NCCL can block in
 
 _TYPES = {
@@ -55,6 +55,7 @@ _undisposed: set[Any] = set()
 _OPS_OF_BOOL = {ReduceOp.SUM: "MAX", ReduceOp.MAX: "MAX", ReduceOp.MIN: "MIN", ReduceOp.PROD: "MIN"}
 
 
+@cache
 def native_type(dtype: np.dtype[Any], op: ReduceOp) -> tuple[str, int, str] | None:
     """Return how NCCL combines such values, or None: its type, how many of these make one value, and its operation."""
     if dtype.kind == "b":
@@ -86,6 +87,9 @@ class NcclTransport(DeviceTransport):
         super().__init__(group, device)
         self._nccl = library or _cupy_nccl()
         self._stream = self.device.stream()
+        # recorded again by each operation: what the caller's stream was given before it, and the end of the operation
+        self._given: Event | None = None
+        self._ended: Event | None = None
         self._failure = ""
         self._connected: set[tuple[str, int]] = set()  # by point-to-point calls
         self._lock = threading.Lock()
@@ -249,7 +253,7 @@ class NcclTransport(DeviceTransport):
         """Return what makes calls, after what the caller's stream was given so far; some may connect ranks first."""
 
         def run() -> Steps:
-            self._check()
+            self._check(asks_peers=self._watcher is None)
             current = self.device.current_stream()
             self._follow(current)
             try:
@@ -257,8 +261,8 @@ class NcclTransport(DeviceTransport):
                     yield from self._issue_apart(calls)
                 else:
                     self._issue(calls)
-                event, polls = self._stream.record(), 0
-                self.device.last_call = event
+                event, polls = self._stream.record(self._ended), 0
+                self._ended = self.device.last_call = event
                 if self._watcher is not None and not self._watcher.must_wait():
                     current.wait(event)
                     self._watcher.add(event)
@@ -276,8 +280,9 @@ class NcclTransport(DeviceTransport):
 
     def _follow(self, current: Stream) -> None:
         """Let what comes wait for what a stream was given so far, and for what NCCL was given on this GPU."""
-        self._stream.wait(current.record())
-        if self.device.last_call is not None:
+        self._given = current.record(self._given)
+        self._stream.wait(self._given)
+        if self.device.last_call not in (None, self._ended):  # of another communicator
             self._stream.wait(self.device.last_call)
 
     def _issue(self, calls: Sequence[_Call]) -> None:
@@ -310,15 +315,18 @@ class NcclTransport(DeviceTransport):
             self.abort(f"{failures[0]}" or type(failures[0]).__name__)
             self._check()
 
-    def _check(self) -> None:
-        """Raise what NCCL has found out by itself, such as a broken link to a peer, or that a peer has aborted."""
+    def _check(self, asks_peers: bool = True) -> None:
+        """Raise what NCCL has found out by itself, such as a broken link to a peer, or that a peer has aborted.
+
+        To ask for that takes MPI some microseconds: an operation leaves it to the watcher.
+        """
         with self._lock:
             if not self._failure:
                 try:
                     self._comm.check_async_error()
                 except Exception as error:  # CuPy raises KeyError for results that it has no name for
                     self._abort(f"{error}")
-            if not self._failure and self._watcher is not None and self._watcher.peer_has_aborted():
+            if asks_peers and not self._failure and self._watcher is not None and self._watcher.peer_has_aborted():
                 self._abort("another rank has given up")
         self.raise_failure()
 
@@ -511,16 +519,21 @@ class NcclWatcher:
     ) -> None:
         self.device, self._check, self._has_raised = device, check, has_raised
         self.must_wait, self.peer_has_aborted = must_wait, peer_has_aborted
-        self._under_way: deque[Event] = deque()
-        self._has_work, self._is_raised, self._is_stopped = threading.Event(), threading.Event(), False
+        # how many operations were added, how many have ended as far as is known, and the event that the last one recorded
+        self._added = self._ended = 0
+        self._event: Event | None = None
+        self._has_work, self._is_raised, self._is_stopped = threading.Event(), threading.Event(), threading.Event()
+        self._sleeps = True
         # a daemon: a program that ends waits for nothing that was only enqueued
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def add(self, event: Event) -> None:
-        """Look after all that comes before an event."""
-        self._under_way.append(event)
-        self._has_work.set()
+        """Look after all that comes before an event, which each operation may record again."""
+        self._event = event
+        self._added += 1
+        if self._sleeps:  # to wake a thread takes both ten microseconds
+            self._has_work.set()
 
     def note_raised(self) -> None:
         """Note that the calling thread, if it is not this one, raises what has been found."""
@@ -528,27 +541,37 @@ class NcclWatcher:
             self._is_raised.set()
 
     def settle(self) -> Steps:
-        """Return the steps that wait until all has ended."""
-        while self._under_way:
-            yield WAITING
+        """Return the steps that wait until all has ended, without waiting for the thread to look."""
+        return until(self._has_ended)
 
     def stop(self) -> None:
         """End the thread; one that is blocked in NCCL is left behind."""
-        self._is_stopped = True
+        self._is_stopped.set()
         self._has_work.set()
         self._is_raised.set()
         self._thread.join(STOP_SECONDS)
 
+    def _has_ended(self) -> bool:
+        """Return whether what was added before this call has ended."""
+        added, event = self._added, self._event
+        if self._ended < added and event is not None and event.done():
+            self._ended = added
+        return self._ended >= added
+
     def _work(self) -> None:
         with self.device.activate():  # a new thread computes on GPU 0
-            while self._has_work.wait() and not self._is_stopped:
+            while not self._is_stopped.is_set():
+                if self._ended == self._added:
+                    self._has_work.wait()
                 self._has_work.clear()
                 try:
                     self._look_after()
                 except Exception:  # raised where the communicator is used next; nothing waits for what does not end
-                    self._under_way.clear()
+                    self._ended = self._added
                     if not self._is_raised_in_time():
                         raise
+                finally:
+                    self._sleeps = True
 
     def _is_raised_in_time(self) -> bool:
         ends = time.monotonic() + UNSEEN_SECONDS
@@ -558,10 +581,11 @@ class NcclWatcher:
         return True
 
     def _look_after(self) -> None:
-        """Wait until all has ended; return early where the thread is to end."""
-        while self._under_way and not self._is_stopped:
-            if self._under_way[0].done():
-                self._under_way.popleft()
-            else:
-                self._check()
-                time.sleep(CHECK_SECONDS)
+        """Look every 20 ms, until nothing has been under way for a second; return early where the thread is to end."""
+        self._sleeps, idle_since = False, time.monotonic()
+        while not self._is_stopped.is_set() and time.monotonic() < idle_since + IDLE_SECONDS:
+            if self._added > self._ended:
+                idle_since = time.monotonic()
+                if not self._has_ended():
+                    self._check()
+            self._is_stopped.wait(CHECK_SECONDS)

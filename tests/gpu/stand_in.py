@@ -96,14 +96,18 @@ class _Stream(Stream):
         assert self._device.is_active(), "memory is cleared by a thread that computes on another GPU"
         self.put(lambda: ctypes.memset(target, 0, nbytes))
 
-    def record(self) -> Event:
+    def record(self, event: Event | None = None) -> Event:
         assert self._device.is_active(), "an event of a thread that computes on another GPU"
-        return _Event(self._device, self, self.filled)
+        if event is None:
+            return _Event(self._device, self, self.filled)
+        assert isinstance(event, _Event)
+        event.stream, event.position = self, self.filled
+        return event
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, _Event)
         assert self._device.is_active(), "a stream was told to wait by a thread that computes on another GPU"
-        self.put(event)
+        self.put(_Event(self._device, event.stream, event.position))  # which may be recorded again
 
     def is_capturing(self) -> bool:
         return self.captures

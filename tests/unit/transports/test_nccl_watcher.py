@@ -69,3 +69,19 @@ def test_an_abort_that_blocks_holds_nobody_up(device, monkeypatch):
     made.stop()
     assert time.monotonic() - begun < 5.0
     released.set()
+
+
+def test_to_settle_waits_for_the_work_and_not_for_the_thread(monkeypatch):
+    monkeypatch.setattr(nccl, "CHECK_SECONDS", 60.0)
+    device = StandInDevice()
+    stream, ends = device.current_stream(), time.monotonic() + 0.2
+    stream.put(lambda: None if time.monotonic() > ends else UNFINISHED)
+    made = NcclWatcher("watcher", device, lambda: None, lambda: False, lambda: False, lambda: False)
+    event = stream.record()
+    made.add(event)
+    drive(made.settle(), lambda: "the watcher", 10.0)
+    assert time.monotonic() > ends
+    stream.put(lambda: UNFINISHED)
+    made.add(stream.record(event))
+    assert next(made.settle(), None) is not None, "what came after the event was recorded again has not ended"
+    made.stop()
