@@ -137,7 +137,7 @@ class Reductions:
             result[...] = self._own_part(total, axis)
             return result
         moved = np.moveaxis(array, axis, 0)
-        source: Array = self._guard.allocate(lambda: quiet()(moved.astype, dtype, "C", "unsafe", True, False))
+        source: Array = self._guard.allocate(lambda: quiet()(partial(moved.astype, dtype, order="C", copy=False)))
         part = np.moveaxis(result, axis, 0)
         # peers may still read the source while the result is written
         is_direct = part.dtype == dtype and part.flags.c_contiguous and not np.may_share_memory(source, part)

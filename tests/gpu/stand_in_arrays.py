@@ -105,6 +105,11 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
     def item(self) -> Any:
         return self.get().item()
 
+    def astype(self, dtype: Any, order: str = "K", casting: Any = None, subok: Any = None, copy: bool = True) -> Any:
+        if casting is not None or subok is not None:
+            raise TypeError("casting is not supported yet")  # nor subok, by CuPy 14
+        return self._compute(np.ndarray.astype, (self, dtype), {"order": order, "copy": copy})
+
     def view(self, dtype: Any = None) -> ndarray:
         return self._like(self._memory.view(self.dtype if dtype is None else dtype))
 

@@ -85,3 +85,4 @@ def test_to_settle_waits_for_the_work_and_not_for_the_thread(monkeypatch):
     made.add(stream.record(event))
     assert next(made.settle(), None) is not None, "what came after the event was recorded again has not ended"
     made.stop()
+    device.close()

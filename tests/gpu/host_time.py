@@ -1,0 +1,147 @@
+"""What a warm call costs the host, on a GPU and an NCCL that do nothing, or on a real one beside CuPy's own call of NCCL.
+
+    mpistrat run -n 2 -m tests.gpu.host_time null --report FILE
+    mpistrat run -n 2 -m tests.gpu.host_time real --report FILE
+
+Times are of the calling thread, of which the quickest tenth is told: other processes disturb it least.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import mpistrat
+from mpistrat.device.abstract import Device
+from mpistrat.experimental import CommunicationOptions
+from mpistrat.launch.bootstrap import start
+from mpistrat.reduction import ReduceOp
+from tests.gpu import null_device
+from tests.gpu.program import settle, the_gpu, write_report
+
+SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
+ARRAYS, COUNT, CALLS, SHAPES = 161, 1000, 2000, 100
+BUSY_SECONDS = 1e-3  # of a call, where the GPU works
+
+
+def measure(where: str) -> dict[str, Any]:
+    """Return microseconds of the host by call."""
+    comm = start()
+    device = null_device.bind(comm.size) if where == "null" else the_gpu()
+    assert where in ("null", "real"), "null or real"
+    found: dict[str, Any] = {}
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+    communicator = strategy.extended.communicator
+    found["path"] = communicator.path
+    for name, call in _calls(communicator, device).items():
+        found[name] = _microseconds(call, device, comm.Barrier)
+    for name, call in _in_context(device).items():
+        found[name] = strategy.run(_microseconds, (call, device, comm.Barrier))
+    if isinstance(device, null_device.NullDevice):
+        found |= _busy(communicator, device, comm.Barrier)
+    strategy.close()
+    if where == "real":
+        found["CuPy's allReduce"] = _bare(comm, device)
+    return found
+
+
+def _calls(communicator: Any, device: Device) -> dict[str, Callable[[], object]]:
+    new = device.array_module.empty
+    x, out, part = new(COUNT, np.float32), new(COUNT, np.float32), new(COUNT * communicator.size, np.float32)
+    many, turns = [[new(COUNT, np.float32) for _ in range(ARRAYS)] for _ in range(2)], [0]
+
+    def other_addresses() -> object:
+        turns[0] ^= 1
+        return communicator.all_reduce(SUM, many[turns[0]], out=many[turns[0]])
+
+    return {
+        "all_reduce, one array": lambda: communicator.all_reduce(SUM, x),
+        "all_reduce, one array, out=": lambda: communicator.all_reduce(SUM, x, out=out),
+        "all_reduce, one array, in place": lambda: communicator.all_reduce(SUM, x, out=x),
+        "all_reduce, mean of one array": lambda: communicator.all_reduce(MEAN, x),
+        f"all_reduce, {ARRAYS} arrays": lambda: communicator.all_reduce(SUM, many[0]),
+        f"all_reduce, {ARRAYS} arrays, in place": lambda: communicator.all_reduce(SUM, many[0], out=many[0]),
+        f"all_reduce, {ARRAYS} arrays, other addresses": other_addresses,
+        "reduce_scatter": lambda: communicator.reduce_scatter(SUM, part),
+        "all_gather": lambda: communicator.all_gather(x),
+        "broadcast": lambda: communicator.broadcast(x),
+        "start_all_reduce, wait": lambda: communicator.start_all_reduce(SUM, x, out=out).wait(),
+    }
+
+
+def _in_context(device: Device) -> dict[str, Callable[[], object]]:
+    new = device.array_module.empty
+    x, many = new(COUNT, np.float32), [new(COUNT, np.float32) for _ in range(ARRAYS)]
+    context = mpistrat.get_replica_context
+    return {
+        "context.all_reduce, one array": lambda: context().all_reduce("sum", x),
+        f"context.all_reduce, {ARRAYS} arrays": lambda: context().all_reduce("sum", many),
+    }
+
+
+def _busy(communicator: Any, device: null_device.NullDevice, barrier: Callable[[], None]) -> dict[str, float]:
+    """Return the time by the clock of calls while the GPU works: of new shapes, and with a deadline."""
+    device.work_seconds = BUSY_SECONDS
+    shapes = [device.empty(COUNT + extra) for extra in range(SHAPES)]
+    limited, x = CommunicationOptions(timeout_seconds=60.0), shapes[0]
+
+    def clock(call: Callable[[int], object], times: int) -> float:
+        barrier()
+        spent = []
+        for index in range(times):
+            begun = time.perf_counter()
+            call(index)
+            spent.append(time.perf_counter() - begun)
+        return round(float(np.median(spent)) * 1e6, 1)
+
+    new = clock(lambda index: communicator.all_reduce(SUM, shapes[index]), SHAPES)
+    cycle = clock(lambda index: communicator.all_reduce(SUM, shapes[index]), SHAPES)
+    with_deadline = clock(lambda _: communicator.all_reduce(SUM, x, limited), 50)
+    device.work_seconds = 0.0
+    busy = f"{BUSY_SECONDS * 1e3:g} ms of work on the GPU"
+    return {
+        f"a new shape, {busy}": new,
+        f"{SHAPES} shapes in a cycle, {busy}": cycle,
+        f"with a deadline, {busy}": with_deadline,
+    }
+
+
+def _microseconds(call: Callable[[], object], device: Device, barrier: Callable[[], None]) -> float:
+    """Return the host's time of a warm call, on this thread."""
+    for _ in range(50):
+        call()
+    settle(device)
+    barrier()
+    spent = []
+    for _ in range(CALLS):
+        begun = time.thread_time_ns()
+        call()
+        spent.append(time.thread_time_ns() - begun)
+        if sum(spent) > 2e9:
+            break
+    settle(device)
+    barrier()
+    return round(float(np.percentile(spent, 10)) / 1e3, 1)
+
+
+def _bare(comm: Any, device: Device) -> float:
+    """Return the time of CuPy's own call of NCCL."""
+    from cupy.cuda import nccl
+
+    identifier = comm.bcast(nccl.get_unique_id() if comm.rank == 0 else None)
+    bare = nccl.NcclCommunicator(comm.size, identifier, comm.rank)
+    x, stream = device.array_module.empty(COUNT, np.float32), device.current_stream().pointer
+    pointer = x.data.ptr
+    call = lambda: bare.allReduce(pointer, pointer, COUNT, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)  # noqa: E731
+    found = _microseconds(call, device, comm.Barrier)
+    bare.destroy()
+    return found
+
+
+if __name__ == "__main__":
+    write_report(measure)
+    sys.exit(0)

@@ -1,0 +1,172 @@
+"""A GPU and an NCCL that do nothing, for what a call costs the host: arrays are CuPy's own, over memory of the host.
+
+The device is busy for `work_seconds` after each call of NCCL, so that events are done later, as those of a real one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpistrat.device import binding
+from mpistrat.device.abstract import Device, DeviceArray, Event, Identity, Stream
+
+POOL_BYTES = 1 << 28
+_ALREADY = nullcontext()
+
+
+class _Event(Event):
+    def __init__(self, device: NullDevice) -> None:
+        self._device, self.ready = device, 0.0
+
+    def done(self) -> bool:
+        return time.monotonic() >= self.ready
+
+
+class _Stream(Stream):
+    """Counts what it is given, in `calls` of its device."""
+
+    pointer = 0
+
+    def __init__(self, device: NullDevice) -> None:
+        self._device = device
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        self._device.calls["copy"] += 1
+
+    def clear(self, target: int, nbytes: int) -> None:
+        self._device.calls["clear"] += 1
+
+    def record(self, event: Event | None = None) -> Event:
+        if event is None:
+            self._device.calls["new event"] += 1
+            event = _Event(self._device)
+        self._device.calls["record"] += 1
+        assert isinstance(event, _Event)
+        event.ready = self._device.busy_until
+        return event
+
+    def wait(self, event: Event) -> None:
+        self._device.calls["wait"] += 1
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
+        self._device.calls["launch"] += 1
+
+
+class NullDevice(Device):
+    """Bound by `bind`; its memory comes from one block of the host, from the beginning again when that is used up."""
+
+    index = 0
+
+    def __init__(self, num_ranks: int) -> None:
+        import cupy
+
+        self._host, self._at, self._num_ranks = np.zeros(POOL_BYTES, np.uint8), 0, num_ranks
+        memory = cupy.cuda.UnownedMemory(self._host.ctypes.data, POOL_BYTES, self._host, 0)
+        self._pool, self._cupy = cupy.cuda.MemoryPointer(memory, 0), cupy
+        self._current = _Stream(self)
+        self._module: Any = SimpleNamespace(ndarray=cupy.ndarray, empty=self.empty, asarray=lambda array: array)
+        self.work_seconds = self.busy_until = 0.0
+        self.calls: dict[str, int] = dict.fromkeys(("copy", "clear", "record", "new event", "wait", "launch", "nccl"), 0)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> DeviceArray:
+        """Return an array."""
+        extents = (shape,) if isinstance(shape, int) else shape
+        nbytes = np.dtype(dtype).itemsize
+        for extent in extents:
+            nbytes *= extent
+        start = 0 if self._at + nbytes > POOL_BYTES else self._at
+        self._at = start + -(-nbytes // 512) * 512
+        return self._cupy.ndarray(extents, dtype, self._pool + start)
+
+    @property
+    def array_module(self) -> ModuleType:
+        module: ModuleType = self._module
+        return module
+
+    def identity(self) -> Identity:
+        return Identity("null", f"{os.getpid():032x}", "0")
+
+    def activate(self, stream: Stream | None = None) -> AbstractContextManager[None]:
+        return _ALREADY
+
+    def allocate(self, nbytes: int) -> DeviceArray:
+        return self.empty(max(nbytes, 1), np.uint8)[:nbytes]
+
+    def export(self, memory: DeviceArray) -> bytes:
+        return b""
+
+    def map(self, handle: bytes, nbytes: int) -> DeviceArray:
+        return self.allocate(nbytes)
+
+    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        return np.empty(nbytes, np.uint8)
+
+    def prepare(self, kernel: str) -> None:
+        pass
+
+    def put(self, target: DeviceArray, values: NDArray[Any]) -> None:
+        pass
+
+    def get(self, source: DeviceArray) -> NDArray[Any]:
+        """Return what NCCL's first sums should give: see ``NcclTransport._try_verbs``."""
+        return np.full(source.shape, self._num_ranks**3, source.dtype)
+
+    def stream(self) -> Stream:
+        return _Stream(self)
+
+    def current_stream(self) -> Stream:
+        return self._current
+
+
+class _Communicator:
+    """Every verb keeps the device busy, and does nothing."""
+
+    def __init__(self, device: NullDevice) -> None:
+        self._device = device
+        for verb in ("allReduce", "reduce", "broadcast", "reduceScatter", "allGather", "send", "recv"):
+            setattr(self, verb, self._enqueue)
+
+    def _enqueue(self, *_: object) -> None:
+        device = self._device
+        device.calls["nccl"] += 1
+        if device.work_seconds:
+            device.busy_until = max(time.monotonic(), device.busy_until) + device.work_seconds
+
+    def check_async_error(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    def destroy(self) -> None:
+        pass
+
+
+def bind(num_ranks: int) -> NullDevice:
+    """Have this process compute on a null device, with an NCCL that joins any ranks."""
+    from mpistrat.transports import nccl
+
+    device = NullDevice(num_ranks)
+    types = {f"NCCL_{name}": 0 for name in (*nccl._TYPES.values(), *nccl._OPS.values())}
+    library = SimpleNamespace(
+        available=True,
+        get_version=lambda: 23203,
+        get_unique_id=lambda: 1,
+        NcclCommunicator=lambda *_: _Communicator(device),
+        groupStart=lambda: None,
+        groupEnd=lambda: None,
+        **types,
+    )
+    nccl._cupy_nccl = lambda: library
+    binding.bind(device)
+    return device
