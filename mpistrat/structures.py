@@ -16,7 +16,6 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
 import optree
 
 Structure = optree.PyTreeSpec
@@ -42,12 +41,12 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
     return leaves, structure
 
 
-def flatten_arrays(value: Any) -> tuple[list[Any], Structure] | None:
-    """Return the same as `flatten` for a nest of NumPy arrays, or None if the nest is not supported.
+def flatten_arrays(value: Any, kind: type) -> tuple[list[Any], Structure] | None:
+    """Return the same as `flatten` for a nest of arrays of one class, or None if the nest is not supported.
 
     It caches structures, and is several times as fast as `flatten` from the second nest of a structure on.
     """
-    outline, found = _walk(value, np.ndarray)
+    outline, found = _walk(value, kind)
     if outline is None:
         return None
     known = _structures.get(outline)

@@ -172,7 +172,8 @@ class _Buffered:
         if executor.device is None:
             sources, targets = [array.reshape(-1) for array in sources], [array.reshape(-1) for array in targets]
         else:  # only the addresses of the arrays are used
-            sources = [array if array.flags.c_contiguous else array.copy() for array in sources]
+            pairs = zip(sources, targets, strict=True)
+            sources = [array if array is target or array.flags.c_contiguous else array.copy() for array, target in pairs]
         slots, intra, timeline, has_intra = executor.slots, executor.intra, executor.timeline, self.has_intra
         if has_intra:
             if slots.partition != self.partition:

@@ -57,7 +57,8 @@ class ReplicaContext:
         self._extended: StrategyExtended = strategy.extended
         self._communicator: BaseCommunicator = self._extended.communicator
         # the fast path takes NumPy arrays without checks; replicas that compute on GPUs refuse these
-        self._has_fast_path = bound_device() is None
+        device = bound_device()
+        self._kind = np.ndarray if device is None else device.array_module.ndarray  # of arrays that calls are known by
         self._ops = None if self._extended.uses_default_ops else self._extended.cross_device_ops
         if replica_id_in_sync_group is None:
             replica_id_in_sync_group = self._communicator.rank
@@ -120,7 +121,7 @@ class ReplicaContext:
             between nodes, a later call raises it; with MPISTRAT_STRICT this one does.
         """
         self._require_current("all_reduce")
-        if self._has_fast_path and weight is None and experimental_hints is None:
+        if weight is None and experimental_hints is None:
             reduced = self._try_fast_all_reduce(reduce_op, value, options, out)
             if reduced is not None:
                 return reduced
@@ -265,17 +266,17 @@ class ReplicaContext:
     def _try_fast_all_reduce(
         self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None, out: Any
     ) -> Any:
-        """Reduce a nest of NumPy arrays like an earlier one by the communicator's fast path; return None if there is none."""
+        """Reduce a nest of arrays like an earlier one by the communicator's fast path; return None if there is none."""
         try:
             op = OPERATIONS[reduce_op]
         except (TypeError, InvalidArgumentError):
             return None  # the full path refuses the operation on all replicas
         structure: Structure | None = None
-        if type(value) is np.ndarray:
+        if type(value) is self._kind:
             leaves, targets, noted = [value], None if out is None else [out], 0
         else:
-            nest = flatten_arrays(value)
-            into = nest if out is value else None if out is None else flatten_arrays(out)
+            nest = flatten_arrays(value, self._kind)
+            into = nest if out is value else None if out is None else flatten_arrays(out, self._kind)
             if nest is None or (out is not None and (into is None or into[1] != nest[1])):
                 return None
             leaves, structure = nest

@@ -62,6 +62,22 @@ class _Stream(Stream):
         self._device.calls["launch"] += 1
 
 
+def _quiet_arrays(cupy: ModuleType) -> Any:
+    """Return a class of CuPy's arrays that copy nothing."""
+
+    class Array(cupy.ndarray):
+        def __setitem__(self, key: object, value: object) -> None:
+            pass
+
+        def copy(self, order: str = "C") -> Any:
+            return self
+
+        def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            return None if func is np.copyto else super().__array_function__(func, types, args, kwargs)
+
+    return Array
+
+
 class NullDevice(Device):
     """Bound by `bind`; its memory comes from one block of the host, from the beginning again when that is used up."""
 
@@ -72,9 +88,9 @@ class NullDevice(Device):
 
         self._host, self._at, self._num_ranks = np.zeros(POOL_BYTES, np.uint8), 0, num_ranks
         memory = cupy.cuda.UnownedMemory(self._host.ctypes.data, POOL_BYTES, self._host, 0)
-        self._pool, self._cupy = cupy.cuda.MemoryPointer(memory, 0), cupy
+        self._pool, self._array = cupy.cuda.MemoryPointer(memory, 0), _quiet_arrays(cupy)
         self._current = _Stream(self)
-        self._module: Any = SimpleNamespace(ndarray=cupy.ndarray, empty=self.empty, asarray=lambda array: array)
+        self._module: Any = SimpleNamespace(ndarray=self._array, empty=self.empty, asarray=lambda array: array)
         self.work_seconds = self.busy_until = 0.0
         self.calls: dict[str, int] = dict.fromkeys(("copy", "clear", "record", "new event", "wait", "launch", "nccl"), 0)
 
@@ -86,7 +102,7 @@ class NullDevice(Device):
             nbytes *= extent
         start = 0 if self._at + nbytes > POOL_BYTES else self._at
         self._at = start + -(-nbytes // 512) * 512
-        return self._cupy.ndarray(extents, dtype, self._pool + start)
+        return self._array(extents, dtype, self._pool + start)
 
     @property
     def array_module(self) -> ModuleType:

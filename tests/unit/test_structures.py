@@ -188,7 +188,7 @@ def test_nests_of_arrays_flatten_the_same_each_time(nest: Any, turn: int) -> Non
     nest = reordered(nest, turn)
     expected, structure = flatten(nest)
     for _ in range(2):
-        found = flatten_arrays(nest)
+        found = flatten_arrays(nest, np.ndarray)
         if found is None:
             continue
         leaves, known = found
@@ -202,7 +202,7 @@ def test_which_nests_of_arrays_are_known() -> None:
     one = np.zeros(2)
     levels = {"b": [one, one], "a": [one], "c": one}
     for nest in (one, [one], (one, (one, one)), {"w": one, "b": one}, {"x": {"w": one}, "y": {"b": one, "a": one}}, levels):
-        found = flatten_arrays(nest)
+        found = flatten_arrays(nest, np.ndarray)
         assert found is not None
         assert len(found[0]) == found[1].num_leaves
     others = [1.0, None, [one, 1.0], [one, None], Pair(one, one), [np.float64(1)], [one.view(np.recarray)]]
@@ -210,7 +210,7 @@ def test_which_nests_of_arrays_are_known() -> None:
     endless: list[Any] = []
     endless.append(endless)
     for nest in (*others, endless):
-        assert flatten_arrays(nest) is None
+        assert flatten_arrays(nest, np.ndarray) is None
 
 
 def test_none_shows_in_the_text_of_a_structure() -> None:
