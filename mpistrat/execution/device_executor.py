@@ -25,7 +25,7 @@ from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.steps import WAITING, Steps
-from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Transport
+from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Transport, Watched
 from mpistrat.transports.nccl import NcclTransport, nccl_refusal
 from mpistrat.transports.pairwise import Caster, ordered_all_reduce
 
@@ -38,8 +38,7 @@ class DeviceExecutor(Executor):
     """Binds plans to transports of device memory. Making one is a collective call.
 
     A plan that uses NCCL begins with a barrier: in the shared memory of the node, or by messages, where ranks that NCCL joins
-    share none (`compares_by_messages`). Where it `enqueues`, plans end when their work has been enqueued, unless their call has
-    a deadline, was started, or is timed.
+    share none (`compares_by_messages`). Where it `enqueues`, plans end when their work has been enqueued, unless that is timed.
     """
 
     device: Device
@@ -201,9 +200,10 @@ class DeviceExecutor(Executor):
 
     def _watch(self) -> None:
         """From now on operations return when they are enqueued."""
-        call, timeline = self.hierarchy.call, self.timeline
+        call, timeline, notice = self.hierarchy.call, self.timeline, self._notice
+        watched = Watched(lambda: timeline.enabled, lambda: call.ends, notice.has_come, notice.send, lambda: call.has_failed)
         for transport in self._on_gpus if self.enqueues else ():
-            transport.watch(lambda: call.must_poll or timeline.enabled, self._notice.has_come, lambda: call.has_failed)
+            transport.watch(watched)
 
     def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> Operation:
         """Bind an ordered all-reduce in host memory, between copies of the whole buffer; casts are made on the GPU.

@@ -127,7 +127,7 @@ class Guard:
         self.signature = Signature("")
         self._notes = list[str]()
         self._last: Job | None = None
-        self._ends, self._failure, self._number_before = 0.0, "", 0
+        self._failure, self._number_before = "", 0
         self._cause: BaseException | None = None
         self._told: BaseException | None = None
         self.thread = CallingThread()
@@ -378,7 +378,7 @@ class Guard:
             if is_arriving:
                 drive(steps, what, back_off=back, check=self._raise_verdict)
             else:
-                self._ends, seconds = call.ends, call.rest_seconds
+                self._current.ends, seconds = call.ends, call.rest_seconds
                 drive(steps, what, seconds, lambda: self._overdue(what(), call.seconds), back, self._check_progress)
         except BaseException as error:
             if isinstance(error, CallsDifferError) and self._current.digest & COMPARED:
@@ -392,7 +392,7 @@ class Guard:
     def drive_current(self, steps: Steps) -> None:
         """Run steps of a call on a fast path, under the deadline of `limit`."""
         seconds = self._seconds
-        self._ends = time.monotonic() + seconds if seconds else 0.0
+        self._current.ends = time.monotonic() + seconds if seconds else 0.0
         what = self._describe_current
         drive(steps, what, seconds, lambda: self._overdue(what(), seconds), None, self._check_progress)
 
@@ -508,7 +508,7 @@ class Guard:
         """Raise if the current call is known not to end."""
         self._raise_verdict()
         # a rank whose own deadline is about to pass names the missing ranks itself
-        is_last_moment = self._ends and self._ends - time.monotonic() < LONGEST_GRACE_SECONDS
+        is_last_moment = self._current.ends and self._current.ends - time.monotonic() < LONGEST_GRACE_SECONDS
         if not is_last_moment and self._deadline_barrier.is_given_up():
             raise self._deadline_barrier.given_up(self._describe_current(), self._missing())
 

@@ -27,15 +27,20 @@ class CallState:
     Ranks compare its `digest` before one reads memory of another, and messages carry it in their tags, so that messages of
     different calls are never matched. Calls that MPI carries out without a comparison are `unconfirmed`, a large one counted
     as several, until `confirm`, a collective call, compares the history of these `calls` on all ranks. `must_poll` is set where
-    the call has a deadline or was started: a blocking MPI call that waits for other ranks could not be given up.
+    the call has a deadline or was started: a blocking MPI call that waits for other ranks could not be given up. The deadline
+    passes when ``time.monotonic()`` is `ends`; 0 means none.
     """
 
-    __slots__ = ("_span", "calls", "compare_history", "digest", "drive", "has_failed", "must_poll", "settings", "unconfirmed")
+    __slots__ = (
+        *("_span", "calls", "compare_history", "digest", "drive", "ends", "has_failed", "must_poll", "settings"),
+        "unconfirmed",
+    )
 
     def __init__(self) -> None:
         from mpi4py import MPI
 
         self.digest = self.unconfirmed = 0
+        self.ends = 0.0
         self.calls: list[int] = []
         self.must_poll, self.has_failed, self.settings = False, False, Snapshot()  # compared by the communicator
         self.compare_history: Callable[[int], None] = lambda history: None  # until calls are compared

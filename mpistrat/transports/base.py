@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -204,6 +204,16 @@ class Transport(ABC):
         return self.all_reduce(buffer, op)
 
 
+class Watched(NamedTuple):
+    """What a thread asks that looks after operations which end when they are enqueued, and whom it tells."""
+
+    must_wait: Callable[[], bool]  # whether the present one is to end when it is done all the same
+    ends: Callable[[], float]  # when the deadline of the present one passes, on the clock of time.monotonic; 0: it has none
+    peer_has_aborted: Callable[[], bool]  # whether what is under way will not end
+    tell_peers: Callable[[], None]  # that this rank has aborted it
+    has_raised: Callable[[], bool]  # whether the program has got an error of a collective
+
+
 class DeviceTransport(Transport):
     """A transport of the memory of GPUs; by default of CUDA's.
 
@@ -240,20 +250,8 @@ class DeviceTransport(Transport):
 
     # for those whose operations end when they are enqueued, and whose kernels wait for peers
 
-    def watch(
-        self, must_wait: Callable[[], bool], peer_has_aborted: Callable[[], bool], has_raised: Callable[[], bool]
-    ) -> None:
-        """Let operations end, from now on, when they are enqueued, if they can.
-
-        Parameters
-        ----------
-        must_wait : callable
-            Whether the present one is to end when it is done all the same.
-        peer_has_aborted : callable
-            Whether what is under way will not end; asked by a thread as long as something is.
-        has_raised : callable
-            Whether the program has got an error of a collective.
-        """
+    def watch(self, watched: Watched) -> None:
+        """Let operations end, from now on, when they are enqueued, if they can."""
 
     def raise_failure(self) -> None:
         """Raise TransportError if what was enqueued has been aborted."""

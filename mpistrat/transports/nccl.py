@@ -14,6 +14,7 @@ import os
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
@@ -23,13 +24,13 @@ import numpy as np
 
 from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
 from mpistrat.device.kernels import PACKET_BYTES, computed_in, divide_kernel, fold_kernel, num_blocks, real_dtype
-from mpistrat.errors import TransportError
+from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
 from mpistrat.steps import WAITING, Steps, until
 from mpistrat.text import ranks_text
-from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part
+from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Watched
 
 JOIN_SECONDS = 120.0
 POLLS_PER_CHECK = 64
@@ -90,7 +91,7 @@ class NcclTransport(DeviceTransport):
         # recorded again by each operation: what the caller's stream was given before it, and the end of the operation
         self._given: Event | None = None
         self._ended: Event | None = None
-        self._failure = ""
+        self._failure, self._is_overdue = "", False
         self._connected: set[tuple[str, int]] = set()  # by point-to-point calls
         self._lock = threading.Lock()
         self._watcher: NcclWatcher | None = None
@@ -183,20 +184,18 @@ class NcclTransport(DeviceTransport):
             yield from self._operation(calls, [], connects=not pairs <= self._connected).run()
             self._connected |= pairs
 
-    def watch(
-        self, must_wait: Callable[[], bool], peer_has_aborted: Callable[[], bool], has_raised: Callable[[], bool]
-    ) -> None:
+    def watch(self, watched: Watched) -> None:
         """Let operations end, from now on, when they are enqueued: the caller's stream waits for them, and not the host."""
         if self._watcher is None:
-            self._watcher = NcclWatcher(
-                f"nccl watcher {self.group.name}", self.device, self._check, must_wait, peer_has_aborted, has_raised
-            )
+            self._watcher = NcclWatcher(f"nccl watcher {self.group.name}", self.device, self._check, self._give_up, watched)
 
     def raise_failure(self) -> None:
         """Raise TransportError if the communicator was aborted."""
         if self._failure:
             if self._watcher is not None:
                 self._watcher.note_raised()
+            if self._is_overdue:
+                raise DeadlineExceededError(f"{self._failure}; make a new strategy to go on")
             raise TransportError(f"{self.group.name}: NCCL has failed: {self._failure}; make a new strategy to go on")
 
     def settle(self) -> Steps:
@@ -261,11 +260,14 @@ class NcclTransport(DeviceTransport):
                     yield from self._issue_apart(calls)
                 else:
                     self._issue(calls)
-                event, polls = self._stream.record(self._ended), 0
-                self._ended = self.device.last_call = event
-                if self._watcher is not None and not self._watcher.must_wait():
+                watcher, polls = self._watcher, 0
+                ends = watcher.watched.ends() if watcher is not None else 0.0
+                # the watcher asks for the end of each that has a deadline: another one must not record its event again
+                event = self._stream.record(watcher.spare_event() if watcher is not None and ends else self._ended)
+                self._ended, self.device.last_call = self._ended if ends else event, event
+                if watcher is not None and not watcher.watched.must_wait():
                     current.wait(event)
-                    self._watcher.add(event)
+                    watcher.add(event, ends)
                     return
                 while not event.done():
                     polls += 1
@@ -282,7 +284,7 @@ class NcclTransport(DeviceTransport):
         """Let what comes wait for what a stream was given so far, and for what NCCL was given on this GPU."""
         self._given = current.record(self._given)
         self._stream.wait(self._given)
-        if self.device.last_call not in (None, self._ended):  # of another communicator
+        if self.device.last_call not in (None, self._ended):  # of another communicator, say
             self._stream.wait(self.device.last_call)
 
     def _issue(self, calls: Sequence[_Call]) -> None:
@@ -326,8 +328,20 @@ class NcclTransport(DeviceTransport):
                     self._comm.check_async_error()
                 except Exception as error:  # CuPy raises KeyError for results that it has no name for
                     self._abort(f"{error}")
-            if asks_peers and not self._failure and self._watcher is not None and self._watcher.peer_has_aborted():
+            if asks_peers and not self._failure and self._watcher is not None and self._watcher.watched.peer_has_aborted():
                 self._abort("another rank has given up")
+        self.raise_failure()
+
+    def _give_up(self, seconds_over: float) -> None:
+        """Abort what is under way, whose deadline has passed so long ago, and raise."""
+        with self._lock:
+            if not self._failure:
+                self._is_overdue = True
+                self._abort(
+                    f"rank {self.group.ranks[self.group.rank]}, {self.group.name}: what NCCL was given has not ended, although "
+                    f"all ranks have made the call, and its deadline passed {seconds_over:.2g} s ago: a GPU, or a link between "
+                    "GPUs, gets no further"
+                )
         self.raise_failure()
 
     def _abort(self, reason: str) -> None:
@@ -513,12 +527,13 @@ class NcclWatcher:
         name: str,
         device: Device,
         check: Callable[[], None],
-        must_wait: Callable[[], bool],
-        peer_has_aborted: Callable[[], bool],
-        has_raised: Callable[[], bool],
+        give_up: Callable[[float], None],
+        watched: Watched,
     ) -> None:
-        self.device, self._check, self._has_raised = device, check, has_raised
-        self.must_wait, self.peer_has_aborted = must_wait, peer_has_aborted
+        self.device, self._check, self._give_up, self.watched = device, check, give_up, watched
+        # of operations with a deadline: the event of each, and when that passes; and events that may be recorded again
+        self._limited: deque[tuple[Event, float]] = deque()
+        self._spare: list[Event] = []
         # how many operations were added, how many have ended as far as is known, and the event that the last one recorded
         self._added = self._ended = 0
         self._event: Event | None = None
@@ -528,8 +543,14 @@ class NcclWatcher:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def add(self, event: Event) -> None:
-        """Look after all that comes before an event, which each operation may record again."""
+    def spare_event(self) -> Event | None:
+        """Return an event that nothing waits for any more."""
+        return self._spare.pop() if self._spare else None
+
+    def add(self, event: Event, ends: float = 0.0) -> None:
+        """Look after all that comes before an event; without a deadline, each operation may record the same one again."""
+        if ends:
+            self._limited.append((event, ends))
         self._event = event
         self._added += 1
         if self._sleeps:  # to wake a thread takes both ten microseconds
@@ -554,8 +575,9 @@ class NcclWatcher:
     def _has_ended(self) -> bool:
         """Return whether what was added before this call has ended."""
         added, event = self._added, self._event
-        if self._ended < added and event is not None and event.done():
-            self._ended = added
+        if self._ended < added and event is not None:
+            with self.device.activate():  # the engine asks too, where it combines arrays of the host
+                self._ended = added if event.done() else self._ended
         return self._ended >= added
 
     def _work(self) -> None:
@@ -568,6 +590,7 @@ class NcclWatcher:
                     self._look_after()
                 except Exception:  # raised where the communicator is used next; nothing waits for what does not end
                     self._ended = self._added
+                    self._limited.clear()
                     if not self._is_raised_in_time():
                         raise
                 finally:
@@ -575,7 +598,7 @@ class NcclWatcher:
 
     def _is_raised_in_time(self) -> bool:
         ends = time.monotonic() + UNSEEN_SECONDS
-        while not (self._has_raised() or self._is_raised.wait(CHECK_SECONDS)):
+        while not (self.watched.has_raised() or self._is_raised.wait(CHECK_SECONDS)):
             if time.monotonic() > ends:
                 return False
         return True
@@ -588,4 +611,12 @@ class NcclWatcher:
                 idle_since = time.monotonic()
                 if not self._has_ended():
                     self._check()
+                self._look_at_deadlines()
             self._is_stopped.wait(CHECK_SECONDS)
+
+    def _look_at_deadlines(self) -> None:
+        while self._limited and self._limited[0][0].done():
+            self._spare.append(self._limited.popleft()[0])
+        if self._limited and (over := time.monotonic() - self._limited[0][1]) > 0:
+            self.watched.tell_peers()
+            self._give_up(over)

@@ -31,22 +31,27 @@ BUSY_SECONDS = 1e-3  # of a call, where the GPU works
 def measure(where: str) -> dict[str, Any]:
     """Return microseconds of the host by call."""
     comm = start()
-    device = null_device.bind(comm.size) if where == "null" else the_gpu()
-    assert where in ("null", "real"), "null or real"
-    found: dict[str, Any] = {}
+    if where == "null":
+        with null_device.bound(comm.size) as null:
+            return of_calls(comm, null)
+    assert where == "real", "null or real"
+    device = the_gpu()
+    return {**of_calls(comm, device), "CuPy's allReduce": _bare(comm, device)}
+
+
+def of_calls(comm: Any, device: Device, calls: int = CALLS) -> dict[str, Any]:
+    """Return the time of each kind of call, made so often; on a null device also of calls while that is busy."""
     strategy = mpistrat.MultiWorkerMirroredStrategy()
     communicator = strategy.extended.communicator
-    found["path"] = communicator.path
+    found: dict[str, Any] = {"path": communicator.path}
     for name, call in _calls(communicator, device).items():
-        found[name] = _microseconds(call, _times(name), device, comm.Barrier)
+        found[name] = _microseconds(call, _times(name, calls), device, comm.Barrier)
     for name, call in _in_context(device).items():
-        measured = strategy.run(_microseconds, (call, _times(name), device, comm.Barrier))
+        measured = strategy.run(_microseconds, (call, _times(name, calls), device, comm.Barrier))
         [found[name]] = strategy.experimental_local_results(measured)
     if isinstance(device, null_device.NullDevice):
         found |= _busy(communicator, device, comm.Barrier)
     strategy.close()
-    if where == "real":
-        found["CuPy's allReduce"] = _bare(comm, device)
     return found
 
 
@@ -111,8 +116,8 @@ def _busy(communicator: Any, device: null_device.NullDevice, barrier: Callable[[
     }
 
 
-def _times(name: str) -> int:
-    return CALLS // 10 if f"{ARRAYS} arrays" in name else CALLS
+def _times(name: str, calls: int) -> int:
+    return max(calls // 10, 1) if f"{ARRAYS} arrays" in name else calls
 
 
 def _microseconds(call: Callable[[], object], times: int, device: Device, barrier: Callable[[], None]) -> float:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -79,7 +80,7 @@ def _quiet_arrays(cupy: ModuleType) -> Any:
 
 
 class NullDevice(Device):
-    """Bound by `bind`; its memory comes from one block of the host, from the beginning again when that is used up."""
+    """Of `bound`; its memory comes from one block of the host, from the beginning again when that is used up."""
 
     index = 0
 
@@ -168,7 +169,8 @@ class _Communicator:
         pass
 
 
-def bind(num_ranks: int) -> NullDevice:
+@contextmanager
+def bound(num_ranks: int) -> Iterator[NullDevice]:
     """Have this process compute on a null device, with an NCCL that joins any ranks."""
     from mpistrat.transports import nccl
 
@@ -183,6 +185,10 @@ def bind(num_ranks: int) -> NullDevice:
         groupEnd=lambda: None,
         **types,
     )
-    nccl._cupy_nccl = lambda: library
+    before, nccl._cupy_nccl = nccl._cupy_nccl, lambda: library
     binding.bind(device)
-    return device
+    try:
+        yield device
+    finally:
+        binding.bind(None)
+        nccl._cupy_nccl = before

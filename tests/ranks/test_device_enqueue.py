@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import InvalidArgumentError, TransportError, UnavailableError
+from mpistrat.errors import DeadlineExceededError, InvalidArgumentError, TransportError, UnavailableError
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.mpi4py import wrap
@@ -138,10 +138,10 @@ def test_so_does_a_plan_in_phases(node):
         assert len(node.library.communicators) == (3 if node.world.num_nodes > 1 else 1)
 
 
-def test_a_call_with_a_deadline_and_one_whose_time_is_taken_wait_for_their_end(node):
+def test_a_call_whose_time_is_taken_waits_for_its_end_and_one_with_a_deadline_does_not(node):
     gpu, given = node.gpu, node.up(values(100, np.float32, node.rank))
 
-    def ends_late(seconds=0.1, **options):
+    def ends_late(seconds=2.0, **options):  # a busy machine may take long to make the call
         gpu.all_reduce(SUM, given, **options)
         release = node.hold(node.of_nccl, seconds)
         gpu.all_reduce(SUM, given, **options)
@@ -150,10 +150,46 @@ def test_a_call_with_a_deadline_and_one_whose_time_is_taken_wait_for_their_end(n
         node.device.held = None
         return has_waited
 
-    assert not ends_late(seconds=2.0)  # a busy machine may take long to make the call
-    assert ends_late(options=CommunicationOptions(timeout_seconds=60.0))
+    assert not ends_late()
+    assert not ends_late(options=CommunicationOptions(timeout_seconds=60.0))
     gpu.timeline.enabled = True
-    assert ends_late()
+    assert ends_late(seconds=0.1)
+
+
+def test_a_deadline_that_passes_on_the_gpu_is_raised_by_the_next_call_of_each_rank(node):
+    given, options = node.up(values(100, np.float32, node.rank)), CommunicationOptions(timeout_seconds=0.5)
+    for _ in range(3):
+        node.gpu.all_reduce(SUM, given, options)
+    node.device.get(given)
+    node.comm.Barrier()
+    node.device.held = node.of_nccl
+    node.gpu.all_reduce(SUM, given, options)
+    node.gpu.all_reduce(SUM, given)  # without a deadline
+    wait_until(lambda: node.library.aborted)
+    node.comm.Barrier()
+    whose = r"rank \d, \w.*has not ended, although all ranks have made the call, and its deadline passed"
+    with pytest.raises(
+        (DeadlineExceededError, TransportError, UnavailableError), match=rf"(?s){whose}|given up|gave up"
+    ) as caught:
+        node.gpu.all_reduce(SUM, given)
+    told = node.comm.allgather(isinstance(caught.value, DeadlineExceededError))
+    assert any(told)
+    node.device.held = None
+
+
+def test_what_comes_later_does_not_make_a_call_miss_its_deadline(node, monkeypatch):
+    given, options = node.up(values(100, np.float32, node.rank)), CommunicationOptions(timeout_seconds=1.0)
+    node.gpu.all_reduce(SUM, given, options)
+    node.gpu.all_reduce(SUM, given)
+    monkeypatch.setattr(nccl, "CHECK_SECONDS", 0.3)  # so that the watcher does not look in between
+    time.sleep(0.1)
+    node.comm.Barrier()
+    node.device.get(node.gpu.all_reduce(SUM, given, options))
+    release = node.hold(node.of_nccl, 2.0)
+    node.gpu.all_reduce(SUM, given)
+    release.join()
+    node.gpu.all_reduce(SUM, given, options)
+    assert not node.library.aborted
 
 
 def test_what_nccl_finds_out_later_is_raised_by_the_next_call(node):

@@ -13,7 +13,7 @@ import mpistrat
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
-from tests.gpu import calls, interop, sanitizer, soak, streams, verbs_rank
+from tests.gpu import calls, host_time, interop, null_device, sanitizer, soak, streams, verbs_rank
 from tests.gpu.bound import stand_in
 from tests.gpu.stand_in import UNFINISHED
 from tests.launches import on_ranks, up_to_ranks
@@ -134,6 +134,18 @@ def test_strategies_are_opened_and_closed(comm, monkeypatch):
     with stand_in(comm):
         figures = soak.open_and_close(6, 3, (1 << 10, 1 << 14), lambda barrier: next(held))
     assert figures == {"rounds": 6, "threads_growth": 2, "files_growth": 0}
+
+
+@on_ranks(2)
+def test_every_call_takes_arrays_of_cupy_itself(comm, monkeypatch):
+    """On a device that does nothing, so that nothing is known of results: the stand-in's arrays may take what CuPy's do not."""
+    pytest.importorskip("cupy")
+    monkeypatch.setenv("MPISTRAT_ALLOW_SHARED_GPU", "1")
+    with null_device.bound(comm.size) as device:
+        found = host_time.of_calls(comm, device, 5)
+    assert found["path"] == "nccl inside nodes"
+    late = f"with a deadline, {host_time.BUSY_SECONDS * 1e3:g} ms of work on the GPU"
+    assert {late, "reduce_scatter", "context.all_reduce, 161 arrays"} <= found.keys()
 
 
 @on_ranks(2)

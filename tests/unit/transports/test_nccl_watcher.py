@@ -7,8 +7,10 @@ import time
 
 import pytest
 
+from mpistrat.errors import DeadlineExceededError
 from mpistrat.steps import drive
 from mpistrat.transports import nccl
+from mpistrat.transports.base import Watched
 from mpistrat.transports.nccl import NcclWatcher
 from tests.gpu.stand_in import UNFINISHED, StandInDevice
 
@@ -21,8 +23,16 @@ def device():
     device.close()
 
 
+def watched(tell_peers=lambda: None):
+    return Watched(lambda: False, lambda: 0.0, lambda: False, tell_peers, lambda: False)
+
+
+def give_up(seconds_over):
+    raise DeadlineExceededError(f"planted: {seconds_over > 0}")
+
+
 def watcher(device, check):
-    made = NcclWatcher("watcher", device, check, lambda: False, lambda: False, lambda: False)
+    made = NcclWatcher("watcher", device, check, give_up, watched())
     made.add(device.current_stream().record())
     return made
 
@@ -76,7 +86,7 @@ def test_to_settle_waits_for_the_work_and_not_for_the_thread(monkeypatch):
     device = StandInDevice()
     stream, ends = device.current_stream(), time.monotonic() + 0.2
     stream.put(lambda: None if time.monotonic() > ends else UNFINISHED)
-    made = NcclWatcher("watcher", device, lambda: None, lambda: False, lambda: False, lambda: False)
+    made = NcclWatcher("watcher", device, lambda: None, give_up, watched())
     event = stream.record()
     made.add(event)
     drive(made.settle(), lambda: "the watcher", 10.0)
@@ -86,3 +96,20 @@ def test_to_settle_waits_for_the_work_and_not_for_the_thread(monkeypatch):
     assert next(made.settle(), None) is not None, "what came after the event was recorded again has not ended"
     made.stop()
     device.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_operation_that_misses_its_deadline_is_given_up_and_one_that_has_ended_is_not(device, monkeypatch):
+    found, told = [], threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: found.append(f"{arguments.exc_value}"))
+    monkeypatch.setattr(nccl, "UNSEEN_SECONDS", 0.01)
+    made = NcclWatcher("watcher", device, lambda: None, give_up, watched(told.set))
+    ended = device.stream().record()
+    made.add(ended, time.monotonic() + 0.05)
+    time.sleep(0.3)
+    assert made.spare_event() is ended
+    assert not told.is_set()
+    made.add(device.current_stream().record(), time.monotonic() + 0.05)
+    made._thread.join(10.0)
+    assert told.is_set()
+    assert found == ["planted: True"]
