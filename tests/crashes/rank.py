@@ -1,0 +1,32 @@
+"""The program of a rank: it does what it is asked, and says what it has found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from mpistrat.launch.bootstrap import start
+from tests.crashes import saves
+from tests.disagreements.ranks import connect
+
+
+def main() -> None:
+    """Record saves, or let their calls fail."""
+    comm = start()
+    line, _ = connect()
+    request = line.recv()
+    strategy = saves.strategy_of(comm, request["shape"])
+    with TemporaryDirectory(prefix="crashes-") as mine:
+        root = Path(comm.bcast(mine))
+        if request["does"] == "points":
+            line.send({"rank": comm.rank, "logs": saves.record(comm, strategy, root)})
+        else:
+            for text in saves.fail_each(comm, strategy, root):
+                line.send({"rank": comm.rank, "failed": text})
+        comm.Barrier()
+    line.send({"rank": comm.rank, "done": True})
+    strategy.close()
+
+
+if __name__ == "__main__":
+    main()
