@@ -46,10 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _points(shape: str) -> tuple[str, list[str]]:
-    [logs, *_] = [words["logs"] for words in _said(shape, "points") if "logs" in words]
-    calls = [sum(bool(step.path) for step in log) for log in logs]
-    num_cuts, num_states, wrong = saves.after_each_stop(logs)
-    return f"{saves.NUM_SAVES} saves, calls {calls}, {num_cuts} moments, {num_states} contents of the disk", wrong
+    [words, *_] = [words for words in _said(shape, "points") if "found" in words]
+    num_cuts, num_states, wrong = words["found"]
+    return f"{saves.NUM_SAVES} saves, calls {words['calls']}, {num_cuts} moments, {num_states} contents of the disk", wrong
 
 
 def _errors(shape: str) -> tuple[str, list[str]]:

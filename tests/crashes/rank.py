@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,6 +13,7 @@ from tests.disagreements.ranks import connect
 
 def main() -> None:
     """Record saves, or let their calls fail."""
+    logging.getLogger("mpistrat").setLevel(logging.ERROR)  # without a line for each save
     comm = start()
     line, _ = connect()
     request = line.recv()
@@ -19,7 +21,9 @@ def main() -> None:
     with TemporaryDirectory(prefix="crashes-") as mine:
         root = Path(comm.bcast(mine))
         if request["does"] == "points":
-            line.send({"rank": comm.rank, "logs": saves.record(comm, strategy, root)})
+            logs = saves.record(comm, strategy, root)
+            calls = [sum(bool(step.path) for step in log) for log in logs]
+            line.send({"rank": comm.rank, "calls": calls, "found": saves.after_each_stop(comm, logs)})
         else:
             for text in saves.fail_each(comm, strategy, root):
                 line.send({"rank": comm.rank, "failed": text})

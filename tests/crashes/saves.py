@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -79,9 +80,14 @@ def record(comm: Any, strategy: Strategy, root: Path) -> list[list[Step]]:
     return comm.allgather(recorder.steps)
 
 
-def after_each_stop(logs: Sequence[Sequence[Step]]) -> tuple[int, int, list[str]]:
-    """Look at all that may be on the disk when these ranks stop: return how many moments and contents, and what is wrong."""
+def after_each_stop(comm: Any, logs: Sequence[Sequence[Step]]) -> tuple[int, int, list[str]]:
+    """Look at all that may be on the disk when these ranks stop: return how many moments and contents, and what is wrong.
+
+    Each rank of `comm` looks at some of them.
+    """
     num_cuts, seen, wrong = 0, set[Any](), list[str]()
+    alone = comm.Split(comm.rank)
+    strategy = strategy_of(alone, "1x1")
     for cut in cuts(logs):
         num_cuts += 1
         steps = sorted((step for log, end in zip(logs, cut, strict=True) for step in log[:end]), key=lambda step: step.when)
@@ -90,22 +96,23 @@ def after_each_stop(logs: Sequence[Sequence[Step]]) -> tuple[int, int, list[str]
         )
         for content in after_stop(steps):
             key = (frozenset(content.items()), returned, begun)
-            if key not in seen:
-                seen.add(key)
-                if text := _wrong_after_stop(content, returned, begun):
-                    wrong.append(f"at {cut}, after {steps[-1][:2] if steps else ''}: {text}; {sorted(content)}")
-    return num_cuts, len(seen), wrong
+            if key in seen:
+                continue
+            seen.add(key)
+            if len(seen) % comm.size == comm.rank and (text := _wrong_after_stop(strategy, content, returned, begun)):
+                wrong.append(f"at {cut}, after {steps[-1][:2] if steps else ''}: {text}; {sorted(content)}")
+    strategy.close()
+    alone.Free()
+    return num_cuts, len(seen), [text for texts in comm.allgather(wrong) for text in texts]
 
 
-def _wrong_after_stop(content: dict[str, bytes | None], returned: int, begun: int) -> str:
+def _wrong_after_stop(strategy: Strategy, content: dict[str, bytes | None], returned: int, begun: int) -> str:
     """Return what is wrong with a checkpoint, whose saves of these steps have returned and begun; an empty text if nothing."""
     with TemporaryDirectory(dir=_quick_folder(), ignore_cleanup_errors=True) as folder:
         root = Path(folder)
         write_state(content, root)
         directory = root / "run" / "all"
-        state = State()
-        state.set(0)
-        manager = mpistrat.CheckpointManager(mpistrat.Checkpoint(state=state.values), directory)
+        state, manager = manager_of(strategy, directory, most=5)
         try:
             restored = manager.restore()
             for path in manager.checkpoints:
@@ -121,6 +128,9 @@ def _wrong_after_stop(content: dict[str, bytes | None], returned: int, begun: in
             return f"{sorted(left)} is left" if left else ""
         except CheckpointError as error:
             return str(error)
+        finally:
+            with suppress(CheckpointError):
+                manager.close()
 
 
 def fail_each(comm: Any, strategy: Strategy, root: Path, errors: Sequence[tuple[int, bool]] = ERRORS) -> Iterator[str]:

@@ -1,9 +1,7 @@
-"""The files of a checkpoint: pieces of arrays, what a stop at any moment leaves, and bytes that have changed."""
+"""The files of a checkpoint: pieces of arrays, and bytes that have changed."""
 
 from __future__ import annotations
 
-import os
-import threading
 from math import prod
 from pathlib import Path
 
@@ -31,66 +29,6 @@ def test_the_parts_hold_each_element_once_in_equal_shares(arrays, num_parts):
         assert [element for bound in bounds for element in range(*bound)] == list(range(prod(spec.shape)))
     sizes = [sum((piece.stop - piece.start) * np.dtype(arrays[piece.name].dtype).itemsize for piece in part) for part in parts]
     assert max(sizes) - min(sizes) <= 2 * 16
-
-
-class _Stop(BaseException):
-    """What stops a save, as the end of a job does: nobody handles it."""
-
-
-_CALLS = [(os, "fsync"), *((Path, name) for name in ("rename", "unlink", "mkdir", "rmdir", "write_text"))]
-
-
-class _Stopper:
-    """Stops before or after the n-th call that changes files."""
-
-    def __init__(self, monkeypatch, number, is_after):
-        self.count, self._number, self._is_after = 0, number, is_after
-        for owner, name in _CALLS:
-            monkeypatch.setattr(owner, name, self._stopping(getattr(owner, name)))
-
-    def _stopping(self, call):
-        def stopping(*args, **kwargs):
-            self.count += 1
-            if self.count == self._number and not self._is_after:
-                raise _Stop
-            result = call(*args, **kwargs)
-            if self.count == self._number:
-                raise _Stop
-            return result
-
-        return stopping
-
-
-@pytest.mark.parametrize("is_after", [False, True])
-def test_whenever_a_save_stops_the_last_checkpoint_or_the_one_before_is_whole(tmp_path, monkeypatch, is_after):
-    number, was_stopped = 0, True
-    while was_stopped:
-        number += 1
-        directory = tmp_path / str(number)
-        state = {"step": 1, "w": np.full(5, 1.0)}
-        manager = mpistrat.CheckpointManager(mpistrat.Checkpoint(state=state), directory, max_to_keep=1)
-        manager.save(1, wait=True)
-        state["step"], state["w"][:] = 2, 2.0
-        with monkeypatch.context() as patched:
-            stopper = _Stopper(patched, number, is_after)
-            # on this thread, so that the stop ends the save
-            patched.setattr(threading.Thread, "start", threading.Thread.run)
-            patched.setattr(threading.Thread, "join", lambda thread: None)
-            try:
-                manager.save(2, wait=True)
-            except _Stop:
-                was_stopped = True
-            else:
-                was_stopped = stopper.count >= number
-        state.update(step=0, w=np.zeros(5))
-        again = mpistrat.CheckpointManager(mpistrat.Checkpoint(state=state), directory)
-        step = again.restore()
-        assert step in (1, 2)
-        assert state["step"] == step
-        np.testing.assert_array_equal(state["w"], np.full(5, float(step)))
-        again.save(3, wait=True)
-        assert [files.verify(Path(path)).step for path in again.checkpoints][-1] == 3
-    assert number > 10
 
 
 @pytest.fixture
