@@ -10,6 +10,7 @@ array with one axis, under the name of the whole; the manifest says which elemen
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,8 @@ from mpistrat.errors import CheckpointError, LaunchError
 FORMAT = 1
 MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"ckpt-(\d+)(?:\.(\d+))?")
-_OURS = re.compile(rf"arrays-\d+\.safetensors|{re.escape(MANIFEST)}(\.new)?")
+_ARRAYS = re.compile(r"arrays-\d+\.safetensors")
+_OURS = re.compile(rf"{_ARRAYS.pattern}|{re.escape(MANIFEST)}(\.new)?")
 # what all versions of safetensors hold; other arrays are stored as bytes
 _STORED_AS_THEY_ARE = {
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
@@ -105,10 +107,11 @@ def read_pieces(path: Path, manifest: Manifest) -> Iterator[tuple[Piece, Array]]
 
     with _reading(path), safe_open(path, "numpy") as file:
         for piece in manifest.pieces[path.name]:
-            array = file.get_tensor(piece.name)
-            if crc32(as_bytes(array).data) != piece.checksum:
+            array, spec = file.get_tensor(piece.name), manifest.arrays[piece.name]
+            is_whole = array.nbytes == (piece.stop - piece.start) * spec.itemsize
+            if not is_whole or crc32(as_bytes(array).data) != piece.checksum:
                 raise CheckpointError(f"{path}: the bytes of {piece.name} are not those that were written")
-            yield piece, as_bytes(array).view(np.dtype(manifest.arrays[piece.name].dtype))
+            yield piece, as_bytes(array).view(np.dtype(spec.dtype))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -138,7 +141,9 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{path}: its bytes are not those that were written")
         fields["arrays"] = {name: Spec(dtype, tuple(shape)) for name, (dtype, shape) in fields["arrays"].items()}
         fields["pieces"] = {name: [Piece(*piece) for piece in pieces] for name, pieces in fields["pieces"].items()}
-        return Manifest(**fields)
+        manifest = Manifest(**fields)
+        _check(manifest)
+        return manifest
 
 
 def verify(folder: Path) -> Manifest:
@@ -195,6 +200,38 @@ def remove(folder: Path) -> None:
             path.unlink()
     if not any(folder.iterdir()):  # else somebody has put something there
         folder.rmdir()
+
+
+def _check(manifest: Manifest) -> None:
+    """Check that numbers and names fit each other: nothing is read that is not of the checkpoint, or written outside arrays."""
+    ends = dict.fromkeys(manifest.arrays, 0)
+    for spec in manifest.arrays.values():
+        if np.dtype(spec.dtype).hasobject or any(operator.index(length) < 0 for length in spec.shape):
+            raise ValueError(f"no array is {spec}")
+    for piece in sorted(piece for pieces in manifest.pieces.values() for piece in pieces):
+        if operator.index(piece.start) != ends[piece.name] or operator.index(piece.stop) <= piece.start:
+            raise ValueError(f"the pieces of {piece.name} do not follow each other")
+        ends[piece.name] = piece.stop
+    cut = [name for name, spec in manifest.arrays.items() if ends[name] != spec.size]
+    strange = [name for name in manifest.pieces if not _ARRAYS.fullmatch(name)]
+    absent = {*_names(manifest.document)} - {*manifest.arrays}
+    if cut or strange or absent or manifest.document[0] != "dict" or operator.index(manifest.step) < 0:
+        raise ValueError(f"its parts do not fit each other: step {manifest.step}, {[*cut, *strange, *absent]}")
+
+
+def _names(node: Node) -> Iterator[str]:
+    """Yield the names of the arrays of a document."""
+    if not isinstance(node, list):
+        return
+    kind, content, *_ = node
+    if kind in ("array", "variable"):
+        yield content
+    elif kind in ("dict", "list", "tuple", "state", "generator"):
+        below = [each for _, each in content] if kind == "dict" else [content] if kind in ("state", "generator") else content
+        for each in below:
+            yield from _names(each)
+    else:
+        raise ValueError(f"a node is of kind {kind!r}")
 
 
 def _as_stored(array: Array) -> Array:
