@@ -36,11 +36,8 @@ class Recorder:
         self._root = root
         for owner, name in _CHANGES:
             patch.setattr(owner, name, self._recording(name, getattr(owner, name)))
-        import safetensors.numpy as library
-
-        save_file = library.save_file
-        wrapped = self._recording("write", lambda path, arrays: save_file(arrays, path))
-        patch.setattr(library, "save_file", lambda arrays, path: wrapped(path, arrays))
+        opened = Path.open
+        patch.setattr(Path, "open", lambda path, *given, **named: self._opened(path, opened(path, *given, **named), *given))
         for name in ("_send", "_receive"):
             patch.setattr(writer.Writer, name, self._meeting(name[1:], getattr(writer.Writer, name)))
         start = writer.Writer.start
@@ -49,6 +46,14 @@ class Recorder:
     def add(self, kind: str, path: str = "", value: Any = None) -> None:
         """Write a step down."""
         self.steps.append(Step(kind, path, value, time.monotonic_ns()))
+
+    def add_write(self, path: Path) -> None:
+        """Write down what a file holds now."""
+        self.add("write", str(path.relative_to(self._root)), path.read_bytes())
+
+    def _opened(self, path: Path, file: Any, mode: str = "r", *_: Any) -> Any:
+        is_here = "b" in mode and "w" in mode and path.is_relative_to(self._root)
+        return _File(self, path, file) if is_here else file
 
     def _recording(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         kind = {"fsync": "sync", "write_text": "write"}.get(name, name)
@@ -62,7 +67,7 @@ class Recorder:
             result = call(place, *given, **named)
             at = str(path.relative_to(self._root))
             if kind == "write":
-                self.add(kind, at, path.read_bytes())
+                self.add_write(path)
             elif kind == "rename":
                 self.add(kind, at, str(given[0].relative_to(self._root)))
             elif kind == "sync" or was_there != path.exists():
@@ -81,6 +86,30 @@ class Recorder:
             return result
 
         return meeting
+
+
+class _File:
+    """A file that is written to."""
+
+    def __init__(self, recorder: Recorder, path: Path, file: Any) -> None:
+        self._recorder, self._path, self._file = recorder, path, file
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, data: Any) -> Any:
+        self._recorder.before("write", self._path)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+        self._recorder.add_write(self._path)
 
 
 def cuts(logs: Sequence[Sequence[Step]]) -> Iterator[tuple[int, ...]]:
@@ -142,7 +171,7 @@ class _Disk:
         self.folders.add(self._named(path))
 
     def _write(self, path: str, content: bytes) -> None:
-        self.content[self._named(path)] = content
+        self.content[self._paths.get(path) or self._named(path)] = content
 
     def _rename(self, path: str, other: str) -> None:
         inode = self._paths[other] = self._paths.pop(path)

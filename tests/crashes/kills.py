@@ -22,7 +22,7 @@ from tests.disagreements.ranks import Ranks, connect
 from tests.processes import patient
 
 _DIRECTORY = "CRASHES_DIRECTORY"  # a variable of the ranks
-_ELEMENTS = 1 << 15
+_ELEMENTS = 1 << 17
 _MOST_SECONDS = 0.6  # until the kill, from the first save on
 _END_SECONDS = 30.0
 

@@ -52,6 +52,17 @@ def test_a_byte_that_has_changed_is_found_in_each_file(folder):
     assert files.verify(folder).num_bytes == 803
 
 
+def test_files_are_readable_as_those_of_the_program_and_by_the_library(folder, tmp_path):
+    (tmp_path / "mine").touch()
+    assert {path.stat().st_mode for path in folder.iterdir()} == {(tmp_path / "mine").stat().st_mode}
+    safetensors = pytest.importorskip("safetensors.numpy")
+    found = safetensors.load_file(folder / "arrays-00000.safetensors")
+    assert {name: (str(array.dtype), array.sum()) for name, array in found.items()} == {
+        "w/a": ("float64", 4950),
+        "w/b": ("bool", 3),
+    }
+
+
 def test_a_file_that_is_cut_short_or_missing_is_found(folder):
     for path in sorted(folder.iterdir()):
         good = path.read_bytes()
