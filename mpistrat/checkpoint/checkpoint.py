@@ -237,9 +237,10 @@ class Checkpoint:
         communicator = self._communicator
         mine: dict[Piece, Array] = {}
         with self._failing_together():
-            found = {name: np.empty(spec.size, np.dtype(spec.dtype)) for name, spec in manifest.arrays.items()}
             for name in list(manifest.pieces)[communicator.rank :: communicator.size]:
                 mine.update(files.read_pieces(folder / name, manifest))
+        with self._failing_together():  # after the files have shown that there are so many bytes
+            found = {name: np.empty(spec.size, np.dtype(spec.dtype)) for name, spec in manifest.arrays.items()}
         for number, pieces in enumerate(manifest.pieces.values()):
             for piece in pieces:
                 target = found[piece.name][piece.start : piece.stop].view(np.uint8)

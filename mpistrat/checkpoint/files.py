@@ -10,6 +10,7 @@ array with one axis, under the name of the whole; the manifest says which elemen
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,12 +29,15 @@ from mpistrat.errors import CheckpointError, LaunchError
 FORMAT = 1
 MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"ckpt-(\d+)(?:\.(\d+))?")
-_OURS = re.compile(rf"arrays-\d+\.safetensors|{re.escape(MANIFEST)}(\.new)?")
-# what all versions of safetensors hold; other arrays are stored as bytes
-_STORED_AS_THEY_ARE = {
-    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
-    *("float16", "bfloat16", "float32", "float64"),
+_ARRAYS = re.compile(r"arrays-\d+\.safetensors")
+_OURS = re.compile(rf"{_ARRAYS.pattern}|{re.escape(MANIFEST)}(\.new)?")
+# what all versions of safetensors hold, and how they call it; other arrays are stored as bytes
+_STORED = {
+    **{f"{kind}{bits}": f"{letter}{bits}" for kind, letter in (("int", "I"), ("uint", "U")) for bits in (8, 16, 32, 64)},
+    **{"bool": "BOOL", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"},
 }
+_CHUNK_BYTES = 1 << 20
+_SENT_BYTES = 8 << 20  # to the disk, while more is written
 
 
 class Piece(NamedTuple):
@@ -89,13 +93,35 @@ def file_name(rank: int) -> str:
 
 
 def write_pieces(path: Path, pieces: Sequence[Piece], arrays: Sequence[Array]) -> list[Piece]:
-    """Write a durable file, if there are any pieces; return them with checksums."""
-    from safetensors.numpy import save_file
+    """Write a durable file, if there are any pieces; return them with checksums.
 
-    if pieces:
-        save_file({piece.name: _as_stored(array) for piece, array in zip(pieces, arrays, strict=True)}, path)
-        _sync(path)
-    return [piece._replace(checksum=crc32(as_bytes(array).data)) for piece, array in zip(pieces, arrays, strict=True)]
+    The library would write to a file of another name, which stays there if the job is stopped, and compute no checksums.
+    """
+    if not pieces:
+        return []
+    stored = [array if str(array.dtype) in _STORED else as_bytes(array) for array in arrays]
+    order = sorted(range(len(pieces)), key=lambda place: -stored[place].itemsize)  # so all of them are aligned
+    header, end, sent, checksums = {}, 0, 0, [0] * len(pieces)
+    for place in order:
+        array, begin, end = stored[place], end, end + stored[place].nbytes
+        said = {"dtype": _STORED[str(array.dtype)], "shape": array.shape, "data_offsets": (begin, end)}
+        header[pieces[place].name] = said
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for place in order:
+            data = as_bytes(stored[place]).data
+            for begin in range(0, len(data), _CHUNK_BYTES):
+                chunk = data[begin : begin + _CHUNK_BYTES]
+                checksums[place] = crc32(chunk, checksums[place])
+                file.write(chunk)
+                if (written := file.tell()) - sent >= _SENT_BYTES:
+                    os.posix_fadvise(file.fileno(), sent, written - sent, os.POSIX_FADV_DONTNEED)
+                    sent = written
+        file.flush()
+        os.fsync(file.fileno())
+    return [piece._replace(checksum=checksum) for piece, checksum in zip(pieces, checksums, strict=True)]
 
 
 def read_pieces(path: Path, manifest: Manifest) -> Iterator[tuple[Piece, Array]]:
@@ -105,10 +131,11 @@ def read_pieces(path: Path, manifest: Manifest) -> Iterator[tuple[Piece, Array]]
 
     with _reading(path), safe_open(path, "numpy") as file:
         for piece in manifest.pieces[path.name]:
-            array = file.get_tensor(piece.name)
-            if crc32(as_bytes(array).data) != piece.checksum:
+            array, spec = file.get_tensor(piece.name), manifest.arrays[piece.name]
+            is_whole = array.nbytes == (piece.stop - piece.start) * spec.itemsize
+            if not is_whole or crc32(as_bytes(array).data) != piece.checksum:
                 raise CheckpointError(f"{path}: the bytes of {piece.name} are not those that were written")
-            yield piece, as_bytes(array).view(np.dtype(manifest.arrays[piece.name].dtype))
+            yield piece, as_bytes(array).view(np.dtype(spec.dtype))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -138,7 +165,9 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{path}: its bytes are not those that were written")
         fields["arrays"] = {name: Spec(dtype, tuple(shape)) for name, (dtype, shape) in fields["arrays"].items()}
         fields["pieces"] = {name: [Piece(*piece) for piece in pieces] for name, pieces in fields["pieces"].items()}
-        return Manifest(**fields)
+        manifest = Manifest(**fields)
+        _check(manifest)
+        return manifest
 
 
 def verify(folder: Path) -> Manifest:
@@ -197,8 +226,36 @@ def remove(folder: Path) -> None:
         folder.rmdir()
 
 
-def _as_stored(array: Array) -> Array:
-    return array if str(array.dtype) in _STORED_AS_THEY_ARE else as_bytes(array)
+def _check(manifest: Manifest) -> None:
+    """Check that numbers and names fit each other: nothing is read that is not of the checkpoint, or written outside arrays."""
+    ends = dict.fromkeys(manifest.arrays, 0)
+    for spec in manifest.arrays.values():
+        if np.dtype(spec.dtype).hasobject or any(operator.index(length) < 0 for length in spec.shape):
+            raise ValueError(f"no array is {spec}")
+    for piece in sorted(piece for pieces in manifest.pieces.values() for piece in pieces):
+        if operator.index(piece.start) != ends[piece.name] or operator.index(piece.stop) <= piece.start:
+            raise ValueError(f"the pieces of {piece.name} do not follow each other")
+        ends[piece.name] = piece.stop
+    cut = [name for name, spec in manifest.arrays.items() if ends[name] != spec.size]
+    strange = [name for name in manifest.pieces if not _ARRAYS.fullmatch(name)]
+    absent = {*_names(manifest.document)} - {*manifest.arrays}
+    if cut or strange or absent or manifest.document[0] != "dict" or operator.index(manifest.step) < 0:
+        raise ValueError(f"its parts do not fit each other: step {manifest.step}, {[*cut, *strange, *absent]}")
+
+
+def _names(node: Node) -> Iterator[str]:
+    """Yield the names of the arrays of a document."""
+    if not isinstance(node, list):
+        return
+    kind, content, *_ = node
+    if kind in ("array", "variable"):
+        yield content
+    elif kind in ("dict", "list", "tuple", "state", "generator"):
+        below = [each for _, each in content] if kind == "dict" else [content] if kind in ("state", "generator") else content
+        for each in below:
+            yield from _names(each)
+    else:
+        raise ValueError(f"a node is of kind {kind!r}")
 
 
 def _sync(path: Path) -> None:

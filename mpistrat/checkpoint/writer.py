@@ -6,6 +6,7 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -113,13 +114,14 @@ class Writer:
         found = [(written, error), *map(self._receive, range(1, self.size))]
         error = "; ".join(text for _, text in found if text)
         try:
-            if error:
-                remove(folder)  # the disk may be full
-            else:
+            if not error:
                 every = {file_name(rank): each for rank, (each, _) in enumerate(found) if each}
                 write_manifest(folder, manifest._replace(pieces=every))
-        except OSError as failed:
-            error = error or _text(0, folder, failed)
+        except Exception as failed:  # whatever it is, the others wait
+            error = _text(0, folder, failed)
+        if error:
+            with suppress(OSError):  # what fails here has been told, or is removed by another save
+                remove(folder)  # the disk may be full; and a manifest may be there that is not durable
         for rank in range(1, self.size):
             self._send(error, rank)
         return error

@@ -1,5 +1,6 @@
 """Checkpoints of several ranks: restored on any number of others, and what goes wrong on one rank is raised on all."""
 
+import errno
 import threading
 from pathlib import Path
 
@@ -9,15 +10,15 @@ import pytest
 import mpistrat
 from mpistrat.checkpoint import files, writer
 from mpistrat.cluster_resolver import MPIClusterResolver
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.errors import AgreementError, CheckpointError, InvalidArgumentError
 from mpistrat.experimental import ParameterServerStrategy
 from mpistrat.experimental.partitioners import FixedShardsPartitioner
-from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import start
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.topology.world import World
+from tests.crashes import saves
+from tests.crashes.saves import strategy_of
 from tests.launches import on_ranks
 
 pytest.importorskip("safetensors")
@@ -30,10 +31,6 @@ ON_READ = mpistrat.VariableSynchronization.ON_READ
 def folder(comm, tmp_path):
     """Give a folder that all ranks share."""
     return Path(comm.bcast(str(tmp_path)))
-
-
-def strategy_of(comm, shape):
-    return Strategy(StrategyExtended(Communicator(Hierarchy(comm, World.from_shape(shape)))))
 
 
 class Training:
@@ -187,6 +184,25 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(comm, two, folder, monke
     assert state["w"].tolist() == list(range(8))
     checkpoint.save(folder / "second", wait=True)
     checkpoint.close()
+
+
+@on_ranks(1, 2)
+def test_whenever_ranks_or_a_machine_stop_the_last_checkpoint_or_the_one_before_is_whole(comm, folder):
+    strategy = strategy_of(comm, f"{comm.size}x1")
+    logs = saves.record(comm, strategy, folder)
+    num_cuts, num_states, wrong = saves.after_each_stop(comm, logs)
+    strategy.close()
+    assert not wrong
+    assert min(num_cuts, num_states) > 40
+
+
+@on_ranks(2)
+def test_whichever_call_fails_all_ranks_are_told_and_the_job_goes_on(comm, folder):
+    strategy = strategy_of(comm, "1x2")
+    texts = list(saves.fail_each(comm, strategy, folder, [(errno.ENOSPC, True), (errno.EDQUOT, False)]))
+    strategy.close()
+    assert not list(filter(None, texts))
+    assert len(texts) > 20
 
 
 @on_ranks(2)

@@ -1,11 +1,11 @@
-"""The files of a checkpoint: pieces of arrays, what a stop at any moment leaves, and bytes that have changed."""
+"""The files of a checkpoint: pieces of arrays, and bytes that have changed."""
 
 from __future__ import annotations
 
-import os
-import threading
+import json
 from math import prod
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -33,66 +33,6 @@ def test_the_parts_hold_each_element_once_in_equal_shares(arrays, num_parts):
     assert max(sizes) - min(sizes) <= 2 * 16
 
 
-class _Stop(BaseException):
-    """What stops a save, as the end of a job does: nobody handles it."""
-
-
-_CALLS = [(os, "fsync"), *((Path, name) for name in ("rename", "unlink", "mkdir", "rmdir", "write_text"))]
-
-
-class _Stopper:
-    """Stops before or after the n-th call that changes files."""
-
-    def __init__(self, monkeypatch, number, is_after):
-        self.count, self._number, self._is_after = 0, number, is_after
-        for owner, name in _CALLS:
-            monkeypatch.setattr(owner, name, self._stopping(getattr(owner, name)))
-
-    def _stopping(self, call):
-        def stopping(*args, **kwargs):
-            self.count += 1
-            if self.count == self._number and not self._is_after:
-                raise _Stop
-            result = call(*args, **kwargs)
-            if self.count == self._number:
-                raise _Stop
-            return result
-
-        return stopping
-
-
-@pytest.mark.parametrize("is_after", [False, True])
-def test_whenever_a_save_stops_the_last_checkpoint_or_the_one_before_is_whole(tmp_path, monkeypatch, is_after):
-    number, was_stopped = 0, True
-    while was_stopped:
-        number += 1
-        directory = tmp_path / str(number)
-        state = {"step": 1, "w": np.full(5, 1.0)}
-        manager = mpistrat.CheckpointManager(mpistrat.Checkpoint(state=state), directory, max_to_keep=1)
-        manager.save(1, wait=True)
-        state["step"], state["w"][:] = 2, 2.0
-        with monkeypatch.context() as patched:
-            stopper = _Stopper(patched, number, is_after)
-            # on this thread, so that the stop ends the save
-            patched.setattr(threading.Thread, "start", threading.Thread.run)
-            patched.setattr(threading.Thread, "join", lambda thread: None)
-            try:
-                manager.save(2, wait=True)
-            except _Stop:
-                was_stopped = True
-            else:
-                was_stopped = stopper.count >= number
-        state.update(step=0, w=np.zeros(5))
-        again = mpistrat.CheckpointManager(mpistrat.Checkpoint(state=state), directory)
-        step = again.restore()
-        assert step in (1, 2)
-        assert state["step"] == step
-        np.testing.assert_array_equal(state["w"], np.full(5, float(step)))
-        again.save(3, wait=True)
-        assert [files.verify(Path(path)).step for path in again.checkpoints][-1] == 3
-    assert number > 10
-
-
 @pytest.fixture
 def folder(tmp_path):
     checkpoint = mpistrat.Checkpoint(w={"a": np.arange(100.0), "b": np.ones(3, bool)})
@@ -112,6 +52,17 @@ def test_a_byte_that_has_changed_is_found_in_each_file(folder):
     assert files.verify(folder).num_bytes == 803
 
 
+def test_files_are_readable_as_those_of_the_program_and_by_the_library(folder, tmp_path):
+    (tmp_path / "mine").touch()
+    assert {path.stat().st_mode for path in folder.iterdir()} == {(tmp_path / "mine").stat().st_mode}
+    safetensors = pytest.importorskip("safetensors.numpy")
+    found = safetensors.load_file(folder / "arrays-00000.safetensors")
+    assert {name: (str(array.dtype), array.sum()) for name, array in found.items()} == {
+        "w/a": ("float64", 4950),
+        "w/b": ("bool", 3),
+    }
+
+
 def test_a_file_that_is_cut_short_or_missing_is_found(folder):
     for path in sorted(folder.iterdir()):
         good = path.read_bytes()
@@ -129,3 +80,60 @@ def test_a_manifest_of_a_newer_version_is_refused(folder):
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(CheckpointError, match="has format 2, and this version of mpistrat reads format 1"):
         files.read_manifest(folder)
+
+
+_FILE = "arrays-00000.safetensors"
+
+
+def _with(*places):
+    """Return what sets parts of a manifest's content to values, each after the way to it."""
+
+    def change(content):
+        for *way, key, value in places:
+            part = content
+            for each in way:
+                part = part[each]
+            part[key] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _with(("arrays", "w/a", 1, [2**60]), ("pieces", _FILE, 0, 2, 2**60)),
+        _with(("arrays", "w/a", 1, [2**60])),
+        _with(("arrays", "w/a", 1, [-10, -10])),
+        _with(("arrays", "w/a", 1, [1e2])),
+        _with(("arrays", "w/a", 0, "O")),
+        _with(("arrays", "w/a", 0, "float128x")),
+        _with(("arrays", "other", ["float64", [2**40]])),
+        _with(("arrays", "other", ["float64", [2**40]]), ("pieces", "arrays-00001.safetensors", [["other", 0, 2**40, 0]])),
+        _with(("arrays", "other", ["float64", [2**40]]), ("pieces", _FILE, 1, ["other", 0, 2**40, 0])),
+        _with(("pieces", _FILE, 0, 1, -1)),
+        _with(("pieces", _FILE, 0, 2, 101)),
+        _with(("pieces", _FILE, 0, 2, 99)),
+        _with(("pieces", _FILE, 0, 0, "w/c")),
+        _with(("pieces", _FILE, [])),
+        _with(("pieces", "../one/" + _FILE, [])),
+        _with(("pieces", "/etc/passwd", [["w/a", 0, 100, 0]])),
+        _with(("document", ["dict", [["w", ["dict", [["a", ["array", "w/z", "numpy"]]]]]]])),
+        _with(("document", ["dict", [["w", ["nonsense", 1]]]])),
+        _with(("document", 7)),
+        _with(("step", "7")),
+        _with(("step", -1)),
+        _with(("new", 1)),
+    ],
+)
+def test_a_manifest_whose_numbers_and_names_do_not_fit_is_refused_before_anything_is_changed(folder, change):
+    path = folder / files.MANIFEST
+    found = json.loads(path.read_text())
+    change(found["content"])
+    found["checksum"] = crc32(json.dumps(found["content"]).encode())
+    path.write_text(json.dumps(found))
+    objects = {"a": np.zeros(100), "b": np.zeros(3, bool)}
+    with pytest.raises(CheckpointError, match=r"arrays-|manifest\.json|does not fit"):
+        mpistrat.Checkpoint(w=objects).restore(folder, strict=False)
+    assert not any(array.any() for array in objects.values())
+    with pytest.raises(CheckpointError):
+        files.verify(folder)
