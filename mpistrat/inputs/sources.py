@@ -78,12 +78,43 @@ class Resumable:
             self._now = self._next
 
 
+class DatasetIterator(Iterator[Any], ABC):
+    """Iterates over an epoch of a dataset. Its state is the position of the dataset's newest iteration."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._begin(*dataset._begin_epoch())
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position of the dataset: see `Resumable.state_dict`."""
+        position: dict[str, int] = self.dataset.state_dict()
+        return position
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on at a position, and have the next iteration over the dataset begin with the epoch after it."""
+        self.check_position(state)
+        self.dataset.load_state_dict(state)
+        self._begin(*self.dataset._begin_epoch())
+
+    def check_position(self, state: Mapping[str, int]) -> None:
+        """Check that this iterator can go on at a position."""
+        self.dataset.check_position(state)
+        if not self.dataset.is_repeatable:
+            why = "its batches come from an iterator, which cannot begin again: save the dataset, and restore before iterating"
+            raise InvalidArgumentError(why)
+
+    @abstractmethod
+    def _begin(self, epoch: int, first: int) -> None:
+        """Have the next batch be that with number `first` of an epoch."""
+
+
 class Dataset(Resumable, ABC):
     """A source of batches. Each iteration over it is an epoch."""
 
     is_file_based: bool = False  # so that each input pipeline can read files of its own
     is_hinted: bool = False  # sharded by `SHARD_HINT`, whose numbers are filled in later
     is_distributed: bool = False  # its position is that of what was distributed
+    is_repeatable: bool = True  # unless its batches come from an iterator
 
     @abstractmethod
     def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
@@ -153,14 +184,21 @@ class Dataset(Resumable, ABC):
                 "the dataset was sharded by SHARD_HINT, which waits for the numbers of an input pipeline: distribute it with "
                 "InputOptions(auto_shard_policy=AutoShardPolicy.HINT), or shard it by numbers"
             )
-        epoch, first = self._begin_epoch()
-        return self._counted(self.batches_from(first, epoch), epoch, first)
+        return _LocalIterator(self)
+
+
+class _LocalIterator(DatasetIterator):
+    def _begin(self, epoch: int, first: int) -> None:
+        self._batches = self._counted(self.dataset.batches_from(first, epoch), epoch, first)
+
+    def __next__(self) -> Any:
+        return next(self._batches)
 
     def _counted(self, batches: Iterator[Any], epoch: int, first: int) -> Iterator[Any]:
         for number, batch in enumerate(batches, first + 1):
-            self._reach(epoch, number)
+            self.dataset._reach(epoch, number)
             yield batch
-        self._end_epoch(epoch)
+        self.dataset._end_epoch(epoch)
 
 
 class BatchedDataset(Dataset):
@@ -476,6 +514,7 @@ class IterableDataset(Dataset):
         self._spec: Any = None
         # the batches of an iterator, until an epoch begins
         self._once: Iterator[Any] | None = source if isinstance(source, Iterator) else None
+        self.is_repeatable = self._once is None
 
     @property
     def num_batches(self) -> int | None:
