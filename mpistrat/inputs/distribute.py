@@ -16,7 +16,7 @@ from mpistrat.device.binding import bound_device, own_device
 from mpistrat.errors import InvalidArgumentError, OutOfRangeError
 from mpistrat.inputs.input_options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode, read_options
 from mpistrat.inputs.prefetch import Fetcher, Prefetcher
-from mpistrat.inputs.rebatch import batched, empty_like, num_batches_of, share_sizes, shares, spec_of
+from mpistrat.inputs.rebatch import batched, empty_like, num_batches_of, own_parts, share_sizes, shares, spec_of
 from mpistrat.inputs.sources import Dataset, DatasetIterator, Resumable, as_dataset
 from mpistrat.reduction import ReduceOp
 
@@ -93,8 +93,10 @@ class DistributedDataset(Resumable):
         return position if self._policy is DATA else {**position, "num_replicas": self._num_replicas}
 
     def _batches(self, epoch: int, first: int) -> Iterator[Any]:
+        count = self._options.virtual_replicas or self._num_replicas
         if self._policy is DATA:
-            return self._dataset.batches_from(first, epoch, self._communicator.rank, self._communicator.size)
+            parts = own_parts(count, self._communicator.rank, self._num_replicas)
+            return self._dataset.batches_from(first, epoch, parts.start, count, len(parts))
         return islice(self._own_batches(epoch), first, None)
 
     def _own_batches(self, epoch: int) -> Iterator[Any]:
@@ -293,8 +295,15 @@ def distribute_dataset(strategy: Any, dataset: Any, options: InputOptions | None
         source = as_dataset(dataset)
         source.is_distributed = True
         part, policy = _part_of(source, wanted.auto_shard_policy, communicator.rank, communicator.size)
+        if wanted.virtual_replicas is not None:
+            own_parts(wanted.virtual_replicas, communicator.rank, communicator.size)
+            if policy is not DATA:
+                raise InvalidArgumentError(
+                    "virtual_replicas are parts of batches that ranks share, and with auto_shard_policy="
+                    f"{wanted.auto_shard_policy.name} each rank reads other data: use AutoShardPolicy.DATA"
+                )
         shared = "of each rank's own" if wanted.auto_shard_policy is OFF else source.describe()
-        text = f"{shared}, auto_shard_policy={wanted.auto_shard_policy.name}"
+        text = f"{shared}, auto_shard_policy={wanted.auto_shard_policy.name}, virtual_replicas={wanted.virtual_replicas}"
         return DistributedDataset(strategy, part, policy, wanted), text
 
     return communicator.agree_on(call, make)

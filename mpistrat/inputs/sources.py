@@ -117,12 +117,12 @@ class Dataset(Resumable, ABC):
     is_repeatable: bool = True  # unless its batches come from an iterator
 
     @abstractmethod
-    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
-        """Yield a replica's share of each batch of an epoch, whose number determines the order; by default all rows."""
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
+        """Yield the rows of `count` replicas in each batch of an epoch, whose number determines the order; by default all."""
 
-    def batches_from(self, first: int, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
+    def batches_from(self, first: int, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
         """Yield what `batches` does, without the first ones of the epoch."""
-        return islice(self.batches(epoch, replica, num_replicas), first, None)
+        return islice(self.batches(epoch, replica, num_replicas, count), first, None)
 
     @property
     @abstractmethod
@@ -236,14 +236,14 @@ class RowDataset(BatchedDataset):
     def num_rows(self) -> int:
         return min(len(self) * self._batch_size, len(self._rows))
 
-    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
-        """Yield a replica's rows of each global batch of an epoch; only these are read."""
-        return self.batches_from(0, epoch, replica, num_replicas)
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
+        """Yield the rows of `count` replicas in each global batch of an epoch; only these are read."""
+        return self.batches_from(0, epoch, replica, num_replicas, count)
 
-    def batches_from(self, first: int, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
+    def batches_from(self, first: int, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
         order = np.random.default_rng((self._seed, epoch)).permutation(len(self._rows)) if self._shuffle else None
         for begin in range(first * self._batch_size, len(self) * self._batch_size, self._batch_size):
-            start, stop = shard_bounds(min(self._batch_size, len(self._rows) - begin), replica, num_replicas)
+            start, stop = shard_bounds(min(self._batch_size, len(self._rows) - begin), replica, num_replicas, count)
             places = np.arange(begin + start, begin + stop)
             yield self._read(self._rows.start + self._rows.step * (places if order is None else order[places]))
 
@@ -459,9 +459,9 @@ class FileDataset(BatchedDataset):
             raise InvalidArgumentError(f"{self!r} has no rows, so that its element_spec is unknown")
         return self._spec
 
-    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
         for batch in batched(self._parts(epoch), [self._batch_size], self._drop_remainder):
-            yield share(batch, replica, num_replicas)
+            yield share(batch, replica, num_replicas, count)
 
     def _describe_source(self) -> str:
         names = [Path(file).name for file in self._files]
@@ -535,8 +535,8 @@ class IterableDataset(Dataset):
             self._spec = spec_of(first[0])
         return self._spec
 
-    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
-        return self._shares(self._begin(), replica, num_replicas)
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
+        return self._shares(self._begin(), replica, num_replicas, count)
 
     def describe(self) -> str:
         kind = type(self._source).__name__
@@ -554,17 +554,17 @@ class IterableDataset(Dataset):
         batches, self._once = self._once, None
         return batches
 
-    def _shares(self, batches: Iterator[Any], replica: int, num_replicas: int) -> Iterator[Any]:
-        length, count = self.num_batches, 0
+    def _shares(self, batches: Iterator[Any], replica: int, num_replicas: int, count: int) -> Iterator[Any]:
+        length, found = self.num_batches, 0
         for batch in batches:
-            if count == length:
+            if found == length:
                 self._refuse_length(length, "more")
             if self._spec is None:
                 self._spec = spec_of(batch)
-            count += 1
-            yield share(batch, replica, num_replicas)
-        if length not in (None, count):
-            self._refuse_length(length, str(count))
+            found += 1
+            yield share(batch, replica, num_replicas, count)
+        if length not in (None, found):
+            self._refuse_length(length, str(found))
 
     def _refuse_length(self, length: int | None, found: str) -> NoReturn:
         raise InvalidArgumentError(f"the {type(self._source).__name__} has a len() of {length} batches, but yields {found}")
