@@ -26,7 +26,7 @@ from mpistrat.device.binding import bound_device
 from mpistrat.errors import CheckpointError, InvalidArgumentError
 from mpistrat.inputs.distribute import DistributedDataset
 from mpistrat.inputs.input_options import checked_int
-from mpistrat.inputs.sources import Dataset
+from mpistrat.inputs.sources import Dataset, DatasetIterator, Resumable
 from mpistrat.launch.environment import detect
 from mpistrat.state.variables import Variable
 
@@ -46,13 +46,14 @@ class Checkpoint:
     ----------
     **objects : Variable, array, object with state_dict and load_state_dict, numpy.random.Generator, dict or list
         What is saved, by name: variables, also those on servers; writable arrays; modules, optimizers and schedulers of
-        PyTorch; datasets, whose position in an epoch is saved; dicts and lists of these, of numbers and of texts. They are
-        restored in place.
+        PyTorch; datasets or their iterators, whose position in an epoch is saved; dicts and lists of these, of numbers and of
+        texts. They are restored in place.
 
     Raises
     ------
     InvalidArgumentError
-        If a value is a number, a text or a tuple, which cannot be restored in place, or belongs to another strategy.
+        If a value is a number, a text or a tuple, which cannot be restored in place, or belongs to another strategy, or if two
+        of them have the position of one dataset.
     LaunchError
         If safetensors is not installed.
     AgreementError
@@ -194,15 +195,21 @@ class Checkpoint:
         files.check_library()
         tree, strategies = Tree(self._objects), (self._strategy, default_mode().strategy)
         tree.check_in_place()
+        datasets = dict[int, str]()
         for name, value in {**tree.leaves, **self._objects}.items():
-            if isinstance(value, Dataset) and value.is_distributed:
+            source = value.dataset if isinstance(value, DatasetIterator) else value
+            if isinstance(source, Dataset) and source.is_distributed:
                 raise InvalidArgumentError(
                     f"{name} was distributed, and its position is that of the distributed one.\n"
                     "    incorrect:  distributed = strategy.experimental_distribute_dataset(dataset); "
                     "mpistrat.Checkpoint(dataset=dataset)\n"
                     "    correct:    mpistrat.Checkpoint(dataset=distributed)"
                 )
-            owner = getattr(value, "_strategy", None) if isinstance(value, (Variable, DistributedDataset)) else None
+            if isinstance(source, Resumable) and datasets.setdefault(id(source), name) != name:
+                raise InvalidArgumentError(
+                    f"{datasets[id(source)]} and {name} have the position of one dataset: save one of them"
+                )
+            owner = getattr(source, "_strategy", None) if isinstance(source, (Variable, DistributedDataset)) else None
             if owner not in (None, *strategies):
                 raise InvalidArgumentError(
                     f"{name} belongs to {owner!r}, whose ranks must save it together.\n"

@@ -27,7 +27,7 @@ import numpy as np
 from mpistrat.arrays import Array, as_array, as_target, is_on_device, like, to_device
 from mpistrat.device.interop import is_a
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.inputs.sources import Resumable
+from mpistrat.inputs.sources import DatasetIterator, Resumable
 from mpistrat.state.changes import checksum
 from mpistrat.state.variables import Variable
 
@@ -221,7 +221,7 @@ def _misfits(value: Any, node: Node, name: str, can_change: bool = False) -> Ite
         mine, saved = value.bit_generator.state["bit_generator"], dict(content[1])["bit_generator"]
         if mine != saved:
             yield f"{name} is a generator {mine} here, and {saved} there"
-    elif isinstance(value, Resumable):
+    elif isinstance(value, (DatasetIterator, Resumable)):
         try:
             value.check_position(restored(content, {}))
         except InvalidArgumentError as error:

@@ -16,8 +16,8 @@ from mpistrat.device.binding import bound_device, own_device
 from mpistrat.errors import InvalidArgumentError, OutOfRangeError
 from mpistrat.inputs.input_options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode, read_options
 from mpistrat.inputs.prefetch import Fetcher, Prefetcher
-from mpistrat.inputs.rebatch import batched, empty_like, num_batches_of, share_sizes, shares, spec_of
-from mpistrat.inputs.sources import Dataset, Resumable, as_dataset
+from mpistrat.inputs.rebatch import batched, empty_like, num_batches_of, own_parts, share_sizes, shares, spec_of
+from mpistrat.inputs.sources import Dataset, DatasetIterator, Resumable, as_dataset
 from mpistrat.reduction import ReduceOp
 
 OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
@@ -53,7 +53,7 @@ class DistributedDataset(Resumable):
         return self._dataset.element_spec
 
     def __iter__(self) -> DistributedIterator:
-        return DistributedIterator(self, *self._begin_epoch())
+        return DistributedIterator(self)
 
     def __len__(self) -> int:
         """Return the number of elements of an epoch; a TypeError for files and generators, and batches of each rank's own."""
@@ -63,6 +63,11 @@ class DistributedDataset(Resumable):
 
     def __repr__(self) -> str:
         return f"DistributedDataset({self._dataset!r}, replica={self._communicator.rank}({self._communicator.size}))"
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether an epoch can begin again."""
+        return self._dataset.is_repeatable
 
     @property
     def _length(self) -> int | None:
@@ -88,8 +93,10 @@ class DistributedDataset(Resumable):
         return position if self._policy is DATA else {**position, "num_replicas": self._num_replicas}
 
     def _batches(self, epoch: int, first: int) -> Iterator[Any]:
+        count = self._options.virtual_replicas or self._num_replicas
         if self._policy is DATA:
-            return self._dataset.batches_from(first, epoch, self._communicator.rank, self._communicator.size)
+            parts = own_parts(count, self._communicator.rank, self._num_replicas)
+            return self._dataset.batches_from(first, epoch, parts.start, count, len(parts))
         return islice(self._own_batches(epoch), first, None)
 
     def _own_batches(self, epoch: int) -> Iterator[Any]:
@@ -122,7 +129,7 @@ class OptionalElement:
         return f"OptionalElement({', '.join(map(repr, self._element))})"
 
 
-class DistributedIterator(Iterator[Any]):
+class DistributedIterator(DatasetIterator):
     """Yields the batches of this replica in one epoch, then batches of no rows until all replicas have had theirs.
 
     Created by iterating over a `DistributedDataset`. Taking an element is a collective call. If all replicas know their number
@@ -132,13 +139,20 @@ class DistributedIterator(Iterator[Any]):
     with the next collective.
     """
 
-    def __init__(self, dataset: DistributedDataset, epoch: int, first: int) -> None:
-        self._dataset, self._strategy, self._communicator = dataset, dataset._strategy, dataset._communicator
-        options, batches, device = dataset._options, dataset._batches(epoch, first), bound_device()
+    def __init__(self, dataset: DistributedDataset) -> None:
+        self._batches: Iterator[Any] = iter(())
+        self._strategy, self._communicator = dataset._strategy, dataset._communicator
+        self._empty: Any = None
+        super().__init__(dataset)
+
+    def _begin(self, epoch: int, first: int) -> None:
+        self.close()
+        dataset, device = self.dataset, bound_device()
+        options, batches = dataset._options, dataset._batches(epoch, first)
         buffer_size = options.experimental_per_replica_buffer_size
         if device is not None:
             lifts = options.experimental_fetch_to_device is not False
-            self._batches: Iterator[Any] = Fetcher(batches, buffer_size, device, lifts)
+            self._batches = Fetcher(batches, buffer_size, device, lifts)
         else:
             self._batches = Prefetcher(batches, buffer_size) if buffer_size else batches
         self._epoch, self._taken, self._length = epoch, first, dataset._length
@@ -146,7 +160,6 @@ class DistributedIterator(Iterator[Any]):
         self._steps = self._length if dataset._policy is DATA else None
         # an element that was read for element_spec, and has not been taken
         self._ahead: tuple[list[Any], Exception | None] | None = None
-        self._empty: Any = None
         self._is_over = False
 
     @property
@@ -159,7 +172,7 @@ class DistributedIterator(Iterator[Any]):
         if self._empty is not None:
             return spec_of(self._empty)
         try:
-            return self._dataset.element_spec
+            return self.dataset.element_spec
         except (InvalidArgumentError, RuntimeError):
             why = "this replica has no elements, and has not received their spec from another one"
             raise InvalidArgumentError(why) from None
@@ -211,10 +224,10 @@ class DistributedIterator(Iterator[Any]):
             raise
         if is_over:
             self.close()
-            self._dataset._end_epoch(self._epoch)
+            self.dataset._end_epoch(self._epoch)
             return []
         self._taken += 1
-        self._dataset._reach(self._epoch, self._taken)
+        self.dataset._reach(self._epoch, self._taken)
         return [regroup(share, self._communicator.size) for share in shares or [self._empty]]
 
     def _attempt(self) -> tuple[list[Any], Exception | None]:
@@ -282,8 +295,15 @@ def distribute_dataset(strategy: Any, dataset: Any, options: InputOptions | None
         source = as_dataset(dataset)
         source.is_distributed = True
         part, policy = _part_of(source, wanted.auto_shard_policy, communicator.rank, communicator.size)
+        if wanted.virtual_replicas is not None:
+            own_parts(wanted.virtual_replicas, communicator.rank, communicator.size)
+            if policy is not DATA:
+                raise InvalidArgumentError(
+                    "virtual_replicas are parts of batches that ranks share, and with auto_shard_policy="
+                    f"{wanted.auto_shard_policy.name} each rank reads other data: use AutoShardPolicy.DATA"
+                )
         shared = "of each rank's own" if wanted.auto_shard_policy is OFF else source.describe()
-        text = f"{shared}, auto_shard_policy={wanted.auto_shard_policy.name}"
+        text = f"{shared}, auto_shard_policy={wanted.auto_shard_policy.name}, virtual_replicas={wanted.virtual_replicas}"
         return DistributedDataset(strategy, part, policy, wanted), text
 
     return communicator.agree_on(call, make)

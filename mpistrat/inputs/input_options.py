@@ -63,6 +63,9 @@ class InputOptions:
         Elements that a thread prefetches while the step runs; with 0 each is read when it is asked for.
     auto_shard_policy : AutoShardPolicy
         Which part of the dataset each rank reads, for `experimental_distribute_dataset`.
+    virtual_replicas : int, optional
+        Into how many equal parts `ReplicaContext.sum_of_parts` cuts global batches, for `experimental_distribute_dataset` with
+        ``AutoShardPolicy.DATA``: each rank gets the rows of whole parts. Not in TensorFlow.
     """
 
     experimental_fetch_to_device: bool | None = None
@@ -70,6 +73,7 @@ class InputOptions:
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 1
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
+    virtual_replicas: int | None = None
 
     def __post_init__(self) -> None:
         self._check_type("experimental_fetch_to_device", bool, type(None))
@@ -77,6 +81,8 @@ class InputOptions:
         self._check_type("experimental_place_dataset_on_device", bool)
         self._check_type("auto_shard_policy", AutoShardPolicy)
         checked_int(self.experimental_per_replica_buffer_size, "experimental_per_replica_buffer_size", 0)
+        if self.virtual_replicas is not None:
+            checked_int(self.virtual_replicas, "virtual_replicas", 1)
         if not self.experimental_place_dataset_on_device:
             return
         if self.experimental_replication_mode is not InputReplicationMode.PER_REPLICA:

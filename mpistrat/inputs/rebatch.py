@@ -22,13 +22,21 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array, like, part_bounds
 from mpistrat.errors import InvalidArgumentError
+from mpistrat.inputs.input_options import checked_int
 from mpistrat.structures import flatten, leaf_names, map_leaves
 
 
-def shard_bounds(num_rows: int, replica: int, num_replicas: int) -> tuple[int, int]:
-    """Return the bounds [start, stop) of a replica's rows in a batch."""
-    start, stop = part_bounds(num_rows, num_replicas)[replica : replica + 2]
-    return start, stop
+def shard_bounds(num_rows: int, replica: int, num_replicas: int, count: int = 1) -> tuple[int, int]:
+    """Return the bounds [start, stop) of the rows of `count` replicas in a batch, from `replica` on."""
+    bounds = part_bounds(num_rows, num_replicas)
+    return bounds[replica], bounds[replica + count]
+
+
+def own_parts(virtual_replicas: Any, rank: int, num_ranks: int) -> range:
+    """Return the virtual replicas that a rank computes."""
+    if checked_int(virtual_replicas, "virtual_replicas", 1) < num_ranks:
+        raise InvalidArgumentError(f"virtual_replicas must be at least {num_ranks}, one for each rank; got {virtual_replicas}")
+    return range(*shard_bounds(virtual_replicas, rank, num_ranks))
 
 
 def share_sizes(num_rows: int, replica: int, num_replicas: int) -> list[int]:
@@ -72,9 +80,9 @@ def num_rows(batch: Any) -> int:
     return extents.pop()
 
 
-def share(batch: Any, replica: int, num_replicas: int) -> Any:
-    """Return a replica's rows of a global batch, copied: sources reuse memory, and replicas may write to it."""
-    return map_leaves(_copy, _cut(batch, *shard_bounds(num_rows(batch), replica, num_replicas)))
+def share(batch: Any, replica: int, num_replicas: int, count: int = 1) -> Any:
+    """Return the rows of replicas in a global batch, copied: sources reuse memory, and replicas may write to it."""
+    return map_leaves(_copy, _cut(batch, *shard_bounds(num_rows(batch), replica, num_replicas, count)))
 
 
 def shares(batch: Any, replica: int, num_replicas: int) -> Iterator[Any]:

@@ -78,20 +78,51 @@ class Resumable:
             self._now = self._next
 
 
+class DatasetIterator(Iterator[Any], ABC):
+    """Iterates over an epoch of a dataset. Its state is the position of the dataset's newest iteration."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._begin(*dataset._begin_epoch())
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position of the dataset: see `Resumable.state_dict`."""
+        position: dict[str, int] = self.dataset.state_dict()
+        return position
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on at a position, and have the next iteration over the dataset begin with the epoch after it."""
+        self.check_position(state)
+        self.dataset.load_state_dict(state)
+        self._begin(*self.dataset._begin_epoch())
+
+    def check_position(self, state: Mapping[str, int]) -> None:
+        """Check that this iterator can go on at a position."""
+        self.dataset.check_position(state)
+        if not self.dataset.is_repeatable:
+            why = "its batches come from an iterator, which cannot begin again: save the dataset, and restore before iterating"
+            raise InvalidArgumentError(why)
+
+    @abstractmethod
+    def _begin(self, epoch: int, first: int) -> None:
+        """Have the next batch be that with number `first` of an epoch."""
+
+
 class Dataset(Resumable, ABC):
     """A source of batches. Each iteration over it is an epoch."""
 
     is_file_based: bool = False  # so that each input pipeline can read files of its own
     is_hinted: bool = False  # sharded by `SHARD_HINT`, whose numbers are filled in later
     is_distributed: bool = False  # its position is that of what was distributed
+    is_repeatable: bool = True  # unless its batches come from an iterator
 
     @abstractmethod
-    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
-        """Yield a replica's share of each batch of an epoch, whose number determines the order; by default all rows."""
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
+        """Yield the rows of `count` replicas in each batch of an epoch, whose number determines the order; by default all."""
 
-    def batches_from(self, first: int, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
+    def batches_from(self, first: int, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
         """Yield what `batches` does, without the first ones of the epoch."""
-        return islice(self.batches(epoch, replica, num_replicas), first, None)
+        return islice(self.batches(epoch, replica, num_replicas, count), first, None)
 
     @property
     @abstractmethod
@@ -153,14 +184,21 @@ class Dataset(Resumable, ABC):
                 "the dataset was sharded by SHARD_HINT, which waits for the numbers of an input pipeline: distribute it with "
                 "InputOptions(auto_shard_policy=AutoShardPolicy.HINT), or shard it by numbers"
             )
-        epoch, first = self._begin_epoch()
-        return self._counted(self.batches_from(first, epoch), epoch, first)
+        return _LocalIterator(self)
+
+
+class _LocalIterator(DatasetIterator):
+    def _begin(self, epoch: int, first: int) -> None:
+        self._batches = self._counted(self.dataset.batches_from(first, epoch), epoch, first)
+
+    def __next__(self) -> Any:
+        return next(self._batches)
 
     def _counted(self, batches: Iterator[Any], epoch: int, first: int) -> Iterator[Any]:
         for number, batch in enumerate(batches, first + 1):
-            self._reach(epoch, number)
+            self.dataset._reach(epoch, number)
             yield batch
-        self._end_epoch(epoch)
+        self.dataset._end_epoch(epoch)
 
 
 class BatchedDataset(Dataset):
@@ -198,14 +236,14 @@ class RowDataset(BatchedDataset):
     def num_rows(self) -> int:
         return min(len(self) * self._batch_size, len(self._rows))
 
-    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
-        """Yield a replica's rows of each global batch of an epoch; only these are read."""
-        return self.batches_from(0, epoch, replica, num_replicas)
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
+        """Yield the rows of `count` replicas in each global batch of an epoch; only these are read."""
+        return self.batches_from(0, epoch, replica, num_replicas, count)
 
-    def batches_from(self, first: int, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
+    def batches_from(self, first: int, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
         order = np.random.default_rng((self._seed, epoch)).permutation(len(self._rows)) if self._shuffle else None
         for begin in range(first * self._batch_size, len(self) * self._batch_size, self._batch_size):
-            start, stop = shard_bounds(min(self._batch_size, len(self._rows) - begin), replica, num_replicas)
+            start, stop = shard_bounds(min(self._batch_size, len(self._rows) - begin), replica, num_replicas, count)
             places = np.arange(begin + start, begin + stop)
             yield self._read(self._rows.start + self._rows.step * (places if order is None else order[places]))
 
@@ -421,9 +459,9 @@ class FileDataset(BatchedDataset):
             raise InvalidArgumentError(f"{self!r} has no rows, so that its element_spec is unknown")
         return self._spec
 
-    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
         for batch in batched(self._parts(epoch), [self._batch_size], self._drop_remainder):
-            yield share(batch, replica, num_replicas)
+            yield share(batch, replica, num_replicas, count)
 
     def _describe_source(self) -> str:
         names = [Path(file).name for file in self._files]
@@ -476,6 +514,7 @@ class IterableDataset(Dataset):
         self._spec: Any = None
         # the batches of an iterator, until an epoch begins
         self._once: Iterator[Any] | None = source if isinstance(source, Iterator) else None
+        self.is_repeatable = self._once is None
 
     @property
     def num_batches(self) -> int | None:
@@ -496,8 +535,8 @@ class IterableDataset(Dataset):
             self._spec = spec_of(first[0])
         return self._spec
 
-    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
-        return self._shares(self._begin(), replica, num_replicas)
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
+        return self._shares(self._begin(), replica, num_replicas, count)
 
     def describe(self) -> str:
         kind = type(self._source).__name__
@@ -515,17 +554,17 @@ class IterableDataset(Dataset):
         batches, self._once = self._once, None
         return batches
 
-    def _shares(self, batches: Iterator[Any], replica: int, num_replicas: int) -> Iterator[Any]:
-        length, count = self.num_batches, 0
+    def _shares(self, batches: Iterator[Any], replica: int, num_replicas: int, count: int) -> Iterator[Any]:
+        length, found = self.num_batches, 0
         for batch in batches:
-            if count == length:
+            if found == length:
                 self._refuse_length(length, "more")
             if self._spec is None:
                 self._spec = spec_of(batch)
-            count += 1
-            yield share(batch, replica, num_replicas)
-        if length not in (None, count):
-            self._refuse_length(length, str(count))
+            found += 1
+            yield share(batch, replica, num_replicas, count)
+        if length not in (None, found):
+            self._refuse_length(length, str(found))
 
     def _refuse_length(self, length: int | None, found: str) -> NoReturn:
         raise InvalidArgumentError(f"the {type(self._source).__name__} has a len() of {length} batches, but yields {found}")

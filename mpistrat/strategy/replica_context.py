@@ -23,6 +23,7 @@ from mpistrat.reduction import ReduceOp, check_across_replicas
 from mpistrat.strategy.deprecated import accepts_hints, merge_hints
 from mpistrat.strategy.extended import StrategyExtended, read_leaves
 from mpistrat.strategy.local_reduction import weighted_part
+from mpistrat.strategy.virtual_replicas import sum_of_parts
 from mpistrat.structures import MAX_CACHED_STRUCTURES, ONE_LEAF, Structure, flatten, flatten_arrays, leaf_names
 
 _FRAMES = 3  # stack frames between the communicator's method and the user's line, which a stall report names
@@ -168,6 +169,36 @@ class ReplicaContext:
             check_dtypes(op, value, arrays)
         work = self._extended.start_all_reduce(op, arrays, options, structure)
         return work.then(lambda results: structure.unflatten(list(map(like, results, leaves))))
+
+    def sum_of_parts(
+        self, fn: Callable[[Any], Any], batch: Any, virtual_replicas: int, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Return the sum of ``fn(part)`` over equal parts of a global batch, with the same bits on any number of replicas.
+
+        A collective call. The parts, as many as there are virtual replicas, and the order in which their results are added do
+        not depend on the replicas, on which each computes a run of them. Not in TensorFlow.
+
+        Parameters
+        ----------
+        fn : callable
+            Is called for each part of this replica, a batch like `batch` that may have no rows, and returns a nest of arrays
+            that can be added: sums, for example of gradients, losses and rows. 16-bit floats are added in float32.
+        batch : nest of array_like
+            This replica's rows, dealt out by ``InputOptions(virtual_replicas=…)``.
+        virtual_replicas : int
+            The number of parts: at least the number of replicas. It must stay the same for results to stay the same.
+        options : CommunicationOptions, optional
+            Their deadline applies.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If `virtual_replicas` is too small, a replica has not the rows of whole parts, or results differ in shape or dtype.
+        AgreementError
+            On every replica, if replicas pass other numbers, or `fn` returns other structures, shapes or dtypes on them.
+        """
+        self._require_current("sum_of_parts")
+        return sum_of_parts(self._communicator, fn, batch, virtual_replicas, options)
 
     @accepts_hints
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:

@@ -45,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ranks="number of ranks (default: as many as --nodes has, or 4)",
         nodes="shape of the virtual nodes: 2x2, 3+1 (default: two equal ones)",
     )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="save each epoch to a folder, and go on after the last one that was saved there",
+    )
     parser.add_argument("--epochs", type=int, default=8, metavar="N", help="passes over the training images (default: 8)")
     parser.add_argument(
         "--out",
@@ -67,7 +73,8 @@ def execute(arguments: argparse.Namespace) -> int:
     first = -(-num_ranks // 2)
     nodes = arguments.nodes or (f"{first}+{num_ranks - first}" if num_ranks > 1 else "1x1")
     world = World.from_shape(nodes, arguments.ranks)
-    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    needed = {**NEEDED, "safetensors": "safetensors"} if arguments.checkpoint else NEEDED
+    missing = [package for module, package in needed.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise LaunchError(f"the demo needs {', '.join(missing)}, which is not installed: pip install '.[demo]' in the checkout")
     try:
@@ -134,7 +141,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     _introduce(console, communicator)
     meter = Meter(communicator.timeline)
-    accuracy = _train(console, strategy, arguments.epochs, meter)
+    accuracy = _train(console, strategy, arguments.epochs, arguments.checkpoint, meter)
+    if not meter.steps:
+        console.print(
+            f"all {format_count(arguments.epochs, 'epoch')} were in {arguments.checkpoint}: test accuracy {accuracy:.3f}"
+        )
+        return
     if chief:
         _plot(arguments.out / "training.png", f"{_sizes(communicator.world)}: test accuracy {accuracy:.3f}", meter.steps)
     _conclude(console, accuracy, meter.steps, arguments.out)
@@ -168,7 +180,7 @@ def _topology(world: World) -> str:
     return format_table([("", *(f"rail {shard}" for shard in shards)), *nodes])
 
 
-def _train(console: Console, strategy: mpistrat.Strategy, epochs: int, meter: Meter) -> float:
+def _train(console: Console, strategy: mpistrat.Strategy, epochs: int, checkpoints: Path | None, meter: Meter) -> float:
     """Train with a progress bar, or without a terminal a line per epoch; return the accuracy on the test data."""
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -178,6 +190,12 @@ def _train(console: Console, strategy: mpistrat.Strategy, epochs: int, meter: Me
         total = epochs * train_digits.TRAINING_IMAGES
         bar = progress.add_task("", total=total, epoch=1)
 
+        def on_start(epoch: int) -> None:
+            if epoch:
+                console.print(f"goes on after epoch {epoch}, from {checkpoints}")
+                progress.update(bar, advance=epoch * train_digits.TRAINING_IMAGES)
+            meter.start()
+
         def on_step(epoch: int, loss: float, images: int) -> None:
             meter.end_step(epoch, loss, images)
             progress.update(bar, advance=images, epoch=epoch + 1, description=_summary(meter.steps[-RECENT:]))
@@ -185,7 +203,9 @@ def _train(console: Console, strategy: mpistrat.Strategy, epochs: int, meter: Me
             if ended and not console.is_terminal:
                 console.print(f"epoch {epoch + 1}/{epochs}  {_summary([step for step in meter.steps if step.epoch == epoch])}")
 
-        return train_digits.train(strategy, epochs, rate=RATE, hidden=HIDDEN, on_start=meter.start, on_step=on_step)[1]
+        return train_digits.train(
+            strategy, epochs, rate=RATE, hidden=HIDDEN, checkpoints=checkpoints, on_start=on_start, on_step=on_step
+        )[1]
 
 
 def _summary(steps: Sequence[Step]) -> str:
@@ -234,10 +254,11 @@ def _plot(path: Path, title: str, steps: Sequence[Step]) -> None:
 
 def _draw(axes: Any, epochs: Sequence[Sequence[Step]], values: Sequence[float], means: Sequence[float], color: str) -> None:
     """Draw a value of each step where the step ends, in epochs, and the means of the epochs."""
-    places = [number + (index + 1) / len(epoch) for number, epoch in enumerate(epochs) for index in range(len(epoch))]
+    first, last = epochs[0][0].epoch, epochs[-1][0].epoch + 1
+    places = [step.epoch + (index + 1) / len(epoch) for epoch in epochs for index, step in enumerate(epoch)]
     axes.plot(places, values, color=color, alpha=0.35, label="each step")
-    axes.stairs(means, range(len(epochs) + 1), baseline=None, color=color, linewidth=2, label="mean of the epoch")
-    axes.set_xlim(0, len(epochs))
+    axes.stairs(means, range(first, last + 1), baseline=None, color=color, linewidth=2, label="mean of the epoch")
+    axes.set_xlim(first, last)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)

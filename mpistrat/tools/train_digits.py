@@ -8,6 +8,7 @@ compute there: ``strategy.array_module`` is CuPy then, and NumPy elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,12 +66,14 @@ def train(
     rate: float = 0.1,
     momentum: float = 0.9,
     hidden: int = 64,
-    on_start: Callable[[], None] | None = None,
+    checkpoints: Path | None = None,
+    on_start: Callable[[int], None] | None = None,
     on_step: Callable[[int, float, int], None] | None = None,
 ) -> tuple[Arrays, float, list[float]]:
     """Return the weights, the accuracy on the test data, and the loss of each step.
 
-    On every rank ``on_start()`` is called before the first step, and ``on_step(epoch, loss, examples)`` after each one.
+    With a folder for `checkpoints`, each epoch is saved there, and training goes on after the last one that was. On every rank
+    ``on_start(epoch)`` is called before the first step, and ``on_step(epoch, loss, examples)`` after each one.
     """
     # one rank loads: that all import scikit-learn would take longer than training
     training, (test_images, test_labels) = strategy.communicator.broadcast_object(load() if strategy.rank == 0 else None)
@@ -93,14 +96,24 @@ def train(
     history = []
     dataset = mpistrat.ArrayDataset(training, batch_size, shuffle=True)
     batches = strategy.experimental_distribute_dataset(dataset)
+    manager, first = None, 0
+    if checkpoints:
+        with strategy.scope():
+            checkpoint = mpistrat.Checkpoint(weights=weights, velocity=velocity, batches=batches)
+        manager = mpistrat.CheckpointManager(checkpoint, checkpoints)
+        first = manager.restore() or 0
     if on_start:
-        on_start()
-    for epoch in range(epochs):
+        on_start(first)
+    for epoch in range(first, epochs):
         for batch in batches:
             [(loss, examples)] = strategy.experimental_local_results(strategy.run(step, args=(batch,)))
             history.append(float(loss))
             if on_step:
                 on_step(epoch, history[-1], int(examples))
+        if manager:
+            manager.save(epoch + 1)
+    if manager:
+        manager.close()
     xp = strategy.array_module
     found = forward(weights, xp.asarray(test_images))[1].argmax(axis=1)
     accuracy = float((found == xp.asarray(test_labels)).mean())

@@ -325,7 +325,7 @@ InputReplicationMode.PER_REPLICA
     ),
     ("The rank.", "InputContext.input_pipeline_id"),
     (
-        "Not a tuple; has the `auto_shard_policy`, which is an option of the dataset in TensorFlow.",
+        "Not a tuple; has the `auto_shard_policy`, which is an option of the dataset in TensorFlow, and `virtual_replicas`.",
         "InputOptions(experimental_fetch_to_device=None, experimental_replication_mode=PER_WORKER, experimental_place_dataset_on_device=False, experimental_per_replica_buffer_size=1)",
     ),
     (

@@ -1,6 +1,7 @@
 """Checkpoints of several ranks: restored on any number of others, and what goes wrong on one rank is raised on all."""
 
 import errno
+import importlib.util
 import threading
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from tests.launches import on_ranks
 
 pytest.importorskip("safetensors")
 
-SHAPES = ("1x1", "2x1", "1x3", "2x2", "3+1")
+SHAPES = ("1x1", "2x1", "1x3", "1x4", "2x2", "3+1")
 ON_READ = mpistrat.VariableSynchronization.ON_READ
 
 
@@ -36,6 +37,8 @@ def folder(comm, tmp_path):
 class Training:
     """A linear model with momentum, metrics and shuffled data; what it computes is exact, so that no order of sums matters."""
 
+    options = None
+
     def __init__(self, strategy):
         self.strategy, aggregations = strategy, mpistrat.VariableAggregation
         with strategy.scope():
@@ -44,27 +47,40 @@ class Training:
             metric = {"synchronization": ON_READ, "dtype": np.int64}
             self.rows = mpistrat.Variable(0, aggregation=aggregations.SUM, **metric)
             self.first = mpistrat.Variable(0, aggregation=aggregations.ONLY_FIRST_REPLICA, **metric)
-            self.data = strategy.experimental_distribute_dataset(mpistrat.ArrayDataset(np.arange(22.0), 5, shuffle=True))
+            dataset = mpistrat.ArrayDataset(np.arange(22.0), 5, shuffle=True)
+            self.data = strategy.experimental_distribute_dataset(dataset, self.options)
             self.rng = np.random.default_rng(1)
-            self.checkpoint = mpistrat.Checkpoint(**{name: each for name, each in vars(self).items() if name != "strategy"})
+            self.checkpoint = mpistrat.Checkpoint(**self.objects())
         self.seen = []
+
+    def objects(self):
+        """Return what is saved; `batches` is what is iterated first."""
+        self.batches = self.data
+        return {name: each for name, each in vars(self).items() if name not in ("strategy", "batches")}
 
     def train(self, num_steps):
         """Take steps, which may begin new epochs, and return all that can be seen of the state."""
         while num_steps:
-            for batch in self.data:
+            for batch in self.batches:
                 rows = self.strategy.run(self.step, args=(batch,))
                 self.seen.append(sorted(self.strategy.extended.communicator.all_gather(self.strategy.local(rows)).tolist()))
                 num_steps -= 1
                 if not num_steps:
                     break
-        state = self.weights.numpy().tolist(), self.slots["momentum"].tolist(), self.slots["steps"], self.data.state_dict()
-        return state, int(self.rows), int(self.first)
+            else:
+                self.batches = self.data
+        return self.state(), int(self.rows), int(self.first)
+
+    def state(self):
+        momentum = self.slots["momentum"].tobytes()
+        return self.weights.numpy().tobytes(), momentum, self.slots["steps"], self.data.state_dict()
+
+    def gradient(self, batch):
+        return mpistrat.get_replica_context().all_reduce("sum", np.full(5, batch.sum()))
 
     def step(self, batch):
         context = mpistrat.get_replica_context()
-        gradient = context.all_reduce("sum", np.full(5, batch.sum()) * self.rng.integers(1, 9, 5))
-        self.slots["momentum"] += gradient
+        self.slots["momentum"] += self.gradient(batch) * self.rng.integers(1, 9, 5)
         self.slots["steps"] += 1
         context.update(self.weights, lambda weights, change: weights + change, (self.slots["momentum"] / 4,))
         self.rows.assign_add(len(batch))
@@ -72,30 +88,84 @@ class Training:
         return batch
 
 
+class InParts(Training):
+    """The same, of values whose sum depends on the order; the iterator is saved."""
+
+    options = mpistrat.InputOptions(virtual_replicas=8)
+    features = np.random.default_rng(3).normal(size=(22, 5)) * 10.0 ** np.arange(-2, 3)
+
+    def objects(self):
+        found = super().objects()
+        found["data"] = self.batches = iter(found["data"])
+        return found
+
+    def gradient(self, batch):
+        return mpistrat.get_replica_context().sum_of_parts(self.of_part, batch, 8) / 5
+
+    def of_part(self, rows):
+        x = self.features[rows.astype(int)]
+        return x.T @ (x @ self.weights.numpy() - 1)
+
+
+class WithAdam(InParts):
+    """A network of PyTorch besides, and Adam."""
+
+    def objects(self):
+        import torch
+
+        torch.manual_seed(0), torch.set_num_threads(1)
+        self.net = torch.nn.Sequential(torch.nn.Linear(5, 9), torch.nn.Tanh(), torch.nn.Linear(9, 1))
+        self.adam = torch.optim.Adam(self.net.parameters())
+        return super().objects()
+
+    def gradient(self, batch):
+        numbers, gradients = mpistrat.get_replica_context().sum_of_parts(self.of_part, batch, 8)
+        for parameter, gradient in zip(self.net.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        self.adam.step()
+        return numbers / 5
+
+    def of_part(self, rows):
+        import torch
+
+        x = torch.tensor(self.features[rows.astype(int)], dtype=torch.float32)
+        return super().of_part(rows), torch.autograd.grad((self.net(x) - 1).square().sum(), [*self.net.parameters()])
+
+    def state(self):
+        tensors = [*self.net.parameters(), *(each for slots in self.adam.state.values() for each in slots.values())]
+        return [tensor.detach().numpy().tobytes() for tensor in tensors], super().state()
+
+
 @on_ranks(4)
-def test_a_job_that_is_cut_goes_on_with_equal_weights_on_any_ranks(comm, folder):
+@pytest.mark.parametrize(
+    ("kind", "shapes"),
+    [(Training, SHAPES), (InParts, SHAPES), (WithAdam, SHAPES[:3])],  # each rank takes seconds to import PyTorch
+)
+def test_a_job_that_is_cut_goes_on_with_equal_weights_on_any_ranks(comm, folder, kind, shapes):
+    if kind is WithAdam and importlib.util.find_spec("torch") is None:
+        pytest.skip("no torch: pip install '.[interop]'")
     found = {}
-    for shape in SHAPES:
+    for shape in shapes:
         size = World.from_shape(shape).size
         part = comm.Split(int(comm.rank >= size), comm.rank)
         if comm.rank < size:
             strategy = strategy_of(part, shape)
             if "undisturbed" not in found:
-                training = Training(strategy)
+                training = kind(strategy)
                 found["undisturbed"] = training.train(12)[0], training.seen
-            training = Training(strategy)
+            training = kind(strategy)
             found[shape] = training.train(7)
             training.checkpoint.save(folder / shape, wait=True, step=7)
             strategy.close()
         part.Free()
         found = comm.bcast(found)
-    for shape in SHAPES:
+    for shape in shapes:
         size = World.from_shape(shape).size
         part = comm.Split(int(comm.rank >= size), comm.rank)
         if comm.rank < size:
             strategy = strategy_of(part, shape)
-            for other in SHAPES:
-                training = Training(strategy)
+            for other in shapes:
+                training = kind(strategy)
                 assert training.checkpoint.restore(folder / other) == 7
                 _, rows, first = found[other]
                 assert (int(training.rows), int(training.first)) == (rows, first)

@@ -1,6 +1,7 @@
 """Strategies over real collectives, and a model that trains to the same weights on any number of replicas."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -341,7 +342,7 @@ def test_training_learns_from_what_one_rank_loads(comm, monkeypatch):
     strategy = mpistrat.MultiWorkerMirroredStrategy()
     _, accuracy, losses = train(
         strategy,
-        on_start=lambda: began.append(("start", len(seen))),
+        on_start=lambda epoch: began.append(("start", epoch + len(seen))),
         on_step=lambda epoch, loss, examples: seen.append((epoch, loss, examples)),
     )
     strategy.close()
@@ -350,3 +351,18 @@ def test_training_learns_from_what_one_rank_loads(comm, monkeypatch):
     assert losses[-1] < 0.2 < losses[0]
     assert [loss for _, loss, _ in seen] == losses
     assert sum(examples for _, _, examples in seen) == 12 * 1497
+
+
+@on_ranks(3)
+def test_training_goes_on_after_the_epochs_that_were_saved(comm, tmp_path):
+    folder, strategy, began = Path(comm.bcast(str(tmp_path))) / "saved", mpistrat.MultiWorkerMirroredStrategy(), []
+    weights, accuracy, losses = train(strategy, epochs=3)
+    again = []
+    for epochs in (2, 3, 3):
+        found = train(strategy, epochs, checkpoints=folder, on_start=began.append)
+        again += found[2]
+    strategy.close()
+    np.testing.assert_allclose(again, losses, rtol=1e-5)
+    assert (began, found[1]) == ([0, 2, 3], accuracy)
+    for name, value in weights.items():
+        np.testing.assert_allclose(found[0][name], value, rtol=1e-4, atol=1e-5)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from mpistrat.checkpoint.files import find_checkpoints, place_of
 from mpistrat.tools import cli, demo, run
-from tests.processes import run_bounded
+from tests.processes import TAKES_CTRL_C, run_bounded, started
 
 DEMO_SECONDS = 180.0  # it needs a few; this is for a machine that has much else to do
 
@@ -104,6 +108,28 @@ def test_ranks_alone_make_two_nodes(tmp_path, monkeypatch, ranks, size, nodes):
     [(program, num_ranks, shape)] = started
     assert (num_ranks, shape) == (size, nodes)
     assert program[:6] == ["-m", "mpistrat.tools.demo", "--width", "0", "--epochs", "3"]
+
+
+def test_a_demo_that_was_interrupted_goes_on(tmp_path):
+    saved, argv = tmp_path / "saved", [sys.executable, "-m", "mpistrat", "demo", "--out", str(tmp_path), "-n", "2"]
+    argv += ["--checkpoint", str(saved), "--epochs"]
+    with started([*TAKES_CTRL_C, *argv, "500"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + DEMO_SECONDS
+        while not find_checkpoints(saved)[2:] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=DEMO_SECONDS)
+    assert process.returncode == 130
+    assert re.search(rf"step 1: .* in {saved}/ckpt-00000001, at .*; the step waited ", err)
+    last = place_of(find_checkpoints(saved)[-1])[0]
+    done = run_bounded([*argv, str(last + 1)], DEMO_SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert f"goes on after epoch {last}, from {saved}" in done.stdout
+    assert re.findall(r"^epoch (\d+)/", done.stdout, re.MULTILINE) == [str(last + 1)]
+    assert f"after {last + 1} epochs" in done.stdout
+    assert_is_picture(tmp_path / "training.png")
+    done = run_bounded([*argv, str(last)], DEMO_SECONDS)
+    assert f"all {last} epochs were in {saved}: test accuracy 0." in done.stdout
 
 
 def test_failing_rank_gives_the_exit_code(tmp_path):

@@ -197,3 +197,28 @@ def test_scalars_of_numpy_stay_scalars_and_a_dataset_that_was_distributed_is_ref
     dataset.is_distributed = True
     with pytest.raises(InvalidArgumentError, match="dataset was distributed"):
         mpistrat.Checkpoint(dataset=dataset)
+
+
+def test_an_iterator_goes_on_where_that_of_another_job_was(tmp_path):
+    def made():
+        data = mpistrat.ArrayDataset(np.arange(10), 2, shuffle=True)
+        return data, iter(data)
+
+    def rest(data, iterator):
+        return [[batch.tolist() for batch in each] for each in (iterator, data, data)]
+
+    for taken in (0, 2, 5):
+        (data, iterator), (other, fresh) = made(), made()
+        for _ in range(taken):
+            next(iterator), next(fresh)
+        next(fresh, None)
+        saved_and_restored(tmp_path / str(taken), {"iterator": iterator}, {"iterator": fresh})
+        assert rest(data, iterator) == rest(other, fresh)
+    next(iterator, None)  # ended: the next epoch is what goes on
+    saved_and_restored(tmp_path / "ended", {"iterator": iterator}, {"iterator": fresh})
+    assert [batch.tolist() for batch in fresh] == [batch.tolist() for batch in data]
+    with pytest.raises(InvalidArgumentError, match="data and iterator have the position of one dataset"):
+        mpistrat.Checkpoint(data=data, iterator=iterator)
+    once = iter(mpistrat.inputs.sources.as_dataset(iter([np.ones(2)])))
+    with pytest.raises(CheckpointError, match="once: its batches come from an iterator"):
+        mpistrat.Checkpoint(once=once).restore(mpistrat.Checkpoint(once=once).save(tmp_path / "once", wait=True))
