@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from mpistrat.checkpoint.checkpoint import Checkpoint, CheckpointManager
 from mpistrat.checkpoint.wishes import Wishes
@@ -27,9 +27,6 @@ from mpistrat.launch.abort import RESTART_EXIT_CODE
 from mpistrat.launch.time_limit import seconds_left
 from mpistrat.logger import logger
 from mpistrat.watch import watcher
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 

@@ -61,7 +61,7 @@ def steps(handler, step_fn, count=3):
 
 
 def test_one_some_or_all_ranks_that_are_told_leave_at_one_step(comm, make):
-    for told in ({0: 2}, {comm.size - 1: 3}, {0: 4, 1: 3}, {rank: 2 + rank % 3 for rank in range(comm.size)}):
+    for told in ({0: 2}, {comm.size - 1: 3}, {0: 4, 1: 3}, {rank: 2 + rank % 2 for rank in range(comm.size)}):
         handler = make()
         begun, at = handler.total_run_calls, told.get(comm.rank)
         assert handler.weights.numpy().tolist() == [begun * comm.size] * 2
@@ -88,15 +88,13 @@ def test_a_signal_inside_run_is_known_a_step_later(comm, make):
 
 
 def test_the_grace_period_of_one_rank_is_that_of_all(comm, make):
-    handler = make(grace_period=0.6)
+    saves = []
+    handler = make(grace_period=0.6, save_fn=lambda: saves.append(handler.total_run_calls))
     if comm.rank == 1:
         signal.raise_signal(signal.SIGUSR2)
-    began, steps = time.monotonic(), 0
     while not handler.left:
         handler.run(handler.train)
-        steps += 1
-    assert time.monotonic() - began < 0.6
-    assert steps > 3
+    assert saves == [2, *handler.left]
     assert comm.allgather(handler.left) == [handler.left] * comm.size
 
 

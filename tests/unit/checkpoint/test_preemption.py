@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -119,31 +120,54 @@ def test_a_watcher_function_tells_too_and_signals_may_be_others(make, handlers):
     assert handler.ended == [3]
 
 
-def test_with_a_grace_period_it_saves_at_once_and_again_at_its_end(make, tmp_path):
-    seen, grace = [], 0.5
-    handler = make(grace_period=grace)
-    take(handler, 4, at=1)
-    seen += saved(tmp_path / "ck")
-    began = time.monotonic()
-    while not handler.ended:
-        take(handler, 1)
-        time.sleep(0.01)
-    assert 0.5 * grace < time.monotonic() - began < grace
-    assert (seen, saved(tmp_path / "ck")) == (["ckpt-00000002"], [f"ckpt-{handler.ended[0]:08d}"])
-    assert handler.ended[0] > 10
+@pytest.fixture
+def clock(monkeypatch):
+    """Give a clock that only the test moves on."""
+    found = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: found.now))
+    return found
 
 
-def test_it_stops_before_the_time_limit_as_early_as_saves_and_steps_take(make, monkeypatch):
+def test_with_a_grace_period_it_saves_at_once_and_again_at_its_end(make, clock):
     def save():
-        time.sleep(0.1)
+        clock.now += 0.5
 
-    monkeypatch.setattr(preemption, "seconds_left", lambda environ: 1.0)
-    handler, began = make(save_fn=save), time.monotonic()
-    handler._saved_seconds = 0.2  # of an earlier one
+    saved_at = []
+    handler = make(grace_period=60.0, save_fn=lambda: save() or saved_at.append(clock.now))
+
+    def step():
+        clock.now += 1.0
+
+    handler.run(step)
+    signal.raise_signal(signal.SIGUSR1)
     while not handler.ended:
-        take(handler, 1)
-        time.sleep(0.02)
-    assert 0.3 < time.monotonic() - began < 0.75
+        handler.run(step)
+    # the reserve: 3 steps of 1 s, 2 saves of 0.5 s, a twentieth
+    assert saved_at == [1002.5, 1055.0]
+    assert handler.ended == [54]
+
+
+def test_it_stops_before_the_time_limit_as_early_as_saves_and_steps_take(make, clock, monkeypatch):
+    monkeypatch.setattr(preemption, "seconds_left", lambda environ: 7200.0)
+    handler = make()
+    handler._checkpoint._writer.longest_seconds = 100.0
+    for seconds in (2.0, 90.0, 10.0):  # the longest of the steps counts
+        for _ in range(3):
+            handler.run(lambda: setattr(clock, "now", clock.now + seconds))  # noqa: B023
+    while not handler.ended:
+        handler.run(lambda: setattr(clock, "now", clock.now + 10.0))
+    # 3 steps of 10 s, 2 saves of 100 s, 30 s
+    assert 7200 - 270 <= clock.now - 1000 <= 7200 - 250
+
+
+def test_a_step_that_was_long_is_expected_again_for_a_while(make, clock, monkeypatch):
+    monkeypatch.setattr(preemption, "seconds_left", lambda environ: 440.0)
+    handler = make()
+    handler.run(int)
+    handler.run(lambda: setattr(clock, "now", clock.now + 100.0))
+    assert handler.ended == []
+    handler.run(lambda: setattr(clock, "now", clock.now + 50.0))
+    assert handler.ended == [3], "3 steps of 90 s do not fit into 290 s"
 
 
 def test_the_line_says_why_and_how_often_slurm_has_started_it_again(make, monkeypatch, caplog):
