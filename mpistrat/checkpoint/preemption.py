@@ -43,7 +43,7 @@ _STEPS_AHEAD, _SAVES_AHEAD = 3, 2  # the wish is known after another step; a sav
 class TerminationConfig:
     """How a job ends when it is told to.
 
-    Parameters
+    Attributes
     ----------
     termination_watcher_fn : callable, optional
         Is called at the end of each step, and returns whether this rank is told to end, besides by signals.
@@ -180,11 +180,15 @@ class PreemptionCheckpointHandler:
 
     def close(self) -> None:
         """Watch no more, and restore the handlers of signals that were there before. A collective call."""
+        self._stop()
+        self._restore_signals()
+
+    def _stop(self) -> None:
+        """Exchange nothing any more. A collective call."""
         global _active
         if self is _active:
             _active = None
             self._wishes.close()
-        self._restore_signals()
 
     def _watch_signals(self) -> None:
         heard = self._heard
@@ -194,6 +198,11 @@ class PreemptionCheckpointHandler:
 
         for number in self._config.signals:
             self._previous[number] = signal.signal(number, hear)
+
+    def _ignore_signals(self) -> None:
+        """Ignore signals while the program ends, where the interpreter would let them kill the process."""
+        for number in self._previous:
+            signal.signal(number, signal.SIG_IGN)
 
     def _restore_signals(self) -> None:
         while self._previous:
@@ -240,11 +249,8 @@ class PreemptionCheckpointHandler:
 
     def _leave(self) -> None:
         """End the program, as its configuration says."""
-        global _active
-        _active = None
-        for number in self._previous:  # the interpreter would let one that comes while it ends kill the process
-            signal.signal(number, signal.SIG_IGN)
-        self._wishes.close()
+        self._ignore_signals()
+        self._stop()
         try:
             (self._config.exit_fn or _exit)()
         except SystemExit as leaving:
@@ -262,10 +268,11 @@ def _exit() -> None:
 
 
 def _close_active() -> None:
-    """Complete what was started, at the end of a program that was not told to end."""
+    """Complete what was started, at the end of a program that was not told to end; a signal comes too late from now on."""
     if _active is not None and abort.ending_code() == 0:
+        _active._ignore_signals()
         try:
-            _active.close()
+            _active._stop()
         except Exception as error:
             abort.end(error)
 

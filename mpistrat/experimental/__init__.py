@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from mpistrat.experimental import coordinator as coordinator
     from mpistrat.experimental import partitioners as partitioners
     from mpistrat.inputs.input_options import ValueContext as ValueContext
-    from mpistrat.launch.abort import RESTART_EXIT_CODE as RESTART_EXIT_CODE
     from mpistrat.parameter_server.strategy import ParameterServerStrategy as ParameterServerStrategy
     from mpistrat.parameter_server.variables import ServerVariable as ServerVariable
     from mpistrat.parameter_server.variables import ShardedVariable as ShardedVariable

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpistrat.experimental import RESTART_EXIT_CODE
+from mpistrat import RESTART_EXIT_CODE
 from mpistrat.launch.mpiexec import command
 from mpistrat.topology.world import World
 from tests.processes import patient, started, until

@@ -11,7 +11,7 @@ import pytest
 import mpistrat
 from mpistrat.checkpoint import preemption
 from mpistrat.errors import CheckpointError, InvalidArgumentError
-from mpistrat.experimental import RESTART_EXIT_CODE, PreemptionCheckpointHandler, TerminationConfig
+from mpistrat.experimental import PreemptionCheckpointHandler, TerminationConfig
 from mpistrat.launch import time_limit
 from mpistrat.logger import logger
 
@@ -70,7 +70,7 @@ def test_a_signal_saves_after_its_step_and_ends_the_program_with_the_code(make, 
     handler = make(exit_fn=None)
     with pytest.raises(SystemExit) as exited:
         take(handler, 9, at=2, number=number)
-    assert exited.value.code == RESTART_EXIT_CODE == 42
+    assert exited.value.code == mpistrat.RESTART_EXIT_CODE == 42
     assert (handler.total_run_calls, saved(tmp_path / "ck")) == (3, ["ckpt-00000003"])
     signal.raise_signal(number)  # a second one, while the program ends
     handler.close()
