@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -145,9 +146,11 @@ class _Training:
                     break
             said = self._end(process)
         left = [path.read_text().split() for path in sorted(self._folder.glob("left-*"))]
-        if process.returncode == 0 and not left:
+        if not left and (process.returncode == 0 or self.result):  # it had done its steps
             counts.finished += 1
             self.has_ended = True
+            if process.returncode:
+                yield f"it was done, and ended with {process.returncode}: {said}"
             return
         counts.preempted += 1
         if process.returncode != RESTART_EXIT_CODE:
@@ -159,7 +162,9 @@ class _Training:
         kept = sorted(path.name for path in (self._folder / "checkpoints").iterdir() if (path / "manifest.json").exists())
         if not kept or not kept[-1].startswith(f"ckpt-{max(steps):08d}") or max(steps) < self._last:
             yield f"ranks left at step {steps} after {self._last}, and {kept} are saved"
-        if len([line for line in said.splitlines() if "the job stops after step" in line]) != 1 or "Traceback" in said:
+        if len([line for line in said.splitlines() if "the job stops after step" in line]) != 1 or re.search(
+            "Traceback|MPI_ABORT", said
+        ):
             yield f"it said {said}"
         self._last, seconds = max(steps), last - first
         if grace:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.checkpoint import preemption
+from mpistrat.checkpoint import preemption, termination
 from mpistrat.errors import CheckpointError, InvalidArgumentError
 from mpistrat.experimental import PreemptionCheckpointHandler, TerminationConfig
 from mpistrat.launch import time_limit
@@ -124,7 +124,8 @@ def test_a_watcher_function_tells_too_and_signals_may_be_others(make, handlers):
 def clock(monkeypatch):
     """Give a clock that only the test moves on."""
     found = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: found.now))
+    for module in (preemption, termination):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: found.now))
     return found
 
 
@@ -232,7 +233,7 @@ def test_inside_run_it_says_where_it_belongs(make):
     [
         ({"exit_fn": 42}, "exit_fn must be a function or None; got 42"),
         ({"grace_period": -1.0}, "grace_period must be seconds >= 0"),
-        ({"signals": (signal.SIGINT,)}, "Ctrl-C"),
+        ({"signals": (signal.SIGINT,)}, "not Ctrl-C's"),
     ],
 )
 def test_wrong_configurations_are_refused(config, text):
