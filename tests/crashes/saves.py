@@ -17,6 +17,7 @@ import pytest
 import mpistrat
 from mpistrat.checkpoint import files
 from mpistrat.communicator.communicator import Communicator
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import CheckpointError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.strategy.extended import StrategyExtended
@@ -52,9 +53,9 @@ class State:
         return [self.values["big"], *self.values["small"]]
 
 
-def strategy_of(comm: Any, shape: str) -> Strategy:
+def strategy_of(comm: Any, shape: str, options: CommunicationOptions | None = None) -> Strategy:
     """Return the strategy of the ranks of a communicator, on nodes of a shape."""
-    return Strategy(StrategyExtended(Communicator(Hierarchy(comm, World.from_shape(shape)))))
+    return Strategy(StrategyExtended(Communicator(Hierarchy(comm, World.from_shape(shape)), options)))
 
 
 def manager_of(
