@@ -21,6 +21,7 @@ from mpistrat.watch.verdict import judge, waits_for
 # a finding must be confirmed by a second look, because ranks go on while their records are read
 _AGAIN_SECONDS = 0.3
 _MOST_SHOWN = 16
+_LONGEST_TEXT = 100  # of a call in the table; --json has it whole
 _MOST_ENDED = 5  # in the list of jobs
 
 
@@ -187,7 +188,8 @@ def _rank_row(state: RankState) -> tuple[str, ...]:
     else:
         since = f"{'failed' if call.has_failed else 'left'} {format_elapsed(call.left_seconds_ago)} ago"
     now_at = "" if state.state == "ended" else state.now_at or "not known"
-    return *beginning, f"{call.number}, {call.text}", since, call.line or "not known", now_at
+    text = call.text if len(call.text) <= _LONGEST_TEXT else f"{call.text[:_LONGEST_TEXT]}…"
+    return *beginning, f"{call.number}, {text}", since, call.line or "not known", now_at
 
 
 def _waiting(job: JobReport) -> list[str]:

@@ -14,8 +14,9 @@ import pytest
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.tools import doctor
 from mpistrat.watch import folder
-from mpistrat.watch.record import HEADER
+from mpistrat.watch.record import HEADER, RecordedCall
 from mpistrat.watch.recorder import FlightRecorder
+from mpistrat.watch.states import RankState
 
 Record = Callable[..., None]
 
@@ -85,3 +86,12 @@ def test_running_jobs_come_first_and_few_that_have_ended(record: Record, capsys:
     assert sorted(names[:2]) == ["running-1", "running-2"]
     assert names[2:-1] == [f"killed-{seconds}" for seconds in range(5)]
     assert rows[-1].endswith("; 3 more have ended")
+
+
+def test_a_call_of_many_arrays_is_cut_in_the_table() -> None:
+    text = f"all_reduce(SUM, [{', '.join(['float32 (1000,)'] * 161)}])"
+    call = RecordedCall(1, 7, text, 0, "train.py:3", entered=1, entered_seconds_ago=0.5, left_seconds_ago=None)
+    collective = doctor._rank_row(RankState(0, state="in", calls=(call,)))[4]
+    assert collective.startswith("7, all_reduce(SUM, [float32 (1000,), ")
+    assert collective.endswith("…")
+    assert len(collective) < 120
