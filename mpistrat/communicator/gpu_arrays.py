@@ -21,6 +21,7 @@ class GpuArrays:
     def __init__(self, device: Device, host: Executor, guard: Guard) -> None:
         self.device, self._guard, guard.is_on_gpu = device, guard, True
         self.executor = DeviceExecutor(host, device, ON_DEVICE)
+        guard.check_gpu = self.executor.raise_failure
         self.stream = device.stream()
         self._agreement, self._call = Agreement(host.hierarchy.world_group), host.hierarchy.call
 
@@ -83,7 +84,7 @@ class GpuArrays:
             with self.device.activate(self.stream):
                 self.stream.wait(enqueued)
                 results = carry_out()
-                finish(self.abort_on_error(until(self.stream.record().done)))
+                finish(self.abort_on_error(self._end()))
             return results
 
         return run

@@ -121,6 +121,7 @@ class Guard:
         self._current.compare_history, self._current.drive = self._compare_history, self.drive_current
         self._current.must_poll = bool(seconds)
         self.refusal, self.noted, self.is_on_gpu = "", 0, False
+        self.check_gpu: Callable[[], None] = lambda: None  # raises if what was enqueued on the GPU has been aborted
         self.communicator, self._job_ranks, self._members = hierarchy.number, hierarchy.job_ranks, hierarchy.members
         self.indexes: dict[int, int] = {}
         self._recorder, self._watcher, self._slot = recorder(), watcher.start(), 0
@@ -378,7 +379,8 @@ class Guard:
             if is_arriving:
                 drive(steps, what, back_off=back, check=self._raise_verdict)
             else:
-                self._current.ends, seconds = call.ends, call.rest_seconds
+                seconds = call.rest_seconds
+                self._current.ends = time.monotonic() + seconds if seconds else 0.0
                 drive(steps, what, seconds, lambda: self._overdue(what(), call.seconds), back, self._check_progress)
         except BaseException as error:
             if isinstance(error, CallsDifferError) and self._current.digest & COMPARED:
@@ -390,7 +392,7 @@ class Guard:
             raise understood from None
 
     def drive_current(self, steps: Steps) -> None:
-        """Run steps of a call on a fast path, under the deadline of `limit`."""
+        """Run steps of a call on a fast path, under the default deadline, or that of `begin_limit`."""
         seconds = self._seconds
         self._current.ends = time.monotonic() + seconds if seconds else 0.0
         what = self._describe_current
@@ -513,6 +515,7 @@ class Guard:
             raise self._deadline_barrier.given_up(self._describe_current(), self._missing())
 
     def _raise_verdict(self) -> None:
+        self.check_gpu()
         if self._watcher is not None:
             self._watcher.raise_verdict()
 
@@ -521,6 +524,7 @@ class Guard:
 
     def _overdue(self, what: str, seconds: float) -> DeadlineExceededError:
         """Notify all ranks that this one gives up the call, and return the error that names the ranks that do not answer."""
+        self._current.has_failed = True
         return self._deadline_barrier.overdue(what, seconds, self._missing())
 
     def _blocked_in_mpi(self, call: Call) -> DeadlineExceededError:

@@ -108,7 +108,7 @@ class DeadlineBarrier:
         """Raise a CollectiveError if other ranks do not wait any more for a call that this one begins."""
         if self._listen() or any(other >= turn for other in self._here.values()):
             if self._failed:
-                raise self.given_up(what())
+                raise self.given_up(what(), has_entered=False)
             self._tell(_GONE, entered=False)
             raise self._too_late(what)
 
@@ -120,10 +120,10 @@ class DeadlineBarrier:
         """Send a notice to all that this rank enters no further call, because one has failed here."""
         self._tell(_FAILED, entered=True)
 
-    def given_up(self, what: str, missing: Sequence[int] = ()) -> CollectiveError:
+    def given_up(self, what: str, missing: Sequence[int] = (), has_entered: bool = True) -> CollectiveError:
         """Return the error of a call that another rank has given up, with the ranks that are known not to have entered."""
         if self._failed:
-            self._tell(_FAILED, entered=True)
+            self._tell(_FAILED, entered=has_entered)
             return UnavailableError(
                 f"{self._where}: {what} cannot complete: {self._names(sorted(self._failed))} gave up because it failed there"
             )
@@ -219,7 +219,9 @@ class AbortNotice:
         self._sent: list[MPI.Request] = []
 
     def send(self) -> None:
-        if not self._sent:
+        from mpi4py import MPI
+
+        if not (self._sent or MPI.Is_finalized()):
             others = [rank for rank in range(self._group.size) if rank != self._group.rank]
             self._sent = [self._group.comm.Isend(np.empty(0, np.uint8), rank, _ABORT_TAG) for rank in others]
 

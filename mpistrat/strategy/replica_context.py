@@ -57,9 +57,9 @@ class ReplicaContext:
         self._strategy = strategy
         self._extended: StrategyExtended = strategy.extended
         self._communicator: BaseCommunicator = self._extended.communicator
-        # the fast path takes NumPy arrays without checks; replicas that compute on GPUs refuse these
+        # of the arrays by which calls are known, which are not looked at again: replicas on GPUs refuse those of NumPy
         device = bound_device()
-        self._kind = np.ndarray if device is None else device.array_module.ndarray  # of arrays that calls are known by
+        self._kind = np.ndarray if device is None else device.array_module.ndarray
         self._ops = None if self._extended.uses_default_ops else self._extended.cross_device_ops
         if replica_id_in_sync_group is None:
             replica_id_in_sync_group = self._communicator.rank

@@ -10,6 +10,7 @@ wait for the peers for ever.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -255,25 +256,27 @@ class NcclTransport(DeviceTransport):
             self._check(asks_peers=self._watcher is None)
             current = self.device.current_stream()
             self._follow(current)
+            watcher = self._watcher
+            limit = None if watcher is None else watcher.begin_limit(self._stream)
             try:
                 if connects:
                     yield from self._issue_apart(calls)
                 else:
                     self._issue(calls)
-                watcher, polls = self._watcher, 0
-                ends = watcher.watched.ends() if watcher is not None else 0.0
-                # the watcher asks for the end of each that has a deadline: another one must not record its event again
-                event = self._stream.record(watcher.spare_event() if watcher is not None and ends else self._ended)
-                self._ended, self.device.last_call = self._ended if ends else event, event
+                self._ended, polls = self._stream.record(self._ended), 0
+                self.device.last_call = event = self._ended
                 if watcher is not None and not watcher.watched.must_wait():
                     current.wait(event)
-                    watcher.add(event, ends)
+                    if limit is not None:
+                        watcher.limit(limit, self._stream)
+                    watcher.add(event)
                     return
                 while not event.done():
                     polls += 1
                     if polls % POLLS_PER_CHECK == 0:
                         self._check()
                     yield WAITING
+                self.raise_failure()
             except GeneratorExit:
                 self.abort("it was given up while ranks were waiting for each other")
                 raise
@@ -332,15 +335,15 @@ class NcclTransport(DeviceTransport):
                 self._abort("another rank has given up")
         self.raise_failure()
 
-    def _give_up(self, seconds_over: float) -> None:
-        """Abort what is under way, whose deadline has passed so long ago, and raise."""
+    def _give_up(self, seconds: float) -> None:
+        """Abort what is under way, and has been for longer than its deadline, and raise."""
         with self._lock:
             if not self._failure:
                 self._is_overdue = True
                 self._abort(
-                    f"rank {self.group.ranks[self.group.rank]}, {self.group.name}: what NCCL was given has not ended, although "
-                    f"all ranks have made the call, and its deadline passed {seconds_over:.2g} s ago: a GPU, or a link between "
-                    "GPUs, gets no further"
+                    f"rank {self.group.ranks[self.group.rank]}, {self.group.name}: what NCCL was given has not ended within "
+                    f"{seconds:.3g} s on the GPU, although all ranks came to the call: one has stopped after that, or a GPU, "
+                    "or a link between GPUs, gets no further"
                 )
         self.raise_failure()
 
@@ -531,9 +534,8 @@ class NcclWatcher:
         watched: Watched,
     ) -> None:
         self.device, self._check, self._give_up, self.watched = device, check, give_up, watched
-        # of operations with a deadline: the event of each, and when that passes; and events that may be recorded again
-        self._limited: deque[tuple[Event, float]] = deque()
-        self._spare: list[Event] = []
+        self._limited: deque[_Limited] = deque()
+        self._spare: list[Event] = []  # events that nothing waits for any more
         # how many operations were added, how many have ended as far as is known, and the event that the last one recorded
         self._added = self._ended = 0
         self._event: Event | None = None
@@ -543,14 +545,21 @@ class NcclWatcher:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def spare_event(self) -> Event | None:
-        """Return an event that nothing waits for any more."""
+    def begin_limit(self, stream: Stream) -> _Limited | None:
+        """Return the limit of what comes next on a stream, if the present operation has a deadline."""
+        ends = self.watched.ends()
+        return _Limited(stream.record(self._spare_event()), ends - time.monotonic()) if ends else None
+
+    def limit(self, limited: _Limited, stream: Stream) -> None:
+        """Look after the deadline of what was put on the stream since: it counts from when the GPU has come to that."""
+        limited.ended = stream.record(self._spare_event())
+        self._limited.append(limited)
+
+    def _spare_event(self) -> Event | None:
         return self._spare.pop() if self._spare else None
 
-    def add(self, event: Event, ends: float = 0.0) -> None:
-        """Look after all that comes before an event; without a deadline, each operation may record the same one again."""
-        if ends:
-            self._limited.append((event, ends))
+    def add(self, event: Event) -> None:
+        """Look after all that comes before an event, which each operation may record again."""
         self._event = event
         self._added += 1
         if self._sleeps:  # to wake a thread takes both ten microseconds
@@ -615,8 +624,27 @@ class NcclWatcher:
             self._is_stopped.wait(CHECK_SECONDS)
 
     def _look_at_deadlines(self) -> None:
-        while self._limited and self._limited[0][0].done():
-            self._spare.append(self._limited.popleft()[0])
-        if self._limited and (over := time.monotonic() - self._limited[0][1]) > 0:
+        while self._limited and (first := self._limited[0]).has_ended():
+            self._limited.popleft()
+            self._spare += first.begun, first.ended
+        if self._limited and (first := self._limited[0]).is_overdue():
             self.watched.tell_peers()
-            self._give_up(over)
+            self._give_up(first.seconds)
+
+
+class _Limited:
+    """An operation with a deadline: events before and after it, and the seconds that it may take."""
+
+    ended: Event
+
+    def __init__(self, begun: Event, seconds: float) -> None:
+        self.begun, self.seconds, self._since = begun, seconds, math.inf
+
+    def has_ended(self) -> bool:
+        return self.ended.done()
+
+    def is_overdue(self) -> bool:
+        now = time.monotonic()
+        if self._since == math.inf and self.begun.done():
+            self._since = now
+        return now > self._since + self.seconds

@@ -167,13 +167,46 @@ def test_a_deadline_that_passes_on_the_gpu_is_raised_by_the_next_call_of_each_ra
     node.gpu.all_reduce(SUM, given)  # without a deadline
     wait_until(lambda: node.library.aborted)
     node.comm.Barrier()
-    whose = r"rank \d, \w.*has not ended, although all ranks have made the call, and its deadline passed"
+    whose = r"rank \d, \w.*has not ended within 0\.5 s on the GPU, although all ranks came to the call"
     with pytest.raises(
         (DeadlineExceededError, TransportError, UnavailableError), match=rf"(?s){whose}|given up|gave up"
     ) as caught:
         node.gpu.all_reduce(SUM, given)
     told = node.comm.allgather(isinstance(caught.value, DeadlineExceededError))
     assert any(told)
+    node.device.held = None
+
+
+@pytest.mark.parametrize("is_overdue", [False, True])
+def test_what_was_started_raises_what_ends_it_on_the_gpu(node, is_overdue):
+    given, options = (
+        node.up(values(100, np.float32, node.rank)),
+        CommunicationOptions(timeout_seconds=1 if is_overdue else 60),
+    )
+    node.gpu.start_all_reduce(SUM, given, options).wait()
+    node.comm.Barrier()
+    node.device.held = node.of_nccl
+    work = node.gpu.start_all_reduce(SUM, given, options)
+    if not is_overdue:
+        node.library.error = "planted: a GPU fell off the bus"
+    threading.Thread(target=lambda: (wait_until(lambda: node.library.aborted), setattr(node.device, "held", None))).start()
+    with pytest.raises((DeadlineExceededError, TransportError, UnavailableError)):
+        work.wait()
+
+
+def test_a_rank_that_waits_for_the_next_call_raises_what_ends_the_one_before_on_the_gpu(node):
+    given, options = node.up(values(100, np.float32, node.rank)), CommunicationOptions(timeout_seconds=1.0)
+    for _ in range(2):
+        node.gpu.all_reduce(SUM, given, options)
+    node.comm.Barrier()
+    node.device.held = node.of_nccl
+    node.gpu.all_reduce(SUM, given, options)
+    if node.rank == 0:
+        errors = DeadlineExceededError, TransportError, UnavailableError
+        with pytest.raises(errors, match=r"on the GPU, although all ranks came to the call|given up|gave up"):
+            node.gpu.all_reduce(SUM, given, CommunicationOptions(timeout_seconds=30.0))
+    wait_until(lambda: node.library.aborted)
+    node.comm.Barrier()
     node.device.held = None
 
 

@@ -23,12 +23,21 @@ def device():
     device.close()
 
 
-def watched(tell_peers=lambda: None):
-    return Watched(lambda: False, lambda: 0.0, lambda: False, tell_peers, lambda: False)
+def watched(tell_peers=lambda: None, seconds=0.0):
+    ends = lambda: time.monotonic() + seconds if seconds else 0.0  # noqa: E731
+    return Watched(lambda: False, ends, lambda: False, tell_peers, lambda: False)
 
 
-def give_up(seconds_over):
-    raise DeadlineExceededError(f"planted: {seconds_over > 0}")
+def give_up(seconds):
+    raise DeadlineExceededError(f"planted: {seconds:.1f} s")
+
+
+def limited(made, stream, work):
+    """Put work with a deadline on a stream."""
+    limit = made.begin_limit(stream)
+    stream.put(work)
+    made.limit(limit, stream)
+    made.add(stream.record())
 
 
 def watcher(device, check):
@@ -99,17 +108,26 @@ def test_to_settle_waits_for_the_work_and_not_for_the_thread(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_operation_that_misses_its_deadline_is_given_up_and_one_that_has_ended_is_not(device, monkeypatch):
-    found, told = [], threading.Event()
+def test_a_deadline_counts_from_when_the_gpu_comes_to_the_operation(monkeypatch):
+    found, told, device = [], threading.Event(), StandInDevice()
     monkeypatch.setattr(threading, "excepthook", lambda arguments: found.append(f"{arguments.exc_value}"))
     monkeypatch.setattr(nccl, "UNSEEN_SECONDS", 0.01)
-    made = NcclWatcher("watcher", device, lambda: None, give_up, watched(told.set))
-    ended = device.stream().record()
-    made.add(ended, time.monotonic() + 0.05)
-    time.sleep(0.3)
-    assert made.spare_event() is ended
+    made = NcclWatcher("watcher", device, lambda: None, give_up, watched(told.set, 0.4))
+    stream = device.current_stream()
+
+    def takes(seconds, began=[]):  # noqa: B006 - of all that follow each other
+        def work():
+            began.append(time.monotonic())
+            return UNFINISHED if time.monotonic() < began[0] + seconds else began.clear()
+
+        return work
+
+    for _ in range(5):  # the host is ahead of the GPU
+        limited(made, stream, takes(0.2))
+    drive(made.settle(), lambda: "the watcher", 10.0)
     assert not told.is_set()
-    made.add(device.current_stream().record(), time.monotonic() + 0.05)
+    limited(made, stream, lambda: UNFINISHED)
     made._thread.join(10.0)
     assert told.is_set()
-    assert found == ["planted: True"]
+    assert found == ["planted: 0.4 s"]
+    device.close()
