@@ -10,7 +10,7 @@ from mpistrat.text import format_bytes
 from tests.benchmarks.pages import Table, spread
 from tests.benchmarks.session import Session, answers_of
 
-NUM_BYTES, ROUNDS = 256 << 20, 5
+NUM_BYTES, ROUNDS = 256 << 20, 4
 QUICK = 16 << 20, 1
 _NAMES = {"mpistrat": "mpistrat", "torch": "PyTorch `async_save`", "savez": "`np.savez`, chief"}
 
