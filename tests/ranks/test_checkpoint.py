@@ -351,7 +351,7 @@ def test_arrays_on_gpus_are_saved_and_restored(comm, make_pair, folder):
     np.testing.assert_array_equal(pair.download(array), np.arange(12.0))
 
 
-@on_ranks(5)
+@on_ranks(8)
 def test_the_chief_saves_and_restores_what_servers_keep_on_any_number_of_them(comm, folder):
     before = np.arange(14.0).reshape(7, 2)
 
@@ -359,7 +359,7 @@ def test_the_chief_saves_and_restores_what_servers_keep_on_any_number_of_them(co
         with coordinator.strategy.scope():
             table, number = mpistrat.Variable(before), mpistrat.Variable(3)
             checkpoint = mpistrat.Checkpoint(table=table, number=number)
-        shards.append(len(table.variables))
+        shards.append(len(getattr(table, "variables", [table])))
         if not (folder / "one").exists():
             coordinator.schedule(lambda: table.assign_add(np.ones((7, 2))))
             coordinator.join()
