@@ -115,10 +115,9 @@ class Checkpoint:
         pieces = files.pieces_of(tree.specs, communicator.rank, communicator.size)
         with self._failing_together():
             staged = self._stage(pieces, arrays)
-            if communicator.rank == 0:
-                files.prepare(folder)
+            made_in = files.prepare(folder) if communicator.rank == 0 else []
         manifest = Manifest(step, communicator.size, sys.modules["mpistrat"].__version__, tree.document, tree.specs, {})
-        self._writer.start(folder, manifest, pieces, staged, outdated, when_durable, time.perf_counter() - started)
+        self._writer.start(folder, manifest, pieces, staged, made_in, outdated, when_durable, time.perf_counter() - started)
         if wait:
             self._writer.finish()
         return str(folder)

@@ -75,12 +75,13 @@ def check_library() -> None:
 
 def pieces_of(arrays: Mapping[str, Spec], part: int, num_parts: int) -> list[Piece]:
     """Return the pieces of one part of arrays: parts have equal bytes, up to an element."""
-    total = sum(spec.size * spec.itemsize for spec in arrays.values())
+    sizes = {name: (spec.size, spec.itemsize) for name, spec in arrays.items()}
+    total = sum(size * itemsize for size, itemsize in sizes.values())
     bounds = total * part // num_parts, total * (part + 1) // num_parts
     pieces, begin = [], 0
-    for name, spec in arrays.items():
-        nbytes = spec.size * spec.itemsize
-        start, stop = (min(max(bound - begin, 0), nbytes) // spec.itemsize for bound in bounds)
+    for name, (size, itemsize) in sizes.items():
+        nbytes = size * itemsize
+        start, stop = (min(max(bound - begin, 0), nbytes) // itemsize for bound in bounds)
         if start < stop:
             pieces.append(Piece(name, start, stop))
         begin += nbytes
@@ -138,12 +139,13 @@ def read_pieces(path: Path, manifest: Manifest) -> Iterator[tuple[Piece, Array]]
             yield piece, as_bytes(array).view(np.dtype(spec.dtype))
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Make a checkpoint of a folder whose files are durable."""
+def write_manifest(folder: Path, manifest: Manifest, made_in: Sequence[Path]) -> None:
+    """Make a checkpoint of a folder whose files are durable, once the names in those folders are in which it was made."""
     content = manifest._asdict()
     text = json.dumps({"format": FORMAT, "checksum": crc32(json.dumps(content).encode()), "content": content})
     new = folder / f"{MANIFEST}.new"
-    _sync(folder)
+    for path in (folder, *made_in):
+        _sync(path)
     new.write_text(text)
     _sync(new)
     new.rename(folder / MANIFEST)
@@ -200,8 +202,8 @@ def find_checkpoints(directory: Path, is_whole: bool = True) -> list[Path]:
         return sorted([each for each in folders if (each / MANIFEST).is_file() == is_whole], key=place_of)
 
 
-def prepare(folder: Path) -> None:
-    """Make an empty folder for a new checkpoint, in the place of an incomplete one."""
+def prepare(folder: Path) -> list[Path]:
+    """Make an empty folder for a new checkpoint, in the place of an incomplete one; return the folders that have new names."""
     if (folder / MANIFEST).exists():
         raise CheckpointError(f"{folder} is a checkpoint already: save to another folder")
     remove(folder)
@@ -209,8 +211,7 @@ def prepare(folder: Path) -> None:
         raise CheckpointError(f"{folder} holds what is no part of a checkpoint: save to another folder")
     absent = [path for path in folder.parents if not path.exists()]
     folder.mkdir(parents=True)
-    for path in (folder, *absent):
-        _sync(path.parent)
+    return [path.parent for path in (folder, *absent)]
 
 
 def remove(folder: Path) -> None:

@@ -46,18 +46,21 @@ class Writer:
         manifest: Manifest,
         pieces: Sequence[Piece],
         arrays: Sequence[Array],
+        made_in: Sequence[Path],
         outdated: Sequence[Path],
         when_durable: Callable[[], None],
         waited: float,
     ) -> None:
         """Write this rank's pieces, of `arrays` that nobody changes; rank 0 then writes the manifest, and removes `outdated`.
 
+        The folder's name is durable once the folders `made_in` are synchronized, before the manifest is written.
+
         `finish` calls `when_durable`, if all went well; the step has `waited` for so many seconds.
         """
         started = time.perf_counter()
 
         def write() -> None:
-            self._error = self._write(folder, manifest, pieces, arrays)
+            self._error = self._write(folder, manifest, pieces, arrays, made_in)
             seconds = time.perf_counter() - started
             self.longest_seconds = max(self.longest_seconds, waited + seconds)
             if self.rank or self._error:
@@ -103,7 +106,9 @@ class Writer:
                 self._comm.Free()
             self._comm = None
 
-    def _write(self, folder: Path, manifest: Manifest, pieces: Sequence[Piece], arrays: Sequence[Array]) -> str:
+    def _write(
+        self, folder: Path, manifest: Manifest, pieces: Sequence[Piece], arrays: Sequence[Array], made_in: Sequence[Path]
+    ) -> str:
         """Write, and return why it has failed on some rank, an empty text if it has not."""
         written, error = [], ""
         try:
@@ -118,7 +123,7 @@ class Writer:
         try:
             if not error:
                 every = {file_name(rank): each for rank, (each, _) in enumerate(found) if each}
-                write_manifest(folder, manifest._replace(pieces=every))
+                write_manifest(folder, manifest._replace(pieces=every), made_in)
         except Exception as failed:  # whatever it is, the others wait
             error = _text(0, folder, failed)
         if error:

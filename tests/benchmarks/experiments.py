@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.benchmarks import (
+    checkpoint,
     choosing,
     data_parallel,
     deterministic,
@@ -38,6 +39,7 @@ EXPERIMENTS: dict[str, Callable[[Session], dict[str, Table]]] = {
     "memory": memory.run,
     "choosing": choosing.run,
     "parameter_server": parameter_server.run,
+    "checkpoint": checkpoint.run,
     "safety": safety.run,
     "safety_programs": safety.run_drawn,
     "safety_hangs": safety_hangs.run,

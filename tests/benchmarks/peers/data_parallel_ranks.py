@@ -26,7 +26,7 @@ def main() -> None:
     """Time both for each number of parameters."""
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD.Dup()
-    _join_gloo(comm)
+    join_gloo(comm)
     for count in map(int, sys.argv[1:]):
         steps = {"ddp": _ddp(count), "ours": _ours(count)}
         gradients = {name: step() for name, step in steps.items()}
@@ -47,7 +47,8 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _join_gloo(comm: MPI.Intracomm) -> None:
+def join_gloo(comm: MPI.Intracomm) -> None:
+    """Join the ranks in a process group of PyTorch."""
     hosts = comm.allgather(socket.gethostname())
     host = "127.0.0.1" if len(set(hosts)) == 1 else socket.gethostbyname(hosts[0])
     port = None

@@ -1,0 +1,213 @@
+"""One rank of saves and restores: mpistrat, PyTorch's distributed checkpoint on gloo, and `numpy.savez` of the chief, in turns.
+
+``mpistrat run -n 2 tests/benchmarks/peers/checkpoint_ranks.py many,few 268435456 5``: kinds of arrays, bytes, and rounds.
+Of each kind rank 0 prints what all took in each round, on the slowest rank; beside that a copy of its share, and a plain write.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from data_parallel_ranks import join_gloo
+from mpi4py import MPI
+
+import mpistrat
+
+_CHUNK_BYTES = 1 << 20
+_POLL_SECONDS = 0.001
+_FEW = 8
+
+
+def main() -> None:
+    """Time all for each kind of arrays."""
+    kinds, num_bytes, rounds = sys.argv[1].split(","), int(sys.argv[2]), int(sys.argv[3])
+    logging.getLogger("mpistrat").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    comm = MPI.COMM_WORLD.Dup()
+    join_gloo(comm)
+    root = Path(comm.bcast(tempfile.mkdtemp(prefix="checkpoints-")))
+    try:
+        for kind in kinds:
+            sizes = _sizes_of_resnet50() if kind == "many" else [1] * _FEW
+            arrays = [np.ones(size * (num_bytes // 4) // sum(sizes), np.float32) for size in sizes]
+            _Race(comm, root, arrays).run(kind, rounds)
+    finally:
+        comm.Barrier()
+        shutil.rmtree(root, ignore_errors=True)
+    dist.destroy_process_group()
+
+
+class _Ours:
+    def __init__(self, arrays: list[Any], comm: MPI.Intracomm) -> None:
+        self._checkpoint = mpistrat.Checkpoint(arrays=dict(enumerate(arrays)))
+
+    def save(self, path: Path) -> Callable[[], bool]:
+        self._checkpoint.save(path)
+        return (path / "manifest.json").exists
+
+    def restore(self, path: Path) -> None:
+        self._checkpoint.restore(path)
+
+
+class _Torch:
+    def __init__(self, arrays: list[Any], comm: MPI.Intracomm) -> None:
+        self._state = {str(index): torch.from_numpy(array) for index, array in enumerate(arrays)}
+
+    def save(self, path: Path) -> Callable[[], bool]:
+        future: Any = dcp.async_save(self._state, checkpoint_id=path)
+        return lambda: future.done() and future.result() is not None
+
+    def restore(self, path: Path) -> None:
+        dcp.load(self._state, checkpoint_id=path)
+
+
+class _Savez:
+    def __init__(self, arrays: list[Any], comm: MPI.Intracomm) -> None:
+        self._comm, self._arrays = comm, {str(index): array for index, array in enumerate(arrays)}
+
+    def save(self, path: Path) -> Callable[[], bool]:
+        if self._comm.rank == 0:
+            path.mkdir()
+            with (path / "all.npz").open("wb") as file:
+                np.savez(file, **self._arrays)
+                file.flush()
+                os.fsync(file.fileno())
+        self._comm.Barrier()
+        return lambda: True
+
+    def restore(self, path: Path) -> None:
+        with np.load(path / "all.npz") as found:
+            for name, array in self._arrays.items():
+                array[...] = found[name]
+
+
+class _Race:
+    """All that is timed, in turns, with the same arrays."""
+
+    def __init__(self, comm: MPI.Intracomm, root: Path, arrays: list[Any]) -> None:
+        self._comm, self._root, self._arrays = comm, root, arrays
+        self._share = np.ones(sum(array.nbytes for array in arrays) // comm.size, np.uint8)
+        self._copy = np.zeros_like(self._share)
+        self._square, self._gradient = np.ones((384, 384)), np.ones(1 << 16, np.float32)
+        self._savers = {"mpistrat": _Ours, "torch": _Torch, "savez": _Savez}
+        self._ready = {name: make(arrays, comm) for name, make in self._savers.items()}
+        self._communicator = mpistrat.MultiWorkerMirroredStrategy().extended.communicator
+
+    def run(self, kind: str, rounds: int) -> None:
+        """Print the seconds of each round but for the first."""
+        found: dict[str, dict[str, list[float]]] = {}
+        for turn in range(rounds + 1):
+            for name in ("beside", *self._ready):
+                timed = self._beside() if name == "beside" else self._of(name)
+                for what, seconds in timed.items():
+                    if turn:
+                        slowest = self._comm.allreduce(seconds, MPI.MAX)
+                        found.setdefault(name, {}).setdefault(what, []).append(slowest)
+        if self._comm.rank == 0:
+            facts = {"kind": kind, "arrays": len(self._arrays), "bytes": sum(array.nbytes for array in self._arrays)}
+            print(json.dumps({**facts, "seconds": found}), flush=True)
+
+    def _beside(self) -> dict[str, float]:
+        path = self._root / "plain"
+        copy = self._seconds(lambda: np.copyto(self._copy, self._share))
+        return {"copy": copy, "write": self._seconds(lambda: self._write(path))}
+
+    def _write(self, path: Path) -> None:
+        """Write all bytes as the chief, one after the other, and wait until they are durable."""
+        if self._comm.rank == 0:
+            with path.open("wb", buffering=0) as file:
+                for array in self._arrays:
+                    data = array.view(np.uint8).data
+                    for begin in range(0, len(data), _CHUNK_BYTES):
+                        file.write(data[begin : begin + _CHUNK_BYTES])
+                os.fsync(file.fileno())
+            path.unlink()
+        self._comm.Barrier()
+
+    def _of(self, name: str) -> dict[str, float]:
+        saver, path = self._ready[name], self._root / name
+        for array in self._arrays:
+            array += 1
+        wanted = [array[-1] for array in self._arrays]
+        self._comm.Barrier()
+        started = time.perf_counter()
+        is_done = saver.save(path)
+        waited = time.perf_counter() - started
+        while not self._all(is_done()):
+            time.sleep(_POLL_SECONDS)
+        found = {"wait": waited, "save": time.perf_counter() - started}
+        for array in self._arrays:
+            array[...] = 0
+        self._forget(path)
+        found["restore"] = self._seconds(lambda: saver.restore(path))
+        assert [array[-1] for array in self._arrays] == wanted, name
+        self._remove(path)
+
+        step, _ = self._step_seconds(lambda: False, 100)
+        is_done = saver.save(path)
+        meanwhile, count = self._step_seconds(is_done)
+        self._remove(path)
+        return {**found, "step": step, "step meanwhile": meanwhile, "steps": count}
+
+    def _step_seconds(self, is_done: Callable[[], bool], most: int = 1 << 30) -> tuple[float, int]:
+        """Return the mean seconds of steps until all ranks are done, and how many these were."""
+        self._comm.Barrier()
+        started = time.perf_counter()
+        count, is_over = 0, False
+        while count < most and not is_over:
+            np.dot(self._square, self._square)
+            self._gradient[0] = is_done()
+            is_over = self._communicator.all_reduce("sum", self._gradient)[0] == self._comm.size
+            count += 1
+        return (time.perf_counter() - started) / count, count
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        self._comm.Barrier()
+        started = time.perf_counter()
+        call()
+        return time.perf_counter() - started
+
+    def _all(self, is_done: bool) -> bool:
+        return bool(self._comm.allreduce(is_done, MPI.LAND))
+
+    def _forget(self, path: Path) -> None:
+        """Have files read from the disk, not from memory."""
+        self._comm.Barrier()
+        for each in path.iterdir():
+            descriptor = os.open(each, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+    def _remove(self, path: Path) -> None:
+        self._comm.Barrier()
+        if self._comm.rank == 0:
+            shutil.rmtree(path)
+        self._comm.Barrier()
+
+
+def _sizes_of_resnet50() -> list[int]:
+    """Return the elements of the parameters of ResNet-50."""
+    sizes, channels = [64 * 3 * 49, 64, 64], 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            sizes += [channels * width, width, width, 9 * width * width, width, width, 4 * width * width, 4 * width, 4 * width]
+            sizes += [] if block else [4 * channels * width, 4 * width, 4 * width]
+            channels = 4 * width
+    return [*sizes, 2048 * 1000, 1000]
+
+
+if __name__ == "__main__":
+    main()
