@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mpistrat import experimental as experimental
     from mpistrat.checkpoint.checkpoint import Checkpoint as Checkpoint
     from mpistrat.checkpoint.checkpoint import CheckpointManager as CheckpointManager
+    from mpistrat.checkpoint.checkpoint import PerRank as PerRank
     from mpistrat.cluster import ClusterSpec as ClusterSpec
     from mpistrat.communicator.communicator import Communicator as Communicator
     from mpistrat.communicator.sparse import IndexedSlices as IndexedSlices

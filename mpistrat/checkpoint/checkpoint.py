@@ -16,7 +16,7 @@ import numpy as np
 from mpistrat.arrays import Array, flat, is_on_device
 from mpistrat.checkpoint import files
 from mpistrat.checkpoint.files import Manifest, Piece
-from mpistrat.checkpoint.tree import Tree
+from mpistrat.checkpoint.tree import Node, Spec, Tree
 from mpistrat.checkpoint.writer import Writer
 from mpistrat.communicator.communicator import job_communicator
 from mpistrat.communicator.interface import BaseCommunicator
@@ -34,17 +34,30 @@ _ALIGNMENT = 64
 _COMPARED_BYTES = 1 << 12  # of each array, before ranks save parts of it together
 
 
+class PerRank:
+    """A value of a checkpoint that each rank has for itself, such as a random generator. It comes back on as many ranks.
+
+    Parameters
+    ----------
+    value : array, object with state_dict and load_state_dict, numpy.random.Generator, dict or list
+        As for a `Checkpoint`, but without variables. This rank alone writes it.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class Checkpoint:
     """Objects whose state is saved to files and restored from them. Making one is a collective call.
 
     The strategy in whose scope it is made says which ranks save together; outside all scopes these are all ranks of the job.
     Each writes an equal share of the bytes, and any number of ranks restores them. Values are those that all ranks have in
-    common: arrays, numbers and random generators must be equal on all ranks; of variables synchronized ON_READ the aggregated
-    value is saved.
+    common: arrays, numbers and random generators must be equal on all ranks, unless they are `PerRank`; of variables
+    synchronized ON_READ the aggregated value is saved.
 
     Parameters
     ----------
-    **objects : Variable, array, object with state_dict and load_state_dict, numpy.random.Generator, dict or list
+    **objects : Variable, array, object with state_dict and load_state_dict, numpy.random.Generator, dict, list or PerRank
         What is saved, by name: variables, also those on servers; writable arrays; modules, optimizers and schedulers of
         PyTorch; datasets or their iterators, whose position in an epoch is saved; dicts and lists of these, of numbers and of
         texts. They are restored in place.
@@ -61,10 +74,14 @@ class Checkpoint:
     """
 
     def __init__(self, **objects: Any) -> None:
-        self._strategy, self._objects, view = get_strategy(), objects, detect()
+        self._strategy, view = get_strategy(), detect()
         is_of_job = not has_strategy() and view is not None and view.has_peers
         communicator = job_communicator() if is_of_job else self._strategy.extended.communicator
         self._communicator: BaseCommunicator = communicator
+        own = {name: each for name, each in objects.items() if isinstance(each, PerRank)}
+        self._common = {name: each for name, each in objects.items() if name not in own}
+        self._own = {_of_rank(name, communicator.rank): each.value for name, each in own.items()}
+        self._objects = {**self._common, **self._own}
         self._communicator.agree_on("Checkpoint", self._checked)
         self._writer = Writer(self._communicator)
         self._memory = np.empty(0, np.uint8)
@@ -105,18 +122,23 @@ class Checkpoint:
         started, communicator = time.perf_counter(), self._communicator
         self._finish("save")
 
-        def capture() -> tuple[tuple[Tree, Path, int], str]:
-            tree, number = Tree(self._objects), operator.index(step)
+        def capture() -> tuple[tuple[Tree, Tree, Path, int], str]:
+            tree, own, number = Tree(self._common), Tree(self._own), operator.index(step)
             outline = tree.outline(None if communicator.is_strict else _COMPARED_BYTES)
-            return (tree, Path(path), number), f"{os.fspath(path)!r}, step={number}, {outline}"
+            return (tree, own, Path(path), number), f"{os.fspath(path)!r}, step={number}, {outline}"
 
-        tree, folder, step = communicator.agree_on("Checkpoint.save", capture)
-        arrays = {name: leaf.read() if isinstance(leaf, Variable) else leaf for name, leaf in tree.leaves.items()}
+        tree, own, folder, step = communicator.agree_on("Checkpoint.save", capture)
+        arrays = {name: leaf.read() if isinstance(leaf, Variable) else leaf for name, leaf in tree.leaves.items()} | own.leaves
         pieces = files.pieces_of(tree.specs, communicator.rank, communicator.size)
+        pieces += [Piece(name, 0, spec.size) for name, spec in own.specs.items() if spec.size]
+        document, specs = tree.document, dict(tree.specs)
+        for nodes, others in (communicator.gather_objects((own.document[1], own.specs)) or []) if self._own else []:
+            document[1].extend(nodes)
+            specs.update(others)
         with self._failing_together():
             staged = self._stage(pieces, arrays)
             made_in = files.prepare(folder) if communicator.rank == 0 else []
-        manifest = Manifest(step, communicator.size, sys.modules["mpistrat"].__version__, tree.document, tree.specs, {})
+        manifest = Manifest(step, communicator.size, sys.modules["mpistrat"].__version__, document, specs, {})
         self._writer.start(folder, manifest, pieces, staged, made_in, outdated, when_durable, time.perf_counter() - started)
         if wait:
             self._writer.finish()
@@ -147,10 +169,11 @@ class Checkpoint:
         manifest: Manifest = communicator.broadcast_object(found)
         with self._failing_together():
             tree = Tree(self._objects)
-            tree.check(manifest.arrays, manifest.document, strict)
+            document, specs = self._for_this_rank(manifest, strict)
+            tree.check(specs, document, strict)
         values = self._read(folder, manifest)
         with self._failing_together():
-            tree.restore(manifest.document, values)
+            tree.restore(document, values)
         for name, leaf in tree.leaves.items():
             if isinstance(leaf, Variable) and name in values:
                 leaf.assign(values[name])
@@ -190,6 +213,19 @@ class Checkpoint:
         if told:
             raise CheckpointError("; ".join(told)) from cause
 
+    def _for_this_rank(self, manifest: Manifest, is_strict: bool) -> tuple[Node, dict[str, Spec]]:
+        """Return the document and the arrays without what other ranks have for themselves; without all, if ranks are others."""
+        rank, size = self._communicator.rank, self._communicator.size
+        others = [_of_rank("", each) for each in range(manifest.num_ranks) if each != rank or size != manifest.num_ranks]
+        names = {name for name, _ in manifest.document[1] if name.endswith(tuple(others))}
+        if names and size != manifest.num_ranks and is_strict:
+            raise CheckpointError(
+                f"{', '.join(sorted(names))}: each of {manifest.num_ranks} ranks has saved its own, and here are {size}. "
+                "strict=False leaves what they have"
+            )
+        nodes = [[name, node] for name, node in manifest.document[1] if name not in names]
+        return ["dict", nodes], {name: spec for name, spec in manifest.arrays.items() if name.partition("/")[0] not in names}
+
     def _checked(self) -> tuple[None, str]:
         files.check_library()
         tree, strategies = Tree(self._objects), (self._strategy, default_mode().strategy)
@@ -208,6 +244,8 @@ class Checkpoint:
                 raise InvalidArgumentError(
                     f"{datasets[id(source)]} and {name} have the position of one dataset: save one of them"
                 )
+            if isinstance(value, Variable) and name.partition("/")[0] in self._own:
+                raise InvalidArgumentError(f"{name} is a variable, which ranks save together: it cannot be PerRank")
             owner = getattr(source, "_strategy", None) if isinstance(source, (Variable, DistributedDataset)) else None
             if owner not in (None, *strategies):
                 raise InvalidArgumentError(
@@ -215,7 +253,8 @@ class Checkpoint:
                     "    incorrect:  mpistrat.Checkpoint(weights=weights)\n"
                     "    correct:    with strategy.scope(): mpistrat.Checkpoint(weights=weights)"
                 )
-        return None, ", ".join(self._objects)
+        own = [name.removesuffix(_of_rank("", self._communicator.rank)) for name in self._own]
+        return None, ", ".join([*self._common, *(f"{name} of each rank" for name in own)])
 
     def _stage(self, pieces: Sequence[Piece], arrays: dict[str, Array]) -> list[Array]:
         """Return copies of pieces in host memory, which the next save uses again; what lies on a GPU gets there by DMA."""
@@ -253,6 +292,11 @@ class Checkpoint:
                 source = mine[piece].view(np.uint8) if piece in mine else target
                 communicator.broadcast(source, number % communicator.size, out=target)
         return {name: array.reshape(manifest.arrays[name].shape) for name, array in found.items()}
+
+
+def _of_rank(name: str, rank: int) -> str:
+    """Return the name under which a value of one rank is saved."""
+    return f"{name}@{rank}"
 
 
 class CheckpointManager:

@@ -20,7 +20,7 @@ import numpy as np
 from mpistrat.arrays import Array, as_operand, flat, in_dtype, is_on_device, like, part_bounds
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
-from mpistrat.errors import InvalidArgumentError
+from mpistrat.errors import InvalidArgumentError, MpistratError
 from mpistrat.inputs.rebatch import num_rows, own_parts, share
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_across_replicas, quiet
 from mpistrat.structures import flatten, leaf_names
@@ -76,10 +76,11 @@ class _Results:
     def packed(self, value: Any) -> list[Array]:
         """Return new vectors of the numbers of a value."""
         leaves, structure = flatten(value)
-        names = leaf_names(value, "the result")
-        arrays = [as_operand(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
-        for array, name in zip(arrays, names, strict=True):
-            check_across_replicas(ReduceOp.SUM, array.dtype, name)
+        try:
+            arrays = list(map(_addend, leaves))
+        except MpistratError:  # naming all leaves takes as long as the rest
+            list(map(_addend, leaves, leaf_names(value, "the result")))
+            raise
         text = f"{structure} with {', '.join(f'{array.dtype}{list(array.shape)}' for array in arrays)}"
         if self._text not in ("", text):
             raise InvalidArgumentError(f"the function must return alike arrays for all parts; got {self._text}, then {text}")
@@ -106,6 +107,12 @@ class _Results:
 
     def __str__(self) -> str:
         return self._text
+
+
+def _addend(leaf: Any, name: str = "the result") -> Array:
+    array = as_operand(leaf, name)
+    check_across_replicas(ReduceOp.SUM, array.dtype, name)
+    return array
 
 
 def _added(subtree: Subtree, known: Callable[[Subtree], list[Array] | None]) -> list[Array]:

@@ -406,6 +406,43 @@ def test_what_was_restored_is_saved_as_it_was(comm, folder, make):
     strategy.close()
 
 
+@on_ranks(3)
+def test_what_each_rank_has_for_itself_comes_back_on_as_many_ranks(comm, folder):
+    def made(strategy, start):
+        rank = strategy.extended.communicator.rank
+        state, rng = {"w": np.full(3 * rank, start + rank), "n": start + rank}, np.random.default_rng(start + rank)
+        with strategy.scope():
+            shared = np.full(5, float(start))
+            checkpoint = mpistrat.Checkpoint(state=mpistrat.PerRank(state), rng=mpistrat.PerRank(rng), shared=shared)
+        return checkpoint, state, rng, shared
+
+    strategy = strategy_of(comm, "2+1")
+    checkpoint, state, rng, shared = made(strategy, 10)
+    path = Path(checkpoint.save(folder / "one", wait=True))
+    again = made(strategy, 20)
+    again[0].restore(path)
+    assert (again[1]["n"], again[1]["w"].tolist(), again[3].tolist()) == (state["n"], state["w"].tolist(), shared.tolist())
+    assert again[2].random() == rng.random()
+    owners = {name: rank for rank, found in enumerate(comm.allgather(list(again[0]._own))) for name in found}
+    for file, pieces in files.read_manifest(path).pieces.items():
+        assert all(file == files.file_name(owners[piece.name.partition("/")[0]]) for piece in pieces if "@" in piece.name)
+    with strategy.scope(), pytest.raises(InvalidArgumentError, match=f"w@{comm.rank} is a variable, which ranks save together"):
+        mpistrat.Checkpoint(w=mpistrat.PerRank(mpistrat.Variable(1)))
+    strategy.close()
+    part = comm.Split(int(comm.rank == 2), comm.rank)
+    if comm.rank < 2:
+        strategy = strategy_of(part, "2x1")
+        other, state, _, shared = made(strategy, 30)
+        with pytest.raises(
+            CheckpointError, match="state@0, state@1, state@2: each of 3 ranks has saved its own, and here are 2"
+        ):
+            other.restore(path)
+        assert other.restore(path, strict=False) == 0
+        assert (state["n"], shared[0]) == (30 + comm.rank, 10)
+        strategy.close()
+    part.Free()
+
+
 @on_ranks(2)
 def test_arrays_on_gpus_are_saved_and_restored(comm, make_pair, folder):
     pair = make_pair()
