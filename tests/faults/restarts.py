@@ -24,7 +24,7 @@ SHAPES = ("1x2", "2x1", "1x3", "2x2")
 _SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV)
 _MOST_KILLS = 3
 _SECONDS = 300.0
-_RANK = [os.fsencode(word) for word in (sys.executable, "-m", "mpi4py")]
+_RANK = [os.fsencode(word) for word in (sys.executable, "-m", "mpi4py", "train.py")]
 
 # Trains STEPS steps, and saves after each SAVE_EVERY of them. A fault is a statement: `attempt` counts the starts.
 _PROGRAM = """
@@ -80,7 +80,7 @@ class Done:
     @property
     def restarts(self) -> list[str]:
         """What was said of restarts."""
-        return re.findall(r"^mpistrat run: ((?:not started again|restart \d).*)$", self.err, re.MULTILINE)
+        return _restarts(self.err)
 
 
 def train(
@@ -115,23 +115,33 @@ def train_with_kills(folder: Path, shape: str, rng: random.Random, seconds: floa
     The first kill is at any instant. Later ones are after another checkpoint: two without progress between them are for the
     user to look at.
     """
-    saved = folder / "saved"
 
     def kill(process: subprocess.Popen[str]) -> int:
-        kills, before = 0, -1
+        kills = 0
         for number in range(rng.randint(1, _MOST_KILLS)):
             if number:
-                until(lambda before=before: process.poll() is not None or _last_step(saved) > before, _SECONDS)  # type: ignore[misc]
-                time.sleep(0.05)  # until it is noted
+                _wait_for_progress(process, folder, kills)
             time.sleep(rng.random() * seconds / (2 if number else 1))
             ranks = _ranks(folder)
             if process.poll() is None and ranks:
-                before = _last_step(saved)
                 os.kill(rng.choice(ranks), rng.choice(_SIGNALS))
                 kills += 1
         return kills
 
     return train(folder, shape, "--max-restarts", "9", meanwhile=kill)
+
+
+def _wait_for_progress(process: subprocess.Popen[str], folder: Path, restarts: int) -> None:
+    """Wait until a job has been started again so often, and has saved another checkpoint since; or is over."""
+    err = folder / "err"
+    until(lambda: process.poll() is not None or len(_restarts(err.read_text(errors="replace"))) == restarts, _SECONDS)
+    before = _last_step(folder)
+    until(lambda: process.poll() is not None or _last_step(folder) > before, _SECONDS)
+    time.sleep(0.05)  # until that is noted
+
+
+def _restarts(err: str) -> list[str]:
+    return re.findall(r"^mpistrat run: ((?:not started again|restart \d).*)$", err, re.MULTILINE)
 
 
 def _ranks(folder: Path) -> list[int]:
@@ -140,15 +150,15 @@ def _ranks(folder: Path) -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes().split(b"\0")
-            if words[:3] == _RANK and (process / "cwd").readlink() == folder:
+            if words[: len(_RANK)] == _RANK and (process / "cwd").readlink() == folder:
                 found.append(int(process.name))
         except OSError:  # it has exited
             continue
     return found
 
 
-def _last_step(saved: Path) -> int:
-    return max((int(path.parent.name.split("-")[1]) for path in saved.glob("ckpt-*/manifest.json")), default=-1)
+def _last_step(folder: Path) -> int:
+    return max((int(path.parent.name.split("-")[1]) for path in folder.glob("saved/ckpt-*/manifest.json")), default=-1)
 
 
 def play(jobs: int, seed: int) -> list[str]:
