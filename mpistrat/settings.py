@@ -124,6 +124,19 @@ def _parse_some_bytes(text: str) -> int:
     return count
 
 
+def parse_duration(text: str) -> float:
+    """Return the seconds of a text such as ``90``, or, as SLURM writes them, ``1:30``, ``2:00:00`` or ``1-12:00:00``."""
+    days, dash, clock = text.strip().rpartition("-")
+    try:
+        of_days, *rest = map(_parse_seconds, [days if dash else "0", *clock.split(":")])
+        # D-HH, D-HH:MM and D-HH:MM:SS begin with hours, others end with seconds
+        hours, minutes, seconds = [*rest, 0.0, 0.0][: max(3, len(rest))] if dash else [0.0] * (3 - len(rest)) + rest
+    except ValueError:
+        accepted = "seconds, M:SS, H:MM:SS, D-HH and D-HH:MM:SS are accepted"
+        raise InvalidArgumentError(f"{text!r} is not a duration: {accepted}") from None
+    return 86400 * of_days + 3600 * hours + 60 * minutes + seconds
+
+
 def _parse_bool(text: str) -> bool:
     table = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
     if text.lower() not in table:
@@ -210,6 +223,10 @@ TIMEOUT_SECONDS = setting("MPISTRAT_TIMEOUT_SECONDS", _parse_seconds, 0.0)(
 STALL_SECONDS = setting("MPISTRAT_STALL_SECONDS", _parse_seconds, 30.0)(
     "When a rank has waited this long in a collective, one rank prints which ranks are missing and what they are doing; again "
     "after twice the time. 0: never."
+)
+TIME_LIMIT = setting("MPISTRAT_TIME_LIMIT", parse_duration, 0.0)(
+    "How long the job may run, from the start of rank 0, which reads it: a number of seconds, M:SS, H:MM:SS or D-HH:MM:SS. "
+    "`experimental.PreemptionCheckpointHandler` saves and stops in time. 0: as long as SLURM says, or for ever."
 )
 TIMELINE = setting("MPISTRAT_TIMELINE", str, "")(
     "A trace file, trace.json for example, with the timeline of every rank, which rank 0 writes at exit; open it at "

@@ -36,6 +36,7 @@ class Writer:
             self._comm = communicator.hierarchy.world_group.comm.Dup()
         self._thread: threading.Thread | None = None
         self._error = ""
+        self.longest_seconds = 0.0  # of the saves so far, from the call until it was durable
         self._when_durable: Callable[[], None] = lambda: None
 
     def start(
@@ -57,6 +58,7 @@ class Writer:
         def write() -> None:
             self._error = self._write(folder, manifest, pieces, arrays)
             seconds = time.perf_counter() - started
+            self.longest_seconds = max(self.longest_seconds, waited + seconds)
             if self.rank or self._error:
                 return
             amount, rate = format_bytes(manifest.num_bytes), format_bytes(int(manifest.num_bytes / seconds))

@@ -230,6 +230,7 @@ _INSIDE_RUN = (
     ("strategy.close()", "strategy.run(step); {}"),
     ("checkpoint.save(path)", "strategy.run(step); {}"),
     ("checkpoint.restore(path)", "{}; strategy.run(step)"),
+    ("handler.run(step)", "handler.run(lambda: strategy.run(step))"),
     ('strategy.extended.reduce_to("sum", value, destinations)', 'ctx.all_reduce("sum", value)'),
     ('strategy.extended.batch_reduce_to("sum", [(value, value), (other, other)])', 'ctx.all_reduce("sum", [value, other])'),
     ("strategy.extended.broadcast_to(value, destinations)", "ctx.broadcast(value)"),

@@ -39,12 +39,15 @@ HEAD_START_SECONDS_RAISED_EVERYWHERE = 2.0
 RELAY_SECONDS = 0.2
 
 INTERRUPTED = 128 + signal.SIGINT
+RESTART_EXIT_CODE = 42
+"""The exit code of a job that has saved its state and wants to be started again; TensorFlow's, too."""
 
 _PACKAGE = Path(__file__).parents[1]
 _HINT = "  (frames inside mpistrat are left out; MPISTRAT_TRACEBACK=full shows them)\n"
 
 _original_exit = sys.exit
 _codes: list[int] = []
+_agreed_code = 0
 before_end: list[Callable[[], None]] = []
 """What to call when this rank is about to end the job by itself, because of an exception."""
 _before_finalize: list[Callable[[], None]] = []
@@ -127,6 +130,8 @@ def watch_exit() -> None:
     set_abort_status = MPI._set_abort_status
 
     def record(code: int) -> None:
+        if code and code == _agreed_code:
+            return
         if code:
             _codes.append(_as_exit_code(code))
         set_abort_status(code)
@@ -137,10 +142,16 @@ def watch_exit() -> None:
     main.update({name: _exit for name, value in main.items() if value is _original_exit})
 
 
+def leave_together(code: object) -> None:
+    """Record that all ranks of the job are about to call ``sys.exit(code)``, which is no failure: MPI is finalized then."""
+    global _agreed_code
+    _agreed_code = _as_exit_code(code)
+
+
 def ending_code() -> int:
-    """Return the exit code of the process, once its main program has ended: 0 if it has succeeded."""
+    """Return the exit code of the process, once its main program has ended: 0 if it has succeeded, or all leave together."""
     if _codes:
-        return _codes[-1]
+        return 0 if _codes[-1] == _agreed_code else _codes[-1]
     return int(getattr(sys, "last_value", None) is not None)
 
 

@@ -1,8 +1,8 @@
 """Run mpiexec and wait for it: signals are forwarded, it may have a time limit, and its exit code is made reliable.
 
-What it and its ranks print to stderr is handed on at once, but for Open MPI's banners of an aborted job, which may come before
-the traceback of the rank that has called MPI_Abort. They are left out if a rank has said why it ends the job, and come last,
-each once, if none has. Open MPI also ends its messages with a NUL byte, for which grep takes a whole log to be binary.
+What it and its ranks print to stderr is handed on at once, but for Open MPI's banners of a job that fails, which may come
+before the traceback of the rank that has called MPI_Abort. They are left out if a rank has said why it ends the job, and come
+last, each once, if none has. Open MPI also ends its messages with a NUL byte, for which grep takes a whole log to be binary.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ _PR_SET_PDEATHSIG = 1
 # what mpiexec puts before each line of a rank with its option for that
 _TAG = rb"(?:\[[\d,]+\]<stderr>: ?)?"
 _LINE = b"-" * 74 + b"\n"
-_KIND = rb"(?P<kind>MPI_ABORT was invoked|\w+ has exited due to process rank)"
+_KIND = rb"(?P<kind>MPI_ABORT was invoked|\w+ has exited due to process rank|\w+ detected that one or more processes exited)"
 _BANNER = re.compile(_TAG + _LINE + _TAG + _KIND + rb".*?\n" + _TAG + _LINE, re.DOTALL)
 _NUL = re.compile(_TAG + rb"\0")
-# how `abort`, or a command that the ranks run, says why a rank ends the job
+# how `abort`, a preempted job, or a command that the ranks run, says why a rank ends the job
 _REASON = re.compile(
-    rb"\[(?P<who>rank \d+ on [^\],\n]*)[^\]\n]*\] (?:Traceback|interrupted|sys\.exit)|mpistrat (?:bench|tune): "
+    rb"\[(?P<who>rank \d+ on [^\],\n]*)[^\]\n]*\] (?:Traceback|interrupted|sys\.exit)|"
+    rb"mpistrat (?:bench|tune): |mpistrat: the job stops after"
 )
 # how Open MPI and MPICH say that a signal has ended a process
 _KILLED = re.compile(

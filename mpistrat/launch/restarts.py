@@ -16,12 +16,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from mpistrat.launch.abort import RESTART_EXIT_CODE
 from mpistrat.launch.environment import in_slurm_allocation
 from mpistrat.launch.job import Ended
 from mpistrat.text import format_elapsed
-
-RESTART_EXIT_CODE = 42
-"""What a job exits with that was preempted, has saved its state, and wants to be started again."""
 
 COUNT, PROGRESS = "MPISTRAT_RESTART_COUNT", "MPISTRAT_PROGRESS_FILE"
 

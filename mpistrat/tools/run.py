@@ -18,6 +18,7 @@ from typing import Any
 from mpistrat import settings
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch import environment, mpiexec, openmpi, restarts
+from mpistrat.launch.abort import RESTART_EXIT_CODE
 from mpistrat.launch.job import Ended, Killed, follow
 from mpistrat.text import format_count, format_elapsed
 from mpistrat.topology.world import World
@@ -116,7 +117,7 @@ def _follow(command: Sequence[str], extra: Mapping[str, str], timeout: float = m
         return ended, f"the job has taken {format_elapsed(timeout)}"
     if ended.killed is not None:
         return ended, _report_killed(ended.killed)
-    if ended.code == restarts.RESTART_EXIT_CODE:
+    if ended.code == RESTART_EXIT_CODE:
         return ended, "the job was preempted"
     return ended, f"{ended.failed or 'the job'} ended with code {ended.code}"
 

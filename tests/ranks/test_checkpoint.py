@@ -32,8 +32,8 @@ def folder(comm, tmp_path):
     return Path(comm.bcast(str(tmp_path)))
 
 
-def strategy_of(comm, shape):
-    return Strategy(StrategyExtended(Communicator(Hierarchy(comm, World.from_shape(shape)))))
+def strategy_of(comm, shape, options=None):
+    return Strategy(StrategyExtended(Communicator(Hierarchy(comm, World.from_shape(shape)), options)))
 
 
 class Training:

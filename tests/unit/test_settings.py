@@ -96,6 +96,9 @@ def test_a_setting_reads_its_type(setting: Setting[object], text: str, expected:
         (settings.TIMEOUT_SECONDS, "-1", "a number of seconds >= 0 is accepted"),
         (settings.TIMEOUT_SECONDS, "soon", "a number of seconds >= 0 is accepted"),
         (settings.TIMEOUT_SECONDS, "nan", "a number of seconds >= 0 is accepted"),
+        (settings.TIME_LIMIT, "1:1:1:1", "seconds, M:SS, H:MM:SS, D-HH and D-HH:MM:SS are accepted"),
+        (settings.TIME_LIMIT, "-5", "seconds, M:SS, H:MM:SS, D-HH and D-HH:MM:SS are accepted"),
+        (settings.TIME_LIMIT, "1-", "seconds, M:SS, H:MM:SS, D-HH and D-HH:MM:SS are accepted"),
     ],
 )
 def test_an_unreadable_value_names_the_variable_and_what_is_accepted(
@@ -107,6 +110,14 @@ def test_an_unreadable_value_names_the_variable_and_what_is_accepted(
     assert message.startswith(f"{setting.name}={text!r} was found; ")
     assert accepted in message
     assert message.endswith(f"Meaning: {setting.meaning}")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("1.5", 1.5), ("1:30", 90), ("2:00:00", 7200), ("1-12", 129600), ("1-12:30", 131400), ("1-00:00:05", 86405)],
+)
+def test_durations_are_written_as_slurm_does(text: str, seconds: float) -> None:
+    assert settings.TIME_LIMIT.read({"MPISTRAT_TIME_LIMIT": text}) == seconds
 
 
 def test_every_transport_can_be_asked_for_and_no_other() -> None:

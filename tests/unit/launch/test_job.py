@@ -95,6 +95,7 @@ def through(*pieces: bytes) -> bytes:
     return b"".join([*map(held.feed, pieces), held.end()])
 
 
+CODE = LINE + b"prterun detected that one or more processes exited with non-zero status,\n   Exit code:    42\n" + LINE
 AGAIN = ABORT.replace(b"rank 1", b"rank 0")
 TAGGED = b"".join(b"[1]<stderr>: " + line for line in ABORT.splitlines(keepends=True))
 TRACE = b"[0]<stderr>: Traceback\n"
@@ -106,6 +107,11 @@ MESSAGE = LINE + b"There are not enough slots available in the system\n" + LINE
     [
         ((b"half a line" + ABORT, b"\0" + EXITED, TRACEBACK, AGAIN, b"\0"), b"half a line" + TRACEBACK + ABORT + EXITED),
         ((TAGGED, b"[1]<stderr>: \0", EXITED, TRACE), TRACE + TAGGED + EXITED),  # lines may begin with the rank
+        ((CODE, b"text\n"), b"text\n" + CODE),
+        (
+            (CODE, b"mpistrat: the job stops after step 7, which is saved\n"),
+            b"mpistrat: the job stops after step 7, which is saved\n",
+        ),
         ((MESSAGE + b"\0", b"a\0b"), MESSAGE + b"ab"),
     ],
 )
@@ -119,6 +125,7 @@ def test_banners_come_after_the_traceback_once_and_without_nul(pieces: tuple[byt
         b"[rank 1 on vm] Traceback (most recent call last):\n[rank 1 on vm] ValueError: planted\n",
         b"[rank 1 on vm, thread Thread-1] sys.exit(3) in a thread ends the job\n",
         b"[1]<stderr>: [rank 1 on vm] interrupted\n",
+        b"mpistrat: the job stops after step 7, which is saved: rank 1 has received SIGUSR1\n",
         b"mpistrat tune: file.json cannot be written\n",
     ],
 )

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from mpistrat.launch.abort import RESTART_EXIT_CODE
 from mpistrat.launch.job import TIMED_OUT, Ended
-from mpistrat.launch.restarts import COUNT, PROGRESS, RESTART_EXIT_CODE, note_saved, run_again
+from mpistrat.launch.restarts import COUNT, PROGRESS, note_saved, run_again
 from tests.processes import started
 
 FAILS, PREEMPTED = Ended(1), Ended(RESTART_EXIT_CODE)

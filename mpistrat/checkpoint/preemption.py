@@ -1,0 +1,276 @@
+"""PreemptionCheckpointHandler: all ranks save at the same step and leave, when one is told to end, or the time limit is near.
+
+A signal handler sets a flag, nothing more. At each boundary, which is the end of a step, every rank starts a nonblocking
+maximum of what all ranks wish, and completes the one that it started at the boundary before: so all learn the same at the same
+boundary, whichever ranks were told and when, and a step waits for no rank that is less than a step behind.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mpistrat.checkpoint.checkpoint import Checkpoint, CheckpointManager
+from mpistrat.checkpoint.wishes import Wishes
+from mpistrat.cluster_resolver import ClusterResolver
+from mpistrat.context.stack import has_strategy, in_cross_replica_context, misplaced
+from mpistrat.errors import InvalidArgumentError, MpistratError
+from mpistrat.launch import abort
+from mpistrat.launch.abort import RESTART_EXIT_CODE
+from mpistrat.launch.time_limit import seconds_left
+from mpistrat.logger import logger
+from mpistrat.watch import watcher
+
+if TYPE_CHECKING:
+    pass
+
+T = TypeVar("T")
+
+# What a rank wishes is a number: the level, the cause and the rank, of which the maximum is what all do.
+_GO_ON, _SAVE, _LEAVE = range(3)
+_TIME_LIMIT, _WATCHER = 254, 255  # causes that are no signals
+_LEVEL_BITS, _CAUSE_BITS = 40, 32
+# what is kept in reserve for the end, besides the time that steps and saves take: seconds, or a part of short limits
+_RESERVE_SECONDS, _RESERVE_PART = 30.0, 0.05
+_STEPS_AHEAD, _SAVES_AHEAD = 3, 2  # the wish is known after another step; a save may take longer than before
+
+
+@dataclass(frozen=True)
+class TerminationConfig:
+    """How a job ends when it is told to.
+
+    Parameters
+    ----------
+    termination_watcher_fn : callable, optional
+        Is called at the end of each step, and returns whether this rank is told to end, besides by signals.
+    exit_fn : callable, optional
+        Ends the program after the last save; by default ``sys.exit(RESTART_EXIT_CODE)``, which is 42.
+    grace_period : float, optional
+        The seconds from the signal until the job is ended. With None or 0 it saves and leaves at once; else it saves, trains on
+        until the time is nearly over, saves again, and leaves.
+    save_fn : callable, optional
+        Saves instead of ``manager.save(total_run_calls, wait=True)``. All ranks call it together.
+    signals : sequence of signal.Signals
+        By which a rank is told to end. TensorFlow, which does not have this argument, takes SIGTERM.
+    """
+
+    termination_watcher_fn: Callable[[], bool] | None = None
+    exit_fn: Callable[[], Any] | None = None
+    grace_period: float | None = None
+    save_fn: Callable[..., Any] | None = None
+    signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+    def __post_init__(self) -> None:
+        for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
+            if not callable(value := getattr(self, name) or int):
+                raise InvalidArgumentError(f"{name} must be a function or None; got {value!r}")
+        if not (self.grace_period or 0.0) >= 0.0:
+            raise InvalidArgumentError(f"grace_period must be seconds >= 0, or None; got {self.grace_period!r}")
+        if {signal.SIGINT, signal.SIGKILL, signal.SIGSTOP}.intersection(self.signals):
+            raise InvalidArgumentError(f"signals must be ones that a program handles, but Ctrl-C; got {self.signals!r}")
+
+
+class PreemptionCheckpointHandler:
+    """Saves and leaves, on all ranks at the same step, when one of them is told to end. Making one is a collective call.
+
+    It restores the newest checkpoint, and counts on from its step. A signal to one rank is enough; several ranks, and further
+    signals, change nothing. Under SLURM, and with MPISTRAT_TIME_LIMIT, it leaves before the job's time is over, as early as the
+    steps and saves of this run have taken. All ranks must take equally many steps.
+
+    One handler watches at a time: a new one closes the one before. It is made on the main thread.
+
+    Parameters
+    ----------
+    cluster_resolver : ClusterResolver, optional
+        Is not used: the checkpoint knows its ranks.
+    checkpoint_or_manager : Checkpoint or CheckpointManager
+        What is saved. Other saves to the same directory have `total_run_calls` for a step, too: the newest is the highest one.
+    checkpoint_dir : path, optional
+        Of a Checkpoint the directory, in which the newest one is kept.
+    termination_config : TerminationConfig, optional
+        Which signals, and how to end.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If an argument is invalid, or `checkpoint_dir` is missing or unwanted.
+    CheckpointError
+        On all ranks, if the newest checkpoint cannot be restored.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None,
+        checkpoint_or_manager: Checkpoint | CheckpointManager,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        termination_config: TerminationConfig | None = None,
+    ) -> None:
+        global _active
+        made, config = checkpoint_or_manager, termination_config or TerminationConfig()
+        checkpoint = made._checkpoint if isinstance(made, CheckpointManager) else made
+        if not isinstance(checkpoint, Checkpoint) or isinstance(made, CheckpointManager) is not (checkpoint_dir is None):
+            raise InvalidArgumentError(
+                f"a CheckpointManager, or a Checkpoint and its checkpoint_dir, are needed; got {type(made).__name__} and "
+                f"{checkpoint_dir!r}\n"
+                "    incorrect:  PreemptionCheckpointHandler(None, mpistrat.Checkpoint(weights=weights))\n"
+                '    correct:    PreemptionCheckpointHandler(None, mpistrat.Checkpoint(weights=weights), "checkpoints")'
+            )
+        communicator = checkpoint._communicator
+        communicator.agree(f"PreemptionCheckpointHandler(grace_period={config.grace_period})")
+        self._checkpoint, self._config, self._rank = checkpoint, config, communicator.rank
+        if _active is not None:
+            _active.close()
+        self._wishes = Wishes(communicator)
+        self._heard, self._previous = list[tuple[int, float]](), dict[int, Any]()
+        self._watch_signals()
+        _active = self
+        try:
+            self._manager = CheckpointManager(made, checkpoint_dir or "", 1) if isinstance(made, Checkpoint) else made
+            self._total_run_calls = self._manager.restore() or 0
+        except MpistratError:  # raised on all ranks
+            self.close()
+            raise
+        self._has_saved, self._saved_seconds, self._step_seconds, self._begun = False, 0.0, 0.0, math.nan
+        left = seconds_left(os.environ) if self._rank == 0 else math.inf
+        self._limit = time.monotonic() + left, left
+
+    @property
+    def total_run_calls(self) -> int:
+        """How many steps were taken, in the runs before this one too: the step of what is saved next."""
+        return self._total_run_calls
+
+    def run(self, step_fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Take a step, ``step_fn(*args, **kwargs)``, and return its result. Then save and leave, if a rank was told to end.
+
+        A collective call, outside ``strategy.run``.
+        """
+        result = step_fn(*args, **kwargs)
+        self.save_checkpoint_if_preempted()
+        return result
+
+    @contextmanager
+    def watch_preemption_scope(self) -> Iterator[None]:
+        """Take what is in the ``with`` block as a step: see `run`. A collective call."""
+        yield
+        self.save_checkpoint_if_preempted()
+
+    def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+        """End a step: what `run` does after it. A collective call. The arguments are for `save_fn`."""
+        if has_strategy() and not in_cross_replica_context():
+            raise misplaced("handler.run", "outside strategy.run")
+        self._total_run_calls += 1
+        if self is not _active:
+            return
+        now = time.monotonic()
+        if self._begun < now:
+            self._step_seconds = max(now - self._begun, 0.9 * self._step_seconds)
+        agreed = self._wishes.exchange(self._wished(now))
+        level = agreed >> _LEVEL_BITS
+        if level == _LEAVE or (level == _SAVE and not self._has_saved):
+            self._save(args, kwargs)
+            self._has_saved = True
+            self._tell(agreed)
+        if level == _LEAVE:
+            self._leave()
+        self._begun = time.monotonic()
+
+    def close(self) -> None:
+        """Watch no more, and restore the handlers of signals that were there before. A collective call."""
+        global _active
+        if self is _active:
+            _active = None
+            self._wishes.close()
+        self._restore_signals()
+
+    def _watch_signals(self) -> None:
+        heard = self._heard
+
+        def hear(number: int, frame: object) -> None:
+            heard.append((number, time.monotonic()))
+
+        for number in self._config.signals:
+            self._previous[number] = signal.signal(number, hear)
+
+    def _restore_signals(self) -> None:
+        while self._previous:
+            number, previous = self._previous.popitem()
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)  # None: not of Python
+
+    def _wished(self, now: float) -> int:
+        """Return what this rank wishes."""
+        grace, ask, level, cause = self._config.grace_period, self._config.termination_watcher_fn, _GO_ON, 0
+        if not self._heard and ask is not None and ask():
+            self._heard.append((_WATCHER, now))
+        if self._heard:
+            cause, when = self._heard[0]
+            level = _SAVE if grace and not self._is_nearly(when + grace, grace, now) else _LEAVE
+        if level != _LEAVE and self._is_nearly(*self._limit, now):
+            level, cause = _LEAVE, _TIME_LIMIT
+        return level << _LEVEL_BITS | cause << _CAUSE_BITS | self._rank if level else 0
+
+    def _is_nearly(self, end: float, seconds: float, now: float) -> bool:
+        """Return whether this is the last moment to save and leave before `end`, where there were so many seconds in all."""
+        save_seconds = max(self._saved_seconds, self._checkpoint._writer.longest_seconds)
+        reserve = min(_RESERVE_SECONDS, _RESERVE_PART * seconds)
+        return now + _STEPS_AHEAD * self._step_seconds + _SAVES_AHEAD * save_seconds + reserve > end
+
+    def _save(self, args: Any, kwargs: Any) -> None:
+        began = time.monotonic()
+        if self._config.save_fn is None:
+            self._manager.save(self._total_run_calls, wait=True)
+        else:
+            self._config.save_fn(*args, **kwargs)
+        self._saved_seconds = max(self._saved_seconds, time.monotonic() - began)
+
+    def _tell(self, agreed: int) -> None:
+        """Say on one rank why the job saves or leaves."""
+        if self._rank:
+            return
+        cause, rank = agreed >> _CAUSE_BITS & 0xFF, agreed & 0xFFFFFFFF
+        names = {_TIME_LIMIT: "the time limit is near", _WATCHER: f"rank {rank} was told by its termination_watcher_fn"}
+        why = names.get(cause) or f"rank {rank} has received {signal.Signals(cause).name}"
+        count = os.environ.get("SLURM_RESTART_COUNT")
+        restarts = f"; SLURM_RESTART_COUNT={count}" if count else ""
+        verb = "stops after" if agreed >> _LEVEL_BITS == _LEAVE else "goes on, for its grace period, after"
+        logger.warning(f"the job {verb} step {self._total_run_calls}, which is saved: {why}{restarts}")
+
+    def _leave(self) -> None:
+        """End the program, as its configuration says."""
+        global _active
+        _active = None
+        for number in self._previous:  # the interpreter would let one that comes while it ends kill the process
+            signal.signal(number, signal.SIG_IGN)
+        self._wishes.close()
+        try:
+            (self._config.exit_fn or _exit)()
+        except SystemExit as leaving:
+            if self._wishes.are_of_whole_job:
+                abort.leave_together(leaving.code)
+            raise
+        self._restore_signals()
+
+
+_active: PreemptionCheckpointHandler | None = None
+
+
+def _exit() -> None:
+    sys.exit(RESTART_EXIT_CODE)
+
+
+def _close_active() -> None:
+    """Complete what was started, at the end of a program that was not told to end."""
+    if _active is not None and abort.ending_code() == 0:
+        try:
+            _active.close()
+        except Exception as error:
+            abort.end(error)
+
+
+watcher.before_end.append(_close_active)

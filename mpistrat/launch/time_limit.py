@@ -1,0 +1,45 @@
+"""The time at which the scheduler ends this job: as MPISTRAT_TIME_LIMIT or SLURM say."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+from mpistrat import settings
+from mpistrat.launch import environment, process
+from mpistrat.logger import logger
+
+_ANSWER_SECONDS = 20.0
+
+
+def seconds_left(environ: Mapping[str, str]) -> float:
+    """Return the seconds until this job is ended; infinity if there is no limit. It may ask SLURM: one rank calls it once."""
+    limit = settings.TIME_LIMIT.read(environ)
+    own = limit - _age_seconds() if limit else math.inf
+    return min(own, _slurm_seconds_left(environ) if environment.in_slurm_allocation(environ) else math.inf)
+
+
+def _age_seconds() -> float:
+    """Return how long this process exists."""
+    own = process.find(os.getpid())
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - own.started / os.sysconf("SC_CLK_TCK") if own else 0.0
+
+
+def _slurm_seconds_left(environ: Mapping[str, str]) -> float:
+    end = environ.get("SLURM_JOB_END_TIME", "")  # since SLURM 22.05
+    if end.isdecimal():
+        return int(end) - time.time()
+    job = environ["SLURM_JOB_ID"]
+    command = ["squeue", "--noheader", "--format=%L", f"--jobs={job}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning(f"when SLURM ends job {job} is not known, as squeue does not tell ({error}): MPISTRAT_TIME_LIMIT can")
+        return math.inf
+    with suppress(ValueError):
+        return settings.parse_duration(done.stdout)
+    return math.inf  # UNLIMITED, NOT_SET

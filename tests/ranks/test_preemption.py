@@ -1,0 +1,145 @@
+"""The preemption handler on several ranks: all save and leave at the same step, whichever of them were told, and when."""
+
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.checkpoint import preemption
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.errors import AgreementError, CheckpointError, CollectiveError, DeadlineExceededError
+from mpistrat.experimental import PreemptionCheckpointHandler, TerminationConfig
+from mpistrat.watch import watcher
+from tests.launches import needs_ranks, on_ranks
+from tests.ranks.test_checkpoint import strategy_of
+
+pytest.importorskip("safetensors")
+
+pytestmark = needs_ranks(2)
+
+
+@pytest.fixture
+def make(comm, shape, tmp_path):
+    """Give a function that makes a handler of a training in a folder that all ranks share, as a program started again does."""
+    folder, strategies = Path(comm.bcast(str(tmp_path))) / "ck", []
+
+    def made(options=None, **config):
+        strategy = strategy_of(comm, shape, options)
+        strategies.append(strategy)
+        with strategy.scope():
+            weights = mpistrat.Variable(np.zeros(2))
+            checkpoint = mpistrat.Checkpoint(weights=weights)
+        config.setdefault("exit_fn", lambda: handler.left.append(handler.total_run_calls))
+        handler = PreemptionCheckpointHandler(None, checkpoint, folder, TerminationConfig(**config))
+        handler.left, handler.weights, handler.rank, handler.folder = [], weights, comm.rank, folder
+        handler.step = lambda: weights.assign_add(mpistrat.get_replica_context().all_reduce("sum", np.ones(2)))
+        handler.train = lambda: strategy.run(handler.step)
+        return handler
+
+    made.strategies = strategies
+    yield made
+    if preemption._active is not None:
+        preemption._active.close()
+    for strategy in strategies:
+        strategy.close()
+
+
+def abandon(make):
+    """Leave alone what cannot be closed any more, as ranks are out of step."""
+    preemption._active._restore_signals()
+    preemption._active = None
+    make.strategies.clear()
+    watcher.watcher().begin()  # as a new strategy does
+
+
+def steps(handler, step_fn, count=3):
+    for _ in range(count):
+        handler.run(step_fn)
+
+
+def test_one_some_or_all_ranks_that_are_told_leave_at_one_step(comm, make):
+    for told in ({0: 2}, {comm.size - 1: 3}, {0: 4, 1: 3}, {rank: 2 + rank % 3 for rank in range(comm.size)}):
+        handler = make()
+        begun, at = handler.total_run_calls, told.get(comm.rank)
+        assert handler.weights.numpy().tolist() == [begun * comm.size] * 2
+        for count in range(1, 9):
+            handler.run(handler.train)
+            if count == at:  # after the end of this step: passed on at that of the next one, known at that of the one after
+                signal.raise_signal(signal.SIGUSR1)
+        assert handler.left == [begun + min(told.values()) + 2]
+        names = [path.name for path in handler.folder.iterdir()]
+        comm.Barrier()
+        assert names == [f"ckpt-{handler.left[0]:08d}"]
+
+
+def test_a_signal_inside_run_is_known_a_step_later(comm, make):
+    handler = make()
+
+    def step():
+        if comm.rank == 1 and handler.total_run_calls == 0:
+            signal.raise_signal(signal.SIGTERM)
+        handler.step()
+
+    steps(handler, lambda: handler.weights._strategy.run(step))
+    assert handler.left == [2]
+
+
+def test_the_grace_period_of_one_rank_is_that_of_all(comm, make):
+    handler = make(grace_period=0.6)
+    if comm.rank == 1:
+        signal.raise_signal(signal.SIGUSR2)
+    began, steps = time.monotonic(), 0
+    while not handler.left:
+        handler.run(handler.train)
+        steps += 1
+    assert time.monotonic() - began < 0.6
+    assert steps > 3
+    assert comm.allgather(handler.left) == [handler.left] * comm.size
+
+
+def test_the_time_limit_that_rank_0_knows_is_that_of_all(comm, make, monkeypatch):
+    monkeypatch.setattr(preemption, "seconds_left", lambda environ: 0.5 if comm.rank == 0 else pytest.fail("one rank asks"))
+    handler = make()
+    while not handler.left:
+        handler.run(handler.train)
+    assert comm.allgather(handler.left) == [handler.left] * comm.size
+
+
+def test_a_save_that_fails_on_one_rank_is_an_error_on_all(comm, make):
+    handler = make()
+    handler.folder.parent.joinpath("ck").write_text("no folder")
+    comm.Barrier()
+    signal.raise_signal(signal.SIGUSR1)
+    with pytest.raises(CheckpointError):
+        steps(handler, handler.train)
+    assert handler.left == []
+
+
+def test_ranks_with_other_arguments_are_told(comm, make):
+    with pytest.raises(AgreementError, match=r"PreemptionCheckpointHandler\(grace_period=0.5\)"):
+        make(grace_period=0.5 if comm.rank else None)
+
+
+@on_ranks(2)
+def test_a_rank_that_makes_another_call_is_named(comm, make):
+    handler = make()
+    handler.run(handler.train)
+    with pytest.raises(CollectiveError, match="PreemptionCheckpointHandler: a step"):
+        handler.train() if comm.rank else steps(handler, int)
+    abandon(make)
+
+
+@on_ranks(2)
+def test_a_step_has_the_deadline_of_the_communicator(comm, make):
+    handler = make(CommunicationOptions(timeout_seconds=0.5))
+    if comm.rank:
+        handler.run(int)
+        time.sleep(1.0)
+    else:
+        handler.run(int), handler.run(int)
+        with pytest.raises(DeadlineExceededError, match="PreemptionCheckpointHandler: a step did not end within 0.5 s"):
+            handler.run(int)
+    abandon(make)

@@ -1,0 +1,251 @@
+"""The preemption handler in one process: what it hears, when it saves, how it ends, and what it leaves behind."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.checkpoint import preemption
+from mpistrat.errors import CheckpointError, InvalidArgumentError
+from mpistrat.experimental import RESTART_EXIT_CODE, PreemptionCheckpointHandler, TerminationConfig
+from mpistrat.launch import time_limit
+from mpistrat.logger import logger
+
+pytest.importorskip("safetensors")
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@pytest.fixture(autouse=True)
+def handlers(monkeypatch):
+    """Give the handlers of signals that were there before, and check that they come back."""
+    for name in ("MPISTRAT_TIME_LIMIT", "SLURM_JOB_ID", "SLURM_JOB_END_TIME", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)}
+    yield before
+    if preemption._active is not None:
+        preemption._active.close()
+    assert {number: signal.getsignal(number) for number in before} == before
+    signal.signal(signal.SIGINT, before[signal.SIGINT])
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Give a function that makes a handler of a state in a directory, as the program does that is started again."""
+
+    def made(**config):
+        state = {"value": 0}
+        config.setdefault("exit_fn", lambda: ended.append(handler.total_run_calls))
+        checkpoint, ended = mpistrat.Checkpoint(state=state), []
+        handler = PreemptionCheckpointHandler(None, checkpoint, tmp_path / "ck", TerminationConfig(**config))
+        handler.state, handler.ended = state, ended
+        return handler
+
+    return made
+
+
+def take(handler, count, at=None, number=signal.SIGUSR1):
+    """Take steps, and raise a signal in one of them."""
+
+    def step(which):
+        handler.state["value"] += 1
+        if which == at:
+            signal.raise_signal(number)
+        return which
+
+    for which in range(count):
+        assert handler.run(step, which=which) == which
+
+
+def saved(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_saves_after_its_step_and_ends_the_program_with_the_code(make, tmp_path, number, handlers):
+    handler = make(exit_fn=None)
+    with pytest.raises(SystemExit) as exited:
+        take(handler, 9, at=2, number=number)
+    assert exited.value.code == RESTART_EXIT_CODE == 42
+    assert (handler.total_run_calls, saved(tmp_path / "ck")) == (3, ["ckpt-00000003"])
+    signal.raise_signal(number)  # a second one, while the program ends
+    handler.close()
+    again = make()
+    assert (again.total_run_calls, again.state) == (3, {"value": 3})
+    take(again, 2)
+    assert (again.total_run_calls, again.ended) == (5, [])
+
+
+def test_after_an_exit_fn_that_returns_the_program_goes_on_unwatched(make, tmp_path, handlers):
+    handler = make()
+    take(handler, 5, at=1)
+    assert (handler.ended, handler.total_run_calls, saved(tmp_path / "ck")) == ([2], 5, ["ckpt-00000002"])
+    assert signal.getsignal(signal.SIGTERM) == handlers[signal.SIGTERM]
+
+
+def test_a_signal_while_it_saves_counts_once(make, tmp_path):
+    handler = make(save_fn=lambda: signal.raise_signal(signal.SIGTERM) or own.append(1))
+    own = []
+    take(handler, 4, at=0)
+    assert (own, handler.ended) == ([1], [1])
+
+
+def test_save_fn_gets_the_arguments(make):
+    got = []
+    handler = make(save_fn=lambda *args, **kwargs: got.append((args, kwargs)))
+    handler.save_checkpoint_if_preempted(1)
+    signal.raise_signal(signal.SIGUSR2)
+    handler.save_checkpoint_if_preempted(2, three=3)
+    assert (got, handler.ended) == ([((2,), {"three": 3})], [2])
+
+
+def test_a_scope_is_a_step_unless_it_raises(make):
+    handler = make()
+    with pytest.raises(KeyError), handler.watch_preemption_scope():
+        raise KeyError
+    assert handler.total_run_calls == 0
+    with handler.watch_preemption_scope():
+        signal.raise_signal(signal.SIGUSR1)
+    assert handler.ended == [1]
+
+
+def test_a_watcher_function_tells_too_and_signals_may_be_others(make, handlers):
+    handler = make(termination_watcher_fn=lambda: handler.total_run_calls == 3, signals=(signal.SIGUSR2,))
+    assert signal.getsignal(signal.SIGTERM) == handlers[signal.SIGTERM]
+    take(handler, 5)
+    assert handler.ended == [3]
+
+
+def test_with_a_grace_period_it_saves_at_once_and_again_at_its_end(make, tmp_path):
+    seen, grace = [], 0.5
+    handler = make(grace_period=grace)
+    take(handler, 4, at=1)
+    seen += saved(tmp_path / "ck")
+    began = time.monotonic()
+    while not handler.ended:
+        take(handler, 1)
+        time.sleep(0.01)
+    assert 0.5 * grace < time.monotonic() - began < grace
+    assert (seen, saved(tmp_path / "ck")) == (["ckpt-00000002"], [f"ckpt-{handler.ended[0]:08d}"])
+    assert handler.ended[0] > 10
+
+
+def test_it_stops_before_the_time_limit_as_early_as_saves_and_steps_take(make, monkeypatch):
+    def save():
+        time.sleep(0.1)
+
+    monkeypatch.setattr(preemption, "seconds_left", lambda environ: 1.0)
+    handler, began = make(save_fn=save), time.monotonic()
+    handler._saved_seconds = 0.2  # of an earlier one
+    while not handler.ended:
+        take(handler, 1)
+        time.sleep(0.02)
+    assert 0.3 < time.monotonic() - began < 0.75
+
+
+def test_the_line_says_why_and_how_often_slurm_has_started_it_again(make, monkeypatch, caplog):
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    take(make(), 3, at=1)
+    lines = {record.message for record in caplog.records if "stops" in record.message}
+    assert lines == {"the job stops after step 2, which is saved: rank 0 has received SIGUSR1; SLURM_RESTART_COUNT=2"}
+
+
+def test_a_new_handler_closes_the_one_before(make):
+    first = make()
+    second = make()
+    signal.raise_signal(signal.SIGUSR1)
+    take(first, 2)
+    take(second, 1)
+    assert (first.ended, second.ended) == ([], [1])
+
+
+def test_close_restores_the_handlers_of_the_program(make):
+    def own(number, frame):
+        pass
+
+    before = signal.signal(signal.SIGUSR1, own)
+    handler = make()
+    assert signal.getsignal(signal.SIGUSR1) is not own
+    handler.close()
+    handler.close()
+    assert signal.getsignal(signal.SIGUSR1) is own
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_ctrl_c_stays_ctrl_c(make, handlers):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        take(make(), 3, at=1, number=signal.SIGINT)
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_nothing_behind(make, tmp_path, handlers):
+    mpistrat.Checkpoint(other={}).save(tmp_path / "ck" / "ckpt-00000001", wait=True)
+    with pytest.raises(CheckpointError, match="does not fit"):
+        make()
+    assert preemption._active is None
+
+
+def test_a_save_that_fails_is_an_error_and_no_exit(make, tmp_path):
+    handler = make()
+    (tmp_path / "ck").write_text("no folder")
+    with pytest.raises(CheckpointError, match="ck"):
+        take(handler, 3, at=1)
+    assert handler.ended == []
+
+
+def test_inside_run_it_says_where_it_belongs(make):
+    handler, strategy = make(), mpistrat.OneDeviceStrategy()
+    with pytest.raises(RuntimeError, match=r"correct: +handler.run\(lambda: strategy.run\(step\)\)"):
+        strategy.run(lambda: handler.run(abs, 1))
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"exit_fn": 42}, "exit_fn must be a function or None; got 42"),
+        ({"grace_period": -1.0}, "grace_period must be seconds >= 0"),
+        ({"signals": (signal.SIGINT,)}, "Ctrl-C"),
+    ],
+)
+def test_wrong_configurations_are_refused(config, text):
+    with pytest.raises(InvalidArgumentError, match=text):
+        TerminationConfig(**config)
+
+
+def test_a_checkpoint_needs_a_directory_and_a_manager_has_one(tmp_path):
+    checkpoint = mpistrat.Checkpoint(state={})
+    manager = mpistrat.CheckpointManager(checkpoint, tmp_path)
+    for made in ((checkpoint, None), (manager, tmp_path), ("checkpoint", tmp_path)):
+        with pytest.raises(InvalidArgumentError, match="a CheckpointManager, or a Checkpoint and its checkpoint_dir"):
+            PreemptionCheckpointHandler(None, *made)
+    handler = PreemptionCheckpointHandler(mpistrat.cluster_resolver.SimpleClusterResolver(mpistrat.ClusterSpec({})), manager)
+    assert handler.total_run_calls == 0
+
+
+def test_the_time_that_is_left_is_the_least_of_what_is_known(monkeypatch, tmp_path):
+    assert time_limit.seconds_left({}) == np.inf
+    age = time_limit._age_seconds()
+    assert time_limit.seconds_left({"MPISTRAT_TIME_LIMIT": "1:00:00"}) == pytest.approx(3600 - age, abs=1.0)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 100)}
+    assert time_limit.seconds_left(slurm) == pytest.approx(100, abs=2.0)
+    assert time_limit.seconds_left({**slurm, "MPISTRAT_TIME_LIMIT": f"{60 + age}"}) == pytest.approx(60, abs=1.0)
+
+
+@pytest.mark.parametrize(("answer", "seconds"), [("1-00:01:05", 86465.0), ("2:05", 125.0), ("UNLIMITED", np.inf)])
+def test_squeue_is_asked_where_slurm_has_set_no_end(monkeypatch, tmp_path, answer, seconds):
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f'#!/bin/sh\n[ "$*" = "--noheader --format=%L --jobs=7" ] && echo {answer}\n')
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert time_limit.seconds_left({"SLURM_JOB_ID": "7"}) == seconds
+
+
+def test_without_an_answer_of_squeue_it_says_so(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert time_limit.seconds_left({"SLURM_JOB_ID": "7"}) == np.inf
+    assert "MPISTRAT_TIME_LIMIT can" in caplog.text
