@@ -22,7 +22,8 @@ from tests.processes import started, until
 
 SHAPES = ("1x2", "2x1", "1x3", "2x2")
 _SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV)
-_MOST_KILLS = 3
+_MOST_KILLS, _STEPS = 3, 100
+_STEP_SECONDS = 0.02
 _SECONDS = 300.0
 _RANK = [os.fsencode(word) for word in (sys.executable, "-m", "mpi4py", "train.py")]
 
@@ -90,11 +91,10 @@ def train(
     fault: str = "pass",
     steps: int = 30,
     save_every: int = 5,
-    step_seconds: float = 0.02,
     meanwhile: Callable[[subprocess.Popen[str]], int] = lambda process: 0,
 ) -> Done:
     """Run the program in an empty folder by `mpistrat run` with options; `meanwhile` returns how often it has killed a rank."""
-    program = _PROGRAM.format(fault=fault, steps=steps, save_every=save_every, step_seconds=step_seconds)
+    program = _PROGRAM.format(fault=fault, steps=steps, save_every=save_every, step_seconds=_STEP_SECONDS)
     (folder / "train.py").write_text(program)
     argv = [sys.executable, "-m", "mpistrat", "run", "--nodes", shape, "--restart-delay", "0", *options, "train.py"]
     with (
@@ -109,11 +109,10 @@ def train(
     return Done(code, weights.read_bytes() if weights.exists() else b"", kills, *texts)
 
 
-def train_with_kills(folder: Path, shape: str, rng: random.Random, seconds: float) -> Done:
+def train_with_kills(folder: Path, shape: str, rng: random.Random, seconds: float, steps: int) -> Done:
     """Run the program, which takes so many seconds undisturbed, and kill ranks at random instants.
 
-    The first kill is at any instant. Later ones are after another checkpoint: two without progress between them are for the
-    user to look at.
+    The first kill is at any instant, later ones after another checkpoint: two without progress between them would end the job.
     """
 
     def kill(process: subprocess.Popen[str]) -> int:
@@ -121,14 +120,14 @@ def train_with_kills(folder: Path, shape: str, rng: random.Random, seconds: floa
         for number in range(rng.randint(1, _MOST_KILLS)):
             if number:
                 _wait_for_progress(process, folder, kills)
-            time.sleep(rng.random() * seconds / (2 if number else 1))
+            time.sleep(rng.random() * (_STEP_SECONDS * steps / 2 if number else seconds))
             ranks = _ranks(folder)
             if process.poll() is None and ranks:
                 os.kill(rng.choice(ranks), rng.choice(_SIGNALS))
                 kills += 1
         return kills
 
-    return train(folder, shape, "--max-restarts", "9", meanwhile=kill)
+    return train(folder, shape, "--max-restarts", "9", steps=steps, meanwhile=kill)
 
 
 def _wait_for_progress(process: subprocess.Popen[str], folder: Path, restarts: int) -> None:
@@ -171,12 +170,12 @@ def play(jobs: int, seed: int) -> list[str]:
         if shape not in undisturbed:
             with tempfile.TemporaryDirectory() as name:
                 began = time.monotonic()
-                done = train(Path(name).resolve(), shape)
+                done = train(Path(name).resolve(), shape, steps=_STEPS)
                 assert done.code == 0, done.err
                 undisturbed[shape] = done.weights, time.monotonic() - began
         weights, seconds = undisturbed[shape]
         with tempfile.TemporaryDirectory() as name:
-            done = train_with_kills(Path(name).resolve(), shape, rng, seconds)
+            done = train_with_kills(Path(name).resolve(), shape, rng, seconds, _STEPS)
         kills, restarts = kills + done.kills, restarts + len(done.restarts)
         if done.code or done.weights != weights:
             wrong.append(f"job {job} of seed {seed}, {shape}: code {done.code}\n{done.out}{done.err}")

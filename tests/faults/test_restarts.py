@@ -56,6 +56,6 @@ def test_an_error_that_comes_back_at_the_same_step_ends_the_job(tmp_path: Path) 
 
 
 def test_ranks_that_are_killed_at_random_instants_change_no_weights(tmp_path: Path, undisturbed: Done) -> None:
-    done = train_with_kills(tmp_path, "1x2", random.Random(1), 3.0)
+    done = train_with_kills(tmp_path, "1x2", random.Random(1), 3.0, 30)
     assert done.code == 0, done.err
     assert done.weights == undisturbed.weights

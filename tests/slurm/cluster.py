@@ -91,7 +91,9 @@ class Cluster:
         if not until(lambda: self.state(job) == "PENDING" and self._is_idle(), 60):
             raise ClusterError(f"job {job} is {self.state(job)}, not back in the queue\n{self.logs()}")
         time.sleep(1.5)  # in the second in which it has ended SLURM would revoke its credential
-        self.run(["scontrol", "update", f"jobid={job}", *changes, "StartTime=now"])
+        done = self.run(["scontrol", "update", f"jobid={job}", *changes, "StartTime=now"])
+        if done.returncode:
+            raise ClusterError(f"scontrol update of job {job}: {done.stderr}")
 
     def state(self, job: int) -> str:
         """Return the state of a job now."""
