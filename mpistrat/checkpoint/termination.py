@@ -49,7 +49,7 @@ class TerminationConfig:
 
 
 class Signals:
-    """The first of some signals that this process gets, and when. Their handler, which runs on the main thread, only notes it."""
+    """The first of some signals that this process gets, and when. Their handler, of the main thread, only notes it."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.first: tuple[int, float] | None = None
