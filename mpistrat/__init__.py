@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from mpistrat.inputs.sources import Dataset as Dataset
     from mpistrat.inputs.sources import FileDataset as FileDataset
     from mpistrat.inputs.sources import MapDataset as MapDataset
+    from mpistrat.launch.abort import RESTART_EXIT_CODE as RESTART_EXIT_CODE
     from mpistrat.parameter_server.strategy import Server as Server
     from mpistrat.reduction import ReduceOp as ReduceOp
     from mpistrat.state.changes import VariableAggregation as VariableAggregation

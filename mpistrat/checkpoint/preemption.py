@@ -12,12 +12,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from mpistrat.checkpoint.checkpoint import Checkpoint, CheckpointManager
+from mpistrat.checkpoint.termination import Signals, TerminationConfig
 from mpistrat.checkpoint.wishes import Wishes
 from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.context.stack import has_strategy, in_cross_replica_context, misplaced
@@ -28,9 +28,6 @@ from mpistrat.launch.time_limit import seconds_left
 from mpistrat.logger import logger
 from mpistrat.watch import watcher
 
-if TYPE_CHECKING:
-    pass
-
 T = TypeVar("T")
 
 # What a rank wishes is a number: the level, the cause and the rank, of which the maximum is what all do.
@@ -40,41 +37,6 @@ _LEVEL_BITS, _CAUSE_BITS = 40, 32
 # what is kept in reserve for the end, besides the time that steps and saves take: seconds, or a part of short limits
 _RESERVE_SECONDS, _RESERVE_PART = 30.0, 0.05
 _STEPS_AHEAD, _SAVES_AHEAD = 3, 2  # the wish is known after another step; a save may take longer than before
-
-
-@dataclass(frozen=True)
-class TerminationConfig:
-    """How a job ends when it is told to.
-
-    Parameters
-    ----------
-    termination_watcher_fn : callable, optional
-        Is called at the end of each step, and returns whether this rank is told to end, besides by signals.
-    exit_fn : callable, optional
-        Ends the program after the last save; by default ``sys.exit(RESTART_EXIT_CODE)``, which is 42.
-    grace_period : float, optional
-        The seconds from the signal until the job is ended. With None or 0 it saves and leaves at once; else it saves, trains on
-        until the time is nearly over, saves again, and leaves.
-    save_fn : callable, optional
-        Saves instead of ``manager.save(total_run_calls, wait=True)``. All ranks call it together.
-    signals : sequence of signal.Signals
-        By which a rank is told to end. TensorFlow, which does not have this argument, takes SIGTERM.
-    """
-
-    termination_watcher_fn: Callable[[], bool] | None = None
-    exit_fn: Callable[[], Any] | None = None
-    grace_period: float | None = None
-    save_fn: Callable[..., Any] | None = None
-    signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-
-    def __post_init__(self) -> None:
-        for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
-            if not callable(value := getattr(self, name) or int):
-                raise InvalidArgumentError(f"{name} must be a function or None; got {value!r}")
-        if not (self.grace_period or 0.0) >= 0.0:
-            raise InvalidArgumentError(f"grace_period must be seconds >= 0, or None; got {self.grace_period!r}")
-        if {signal.SIGINT, signal.SIGKILL, signal.SIGSTOP}.intersection(self.signals):
-            raise InvalidArgumentError(f"signals must be ones that a program handles, but Ctrl-C; got {self.signals!r}")
 
 
 class PreemptionCheckpointHandler:
@@ -128,8 +90,7 @@ class PreemptionCheckpointHandler:
         if _active is not None:
             _active.close()
         self._wishes = Wishes(communicator)
-        self._heard, self._previous = list[tuple[int, float]](), dict[int, Any]()
-        self._watch_signals()
+        self._signals = Signals(config.signals)
         _active = self
         try:
             self._manager = CheckpointManager(made, checkpoint_dir or "", 1) if isinstance(made, Checkpoint) else made
@@ -183,33 +144,23 @@ class PreemptionCheckpointHandler:
 
     def close(self) -> None:
         """Watch no more, and restore the handlers of signals that were there before. A collective call."""
+        self._stop()
+        self._signals.restore()
+
+    def _stop(self) -> None:
+        """Exchange nothing any more. A collective call."""
         global _active
         if self is _active:
             _active = None
             self._wishes.close()
-        self._restore_signals()
-
-    def _watch_signals(self) -> None:
-        heard = self._heard
-
-        def hear(number: int, frame: object) -> None:
-            heard.append((number, time.monotonic()))
-
-        for number in self._config.signals:
-            self._previous[number] = signal.signal(number, hear)
-
-    def _restore_signals(self) -> None:
-        while self._previous:
-            number, previous = self._previous.popitem()
-            signal.signal(number, signal.SIG_DFL if previous is None else previous)  # None: not of Python
 
     def _wished(self, now: float) -> int:
         """Return what this rank wishes."""
         grace, ask, level, cause = self._config.grace_period, self._config.termination_watcher_fn, _GO_ON, 0
-        if not self._heard and ask is not None and ask():
-            self._heard.append((_WATCHER, now))
-        if self._heard:
-            cause, when = self._heard[0]
+        if self._signals.first is None and ask is not None and ask():
+            self._signals.first = _WATCHER, now
+        if self._signals.first is not None:
+            cause, when = self._signals.first
             level = _SAVE if grace and not self._is_nearly(when + grace, grace, now) else _LEAVE
         if level != _LEAVE and self._is_nearly(*self._limit, now):
             level, cause = _LEAVE, _TIME_LIMIT
@@ -243,18 +194,15 @@ class PreemptionCheckpointHandler:
 
     def _leave(self) -> None:
         """End the program, as its configuration says."""
-        global _active
-        _active = None
-        for number in self._previous:  # the interpreter would let one that comes while it ends kill the process
-            signal.signal(number, signal.SIG_IGN)
-        self._wishes.close()
+        self._signals.ignore()
+        self._stop()
         try:
             (self._config.exit_fn or _exit)()
         except SystemExit as leaving:
             if self._wishes.are_of_whole_job:
                 abort.leave_together(leaving.code)
             raise
-        self._restore_signals()
+        self._signals.restore()
 
 
 _active: PreemptionCheckpointHandler | None = None
@@ -265,10 +213,11 @@ def _exit() -> None:
 
 
 def _close_active() -> None:
-    """Complete what was started, at the end of a program that was not told to end."""
+    """Complete what was started, at the end of a program that was not told to end; a signal comes too late from now on."""
     if _active is not None and abort.ending_code() == 0:
+        _active._signals.ignore()
         try:
-            _active.close()
+            _active._stop()
         except Exception as error:
             abort.end(error)
 

@@ -11,7 +11,7 @@ from mpistrat.lazy import PublicNames
 
 if TYPE_CHECKING:
     from mpistrat.checkpoint.preemption import PreemptionCheckpointHandler as PreemptionCheckpointHandler
-    from mpistrat.checkpoint.preemption import TerminationConfig as TerminationConfig
+    from mpistrat.checkpoint.termination import TerminationConfig as TerminationConfig
     from mpistrat.communicator.options import CollectiveHints as CollectiveHints
     from mpistrat.communicator.options import CommunicationImplementation as CollectiveCommunication  # noqa: F401
     from mpistrat.communicator.options import CommunicationImplementation as CommunicationImplementation
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from mpistrat.experimental import coordinator as coordinator
     from mpistrat.experimental import partitioners as partitioners
     from mpistrat.inputs.input_options import ValueContext as ValueContext
-    from mpistrat.launch.abort import RESTART_EXIT_CODE as RESTART_EXIT_CODE
     from mpistrat.parameter_server.strategy import ParameterServerStrategy as ParameterServerStrategy
     from mpistrat.parameter_server.variables import ServerVariable as ServerVariable
     from mpistrat.parameter_server.variables import ShardedVariable as ShardedVariable

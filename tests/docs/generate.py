@@ -170,7 +170,7 @@ _SECTIONS = {
     "Cross-device operations": ("cross_device",),
     "Clusters": ("cluster", "cluster_resolver"),
     "Parameter servers": ("parameter_server", "experimental"),
-    "Checkpoints": ("checkpoint",),
+    "Checkpoints": ("checkpoint", "launch"),
 }
 _PAGES: dict[str, Callable[[], str]] = {
     "settings.md": _settings,

@@ -36,6 +36,9 @@ def named(text: str, remark: str = "") -> list[Name]:
 
 SAME = """
 get_strategy()
+experimental.PreemptionCheckpointHandler.save_checkpoint_if_preempted(*args, **kwargs)
+experimental.PreemptionCheckpointHandler.watch_preemption_scope()
+experimental.PreemptionCheckpointHandler.total_run_calls
 has_strategy()
 get_replica_context()
 in_cross_replica_context()
@@ -275,6 +278,18 @@ CheckpointManager(checkpoint, directory, max_to_keep, keep_checkpoint_every_n_ho
 CheckpointManager.save(checkpoint_number=None, check_interval=True, options=None)
 """,
     ),
+    (
+        "Has `signals` too, by default SIGTERM, SIGUSR1 and SIGUSR2; `termination_watcher_fn` is called after each step.",
+        "experimental.TerminationConfig(termination_watcher_fn=None, exit_fn=None, grace_period=None, save_fn=None)",
+    ),
+    (
+        "`checkpoint_or_manager` (`checkpoint_or_checkpoint_manager`) and `step_fn` (`fn`); `cluster_resolver` is not used. What stops a job is looked at "
+        "after a step, and the time limit, of SLURM or MPISTRAT_TIME_LIMIT, is one.",
+        """
+experimental.PreemptionCheckpointHandler(cluster_resolver, checkpoint_or_checkpoint_manager, checkpoint_dir=None, termination_config=None)
+experimental.PreemptionCheckpointHandler.run(fn, *args, **kwargs)
+""",
+    ),
     ("`merge_fn` runs once on every rank.", "ReplicaContext.merge_call(merge_fn, args=(), kwargs=None)"),
     (
         "Public here, as `update(variable, fn, args, kwargs)`; `var` is `variable`, and there is no `group`.",
@@ -448,16 +463,5 @@ cluster_resolver.SageMakerClusterResolver
     (
         "A server needs a chief, and both are ranks of one MPI job: `mpistrat run -n 3`.",
         "Server.create_local_server(config=None, start=True)",
-    ),
-    (
-        "Preemption is planned; `Checkpoint` and `CheckpointManager` save and restore.",
-        """
-experimental.TerminationConfig(termination_watcher_fn=None, exit_fn=None, grace_period=None, save_fn=None)
-experimental.PreemptionCheckpointHandler(cluster_resolver, checkpoint_or_checkpoint_manager, checkpoint_dir=None, termination_config=None)
-experimental.PreemptionCheckpointHandler.run(fn, *args, **kwargs)
-experimental.PreemptionCheckpointHandler.save_checkpoint_if_preempted(*args, **kwargs)
-experimental.PreemptionCheckpointHandler.watch_preemption_scope()
-experimental.PreemptionCheckpointHandler.total_run_calls
-""",
     ),
 )

@@ -2,15 +2,18 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.checkpoint import preemption
+from mpistrat.checkpoint import preemption, termination
 from mpistrat.errors import CheckpointError, InvalidArgumentError
-from mpistrat.experimental import RESTART_EXIT_CODE, PreemptionCheckpointHandler, TerminationConfig
+from mpistrat.experimental import PreemptionCheckpointHandler, TerminationConfig
 from mpistrat.launch import time_limit
 from mpistrat.logger import logger
 
@@ -69,7 +72,7 @@ def test_a_signal_saves_after_its_step_and_ends_the_program_with_the_code(make, 
     handler = make(exit_fn=None)
     with pytest.raises(SystemExit) as exited:
         take(handler, 9, at=2, number=number)
-    assert exited.value.code == RESTART_EXIT_CODE == 42
+    assert exited.value.code == mpistrat.RESTART_EXIT_CODE == 42
     assert (handler.total_run_calls, saved(tmp_path / "ck")) == (3, ["ckpt-00000003"])
     signal.raise_signal(number)  # a second one, while the program ends
     handler.close()
@@ -77,6 +80,18 @@ def test_a_signal_saves_after_its_step_and_ends_the_program_with_the_code(make, 
     assert (again.total_run_calls, again.state) == (3, {"value": 3})
     take(again, 2)
     assert (again.total_run_calls, again.ended) == (5, [])
+
+
+def test_a_signal_while_a_program_ends_that_was_not_told_to_comes_too_late(tmp_path):
+    program = """
+import atexit, signal, sys
+atexit.register(signal.raise_signal, signal.SIGUSR1)  # is called last
+import mpistrat
+handler = mpistrat.experimental.PreemptionCheckpointHandler(None, mpistrat.Checkpoint(state={}), sys.argv[1])
+handler.run(print, "a step")
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "a step\n"), done.stderr
 
 
 def test_after_an_exit_fn_that_returns_the_program_goes_on_unwatched(make, tmp_path, handlers):
@@ -119,31 +134,55 @@ def test_a_watcher_function_tells_too_and_signals_may_be_others(make, handlers):
     assert handler.ended == [3]
 
 
-def test_with_a_grace_period_it_saves_at_once_and_again_at_its_end(make, tmp_path):
-    seen, grace = [], 0.5
-    handler = make(grace_period=grace)
-    take(handler, 4, at=1)
-    seen += saved(tmp_path / "ck")
-    began = time.monotonic()
-    while not handler.ended:
-        take(handler, 1)
-        time.sleep(0.01)
-    assert 0.5 * grace < time.monotonic() - began < grace
-    assert (seen, saved(tmp_path / "ck")) == (["ckpt-00000002"], [f"ckpt-{handler.ended[0]:08d}"])
-    assert handler.ended[0] > 10
+@pytest.fixture
+def clock(monkeypatch):
+    """Give a clock that only the test moves on."""
+    found = SimpleNamespace(now=1000.0)
+    for module in (preemption, termination):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: found.now))
+    return found
 
 
-def test_it_stops_before_the_time_limit_as_early_as_saves_and_steps_take(make, monkeypatch):
+def test_with_a_grace_period_it_saves_at_once_and_again_at_its_end(make, clock):
     def save():
-        time.sleep(0.1)
+        clock.now += 0.5
 
-    monkeypatch.setattr(preemption, "seconds_left", lambda environ: 1.0)
-    handler, began = make(save_fn=save), time.monotonic()
-    handler._saved_seconds = 0.2  # of an earlier one
+    saved_at = []
+    handler = make(grace_period=60.0, save_fn=lambda: save() or saved_at.append(clock.now))
+
+    def step():
+        clock.now += 1.0
+
+    handler.run(step)
+    signal.raise_signal(signal.SIGUSR1)
     while not handler.ended:
-        take(handler, 1)
-        time.sleep(0.02)
-    assert 0.3 < time.monotonic() - began < 0.75
+        handler.run(step)
+    # the reserve: 3 steps of 1 s, 2 saves of 0.5 s, a twentieth
+    assert saved_at == [1002.5, 1055.0]
+    assert handler.ended == [54]
+
+
+def test_it_stops_before_the_time_limit_as_early_as_saves_and_steps_take(make, clock, monkeypatch):
+    monkeypatch.setattr(preemption, "seconds_left", lambda environ: 7200.0)
+    handler = make()
+    handler._checkpoint._writer.longest_seconds = 100.0
+    for seconds in (2.0, 90.0, 10.0):  # the longest of the steps counts
+        for _ in range(3):
+            handler.run(lambda: setattr(clock, "now", clock.now + seconds))  # noqa: B023
+    while not handler.ended:
+        handler.run(lambda: setattr(clock, "now", clock.now + 10.0))
+    # 3 steps of 10 s, 2 saves of 100 s, 30 s
+    assert 7200 - 270 <= clock.now - 1000 <= 7200 - 250
+
+
+def test_a_step_that_was_long_is_expected_again_for_a_while(make, clock, monkeypatch):
+    monkeypatch.setattr(preemption, "seconds_left", lambda environ: 440.0)
+    handler = make()
+    handler.run(int)
+    handler.run(lambda: setattr(clock, "now", clock.now + 100.0))
+    assert handler.ended == []
+    handler.run(lambda: setattr(clock, "now", clock.now + 50.0))
+    assert handler.ended == [3], "3 steps of 90 s do not fit into 290 s"
 
 
 def test_the_line_says_why_and_how_often_slurm_has_started_it_again(make, monkeypatch, caplog):
@@ -208,7 +247,7 @@ def test_inside_run_it_says_where_it_belongs(make):
     [
         ({"exit_fn": 42}, "exit_fn must be a function or None; got 42"),
         ({"grace_period": -1.0}, "grace_period must be seconds >= 0"),
-        ({"signals": (signal.SIGINT,)}, "Ctrl-C"),
+        ({"signals": (signal.SIGINT,)}, "not Ctrl-C's"),
     ],
 )
 def test_wrong_configurations_are_refused(config, text):
