@@ -102,7 +102,8 @@ def execute(arguments: argparse.Namespace) -> int:
         return _follow(*command(), timeout)
 
     several_hosts = arguments.hostfile is not None or environment.in_slurm_allocation(os.environ)
-    return restarts.run_again(start, arguments.max_restarts, delay, Path.cwd() if several_hosts else None, _say)
+    shared = Path.cwd() if several_hosts and os.access(Path.cwd(), os.W_OK) else None
+    return restarts.run_again(start, arguments.max_restarts, delay, shared, _say)
 
 
 def start(program: Sequence[str], num_ranks: int, nodes: str = "") -> int:
