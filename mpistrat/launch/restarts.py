@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 from mpistrat.launch.abort import RESTART_EXIT_CODE
 from mpistrat.launch.environment import in_slurm_allocation
@@ -55,12 +54,13 @@ def run_again(
         Prints a line.
     """
     failed_at: int | None = None
-    with _raising_signals(), tempfile.NamedTemporaryFile("r", prefix="mpistrat-progress-", dir=shared) as progress:
+    with _raising_signals(), tempfile.NamedTemporaryFile(prefix="mpistrat-progress-", dir=shared) as progress:
         for count in range(most + 1):
             ended, reason = start({COUNT: str(count), PROGRESS: progress.name})
             if ended.code == 0 or ended.was_stopped:
                 return ended.code
-            step = _last_step(progress)
+            # opened anew: NFS shows what other hosts have written
+            step = max(map(int, Path(progress.name).read_text().split()), default=-1)
             place = "no checkpoint has been saved" if step < 0 else f"the last checkpoint is that of step {step}"
             if ended.code == RESTART_EXIT_CODE:
                 if ended.signals or in_slurm_allocation(os.environ):
@@ -90,8 +90,3 @@ def _raising_signals() -> Iterator[None]:
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
-
-
-def _last_step(progress: IO[str]) -> int:
-    with open(progress.name) as file:  # noqa: PTH123 - opened anew: NFS shows what others have written
-        return max(map(int, file), default=-1)
