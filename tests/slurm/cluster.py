@@ -90,7 +90,7 @@ class Cluster:
         """Start a job at once that was put back into the queue, with changes; SLURM would let it wait for two minutes."""
         if not until(lambda: self.state(job) == "PENDING" and self._is_idle(), 60):
             raise ClusterError(f"job {job} is {self.state(job)}, not back in the queue\n{self.logs()}")
-        time.sleep(1.5)  # in the second in which it has ended SLURM would revoke its credential
+        time.sleep(6.0)  # for a while after its end SLURM revokes its credentials, and ends steps of the same number
         done = self.run(["scontrol", "update", f"jobid={job}", *changes, "StartTime=now"])
         if done.returncode:
             raise ClusterError(f"scontrol update of job {job}: {done.stderr}")
