@@ -15,7 +15,8 @@ from mpistrat.errors import InvalidArgumentError, SettingError
 T = TypeVar("T")
 
 _PREFIX = "MPISTRAT_"
-_INTERNAL = ("RANK_PID",)  # set by ranks for the processes that they start
+# set by ranks for the processes that they start, and by `mpistrat run --max-restarts` for ranks
+_INTERNAL = ("RANK_PID", "RESTART_COUNT", "PROGRESS_FILE")
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

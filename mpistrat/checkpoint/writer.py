@@ -15,7 +15,7 @@ from mpistrat.checkpoint.files import Manifest, Piece, file_name, remove, write_
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.errors import CheckpointError
-from mpistrat.launch import abort
+from mpistrat.launch import abort, restarts
 from mpistrat.logger import logger
 from mpistrat.text import format_bytes, format_seconds
 
@@ -66,6 +66,7 @@ class Writer:
             if self.rank or self._error:
                 return
             amount, rate = format_bytes(manifest.num_bytes), format_bytes(int(manifest.num_bytes / seconds))
+            restarts.note_saved(manifest.step)
             logger.info(f"step {manifest.step}: {amount} in {folder}, at {rate}/s; the step waited {format_seconds(waited)}")
             for each in outdated:
                 try:

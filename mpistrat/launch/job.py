@@ -37,7 +37,8 @@ _FORWARD_SECONDS = 1.0
 _END_SECONDS = 10.0
 # how long what mpiexec has printed may take to arrive after its end: what it has started may keep the pipe open
 _RELAY_SECONDS = 2.0
-_LONGEST_WAIT_SECONDS = 3600.0
+# how often to look whether mpiexec has ended: between two waits another thread of this process may take its SIGCHLD
+_POLL_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 
 # what mpiexec puts before each line of a rank with its option for that
@@ -48,7 +49,8 @@ _BANNER = re.compile(_TAG + _LINE + _TAG + _KIND + rb".*?\n" + _TAG + _LINE, re.
 _NUL = re.compile(_TAG + rb"\0")
 # how `abort`, a preempted job, or a command that the ranks run, says why a rank ends the job
 _REASON = re.compile(
-    rb"\[rank \d+ on [^\]\n]*\] (?:Traceback|interrupted|sys\.exit)|mpistrat (?:bench|tune): |mpistrat: the job stops after"
+    rb"\[(?P<who>rank \d+ on [^\],\n]*)[^\]\n]*\] (?:Traceback|interrupted|sys\.exit)|"
+    rb"mpistrat (?:bench|tune): |mpistrat: the job stops after"
 )
 # how Open MPI and MPICH say that a signal has ended a process
 _KILLED = re.compile(
@@ -71,18 +73,33 @@ class Killed:
     number: int
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How a job has ended, as far as this process knows."""
+
+    code: int
+    timed_out: bool = False
+    killed: Killed | None = None  # the first process that a signal has ended, unless that was sent to this one
+    failed: str = ""  # the first rank that has said why it ends the job, and its host
+    signals: frozenset[int] = frozenset()  # that were sent to this process, and forwarded
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the user, or a scheduler, has told this process to end it."""
+        return not self.signals.isdisjoint((*_ENDING, signal.SIGQUIT))
+
+
 def follow(
     argv: Sequence[str],
     environ: Mapping[str, str],
-    on_killed: Callable[[Killed], None],
     timeout: float = math.inf,
     on_timeout: Callable[[int], None] | None = None,
-) -> int:
-    """Run a command, forward signals to it, and return its exit code, whichever it is.
+) -> Ended:
+    """Run a command, forward signals to it, and return how it has ended.
 
-    After Ctrl-C that is 130, after SIGTERM 143 unless the program ended with a code of its own, and TIMED_OUT after so many
-    seconds. If this process is killed, the command gets SIGTERM. `on_killed` is called at the end with the first process of the
-    job that a signal has ended, if there is one; `on_timeout` with the pid of the command, before that is ended.
+    Its code is 130 after Ctrl-C, 143 after SIGTERM unless the program ended with a code of its own, and TIMED_OUT after so many
+    seconds. If this process is killed, the command gets SIGTERM. `on_timeout` is called with the pid of the command, before it
+    is ended.
     """
     # under nohup, or in the background of a shell, some of them are ignored
     signals = [signal.SIGCHLD, *(number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN)]
@@ -104,21 +121,25 @@ def follow(
     job.wait(signals)
     relay.join(_RELAY_SECONDS)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return Ended(_code(job), job.timed_out, None if job.ended_by else printed.killed, printed.failed, frozenset(job.signals))
+
+
+def _code(job: _Followed) -> int:
+    code = job.process.returncode
     if job.timed_out:
         return TIMED_OUT
-    if printed.killed is not None and not job.ended_by:
-        on_killed(printed.killed)
     # told to end, mpiexec returns 1 or dies; another code after SIGTERM is the program's own
-    ends = process.returncode != 0 if job.ended_by == signal.SIGINT else process.returncode in (1, -job.ended_by)
+    ends = code != 0 if job.ended_by == signal.SIGINT else code in (1, -job.ended_by)
     if job.ended_by and ends:
         print(f"mpistrat run: {_ENDING[job.ended_by]}", file=sys.stderr, flush=True)
         return 128 + job.ended_by
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+    return code if code >= 0 else 128 - code
 
 
 class _Followed:
     def __init__(self, process: subprocess.Popen[bytes], timeout: float, on_timeout: Callable[[int], None] | None) -> None:
-        self._process, self._on_timeout = process, on_timeout
+        self.process, self._on_timeout = process, on_timeout
+        self.signals = set[int]()
         self._forward: list[int] = []
         self._forward_at = math.inf
         self._end_at = time.monotonic() + timeout
@@ -127,18 +148,19 @@ class _Followed:
 
     def wait(self, signals: Sequence[int]) -> None:
         """Wait until mpiexec has exited; `signals`, of which SIGCHLD is one, are blocked."""
-        while self._process.poll() is None:
+        while self.process.poll() is None:
             seconds = min(self._forward_at, self._end_at) - time.monotonic()
-            received = signal.sigtimedwait(signals, min(max(seconds, 0.0), _LONGEST_WAIT_SECONDS))
+            received = signal.sigtimedwait(signals, min(max(seconds, 0.0), _POLL_SECONDS))
             if received is not None and received.si_signo != signal.SIGCHLD:
                 self._forward.append(received.si_signo)
+                self.signals.add(received.si_signo)
                 self._forward_at = time.monotonic() + _FORWARD_SECONDS
                 if received.si_signo in _ENDING:
-                    self._segments |= openmpi.mapped_segments(self._process.pid)
+                    self._segments |= openmpi.mapped_segments(self.process.pid)
                     self.ended_by = self.ended_by or received.si_signo
             if time.monotonic() >= self._forward_at:  # the signal was sent to this process alone
                 for number in self._forward:
-                    self._process.send_signal(number)
+                    self.process.send_signal(number)
                 self._forward.clear()
                 self._forward_at = math.inf
             if time.monotonic() >= self._end_at:
@@ -148,29 +170,31 @@ class _Followed:
 
     def _end(self) -> None:
         if self.timed_out:
-            self._process.kill()
+            self.process.kill()
             self._end_at = math.inf
             return
         self.timed_out = True
-        self._segments |= openmpi.mapped_segments(self._process.pid)
+        self._segments |= openmpi.mapped_segments(self.process.pid)
         if self._on_timeout is not None:
-            self._on_timeout(self._process.pid)
-        self._process.terminate()
+            self._on_timeout(self.process.pid)
+        self.process.terminate()
         self._end_at = time.monotonic() + _END_SECONDS
 
 
 class Banners:
-    """Hold back the banners of an aborted job until its end, and note which process a signal has ended first."""
+    """Hold back the banners of an aborted job until its end, and note which rank has failed or was killed first."""
 
     def __init__(self) -> None:
         self._seen, self._held = b"", dict[bytes, bytes]()
         self._has_message = self._has_reason = False
         self.killed: Killed | None = None
+        self.failed = ""
 
     def feed(self, data: bytes) -> bytes:
         """Return what is to be printed after these bytes have arrived; note why the job ends, and which process was killed."""
         self._seen = self._seen[-_LONGEST_MESSAGE:] + data
-        self._has_reason = self._has_reason or _REASON.search(self._seen) is not None
+        if not self._has_reason and (reason := _REASON.search(self._seen)):
+            self._has_reason, self.failed = True, (reason["who"] or b"").decode(errors="replace")
         if self.killed is None and (found := _KILLED.search(self._seen)):
             self.killed = Killed(int(found["pid"]), found["node"].decode(errors="replace"), int(found["number"]))
         if _LINE in data:

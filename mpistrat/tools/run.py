@@ -10,15 +10,16 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mpistrat import settings
 from mpistrat.errors import InvalidArgumentError, LaunchError
-from mpistrat.launch import environment, mpiexec, openmpi
-from mpistrat.launch.job import Killed, follow
+from mpistrat.launch import environment, mpiexec, openmpi, restarts
+from mpistrat.launch.abort import RESTART_EXIT_CODE
+from mpistrat.launch.job import Ended, Killed, follow
 from mpistrat.text import format_count, format_elapsed
 from mpistrat.topology.world import World
 
@@ -38,6 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tag-output", action="store_true", help="put the rank before each line that it prints")
     parser.add_argument("--timeout", default="", metavar="TIME", help="end the job, with code 124, after so long: 90, 10m, 2h")
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start a job that fails up to N times again, while it makes progress",
+    )
+    parser.add_argument("--restart-delay", default="3", metavar="TIME", help="how long to wait before that (default: 3 s)")
     parser.add_argument("--survive", action="store_true", help="go on without workers that are lost, with parameter servers")
     parser.add_argument("--dry-run", action="store_true", help="print the command and start nothing")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="run a module instead of a script")
@@ -68,8 +77,12 @@ def execute(arguments: argparse.Namespace) -> int:
     if program[0] != "-m" and not Path(program[0]).exists():
         raise InvalidArgumentError(f"there is no script {program[0]!r} in {Path.cwd()}")
     num_ranks = _count_ranks(arguments.ranks, arguments.nodes)
-    timeout = _seconds(arguments.timeout) if arguments.timeout else math.inf
-    command, extra = _command(
+    timeout = _seconds("--timeout", arguments.timeout) if arguments.timeout else math.inf
+    if arguments.max_restarts < 0:
+        raise InvalidArgumentError(f"--max-restarts {arguments.max_restarts} is negative")
+    delay = 0.0 if arguments.restart_delay == "0" else _seconds("--restart-delay", arguments.restart_delay)
+    command = partial(
+        _command,
         program,
         num_ranks,
         arguments.nodes,
@@ -77,16 +90,37 @@ def execute(arguments: argparse.Namespace) -> int:
         tag_output=arguments.tag_output,
         hostfile=arguments.hostfile,
     )
-    if not arguments.dry_run:
-        return follow(command, {**os.environ, **extra}, _report_killed, timeout, partial(_report_timeout, timeout))
-    print(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in extra.items()), shlex.join(command)]))
-    return 0
+    if arguments.dry_run:
+        argv, extra = command()
+        print(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in extra.items()), shlex.join(argv)]))
+        return 0
+    if not arguments.max_restarts:
+        return _follow(*command(), timeout)[0].code
+
+    def start(variables: Mapping[str, str]) -> tuple[Ended, str]:
+        os.environ.update(variables)
+        return _follow(*command(), timeout)
+
+    several_hosts = arguments.hostfile is not None or environment.in_slurm_allocation(os.environ)
+    shared = Path.cwd() if several_hosts and os.access(Path.cwd(), os.W_OK) else None
+    return restarts.run_again(start, arguments.max_restarts, delay, shared, _say)
 
 
 def start(program: Sequence[str], num_ranks: int, nodes: str = "") -> int:
     """Start a job, wait for its end, and return its exit code, as `follow` does."""
-    command, extra = _command(program, num_ranks, nodes)
-    return follow(command, {**os.environ, **extra}, _report_killed)
+    return _follow(*_command(program, num_ranks, nodes))[0].code
+
+
+def _follow(command: Sequence[str], extra: Mapping[str, str], timeout: float = math.inf) -> tuple[Ended, str]:
+    """Run a job, report what was killed or took too long, and return how it has ended, and a text that says why."""
+    ended = follow(command, {**os.environ, **extra}, timeout, partial(_report_timeout, timeout))
+    if ended.timed_out:
+        return ended, f"the job has taken {format_elapsed(timeout)}"
+    if ended.killed is not None:
+        return ended, _report_killed(ended.killed)
+    if ended.code == RESTART_EXIT_CODE:
+        return ended, "the job was preempted"
+    return ended, f"{ended.failed or 'the job'} ended with code {ended.code}"
 
 
 def _command(
@@ -149,11 +183,11 @@ def _share_of_cores(num_ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, openmpi.num_cores() // num_ranks))}
 
 
-def _seconds(text: str) -> float:
+def _seconds(option: str, text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if not seconds:
-        raise InvalidArgumentError(f"--timeout {text!r} is not a time: a number above 0, with s, m, h or d behind it (90, 10m)")
+        raise InvalidArgumentError(f"{option} {text!r} is not a time: a number above 0, with s, m, h or d behind it (90, 10m)")
     return seconds
 
 
@@ -164,7 +198,8 @@ def _report_timeout(seconds: float, mpiexec_pid: int) -> None:
     _say(f"the job has taken {format_elapsed(seconds)}, its --timeout, and is ended\n{report}")
 
 
-def _report_killed(killed: Killed) -> None:
+def _report_killed(killed: Killed) -> str:
+    """Say which process was killed, and return it without the advice."""
     from mpistrat.watch.folder import mark_killed  # as above
 
     found = mark_killed(killed.pid) if killed.node.partition(".")[0] == socket.gethostname().partition(".")[0] else None
@@ -175,6 +210,7 @@ def _report_killed(killed: Killed) -> None:
     name = signal.strsignal(killed.number) or "unknown"
     memory = "; the system does that to processes when memory runs out" if killed.number == signal.SIGKILL else ""
     _say(f"{who} was ended by signal {killed.number} ({name}{memory}), and the other ranks with it{advice}")
+    return f"{who} was ended by signal {killed.number}"
 
 
 def _say(text: str) -> None:

@@ -162,9 +162,7 @@ class _Training:
         kept = sorted(path.name for path in (self._folder / "checkpoints").iterdir() if (path / "manifest.json").exists())
         if not kept or not kept[-1].startswith(f"ckpt-{max(steps):08d}") or max(steps) < self._last:
             yield f"ranks left at step {steps} after {self._last}, and {kept} are saved"
-        if len([line for line in said.splitlines() if "the job stops after step" in line]) != 1 or re.search(
-            "Traceback|MPI_ABORT", said
-        ):
+        if said.count("the job stops after step") != 1 or re.search("Traceback|MPI_ABORT", said):
             yield f"it said {said}"
         self._last, seconds = max(steps), last - first
         if grace:

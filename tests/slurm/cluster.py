@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -75,7 +76,7 @@ class Cluster:
         return int(done.stdout)
 
     def wait(self, job: int, timeout: float = 120) -> str:
-        """Wait until a job has ended, and return its state (``COMPLETED``, ``FAILED``, …).
+        """Wait until a job, or each task of an array, has ended, and return its state (``COMPLETED``, ``FAILED``, …).
 
         `sbatch --wait` would look every 8 s only.
         """
@@ -85,11 +86,20 @@ class Cluster:
             raise ClusterError(f"job {job} is still {state} after {timeout:g} s\n{self.logs()}")
         return self.state(job)
 
+    def restart(self, job: int, *changes: str) -> None:
+        """Start a job at once that was put back into the queue, with changes; SLURM would let it wait for two minutes."""
+        if not until(lambda: self.state(job) == "PENDING" and self._is_idle(), 60):
+            raise ClusterError(f"job {job} is {self.state(job)}, not back in the queue\n{self.logs()}")
+        time.sleep(6.0)  # for a while after its end SLURM revokes its credentials, and ends steps of the same number
+        done = self.run(["scontrol", "update", f"jobid={job}", *changes, "StartTime=now"])
+        if done.returncode:
+            raise ClusterError(f"scontrol update of job {job}: {done.stderr}")
+
     def state(self, job: int) -> str:
         """Return the state of a job now."""
         text = self.run(["scontrol", "show", "job", str(job)]).stdout
-        found = re.search(r"JobState=(\w+)", text)
-        return found[1] if found else "UNKNOWN"
+        states = re.findall(r"JobState=(\w+)", text)  # of an array several
+        return min(states, key=lambda state: state in _ENDED, default="UNKNOWN")
 
     def logs(self, lines: int = 20) -> str:
         """Return the end of each daemon's log."""
@@ -128,7 +138,9 @@ class Cluster:
             self._daemons.append(self._lab.start(host, ["env", f"SLURM_CONF={self.folder}/slurm.conf", *argv], log))
 
     def _is_idle(self) -> bool:
-        return self.run(["sinfo", "--noheader", "--Node", "--states=idle", "--format=%N"]).stdout.split() == list(self.nodes)
+        return self.run(
+            ["sinfo", "--noheader", "--Node", "--partition=main", "--states=idle", "--format=%N"]
+        ).stdout.split() == list(self.nodes)
 
     def _environment(self, **extra: str) -> dict[str, str]:
         return self._lab.environment(SLURM_CONF=f"{self.folder}/slurm.conf", **extra)

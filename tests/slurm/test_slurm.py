@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.processes import until
+
 _ROOT = Path(__file__).parents[2]
 _TEMPLATES = sorted((_ROOT / "slurm").glob("*.sbatch"))
-_PROGRAM = Path(__file__).parent / "programs" / "all_reduce.py"
+_PROGRAMS = Path(__file__).parent / "programs"
+_PROGRAM = _PROGRAMS / "all_reduce.py"
 # mpirun would bind each rank to a core of its own, and the nodes claim more cores than the machine has.
 _MPIRUN = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_MCA_hwloc_default_binding_policy=none"
 _PMIX, _TWO = "srun --mpi=pmix -K", "--ntasks-per-node=2"
@@ -19,23 +23,32 @@ _ON_TWO = "4 ranks on node0:2+node1:2, sum right: True"
 
 
 @pytest.fixture
-def submit(cluster, tmp_path):
-    """Give a function that submits a template from a project's folder, and returns the job's state and output.
+def begin(cluster, tmp_path):
+    """Give a function that submits a template from a project's folder, and returns the job's number.
 
     Without a launcher there is no site.env: the template runs as it comes, in the environment that is active at submission.
     """
     shutil.copytree(_ROOT / "slurm", tmp_path / "slurm", ignore=shutil.ignore_patterns("site.env"))
     shutil.copy(_PROGRAM, tmp_path / "train.py")
 
-    def run(template: str, bin_folder: Path, launch: str = "", *options: str, site: str = ""):
+    def run(template: str, bin_folder: Path, launch: str = "", *options: str, site: str = "", arguments: tuple[str, ...] = ()):
         path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
         if launch:
             lines = [site, f'export PATH="{path}" PYTHONPATH="{_ROOT}"', f'LAUNCH="{launch}"']
             (tmp_path / "slurm" / "site.env").write_text("\n".join(lines) + "\n")
         environ = {} if launch else {"PATH": path, "PYTHONPATH": str(_ROOT)}
-        job = cluster.submit([*options, f"slurm/{template}", "train.py"], tmp_path, environ)
-        state = cluster.wait(job)
-        return state, (tmp_path / f"mpistrat-{job}.out").read_text()
+        return cluster.submit([*options, f"slurm/{template}", "train.py", *arguments], tmp_path, environ)
+
+    return run
+
+
+@pytest.fixture
+def submit(cluster, begin, tmp_path):
+    """Give a function that submits a template as `begin` does, and returns the job's state and output."""
+
+    def run(*arguments, **options):
+        job = begin(*arguments, **options)
+        return cluster.wait(job), (tmp_path / f"mpistrat-{job}.out").read_text()
 
     return run
 
@@ -64,6 +77,81 @@ def test_a_program_runs_in_every_way(submit, request, way):
     state, output = submit(f"{template}.sbatch", request.getfixturevalue(f"{mpi}_bin"), launch, option, site=site)
     assert state == "COMPLETED", output
     assert said in output
+
+
+@pytest.fixture
+def begin_steps(begin, tmp_path):
+    """Give a function that begins a job which counts steps, and returns its number and its output when it has begun."""
+    shutil.copy(_PROGRAMS / "requeue.py", tmp_path / "train.py")
+    output = tmp_path / "steps.out"
+    output.touch()
+
+    def run(bin_folder: Path, launch: str = "", *options: str, site: str = ""):
+        before = output.read_text()
+        job = begin("requeue.sbatch", bin_folder, launch, *options, f"--output={output}", site=site, arguments=("100",))
+        assert until(lambda: " begin at step " in output.read_text().removeprefix(before), 60), output.read_text()
+        return job, output
+
+    return run
+
+
+def check_steps(output: Path, *places: str) -> None:
+    """Check that each run of a job has begun in its place, where the one before has stopped, and that the last has ended."""
+    text = output.read_text()
+    stopped = re.findall(r"the job stops after step (\d+), which is saved", text)
+    wanted = [f"{place} begin at step {step}" for place, step in zip(places, ["0", *stopped], strict=False)]
+    assert re.findall(r".* begin at step \d+", text) == wanted, text
+    assert text.endswith("all 100 steps counted: True\n"), text
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+def test_a_job_that_is_told_of_its_limit_continues(cluster, begin_steps, request, mpi):
+    job, output = begin_steps(request.getfixturevalue(f"{mpi}_bin"), "", _TWO)
+    cluster.run(["scancel", "--batch", "--signal=USR1", str(job)])  # as SLURM does before the time limit
+    cluster.restart(job)
+    assert cluster.wait(job) == "COMPLETED", output.read_text()
+    check_steps(output, "4 ranks on 2 nodes", "4 ranks on 2 nodes")
+
+
+def test_a_job_that_is_preempted_continues_on_another_number_of_nodes(cluster, begin_steps, openmpi_bin):
+    job, output = begin_steps(openmpi_bin, _PMIX, _TWO, "--exclusive")
+    urgent = cluster.submit(["--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true", "--output=urgent"], output.parent)
+    assert cluster.wait(urgent) == "COMPLETED"
+    assert cluster.state(job) == "PENDING"
+    cluster.run(["scancel", str(job)])
+    later, _ = begin_steps(openmpi_bin, _PMIX, _TWO, "--nodes=1")
+    assert cluster.wait(later) == "COMPLETED", output.read_text()
+    assert "has received SIGTERM" in output.read_text()
+    check_steps(output, "4 ranks on 2 nodes", "2 ranks on 1 nodes")
+
+
+def test_a_job_that_fails_does_not_go_back_into_the_queue(submit, openmpi_bin, tmp_path):
+    (tmp_path / "train.py").write_text("import sys, mpistrat; mpistrat.MultiWorkerMirroredStrategy(); sys.exit(3)")
+    assert submit("requeue.sbatch", openmpi_bin, "", _TWO)[0] == "FAILED"
+
+
+_SWEEP = """
+import sys, pathlib
+import mpistrat
+
+if mpistrat.MultiWorkerMirroredStrategy().is_chief:
+    pathlib.Path("result").write_text(" ".join(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+def test_each_task_of_an_array_has_its_folder_and_arguments(cluster, begin, request, tmp_path, mpi):
+    (tmp_path / "train.py").write_text(_SWEEP)
+    (tmp_path / "sweep.txt").write_text("--rate 0.1 --depth 3\n--rate 0.2\n")
+    bin_folder = request.getfixturevalue(f"{mpi}_bin")
+    job = begin("array.sbatch", bin_folder, "", "--array=1-2", "--ntasks-per-node=2", arguments=("--epochs", "5"))
+    cluster.wait(job)
+    said = [path.read_text() for path in sorted(tmp_path.glob(f"mpistrat-{job}_*.out"))]
+    results = [tmp_path / f"task-{number}" / "result" for number in (1, 2)]
+    assert [path.read_text() for path in results if path.exists()] == [
+        "--epochs 5 --rate 0.1 --depth 3",
+        "--epochs 5 --rate 0.2",
+    ], said
 
 
 _SUM = """

@@ -39,6 +39,7 @@ def submit(request, tmp_path):
             "SLURM_SUBMIT_DIR": str(tmp_path),
             "SLURM_CPUS_PER_TASK": "4",
             "SLURM_NTASKS": "8",
+            "SLURM_ARRAY_TASK_ID": "1",
         }
         return run_bounded(["bash", str(script), "train.py", "--name", "a b"], 30, environ)
 

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -78,6 +80,18 @@ def test_a_signal_saves_after_its_step_and_ends_the_program_with_the_code(make, 
     assert (again.total_run_calls, again.state) == (3, {"value": 3})
     take(again, 2)
     assert (again.total_run_calls, again.ended) == (5, [])
+
+
+def test_a_signal_while_a_program_ends_that_was_not_told_to_comes_too_late(tmp_path):
+    program = """
+import atexit, signal, sys
+atexit.register(signal.raise_signal, signal.SIGUSR1)  # is called last
+import mpistrat
+handler = mpistrat.experimental.PreemptionCheckpointHandler(None, mpistrat.Checkpoint(state={}), sys.argv[1])
+handler.run(print, "a step")
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "a step\n"), done.stderr
 
 
 def test_after_an_exit_fn_that_returns_the_program_goes_on_unwatched(make, tmp_path, handlers):

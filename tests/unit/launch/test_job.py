@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -10,7 +11,7 @@ import time
 import pytest
 
 from mpistrat.launch import job
-from mpistrat.launch.job import TIMED_OUT, Banners, Killed, follow, relay_stderr
+from mpistrat.launch.job import TIMED_OUT, Banners, Ended, Killed, follow, relay_stderr
 from tests.processes import TAKES_CTRL_C, run_bounded
 
 # other tests of this process may have imported JAX, which warns of every fork
@@ -22,12 +23,21 @@ def shell(text: str) -> list[str]:
 
 
 def test_exit_codes_are_handed_on(capfd: pytest.CaptureFixture[str]) -> None:
-    assert follow(shell("echo out; echo err >&2; exit 3"), os.environ, print) == 3
+    assert follow(shell("echo out; echo err >&2; exit 3"), os.environ) == Ended(3)
     assert capfd.readouterr() == ("out\n", "err\n")
-    assert follow(shell("kill -9 $$"), os.environ, print) == 128 + 9
+    assert follow(shell("kill -9 $$"), os.environ).code == 128 + 9
     reports: list[object] = []
-    assert follow(shell("exit 7"), os.environ, reports.append, 60.0, reports.append) == 7
+    assert follow(shell("exit 7"), os.environ, 60.0, reports.append).code == 7
     assert reports == []
+
+
+def test_why_a_job_has_ended_is_known(capfd: pytest.CaptureFixture[str]) -> None:
+    ended = follow(shell("echo '[rank 3 on vm, thread Thread-1] Traceback' >&2; exit 1"), os.environ)
+    assert ended == Ended(1, failed="rank 3 on vm")
+    ended = follow(shell("echo '[rank 2 on vm] Traceback, [rank 3 on vm] Traceback' >&2; exit 1"), os.environ)
+    assert ended == Ended(1, failed="rank 2 on vm")
+    ended = follow(shell("echo 'rank 1 with PID 77 on node vm exited on signal 9 (Killed)' >&2; exit 137"), os.environ)
+    assert ended == Ended(137, killed=Killed(77, "vm", 9))
 
 
 @pytest.mark.parametrize(
@@ -37,22 +47,24 @@ def test_exit_codes_are_handed_on(capfd: pytest.CaptureFixture[str]) -> None:
         ("HUP", 1, 129, "ended by SIGHUP"),
         ("INT", 5, 130, "interrupted"),
         ("TERM", 5, 5, ""),
+        ("USR1", 5, 5, ""),
     ],
 )
 def test_a_signal_that_ends_the_job_is_told_and_is_its_code(name: str, code: int, returned: int, said: str) -> None:
     command = f"trap 'exit {code}' {name}; kill -{name} $PPID; while :; do sleep 0.05; done"
-    program = "import os; from mpistrat.launch.job import follow; "
-    program += f"raise SystemExit(follow(['sh', '-c', {command!r}], os.environ, print))"
+    program = f"import os; from mpistrat.launch.job import follow; ended = follow(['sh', '-c', {command!r}], os.environ); "
+    program += "print(*ended.signals, ended.was_stopped); raise SystemExit(ended.code)"
     done = run_bounded([*TAKES_CTRL_C, sys.executable, "-c", program], 60.0)
     assert (done.returncode, done.stderr) == (returned, f"mpistrat run: {said}\n" if said else "")
+    assert done.stdout == f"{signal.Signals[f'SIG{name}'].value} {name != 'USR1'}\n"
 
 
 def test_a_limit_ends_the_job_after_the_report(capfd: pytest.CaptureFixture[str]) -> None:
     alive = []
     started = time.monotonic()
     argv = shell("trap 'echo ended >&2; exit 0' TERM; sleep 60 >/dev/null 2>&1 & wait")
-    code = follow(argv, os.environ, print, 0.3, lambda pid: alive.append(os.path.exists(f"/proc/{pid}")))  # noqa: PTH110
-    assert code == TIMED_OUT
+    ended = follow(argv, os.environ, 0.3, lambda pid: alive.append(os.path.exists(f"/proc/{pid}")))  # noqa: PTH110
+    assert ended == Ended(TIMED_OUT, timed_out=True)
     assert alive == [True]
     assert time.monotonic() - started < 30
     assert capfd.readouterr().err == "ended\n"
@@ -61,14 +73,14 @@ def test_a_limit_ends_the_job_after_the_report(capfd: pytest.CaptureFixture[str]
 def test_what_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_END_SECONDS", 0.2)
     started = time.monotonic()
-    assert follow(shell("trap '' TERM; exec sleep 60"), os.environ, print, 0.2) == TIMED_OUT
+    assert follow(shell("trap '' TERM; exec sleep 60"), os.environ, 0.2).code == TIMED_OUT
     assert time.monotonic() - started < 30
 
 
 def test_what_keeps_stderr_open_does_not_keep_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_RELAY_SECONDS", 0.2)
     started = time.monotonic()
-    assert follow(shell("sleep 5 & exit 4"), os.environ, print) == 4
+    assert follow(shell("sleep 5 & exit 4"), os.environ).code == 4
     assert time.monotonic() - started < 4
 
 

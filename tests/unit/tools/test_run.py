@@ -10,6 +10,7 @@ import pytest
 
 from mpistrat.errors import InvalidArgumentError, LaunchError, MpistratError, TopologyError
 from mpistrat.launch import environment, mpiexec, openmpi
+from mpistrat.launch.job import Ended, Killed
 from mpistrat.tools import cli, doctor, run
 
 EXTRA = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx", "OMP_NUM_THREADS": "2"}
@@ -48,9 +49,9 @@ def test_dry_run_prints_a_command_to_copy(capsys: pytest.CaptureFixture[str]) ->
 
 def test_job_is_started_and_its_code_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
-    monkeypatch.setattr(run, "follow", lambda *arguments: started.append(arguments) or 7)
+    monkeypatch.setattr(run, "follow", lambda *arguments: started.append(arguments) or Ended(7))
     assert execute("-n", "2", "train.py") == 7
-    [(argv, environ, _, timeout, _)] = started
+    [(argv, environ, timeout, _)] = started
     assert timeout == math.inf
     assert argv == ["/opt/my mpi/mpiexec", "-n", "2", sys.executable, "-m", "mpi4py", "train.py"]
     assert environ == {**os.environ, **EXTRA}
@@ -95,7 +96,7 @@ def test_options_of_mpiexec_are_made_for_the_mpi(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90.0), ("1.5s", 1.5), ("10m", 600.0), ("2h", 7200.0), (" 1d ", 86400.0)])
 def test_a_timeout_is_a_limit(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> None:
     limits = []
-    monkeypatch.setattr(run, "follow", lambda _argv, _environ, _on_killed, timeout, _on_timeout: limits.append(timeout) or 0)
+    monkeypatch.setattr(run, "follow", lambda _argv, _environ, timeout, _on_timeout: limits.append(timeout) or Ended(0))
     execute("-n", "2", "--timeout", text, "train.py")
     assert limits == [seconds]
 
@@ -103,7 +104,7 @@ def test_a_timeout_is_a_limit(monkeypatch: pytest.MonkeyPatch, text: str, second
 def test_a_timeout_is_reported_with_what_the_ranks_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "follow", lambda _argv, _environ, _on_killed, _timeout, on_timeout: on_timeout(7) or 124)
+    monkeypatch.setattr(run, "follow", lambda _argv, _environ, _timeout, on_timeout: on_timeout(7) or Ended(124))
     monkeypatch.setattr(doctor, "describe", lambda pid: f"ranks of {pid}" if pid else "")
     assert execute("-n", "2", "--timeout", "2m", "train.py") == 124
     said = "mpistrat run: the job has taken 2 min 0 s, its --timeout, and is ended\n"
@@ -112,6 +113,37 @@ def test_a_timeout_is_reported_with_what_the_ranks_do(
     execute("-n", "2", "--timeout", "2m", "train.py")
     nothing = "What its ranks were doing is not known: none on this host has made a strategy.\n"
     assert capsys.readouterr().err == f"{said}{nothing}"
+
+
+def test_a_restart_says_how_the_job_has_ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ends = [Ended(124, timed_out=True), Ended(42), Ended(1, failed="rank 3 on vm"), Ended(139, killed=Killed(7, "other", 11))]
+    counts = []
+    monkeypatch.setattr(
+        run, "follow", lambda _argv, environ, *_: counts.append(environ["MPISTRAT_RESTART_COUNT"]) or ends[len(counts) - 1]
+    )
+    assert execute("-n", "2", "--max-restarts", "9", "--restart-delay", "0", "--timeout", "2m", "train.py") == 1
+    assert counts == ["0", "1", "2"]
+    ends[1] = Ended(0)
+    ends[0], counts[:] = ends[3], []
+    assert execute("-n", "2", "--max-restarts", "9", "--restart-delay", "0", "train.py") == 0
+    none = "no checkpoint has been saved"
+    assert capsys.readouterr().err.splitlines() == [
+        f"mpistrat run: restart 1 of 9: the job has taken 2 min 0 s; {none}",
+        f"mpistrat run: restart 2 of 9: the job was preempted; {none}",
+        f"mpistrat run: not started again, because it failed twice without progress: rank 3 on vm ended with code 1; {none}",
+        "mpistrat run: process 7 on other was ended by signal 11 (Segmentation fault), and the other ranks with it",
+        f"mpistrat run: restart 1 of 9: process 7 on other was ended by signal 11; {none}",
+    ]
+
+
+def test_ranks_on_other_hosts_are_told_where_progress_is(monkeypatch: pytest.MonkeyPatch, script: Path) -> None:
+    script.write_text("node1\n")  # a hostfile too
+    commands = []
+    monkeypatch.setattr(run, "follow", lambda argv, environ, *_: commands.append((argv, environ)) or Ended(0))
+    assert execute("-n", "2", "--hostfile", "train.py", "--max-restarts", "1", "train.py") == 0
+    [(argv, environ)] = commands
+    assert Path(environ["MPISTRAT_PROGRESS_FILE"]).parent == Path.cwd()
+    assert "-x MPISTRAT_PROGRESS_FILE -x MPISTRAT_RESTART_COUNT" in " ".join(argv)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +174,8 @@ SHAPES = "accepted are NODESxRANKS (2x4), ranks per node joined by + (3+1), each
         (["train.py"], InvalidArgumentError, "the number of ranks is missing: -n N, or --nodes SHAPE for virtual nodes"),
         (["-n2", "--timeout", "10 minutes", "train.py"], InvalidArgumentError, f"--timeout '10 minutes' {NO_TIME}"),
         (["-n2", "--timeout", "0", "train.py"], InvalidArgumentError, f"--timeout '0' {NO_TIME}"),
+        (["-n2", "--restart-delay", "0s", "train.py"], InvalidArgumentError, f"--restart-delay '0s' {NO_TIME}"),
+        (["-n2", "--max-restarts", "-1", "train.py"], InvalidArgumentError, "--max-restarts -1 is negative"),
         (["-n", "0", "train.py"], InvalidArgumentError, "-n 0: a job needs at least 1 rank"),
         (["-n", "2"], InvalidArgumentError, MISSING),
         (["-n", "2", "--"], InvalidArgumentError, MISSING),

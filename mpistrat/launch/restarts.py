@@ -1,0 +1,92 @@
+"""Restarts: a job that has failed is started again, and continues from its last checkpoint, as long as it makes progress.
+
+Progress is a checkpoint of a later step. The rank that writes checkpoints appends their steps to a file, which is in a folder
+that this process and that rank share.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mpistrat.launch.abort import RESTART_EXIT_CODE
+from mpistrat.launch.environment import in_slurm_allocation
+from mpistrat.launch.job import Ended
+from mpistrat.text import format_elapsed
+
+COUNT, PROGRESS = "MPISTRAT_RESTART_COUNT", "MPISTRAT_PROGRESS_FILE"
+
+
+def note_saved(step: int) -> None:
+    """Tell the `mpistrat run` that would start this job again, if any, that the checkpoint of a step is durable."""
+    with suppress(KeyError, OSError):  # it cannot be seen from this host
+        progress = os.open(os.environ[PROGRESS], os.O_WRONLY | os.O_APPEND)
+        try:
+            os.write(progress, f"{step}\n".encode())
+        finally:
+            os.close(progress)
+
+
+def run_again(
+    start: Callable[[Mapping[str, str]], tuple[Ended, str]],
+    most: int,
+    delay: float,
+    shared: Path | None,
+    say: Callable[[str], None],
+) -> int:
+    """Start a job, and again up to `most` times when it fails; return the last exit code.
+
+    Parameters
+    ----------
+    start : callable
+        Starts the job with these variables besides, waits, and returns how it has ended, and a text that says why.
+    most, delay : int, float
+        How often it is started again, and after how many seconds.
+    shared : Path, optional
+        A folder that all hosts share, if there are several.
+    say : callable
+        Prints a line.
+    """
+    failed_at: int | None = None
+    with _raising_signals(), tempfile.NamedTemporaryFile(prefix="mpistrat-progress-", dir=shared) as progress:
+        for count in range(most + 1):
+            ended, reason = start({COUNT: str(count), PROGRESS: progress.name})
+            if ended.code == 0 or ended.was_stopped:
+                return ended.code
+            # opened anew: NFS shows what other hosts have written
+            step = max(map(int, Path(progress.name).read_text().split()), default=-1)
+            place = "no checkpoint has been saved" if step < 0 else f"the last checkpoint is that of step {step}"
+            if ended.code == RESTART_EXIT_CODE:
+                if ended.signals or in_slurm_allocation(os.environ):
+                    return ended.code  # what is preempted is this process too: its caller starts it again
+            elif step == failed_at:
+                say(f"not started again, because it failed twice without progress: {reason}; {place}")
+                return ended.code
+            else:
+                failed_at = step
+            if count == most:
+                say(f"not started again, because that was done {most} times: {reason}; {place}")
+                return ended.code
+            wait = f" in {format_elapsed(delay)}" if delay else ""
+            say(f"restart {count + 1} of {most}{wait}: {reason}; {place}")
+            time.sleep(delay)
+    raise AssertionError("a job is started at least once")
+
+
+@contextmanager
+def _raising_signals() -> Iterator[None]:
+    """Have signals that end this process between two jobs raise SystemExit, and so leave no file behind."""
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)

@@ -1,0 +1,119 @@
+"""Restarts: which ends of a job start it again, how often, and what is said."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from mpistrat.launch.abort import RESTART_EXIT_CODE
+from mpistrat.launch.job import TIMED_OUT, Ended
+from mpistrat.launch.restarts import COUNT, PROGRESS, note_saved, run_again
+from tests.processes import started
+
+FAILS, PREEMPTED = Ended(1), Ended(RESTART_EXIT_CODE)
+NO_PROGRESS = "not started again, because it failed twice without progress: why"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int, list[str]]]:
+    """Run jobs that save steps and end in turn; return the exit code, how many have run, and what was said."""
+    for name in (COUNT, PROGRESS, "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(most: int, *jobs: tuple[list[int], Ended]) -> tuple[int, int, list[str]]:
+        counts, said = list[str](), list[str]()
+
+        def start(variables: Mapping[str, str]) -> tuple[Ended, str]:
+            steps, ended = jobs[len(counts)]
+            counts.append(variables[COUNT])
+            assert Path(variables[PROGRESS]).parent == tmp_path
+            monkeypatch.setenv(PROGRESS, variables[PROGRESS])
+            for step in steps:
+                note_saved(step)
+            return ended, "why"
+
+        code = run_again(start, most, 0.0, tmp_path, said.append)
+        assert counts == [str(number) for number in range(len(counts))]
+        assert not list(tmp_path.iterdir())
+        return code, len(counts), said
+
+    return run
+
+
+def test_a_job_that_fails_continues_from_its_last_checkpoint_until_it_succeeds(run) -> None:
+    code, count, said = run(9, ([], FAILS), ([5, 10], Ended(137)), ([15], Ended(TIMED_OUT)), ([20], Ended(0)))
+    assert (code, count) == (0, 4)
+    assert said == [
+        "restart 1 of 9: why; no checkpoint has been saved",
+        "restart 2 of 9: why; the last checkpoint is that of step 10",
+        "restart 3 of 9: why; the last checkpoint is that of step 15",
+    ]
+
+
+def test_a_job_that_fails_twice_without_progress_is_not_started_again(run) -> None:
+    assert run(9, ([], Ended(3)), ([], Ended(4))) == (
+        4,
+        2,
+        ["restart 1 of 9: why; no checkpoint has been saved", f"{NO_PROGRESS}; no checkpoint has been saved"],
+    )
+    code, count, said = run(9, ([5], FAILS), ([10], FAILS), ([10, 5], FAILS))
+    assert (code, count) == (1, 3)
+    assert said[-1] == f"{NO_PROGRESS}; the last checkpoint is that of step 10"
+
+
+def test_a_preemption_after_a_save_is_no_failure(run) -> None:
+    code, count, said = run(9, ([], PREEMPTED), ([], PREEMPTED), ([], FAILS), ([], PREEMPTED), ([], FAILS))
+    assert (code, count) == (1, 5)
+    assert said[-1].startswith(NO_PROGRESS)
+
+
+def test_restarts_are_counted(run) -> None:
+    code, count, said = run(2, *(([step], Ended(7)) for step in range(3)))
+    assert (code, count) == (7, 3)
+    assert said[-1] == "not started again, because that was done 2 times: why; the last checkpoint is that of step 2"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_what_the_user_ends_is_not_started_again(run, number: int) -> None:
+    assert run(9, ([5], Ended(130, signals=frozenset({number})))) == (130, 1, [])
+
+
+def test_what_is_preempted_with_its_allocation_is_not_started_again_in_it(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Ended(RESTART_EXIT_CODE, signals=frozenset({signal.SIGUSR1}))
+    assert run(9, ([5], told)) == (RESTART_EXIT_CODE, 1, [])
+    assert run(9, ([5], Ended(1, signals=frozenset({signal.SIGUSR1}))), ([], Ended(0)))[:2] == (0, 2)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert run(9, ([5], PREEMPTED)) == (RESTART_EXIT_CODE, 1, [])
+
+
+def test_a_progress_file_that_is_on_another_host_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PROGRESS, raising=False)
+    note_saved(1)
+    monkeypatch.setenv(PROGRESS, str(tmp_path / "progress"))
+    note_saved(1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["INT", "TERM", "HUP"])
+def test_a_signal_between_two_jobs_leaves_nothing_behind(tmp_path: Path, name: str) -> None:
+    program = """
+import sys
+from pathlib import Path
+from mpistrat.launch.job import Ended
+from mpistrat.launch.restarts import run_again
+run_again(lambda _: (Ended(1), "why"), 3, 60.0, Path.cwd(), lambda line: print(line, flush=True))
+"""
+    argv = ["env", "--default-signal=HUP,INT,TERM", sys.executable, "-c", program]
+    with started(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "restart 1 of 3 in 60 s: why; no checkpoint has been saved\n"
+        assert len(list(tmp_path.iterdir())) == 1
+        os.kill(process.pid, signal.Signals[f"SIG{name}"])
+        assert process.wait(60) == (-signal.SIGINT if name == "INT" else 128 + signal.Signals[f"SIG{name}"])
+    assert not list(tmp_path.iterdir())
