@@ -9,6 +9,7 @@ import numpy as np
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.groups.group import keep_alive_for_peers
+from mpistrat.launch import abort
 from mpistrat.launch.environment import detect
 from mpistrat.steps import drive, until
 from mpistrat.watch import watcher
@@ -33,6 +34,7 @@ class Wishes:
             self._maximum, self._guard, self._members = MPI.MAX, communicator._guard, communicator.hierarchy.members
             self._comm = communicator.hierarchy.world_group.comm.Dup()
             self.are_of_whole_job = communicator.size == MPI.COMM_WORLD.Get_size()
+            abort.before_finalize(self.close)
 
     def exchange(self, number: int) -> int:
         """Return the highest number of the call before, 0 at first, and start to find that of this one; at once if alone."""

@@ -45,7 +45,12 @@ _PR_SET_PDEATHSIG = 1
 _TAG = rb"(?:\[[\d,]+\]<stderr>: ?)?"
 _LINE = b"-" * 74 + b"\n"
 _KIND = rb"(?P<kind>MPI_ABORT was invoked|\w+ has exited due to process rank|\w+ detected that one or more processes exited)"
-_BANNER = re.compile(_TAG + _LINE + _TAG + _KIND + rb".*?\n" + _TAG + _LINE, re.DOTALL)
+# mpiexec loses a rank that ends while it ends the others; the line may also stand inside the banner
+_LOST = rb"\[[^\]\n]+\] PMIX ERROR: PMIX_ERR_UNREACH [^\n]*\n"
+_BANNER = re.compile(
+    _TAG + _LINE + rb"(?:" + _LOST + rb")*" + _TAG + _KIND + rb".*?\n" + _TAG + _LINE + rb"|(?P<lost>" + _LOST + rb")",
+    re.DOTALL,
+)
 _NUL = re.compile(_TAG + rb"\0")
 # how `abort`, a preempted job, or a command that the ranks run, says why a rank ends the job
 _REASON = re.compile(
@@ -197,11 +202,11 @@ class Banners:
             self._has_reason, self.failed = True, (reason["who"] or b"").decode(errors="replace")
         if self.killed is None and (found := _KILLED.search(self._seen)):
             self.killed = Killed(int(found["pid"]), found["node"].decode(errors="replace"), int(found["number"]))
-        if _LINE in data:
-            self._has_message = True
+        self._has_message = self._has_message or _LINE in data
+        if self._has_message or b"PMIX ERROR" in data:
             # MPI_ABORT's own is printed once for each rank that calls it: the first is the one to read
             for banner in _BANNER.finditer(data):
-                self._held.setdefault(banner["kind"], banner[0])
+                self._held.setdefault(banner["kind"] or b"lost", banner[0])
             data = _BANNER.sub(b"", data)
         # only messages of mpiexec have a line of dashes before; what a program prints otherwise stays as it is
         return _NUL.sub(b"", data) if self._has_message and b"\0" in data else data

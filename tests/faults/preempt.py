@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -174,13 +175,17 @@ class _Training:
             if seconds > patient(5.0):
                 yield f"the last rank left {seconds:.2f} s after the first signal"
 
-    def _start(self, grace: float) -> object:
+    @contextmanager
+    def _start(self, grace: float) -> Iterator[subprocess.Popen[bytes]]:
         for path in [*self._folder.glob("watches-*"), *self._folder.glob("left-*")]:
             path.unlink()
         argv, extra = command(self._size, [sys.executable, "train.py", str(grace), str(self._steps)])
         environ = {**os.environ, **extra, "MPISTRAT_VIRTUAL_NODES": self._shape, "MPISTRAT_DEVICE": "cpu"}
-        out = (self._folder / "out").open("wb")
-        return started(argv, stdout=out, stderr=subprocess.STDOUT, env=environ, cwd=self._folder)
+        with (
+            (self._folder / "out").open("wb") as out,
+            started(argv, stdout=out, stderr=subprocess.STDOUT, env=environ, cwd=self._folder) as process,
+        ):
+            yield process
 
     def _end(self, process: subprocess.Popen[bytes]) -> str:
         """Wait for the end of a job, keep its result, and return what it has said."""

@@ -95,7 +95,8 @@ def through(*pieces: bytes) -> bytes:
     return b"".join([*map(held.feed, pieces), held.end()])
 
 
-CODE = LINE + b"prterun detected that one or more processes exited with non-zero status,\n   Exit code:    42\n" + LINE
+LOST = b"[vm:7] PMIX ERROR: PMIX_ERR_UNREACH in file server.c at line 1\n"  # in a banner, or elsewhere
+CODE = LINE + LOST + b"prterun detected that one or more processes exited with non-zero status\n   Exit code:    42\n" + LINE
 AGAIN = ABORT.replace(b"rank 1", b"rank 0")
 TAGGED = b"".join(b"[1]<stderr>: " + line for line in ABORT.splitlines(keepends=True))
 TRACE = b"[0]<stderr>: Traceback\n"
@@ -108,6 +109,7 @@ MESSAGE = LINE + b"There are not enough slots available in the system\n" + LINE
         ((b"half a line" + ABORT, b"\0" + EXITED, TRACEBACK, AGAIN, b"\0"), b"half a line" + TRACEBACK + ABORT + EXITED),
         ((TAGGED, b"[1]<stderr>: \0", EXITED, TRACE), TRACE + TAGGED + EXITED),  # lines may begin with the rank
         ((CODE, b"text\n"), b"text\n" + CODE),
+        ((LOST, b"text\n"), b"text\n" + LOST),
         (
             (CODE, b"mpistrat: the job stops after step 7, which is saved\n"),
             b"mpistrat: the job stops after step 7, which is saved\n",
@@ -131,7 +133,9 @@ def test_banners_come_after_the_traceback_once_and_without_nul(pieces: tuple[byt
 )
 def test_a_rank_that_says_why_it_ends_the_job_is_enough(reason: bytes) -> None:
     half = len(reason) // 2
-    assert through(ABORT, b"\0" + EXITED + reason[:half], reason[half:] + b"more\n" * 500) == reason + b"more\n" * 500
+    assert (
+        through(ABORT, LOST, CODE, b"\0" + EXITED + reason[:half], reason[half:] + b"more\n" * 500) == reason + b"more\n" * 500
+    )
 
 
 @pytest.mark.parametrize("size", [1, 50, 10_000])
