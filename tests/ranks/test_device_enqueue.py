@@ -201,11 +201,12 @@ def test_a_rank_that_waits_for_the_next_call_raises_what_ends_the_one_before_on_
     node.comm.Barrier()
     node.device.held = node.of_nccl
     node.gpu.all_reduce(SUM, given, options)
-    if node.rank == 0:
-        errors = DeadlineExceededError, TransportError, UnavailableError
-        with pytest.raises(errors, match=r"on the GPU, although all ranks came to the call|given up|gave up"):
-            node.gpu.all_reduce(SUM, given, CommunicationOptions(timeout_seconds=30.0))
-    wait_until(lambda: node.library.aborted)
+    if node.rank != 0:  # rank 0 waits in the next call meanwhile
+        wait_until(lambda: node.library.aborted)
+        time.sleep(1.0)
+    errors = DeadlineExceededError, TransportError, UnavailableError
+    with pytest.raises(errors, match=r"on the GPU, although all ranks came to the call|given up|gave up"):
+        node.gpu.all_reduce(SUM, given, CommunicationOptions(timeout_seconds=30.0))
     node.comm.Barrier()
     node.device.held = None
 
