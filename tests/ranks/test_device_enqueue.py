@@ -203,11 +203,13 @@ def test_a_rank_that_waits_for_the_next_call_raises_what_ends_the_one_before_on_
     node.gpu.all_reduce(SUM, given, options)
     if node.rank != 0:  # rank 0 waits in the next call meanwhile
         wait_until(lambda: node.library.aborted)
-        time.sleep(1.0)
+        time.sleep(2.0)
+    began = time.monotonic()
     errors = DeadlineExceededError, TransportError, UnavailableError
     with pytest.raises(errors, match=r"on the GPU, although all ranks came to the call|given up|gave up"):
         node.gpu.all_reduce(SUM, given, CommunicationOptions(timeout_seconds=30.0))
-    node.comm.Barrier()
+    ended, others_began = time.monotonic(), node.comm.allgather(began)[1:]
+    assert node.rank != 0 or ended < min(others_began), "it has waited for the others"
     node.device.held = None
 
 
