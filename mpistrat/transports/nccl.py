@@ -540,7 +540,7 @@ class NcclWatcher:
         self._added = self._ended = 0
         self._event: Event | None = None
         self._has_work, self._is_raised, self._is_stopped = threading.Event(), threading.Event(), threading.Event()
-        self._sleeps = True
+        self._sleeps, self._has_failed = True, False
         # a daemon: a program that ends waits for nothing that was only enqueued
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -587,7 +587,7 @@ class NcclWatcher:
         if self._ended < added and event is not None:
             with self.device.activate():  # the engine asks too, where it combines arrays of the host
                 self._ended = added if event.done() else self._ended
-        return self._ended >= added
+        return self._has_failed or self._ended >= added
 
     def _work(self) -> None:
         with self.device.activate():  # a new thread computes on GPU 0
@@ -598,10 +598,10 @@ class NcclWatcher:
                 try:
                     self._look_after()
                 except Exception:  # raised where the communicator is used next; nothing waits for what does not end
-                    self._ended = self._added
-                    self._limited.clear()
+                    self._has_failed = True
                     if not self._is_raised_in_time():
                         raise
+                    return
                 finally:
                     self._sleeps = True
 

@@ -24,6 +24,7 @@ from mpistrat.torch import average_gradients, broadcast_state
 from mpistrat.transports import nccl
 from mpistrat.transports.nccl import NcclTransport
 from tests.gpu.pair import values
+from tests.gpu.stand_in import UNFINISHED
 
 pytestmark = pytest.mark.ranks(nodes=["1x2", "2x1"])
 on_both_levels = pytest.mark.ranks(nodes=["1x2", "2x2"])
@@ -156,50 +157,65 @@ def test_a_call_whose_time_is_taken_waits_for_its_end_and_one_with_a_deadline_do
     assert ends_late(seconds=0.1)
 
 
-def test_a_deadline_that_passes_on_the_gpu_is_raised_by_the_next_call_of_each_rank(node):
+@pytest.fixture
+def stuck(node, monkeypatch):
+    """Give what makes NCCL's next kernels run until it is called again, or NCCL is aborted."""
+    is_stuck, issue = [False], node.nccl._issue
+
+    def stick(until_aborted=True):
+        is_stuck[0] = until_aborted
+
+    def work():
+        return UNFINISHED if is_stuck[0] and not node.library.aborted else None
+
+    def issue_stuck(calls):
+        if is_stuck[0]:
+            node.of_nccl.put(work)
+        issue(calls)
+
+    monkeypatch.setattr(node.nccl, "_issue", issue_stuck)
+    yield stick
+    stick(False)
+
+
+def test_a_deadline_that_passes_on_the_gpu_is_raised_by_the_next_call_of_each_rank(node, stuck):
     given, options = node.up(values(100, np.float32, node.rank)), CommunicationOptions(timeout_seconds=0.5)
     for _ in range(3):
         node.gpu.all_reduce(SUM, given, options)
     node.device.get(given)
     node.comm.Barrier()
-    node.device.held = node.of_nccl
+    stuck()
     node.gpu.all_reduce(SUM, given, options)
-    node.gpu.all_reduce(SUM, given)  # without a deadline
     wait_until(lambda: node.library.aborted)
     node.comm.Barrier()
     whose = r"rank \d, \w.*has not ended within 0\.5 s on the GPU, although all ranks came to the call"
-    with pytest.raises(
-        (DeadlineExceededError, TransportError, UnavailableError), match=rf"(?s){whose}|given up|gave up"
-    ) as caught:
+    errors = DeadlineExceededError, TransportError, UnavailableError
+    with pytest.raises(errors, match=rf"(?s){whose}|given up|gave up") as caught:
         node.gpu.all_reduce(SUM, given)
     told = node.comm.allgather(isinstance(caught.value, DeadlineExceededError))
     assert any(told)
-    node.device.held = None
 
 
 @pytest.mark.parametrize("is_overdue", [False, True])
-def test_what_was_started_raises_what_ends_it_on_the_gpu(node, is_overdue):
-    given, options = (
-        node.up(values(100, np.float32, node.rank)),
-        CommunicationOptions(timeout_seconds=1 if is_overdue else 60),
-    )
+def test_what_was_started_raises_what_ends_it_on_the_gpu(node, stuck, is_overdue):
+    given = node.up(values(100, np.float32, node.rank))
+    options = CommunicationOptions(timeout_seconds=1 if is_overdue else 60)
     node.gpu.start_all_reduce(SUM, given, options).wait()
     node.comm.Barrier()
-    node.device.held = node.of_nccl
+    stuck()
     work = node.gpu.start_all_reduce(SUM, given, options)
     if not is_overdue:
         node.library.error = "planted: a GPU fell off the bus"
-    threading.Thread(target=lambda: (wait_until(lambda: node.library.aborted), setattr(node.device, "held", None))).start()
     with pytest.raises((DeadlineExceededError, TransportError, UnavailableError)):
         work.wait()
 
 
-def test_a_rank_that_waits_for_the_next_call_raises_what_ends_the_one_before_on_the_gpu(node):
+def test_a_rank_that_waits_for_the_next_call_raises_what_ends_the_one_before_on_the_gpu(node, stuck):
     given, options = node.up(values(100, np.float32, node.rank)), CommunicationOptions(timeout_seconds=1.0)
     for _ in range(2):
         node.gpu.all_reduce(SUM, given, options)
     node.comm.Barrier()
-    node.device.held = node.of_nccl
+    stuck()
     node.gpu.all_reduce(SUM, given, options)
     if node.rank != 0:  # rank 0 waits in the next call meanwhile
         wait_until(lambda: node.library.aborted)
@@ -210,7 +226,6 @@ def test_a_rank_that_waits_for_the_next_call_raises_what_ends_the_one_before_on_
         node.gpu.all_reduce(SUM, given, CommunicationOptions(timeout_seconds=30.0))
     ended, others_began = time.monotonic(), node.comm.allgather(began)[1:]
     assert node.rank != 0 or ended < min(others_began), "it has waited for the others"
-    node.device.held = None
 
 
 def test_what_comes_later_does_not_make_a_call_miss_its_deadline(node, monkeypatch):
