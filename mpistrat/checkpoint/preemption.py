@@ -17,13 +17,14 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from mpistrat.checkpoint.checkpoint import Checkpoint, CheckpointManager
-from mpistrat.checkpoint.termination import Signals, TerminationConfig
+from mpistrat.checkpoint.termination import TerminationConfig
 from mpistrat.checkpoint.wishes import Wishes
 from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.context.stack import has_strategy, in_cross_replica_context, misplaced
 from mpistrat.errors import InvalidArgumentError, MpistratError
 from mpistrat.launch import abort
 from mpistrat.launch.abort import RESTART_EXIT_CODE
+from mpistrat.launch.signals import Signals
 from mpistrat.launch.time_limit import seconds_left
 from mpistrat.logger import logger
 from mpistrat.watch import watcher

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.checkpoint import preemption, termination
+from mpistrat.checkpoint import preemption
 from mpistrat.errors import CheckpointError, InvalidArgumentError
 from mpistrat.experimental import PreemptionCheckpointHandler, TerminationConfig
-from mpistrat.launch import time_limit
+from mpistrat.launch import signals, time_limit
 from mpistrat.logger import logger
 
 pytest.importorskip("safetensors")
@@ -139,7 +139,7 @@ def test_a_watcher_function_tells_too_and_signals_may_be_others(make, handlers):
 def clock(monkeypatch):
     """Give a clock that only the test moves on."""
     found = SimpleNamespace(now=1000.0)
-    for module in (preemption, termination):
+    for module in (preemption, signals):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: found.now))
     return found
 
