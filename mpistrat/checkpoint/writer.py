@@ -74,7 +74,7 @@ class Writer:
                 except OSError as error:
                     logger.warning(f"the older checkpoint {each} cannot be removed: {error}")
 
-        self._when_durable = when_durable
+        self._when_durable, self._error = when_durable, f"rank {self.rank}: the thread that writes has ended"
         # not a daemon: the interpreter waits for it
         self._thread = threading.Thread(target=write, name="mpistrat-checkpoint")
         self._thread.start()

@@ -466,6 +466,8 @@ def test_the_chief_saves_and_restores_what_servers_keep_on_any_number_of_them(co
         with coordinator.strategy.scope():
             table, number = mpistrat.Variable(before), mpistrat.Variable(3)
             checkpoint = mpistrat.Checkpoint(table=table, number=number)
+        with pytest.raises(InvalidArgumentError, match=r"the other ranks serve ParameterServer.*\n.*\n.*with strategy.scope"):
+            mpistrat.Checkpoint(table=table, number=number)
         shards.append(len(getattr(table, "variables", [table])))
         if not (folder / "one").exists():
             coordinator.schedule(lambda: table.assign_add(np.ones((7, 2))))
