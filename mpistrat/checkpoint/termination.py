@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from mpistrat.errors import InvalidArgumentError
@@ -42,7 +43,11 @@ class TerminationConfig:
         for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
             if not callable(value := getattr(self, name) or int):
                 raise InvalidArgumentError(f"{name} must be a function or None; got {value!r}")
-        if not (self.grace_period or 0.0) >= 0.0:
+        grace: Any = 0.0 if self.grace_period is None else self.grace_period
+        if not isinstance(grace, Real) or not float(grace) >= 0.0:
             raise InvalidArgumentError(f"grace_period must be seconds >= 0, or None; got {self.grace_period!r}")
-        if not _HANDLED.issuperset(self.signals):
-            raise InvalidArgumentError(f"signals must be such that programs can handle, and not Ctrl-C's; got {self.signals!r}")
+        if not isinstance(self.signals, Collection) or not _HANDLED.issuperset(self.signals):
+            raise InvalidArgumentError(
+                "signals must be a sequence of such that programs can handle, and not Ctrl-C's, for example "
+                f"(signal.SIGTERM,); got {self.signals!r}"
+            )
