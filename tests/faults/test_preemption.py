@@ -18,7 +18,7 @@ pytest.importorskip("safetensors")
 
 def test_preempted_jobs_end_with_the_weights_of_an_undisturbed_one() -> None:
     counts = Counts()
-    wrong = list(preempt("2x1", 2, seed=1, counts=counts))
+    wrong = list(preempt("2x2", 2, seed=1, counts=counts))
     assert not wrong, "\n".join(wrong)
     assert counts.preempted
 
