@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import sys
 import time
@@ -28,9 +27,11 @@ from mpistrat.inputs.distribute import DistributedDataset
 from mpistrat.inputs.input_options import checked_int
 from mpistrat.inputs.sources import Dataset, DatasetIterator, Resumable
 from mpistrat.launch.environment import detect
+from mpistrat.parameter_server.client import open_clients
 from mpistrat.state.variables import Variable
 
 _ALIGNMENT = 64
+_RESERVED = "__metadata__"
 _COMPARED_BYTES = 1 << 12  # of each array, before ranks save parts of it together
 
 
@@ -76,6 +77,8 @@ class Checkpoint:
     def __init__(self, **objects: Any) -> None:
         self._strategy, view = get_strategy(), detect()
         is_of_job = not has_strategy() and view is not None and view.has_peers
+        for client in open_clients() if is_of_job else ():
+            raise _in_no_scope(f"the other ranks serve {client.strategy!r}, and cannot save with this one")
         communicator = job_communicator() if is_of_job else self._strategy.extended.communicator
         self._communicator: BaseCommunicator = communicator
         own = {name: each for name, each in objects.items() if isinstance(each, PerRank)}
@@ -98,7 +101,7 @@ class Checkpoint:
         wait : bool
             Whether to wait until the checkpoint is durable.
         step : int
-            What `restore` returns.
+            What `restore` returns, from 0.
 
         Raises
         ------
@@ -123,7 +126,7 @@ class Checkpoint:
         self._finish("save")
 
         def capture() -> tuple[tuple[Tree, Tree, Path, int], str]:
-            tree, own, number = Tree(self._common), Tree(self._own), operator.index(step)
+            tree, own, number = Tree(self._common), Tree(self._own), checked_int(step, "step", 0)
             outline = tree.outline(None if communicator.is_strict else _COMPARED_BYTES)
             return (tree, own, Path(path), number), f"{os.fspath(path)!r}, step={number}, {outline}"
 
@@ -231,6 +234,8 @@ class Checkpoint:
         tree, strategies = Tree(self._objects), (self._strategy, default_mode().strategy)
         tree.check_in_place()
         datasets = dict[int, str]()
+        if _RESERVED in tree.leaves:
+            raise InvalidArgumentError(f"the name {_RESERVED} is reserved in files of safetensors: give the array another one")
         for name, value in {**tree.leaves, **self._objects}.items():
             source = value.dataset if isinstance(value, DatasetIterator) else value
             if isinstance(source, Dataset) and source.is_distributed:
@@ -248,11 +253,7 @@ class Checkpoint:
                 raise InvalidArgumentError(f"{name} is a variable, which ranks save together: it cannot be PerRank")
             owner = getattr(source, "_strategy", None) if isinstance(source, (Variable, DistributedDataset)) else None
             if owner not in (None, *strategies):
-                raise InvalidArgumentError(
-                    f"{name} belongs to {owner!r}, whose ranks must save it together.\n"
-                    "    incorrect:  mpistrat.Checkpoint(weights=weights)\n"
-                    "    correct:    with strategy.scope(): mpistrat.Checkpoint(weights=weights)"
-                )
+                raise _in_no_scope(f"{name} belongs to {owner!r}, whose ranks must save it together")
         own = [name.removesuffix(_of_rank("", self._communicator.rank)) for name in self._own]
         return None, ", ".join([*self._common, *(f"{name} of each rank" for name in own)])
 
@@ -292,6 +293,14 @@ class Checkpoint:
                 source = mine[piece].view(np.uint8) if piece in mine else target
                 communicator.broadcast(source, number % communicator.size, out=target)
         return {name: array.reshape(manifest.arrays[name].shape) for name, array in found.items()}
+
+
+def _in_no_scope(why: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{why}.\n"
+        "    incorrect:  mpistrat.Checkpoint(weights=weights)\n"
+        "    correct:    with strategy.scope(): mpistrat.Checkpoint(weights=weights)"
+    )
 
 
 def _of_rank(name: str, rank: int) -> str:

@@ -17,13 +17,14 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from mpistrat.checkpoint.checkpoint import Checkpoint, CheckpointManager
-from mpistrat.checkpoint.termination import Signals, TerminationConfig
+from mpistrat.checkpoint.termination import TerminationConfig
 from mpistrat.checkpoint.wishes import Wishes
 from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.context.stack import has_strategy, in_cross_replica_context, misplaced
-from mpistrat.errors import InvalidArgumentError, MpistratError
+from mpistrat.errors import CheckpointError, InvalidArgumentError, MpistratError
 from mpistrat.launch import abort
 from mpistrat.launch.abort import RESTART_EXIT_CODE
+from mpistrat.launch.signals import Signals
 from mpistrat.launch.time_limit import seconds_left
 from mpistrat.logger import logger
 from mpistrat.watch import watcher
@@ -44,9 +45,10 @@ class PreemptionCheckpointHandler:
 
     It restores the newest checkpoint, and counts on from its step. A signal to one rank is enough; several ranks, and further
     signals, change nothing. Under SLURM, and with MPISTRAT_TIME_LIMIT, it leaves before the job's time is over, as early as the
-    steps and saves of this run have taken. All ranks must take equally many steps.
+    steps and saves of this run have taken. All ranks must take equally many steps. Where they are a part of the job, the first
+    of them that exits ends all of it.
 
-    One handler watches at a time: a new one closes the one before. It is made on the main thread.
+    One handler watches at a time: a new one closes the one before, and does what that was told. It is made on the main thread.
 
     Parameters
     ----------
@@ -87,10 +89,13 @@ class PreemptionCheckpointHandler:
         communicator = checkpoint._communicator
         communicator.agree(f"PreemptionCheckpointHandler(grace_period={config.grace_period})")
         self._checkpoint, self._config, self._rank = checkpoint, config, communicator.rank
+        first = None
         if _active is not None:
+            first = _active._take_unheeded()
             _active.close()
         self._wishes = Wishes(communicator)
-        self._signals = Signals(config.signals)
+        self._signals, self._has_acted = Signals(config.signals), False
+        self._signals.first = self._signals.first or first
         _active = self
         try:
             self._manager = CheckpointManager(made, checkpoint_dir or "", 1) if isinstance(made, Checkpoint) else made
@@ -135,6 +140,7 @@ class PreemptionCheckpointHandler:
         agreed = self._wishes.exchange(self._wished(now))
         level = agreed >> _LEVEL_BITS
         if level == _LEAVE or (level == _SAVE and not self._has_saved):
+            self._has_acted = True
             self._save(args, kwargs)
             self._has_saved = True
             self._tell(agreed)
@@ -143,9 +149,20 @@ class PreemptionCheckpointHandler:
         self._begun = time.monotonic()
 
     def close(self) -> None:
-        """Watch no more, and restore the handlers of signals that were there before. A collective call."""
+        """Watch no more, and restore the handlers of signals that were there before. A collective call.
+
+        A signal after which nothing was saved is raised again, for these.
+        """
         self._stop()
         self._signals.restore()
+        first = self._take_unheeded()
+        if first is not None and first[0] != _WATCHER:
+            signal.raise_signal(first[0])
+
+    def _take_unheeded(self) -> tuple[int, float] | None:
+        """Return by what this rank was told to end, and when, if nothing was saved since; once."""
+        first, self._signals.first = self._signals.first, None
+        return None if self._has_acted else first
 
     def _stop(self) -> None:
         """Exchange nothing any more. A collective call."""
@@ -174,6 +191,11 @@ class PreemptionCheckpointHandler:
 
     def _save(self, args: Any, kwargs: Any) -> None:
         began = time.monotonic()
+        try:
+            self._checkpoint._writer.finish()
+        except CheckpointError as error:  # of an earlier save, on all ranks
+            if self._rank == 0:
+                logger.warning(str(error))
         if self._config.save_fn is None:
             self._manager.save(self._total_run_calls, wait=True)
         else:

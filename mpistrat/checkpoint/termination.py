@@ -1,14 +1,15 @@
-"""How a rank is told to end, and what a job does then: TerminationConfig, and the signals that are heard."""
+"""How a rank is told to end, and what a job does then: TerminationConfig."""
 
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from mpistrat.errors import InvalidArgumentError
+from mpistrat.launch.signals import ENDING
 
 _HANDLED = set(signal.Signals) - {signal.SIGINT, signal.SIGKILL, signal.SIGSTOP}
 
@@ -36,38 +37,17 @@ class TerminationConfig:
     exit_fn: Callable[[], Any] | None = None
     grace_period: float | None = None
     save_fn: Callable[..., Any] | None = None
-    signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    signals: Sequence[int] = ENDING
 
     def __post_init__(self) -> None:
         for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
             if not callable(value := getattr(self, name) or int):
                 raise InvalidArgumentError(f"{name} must be a function or None; got {value!r}")
-        if not (self.grace_period or 0.0) >= 0.0:
+        grace: Any = 0.0 if self.grace_period is None else self.grace_period
+        if not isinstance(grace, Real) or not float(grace) >= 0.0:
             raise InvalidArgumentError(f"grace_period must be seconds >= 0, or None; got {self.grace_period!r}")
-        if not _HANDLED.issuperset(self.signals):
-            raise InvalidArgumentError(f"signals must be such that programs can handle, and not Ctrl-C's; got {self.signals!r}")
-
-
-class Signals:
-    """The first of some signals that this process gets, and when. A handler, on the main thread, only notes it."""
-
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self.first: tuple[int, float] | None = None
-        self._previous: dict[int, Any] = {}
-        for number in numbers:
-            self._previous[number] = signal.signal(number, self._hear)
-
-    def ignore(self) -> None:
-        """Ignore them from now on: while the program ends, the interpreter would let them kill the process."""
-        for number in self._previous:
-            signal.signal(number, signal.SIG_IGN)
-
-    def restore(self) -> None:
-        """Handle them as before."""
-        while self._previous:
-            number, previous = self._previous.popitem()
-            signal.signal(number, signal.SIG_DFL if previous is None else previous)  # None: it was not set by Python
-
-    def _hear(self, number: int, frame: object) -> None:
-        if self.first is None:
-            self.first = number, time.monotonic()
+        if not isinstance(self.signals, Collection) or not _HANDLED.issuperset(self.signals):
+            raise InvalidArgumentError(
+                "signals must be a sequence of such that programs can handle, and not Ctrl-C's, for example "
+                f"(signal.SIGTERM,); got {self.signals!r}"
+            )

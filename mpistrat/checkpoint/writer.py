@@ -6,7 +6,7 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from mpistrat.errors import CheckpointError
 from mpistrat.launch import abort, restarts
 from mpistrat.logger import logger
 from mpistrat.text import format_bytes, format_seconds
+from mpistrat.watch.recorder import watched
 
 _POLL_SECONDS = 0.002
 _started = list["Writer"]()  # until somebody has seen how it has ended
@@ -35,6 +36,7 @@ class Writer:
         self._comm: Any = None  # ranks that are alone send nothing
         if isinstance(communicator, Communicator) and self.size > 1:
             self._comm = communicator.hierarchy.world_group.comm.Dup()
+            self._members = communicator.hierarchy.members
         self._thread: threading.Thread | None = None
         self._error = ""
         self.longest_seconds = 0.0  # of the saves so far, from the call until it was durable
@@ -74,7 +76,7 @@ class Writer:
                 except OSError as error:
                     logger.warning(f"the older checkpoint {each} cannot be removed: {error}")
 
-        self._when_durable = when_durable
+        self._when_durable, self._error = when_durable, f"rank {self.rank}: the thread that writes has ended"
         # not a daemon: the interpreter waits for it
         self._thread = threading.Thread(target=write, name="mpistrat-checkpoint")
         self._thread.start()
@@ -90,7 +92,8 @@ class Writer:
         """
         if self._thread is None:
             return
-        self._thread.join()
+        with watched("Checkpoint: a save", self._members) if self._comm is not None else nullcontext():
+            self._thread.join()
         self._thread = None
         _started.remove(self)
         if self._error:

@@ -299,3 +299,8 @@ def current_client(group: int) -> Client:
             "calls on a server gets the variable as its first argument"
         )
     return _clients[group]
+
+
+def open_clients() -> list[Client]:
+    """Return the clients of this process that are not closed: the other ranks of their groups serve."""
+    return list(_clients.values())

@@ -6,6 +6,8 @@ where the job survives the loss of ranks, only when all of it has arrived.
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +20,7 @@ from mpistrat.arrays import Array
 from mpistrat.errors import OutOfRangeError, UnavailableError
 from mpistrat.groups.agreement import pause
 from mpistrat.groups.group import keep_alive_for_peers
+from mpistrat.launch.signals import ENDING, Signals
 from mpistrat.parameter_server import messages
 from mpistrat.parameter_server.client import Client
 from mpistrat.parameter_server.functions import dumps, dumps_error, loads, loads_on
@@ -57,7 +60,9 @@ class _Task:
         """Do what is asked for until the chief says that the job is done."""
         receiver = Receiver(self.channel, REQUEST)
         self.channel.activity.set(self.idle)
-        began = time.monotonic()
+        began, is_main = time.monotonic(), threading.current_thread() is threading.main_thread()
+        # when the whole job is told to end, its chief may still save what the servers keep
+        signals = Signals([number for number in ENDING if is_main and signal.getsignal(number) == signal.SIG_DFL])
         try:
             while (received := receiver.poll()) is not None or not self._is_stopped:
                 if received is None:
@@ -72,6 +77,7 @@ class _Task:
             self._sends = self._unfinished()
             self.channel.activity.set("")
         finally:
+            signals.restore()
             receiver.close()
             keep_alive_for_peers(self._sends)  # of ranks that have given up what they had asked for: all others have it
 

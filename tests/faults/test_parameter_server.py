@@ -105,6 +105,41 @@ def test_a_task_that_is_killed_ends_the_job(job: Job, victim: int) -> None:
     assert not ended.leftovers()
 
 
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_a_chief_that_is_told_to_end_saves_when_all_ranks_are_told(job: Job, name: str) -> None:
+    chief = f"""
+with strategy.scope():
+    checkpoint = mpistrat.Checkpoint(number=number)
+handler = mpistrat.experimental.PreemptionCheckpointHandler(None, checkpoint, "checkpoints")
+def terminated():
+    import multiprocessing
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(10,))
+    child.start()
+    child.terminate()
+    child.join()
+    return child.exitcode
+assert coordinator.schedule(terminated).fetch() == -signal.SIGTERM
+coordinator.schedule(number.assign, (2.0,))
+note_fault()
+for pid in pids[::-1]:
+    os.kill(pid, signal.{name})
+coordinator.join()
+handler.run(time.sleep, 0.2)
+"""
+    ended = job(3, program(chief))
+    ended.check(42)
+    assert f"after step 1, which is saved: rank 0 has received {name}" in ended.stderr
+
+
+def test_a_chief_that_does_not_save_dies_of_a_signal_to_all_ranks(job: Job) -> None:
+    limit = patient(5.0)
+    chief = "note_fault()\nfor pid in pids[::-1]:\n    os.kill(pid, signal.SIGTERM)\ntime.sleep(1000)"
+    ended = job(3, program(chief))
+    assert ended.code != 0
+    assert ended.seconds < limit
+    assert not ended.leftovers()
+
+
 def test_a_huge_result_arrives_and_one_that_fits_no_memory_raises(job: Job) -> None:
     chief = "print(len(coordinator.schedule(bytes, (100_000_000,)).fetch()), flush=True)\n"
     chief += "note_fault(); coordinator.schedule(bytes, (1 << 60,))\ncoordinator.join()"

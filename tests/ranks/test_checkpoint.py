@@ -20,6 +20,8 @@ from mpistrat.launch.bootstrap import start
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.topology.world import World
+from mpistrat.watch.record import RankFile
+from mpistrat.watch.recorder import recorder
 from tests.crashes import saves
 from tests.crashes.saves import strategy_of
 from tests.launches import on_ranks
@@ -370,9 +372,11 @@ def test_a_step_goes_on_while_ranks_write_and_the_next_save_waits(comm, two, fol
     assert checkpoint._communicator.all_reduce("sum", np.ones(1)) == comm.size
     assert manager.latest_checkpoint is None
     assert not (Path(first) / files.MANIFEST).exists()
-    threading.Timer(0.2, go_on.set).start()
+    inside = RankFile.open(recorder().path).inside
+    threading.Timer(0.2, lambda: seen.extend(call.text for call in inside()) or go_on.set()).start()
+    seen = []
     second = manager.save(2)
-    assert go_on.is_set()
+    assert seen == ["Checkpoint: a save"]
     assert manager.checkpoints == [first]
     assert (checkpoint.restore(first), state["step"], state["w"].tolist()) == (1, 1, list(range(8)))
     assert (manager.restore(), state["w"][0], state["step"]) == (2, 2, 2)
@@ -466,6 +470,8 @@ def test_the_chief_saves_and_restores_what_servers_keep_on_any_number_of_them(co
         with coordinator.strategy.scope():
             table, number = mpistrat.Variable(before), mpistrat.Variable(3)
             checkpoint = mpistrat.Checkpoint(table=table, number=number)
+        with pytest.raises(InvalidArgumentError, match=r"the other ranks serve ParameterServer.*\n.*\n.*with strategy.scope"):
+            mpistrat.Checkpoint(table=table, number=number)
         shards.append(len(getattr(table, "variables", [table])))
         if not (folder / "one").exists():
             coordinator.schedule(lambda: table.assign_add(np.ones((7, 2))))

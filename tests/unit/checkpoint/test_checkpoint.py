@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.checkpoint import writer
 from mpistrat.errors import CheckpointError, InvalidArgumentError, LaunchError, UnsupportedDtypeError
 from mpistrat.tools import cli
 
@@ -131,12 +132,16 @@ def test_what_cannot_be_saved_or_restored_in_place_is_refused(tmp_path, monkeypa
             mpistrat.Checkpoint(value=value)
     with pytest.raises(InvalidArgumentError, match="two arrays of the checkpoint have the name value/1"):
         mpistrat.Checkpoint(value={1: np.ones(1), "1": np.ones(1)})
+    with pytest.raises(InvalidArgumentError, match="the name __metadata__ is reserved"):
+        mpistrat.Checkpoint(__metadata__=np.ones(1))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years")
     checkpoint = mpistrat.Checkpoint(w=np.ones(1))
     with pytest.raises(CheckpointError, match="holds what is no part of a checkpoint"):
         checkpoint.save(tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.tex").exists()
+    with pytest.raises(InvalidArgumentError, match="step must be at least 0; got -1"):
+        checkpoint.save(tmp_path / "one", step=-1)
     path = checkpoint.save(tmp_path / "one", wait=True)
     with pytest.raises(CheckpointError, match="is a checkpoint already"):
         checkpoint.save(path)
@@ -147,6 +152,15 @@ def test_what_cannot_be_saved_or_restored_in_place_is_refused(tmp_path, monkeypa
     monkeypatch.setattr("mpistrat.checkpoint.files.find_spec", lambda name: None)
     with pytest.raises(LaunchError, match=r"not installed: pip install '\.\[checkpoint\]'"):
         mpistrat.Checkpoint(w=np.ones(1))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_before_it_has_written_fails_the_save(tmp_path, monkeypatch):
+    manager = mpistrat.CheckpointManager(mpistrat.Checkpoint(w=np.ones(1)), tmp_path)
+    monkeypatch.setattr(writer, "write_pieces", lambda *given: sys.exit())
+    with pytest.raises(CheckpointError, match=r"rank 0: the thread that writes has ended\. The last"):
+        manager.save(1, wait=True)
+    assert manager.latest_checkpoint is None
 
 
 def test_the_newest_are_kept_and_the_command_line_tells_them(tmp_path, capsys):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.checkpoint import preemption, termination
+from mpistrat.checkpoint import preemption, writer
 from mpistrat.errors import CheckpointError, InvalidArgumentError
 from mpistrat.experimental import PreemptionCheckpointHandler, TerminationConfig
-from mpistrat.launch import time_limit
+from mpistrat.launch import signals, time_limit
 from mpistrat.logger import logger
 
 pytest.importorskip("safetensors")
@@ -139,7 +139,7 @@ def test_a_watcher_function_tells_too_and_signals_may_be_others(make, handlers):
 def clock(monkeypatch):
     """Give a clock that only the test moves on."""
     found = SimpleNamespace(now=1000.0)
-    for module in (preemption, termination):
+    for module in (preemption, signals):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: found.now))
     return found
 
@@ -203,16 +203,35 @@ def test_a_new_handler_closes_the_one_before(make):
     assert (first.ended, second.ended) == ([], [1])
 
 
-def test_close_restores_the_handlers_of_the_program(make):
+def test_what_a_handler_was_told_the_next_one_does(make):
+    first = make()
+    signal.raise_signal(signal.SIGUSR1)
+    second = make()
+    take(second, 1)
+    assert (first.ended, second.ended) == ([], [1])
+
+
+def test_close_restores_the_handlers_of_the_program_which_get_a_signal_that_saved_nothing(make):
+    got = []
+
     def own(number, frame):
-        pass
+        got.append(number)
 
     before = signal.signal(signal.SIGUSR1, own)
     handler = make()
     assert signal.getsignal(signal.SIGUSR1) is not own
     handler.close()
     handler.close()
-    assert signal.getsignal(signal.SIGUSR1) is own
+    assert (signal.getsignal(signal.SIGUSR1), got) == (own, [])
+    for grace_period in (None, 60.0):  # the first one has not ended its step, the second one has saved
+        handler = make(grace_period=grace_period)
+        take(handler, 1)
+        signal.raise_signal(signal.SIGUSR1)
+        if grace_period:
+            take(handler, 1)
+        handler.close()
+        handler.close()
+        assert got == [signal.SIGUSR1]
     signal.signal(signal.SIGUSR1, before)
 
 
@@ -237,6 +256,18 @@ def test_a_save_that_fails_is_an_error_and_no_exit(make, tmp_path):
     assert handler.ended == []
 
 
+def test_a_failed_save_before_is_told_and_does_not_keep_it_from_saving(make, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(logger, "propagate", True)
+    handler = make()
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "write_pieces", lambda *given: 1 // 0)
+        handler._manager.save(0)
+        handler._checkpoint._writer._thread.join()
+    take(handler, 2, at=1)
+    assert (handler.ended, saved(tmp_path / "ck")) == ([2], ["ckpt-00000002"])
+    assert "cannot be written: ZeroDivisionError" in caplog.text
+
+
 def test_inside_run_it_says_where_it_belongs(make):
     handler, strategy = make(), mpistrat.OneDeviceStrategy()
     with pytest.raises(RuntimeError, match=r"correct: +handler.run\(lambda: strategy.run\(step\)\)"):
@@ -248,7 +279,9 @@ def test_inside_run_it_says_where_it_belongs(make):
     [
         ({"exit_fn": 42}, "exit_fn must be a function or None; got 42"),
         ({"grace_period": -1.0}, "grace_period must be seconds >= 0"),
+        ({"grace_period": "300"}, "grace_period must be seconds >= 0, or None; got '300'"),
         ({"signals": (signal.SIGINT,)}, "not Ctrl-C's"),
+        ({"signals": signal.SIGTERM}, r"signals must be a sequence .* for example \(signal.SIGTERM,\); got <Signals.SIGTERM"),
     ],
 )
 def test_wrong_configurations_are_refused(config, text):
