@@ -222,3 +222,23 @@ def test_an_iterator_goes_on_where_that_of_another_job_was(tmp_path):
     once = iter(mpistrat.inputs.sources.as_dataset(iter([np.ones(2)])))
     with pytest.raises(CheckpointError, match="once: its batches come from an iterator"):
         mpistrat.Checkpoint(once=once).restore(mpistrat.Checkpoint(once=once).save(tmp_path / "once", wait=True))
+
+
+def test_a_position_in_other_data_is_refused_before_anything_is_changed(tmp_path):
+    def made(batch_size, seed=0):
+        data = mpistrat.ArrayDataset(np.arange(12), batch_size, shuffle=True, seed=seed)
+        return data, {"w": np.full(2, float(batch_size)), "data": data}
+
+    data, objects = made(4)
+    whole = np.concatenate([*data])
+    data, objects = made(4)
+    next(iter(data))
+    path = mpistrat.Checkpoint(**objects).save(tmp_path / "one", wait=True)
+    for batch_size, seed in ((3, 0), (2, 1)):
+        _, others = made(batch_size, seed)
+        with pytest.raises(CheckpointError, match=r"data: batch 1 of an epoch .* seed 0, batches of 4, and now .* batches of"):
+            mpistrat.Checkpoint(**others).restore(path)
+        assert (others["w"][0], others["data"].state_dict()["batch"]) == (batch_size, 0)
+    data, objects = made(2)
+    mpistrat.Checkpoint(**objects).restore(path)
+    assert [*np.concatenate([*data])] == [*whole[4:]]
