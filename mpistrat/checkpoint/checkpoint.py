@@ -124,7 +124,7 @@ class Checkpoint:
 
         def capture() -> tuple[tuple[Tree, Tree, Path, int], str]:
             tree, own, number = Tree(self._common), Tree(self._own), operator.index(step)
-            outline = tree.outline(None if communicator.is_strict else _COMPARED_BYTES)
+            outline = tree.outline(None if communicator.is_strict else _COMPARED_BYTES, path)
             return (tree, own, Path(path), number), f"{os.fspath(path)!r}, step={number}, {outline}"
 
         tree, own, folder, step = communicator.agree_on("Checkpoint.save", capture)

@@ -13,6 +13,7 @@ In the document a number, a text, a bool and None stand for themselves. Everythi
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
@@ -20,6 +21,7 @@ from itertools import repeat
 from json import dumps
 from math import prod
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import ml_dtypes  # noqa: F401 - NumPy knows its dtypes by name then
 import numpy as np
@@ -84,12 +86,16 @@ class Tree:
                     "    correct:    state = {'step': 0}; mpistrat.Checkpoint(state=state)"
                 )
 
-    def outline(self, most_bytes: int | None) -> str:
-        """Return a text that differs between ranks if they hold other things: of each array so many bytes are looked at."""
+    def outline(self, most_bytes: int | None, path: str | os.PathLike[str]) -> str:
+        """Return a text that differs between ranks if they hold other things.
+
+        Of each array a sample of so many bytes is looked at, which moves from save to save: it follows from the path.
+        """
+        start = crc32(os.fsencode(path))
         texts = []
         for name, node in self.document[1]:
             found = {key: leaf for key, leaf in self.leaves.items() if f"{key}/".startswith(f"{name}/")}
-            arrays = checksum([leaf for leaf in found.values() if not isinstance(leaf, Variable)], most_bytes)
+            arrays = checksum([leaf for leaf in found.values() if not isinstance(leaf, Variable)], most_bytes, start)
             text = dumps([node, [self.specs[key] for key in found], arrays])
             texts.append(f"{name}: {len(found)} arrays ({blake2b(text.encode(), digest_size=4).hexdigest()})")
         return ", ".join(texts)

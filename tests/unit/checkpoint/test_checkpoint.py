@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.checkpoint.tree import Tree
 from mpistrat.errors import CheckpointError, InvalidArgumentError, LaunchError, UnsupportedDtypeError
 from mpistrat.tools import cli
 
@@ -242,3 +243,16 @@ def test_a_position_in_other_data_is_refused_before_anything_is_changed(tmp_path
     data, objects = made(2)
     mpistrat.Checkpoint(**objects).restore(path)
     assert [*np.concatenate([*data])] == [*whole[4:]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex128"])
+def test_saves_compare_other_elements_until_all_have_been(dtype):
+    array = np.zeros((100, 100), dtype)
+    paths = [f"checkpoints/ckpt-{step:08}" for step in range(0, 1_000_000, 1000)]
+    before = [Tree({"w": array}).outline(1 << 12, path) for path in paths]
+    for index in (0, 1, 5003, 9999):
+        array.flat[index] = 1
+        told = [Tree({"w": array}).outline(1 << 12, path) != text for path, text in zip(paths, before, strict=True)]
+        assert any(told[:200])
+        assert not all(told)
+        array.flat[index] = 0
