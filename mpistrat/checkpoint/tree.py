@@ -163,7 +163,8 @@ def restored(node: Node, values: Mapping[str, Array], old: Any = None) -> Any:
         olds = old if isinstance(old, Mapping) else {}
         found = {key: restored(each, values, olds.get(key)) for key, each in content}
         if isinstance(old, dict):
-            old.update(found)
+            for key, each in found.items():  # a Counter's update would add
+                old[key] = each
         return old if isinstance(old, dict) else found
     if kind in ("list", "tuple"):
         before = [*(old if isinstance(old, (list, tuple)) else ()), *repeat(None, len(content))]
@@ -180,13 +181,24 @@ def restored(node: Node, values: Mapping[str, Array], old: Any = None) -> Any:
         if kind == "generator":
             old.bit_generator.state = state
         else:
-            old.load_state_dict(state)
+            old.load_state_dict(_in_classes(state, old.state_dict()))
         return old
     if isinstance(old, Variable):
         return old
     if library == ["scalar"]:
         return values[content][()]
     return _written(old, values[content]) if is_array(old) else _new(values[content], *library)
+
+
+def _in_classes(value: Any, model: Any) -> Any:
+    """Return a dict in the class that another one has, a Counter for example; likewise the dicts that it holds."""
+    if not (isinstance(value, dict) and isinstance(model, dict)):
+        return value
+    found = model.copy()
+    found.clear()
+    for key, each in value.items():
+        found[key] = _in_classes(each, model.get(key))
+    return found
 
 
 def is_array(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections import namedtuple
+from collections import Counter, defaultdict, namedtuple
 
 import ml_dtypes
 import numpy as np
@@ -256,3 +256,25 @@ def test_saves_compare_other_elements_until_all_have_been(dtype):
         assert any(told[:200])
         assert not all(told)
         array.flat[index] = 0
+
+
+class Scheduler:
+    def __init__(self, milestones):
+        self.nest = {"milestones": Counter(milestones), "slots": defaultdict(list, {1: [2]}), "rows": np.ones(2)}
+
+    def state_dict(self):
+        return self.nest
+
+    def load_state_dict(self, state):
+        self.nest = state
+
+
+def test_dicts_of_other_classes_stay_in_them(tmp_path):
+    before, after = ({"object": Scheduler(each), "state": {"count": Counter(each)}} for each in ([2, 5, 5], [5, 7]))
+    nest = after["object"].nest
+    saved_and_restored(tmp_path / "one", before, after)
+    found = after["object"].nest
+    assert (type(found["slots"]), found["slots"], found["slots"][3]) == (defaultdict, {1: [2], 3: []}, [])
+    assert [*found["milestones"].elements()] == [2, 5, 5]
+    assert [*nest["milestones"].elements()] == [5, 7]  # what the object has held is its own
+    assert after["state"]["count"] == Counter({5: 2, 7: 1, 2: 1})
