@@ -383,7 +383,15 @@ class CheckpointManager:
         See `Checkpoint.restore` for `strict` and the errors.
         """
         self._checkpoint._finish("restore")
-        return self._checkpoint.restore(self._found[-1], strict) if self._found else None
+        if not self._found:
+            return None
+        try:
+            return self._checkpoint.restore(self._found[-1], strict)
+        except CheckpointError as error:
+            if len(self._found) == 1:
+                raise
+            before = f"the one before is {self._found[-2]}: checkpoint.restore(manager.checkpoints[-2])"
+            raise CheckpointError(f"{error}\n    {before}, or delete the folder of the newest one if it is damaged") from error
 
     def close(self) -> None:
         """Close the checkpoint: see `Checkpoint.close`. A collective call."""

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import Counter, defaultdict, namedtuple
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -179,6 +180,17 @@ def test_the_newest_are_kept_and_the_command_line_tells_them(tmp_path, capsys):
     assert "float64 (1000,)" in shown
     [file] = (tmp_path / names[1]).glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1] + b"x")
+    again.close()
+    again = mpistrat.CheckpointManager(mpistrat.Checkpoint(state=state), tmp_path)
+    damaged = Path(again.checkpoints[-1])
+    [newest] = damaged.glob("*.safetensors")
+    was = newest.read_bytes()
+    newest.write_bytes(was[:-1] + b"x")
+    with pytest.raises(
+        CheckpointError, match=r"(?s)not those that were written.*ckpt-00000007.1: checkpoint.restore\(manager.ch"
+    ):
+        again.restore()
+    newest.write_bytes(was)
     assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.endswith(", whole") for line in lines] == [True, False, True, True]
