@@ -148,3 +148,21 @@ def test_what_is_no_position_is_refused(state):
     with pytest.raises(InvalidArgumentError):
         dataset.load_state_dict(state)
     assert at(dataset.state_dict()) == (0, 0)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_element_spec_of_an_iterator_that_goes_on_takes_no_element(source):
+    def of(strategy):
+        return distribute_dataset(strategy, SOURCES[source](), InputOptions(auto_shard_policy=AutoShardPolicy.DATA))
+
+    def resumed(strategy):
+        dataset = of(strategy)
+        dataset.load_state_dict(position)
+        iterator = iter(dataset)
+        return iterator.element_spec, dataset.state_dict(), [np.asarray(select_replica(batch)).tolist() for batch in iterator]
+
+    whole, _ = taken(of, 1)
+    _, position = taken(of, 1, num_batches=2)
+    [(spec, at_once, left)] = on_replicas(1, resumed)
+    assert (spec.dtype, len(spec.shape)) == (ROWS.dtype, 1)
+    assert (at_once, left) == (position, whole[2:])
