@@ -127,7 +127,7 @@ class Checkpoint:
 
         def capture() -> tuple[tuple[Tree, Tree, Path, int], str]:
             tree, own, number = Tree(self._common), Tree(self._own), checked_int(step, "step", 0)
-            outline = tree.outline(None if communicator.is_strict else _COMPARED_BYTES)
+            outline = tree.outline(None if communicator.is_strict else _COMPARED_BYTES, path)
             return (tree, own, Path(path), number), f"{os.fspath(path)!r}, step={number}, {outline}"
 
         tree, own, folder, step = communicator.agree_on("Checkpoint.save", capture)
@@ -392,7 +392,15 @@ class CheckpointManager:
         See `Checkpoint.restore` for `strict` and the errors.
         """
         self._checkpoint._finish("restore")
-        return self._checkpoint.restore(self._found[-1], strict) if self._found else None
+        if not self._found:
+            return None
+        try:
+            return self._checkpoint.restore(self._found[-1], strict)
+        except CheckpointError as error:
+            if len(self._found) == 1:
+                raise
+            before = f"the one before is {self._found[-2]}: checkpoint.restore(manager.checkpoints[-2])"
+            raise CheckpointError(f"{error}\n    {before}, or delete the folder of the newest one if it is damaged") from error
 
     def close(self) -> None:
         """Close the checkpoint: see `Checkpoint.close`. A collective call."""

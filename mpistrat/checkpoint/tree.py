@@ -13,6 +13,7 @@ In the document a number, a text, a bool and None stand for themselves. Everythi
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
@@ -20,6 +21,7 @@ from itertools import repeat
 from json import dumps
 from math import prod
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import ml_dtypes  # noqa: F401 - NumPy knows its dtypes by name then
 import numpy as np
@@ -84,12 +86,16 @@ class Tree:
                     "    correct:    state = {'step': 0}; mpistrat.Checkpoint(state=state)"
                 )
 
-    def outline(self, most_bytes: int | None) -> str:
-        """Return a text that differs between ranks if they hold other things: of each array so many bytes are looked at."""
+    def outline(self, most_bytes: int | None, path: str | os.PathLike[str]) -> str:
+        """Return a text that differs between ranks if they hold other things.
+
+        Of each array a sample of so many bytes is looked at, which moves from save to save: it follows from the path.
+        """
+        start = crc32(os.fsencode(path))
         texts = []
         for name, node in self.document[1]:
             found = {key: leaf for key, leaf in self.leaves.items() if f"{key}/".startswith(f"{name}/")}
-            arrays = checksum([leaf for leaf in found.values() if not isinstance(leaf, Variable)], most_bytes)
+            arrays = checksum([leaf for leaf in found.values() if not isinstance(leaf, Variable)], most_bytes, start)
             text = dumps([node, [self.specs[key] for key in found], arrays])
             texts.append(f"{name}: {len(found)} arrays ({blake2b(text.encode(), digest_size=4).hexdigest()})")
         return ", ".join(texts)
@@ -157,7 +163,8 @@ def restored(node: Node, values: Mapping[str, Array], old: Any = None) -> Any:
         olds = old if isinstance(old, Mapping) else {}
         found = {key: restored(each, values, olds.get(key)) for key, each in content}
         if isinstance(old, dict):
-            old.update(found)
+            for key, each in found.items():  # a Counter's update would add
+                old[key] = each
         return old if isinstance(old, dict) else found
     if kind in ("list", "tuple"):
         before = [*(old if isinstance(old, (list, tuple)) else ()), *repeat(None, len(content))]
@@ -174,13 +181,24 @@ def restored(node: Node, values: Mapping[str, Array], old: Any = None) -> Any:
         if kind == "generator":
             old.bit_generator.state = state
         else:
-            old.load_state_dict(state)
+            old.load_state_dict(_in_classes(state, old.state_dict()))
         return old
     if isinstance(old, Variable):
         return old
     if library == ["scalar"]:
         return values[content][()]
     return _written(old, values[content]) if is_array(old) else _new(values[content], *library)
+
+
+def _in_classes(value: Any, model: Any) -> Any:
+    """Return a dict in the class that another one has, a Counter for example; likewise the dicts that it holds."""
+    if not (isinstance(value, dict) and isinstance(model, dict)):
+        return value
+    found = model.copy()
+    found.clear()
+    for key, each in value.items():
+        found[key] = _in_classes(each, model.get(key))
+    return found
 
 
 def is_array(value: Any) -> bool:

@@ -25,6 +25,7 @@ OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
 # the state of a replica; the maximum over all replicas decides
 _ENDED, _GOES_ON, _FAILED = range(3)
 _UNKNOWN = np.iinfo(np.int64).max
+_OWN = "data of each rank's own"
 
 
 class DistributedDataset(Resumable):
@@ -39,12 +40,15 @@ class DistributedDataset(Resumable):
     Each iteration is an epoch. Ranks must start the same number of iterations.
     """
 
-    def __init__(self, strategy: Any, dataset: Dataset, policy: AutoShardPolicy | None, options: InputOptions) -> None:
+    def __init__(
+        self, strategy: Any, dataset: Dataset, policy: AutoShardPolicy | None, options: InputOptions, shared: str
+    ) -> None:
         self._strategy = strategy
         self._communicator: BaseCommunicator = strategy.extended.communicator
         self._num_replicas = self._communicator.size
         self._dataset = dataset
         self._policy = policy
+        self._shared = shared  # what ranks have agreed on of data of which each reads its own
         self._options = options
 
     @property
@@ -87,10 +91,10 @@ class DistributedDataset(Resumable):
         batch_size = self._dataset.batch_size
         return None if batch_size is None else share_sizes(batch_size, self._communicator.rank, self._communicator.size)
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the position, of all replicas; and their number, if batches are those of each rank's own data."""
-        position = super().state_dict()
-        return position if self._policy is DATA else {**position, "num_replicas": self._num_replicas}
+    def _contents(self) -> tuple[str, int | None, int | None]:
+        if self._policy is DATA:
+            return self._dataset._contents()
+        return f"{self._shared}, of which each of {self._num_replicas} ranks reads its own", None, None
 
     def _batches(self, epoch: int, first: int) -> Iterator[Any]:
         count = self._options.virtual_replicas or self._num_replicas
@@ -302,9 +306,9 @@ def distribute_dataset(strategy: Any, dataset: Any, options: InputOptions | None
                     "virtual_replicas are parts of batches that ranks share, and with auto_shard_policy="
                     f"{wanted.auto_shard_policy.name} each rank reads other data: use AutoShardPolicy.DATA"
                 )
-        shared = "of each rank's own" if wanted.auto_shard_policy is OFF else source.describe()
+        shared = _OWN if wanted.auto_shard_policy is OFF else source.describe()
         text = f"{shared}, auto_shard_policy={wanted.auto_shard_policy.name}, virtual_replicas={wanted.virtual_replicas}"
-        return DistributedDataset(strategy, part, policy, wanted), text
+        return DistributedDataset(strategy, part, policy, wanted, shared), text
 
     return communicator.agree_on(call, make)
 
@@ -337,7 +341,7 @@ def distribute_from_function(
             return cast("Iterable[Any]", dataset_fn(InputContext())), ""
         made = dataset_fn(InputContext(communicator.size, communicator.rank, communicator.size))
         part, _ = _part_of(as_dataset(made), OFF, communicator.rank, communicator.size)
-        return DistributedDataset(strategy, part, None, wanted), ""
+        return DistributedDataset(strategy, part, None, wanted, _OWN), ""
 
     return communicator.agree_on(call, make)
 

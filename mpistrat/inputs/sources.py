@@ -24,42 +24,60 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Resumable:
+class Resumable(ABC):
     """What remembers its position: the epoch, and the batch in it, at which its newest iteration is."""
 
     _next: tuple[int, int] = (0, 0)  # where the next iteration begins
     _now: tuple[int, int] = (0, 0)
-    _num_replicas = 1
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the position: the epoch, and how many of its batches have been taken."""
-        return {"epoch": self._now[0], "batch": self._now[1]}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: the epoch, how many of its batches have been taken, and what they were batches of."""
+        order, batch_size, _ = self._contents()
+        return {"epoch": self._now[0], "batch": self._now[1], "batch_size": batch_size, "order": order}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the next iteration begin at a position, in the middle of an epoch too; the one after it is a whole epoch.
+
+        Batches of another size begin at the same row. At the beginning of an epoch the data may be others too.
 
         Raises
         ------
         InvalidArgumentError
-            If `state` is not what `state_dict` returns, or in the middle of an epoch in which each of another number of ranks
-            read data of its own.
+            If `state` is not what `state_dict` returns, or in the middle of an epoch of other data or another order, or at a
+            row at which no batch begins.
         """
-        self.check_position(state)
-        self._now = self._next = state["epoch"], state["batch"]
+        batch = self._batch_at(state)
+        self._now = self._next = state["epoch"], batch
 
-    def check_position(self, state: Mapping[str, int]) -> None:
+    def check_position(self, state: Mapping[str, Any]) -> None:
         """Check that iterations can begin at a position: see `load_state_dict`."""
+        self._batch_at(state)
+
+    @abstractmethod
+    def _contents(self) -> tuple[str, int | None, int | None]:
+        """Return what describes the rows of an epoch and their order, the batch size, and the number of rows; None: unknown."""
+
+    def _batch_at(self, state: Mapping[str, Any]) -> int:
+        """Return the number of the batch that begins at a position."""
+        order, batch_size, num_rows = self._contents()
         try:
-            checked_int(state["epoch"], "epoch", 0), checked_int(state["batch"], "batch", 0)
+            checked_int(state["epoch"], "epoch", 0)
+            batch = checked_int(state["batch"], "batch", 0)
+            there, size = (state["order"], state["batch_size"]) if batch else (order, batch_size)
+            row = batch * (1 if size is None else checked_int(size, "batch_size", 1))
         except (KeyError, TypeError) as error:
-            why = f"state must have an epoch and a batch, as state_dict() returns; got {state!r}"
+            why = f"state must have an epoch, a batch, its batch_size and order, as state_dict() returns; got {state!r}"
             raise InvalidArgumentError(why) from error
-        count = state.get("num_replicas", self._num_replicas)
-        if state["batch"] and count != self._num_replicas:
+        if (there, size) == (order, batch_size):
+            return batch
+        is_end = num_rows is not None and row >= num_rows
+        if there != order or size is None or batch_size is None or (row % batch_size and not is_end):
             raise InvalidArgumentError(
-                f"batch {state['batch']} of an epoch cannot be found again: {count} ranks read data of their own, and now "
-                f"{self._num_replicas} do. Save at the end of an epoch, or share batches: AutoShardPolicy.DATA"
+                f"batch {batch} of an epoch cannot be found again: it was one of {_described(there, size)}, and now they are "
+                f"those of {_described(order, batch_size)}. Save at the end of an epoch to change this; to change the number "
+                "of ranks, share batches: AutoShardPolicy.DATA"
             )
+        return -(-row // batch_size)
 
     def _begin_epoch(self) -> tuple[int, int]:
         """Return epoch and first batch of an iteration that begins."""
@@ -78,6 +96,10 @@ class Resumable:
             self._now = self._next
 
 
+def _described(order: str, batch_size: int | None) -> str:
+    return f"{order}, batches of {batch_size}" if batch_size else order
+
+
 class DatasetIterator(Iterator[Any], ABC):
     """Iterates over an epoch of a dataset. Its state is the position of the dataset's newest iteration."""
 
@@ -85,18 +107,18 @@ class DatasetIterator(Iterator[Any], ABC):
         self.dataset = dataset
         self._begin(*dataset._begin_epoch())
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the position of the dataset: see `Resumable.state_dict`."""
-        position: dict[str, int] = self.dataset.state_dict()
+        position: dict[str, Any] = self.dataset.state_dict()
         return position
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position, and have the next iteration over the dataset begin with the epoch after it."""
         self.check_position(state)
         self.dataset.load_state_dict(state)
         self._begin(*self.dataset._begin_epoch())
 
-    def check_position(self, state: Mapping[str, int]) -> None:
+    def check_position(self, state: Mapping[str, Any]) -> None:
         """Check that this iterator can go on at a position."""
         self.dataset.check_position(state)
         if not self.dataset.is_repeatable:
@@ -108,7 +130,7 @@ class DatasetIterator(Iterator[Any], ABC):
         """Have the next batch be that with number `first` of an epoch."""
 
 
-class Dataset(Resumable, ABC):
+class Dataset(Resumable):
     """A source of batches. Each iteration over it is an epoch."""
 
     is_file_based: bool = False  # so that each input pipeline can read files of its own
@@ -147,6 +169,13 @@ class Dataset(Resumable, ABC):
     @abstractmethod
     def describe(self) -> str:
         """Return a description that must be the same on all ranks that share the batches: sizes, dtypes, order."""
+
+    def describe_order(self) -> str:
+        """Return a description of the rows of an epoch and their order, whatever batches they are cut into."""
+        return self.describe()
+
+    def _contents(self) -> tuple[str, int | None, int | None]:
+        return self.describe_order(), self.batch_size, self.num_rows
 
     def shard(self, num_shards: int, index: int) -> Self:
         """Return the dataset of every `num_shards`-th row, sample or file, from number `index` on.
@@ -213,12 +242,20 @@ class BatchedDataset(Dataset):
         return self._batch_size
 
     def describe(self) -> str:
-        order = f"shuffled with seed {self._seed}" if self._shuffle else "in order"
         rest = ", remainder dropped" if self._drop_remainder else ""
-        return f"{self._describe_source()}, batches of {self._batch_size}, {order}{rest}"
+        return f"{self.describe_order()}, batches of {self._batch_size}{rest}"
+
+    def describe_order(self) -> str:
+        order = f"shuffled with seed {self._seed}" if self._shuffle else "in order"
+        return f"{self._describe_source()}, {order}"
 
     @abstractmethod
     def _describe_source(self) -> str: ...
+
+
+def _step_of(places: range) -> str:
+    """Return a text that tells which rows or files a shard has."""
+    return f", every {places.step}th from number {places.start} on" if places.step > 1 else ""
 
 
 class RowDataset(BatchedDataset):
@@ -304,7 +341,7 @@ class ArrayDataset(RowDataset):
 
     def _describe_source(self) -> str:
         row = ", ".join(f"{array.dtype} {array.shape[1:]}" for array in self._arrays)
-        return f"{len(self._rows)} rows of [{row}] in {self._structure}"
+        return f"{len(self._rows)} rows of [{row}] in {self._structure}{_step_of(self._rows)}"
 
 
 def _common_extent(arrays: list[Array], names: list[str]) -> int:
@@ -383,7 +420,7 @@ class MapDataset(RowDataset):
         return self._collate([self._samples[int(row)] for row in rows])
 
     def _describe_source(self) -> str:
-        return f"{len(self._rows)} rows of {type(self._samples).__name__}"
+        return f"{len(self._rows)} rows of {type(self._samples).__name__}{_step_of(self._rows)}"
 
 
 def stack(samples: list[Any]) -> Any:
@@ -465,7 +502,8 @@ class FileDataset(BatchedDataset):
 
     def _describe_source(self) -> str:
         names = [Path(file).name for file in self._files]
-        return f"{len(names)} files from {names[0]} to {names[-1]} (checksum {crc32(repr(names).encode()):08x})"
+        checksum = f"(checksum {crc32(repr(names).encode()):08x})"
+        return f"{len(names)} files from {names[0]} to {names[-1]} {checksum}{_step_of(self._places)}"
 
     def _part(self, num_shards: int, index: int) -> Self:
         if num_shards > self.num_files:

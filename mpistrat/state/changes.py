@@ -113,12 +113,16 @@ def check_equal(call: str, arrays: tuple[Array, ...], communicator: BaseCommunic
         communicator.agree(f"{call} of {shown} (checksum {mine:x})")
 
 
-def checksum(arrays: Iterable[Array], most_bytes: int | None = None) -> int:
-    """Return a hash of the bits of arrays, below 2**62; of a larger array than `most_bytes`, of evenly spaced elements."""
+def checksum(arrays: Iterable[Array], most_bytes: int | None = None, start: int = 0) -> int:
+    """Return a hash of the bits of arrays, below 2**62; of a larger array than `most_bytes`, of evenly spaced elements.
+
+    `start`, any number that is not negative, says from which element on: other numbers, other elements.
+    """
     digest = blake2b(digest_size=8)
     for array in arrays:
         if most_bytes is not None and array.nbytes > most_bytes:
-            array = array.reshape(-1)[:: -(-array.nbytes // most_bytes)]
+            spacing = -(-array.nbytes // most_bytes)
+            array = array.reshape(-1)[start % spacing :: spacing]
         digest.update(np.ascontiguousarray(to_host(array)).view(np.uint8).data)
     return int.from_bytes(digest.digest(), "little") >> 2
 

@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections import namedtuple
+from collections import Counter, defaultdict, namedtuple
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import mpistrat
 from mpistrat.checkpoint import writer
+from mpistrat.checkpoint.tree import Tree
 from mpistrat.errors import CheckpointError, InvalidArgumentError, LaunchError, UnsupportedDtypeError
 from mpistrat.tools import cli
 
@@ -192,6 +194,17 @@ def test_the_newest_are_kept_and_the_command_line_tells_them(tmp_path, capsys):
     assert "float64 (1000,)" in shown
     [file] = (tmp_path / names[1]).glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1] + b"x")
+    again.close()
+    again = mpistrat.CheckpointManager(mpistrat.Checkpoint(state=state), tmp_path)
+    damaged = Path(again.checkpoints[-1])
+    [newest] = damaged.glob("*.safetensors")
+    was = newest.read_bytes()
+    newest.write_bytes(was[:-1] + b"x")
+    with pytest.raises(
+        CheckpointError, match=r"(?s)not those that were written.*ckpt-00000007.1: checkpoint.restore\(manager.ch"
+    ):
+        again.restore()
+    newest.write_bytes(was)
     assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.endswith(", whole") for line in lines] == [True, False, True, True]
@@ -236,3 +249,58 @@ def test_an_iterator_goes_on_where_that_of_another_job_was(tmp_path):
     once = iter(mpistrat.inputs.sources.as_dataset(iter([np.ones(2)])))
     with pytest.raises(CheckpointError, match="once: its batches come from an iterator"):
         mpistrat.Checkpoint(once=once).restore(mpistrat.Checkpoint(once=once).save(tmp_path / "once", wait=True))
+
+
+def test_a_position_in_other_data_is_refused_before_anything_is_changed(tmp_path):
+    def made(batch_size, seed=0):
+        data = mpistrat.ArrayDataset(np.arange(12), batch_size, shuffle=True, seed=seed)
+        return data, {"w": np.full(2, float(batch_size)), "data": data}
+
+    data, objects = made(4)
+    whole = np.concatenate([*data])
+    data, objects = made(4)
+    next(iter(data))
+    path = mpistrat.Checkpoint(**objects).save(tmp_path / "one", wait=True)
+    for batch_size, seed in ((3, 0), (2, 1)):
+        _, others = made(batch_size, seed)
+        with pytest.raises(CheckpointError, match=r"data: batch 1 of an epoch .* seed 0, batches of 4, and now .* batches of"):
+            mpistrat.Checkpoint(**others).restore(path)
+        assert (others["w"][0], others["data"].state_dict()["batch"]) == (batch_size, 0)
+    data, objects = made(2)
+    mpistrat.Checkpoint(**objects).restore(path)
+    assert [*np.concatenate([*data])] == [*whole[4:]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex128"])
+def test_saves_compare_other_elements_until_all_have_been(dtype):
+    array = np.zeros((100, 100), dtype)
+    paths = [f"checkpoints/ckpt-{step:08}" for step in range(0, 1_000_000, 1000)]
+    before = [Tree({"w": array}).outline(1 << 12, path) for path in paths]
+    for index in (0, 1, 5003, 9999):
+        array.flat[index] = 1
+        told = [Tree({"w": array}).outline(1 << 12, path) != text for path, text in zip(paths, before, strict=True)]
+        assert any(told[:200])
+        assert not all(told)
+        array.flat[index] = 0
+
+
+class Scheduler:
+    def __init__(self, milestones):
+        self.nest = {"milestones": Counter(milestones), "slots": defaultdict(list, {1: [2]}), "rows": np.ones(2)}
+
+    def state_dict(self):
+        return self.nest
+
+    def load_state_dict(self, state):
+        self.nest = state
+
+
+def test_dicts_of_other_classes_stay_in_them(tmp_path):
+    before, after = ({"object": Scheduler(each), "state": {"count": Counter(each)}} for each in ([2, 5, 5], [5, 7]))
+    nest = after["object"].nest
+    saved_and_restored(tmp_path / "one", before, after)
+    found = after["object"].nest
+    assert (type(found["slots"]), found["slots"], found["slots"][3]) == (defaultdict, {1: [2], 3: []}, [])
+    assert [*found["milestones"].elements()] == [2, 5, 5]
+    assert [*nest["milestones"].elements()] == [5, 7]  # what the object has held is its own
+    assert after["state"]["count"] == Counter({5: 2, 7: 1, 2: 1})

@@ -1,5 +1,7 @@
 """Positions in data: an iteration that goes on where another one has stopped, on other replicas too."""
 
+from itertools import chain, product
+
 import numpy as np
 import pytest
 
@@ -17,6 +19,10 @@ SOURCES = {
     "files": lambda: mpistrat.FileDataset(["0", "1"], lambda name: ROWS[int(name) :: 2], 4, shuffle=True),
     "list": lambda: [ROWS[first : first + 4] for first in range(0, 22, 4)],
 }
+
+
+def at(position):
+    return position["epoch"], position["batch"]
 
 
 def rows(batches):
@@ -45,11 +51,11 @@ def test_an_epoch_that_is_cut_goes_on_at_the_same_batch_on_other_replicas(source
         return distribute_dataset(strategy, SOURCES[source](), InputOptions(auto_shard_policy=AutoShardPolicy.DATA))
 
     whole, end = taken(distribute, 1)
-    assert end == {"epoch": 1, "batch": 0}
+    assert at(end) == (1, 0)
     head, position = taken(distribute, before, num_batches=2)
-    assert position == {"epoch": 0, "batch": 2}
+    assert at(position) == (0, 2)
     tail, end = taken(distribute, after, position)
-    assert (head + tail, end) == (whole, {"epoch": 1, "batch": 0})
+    assert (head + tail, at(end)) == (whole, (1, 0))
 
 
 @pytest.mark.parametrize("make", [lambda strategy: distribute_dataset(strategy, SOURCES["files"]()), None])
@@ -57,12 +63,66 @@ def test_data_of_each_replica_go_on_with_as_many_replicas_or_at_an_epoch(make):
     distribute = make or (lambda strategy: distribute_from_function(strategy, lambda context: SOURCES["list"]()))
     whole, _ = taken(distribute, 2)
     head, position = taken(distribute, 2, num_batches=1)
-    assert position == {"epoch": 0, "batch": 1, "num_replicas": 2}
+    assert at(position) == (0, 1)
     assert head + taken(distribute, 2, position)[0] == whole
     for dataset in (lambda: taken(distribute, 1, position), lambda: SOURCES["files"]().load_state_dict(position)):
-        with pytest.raises(InvalidArgumentError, match=r"batch 1 of an epoch cannot be found again: 2 ranks .* now 1 do"):
+        with pytest.raises(InvalidArgumentError, match=r"batch 1 of an epoch cannot be found again: .* 2 ranks .* now"):
             dataset()
     assert taken(distribute, 1, {**position, "batch": 0})[0] == taken(distribute, 1)[0]
+
+
+def changed(rows=240, batch_size=20, kind=mpistrat.ArrayDataset, shard=(1, 0), **options):
+    values = np.arange(rows) if kind is mpistrat.ArrayDataset else range(rows)
+    return kind(values, batch_size, **{"shuffle": True, **options}).shard(*shard)
+
+
+def sharing(make):
+    return lambda strategy: distribute_dataset(strategy, make(), InputOptions(auto_shard_policy=AutoShardPolicy.DATA))
+
+
+SIZES = [(40, 3, 20, 6), (20, 6, 40, 3), (30, 4, 40, 3)]  # before, how many batches, after, how many are left
+AT_THE_END = [(20, 12, 50, 0), (50, 5, 20, 0)]  # which only a number of rows tells
+
+
+@pytest.mark.parametrize("kind_and_sizes", [*product(["arrays"], SIZES + AT_THE_END), *product(["files"], SIZES)], ids=str)
+def test_batches_of_another_size_go_on_at_the_same_row(kind_and_sizes):
+    kind, (before, num_batches, after, left) = kind_and_sizes
+
+    def of(size):
+        if kind == "arrays":
+            return sharing(lambda: changed(batch_size=size))
+        return sharing(
+            lambda: mpistrat.FileDataset(["0", "1"], lambda name: np.arange(240)[int(name) :: 2], size, shuffle=True)
+        )
+
+    head, position = taken(of(before), 2, num_batches=num_batches)
+    tail, end = taken(of(after), 1, position)
+    assert [*chain(*head, *tail)] == [*chain(*taken(of(20), 1)[0])]
+    assert (len(tail), at(end)) == (left, (1, 0))
+
+
+OTHERS = [{"seed": 1}, {"shuffle": False}, {"rows": 200}, {"shard": (2, 0)}, {"kind": mpistrat.MapDataset}, {"batch_size": 50}]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_a_position_in_an_epoch_of_other_rows_is_refused(other):
+    position, start = (taken(sharing(changed), 2, num_batches=count)[1] for count in (3, 99))
+    dataset = changed(**other)
+    with pytest.raises(InvalidArgumentError, match=r"batch 3 .* one of 240 rows .* seed 0, batches of 20, and now .* rows of"):
+        dataset.load_state_dict(position)
+    dataset.load_state_dict(start)
+    assert at(dataset.state_dict()) == (1, 0)
+
+
+@pytest.mark.parametrize("is_shared_before", [True, False])
+def test_a_position_of_shared_batches_is_none_in_data_of_each_rank(is_shared_before):
+    ways = [sharing(SOURCES["files"]), lambda strategy: distribute_dataset(strategy, SOURCES["files"]())]
+    before, after = ways if is_shared_before else reversed(ways)
+    _, position = taken(before, 2, num_batches=1)
+    with pytest.raises(InvalidArgumentError, match=r"batch 1 of an epoch cannot be found again"):
+        taken(after, 2, position)
+    with pytest.raises(InvalidArgumentError, match=r"one of list of 6 batches, and now they are those of list of 2 batches"):
+        taken(sharing(lambda: [ROWS, ROWS]), 1, taken(sharing(SOURCES["list"]), 1, num_batches=3)[1])
 
 
 def test_without_a_strategy_a_dataset_has_its_own_position():
@@ -70,18 +130,39 @@ def test_without_a_strategy_a_dataset_has_its_own_position():
     first, second = rows(dataset), rows(dataset)
     iterator = iter(other)
     assert rows([next(iterator)]) == first[:1]
-    assert other.state_dict() == {"epoch": 0, "batch": 1}
+    assert at(other.state_dict()) == (0, 1)
     dataset.load_state_dict(other.state_dict())
     assert dataset.state_dict() == other.state_dict()
     assert (rows(dataset), rows(dataset)) == (first[1:], second)
     iter(other)  # a newer iteration: the older one tells nothing any more
     next(iterator)
-    assert other.state_dict() == {"epoch": 1, "batch": 0}
+    assert at(other.state_dict()) == (1, 0)
 
 
-@pytest.mark.parametrize("state", [{}, {"epoch": 1}, {"epoch": 1.5, "batch": 0}, {"epoch": 0, "batch": -1}, None])
+NO_POSITIONS = [{}, {"epoch": 1}, {"epoch": 1.5, "batch": 0}, {"epoch": 0, "batch": -1}, {"epoch": 0, "batch": 1}, None]
+
+
+@pytest.mark.parametrize("state", NO_POSITIONS)
 def test_what_is_no_position_is_refused(state):
     dataset = SOURCES["arrays"]()
     with pytest.raises(InvalidArgumentError):
         dataset.load_state_dict(state)
-    assert dataset.state_dict() == {"epoch": 0, "batch": 0}
+    assert at(dataset.state_dict()) == (0, 0)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_element_spec_of_an_iterator_that_goes_on_takes_no_element(source):
+    def of(strategy):
+        return distribute_dataset(strategy, SOURCES[source](), InputOptions(auto_shard_policy=AutoShardPolicy.DATA))
+
+    def resumed(strategy):
+        dataset = of(strategy)
+        dataset.load_state_dict(position)
+        iterator = iter(dataset)
+        return iterator.element_spec, dataset.state_dict(), [np.asarray(select_replica(batch)).tolist() for batch in iterator]
+
+    whole, _ = taken(of, 1)
+    _, position = taken(of, 1, num_batches=2)
+    [(spec, at_once, left)] = on_replicas(1, resumed)
+    assert (spec.dtype, len(spec.shape)) == (ROWS.dtype, 1)
+    assert (at_once, left) == (position, whole[2:])
