@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 _PREFIX = "MPISTRAT_"
 # set by ranks for the processes that they start, and by `mpistrat run --max-restarts` for ranks
-_INTERNAL = ("RANK_PID", "RESTART_COUNT", "PROGRESS_FILE")
+_INTERNAL = ("RANK_PID", "RESTART_COUNT", "PROGRESS_FILE", "FIRST_START")
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -225,8 +225,9 @@ STALL_SECONDS = setting("MPISTRAT_STALL_SECONDS", _parse_seconds, 30.0)(
     "after twice the time. 0: never."
 )
 TIME_LIMIT = setting("MPISTRAT_TIME_LIMIT", parse_duration, 0.0)(
-    "How long the job may run, from the start of rank 0, which reads it: a number of seconds, M:SS, H:MM:SS or D-HH:MM:SS. "
-    "`experimental.PreemptionCheckpointHandler` saves and stops in time. 0: as long as SLURM says, or for ever."
+    "How long the job may run, restarts by `mpistrat run --max-restarts` included, from the first start of rank 0, which "
+    "reads it: a number of seconds, M:SS, H:MM:SS or D-HH:MM:SS. `experimental.PreemptionCheckpointHandler` saves and stops in "
+    "time. 0: as long as SLURM says, or for ever."
 )
 TIMELINE = setting("MPISTRAT_TIMELINE", str, "")(
     "A trace file, trace.json for example, with the timeline of every rank, which rank 0 writes at exit; open it at "

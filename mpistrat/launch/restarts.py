@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mpistrat import settings
 from mpistrat.launch.abort import RESTART_EXIT_CODE
 from mpistrat.launch.environment import in_slurm_allocation
 from mpistrat.launch.job import Ended
 from mpistrat.text import format_elapsed
 
-COUNT, PROGRESS = "MPISTRAT_RESTART_COUNT", "MPISTRAT_PROGRESS_FILE"
+COUNT, PROGRESS, FIRST_START = "MPISTRAT_RESTART_COUNT", "MPISTRAT_PROGRESS_FILE", "MPISTRAT_FIRST_START"
 
 
 def note_saved(step: int) -> None:
@@ -54,17 +55,18 @@ def run_again(
         Prints a line.
     """
     failed_at: int | None = None
+    has_limit, first_start = bool(settings.TIME_LIMIT.read()), str(time.time())
     with _raising_signals(), tempfile.NamedTemporaryFile(prefix="mpistrat-progress-", dir=shared) as progress:
         for count in range(most + 1):
-            ended, reason = start({COUNT: str(count), PROGRESS: progress.name})
+            ended, reason = start({COUNT: str(count), PROGRESS: progress.name, FIRST_START: first_start})
             if ended.code == 0 or ended.was_stopped:
                 return ended.code
             # opened anew: NFS shows what other hosts have written
             step = max(map(int, Path(progress.name).read_text().split()), default=-1)
             place = "no checkpoint has been saved" if step < 0 else f"the last checkpoint is that of step {step}"
             if ended.code == RESTART_EXIT_CODE:
-                if ended.signals or in_slurm_allocation(os.environ):
-                    return ended.code  # what is preempted is this process too: its caller starts it again
+                if ended.signals or has_limit or in_slurm_allocation(os.environ):
+                    return ended.code  # this process is told to end, or its time is over: its caller starts it again
             elif step == failed_at:
                 say(f"not started again, because it failed twice without progress: {reason}; {place}")
                 return ended.code

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from mpistrat import settings
 from mpistrat.launch import environment, process
+from mpistrat.launch.restarts import FIRST_START
 from mpistrat.logger import logger
 
 _ANSWER_SECONDS = 20.0
@@ -18,8 +19,9 @@ _ANSWER_SECONDS = 20.0
 
 def seconds_left(environ: Mapping[str, str]) -> float:
     """Return the seconds until this job is ended; infinity if there is no limit. It may ask SLURM: one rank calls it once."""
-    limit = settings.TIME_LIMIT.read(environ)
-    own = limit - _age_seconds() if limit else math.inf
+    limit, first_start = settings.TIME_LIMIT.read(environ), environ.get(FIRST_START)
+    used = time.time() - float(first_start) if first_start else _age_seconds()
+    own = limit - used if limit else math.inf
     return min(own, _slurm_seconds_left(environ) if environment.in_slurm_allocation(environ) else math.inf)
 
 

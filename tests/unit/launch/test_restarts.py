@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from mpistrat.launch.abort import RESTART_EXIT_CODE
 from mpistrat.launch.job import TIMED_OUT, Ended
 from mpistrat.launch.restarts import COUNT, PROGRESS, note_saved, run_again
+from mpistrat.launch.time_limit import seconds_left
 from tests.processes import started
 
 FAILS, PREEMPTED = Ended(1), Ended(RESTART_EXIT_CODE)
@@ -23,7 +25,7 @@ NO_PROGRESS = "not started again, because it failed twice without progress: why"
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int, list[str]]]:
     """Run jobs that save steps and end in turn; return the exit code, how many have run, and what was said."""
-    for name in (COUNT, PROGRESS, "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+    for name in (COUNT, PROGRESS, "MPISTRAT_TIME_LIMIT", "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         monkeypatch.delenv(name, raising=False)
 
     def run(most: int, *jobs: tuple[list[int], Ended]) -> tuple[int, int, list[str]]:
@@ -90,6 +92,25 @@ def test_what_is_preempted_with_its_allocation_is_not_started_again_in_it(run, m
     assert run(9, ([5], Ended(1, signals=frozenset({signal.SIGUSR1}))), ([], Ended(0)))[:2] == (0, 2)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert run(9, ([5], PREEMPTED)) == (RESTART_EXIT_CODE, 1, [])
+
+
+def test_what_stops_before_a_time_limit_is_not_started_again(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPISTRAT_TIME_LIMIT", "11:50:00")
+    assert run(9, ([5], FAILS), ([10], PREEMPTED))[:2] == (RESTART_EXIT_CODE, 2)
+
+
+def test_the_time_limit_counts_from_the_first_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, left = 1000.0, list[float]()
+    monkeypatch.setattr(time, "time", lambda: now)
+
+    def start(variables: Mapping[str, str]) -> tuple[Ended, str]:
+        nonlocal now
+        now += 40.0
+        left.append(seconds_left({**variables, "MPISTRAT_TIME_LIMIT": "100"}))
+        return FAILS, "why"
+
+    run_again(start, 9, 0.0, None, lambda _: None)
+    assert left == [60.0, 20.0]
 
 
 def test_a_progress_file_that_is_on_another_host_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def test_ranks_on_other_hosts_are_told_where_progress_is(monkeypatch: pytest.Mon
     assert execute("-n", "2", "--hostfile", "train.py", "--max-restarts", "1", "train.py") == 0
     [(argv, environ)] = commands
     assert Path(environ["MPISTRAT_PROGRESS_FILE"]).parent == Path.cwd()
-    assert "-x MPISTRAT_PROGRESS_FILE -x MPISTRAT_RESTART_COUNT" in " ".join(argv)
+    assert "-x MPISTRAT_FIRST_START -x MPISTRAT_PROGRESS_FILE -x MPISTRAT_RESTART_COUNT" in " ".join(argv)
 
 
 @pytest.mark.parametrize(
