@@ -49,7 +49,7 @@ def submit(request, tmp_path):
 @pytest.mark.parametrize(
     ("launch", "told"),
     [
-        ("srun --mpi=pmix -K", "srun --mpi=pmix -K python train.py --name a b; cores 4"),
+        ("srun --mpi=pmix", "srun --mpi=pmix python train.py --name a b; cores 4"),
         # their daemons, started by srun, would be held to these cores
         ("mpirun", "mpirun python train.py --name a b; cores unset"),
         ("mpiexec", "mpiexec python train.py --name a b; cores unset"),
@@ -60,6 +60,14 @@ def test_only_srun_is_told_the_cores_of_a_rank(submit, launch, told):
     done = submit(f'LAUNCH="{launch}"\n')
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{told}\n"
+
+
+@pytest.mark.parametrize("submit", [_SLURM / "requeue.sbatch"], indirect=True, ids=["requeue"])
+@pytest.mark.parametrize("options", ["--mpi=pmix -K", "-K --cpu-bind=none apptainer exec --nv image", "--mpi=pmix"])
+def test_the_first_rank_that_ends_with_42_ends_no_other(submit, tmp_path, options):
+    (tmp_path / "bin" / "srun").write_text('#!/bin/sh\necho "$SLURM_KILL_BAD_EXIT $SLURM_WAIT $*"\n')
+    rest = options.replace("-K", "").split()
+    assert submit(f'LAUNCH="srun {options}"\n').stdout.split() == ["0", "60", *rest, *"python train.py --name a b".split()]
 
 
 def test_a_site_may_read_what_is_unset(submit):
@@ -76,7 +84,7 @@ def test_examples_of_sites_start_the_program(submit, tmp_path, monkeypatch, exam
     monkeypatch.setenv("HOME", str(tmp_path))
     done = submit(f"module() {{ :; }}\nconda() {{ :; }}\n{example}")
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"srun --mpi=\w+ -K .*python train.py --name a b; cores 4\n", done.stdout), done.stdout
+    assert re.fullmatch(r"srun --mpi=\w+ (-K )?.*python train.py --name a b; cores 4\n", done.stdout), done.stdout
 
 
 def test_there_are_examples_and_each_says_that_it_is_untested():
