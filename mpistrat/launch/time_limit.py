@@ -7,7 +7,6 @@ import os
 import subprocess
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 
 from mpistrat import settings
 from mpistrat.launch import environment, process
@@ -33,15 +32,21 @@ def _age_seconds() -> float:
 
 def _slurm_seconds_left(environ: Mapping[str, str]) -> float:
     end = environ.get("SLURM_JOB_END_TIME", "")  # since SLURM 22.05
-    if end.isdecimal():
+    if end.isdecimal() and int(end):
         return int(end) - time.time()
-    job = environ["SLURM_JOB_ID"]
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    job = f"{array}_{task}" if array and task else environ["SLURM_JOB_ID"]
     command = ["squeue", "--noheader", "--format=%L", f"--jobs={job}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning(f"when SLURM ends job {job} is not known, as squeue does not tell ({error}): MPISTRAT_TIME_LIMIT can")
         return math.inf
-    with suppress(ValueError):
-        return settings.parse_duration(done.stdout)
-    return math.inf  # UNLIMITED, NOT_SET
+    left = math.inf
+    for answer in done.stdout.split() or ["nothing"]:  # one for each part of a heterogeneous job
+        try:
+            left = min(left, settings.parse_duration(answer))
+        except ValueError:
+            if answer not in ("UNLIMITED", "NOT_SET"):
+                logger.warning(f"when SLURM ends job {job} is not known, as squeue says {answer}: MPISTRAT_TIME_LIMIT can tell")
+    return left
