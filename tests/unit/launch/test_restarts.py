@@ -52,7 +52,7 @@ def test_a_job_that_fails_continues_from_its_last_checkpoint_until_it_succeeds(r
     code, count, said = run(9, ([], FAILS), ([5, 10], Ended(137)), ([15], Ended(TIMED_OUT)), ([20], Ended(0)))
     assert (code, count) == (0, 4)
     assert said == [
-        "restart 1 of 9: why; no checkpoint has been saved",
+        "restart 1 of 9: why; no checkpoint was saved since it was started",
         "restart 2 of 9: why; the last checkpoint is that of step 10",
         "restart 3 of 9: why; the last checkpoint is that of step 15",
     ]
@@ -62,11 +62,21 @@ def test_a_job_that_fails_twice_without_progress_is_not_started_again(run) -> No
     assert run(9, ([], Ended(3)), ([], Ended(4))) == (
         4,
         2,
-        ["restart 1 of 9: why; no checkpoint has been saved", f"{NO_PROGRESS}; no checkpoint has been saved"],
+        [
+            "restart 1 of 9: why; no checkpoint was saved since it was started",
+            f"{NO_PROGRESS}; no checkpoint was saved since it was started",
+        ],
     )
     code, count, said = run(9, ([5], FAILS), ([10], FAILS), ([10, 5], FAILS))
     assert (code, count) == (1, 3)
     assert said[-1] == f"{NO_PROGRESS}; the last checkpoint is that of step 10"
+
+
+def test_checkpoints_without_steps_are_progress(run) -> None:
+    code, count, said = run(9, ([0], FAILS), ([0, 0], FAILS), ([0], FAILS), ([], FAILS))
+    assert (code, count) == (1, 4)
+    assert said[-1] == f"{NO_PROGRESS}; the last checkpoint is that of step 0"
+    assert run(9, ([0, 5], FAILS), ([0], FAILS))[:2] == (1, 2)
 
 
 def test_a_preemption_after_a_save_is_no_failure(run) -> None:
@@ -121,20 +131,35 @@ def test_a_progress_file_that_is_on_another_host_is_no_error(tmp_path: Path, mon
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["INT", "TERM", "HUP"])
-def test_a_signal_between_two_jobs_leaves_nothing_behind(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "saved", "code"),
+    [
+        ("INT", "no", -signal.SIGINT),
+        ("TERM", "no", 128 + signal.SIGTERM),
+        ("HUP", "no", 128 + signal.SIGHUP),
+        ("USR1", "no", 1),
+        ("USR1", "a", RESTART_EXIT_CODE),
+        ("USR2", "a", RESTART_EXIT_CODE),
+    ],
+)
+def test_a_signal_between_two_jobs_leaves_nothing_behind(tmp_path: Path, name: str, saved: str, code: int) -> None:
     program = """
 import sys
 from pathlib import Path
 from mpistrat.launch.job import Ended
 from mpistrat.launch.restarts import run_again
-run_again(lambda _: (Ended(1), "why"), 3, 60.0, Path.cwd(), lambda line: print(line, flush=True))
+def start(variables):
+    if sys.argv[1] == "a":
+        Path(variables["MPISTRAT_PROGRESS_FILE"]).write_text("0\\n")
+    return Ended(1), "why"
+run_again(start, 3, 60.0, Path.cwd(), lambda line: print(line, flush=True))
 """
-    argv = ["env", "--default-signal=HUP,INT,TERM", sys.executable, "-c", program]
+    argv = ["env", "--default-signal=HUP,INT,TERM,USR1,USR2", sys.executable, "-c", program, saved]
     with started(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "restart 1 of 3 in 60 s: why; no checkpoint has been saved\n"
+        place = "the last checkpoint is that of step 0" if saved == "a" else "no checkpoint was saved since it was started"
+        assert process.stdout.readline() == f"restart 1 of 3 in 60 s: why; {place}\n"
         assert len(list(tmp_path.iterdir())) == 1
         os.kill(process.pid, signal.Signals[f"SIG{name}"])
-        assert process.wait(60) == (-signal.SIGINT if name == "INT" else 128 + signal.Signals[f"SIG{name}"])
+        assert process.wait(60) == code
     assert not list(tmp_path.iterdir())
