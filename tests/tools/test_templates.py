@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def submit(request, tmp_path):
     (tmp_path / "slurm").mkdir()
     script = shutil.copy(request.param, tmp_path / "slurm_script")
 
-    def run(site: str | None) -> subprocess.CompletedProcess[str]:
+    def run(site: str | None, program: Sequence[str] = ("train.py", "--name", "a b")) -> subprocess.CompletedProcess[str]:
         if site is not None:
             (tmp_path / "slurm" / "site.env").write_text(site)
         environ = {name: value for name, value in os.environ.items() if name not in ("LAUNCH", "SRUN_CPUS_PER_TASK")}
@@ -41,7 +42,7 @@ def submit(request, tmp_path):
             "SLURM_NTASKS": "8",
             "SLURM_ARRAY_TASK_ID": "1",
         }
-        return run_bounded(["bash", str(script), "train.py", "--name", "a b"], 30, environ)
+        return run_bounded(["bash", str(script), *program], 30, environ)
 
     return run
 
@@ -97,6 +98,14 @@ def test_without_a_launcher_mpistrat_finds_one(submit, site):
     done = submit(site)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "python -m mpistrat run -n 8 train.py --name a b; cores unset\n"
+
+
+@pytest.mark.parametrize("submit", [_SLURM / "array.sbatch"], indirect=True, ids=["array"])
+def test_a_task_without_a_program_says_so(submit, tmp_path):
+    done = submit(None, [])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "the program is missing: sbatch --array=1-8 slurm/array.sbatch train.py\n"
+    assert not (tmp_path / "task-1").exists()
 
 
 def test_a_command_of_the_site_that_fails_ends_the_job(submit):
