@@ -104,7 +104,7 @@ def test_without_a_launcher_mpistrat_finds_one(submit, site):
 def test_a_task_without_a_program_says_so(submit, tmp_path):
     done = submit(None, [])
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "the program is missing: sbatch --array=1-8 slurm/array.sbatch train.py\n"
+    assert done.stderr == "the program is missing: it stands after the template, on the command line of sbatch\n"
     assert not (tmp_path / "task-1").exists()
 
 
