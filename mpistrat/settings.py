@@ -16,9 +16,10 @@ T = TypeVar("T")
 
 _PREFIX = "MPISTRAT_"
 # set by ranks for the processes that they start, and by `mpistrat run --max-restarts` for ranks
-_INTERNAL = ("RANK_PID", "RESTART_COUNT", "PROGRESS_FILE")
+_INTERNAL = ("RANK_PID", "RESTART_COUNT", "PROGRESS_FILE", "FIRST_START")
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 SETTINGS: list[Setting[Any]] = []
@@ -125,14 +126,16 @@ def _parse_some_bytes(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds of a text such as ``90``, or, as SLURM writes them, ``1:30``, ``2:00:00`` or ``1-12:00:00``."""
+    """Return the seconds of a text such as ``90``, ``10m``, ``1.5h``, or, as SLURM writes it, ``2:00:00`` or ``1-12:00:00``."""
     days, dash, clock = text.strip().rpartition("-")
     try:
+        if unit := _SECONDS.get(text.strip()[-1:]):
+            return unit * _parse_seconds(text.strip()[:-1])
         of_days, *rest = map(_parse_seconds, [days if dash else "0", *clock.split(":")])
         # D-HH, D-HH:MM and D-HH:MM:SS begin with hours, others end with seconds
         hours, minutes, seconds = [*rest, 0.0, 0.0][: max(3, len(rest))] if dash else [0.0] * (3 - len(rest)) + rest
     except ValueError:
-        accepted = "seconds, M:SS, H:MM:SS, D-HH and D-HH:MM:SS are accepted"
+        accepted = "seconds, a number with s, m, h or d (10m), M:SS, H:MM:SS, D-HH and D-HH:MM:SS are accepted"
         raise InvalidArgumentError(f"{text!r} is not a duration: {accepted}") from None
     return 86400 * of_days + 3600 * hours + 60 * minutes + seconds
 
@@ -225,7 +228,8 @@ STALL_SECONDS = setting("MPISTRAT_STALL_SECONDS", _parse_seconds, 30.0)(
     "after twice the time. 0: never."
 )
 TIME_LIMIT = setting("MPISTRAT_TIME_LIMIT", parse_duration, 0.0)(
-    "How long the job may run, from the start of rank 0, which reads it: a number of seconds, M:SS, H:MM:SS or D-HH:MM:SS. "
+    "How long the job may run, restarts by `mpistrat run --max-restarts` included, from the first start of rank 0, which "
+    "reads it: a number of seconds (SLURM's --time=90 is minutes), 90m, 1.5h, H:MM:SS or D-HH:MM:SS. "
     "`experimental.PreemptionCheckpointHandler` saves and stops in time. 0: as long as SLURM says, or for ever."
 )
 TIMELINE = setting("MPISTRAT_TIMELINE", str, "")(

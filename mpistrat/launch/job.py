@@ -62,6 +62,8 @@ _KILLED = re.compile(
     rb"PID (?P<pid>\d+) (?:on node|RUNNING AT) (?P<node>\S+)"
     rb"(?: exited on\s+|[^\0]{1,600}?EXIT STRING:[^\n]*\()signal (?P<number>\d+)\D"
 )
+# how Open MPI says that srun has ended its daemons; it returns this wait status itself, so 0
+_DAEMONS = re.compile(rb"srun returned non-zero exit status \((?P<status>\d+)\) from launching")
 _LONGEST_MESSAGE = 1000
 
 _READ_BYTES = 1 << 16
@@ -126,7 +128,13 @@ def follow(
     job.wait(signals)
     relay.join(_RELAY_SECONDS)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return Ended(_code(job), job.timed_out, None if job.ended_by else printed.killed, printed.failed, frozenset(job.signals))
+    return Ended(
+        _code(job) or printed.daemons_code,
+        job.timed_out,
+        None if job.ended_by else printed.killed,
+        printed.failed,
+        frozenset(job.signals),
+    )
 
 
 def _code(job: _Followed) -> int:
@@ -194,6 +202,7 @@ class Banners:
         self._has_message = self._has_reason = False
         self.killed: Killed | None = None
         self.failed = ""
+        self.daemons_code = 0  # that srun has returned, which has started the daemons of mpiexec
 
     def feed(self, data: bytes) -> bytes:
         """Return what is to be printed after these bytes have arrived; note why the job ends, and which process was killed."""
@@ -202,6 +211,8 @@ class Banners:
             self._has_reason, self.failed = True, (reason["who"] or b"").decode(errors="replace")
         if self.killed is None and (found := _KILLED.search(self._seen)):
             self.killed = Killed(int(found["pid"]), found["node"].decode(errors="replace"), int(found["number"]))
+        if found := _DAEMONS.search(self._seen):
+            self.daemons_code = int(found["status"]) >> 8 or 1
         self._has_message = self._has_message or _LINE in data
         if self._has_message or b"PMIX ERROR" in data:
             # MPI_ABORT's own is printed once for each rank that calls it: the first is the one to read

@@ -1,7 +1,7 @@
 """Restarts: a job that has failed is started again, and continues from its last checkpoint, as long as it makes progress.
 
-Progress is a checkpoint of a later step. The rank that writes checkpoints appends their steps to a file, which is in a folder
-that this process and that rank share.
+Progress is a checkpoint of a later step; in a program whose checkpoints all are of step 0, another checkpoint. The rank that
+writes checkpoints appends their steps to a file, which is in a folder that this process and that rank share.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mpistrat import settings
 from mpistrat.launch.abort import RESTART_EXIT_CODE
 from mpistrat.launch.environment import in_slurm_allocation
 from mpistrat.launch.job import Ended
 from mpistrat.text import format_elapsed
 
-COUNT, PROGRESS = "MPISTRAT_RESTART_COUNT", "MPISTRAT_PROGRESS_FILE"
+COUNT, PROGRESS, FIRST_START = "MPISTRAT_RESTART_COUNT", "MPISTRAT_PROGRESS_FILE", "MPISTRAT_FIRST_START"
 
 
 def note_saved(step: int) -> None:
@@ -53,23 +54,29 @@ def run_again(
     say : callable
         Prints a line.
     """
-    failed_at: int | None = None
-    with _raising_signals(), tempfile.NamedTemporaryFile(prefix="mpistrat-progress-", dir=shared) as progress:
+    failed_at: tuple[int, int] | None = None
+    has_limit, first_start = bool(settings.TIME_LIMIT.read()), str(time.time())
+    with _exiting_on_signals() as exit_codes, tempfile.NamedTemporaryFile(prefix="mpistrat-progress-", dir=shared) as progress:
         for count in range(most + 1):
-            ended, reason = start({COUNT: str(count), PROGRESS: progress.name})
+            ended, reason = start({COUNT: str(count), PROGRESS: progress.name, FIRST_START: first_start})
             if ended.code == 0 or ended.was_stopped:
                 return ended.code
             # opened anew: NFS shows what other hosts have written
-            step = max(map(int, Path(progress.name).read_text().split()), default=-1)
-            place = "no checkpoint has been saved" if step < 0 else f"the last checkpoint is that of step {step}"
+            steps = list(map(int, Path(progress.name).read_text().split()))
+            reached = max(steps, default=-1), 0 if any(steps) else len(steps)
+            place = (
+                f"the last checkpoint is that of step {reached[0]}" if steps else "no checkpoint was saved since it was started"
+            )
+            # who sends them starts it again, if that makes sense
+            exit_codes[signal.SIGUSR1] = exit_codes[signal.SIGUSR2] = RESTART_EXIT_CODE if steps else ended.code
             if ended.code == RESTART_EXIT_CODE:
-                if ended.signals or in_slurm_allocation(os.environ):
-                    return ended.code  # what is preempted is this process too: its caller starts it again
-            elif step == failed_at:
+                if ended.signals or has_limit or in_slurm_allocation(os.environ):
+                    return ended.code  # this process is told to end, or its time is over: its caller starts it again
+            elif reached == failed_at:
                 say(f"not started again, because it failed twice without progress: {reason}; {place}")
                 return ended.code
             else:
-                failed_at = step
+                failed_at = reached
             if count == most:
                 say(f"not started again, because that was done {most} times: {reason}; {place}")
                 return ended.code
@@ -80,13 +87,15 @@ def run_again(
 
 
 @contextmanager
-def _raising_signals() -> Iterator[None]:
-    """Have signals that end this process between two jobs raise SystemExit, and so leave no file behind."""
-    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+def _exiting_on_signals() -> Iterator[dict[int, int]]:
+    """Have signals that end this process between two jobs raise SystemExit, and so leave no file behind; give its codes."""
+    ending = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    numbers = [number for number in ending if signal.getsignal(number) == signal.SIG_DFL]
+    codes = {int(number): 128 + number for number in numbers}
     for number in numbers:
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        signal.signal(number, lambda number, _: sys.exit(codes[number]))
     try:
-        yield
+        yield codes
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)

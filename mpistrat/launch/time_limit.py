@@ -7,10 +7,10 @@ import os
 import subprocess
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 
 from mpistrat import settings
 from mpistrat.launch import environment, process
+from mpistrat.launch.restarts import FIRST_START
 from mpistrat.logger import logger
 
 _ANSWER_SECONDS = 20.0
@@ -18,8 +18,9 @@ _ANSWER_SECONDS = 20.0
 
 def seconds_left(environ: Mapping[str, str]) -> float:
     """Return the seconds until this job is ended; infinity if there is no limit. It may ask SLURM: one rank calls it once."""
-    limit = settings.TIME_LIMIT.read(environ)
-    own = limit - _age_seconds() if limit else math.inf
+    limit, first_start = settings.TIME_LIMIT.read(environ), environ.get(FIRST_START)
+    used = time.time() - float(first_start) if first_start else _age_seconds()
+    own = limit - used if limit else math.inf
     return min(own, _slurm_seconds_left(environ) if environment.in_slurm_allocation(environ) else math.inf)
 
 
@@ -31,15 +32,21 @@ def _age_seconds() -> float:
 
 def _slurm_seconds_left(environ: Mapping[str, str]) -> float:
     end = environ.get("SLURM_JOB_END_TIME", "")  # since SLURM 22.05
-    if end.isdecimal():
+    if end.isdecimal() and int(end):
         return int(end) - time.time()
-    job = environ["SLURM_JOB_ID"]
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    job = f"{array}_{task}" if array and task else environ["SLURM_JOB_ID"]
     command = ["squeue", "--noheader", "--format=%L", f"--jobs={job}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning(f"when SLURM ends job {job} is not known, as squeue does not tell ({error}): MPISTRAT_TIME_LIMIT can")
         return math.inf
-    with suppress(ValueError):
-        return settings.parse_duration(done.stdout)
-    return math.inf  # UNLIMITED, NOT_SET
+    left = math.inf
+    for answer in done.stdout.split() or ["nothing"]:  # one for each part of a heterogeneous job
+        try:
+            left = min(left, settings.parse_duration(answer))
+        except ValueError:
+            if answer not in ("UNLIMITED", "NOT_SET"):
+                logger.warning(f"when SLURM ends job {job} is not known, as squeue says {answer}: MPISTRAT_TIME_LIMIT can tell")
+    return left

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import re
 import shlex
 import signal
 import socket
@@ -23,8 +22,6 @@ from mpistrat.launch.job import Ended, Killed, follow
 from mpistrat.text import format_count, format_elapsed
 from mpistrat.topology.world import World
 
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``mpistrat run``."""
@@ -38,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hostfile", type=Path, metavar="FILE", help="start ranks on the hosts in FILE, as its mpiexec reads it"
     )
     parser.add_argument("--tag-output", action="store_true", help="put the rank before each line that it prints")
-    parser.add_argument("--timeout", default="", metavar="TIME", help="end the job, with code 124, after so long: 90, 10m, 2h")
+    parser.add_argument(
+        "--timeout", default="", metavar="TIME", help="end the job, with code 124, after so long: 90 (seconds), 10m, 2:00:00"
+    )
     parser.add_argument(
         "--max-restarts",
         type=int,
@@ -78,9 +77,11 @@ def execute(arguments: argparse.Namespace) -> int:
         raise InvalidArgumentError(f"there is no script {program[0]!r} in {Path.cwd()}")
     num_ranks = _count_ranks(arguments.ranks, arguments.nodes)
     timeout = _seconds("--timeout", arguments.timeout) if arguments.timeout else math.inf
+    if not timeout:
+        raise InvalidArgumentError("--timeout 0 would end the job at once; without --timeout it has no limit")
     if arguments.max_restarts < 0:
         raise InvalidArgumentError(f"--max-restarts {arguments.max_restarts} is negative")
-    delay = 0.0 if arguments.restart_delay == "0" else _seconds("--restart-delay", arguments.restart_delay)
+    delay = _seconds("--restart-delay", arguments.restart_delay)
     command = partial(
         _command,
         program,
@@ -184,11 +185,10 @@ def _share_of_cores(num_ranks: int) -> dict[str, str]:
 
 
 def _seconds(option: str, text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
-    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    if not seconds:
-        raise InvalidArgumentError(f"{option} {text!r} is not a time: a number above 0, with s, m, h or d behind it (90, 10m)")
-    return seconds
+    try:
+        return settings.parse_duration(text)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{option} {error}") from None
 
 
 def _report_timeout(seconds: float, mpiexec_pid: int) -> None:

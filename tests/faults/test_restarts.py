@@ -45,7 +45,7 @@ def test_a_job_that_fails_in_every_way_ends_with_the_same_weights(
 
 
 def test_an_error_that_comes_back_at_the_same_step_ends_the_job(tmp_path: Path) -> None:
-    done = train(tmp_path, "1x2", "--max-restarts", "9", fault="if rank == 1 and state['step'] == 7: sys.exit(3)")
+    done = train(tmp_path, "1x1", "--max-restarts", "9", fault="if state['step'] == 7: sys.exit(3)")
     assert done.code == 3
     assert done.out.splitlines() == ["attempt 0 begins at step 0", "attempt 1 begins at step 5"]
     assert done.restarts == [

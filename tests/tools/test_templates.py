@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def submit(request, tmp_path):
     (tmp_path / "slurm").mkdir()
     script = shutil.copy(request.param, tmp_path / "slurm_script")
 
-    def run(site: str | None) -> subprocess.CompletedProcess[str]:
+    def run(site: str | None, program: Sequence[str] = ("train.py", "--name", "a b")) -> subprocess.CompletedProcess[str]:
         if site is not None:
             (tmp_path / "slurm" / "site.env").write_text(site)
         environ = {name: value for name, value in os.environ.items() if name not in ("LAUNCH", "SRUN_CPUS_PER_TASK")}
@@ -41,7 +42,7 @@ def submit(request, tmp_path):
             "SLURM_NTASKS": "8",
             "SLURM_ARRAY_TASK_ID": "1",
         }
-        return run_bounded(["bash", str(script), "train.py", "--name", "a b"], 30, environ)
+        return run_bounded(["bash", str(script), *program], 30, environ)
 
     return run
 
@@ -49,7 +50,7 @@ def submit(request, tmp_path):
 @pytest.mark.parametrize(
     ("launch", "told"),
     [
-        ("srun --mpi=pmix -K", "srun --mpi=pmix -K python train.py --name a b; cores 4"),
+        ("srun --mpi=pmix", "srun --mpi=pmix python train.py --name a b; cores 4"),
         # their daemons, started by srun, would be held to these cores
         ("mpirun", "mpirun python train.py --name a b; cores unset"),
         ("mpiexec", "mpiexec python train.py --name a b; cores unset"),
@@ -60,6 +61,14 @@ def test_only_srun_is_told_the_cores_of_a_rank(submit, launch, told):
     done = submit(f'LAUNCH="{launch}"\n')
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{told}\n"
+
+
+@pytest.mark.parametrize("submit", [_SLURM / "requeue.sbatch"], indirect=True, ids=["requeue"])
+@pytest.mark.parametrize("options", ["--mpi=pmix -K", "-K --cpu-bind=none apptainer exec --nv image", "--mpi=pmix"])
+def test_the_first_rank_that_ends_with_42_ends_no_other(submit, tmp_path, options):
+    (tmp_path / "bin" / "srun").write_text('#!/bin/sh\necho "$SLURM_KILL_BAD_EXIT $SLURM_WAIT $*"\n')
+    wanted = f"0 60 {options.replace('-K', '')} python train.py --name a b"
+    assert submit(f'LAUNCH="srun {options}"\n').stdout.split() == wanted.split()
 
 
 def test_a_site_may_read_what_is_unset(submit):
@@ -76,7 +85,7 @@ def test_examples_of_sites_start_the_program(submit, tmp_path, monkeypatch, exam
     monkeypatch.setenv("HOME", str(tmp_path))
     done = submit(f"module() {{ :; }}\nconda() {{ :; }}\n{example}")
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"srun --mpi=\w+ -K .*python train.py --name a b; cores 4\n", done.stdout), done.stdout
+    assert re.fullmatch(r"srun --mpi=\w+ (-K )?.*python train.py --name a b; cores 4\n", done.stdout), done.stdout
 
 
 def test_there_are_examples_and_each_says_that_it_is_untested():
@@ -89,6 +98,14 @@ def test_without_a_launcher_mpistrat_finds_one(submit, site):
     done = submit(site)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "python -m mpistrat run -n 8 train.py --name a b; cores unset\n"
+
+
+@pytest.mark.parametrize("submit", [_SLURM / "array.sbatch"], indirect=True, ids=["array"])
+def test_a_task_without_a_program_says_so(submit, tmp_path):
+    done = submit(None, [])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "the program is missing: it stands after the template, on the command line of sbatch\n"
+    assert not (tmp_path / "task-1").exists()
 
 
 def test_a_command_of_the_site_that_fails_ends_the_job(submit):

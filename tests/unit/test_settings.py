@@ -33,6 +33,7 @@ def test_sizes(text: str, expected: int) -> None:
 
 
 NO_SIZE = "is not a size: a number and B, KiB, MiB, GiB, KB, MB or GB are accepted, for example 64MiB"
+NO_DURATION = "seconds, a number with s, m, h or d (10m), M:SS, H:MM:SS, D-HH and D-HH:MM:SS are accepted"
 NOT_WHOLE = "is not a whole, non-negative number of bytes"
 
 
@@ -96,9 +97,9 @@ def test_a_setting_reads_its_type(setting: Setting[object], text: str, expected:
         (settings.TIMEOUT_SECONDS, "-1", "a number of seconds >= 0 is accepted"),
         (settings.TIMEOUT_SECONDS, "soon", "a number of seconds >= 0 is accepted"),
         (settings.TIMEOUT_SECONDS, "nan", "a number of seconds >= 0 is accepted"),
-        (settings.TIME_LIMIT, "1:1:1:1", "seconds, M:SS, H:MM:SS, D-HH and D-HH:MM:SS are accepted"),
-        (settings.TIME_LIMIT, "-5", "seconds, M:SS, H:MM:SS, D-HH and D-HH:MM:SS are accepted"),
-        (settings.TIME_LIMIT, "1-", "seconds, M:SS, H:MM:SS, D-HH and D-HH:MM:SS are accepted"),
+        (settings.TIME_LIMIT, "1:1:1:1", NO_DURATION),
+        (settings.TIME_LIMIT, "-5", NO_DURATION),
+        *((settings.TIME_LIMIT, text, NO_DURATION) for text in ("1-", "m", "1:30m", "-5m", "10 minutes")),
     ],
 )
 def test_an_unreadable_value_names_the_variable_and_what_is_accepted(
@@ -114,9 +115,12 @@ def test_an_unreadable_value_names_the_variable_and_what_is_accepted(
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("90", 90), ("1.5", 1.5), ("1:30", 90), ("2:00:00", 7200), ("1-12", 129600), ("1-12:30", 131400), ("1-00:00:05", 86405)],
+    [
+        *(("90", 90), ("1.5", 1.5), ("1.5s", 1.5), ("10m", 600), (" 2 h ", 7200), ("1.5d", 129600), ("1:30", 90)),
+        *(("2:00:00", 7200), ("1-12", 129600), ("1-12:30", 131400), ("1-00:00:05", 86405)),
+    ],
 )
-def test_durations_are_written_as_slurm_does(text: str, seconds: float) -> None:
+def test_durations_have_a_unit_or_are_written_as_slurm_does(text: str, seconds: float) -> None:
     assert settings.TIME_LIMIT.read({"MPISTRAT_TIME_LIMIT": text}) == seconds
 
 

@@ -308,13 +308,41 @@ def test_the_time_that_is_left_is_the_least_of_what_is_known(monkeypatch, tmp_pa
     assert time_limit.seconds_left({**slurm, "MPISTRAT_TIME_LIMIT": f"{60 + age}"}) == pytest.approx(60, abs=1.0)
 
 
-@pytest.mark.parametrize(("answer", "seconds"), [("1-00:01:05", 86465.0), ("2:05", 125.0), ("UNLIMITED", np.inf)])
-def test_squeue_is_asked_where_slurm_has_set_no_end(monkeypatch, tmp_path, answer, seconds):
-    squeue = tmp_path / "squeue"
-    squeue.write_text(f'#!/bin/sh\n[ "$*" = "--noheader --format=%L --jobs=7" ] && echo {answer}\n')
-    squeue.chmod(0o755)
+@pytest.fixture
+def squeue(monkeypatch, tmp_path):
+    """Give a function that has squeue answer this about a job, and nothing else."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(logger, "propagate", True)
+
+    def answers(job, answer):
+        (tmp_path / "squeue").write_text(f'#!/bin/sh\n[ "$*" = "--noheader --format=%L --jobs={job}" ] && printf "{answer}"\n')
+        (tmp_path / "squeue").chmod(0o755)
+
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("answer", "seconds"),
+    [("1-00:01:05", 86465.0), ("2:05", 125.0), ("UNLIMITED", np.inf), ("UNLIMITED\\n3:00\\n2:00\\nNOT_SET\\n", 120.0)],
+)
+def test_squeue_is_asked_where_slurm_has_set_no_end(squeue, caplog, answer, seconds):
+    squeue("7", answer)
     assert time_limit.seconds_left({"SLURM_JOB_ID": "7"}) == seconds
+    assert time_limit.seconds_left({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "0"}) == seconds
+    assert not caplog.text
+
+
+def test_squeue_is_asked_for_one_task_of_an_array(squeue):
+    squeue("6_3", "2:00")
+    array = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "3"}
+    assert time_limit.seconds_left({"SLURM_JOB_ID": "7", **array}) == 120.0
+
+
+@pytest.mark.parametrize(("answer", "said"), [("INVALID\\n2:00", "INVALID"), ("", "nothing")])
+def test_an_answer_of_squeue_that_is_no_time_is_told(squeue, caplog, answer, said):
+    squeue("7", answer)
+    assert time_limit.seconds_left({"SLURM_JOB_ID": "7"}) == (120.0 if "2:00" in answer else np.inf)
+    assert f"job 7 is not known, as squeue says {said}: MPISTRAT_TIME_LIMIT can tell" in caplog.text
 
 
 def test_without_an_answer_of_squeue_it_says_so(monkeypatch, tmp_path, caplog):

@@ -26,6 +26,9 @@ def test_exit_codes_are_handed_on(capfd: pytest.CaptureFixture[str]) -> None:
     assert follow(shell("echo out; echo err >&2; exit 3"), os.environ) == Ended(3)
     assert capfd.readouterr() == ("out\n", "err\n")
     assert follow(shell("kill -9 $$"), os.environ).code == 128 + 9
+    # as prterun ends when SLURM has ended its daemons: it gives the status of srun, of which exit takes the lowest byte
+    lost = "echo 'srun returned non-zero exit status (36608) from launching' >&2; exit 0"
+    assert follow(shell(lost), os.environ).code == 143
     reports: list[object] = []
     assert follow(shell("exit 7"), os.environ, 60.0, reports.append).code == 7
     assert reports == []

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from mpistrat.launch.abort import RESTART_EXIT_CODE
 from mpistrat.launch.job import TIMED_OUT, Ended
 from mpistrat.launch.restarts import COUNT, PROGRESS, note_saved, run_again
+from mpistrat.launch.time_limit import seconds_left
 from tests.processes import started
 
 FAILS, PREEMPTED = Ended(1), Ended(RESTART_EXIT_CODE)
@@ -23,7 +25,7 @@ NO_PROGRESS = "not started again, because it failed twice without progress: why"
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int, list[str]]]:
     """Run jobs that save steps and end in turn; return the exit code, how many have run, and what was said."""
-    for name in (COUNT, PROGRESS, "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+    for name in (COUNT, PROGRESS, "MPISTRAT_TIME_LIMIT", "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         monkeypatch.delenv(name, raising=False)
 
     def run(most: int, *jobs: tuple[list[int], Ended]) -> tuple[int, int, list[str]]:
@@ -50,7 +52,7 @@ def test_a_job_that_fails_continues_from_its_last_checkpoint_until_it_succeeds(r
     code, count, said = run(9, ([], FAILS), ([5, 10], Ended(137)), ([15], Ended(TIMED_OUT)), ([20], Ended(0)))
     assert (code, count) == (0, 4)
     assert said == [
-        "restart 1 of 9: why; no checkpoint has been saved",
+        "restart 1 of 9: why; no checkpoint was saved since it was started",
         "restart 2 of 9: why; the last checkpoint is that of step 10",
         "restart 3 of 9: why; the last checkpoint is that of step 15",
     ]
@@ -60,11 +62,21 @@ def test_a_job_that_fails_twice_without_progress_is_not_started_again(run) -> No
     assert run(9, ([], Ended(3)), ([], Ended(4))) == (
         4,
         2,
-        ["restart 1 of 9: why; no checkpoint has been saved", f"{NO_PROGRESS}; no checkpoint has been saved"],
+        [
+            "restart 1 of 9: why; no checkpoint was saved since it was started",
+            f"{NO_PROGRESS}; no checkpoint was saved since it was started",
+        ],
     )
     code, count, said = run(9, ([5], FAILS), ([10], FAILS), ([10, 5], FAILS))
     assert (code, count) == (1, 3)
     assert said[-1] == f"{NO_PROGRESS}; the last checkpoint is that of step 10"
+
+
+def test_checkpoints_without_steps_are_progress(run) -> None:
+    code, count, said = run(9, ([0], FAILS), ([0, 0], FAILS), ([0], FAILS), ([], FAILS))
+    assert (code, count) == (1, 4)
+    assert said[-1] == f"{NO_PROGRESS}; the last checkpoint is that of step 0"
+    assert run(9, ([0, 5], FAILS), ([0], FAILS))[:2] == (1, 2)
 
 
 def test_a_preemption_after_a_save_is_no_failure(run) -> None:
@@ -92,6 +104,25 @@ def test_what_is_preempted_with_its_allocation_is_not_started_again_in_it(run, m
     assert run(9, ([5], PREEMPTED)) == (RESTART_EXIT_CODE, 1, [])
 
 
+def test_what_stops_before_a_time_limit_is_not_started_again(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPISTRAT_TIME_LIMIT", "11:50:00")
+    assert run(9, ([5], FAILS), ([10], PREEMPTED))[:2] == (RESTART_EXIT_CODE, 2)
+
+
+def test_the_time_limit_counts_from_the_first_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, left = 1000.0, list[float]()
+    monkeypatch.setattr(time, "time", lambda: now)
+
+    def start(variables: Mapping[str, str]) -> tuple[Ended, str]:
+        nonlocal now
+        now += 40.0
+        left.append(seconds_left({**variables, "MPISTRAT_TIME_LIMIT": "100"}))
+        return FAILS, "why"
+
+    run_again(start, 9, 0.0, None, lambda _: None)
+    assert left == [60.0, 20.0]
+
+
 def test_a_progress_file_that_is_on_another_host_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PROGRESS, raising=False)
     note_saved(1)
@@ -100,20 +131,35 @@ def test_a_progress_file_that_is_on_another_host_is_no_error(tmp_path: Path, mon
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["INT", "TERM", "HUP"])
-def test_a_signal_between_two_jobs_leaves_nothing_behind(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "saved", "code"),
+    [
+        ("INT", "no", -signal.SIGINT),
+        ("TERM", "no", 128 + signal.SIGTERM),
+        ("HUP", "no", 128 + signal.SIGHUP),
+        ("USR1", "no", 1),
+        ("USR1", "a", RESTART_EXIT_CODE),
+        ("USR2", "a", RESTART_EXIT_CODE),
+    ],
+)
+def test_a_signal_between_two_jobs_leaves_nothing_behind(tmp_path: Path, name: str, saved: str, code: int) -> None:
     program = """
 import sys
 from pathlib import Path
 from mpistrat.launch.job import Ended
 from mpistrat.launch.restarts import run_again
-run_again(lambda _: (Ended(1), "why"), 3, 60.0, Path.cwd(), lambda line: print(line, flush=True))
+def start(variables):
+    if sys.argv[1] == "a":
+        Path(variables["MPISTRAT_PROGRESS_FILE"]).write_text("0\\n")
+    return Ended(1), "why"
+run_again(start, 3, 60.0, Path.cwd(), lambda line: print(line, flush=True))
 """
-    argv = ["env", "--default-signal=HUP,INT,TERM", sys.executable, "-c", program]
+    argv = ["env", "--default-signal=HUP,INT,TERM,USR1,USR2", sys.executable, "-c", program, saved]
     with started(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "restart 1 of 3 in 60 s: why; no checkpoint has been saved\n"
+        place = "the last checkpoint is that of step 0" if saved == "a" else "no checkpoint was saved since it was started"
+        assert process.stdout.readline() == f"restart 1 of 3 in 60 s: why; {place}\n"
         assert len(list(tmp_path.iterdir())) == 1
         os.kill(process.pid, signal.Signals[f"SIG{name}"])
-        assert process.wait(60) == (-signal.SIGINT if name == "INT" else 128 + signal.Signals[f"SIG{name}"])
+        assert process.wait(60) == code
     assert not list(tmp_path.iterdir())
