@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, flat, is_on_device
+from mpistrat.arrays import Array, as_bytes, flat, is_on_device
 from mpistrat.checkpoint import files
 from mpistrat.checkpoint.files import Manifest, Piece
 from mpistrat.checkpoint.tree import Node, Spec, Tree
@@ -32,6 +32,7 @@ from mpistrat.state.variables import Variable
 
 _ALIGNMENT = 64
 _RESERVED = "__metadata__"
+_BROADCAST_BYTES = 32 << 20  # of small arrays at once
 _COMPARED_BYTES = 1 << 12  # of each array, before ranks save parts of it together
 
 
@@ -174,7 +175,8 @@ class Checkpoint:
             tree = Tree(self._objects)
             document, specs = self._for_this_rank(manifest, strict)
             tree.check(specs, document, strict)
-        values = self._read(folder, manifest)
+            targets = tree.targets(document)
+        values = self._read(folder, manifest, targets)
         with self._failing_together():
             tree.restore(document, values)
         for name, leaf in tree.leaves.items():
@@ -260,11 +262,7 @@ class Checkpoint:
     def _stage(self, pieces: Sequence[Piece], arrays: dict[str, Array]) -> list[Array]:
         """Return copies of pieces in host memory, which the next save uses again; what lies on a GPU gets there by DMA."""
         parts = [flat(arrays[piece.name])[piece.start : piece.stop] for piece in pieces]
-        begins = np.cumsum([0, *(-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts)]).tolist()
-        device = bound_device()
-        if self._memory.nbytes < begins[-1]:
-            self._memory = np.empty(begins[-1], np.uint8) if device is None else device.pinned(begins[-1])
-        staged = []
+        begins, device, staged = self._reserve([part.nbytes for part in parts]), bound_device(), list[Array]()
         for begin, part in zip(begins, parts, strict=False):
             target = self._memory[begin : begin + part.nbytes].view(part.dtype)
             staged.append(target)
@@ -278,21 +276,44 @@ class Checkpoint:
                 time.sleep(0)
         return staged
 
-    def _read(self, folder: Path, manifest: Manifest) -> dict[str, Array]:
-        """Return the arrays: each rank reads its share of the files, and broadcasts what they hold."""
+    def _read(self, folder: Path, manifest: Manifest, targets: dict[str, Array]) -> dict[str, Array]:
+        """Return the arrays, which are `targets` or new: each rank reads its share of the files, and broadcasts what they hold.
+
+        Targets are written to when all ranks have read their shares and compared checksums.
+        """
         communicator = self._communicator
-        mine: dict[Piece, Array] = {}
+        mine: dict[str, Array] = {}
         with self._failing_together():
-            for name in list(manifest.pieces)[communicator.rank :: communicator.size]:
-                mine.update(files.read_pieces(folder / name, manifest))
+            paths = [folder / name for name in list(manifest.pieces)[communicator.rank :: communicator.size]]
+            sizes = [files.size_of(path, manifest) for path in paths]
+            for path, begin, size in zip(paths, self._reserve(sizes), sizes, strict=False):
+                mine[path.name] = self._memory[begin : begin + size]
+                files.read_pieces(path, manifest, mine[path.name])
         with self._failing_together():  # after the files have shown that there are so many bytes
-            found = {name: np.empty(spec.size, np.dtype(spec.dtype)) for name, spec in manifest.arrays.items()}
-        for number, pieces in enumerate(manifest.pieces.values()):
-            for piece in pieces:
-                target = found[piece.name][piece.start : piece.stop].view(np.uint8)
-                source = mine[piece].view(np.uint8) if piece in mine else target
-                communicator.broadcast(source, number % communicator.size, out=target)
-        return {name: array.reshape(manifest.arrays[name].shape) for name, array in found.items()}
+            specs = {name: spec for name, spec in manifest.arrays.items() if name not in targets}
+            found = {name: np.empty(spec.shape, np.dtype(spec.dtype)) for name, spec in specs.items()} | targets
+            received = np.empty(_BROADCAST_BYTES if manifest.pieces else 0, np.uint8)
+        for number, name in enumerate(manifest.pieces):
+            root, begin = number % communicator.size, 0
+            for pieces in files.in_groups(name, manifest, _BROADCAST_BYTES):
+                parts = [as_bytes(found[piece.name].reshape(-1)[piece.start : piece.stop]) for piece in pieces]
+                ends = np.cumsum([part.nbytes for part in parts]).tolist()
+                source = received[: ends[-1]] if len(parts) > 1 else parts[0]
+                if root == communicator.rank:
+                    source, begin = mine[name][begin : begin + ends[-1]], begin + ends[-1]
+                communicator.broadcast(source, root, out=source)
+                for part, end in zip(parts, ends, strict=True):
+                    if part is not source:
+                        part[...] = source[end - part.nbytes : end]
+        return found
+
+    def _reserve(self, sizes: Sequence[int]) -> list[int]:
+        """Return where parts of the memory begin that have so many bytes, and where the last one ends."""
+        begins: list[int] = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]).tolist()
+        device = bound_device()
+        if self._memory.nbytes < begins[-1]:
+            self._memory = np.empty(begins[-1], np.uint8) if device is None else device.pinned(begins[-1])
+        return begins
 
 
 def _in_no_scope(why: str) -> InvalidArgumentError:

@@ -100,19 +100,12 @@ def write_pieces(path: Path, pieces: Sequence[Piece], arrays: Sequence[Array]) -
     """
     if not pieces:
         return []
-    stored = [array if str(array.dtype) in _STORED else as_bytes(array) for array in arrays]
-    order = sorted(range(len(pieces)), key=lambda place: -stored[place].itemsize)  # so all of them are aligned
-    header, end, sent, checksums = {}, 0, 0, [0] * len(pieces)
-    for place in order:
-        array, begin, end = stored[place], end, end + stored[place].nbytes
-        said = {"dtype": _STORED[str(array.dtype)], "shape": array.shape, "data_offsets": (begin, end)}
-        header[pieces[place].name] = said
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    header, order = _layout(pieces, [str(array.dtype) for array in arrays])
+    sent, checksums = 0, [0] * len(pieces)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header)
         for place in order:
-            data = as_bytes(stored[place]).data
+            data = as_bytes(arrays[place]).data
             for begin in range(0, len(data), _CHUNK_BYTES):
                 chunk = data[begin : begin + _CHUNK_BYTES]
                 checksums[place] = crc32(chunk, checksums[place])
@@ -125,18 +118,66 @@ def write_pieces(path: Path, pieces: Sequence[Piece], arrays: Sequence[Array]) -
     return [piece._replace(checksum=checksum) for piece, checksum in zip(pieces, checksums, strict=True)]
 
 
-def read_pieces(path: Path, manifest: Manifest) -> Iterator[tuple[Piece, Array]]:
-    """Yield the pieces of a file, after comparing their checksums."""
-    check_library()
-    from safetensors import safe_open
+def size_of(path: Path, manifest: Manifest) -> int:
+    """Return the bytes of the pieces of a file, once it has shown that there are so many."""
+    num_bytes = sum((piece.stop - piece.start) * manifest.arrays[piece.name].itemsize for piece in manifest.pieces[path.name])
+    with _reading(path):
+        if (found := path.stat().st_size) < num_bytes:
+            raise EOFError(f"it has {found} bytes, and its arrays {num_bytes}")
+    return num_bytes
 
-    with _reading(path), safe_open(path, "numpy") as file:
-        for piece in manifest.pieces[path.name]:
-            array, spec = file.get_tensor(piece.name), manifest.arrays[piece.name]
-            is_whole = array.nbytes == (piece.stop - piece.start) * spec.itemsize
-            if not is_whole or crc32(as_bytes(array).data) != piece.checksum:
+
+def read_pieces(path: Path, manifest: Manifest, memory: Array | None = None) -> None:
+    """Read a file, and compare its bytes with what was written; `memory` of `size_of` bytes gets the pieces, in their order."""
+    pieces = manifest.pieces[path.name]
+    header, order = _layout(pieces, [manifest.arrays[piece.name].dtype for piece in pieces])
+    scratch, begin = np.empty(_CHUNK_BYTES, np.uint8), 0
+    with _reading(path), path.open("rb") as file:
+        if file.read(len(header)) != header:
+            raise CheckpointError(f"{path}: the bytes of its header are not those that were written")
+        for place in order:
+            piece, checksum = pieces[place], 0
+            end = begin + (piece.stop - piece.start) * manifest.arrays[piece.name].itemsize
+            for start in range(begin, end, _CHUNK_BYTES):
+                size = min(end - start, _CHUNK_BYTES)
+                chunk = (scratch[:size] if memory is None else memory[start : start + size]).data
+                if file.readinto(chunk) != size:
+                    raise EOFError(f"it ends within {piece.name}")
+                checksum = crc32(chunk, checksum)
+            if checksum != piece.checksum:
                 raise CheckpointError(f"{path}: the bytes of {piece.name} are not those that were written")
-            yield piece, as_bytes(array).view(np.dtype(spec.dtype))
+            begin = end
+        if file.read(1):
+            raise CheckpointError(f"{path}: it has more bytes than were written")
+
+
+def in_groups(name: str, manifest: Manifest, most_bytes: int) -> Iterator[list[Piece]]:
+    """Yield the pieces of a file in the order in which they lie there, as many at once as have so many bytes, or one."""
+    pieces, group, num_bytes = manifest.pieces[name], list[Piece](), 0
+    for place in _layout(pieces, [manifest.arrays[piece.name].dtype for piece in pieces])[1]:
+        piece = pieces[place]
+        size = (piece.stop - piece.start) * manifest.arrays[piece.name].itemsize
+        if group and num_bytes + size > most_bytes:
+            yield group
+            group, num_bytes = [], 0
+        group.append(piece)
+        num_bytes += size
+    yield group
+
+
+def _layout(pieces: Sequence[Piece], dtypes: Sequence[str]) -> tuple[bytes, list[int]]:
+    """Return the header of a file in the format of safetensors, and the order of the pieces that follow it."""
+    stored = [np.dtype(dtype if dtype in _STORED else "uint8") for dtype in dtypes]
+    order = sorted(range(len(pieces)), key=lambda place: -stored[place].itemsize)  # so all of them are aligned
+    header, end = {}, 0
+    for place in order:
+        piece, kept = pieces[place], stored[place]
+        begin, end = end, end + (piece.stop - piece.start) * np.dtype(dtypes[place]).itemsize
+        shape = [(end - begin) // kept.itemsize]
+        header[piece.name] = {"dtype": _STORED[str(kept)], "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, order
 
 
 def write_manifest(folder: Path, manifest: Manifest, made_in: Sequence[Path]) -> None:
@@ -176,8 +217,7 @@ def verify(folder: Path) -> Manifest:
     """Read all of a checkpoint, compare checksums, and return its manifest."""
     manifest = read_manifest(folder)
     for name in manifest.pieces:
-        for _ in read_pieces(folder / name, manifest):
-            pass
+        read_pieces(folder / name, manifest)
     return manifest
 
 

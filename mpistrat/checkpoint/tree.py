@@ -26,7 +26,7 @@ from zlib import crc32
 import ml_dtypes  # noqa: F401 - NumPy knows its dtypes by name then
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, as_target, is_on_device, like, to_device
+from mpistrat.arrays import Array, as_array, as_target, is_aligned, is_on_device, like, to_device
 from mpistrat.device.interop import is_a
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.inputs.sources import DatasetIterator, Resumable
@@ -117,6 +117,12 @@ class Tree:
             rest = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
             raise CheckpointError("\n    ".join(["what was saved does not fit these objects:", *texts[:_SHOWN], *rest]))
 
+    def targets(self, document: Node) -> dict[str, Array]:
+        """Return the memory of the arrays to which `restore` writes what has their names, where that is host memory."""
+        nodes = [(node, self._objects[name]) for name, node in document[1] if name in self._objects]
+        found = {name: memory for node, old in nodes for name, memory in _targets(node, old)}
+        return {name: memory for name, memory in found.items() if self.specs[name] == Spec(str(memory.dtype), memory.shape)}
+
     def restore(self, document: Node, values: Mapping[str, Array]) -> None:
         """Write what was saved to the objects, but for variables."""
         for name, node in document[1]:
@@ -201,6 +207,23 @@ def _in_classes(value: Any, model: Any) -> Any:
     return found
 
 
+def _targets(node: Node, old: Any) -> Iterator[tuple[str, Array]]:
+    """Yield the names and the memory of arrays to which `restored` writes, but for those of objects with a state."""
+    if not isinstance(node, list) or isinstance(old, Variable):
+        return
+    kind, content, *library = node
+    if kind == "dict" and isinstance(old, Mapping):
+        for key, each in content:
+            yield from _targets(each, old.get(key))
+    elif kind in ("list", "tuple") and isinstance(old, (list, tuple)):
+        for each, one in zip(content, old, strict=False):
+            yield from _targets(each, one)
+    elif kind == "array" and is_array(old) and library != ["scalar"]:
+        memory = _memory(old)
+        if memory is not None and not is_on_device(memory) and memory.flags.c_contiguous and is_aligned(memory):
+            yield content, memory
+
+
 def is_array(value: Any) -> bool:
     """Return whether a value has a dtype and a shape."""
     return hasattr(value, "dtype") and hasattr(value, "shape")
@@ -260,7 +283,8 @@ def _written(value: Any, saved: Array) -> Any:
     target = _memory(value)
     if target is None or (str(target.dtype), target.shape) != (str(saved.dtype), saved.shape):
         return like(saved, value)
-    target[...] = to_device(saved) if is_on_device(target) else saved
+    if target is not saved:
+        target[...] = to_device(saved) if is_on_device(target) else saved
     return value
 
 
