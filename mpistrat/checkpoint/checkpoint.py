@@ -69,8 +69,6 @@ class Checkpoint:
     InvalidArgumentError
         If a value is a number, a text or a tuple, which cannot be restored in place, or belongs to another strategy, or if two
         of them have the position of one dataset.
-    LaunchError
-        If safetensors is not installed.
     AgreementError
         On all ranks, if they have different objects, or one cannot save them.
     """
@@ -232,7 +230,6 @@ class Checkpoint:
         return ["dict", nodes], {name: spec for name, spec in manifest.arrays.items() if name.partition("/")[0] not in names}
 
     def _checked(self) -> tuple[None, str]:
-        files.check_library()
         tree, strategies = Tree(self._objects), (self._strategy, default_mode().strategy)
         tree.check_in_place()
         datasets = dict[int, str]()

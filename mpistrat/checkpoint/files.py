@@ -15,7 +15,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -24,7 +23,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_bytes
 from mpistrat.checkpoint.tree import Node, Spec
-from mpistrat.errors import CheckpointError, LaunchError
+from mpistrat.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -63,14 +62,6 @@ class Manifest(NamedTuple):
     def num_bytes(self) -> int:
         """The bytes of all arrays."""
         return sum(spec.size * spec.itemsize for spec in self.arrays.values())
-
-
-def check_library() -> None:
-    """Check that the library is installed that writes and reads arrays."""
-    if find_spec("safetensors") is None:
-        raise LaunchError(
-            "checkpoints are written by safetensors, which is not installed: pip install '.[checkpoint]' in the checkout"
-        )
 
 
 def pieces_of(arrays: Mapping[str, Spec], part: int, num_parts: int) -> list[Piece]:

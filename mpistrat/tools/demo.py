@@ -73,8 +73,7 @@ def execute(arguments: argparse.Namespace) -> int:
     first = -(-num_ranks // 2)
     nodes = arguments.nodes or (f"{first}+{num_ranks - first}" if num_ranks > 1 else "1x1")
     world = World.from_shape(nodes, arguments.ranks)
-    needed = {**NEEDED, "safetensors": "safetensors"} if arguments.checkpoint else NEEDED
-    missing = [package for module, package in needed.items() if importlib.util.find_spec(module) is None]
+    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise LaunchError(f"the demo needs {', '.join(missing)}, which is not installed: pip install '.[demo]' in the checkout")
     try:

@@ -6,14 +6,10 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
-
 import mpistrat
 from tests.faults.jobs import LIMIT_SECONDS
 from tests.faults.preempt import PROGRAM, Counts, preempt
 from tests.processes import run_bounded
-
-pytest.importorskip("safetensors")
 
 
 def test_preempted_jobs_end_with_the_weights_of_an_undisturbed_one() -> None:

@@ -16,8 +16,6 @@ from mpistrat.watch import watcher
 from tests.launches import on_ranks
 from tests.ranks.test_checkpoint import strategy_of
 
-pytest.importorskip("safetensors")
-
 
 @pytest.fixture
 def make(comm, tmp_path):

@@ -12,10 +12,8 @@ import pytest
 import mpistrat
 from mpistrat.checkpoint import writer
 from mpistrat.checkpoint.tree import Tree
-from mpistrat.errors import CheckpointError, InvalidArgumentError, LaunchError, UnsupportedDtypeError
+from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.tools import cli
-
-pytest.importorskip("safetensors")
 
 Pair = namedtuple("Pair", "first second")  # noqa: PYI024
 DTYPES = ["float64", "float16", ml_dtypes.bfloat16, "bool", "complex64", ">f8", "int8", np.longdouble]
@@ -125,7 +123,7 @@ def test_all_that_does_not_fit_is_told_and_nothing_is_changed(tmp_path):
     assert w.all()
 
 
-def test_what_cannot_be_saved_or_restored_in_place_is_refused(tmp_path, monkeypatch):
+def test_what_cannot_be_saved_or_restored_in_place_is_refused(tmp_path):
     for value in (1, "text", (np.ones(2),), read_only(np.ones(2)), np.float64(1)):
         with pytest.raises(InvalidArgumentError, match="value is of type .*, and cannot be restored in place"):
             mpistrat.Checkpoint(value=value)
@@ -150,10 +148,6 @@ def test_what_cannot_be_saved_or_restored_in_place_is_refused(tmp_path, monkeypa
     checkpoint.close()
     with pytest.raises(RuntimeError, match="was closed"):
         checkpoint.save(tmp_path / "two")
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    monkeypatch.setattr("mpistrat.checkpoint.files.find_spec", lambda name: None)
-    with pytest.raises(LaunchError, match=r"not installed: pip install '\.\[checkpoint\]'"):
-        mpistrat.Checkpoint(w=np.ones(1))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

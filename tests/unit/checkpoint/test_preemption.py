@@ -17,8 +17,6 @@ from mpistrat.experimental import PreemptionCheckpointHandler, TerminationConfig
 from mpistrat.launch import signals, time_limit
 from mpistrat.logger import logger
 
-pytest.importorskip("safetensors")
-
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
