@@ -1,8 +1,8 @@
 """PreemptionCheckpointHandler: all ranks save at the same step and leave, when one is told to end, or the time limit is near.
 
-A signal handler sets a flag, nothing more. At each boundary, which is the end of a step, every rank starts a nonblocking
-maximum of what all ranks wish, and completes the one that it started at the boundary before: so all learn the same at the same
-boundary, whichever ranks were told and when, and a step waits for no rank that is less than a step behind.
+A signal handler sets a flag, nothing more. At the end of each step every rank starts a nonblocking maximum of all ranks' votes, and
+completes the one that it started a step earlier: so all learn the same at the end of the same step, whichever ranks were told and
+when, and a step waits for no rank that is less than a step behind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from mpistrat.checkpoint.checkpoint import Checkpoint, CheckpointManager
 from mpistrat.checkpoint.termination import TerminationConfig
-from mpistrat.checkpoint.wishes import Wishes
+from mpistrat.checkpoint.votes import Votes
 from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.context.stack import has_strategy, in_cross_replica_context, misplaced
 from mpistrat.errors import CheckpointError, InvalidArgumentError, MpistratError
@@ -31,13 +31,13 @@ from mpistrat.watch import watcher
 
 T = TypeVar("T")
 
-# What a rank wishes is a number: the level, the cause and the rank, of which the maximum is what all do.
+# A vote is a number: the level, the cause and the rank, of which the maximum is what all do.
 _GO_ON, _SAVE, _LEAVE = range(3)
 _TIME_LIMIT, _WATCHER = 254, 255  # causes that are no signals
 _LEVEL_BITS, _CAUSE_BITS = 40, 32
 # what is kept in reserve for the end, besides the time that steps and saves take: seconds, or a part of short limits
 _RESERVE_SECONDS, _RESERVE_PART = 30.0, 0.05
-_STEPS_AHEAD, _SAVES_AHEAD = 3, 2  # the wish is known after another step; a save may take longer than before
+_STEPS_AHEAD, _SAVES_AHEAD = 3, 2  # the result is known after another step; a save may take longer than before
 
 
 class PreemptionCheckpointHandler:
@@ -93,7 +93,7 @@ class PreemptionCheckpointHandler:
         if _active is not None:
             first = _active._take_unheeded()
             _active.close()
-        self._wishes = Wishes(communicator)
+        self._votes = Votes(communicator)
         self._signals, self._has_acted = Signals(config.signals), False
         self._signals.first = self._signals.first or first
         _active = self
@@ -137,7 +137,7 @@ class PreemptionCheckpointHandler:
         now = time.monotonic()
         if self._begun < now:
             self._step_seconds = max(now - self._begun, 0.9 * self._step_seconds)
-        agreed = self._wishes.exchange(self._wished(now))
+        agreed = self._votes.exchange(self._vote(now))
         level = agreed >> _LEVEL_BITS
         if level == _LEAVE or (level == _SAVE and not self._has_saved):
             self._has_acted = True
@@ -169,10 +169,10 @@ class PreemptionCheckpointHandler:
         global _active
         if self is _active:
             _active = None
-            self._wishes.close()
+            self._votes.close()
 
-    def _wished(self, now: float) -> int:
-        """Return what this rank wishes."""
+    def _vote(self, now: float) -> int:
+        """Return what this rank votes for."""
         grace, ask, level, cause = self._config.grace_period, self._config.termination_watcher_fn, _GO_ON, 0
         if self._signals.first is None and ask is not None and ask():
             self._signals.first = _WATCHER, now
@@ -221,7 +221,7 @@ class PreemptionCheckpointHandler:
         try:
             (self._config.exit_fn or _exit)()
         except SystemExit as leaving:
-            if self._wishes.are_of_whole_job:
+            if self._votes.are_of_whole_job:
                 abort.leave_together(leaving.code)
             raise
         self._signals.restore()

@@ -42,7 +42,8 @@ class CommunicationOptions:
         Split a batch of arrays into packs of about this many bytes; 0 means one pack per dtype.
     timeout_seconds : float or None
         Deadline of each collective in seconds; None or 0 means none. For one call, either all replicas have a deadline or none
-        has. Once a deadline has passed, the strategy cannot make further collectives.
+        has. Once a deadline has passed, the strategy cannot make further collectives. Of what NCCL does on a GPU it counts from
+        when the GPU comes to that, and the next call raises.
     implementation : CommunicationImplementation or str
         AUTO, RING or NCCL; names in upper or lower case.
     algorithm : str or None

@@ -1,4 +1,4 @@
-"""Wishes: numbers of which all ranks learn the highest a step later, so that a step waits for none that is just behind."""
+"""Votes: numbers of which all ranks learn the highest a step later, so that a step waits for none that is just behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class Wishes:
+class Votes:
     """Numbers of the ranks of a communicator, of which all learn the highest. Making one is a collective call."""
 
     def __init__(self, communicator: BaseCommunicator) -> None:
