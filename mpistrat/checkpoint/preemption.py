@@ -1,8 +1,8 @@
 """PreemptionCheckpointHandler: all ranks save at the same step and leave, when one is told to end, or the time limit is near.
 
-A signal handler sets a flag, nothing more. At the end of each step every rank starts a nonblocking maximum of all ranks' votes, and
-completes the one that it started a step earlier: so all learn the same at the end of the same step, whichever ranks were told and
-when, and a step waits for no rank that is less than a step behind.
+A signal handler sets a flag, nothing more. At the end of each step every rank starts a nonblocking maximum of the votes of all,
+and completes the one that it started a step earlier: so all learn the same at the end of the same step, whichever ranks were
+told and when, and a step waits for no rank that is less than a step behind.
 """
 
 from __future__ import annotations
