@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from mpistrat.algorithms.cost import ON_DEVICE
@@ -13,6 +14,7 @@ from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard
 from mpistrat.groups.agreement import Agreement, CallsDifferError
 from mpistrat.steps import Steps, until
+from mpistrat.transports.nccl import UNSEEN_SECONDS
 
 
 class GpuArrays:
@@ -21,7 +23,7 @@ class GpuArrays:
     def __init__(self, device: Device, host: Executor, guard: Guard) -> None:
         self.device, self._guard, guard.is_on_gpu = device, guard, True
         self.executor = DeviceExecutor(host, device, ON_DEVICE)
-        guard.check_gpu = self.executor.raise_failure
+        guard.check_gpu = partial(self.executor.raise_failure, UNSEEN_SECONDS / 2)
         self.stream = device.stream()
         self._agreement, self._call = Agreement(host.hierarchy.world_group), host.hierarchy.call
 

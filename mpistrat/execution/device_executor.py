@@ -137,10 +137,10 @@ class DeviceExecutor(Executor):
         every = (self.transports.everywhere, *self._nccl_rails.values(), self.intra)
         return tuple(dict.fromkeys(filter(None, every)))
 
-    def raise_failure(self) -> None:
-        """Raise TransportError if what was enqueued has been aborted."""
+    def raise_failure(self, grace_seconds: float = 0.0) -> None:
+        """Raise TransportError if what was enqueued has been aborted: see `DeviceTransport.raise_failure`."""
         for transport in self._on_gpus:
-            transport.raise_failure()
+            transport.raise_failure(grace_seconds)
 
     def settle(self) -> Steps:
         """Wait until all that was enqueued has ended."""

@@ -515,9 +515,9 @@ class Guard:
             raise self._deadline_barrier.given_up(self._describe_current(), self._missing())
 
     def _raise_verdict(self) -> None:
-        self.check_gpu()
         if self._watcher is not None:
             self._watcher.raise_verdict()
+        self.check_gpu()
 
     def _describe_current(self) -> str:
         return f"collective {self.number}, {self.signature.text}"

@@ -253,8 +253,8 @@ class DeviceTransport(Transport):
     def watch(self, watched: Watched) -> None:
         """Let operations end, from now on, when they are enqueued, if they can."""
 
-    def raise_failure(self) -> None:
-        """Raise TransportError if what was enqueued has been aborted."""
+    def raise_failure(self, grace_seconds: float = 0.0) -> None:
+        """Raise TransportError if what was enqueued has been aborted; other ranks have so long to say why they gave up."""
 
     def settle(self) -> Steps:
         """Wait until all that was enqueued has ended, if operations end before that."""

@@ -92,7 +92,7 @@ class NcclTransport(DeviceTransport):
         # recorded again by each operation: what the caller's stream was given before it, and the end of the operation
         self._given: Event | None = None
         self._ended: Event | None = None
-        self._failure, self._is_overdue = "", False
+        self._failure, self._is_overdue, self._told_at = "", False, -math.inf
         self._connected: set[tuple[str, int]] = set()  # by point-to-point calls
         self._lock = threading.Lock()
         self._watcher: NcclWatcher | None = None
@@ -190,9 +190,9 @@ class NcclTransport(DeviceTransport):
         if self._watcher is None:
             self._watcher = NcclWatcher(f"nccl watcher {self.group.name}", self.device, self._check, self._give_up, watched)
 
-    def raise_failure(self) -> None:
-        """Raise TransportError if the communicator was aborted."""
-        if self._failure:
+    def raise_failure(self, grace_seconds: float = 0.0) -> None:
+        """Raise TransportError if the communicator was aborted; other ranks have so long to say why they gave up."""
+        if self._failure and time.monotonic() >= self._told_at + grace_seconds:
             if self._watcher is not None:
                 self._watcher.note_raised()
             if self._is_overdue:
@@ -332,6 +332,7 @@ class NcclTransport(DeviceTransport):
                 except Exception as error:  # CuPy raises KeyError for results that it has no name for
                     self._abort(f"{error}")
             if asks_peers and not self._failure and self._watcher is not None and self._watcher.watched.peer_has_aborted():
+                self._told_at = time.monotonic()
                 self._abort("another rank has given up")
         self.raise_failure()
 
@@ -342,7 +343,7 @@ class NcclTransport(DeviceTransport):
                 self._is_overdue = True
                 self._abort(
                     f"rank {self.group.ranks[self.group.rank]}, {self.group.name}: what NCCL was given has not ended within "
-                    f"{seconds:.3g} s on the GPU, although all ranks came to the call: one has stopped after that, or a GPU, "
+                    f"{seconds:.2g} s on the GPU, although all ranks came to the call: one has stopped after that, or a GPU, "
                     "or a link between GPUs, gets no further"
                 )
         self.raise_failure()

@@ -115,6 +115,7 @@ def terminated():
     import multiprocessing
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(10,))
     child.start()
+    time.sleep(0.5)  # Python forgets signals that come while it forks
     child.terminate()
     child.join()
     return child.exitcode

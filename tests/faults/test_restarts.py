@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import socket
 from pathlib import Path
 
 import pytest
 
-from tests.faults.restarts import Done, train, train_with_kills
+from tests.faults.restarts import Done, train
 
 HOST = socket.gethostname()
 
@@ -53,9 +52,3 @@ def test_an_error_that_comes_back_at_the_same_step_ends_the_job(tmp_path: Path) 
         "not started again, because it failed twice without progress: the job ended with code 3; the last checkpoint is that "
         "of step 5",
     ]
-
-
-def test_ranks_that_are_killed_at_random_instants_change_no_weights(tmp_path: Path, undisturbed: Done) -> None:
-    done = train_with_kills(tmp_path, "1x2", random.Random(1), 3.0, 30)
-    assert done.code == 0, done.err
-    assert done.weights == undisturbed.weights
