@@ -286,7 +286,7 @@ class Checkpoint:
             for path, begin, size in zip(paths, self._reserve(sizes), sizes, strict=False):
                 mine[path.name] = self._memory[begin : begin + size]
                 files.read_pieces(path, manifest, mine[path.name])
-        with self._failing_together():  # after the files have shown that there are so many bytes
+        with self._failing_together():  # memory is allocated only once the files are known to have these sizes
             specs = {name: spec for name, spec in manifest.arrays.items() if name not in targets}
             found = {name: np.empty(spec.shape, np.dtype(spec.dtype)) for name, spec in specs.items()} | targets
             received = np.empty(_BROADCAST_BYTES if manifest.pieces else 0, np.uint8)

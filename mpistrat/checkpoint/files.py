@@ -110,7 +110,7 @@ def write_pieces(path: Path, pieces: Sequence[Piece], arrays: Sequence[Array]) -
 
 
 def size_of(path: Path, manifest: Manifest) -> int:
-    """Return the bytes of the pieces of a file, once it has shown that there are so many."""
+    """Return how many bytes of arrays a file has by its manifest; raise CheckpointError if the file is shorter."""
     num_bytes = sum((piece.stop - piece.start) * manifest.arrays[piece.name].itemsize for piece in manifest.pieces[path.name])
     with _reading(path):
         if (found := path.stat().st_size) < num_bytes:

@@ -12,25 +12,27 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypeVar
 
 from mpistrat.checkpoint.checkpoint import Checkpoint, CheckpointManager
-from mpistrat.checkpoint.termination import TerminationConfig
 from mpistrat.checkpoint.votes import Votes
 from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.context.stack import has_strategy, in_cross_replica_context, misplaced
 from mpistrat.errors import CheckpointError, InvalidArgumentError, MpistratError
 from mpistrat.launch import abort
 from mpistrat.launch.abort import RESTART_EXIT_CODE
-from mpistrat.launch.signals import Signals
+from mpistrat.launch.signals import ENDING, Signals
 from mpistrat.launch.time_limit import seconds_left
 from mpistrat.logger import logger
 from mpistrat.watch import watcher
 
 T = TypeVar("T")
 
+_HANDLED = set(signal.Signals) - {signal.SIGINT, signal.SIGKILL, signal.SIGSTOP}
 # A vote is a number: the level, the cause and the rank, of which the maximum is what all do.
 _GO_ON, _SAVE, _LEAVE = range(3)
 _TIME_LIMIT, _WATCHER = 254, 255  # causes that are no signals
@@ -38,6 +40,45 @@ _LEVEL_BITS, _CAUSE_BITS = 40, 32
 # what is kept in reserve for the end, besides the time that steps and saves take: seconds, or a part of short limits
 _RESERVE_SECONDS, _RESERVE_PART = 30.0, 0.05
 _STEPS_AHEAD, _SAVES_AHEAD = 3, 2  # the result is known after another step; a save may take longer than before
+
+
+@dataclass(frozen=True)
+class TerminationConfig:
+    """How a job ends when it is told to.
+
+    Attributes
+    ----------
+    termination_watcher_fn : callable, optional
+        Is called at the end of each step, and returns whether this rank is told to end, besides by signals.
+    exit_fn : callable, optional
+        Ends the program after the last save; by default ``sys.exit(RESTART_EXIT_CODE)``, which is 42.
+    grace_period : float, optional
+        The seconds from the signal until the job is ended. With None or 0 it saves and leaves at once; else it saves, trains on
+        until the time is nearly over, saves again, and leaves.
+    save_fn : callable, optional
+        Saves instead of ``manager.save(total_run_calls, wait=True)``. All ranks call it together.
+    signals : sequence of signal.Signals
+        By which a rank is told to end. TensorFlow, which does not have this argument, takes SIGTERM.
+    """
+
+    termination_watcher_fn: Callable[[], bool] | None = None
+    exit_fn: Callable[[], Any] | None = None
+    grace_period: float | None = None
+    save_fn: Callable[..., Any] | None = None
+    signals: Sequence[int] = ENDING
+
+    def __post_init__(self) -> None:
+        for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
+            if not callable(value := getattr(self, name) or int):
+                raise InvalidArgumentError(f"{name} must be a function or None; got {value!r}")
+        grace: Any = 0.0 if self.grace_period is None else self.grace_period
+        if not isinstance(grace, Real) or not float(grace) >= 0.0:
+            raise InvalidArgumentError(f"grace_period must be seconds >= 0, or None; got {self.grace_period!r}")
+        if not isinstance(self.signals, Collection) or not _HANDLED.issuperset(self.signals):
+            raise InvalidArgumentError(
+                "signals must be a sequence of such that programs can handle, and not Ctrl-C's, for example "
+                f"(signal.SIGTERM,); got {self.signals!r}"
+            )
 
 
 class PreemptionCheckpointHandler:

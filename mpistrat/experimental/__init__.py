@@ -11,7 +11,7 @@ from mpistrat.lazy import PublicNames
 
 if TYPE_CHECKING:
     from mpistrat.checkpoint.preemption import PreemptionCheckpointHandler as PreemptionCheckpointHandler
-    from mpistrat.checkpoint.termination import TerminationConfig as TerminationConfig
+    from mpistrat.checkpoint.preemption import TerminationConfig as TerminationConfig
     from mpistrat.communicator.options import CollectiveHints as CollectiveHints
     from mpistrat.communicator.options import CommunicationImplementation as CollectiveCommunication  # noqa: F401
     from mpistrat.communicator.options import CommunicationImplementation as CommunicationImplementation
