@@ -22,7 +22,7 @@ def test_preempted_jobs_end_with_the_weights_of_an_undisturbed_one() -> None:
 def test_mpistrat_run_returns_the_code_after_one_line_of_why(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     argv = [sys.executable, "-m", "mpistrat", "run", "-n", "2", "train.py", "0", "1000000"]
-    done = run_bounded(argv, LIMIT_SECONDS, {**os.environ, "MPISTRAT_TIME_LIMIT": "0.5"}, tmp_path)
+    done = run_bounded(argv, LIMIT_SECONDS, {**os.environ, "MPISTRAT_TIME_LIMIT": "0.01"}, tmp_path)
     assert (done.returncode, done.stdout) == (mpistrat.RESTART_EXIT_CODE, "")
     saved, stopped = done.stderr.splitlines()
     assert saved.startswith("mpistrat: step 2: ")
