@@ -39,10 +39,16 @@ class Passing:
             call = world.passing_call(op, array.dtype) if is_passed else (None, None, None)
             index = self._guard.index(known.digest, known.signature.text_after(0), known.signature.nbytes)
             # with its description, as how many calls one counts, and MPI's call if it is small
-            self._programs.passed[handle, array.size, array.dtype] = known, index, weight(nbytes), *call
+            found = known, known.signature, known.digest, index, weight(nbytes), *call
+            self._programs.passed[handle, array.size, array.dtype] = found
 
-    def caller(self, run_known: Callable[..., list[Array] | None]) -> Callable[[Any, Any, MPI.Op], bool]:
-        """Return what reduces two buffers of NumPy, if they are as in an earlier call, and returns whether it has.
+    def caller(
+        self,
+        run_known: Callable[..., list[Array] | None],
+        unwrapped: Callable[[Any], Any],
+        otherwise: Callable[[Any, Any, MPI.Op], None],
+    ) -> Callable[..., None]:
+        """Return what reduces two buffers of NumPy, `unwrapped`, if they are as in an earlier call; else it calls `otherwise`.
 
         For small ones it is `run_known`, of the communicator, in one function: MPI takes no longer than a few calls of Python.
         """
@@ -58,62 +64,63 @@ class Passing:
         last_code: CodeType | None = None
         last_instruction = last_line = 0
 
-        def pass_on(source: Any, target: Any, op: MPI.Op) -> bool:
+        def all_reduce(sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:
             nonlocal last_code, last_instruction, last_line
-            if type(target) is not ndarray:
-                return False
-            dtype, size = target.dtype, target.size
+            if type(recvbuf) is not ndarray and type(recvbuf := unwrapped(recvbuf)) is not ndarray:
+                return otherwise(sendbuf, recvbuf, op)
+            dtype, size, flags = recvbuf.dtype, recvbuf.size, recvbuf.flags.num
             found = passed.get((op.handle, size, dtype))
-            flags = target.flags.num
             if found is None or flags & _WRITABLE != _WRITABLE:
-                return False
-            if source is target or source is None:
-                source = in_place
-            call, index, calls, all_reduce, native, datatype = found
-            if source is not in_place:
-                if type(source) is not ndarray or source.dtype is not dtype or source.size != size:
-                    return False
-                of_source = source.flags.num
-                if of_source & _READABLE != _READABLE:
-                    return False
-                if not flags & of_source & _OWNED and may_share_memory(source, target):
-                    return False
-            if all_reduce is None:
-                result = target if target.ndim == 1 else target.reshape(-1)
-                given = result if source is in_place else source if source.ndim == 1 else source.reshape(-1)
-                return run_known(call, [given], [result], 0, 3) is not None
-            given = source if source is in_place else (source, size, datatype)
-            digest = call.digest
+                return otherwise(sendbuf, recvbuf, op)
+            known, signature, digest, index, calls, mpi_call, native, datatype = found
+            given: Any
+            if sendbuf is in_place or sendbuf is recvbuf or sendbuf is None:
+                given = in_place
+            else:
+                if type(sendbuf) is not ndarray:
+                    sendbuf = unwrapped(sendbuf)
+                if type(sendbuf) is not ndarray or sendbuf.dtype is not dtype or sendbuf.size != size:
+                    return otherwise(sendbuf, recvbuf, op)
+                of_source = sendbuf.flags.num
+                overlap = not flags & of_source & _OWNED and may_share_memory(sendbuf, recvbuf)
+                if overlap or of_source & _READABLE != _READABLE:
+                    return otherwise(sendbuf, recvbuf, op)
+                given = sendbuf, size, datatype
+            if mpi_call is None:
+                target = recvbuf.reshape(-1)
+                if run_known(known, [target if given is in_place else sendbuf.reshape(-1)], [target], 0, 2) is None:
+                    otherwise(sendbuf, recvbuf, op)
+                return None
             if guard.noted or guard.refusal or timeline.enabled:
-                return False
+                return otherwise(sendbuf, recvbuf, op)
             free = own.free
             try:
                 free.pop()  # as `CallingThread.lock`
             except IndexError:
-                return False
+                return otherwise(sendbuf, recvbuf, op)
             slot = 0
             try:
                 guard.number = number = guard.number + 1
-                guard.signature, present.digest = call.signature, digest
+                guard.signature, present.digest = signature, digest
                 try:
-                    frame = frame_at(2)
+                    frame = frame_at(1)
                 except ValueError:  # the call itself is an exit handler, with no frame of Python beneath
                     frame = frame_at()
                 code, instruction = frame.f_code, frame.f_lasti
                 if code is not last_code or instruction != last_instruction:
-                    last_line = places.get((id(code), instruction)) or find_line(frame)
-                    last_code, last_instruction = code, instruction
+                    line = places.get((id(code), instruction))  # 0 in a frame of this library, of a subclass that calls this
+                    last_code, last_instruction, last_line = code if line else None, instruction, line or find_line(frame)
                 start, slot = next_slot()
                 write_entry(memory, start, number, communicator, index, last_line, monotonic_ns())
                 unconfirmed = present.unconfirmed + calls
                 if calls < unconfirmed < MOST_UNCONFIRMED:  # nothing is compared
                     present.unconfirmed = unconfirmed
-                    all_reduce(given, (target, size, datatype), native)
+                    mpi_call(given, (recvbuf, size, datatype), native)
                     add_call(digest)
                 else:
                     present.count()
-                    all_reduce(given, (target, size, datatype), native)
-                    present.add_unconfirmed(target.nbytes)
+                    mpi_call(given, (recvbuf, size, datatype), native)
+                    present.add_unconfirmed(recvbuf.nbytes)
                 words[slot] = monotonic_ns()
             except BaseException as error:
                 if slot:
@@ -121,6 +128,5 @@ class Passing:
                 raise guard.fail_current(error) from None
             finally:
                 free.append(None)
-            return True
 
-        return pass_on
+        return all_reduce

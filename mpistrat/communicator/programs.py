@@ -56,7 +56,7 @@ class Programs:
         self._known: dict[tuple[Any, ...], Known] = {}
         self._numbers = {options.key: _DEFAULT}  # of options, merged over the communicator's and as calls pass them
         # of a wrapped communicator: see `passing`
-        self.passed: dict[tuple[int, int, np.dtype[Any]], tuple[Known, int, int, Any, Any, Any]] = {}  # see `Passing.add`
+        self.passed: dict[tuple[int, int, np.dtype[Any]], tuple[Any, ...]] = {}  # see `Passing.add`
 
     @property
     def model(self) -> CostModel:

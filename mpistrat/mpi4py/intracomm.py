@@ -61,7 +61,7 @@ class WrappedIntracomm(MPI.Intracomm):
     _options: CommunicationOptions | None = None
     _communicator: Communicator | None = None
     _passing: Passing
-    _pass_on: Callable[[Any, Any, MPI.Op], bool] = staticmethod(lambda *_: False)
+    _all_reduce: Callable[[Any, Any, MPI.Op], None]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what it is restored from, if mpi4py restores what it wraps; its collectives are prepared anew then."""
@@ -72,15 +72,19 @@ class WrappedIntracomm(MPI.Intracomm):
         if self._communicator is None:
             self._communicator = Communicator(self, self._options)
             self._passing = self._communicator.pass_small_arrays()
-            self._pass_on = self._passing.caller(self._communicator.run_known)
+            self._all_reduce = self._passing.caller(self._communicator.run_known, unwrapped, self._all_reduce_anew)
+            if type(self).Allreduce is WrappedIntracomm.Allreduce:  # no subclass has one: it need not look that up
+                self.Allreduce = self._all_reduce  # type: ignore[method-assign]
         return self._communicator
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:  # noqa: N802 - MPI's name
         """Combine arrays of all ranks; each gets the result in `recvbuf`. A collective call."""
-        if self._pass_on(sendbuf, recvbuf, op) or self._pass_on(unwrapped(sendbuf), unwrapped(recvbuf), op):
-            return
-        communicator = self.open()
-        target = self._combine("Allreduce", communicator.all_reduce, sendbuf, recvbuf, op)
+        self.open()
+        self._all_reduce(sendbuf, recvbuf, op)
+
+    def _all_reduce_anew(self, sendbuf: Any, recvbuf: Any, op: MPI.Op) -> None:
+        """Combine arrays unlike those of earlier calls."""
+        target = self._combine("Allreduce", self.open().all_reduce, sendbuf, recvbuf, op)
         if target is None:
             super().Allreduce(sendbuf, recvbuf, op)
         else:

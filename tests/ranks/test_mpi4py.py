@@ -430,7 +430,7 @@ def test_an_interrupt_in_a_small_sum_leaves_no_lock_held(passing, monkeypatch):
     sent, received = np.ones(3), np.empty(3)
     passing.Allreduce(sent, received)
     [(key, known)] = communicator._programs.passed.items()
-    monkeypatch.setitem(communicator._programs.passed, key, (*known[:3], interrupt, *known[4:]))
+    monkeypatch.setitem(communicator._programs.passed, key, (*known[:5], interrupt, *known[6:]))
     with pytest.raises(KeyboardInterrupt):
         passing.Allreduce(sent, received)
     assert not communicator._guard.thread.is_in_call()
