@@ -48,7 +48,9 @@ def all_reduce(
     With `wire`, ranks send in its dtype between nodes, and add in their order.
     """
     executor.largest_pack_bytes = max(executor.largest_pack_bytes, layout.count * dtype.itemsize)
-    if len(set(array_dtypes)) == 1 and executor.fits_slots(plan):  # the fastest way in a node, whatever the algorithm
+    is_one_array = layout.is_one_array and set(array_dtypes) == {dtype}
+    if len(set(array_dtypes)) == 1 and executor.fits_slots(plan, is_one_array):
+        # the fastest way in a node, whatever the algorithm
         plan = replace(plan, phases=_OVER_ALL, chunk_count=plan.padded(plan.count), end_count=0, depth=1)
     if not (plan.in_order or wire is not None):
         found = _on_the_callers_arrays(executor, plan, layout, dtype, op, array_dtypes)

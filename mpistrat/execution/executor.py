@@ -215,10 +215,15 @@ class Executor:
         self.reserve_exchange(len(given))
         return self.exchange if self.intra.combines_arrays else None
 
-    def fits_slots(self, plan: Plan) -> bool:
-        """Return whether a sum in a node is so small that the slots of its window hold it, as for a flat plan."""
-        is_inside = {phase.scope for phase in plan.phases} == {Scope.INTRA}
-        return self.device is None and is_inside and not plan.in_order and 0 < plan.num_bytes <= self.world.slot_bytes
+    def fits_slots(self, plan: Plan, is_one_array: bool) -> bool:
+        """Return whether a sum in the only node goes through the slots of its window, as for a flat plan.
+
+        One array is summed in pieces where that is faster; several, which are copied to a bucket, in one piece.
+        """
+        small = self.world.small
+        most_bytes = small.most_bytes if is_one_array else small.slot_bytes
+        is_inside = small.is_one_node and {phase.scope for phase in plan.phases} == {Scope.INTRA} and not plan.in_order
+        return self.device is None and is_inside and small.serves(plan.num_bytes) and plan.num_bytes <= most_bytes
 
     @property
     def scatters(self) -> bool:

@@ -24,7 +24,7 @@ from mpistrat.reduction import Fold, ReduceOp, divide
 from mpistrat.steps import Steps
 from mpistrat.transports.base import FlatArrays, Operation, Part
 from mpistrat.transports.mpi import MpiTransport, mpi_datatype, until_complete
-from mpistrat.transports.small import SmallAllReduce, SmallExchange
+from mpistrat.transports.small import PiecewiseAllReduce, SmallAllReduce, SmallExchange, small_all_reduce
 from mpistrat.transports.window import NodeWindow
 
 if TYPE_CHECKING:
@@ -51,12 +51,10 @@ class WorldTransport(MpiTransport):
         self._world, self._call = hierarchy.world, hierarchy.call
         self._window = window if hierarchy.intra.size > 1 else None
         self.small = SmallExchange(hierarchy, self._window)
-        # arrays of at most so many bytes are summed in the slots of the window of the only node; the same on all ranks
-        self.slot_bytes = self.small.most_bytes if self.small.is_one_node and self.small.is_available else 0
         several = self._world.num_nodes > 1
         self._own: list[MPI.Intracomm] = []
         self._copy = np.empty(0, np.uint8)
-        self._small: dict[tuple[ReduceOp, np.dtype[Any], tuple[int, ...]], SmallAllReduce] = {}
+        self._small: dict[tuple[ReduceOp, np.dtype[Any], tuple[int, ...]], SmallAllReduce | PiecewiseAllReduce] = {}
         super().__init__(self._in_order_of_nodes(hierarchy) if several else hierarchy.world_group)
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
@@ -78,7 +76,7 @@ class WorldTransport(MpiTransport):
             if key not in self._small:
                 if len(self._small) == _CACHE_SIZE:
                     self._small.clear()
-                self._small[key] = SmallAllReduce(self.small, op, dtype, shape)
+                self._small[key] = small_all_reduce(self.small, op, dtype, shape)
             return self._small[key].steps
         return lambda source, target: self._by_mpi(op, source, target)
 
@@ -95,7 +93,7 @@ class WorldTransport(MpiTransport):
         if self._passes(nbytes):
             return self._passing(op, dtype, shape)
         if self.small.serves(nbytes):
-            return SmallAllReduce(self.small, op, dtype, shape).blocking()
+            return small_all_reduce(self.small, op, dtype, shape).blocking()
         call, window, barrier = self._call, self._window, self.small.barrier
         is_polled, combine = self._is_polled(nbytes), self._combining(op, dtype, nbytes)
 

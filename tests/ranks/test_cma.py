@@ -122,7 +122,7 @@ def exchanged(comm, monkeypatch):
     ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     if not ops._executor.intra.combines_arrays:
         pytest.skip(f"peers cannot be read: {ops._executor.intra.window.cma.refusal}")
-    ops._executor.world.slot_bytes = 0
+    ops._executor.world.small.is_available = False
     yield ops, counts
     ops.close()
 

@@ -11,7 +11,7 @@ from mpistrat.reduction import combine
 from mpistrat.steps import drive
 from mpistrat.testing.transport_cases import DTYPES, inputs, operations
 from mpistrat.transports.mpi_world import WorldTransport
-from mpistrat.transports.small import MOST_NODES, SmallAllReduce
+from mpistrat.transports.small import MOST_NODES, PiecewiseAllReduce, SmallAllReduce, small_all_reduce
 from mpistrat.transports.window import NodeWindow
 from tests.launches import needs_ranks, up_to_ranks
 
@@ -37,14 +37,17 @@ def small(transport, world):
 
 
 @up_to_ranks(8)
-def test_every_dtype_operation_and_shape(small, comm):
+@pytest.mark.parametrize("slot_bytes", [16, None])  # in pieces, or in one
+def test_every_dtype_operation_and_shape(small, comm, slot_bytes):
+    small.slot_bytes = slot_bytes or small.slot_bytes
     shapes = [(), (1,), (3,), (2, 3), (17, 5, 2)]
     cases = [(dtype, op) for dtype in DTYPES if dtype.kind != "V" for op in operations(dtype)]
     for seed, (dtype, op) in enumerate(cases):
         shape = shapes[seed % len(shapes)]
         given = inputs(dtype, op, int(np.prod(shape, dtype=int)), comm.size, seed)
         total = combine(op).reduce(given, axis=0, dtype=given.dtype).reshape(shape)
-        bound, mine = SmallAllReduce(small, op, dtype, shape), given[comm.rank].reshape(shape)
+        bound, mine = small_all_reduce(small, op, dtype, shape), given[comm.rank].reshape(shape)
+        assert isinstance(bound, PiecewiseAllReduce) is (given[0].nbytes > small.slot_bytes)
         small.call.digest = digest_of(str(seed))
 
         def by_steps(source, target, bound=bound, shape=shape, dtype=dtype):
@@ -63,7 +66,8 @@ def test_every_dtype_operation_and_shape(small, comm):
 
 
 def test_some_ranks_may_block_while_others_take_steps(small, comm):
-    bound = SmallAllReduce(small, *_sum_of(100))
+    small.slot_bytes = 256
+    bound = small_all_reduce(small, *_sum_of(100))
     blocking = bound.blocking()
     for turn in range(20):
         mine, target = np.full(100, comm.rank + turn), np.empty(100)
@@ -77,7 +81,7 @@ def test_some_ranks_may_block_while_others_take_steps(small, comm):
 @up_to_ranks(8)
 def test_a_result_stays_as_it_is_while_peers_are_late(small, comm):
     count = small.most_bytes // 8
-    run = SmallAllReduce(small, *_sum_of(count)).blocking()
+    run = small_all_reduce(small, *_sum_of(count)).blocking()
     results = []
     for turn in range(6):
         time.sleep(0.01 * ((comm.rank + turn) % comm.size))
