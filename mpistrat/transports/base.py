@@ -125,13 +125,13 @@ class Transport(ABC):
         self.group = group
 
     @classmethod
-    @abstractmethod
     def probe(cls, group: Group) -> str:
         """Return why this transport cannot serve the group, or an empty text where it can. A collective call."""
+        return ""
 
-    @abstractmethod
     def allocate(self, nbytes: int) -> Array:
         """Return `nbytes` of memory (uint8) that the verbs work on fastest; some accept only this. A collective call."""
+        return np.empty(nbytes, np.uint8)
 
     @abstractmethod
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:

@@ -36,15 +36,6 @@ class MpiTransport(Transport):
         self._ops: dict[tuple[ReduceOp, np.dtype[Any]], MPI.Op] = {}
         self._limit_bytes = group.settings[MAX_MESSAGE_BYTES]
 
-    @classmethod
-    def probe(cls, group: Group) -> str:
-        """Return an empty text: host buffers always work."""
-        return ""
-
-    def allocate(self, nbytes: int) -> Array:
-        """Return ordinary memory."""
-        return np.empty(nbytes, np.uint8)
-
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind MPI_Iallreduce, in place."""
         from mpi4py import MPI

@@ -42,11 +42,6 @@ class StagedTransport(DeviceTransport):
         self._down, self._up = self.device.stream(), self.device.stream()
         self._slots: dict[int, list[Any]] = {}
 
-    @classmethod
-    def probe(cls, group: Group) -> str:
-        """Return an empty text: a device can always be copied from."""
-        return ""
-
     def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind the host transport's all-reduce, chunk by chunk."""
         return self._bind(buffer, channel, _all, _all, lambda part, first: self._host.all_reduce(part, op, channel))
