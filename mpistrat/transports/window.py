@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.device.abstract import address
 from mpistrat.errors import TransportError
 from mpistrat.groups.agreement import CallsDifferError
 from mpistrat.groups.group import Group
@@ -40,7 +39,6 @@ __all__ = [
     "NodeWindow",
     "free_open_windows",
     "small_slot_bytes",
-    "window_refusal",
 ]
 
 HEADER_BYTES = 256
@@ -64,18 +62,6 @@ def small_slot_bytes(num_ranks: int) -> int:
     """Return the bytes of a slot for small arrays, on a node of so many ranks: whole cache lines, so they are aligned."""
     share = MOST_READ_BYTES // num_ranks**2 // _CACHE_LINE_BYTES * _CACHE_LINE_BYTES
     return min(MOST_SMALL_BYTES, max(LEAST_SMALL_BYTES, share))
-
-
-def window_refusal(group: Group) -> str:
-    """Return why the ranks of a group cannot share a window, or an empty text. A collective call."""
-    from mpi4py import MPI
-
-    node = group.comm.Split_type(MPI.COMM_TYPE_SHARED)
-    together = node.Get_size() == group.size
-    node.Free()
-    if not group.comm.allreduce(together, MPI.LAND):
-        return f"the ranks of {group.name} do not share memory"
-    return ""
 
 
 def free_open_windows() -> None:
@@ -199,13 +185,6 @@ class NodeWindow:
                 f"/dev/shm{flaw}; remove what ended jobs have left there, enlarge it (containers: --shm-size), lower "
                 "MPISTRAT_CHUNK_BYTES, or set MPISTRAT_INTRA_TRANSPORT=mpi"
             )
-
-    def views(self, buffer: Array) -> list[Array]:
-        """Return the memory of every arena at the offset of a buffer in this rank's arena."""
-        arena = self.arenas[self.group.rank]
-        offset = address(buffer) - address(arena)
-        assert 0 <= offset <= arena.nbytes - buffer.nbytes, "the buffer does not lie in the arena of allocate"
-        return [peer[offset : offset + buffer.nbytes].view(buffer.dtype) for peer in self.arenas]
 
     def barrier(self) -> Steps:
         """Enter a barrier, at once, and return the steps that wait until all ranks have entered it. A collective call.

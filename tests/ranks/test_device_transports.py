@@ -184,12 +184,12 @@ def test_one_shot_and_two_add_in_one_order_and_begin_with_different_gpus(group, 
             group.settings = Snapshot({"MPISTRAT_ONE_SHOT_BYTES": limit})
             transport = CudaIpcTransport(group, device)
             buffer = transport.allocate(rows[0].nbytes).view(dtype)
-            operation = transport.all_reduce(buffer, ReduceOp.SUM)
             stream, window = transport._stream, transport._sync_window
             with (
                 patch.object(stream, "launch", wraps=stream.launch) as launch,
                 patch.object(window, "barrier", wraps=window.barrier) as barrier,
             ):
+                operation = transport.all_reduce(buffer, ReduceOp.SUM)
                 for _ in range(2):
                     device.put(buffer, rows[group.rank])
                     drive(operation.run(), lambda: "a sum", 60.0)
