@@ -101,16 +101,6 @@ class Operation:
     parts: list[Part]
     scratch_bytes: int = 0
 
-    @classmethod
-    def in_turn(cls, parts: list[Part], *acts: Callable[[], Steps], scratch_bytes: int = 0) -> Operation:
-        """Return the operation of several acts, one after the other."""
-
-        def run() -> Steps:
-            for act in acts:
-                yield from act()
-
-        return cls(run, parts, scratch_bytes)
-
 
 class Transport(ABC):
     """Moves bytes between the ranks of one group.

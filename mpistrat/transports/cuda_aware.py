@@ -24,7 +24,7 @@ from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.launch.cuda_awareness import find_verdict
 from mpistrat.reduction import ReduceOp
-from mpistrat.steps import drive, until
+from mpistrat.steps import Steps, drive, until
 from mpistrat.transports.base import DeviceTransport, Operation
 from mpistrat.transports.ring import Ring, RingTransport
 
@@ -85,8 +85,13 @@ class CudaAwareTransport(RingTransport, DeviceTransport):
 
     def _bind(self, buffer: DeviceArray, ring: Ring, op: ReduceOp, channel: int = 0) -> Operation:
         bound = super()._bind(buffer, ring, op, channel)
-        # the buffer is written, and nobody reads what will be overwritten
-        return Operation.in_turn(bound.parts, lambda: until(self.device.current_stream().record().done), bound.run)
+
+        def run() -> Steps:
+            # the buffer is written, and nobody reads what will be overwritten
+            yield from until(self.device.current_stream().record().done)
+            yield from bound.run()
+
+        return Operation(run, bound.parts)
 
     def _message(self, part: DeviceArray) -> list[Any]:
         from mpi4py import MPI

@@ -28,7 +28,7 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.settings import ONE_SHOT_BYTES
 from mpistrat.steps import Steps, until
 from mpistrat.transports.base import DeviceTransport, Operation, Part
-from mpistrat.transports.shared_memory import ArenaTransport
+from mpistrat.transports.shared_memory import ArenaTransport, in_turn
 from mpistrat.transports.window import NodeWindow
 
 SHARED_BLOCK_BYTES = 1 << 21  # CUDA shares whole blocks of this size, and smaller allocations lie in one together
@@ -115,7 +115,7 @@ class CudaIpcTransport(ArenaTransport, DeviceTransport):
     def _in_two_shots(self, buffer: DeviceArray, bounds: Sequence[int], summed: Operation) -> Operation:
         """Return a reduce-scatter, followed by an all-gather."""
         gathered = self.all_gather(buffer, bounds)
-        return Operation.in_turn(gathered.parts, summed.run, gathered.run)
+        return in_turn(gathered.parts, summed.run, gathered.run)
 
     def _fold(
         self, buffer: DeviceArray, start: int, stop: int, op: ReduceOp, order: tuple[int, int, int], target: int

@@ -82,10 +82,20 @@ class ArenaTransport(Transport):
 
     def _after_barrier(self, parts: list[Part], *acts: Callable[[], Steps], scratch_bytes: int = 0) -> Operation:
         """Return the operation of a barrier, followed by acts that may read what the peers have written before it."""
-        return Operation.in_turn(parts, *self._barrier(), *acts, scratch_bytes=scratch_bytes)
+        return in_turn(parts, *self._barrier(), *acts, scratch_bytes=scratch_bytes)
 
     def _barrier(self) -> tuple[Callable[[], Steps], ...]:
         return (self._sync_window.barrier,)
+
+
+def in_turn(parts: list[Part], *acts: Callable[[], Steps], scratch_bytes: int = 0) -> Operation:
+    """Return the operation of several acts, one after the other."""
+
+    def run() -> Steps:
+        for act in acts:
+            yield from act()
+
+    return Operation(run, parts, scratch_bytes)
 
 
 class SharedMemoryTransport(ArenaTransport):
