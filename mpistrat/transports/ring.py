@@ -37,19 +37,11 @@ _ALIGNMENT_BYTES = 64
 class Ring:
     """The messages of one rank, in the order in which they are sent and received.
 
+    Parts are cut into `segments` of at most `width` elements; those of short parts may be empty. Each message sends elements
+    `sends`, while `targets` are received; these `reduces` says to sum, or else to replace.
+
     Message i of a step can be sent when message i of the previous step has been received (and summed): message
     ``index + segments`` after message `index`, and the first `segments` messages at once.
-
-    Attributes
-    ----------
-    segments : int
-        Number of segments per part; those of short parts may be empty.
-    width : int
-        Elements of the longest segment.
-    sends, targets : list of slice
-        Elements that each message sends, and elements that are received meanwhile.
-    reduces : list of bool
-        Whether the received elements are summed into the target, or replace it.
     """
 
     def __init__(self, rank: int, size: int, bounds: Sequence[int], limit: int) -> None:
@@ -108,24 +100,11 @@ class Ring:
 
 
 class BoundRing:
-    """A ring bound to memory, on one channel.
+    """A ring bound to memory, on one channel: rings on different channels may be in flight at the same time.
 
-    Parameters
-    ----------
-    group : Group
-        The ranks of the ring.
-    channel : int
-        Rings on different channels may be in flight at the same time.
-    ring : Ring
-        The schedule.
-    sends, receives : sequence of list
-        The messages, as MPI takes them.
-    fold : callable
-        Begins to combine what message `index` has brought with its target; returns the event of its end, or None if it is over.
-    ahead : int
-        Receives that are posted ahead of what has been combined: message i is received where message ``i - ahead`` was.
-    memory : object
-        What MPI reads and writes: it is never freed if the ring is given up.
+    ``fold(index)`` begins to combine what a message has brought with its target; it returns the event of its end, or None if it
+    is over. `ahead` receives are posted ahead of that: message i is received where message ``i - ahead`` was. `memory` is what
+    MPI reads and writes: it is never freed if the ring is given up.
     """
 
     def __init__(

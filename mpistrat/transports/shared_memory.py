@@ -245,13 +245,7 @@ class Exchange:
 
 
 class _Blocks:
-    """The reads and writes of each block; `locate` sets the addresses in each call.
-
-    Attributes
-    ----------
-    reads, writes : list of list of (int, IoVectors, IoVectors)
-        For each block and peer: the peer, its memory, and that of this rank.
-    """
+    """The `reads` and `writes` of each block: peer, its memory, and that of this rank. `locate` sets addresses in each call."""
 
     def __init__(self, segments: Sequence[Sequence[Segment]], itemsize: int, rank: int, others: Sequence[int]) -> None:
         self.segments, self._rank, self._others = segments, rank, others

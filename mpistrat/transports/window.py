@@ -84,25 +84,10 @@ def _free(window: MPI.Win) -> None:
 class NodeWindow:
     """The shared memory of the ranks of a node. Making one is a collective call.
 
-    Attributes
-    ----------
-    words : list of memoryview
-        The control words of each rank.
-    others, compared : list of memoryview
-        Those of the peers, and those whose calls are compared: none if MPISTRAT_CHECK is off.
-    small : list of list of ndarray
-        The slots for small arrays of each rank.
-    small_bytes : int
-        Bytes of such a slot.
-    arenas : list of ndarray
-        The data of each rank.
-    cma : CrossMemoryAttach
-        Reads and writes memory of the peers that is not shared.
+    For each rank there are control `words`, `small` slots of `small_bytes` for small arrays, and an arena for data. Of the
+    `others`, calls of the `compared` are compared: of none if MPISTRAT_CHECK is off. `cma` accesses what is not shared.
 
-    Raises
-    ------
-    TransportError
-        On all ranks, if the node has too little shared memory.
+    Raises TransportError on all ranks, if the node has too little shared memory.
     """
 
     def __init__(self, group: Group) -> None:
