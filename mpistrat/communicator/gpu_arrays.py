@@ -14,7 +14,7 @@ from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard
 from mpistrat.groups.agreement import Agreement, CallsDifferError
 from mpistrat.steps import Steps, until
-from mpistrat.transports.nccl import UNSEEN_SECONDS
+from mpistrat.transports.nccl_watcher import UNSEEN_SECONDS
 
 
 class GpuArrays:

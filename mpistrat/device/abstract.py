@@ -61,51 +61,29 @@ class Stream(ABC):
 
     @abstractmethod
     def launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
-        """Run a kernel of `kernels.cu`, such as ``fold_peers<float, Sum>``.
+        """Run an instance of a kernel of `kernels.cu`, such as ``fold_peers<float, Sum>``, in blocks of 256 threads.
 
-        Parameters
-        ----------
-        kernel : str
-            The name of the template instance.
-        num_blocks : int
-            Blocks of 256 threads.
-        arguments : tuple
-            Integers for addresses and counts of 64 bits; NumPy scalars of the width that the kernel declares for the rest.
+        Arguments are integers for addresses and counts of 64 bits, NumPy scalars of the width that the kernel declares for the
+        rest.
         """
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Identifiers of a GPU that are valid in every process.
+    """Identifiers of a GPU that are valid in every process."""
 
-    Attributes
-    ----------
-    name : str
-        Such as ``NVIDIA H200``.
-    uuid : str
-        UUID of the GPU, or of the MIG instance, in hexadecimal; empty if the driver gives none.
-    pci_bus_id : str
-        Such as ``0000:17:00.0``.
-    """
-
-    name: str
-    uuid: str
-    pci_bus_id: str
+    name: str  # such as NVIDIA H200
+    uuid: str  # of the GPU, or of the MIG instance, in hexadecimal; empty if the driver gives none
+    pci_bus_id: str  # such as 0000:17:00.0
 
 
 class Device(ABC):
-    """The GPU of this rank.
-
-    Attributes
-    ----------
-    index : int
-        CUDA's index in this process.
-    last_call : Event or None
-        The end of what NCCL was given last on this GPU, by whichever communicator.
-    """
+    """The GPU of this rank."""
 
     index: int
+    """CUDA's index in this process."""
     last_call: Event | None = None
+    """The end of what NCCL was given last on this GPU, by whichever communicator."""
 
     @property
     @abstractmethod
@@ -128,31 +106,19 @@ class Device(ABC):
     def allocate(self, nbytes: int) -> DeviceArray:
         """Return device memory (uint8) in a separate allocation, which other processes can map.
 
-        Raises
-        ------
-        TransportError
-            If the device is out of memory.
+        Raises TransportError if the device is out of memory.
         """
 
     @abstractmethod
     def export(self, memory: DeviceArray) -> bytes:
         """Return a handle by which another process of this machine can map memory from `allocate`.
 
-        Raises
-        ------
-        TransportError
-            If the memory cannot be shared.
+        Raises TransportError if the memory cannot be shared.
         """
 
     @abstractmethod
     def map(self, handle: bytes, nbytes: int) -> DeviceArray:
-        """Return the memory (uint8) that another process has exported.
-
-        Raises
-        ------
-        TransportError
-            If this device cannot reach it.
-        """
+        """Return the memory (uint8) that another process has exported; raises TransportError if this device cannot reach it."""
 
     @abstractmethod
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:

@@ -88,13 +88,9 @@ class CudaDevice(Device):
     def _activated(self, stream: Stream | None) -> Iterator[None]:
         import cupy
 
-        with cupy.cuda.Device(self.index):
-            if stream is None:
-                yield
-            else:
-                assert isinstance(stream, _CudaStream)
-                with stream.native:
-                    yield
+        assert stream is None or isinstance(stream, _CudaStream)
+        with cupy.cuda.Device(self.index), _ALREADY if stream is None else stream.native:
+            yield
 
     def allocate(self, nbytes: int) -> DeviceArray:
         """Return memory from cudaMalloc, not from CuPy's pool: a CUDA IPC handle stands for a whole allocation."""
@@ -253,7 +249,7 @@ def _uuid(index: int) -> str:
 
     The driver is asked, because the UUID that CuPy returns ends at its first zero byte.
     """
-    driver, device, uuid = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    driver, device, uuid = _driver(), ctypes.c_int(), (ctypes.c_ubyte * 16)()
     ask = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid  # drivers before 11.4 have only the first one
     failed = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index) or ask(uuid, device)
     return "" if failed else bytes(uuid).hex()
@@ -299,7 +295,7 @@ def _first_line(error: BaseException) -> str:
 
 def _has_driver() -> bool:
     try:
-        ctypes.CDLL("libcuda.so.1")
+        _driver()
     except OSError:
         return False
     return True

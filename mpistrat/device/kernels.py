@@ -44,12 +44,12 @@ def move_kernel(source: np.dtype[Any], target: np.dtype[Any]) -> str:
 
 def fold_kernel(dtype: np.dtype[Any], op: ReduceOp) -> str:
     """Return the kernel that combines a range of several ranks' memory."""
-    return f"fold_peers<{TYPES[dtype]}, {_fold(dtype, op)}>"
+    return f"fold_peers<{TYPES[dtype]}, {fold_name(dtype, op)}>"
 
 
 def fold_into_kernel(dtype: np.dtype[Any], op: ReduceOp) -> str:
     """Return the kernel that combines a received array with another one, in place."""
-    return f"fold_into<{TYPES[dtype]}, {_fold(dtype, op)}>"
+    return f"fold_into<{TYPES[dtype]}, {fold_name(dtype, op)}>"
 
 
 def divide_kernel(dtype: np.dtype[Any]) -> str:
@@ -67,7 +67,8 @@ def computed_in(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if dtype in HALF_DTYPES else dtype
 
 
-def _fold(dtype: np.dtype[Any], op: ReduceOp) -> str:
+def fold_name(dtype: np.dtype[Any], op: ReduceOp) -> str:
+    """Return the name of what combines such values in kernels, and in capitals in NCCL."""
     return (_FOLDS_OF_BOOL if dtype.kind == "b" else _FOLDS)[op]
 
 

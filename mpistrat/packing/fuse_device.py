@@ -11,12 +11,38 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
+from mpistrat.device.abstract import Device, DeviceArray, Event, address
 from mpistrat.device.kernels import Segment, SegmentTable, computed_in, move_kernel, real_dtype
 from mpistrat.packing.layout import Layout
 
 
-class DeviceCopyIn:
+class _DeviceCopy:
+    """Copies segments of arrays into or out of places in a bucket, by one launch for each dtype of the arrays."""
+
+    def __init__(
+        self,
+        device: Device,
+        segments: Sequence[tuple[Segment, DeviceArray]],
+        dtypes: Sequence[np.dtype[Any]],
+        pack: bool,
+        divisor: int,
+    ) -> None:
+        self._device, self._are_contiguous = device, False
+        members: dict[np.dtype[Any], list[tuple[Segment, DeviceArray]]] = {}
+        for segment, place in segments:
+            members.setdefault(dtypes[segment.array], []).append((segment, place))
+        self._launches = [_Launch(device, alike, dtype, pack, divisor) for dtype, alike in members.items()]
+
+    def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
+        """Copy from or to contiguous `arrays`, casting where the buffer has another dtype."""
+        if not self._are_contiguous:
+            assert all(array.flags.c_contiguous for array in arrays), "not contiguous"
+            self._are_contiguous = True
+        for launch in self._launches:
+            yield from launch.run(arrays)
+
+
+class DeviceCopyIn(_DeviceCopy):
     """Copies arrays of these dtypes into one range of a bucket's buffer, on the device's current stream."""
 
     def __init__(
@@ -28,19 +54,18 @@ class DeviceCopyIn:
         buffer: DeviceArray,
         dtypes: Sequence[np.dtype[Any]],
     ) -> None:
-        self._device = device
         segments = [(segment, buffer[segment.offset :]) for segment in layout.segments(start, stop, stop - start)]
-        self._mover = _Mover(device, segments, buffer.dtype, dtypes, pack=True, divisor=1)
+        super().__init__(device, segments, dtypes, pack=True, divisor=1)
         self._padding = buffer[stop - start :]
 
     def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
-        """Copy from contiguous `arrays`, casting where the buffer has another dtype."""
-        yield from self._mover.run(arrays)
+        """Copy from contiguous `arrays`; what lies beyond the range is set to zero."""
+        yield from super().run(arrays)
         if self._padding.size:
             self._device.current_stream().clear(address(self._padding), self._padding.nbytes)
 
 
-class DeviceCopyOut:
+class DeviceCopyOut(_DeviceCopy):
     """Copies parts of a range of a bucket out to arrays of these dtypes, on the device's current stream.
 
     The source of a part is memory of this GPU, or mapped memory of another one.
@@ -61,64 +86,30 @@ class DeviceCopyOut:
             for first, last, source in parts
             for segment in layout.segments(start + first, min(start + last, stop), stop - start)
         ]
-        self._mover = _Mover(device, segments, parts[0][2].dtype, dtypes, pack=False, divisor=divisor) if parts else None
-
-    def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
-        """Copy to contiguous `arrays`, casting where they have another dtype than the buffer."""
-        if self._mover is not None:
-            yield from self._mover.run(arrays)
+        super().__init__(device, segments, dtypes, pack=False, divisor=divisor)
 
 
-class _Mover:
-    """Copies segments of arrays into or out of a buffer, by one launch for each dtype of the arrays."""
+class _Launch:
+    """One launch of `move_segments`, for segments of arrays of one dtype, and its table on the device."""
 
     def __init__(
         self,
         device: Device,
         segments: Sequence[tuple[Segment, DeviceArray]],
-        dtype: np.dtype[Any],
-        dtypes: Sequence[np.dtype[Any]],
-        pack: bool,
-        divisor: int,
-    ) -> None:
-        self._are_contiguous = False
-        # each launch, with the array and the first byte of each of its segments
-        self._launches: list[tuple[_Launch, list[tuple[int, int]]]] = []
-        members: dict[np.dtype[Any], list[tuple[Segment, int]]] = {}
-        for segment, place in segments:
-            members.setdefault(dtypes[segment.array], []).append((segment, address(place)))
-        for array_dtype, alike in members.items():
-            counts, bucket_addresses = [segment.stop - segment.start for segment, _ in alike], [place for _, place in alike]
-            launch = _Launch(device, counts, bucket_addresses, array_dtype, dtype, pack, divisor)
-            self._launches.append((launch, [(segment.array, segment.start * array_dtype.itemsize) for segment, _ in alike]))
-
-    def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
-        if not self._are_contiguous:
-            assert all(array.flags.c_contiguous for array in arrays), "not contiguous"
-            self._are_contiguous = True
-        for launch, starts in self._launches:
-            yield from launch.run([address(arrays[index]) + start_bytes for index, start_bytes in starts])
-
-
-class _Launch:
-    """One launch of `move_segments`, and its table on the device."""
-
-    def __init__(
-        self,
-        device: Device,
-        counts: Sequence[int],
-        bucket_addresses: list[int],
         array_dtype: np.dtype[Any],
-        dtype: np.dtype[Any],
         pack: bool,
         divisor: int,
     ) -> None:
+        dtype = segments[0][1].dtype
         source, target = (array_dtype, dtype) if pack else (dtype, array_dtype)
+        counts = [segment.stop - segment.start for segment, _ in segments]
         if source.kind == "c":  # a complex number is copied, and divided, as two real ones
             counts = [2 * count for count in counts]
             source = target = real_dtype(source)
-        self._device, self._kernel = device, move_kernel(source, target)
-        self._bucket_addresses, self._pack = bucket_addresses, pack
+        self._device, self._kernel, self._pack = device, move_kernel(source, target), pack
+        # of each segment, its place in the bucket, and its array and the first byte in it
+        self._bucket_addresses = [address(place) for _, place in segments]
+        self._starts = [(segment.array, segment.start * array_dtype.itemsize) for segment, _ in segments]
         self._table = SegmentTable(counts, source, target)
         self._rows_bytes = self._table.rows.nbytes
         nbytes = self._rows_bytes + self._table.first_tile.nbytes
@@ -130,20 +121,17 @@ class _Launch:
         self._used: Event | None = None
         device.prepare(self._kernel)
 
-    def run(self, array_addresses: list[int]) -> Iterator[bool]:
-        """Copy between the arrays that begin at these addresses and the buffer."""
+    def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
+        """Copy between the arrays and the bucket."""
         stream = self._device.current_stream()
+        array_addresses = [address(arrays[index]) + start_bytes for index, start_bytes in self._starts]
         if array_addresses != self._array_addresses:
             while self._used is not None and not self._used.done():
                 yield False  # the launch before still reads the table
-            self._send(stream, array_addresses)
+            ends = (array_addresses, self._bucket_addresses) if self._pack else (self._bucket_addresses, array_addresses)
+            self._table.point(*ends)
+            self._host[: self._rows_bytes] = self._table.rows.reshape(-1).view(np.uint8)
+            stream.copy(self._arguments[0], address(self._host), self._host.nbytes)
+            self._array_addresses = array_addresses
         stream.launch(self._kernel, self._table.num_tiles, self._arguments)
         self._used = stream.record()
-
-    def _send(self, stream: Stream, array_addresses: list[int]) -> None:
-        self._table.point(
-            *((array_addresses, self._bucket_addresses) if self._pack else (self._bucket_addresses, array_addresses))
-        )
-        self._host[: self._rows_bytes] = self._table.rows.reshape(-1).view(np.uint8)
-        stream.copy(self._arguments[0], int(self._host.__array_interface__["data"][0]), self._host.nbytes)
-        self._array_addresses = array_addresses

@@ -30,15 +30,7 @@ __all__ = ["DeviceTransport", "FlatArrays", "Operation", "Part", "SegmentCache",
 
 
 class SegmentCache:
-    """The segments of ranges of a list of arrays: they depend on the arrays' sizes, not on their addresses.
-
-    Attributes
-    ----------
-    find : callable
-        Returns the segments in elements [start, stop) of all arrays, in order.
-    blocks : object
-        What a transport has made of them for all calls; None at first.
-    """
+    """The segments of ranges of a list of arrays, by their sizes alone; `blocks` is what a transport has made of them."""
 
     def __init__(self, find: Callable[[int, int], Sequence[Segment]]) -> None:
         self.find = find
@@ -48,14 +40,7 @@ class SegmentCache:
 class FlatArrays:
     """The caller's arrays, C-contiguous, one-dimensional and of one dtype; sources and targets may be the same.
 
-    Parameters
-    ----------
-    sources, targets : sequence of ndarray
-        The arrays to combine, and those for the results.
-    count : int
-        Elements of all arrays, or of the range of them that is combined.
-    segments : SegmentCache
-        Of these arrays.
+    `count` elements of them are combined: all, or those of a range.
     """
 
     def __init__(self, sources: Sequence[Array], targets: Sequence[Array], count: int, segments: SegmentCache) -> None:
@@ -125,13 +110,13 @@ class Transport(ABC):
         self.group = group
 
     @classmethod
-    @abstractmethod
     def probe(cls, group: Group) -> str:
         """Return why this transport cannot serve the group, or an empty text where it can. A collective call."""
+        return ""
 
-    @abstractmethod
     def allocate(self, nbytes: int) -> Array:
         """Return `nbytes` of memory (uint8) that the verbs work on fastest; some accept only this. A collective call."""
+        return np.empty(nbytes, np.uint8)
 
     @abstractmethod
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
@@ -190,12 +175,7 @@ class Transport(ABC):
     def all_reduce_arrays(self, arrays: FlatArrays, fold: Fold) -> Steps:
         """Combine the caller's arrays without a buffer, if `combines_arrays` is true. A collective call.
 
-        Parameters
-        ----------
-        arrays : FlatArrays
-            Arrays of the same number and sizes on all ranks.
-        fold : Fold
-            How to combine.
+        Their number and sizes are the same on all ranks.
         """
         raise NotImplementedError(f"{self.name} works on buffers")
 
@@ -215,15 +195,7 @@ class Watched(NamedTuple):
 
 
 class DeviceTransport(Transport):
-    """A transport of the memory of GPUs; by default of CUDA's.
-
-    Parameters
-    ----------
-    group : Group
-        The ranks.
-    device : Device, optional
-        The GPU of this rank.
-    """
+    """A transport of the memory of GPUs: of the present one, unless another `device` is given."""
 
     device: Device
     peers_read: bool = False

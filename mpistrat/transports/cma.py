@@ -61,13 +61,7 @@ class IoVectors:
 
 
 class CrossMemoryAttach:
-    """Reads from and writes to the ranks of a group. Making one is a collective call.
-
-    Attributes
-    ----------
-    refusal : str
-        Why the memory of peers cannot be accessed here; empty if it can.
-    """
+    """Reads from and writes to the ranks of a group, unless there is a `refusal`. Making one is a collective call."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

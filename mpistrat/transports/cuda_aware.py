@@ -10,6 +10,7 @@ bfloat16.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,21 +18,20 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.device.abstract import Device, DeviceArray, Event, address
 from mpistrat.device.binding import bound_device
-from mpistrat.device.kernels import PACKET_BYTES, THREADS, fold_into_kernel
+from mpistrat.device.kernels import fold_into_kernel, num_blocks
 from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.launch.cuda_awareness import find_verdict
 from mpistrat.reduction import ReduceOp
 from mpistrat.steps import Steps, drive, until
-from mpistrat.transports.base import DeviceTransport, Operation, Part
-from mpistrat.transports.ring import BoundRing, Ring, RingTransport
+from mpistrat.transports.base import DeviceTransport, Operation
+from mpistrat.transports.ring import Ring, RingTransport
 
 # MPI matches each message, and registers its memory where it must; UCX pipelines memory of NVIDIA GPUs in fragments of 4 MiB
 SEGMENT_BYTES = 1 << 22
 SMALL_SEGMENT_BYTES = 1 << 20
 SEGMENTS_OF_A_PART = 4  # if they are not too small: one is summed while others are sent
-RECEIVES_AHEAD = 4
 
 _FIRST_COUNT = 1 << 12
 _FIRST_SECONDS = 60.0
@@ -42,12 +42,11 @@ class CudaAwareTransport(RingTransport, DeviceTransport):
 
     name = "cuda_aware"
     takes_device_memory = True
+    receives_ahead = 4
 
     def __init__(self, group: Group, device: Device | None = None, segment_bytes: int = SEGMENT_BYTES) -> None:
         super().__init__(group, device)
-        self._stream = self.device.stream()
-        self._segment_bytes = segment_bytes
-        self._receive_buffers: dict[int, DeviceArray] = {}
+        self._stream, self.segment_bytes = self.device.stream(), segment_bytes
 
     @classmethod
     def probe(cls, group: Group) -> str:
@@ -71,11 +70,6 @@ class CudaAwareTransport(RingTransport, DeviceTransport):
             raise TransportError(f"{self.group.name}: {failure}; {settings.MPI_GPU.name}=off goes through memory of the host")
         return "" if all(right for right, _ in answers) else "a first sum of device memory gave wrong values"
 
-    @property
-    def scratch_bytes(self) -> int:
-        """The memory in which segments are received: as many for each channel as are received ahead."""
-        return sum(memory.nbytes for memory in self._receive_buffers.values())
-
     def _sums_rightly(self) -> bool:
         rank, size = self.group.rank, self.group.size
         values = np.arange(_FIRST_COUNT, dtype=np.int32)
@@ -85,33 +79,32 @@ class CudaAwareTransport(RingTransport, DeviceTransport):
             drive(self.all_reduce(buffer, ReduceOp.SUM).run(), lambda: "the first exchange of device memory", _FIRST_SECONDS)
             return np.array_equal(self.device.get(buffer), values * size + sum(range(size)))
 
-    def _limit(self, buffer: DeviceArray, longest_part: int) -> int:
-        itemsize = int(buffer.dtype.itemsize)
-        longest = segment_bytes(longest_part * itemsize, self._segment_bytes)
-        return min(longest, self.group.settings[settings.MAX_MESSAGE_BYTES]) // itemsize
-
-    def _receive_buffer(self, channel: int) -> DeviceArray:
-        """Return where the messages of a channel land."""
-        if channel not in self._receive_buffers:
-            self._receive_buffers[channel] = self.device.allocate(RECEIVES_AHEAD * self._segment_bytes)
-        return self._receive_buffers[channel]
+    def _segment_bytes(self, part_bytes: int) -> int:
+        """Return the bytes of the segments of a part: large ones of a large part, several of a part of middle size."""
+        return min(self.segment_bytes, max(SMALL_SEGMENT_BYTES, -(-part_bytes // SEGMENTS_OF_A_PART)))
 
     def _bind(self, buffer: DeviceArray, ring: Ring, op: ReduceOp, channel: int = 0) -> Operation:
-        device, stream, received = self.device, self._stream, self._receive_buffer(channel)
-        itemsize, start, slot_bytes = int(buffer.dtype.itemsize), address(buffer), received.nbytes // RECEIVES_AHEAD
-        receives: list[list[Any]] = []
-        launches: list[tuple[int, tuple[Any, ...]] | None] = []
-        kernel = fold_into_kernel(buffer.dtype, op) if any(ring.reduces) else ""
+        bound = super()._bind(buffer, ring, op, channel)
+
+        def run() -> Steps:
+            # the buffer is written, and nobody reads what will be overwritten
+            yield from until(self.device.current_stream().record().done)
+            yield from bound.run()
+
+        return Operation(run, bound.parts)
+
+    def _message(self, part: DeviceArray) -> list[Any]:
+        from mpi4py import MPI
+
+        return [MPI.buffer.fromaddress(address(part), part.nbytes), part.nbytes, MPI.BYTE]
+
+    def _folding(
+        self, dtype: np.dtype[Any], op: ReduceOp, folds: Sequence[tuple[DeviceArray, DeviceArray] | None]
+    ) -> Callable[[int], Event | None]:
+        kernel, stream = fold_into_kernel(dtype, op) if any(folds) else "", self._stream
         if kernel:
-            device.prepare(kernel)
-        for index, (target, reduces) in enumerate(zip(ring.targets, ring.reduces, strict=True)):
-            if not reduces:
-                receives.append(_message(start, target, itemsize))
-                launches.append(None)
-                continue
-            count, slot = target.stop - target.start, address(received) + index % RECEIVES_AHEAD * slot_bytes
-            receives.append(_message(slot, slice(0, count), itemsize))
-            launches.append((_num_blocks(count, itemsize), (start + target.start * itemsize, slot, count)) if count else None)
+            self.device.prepare(kernel)
+        launches = [pair and (num_blocks(pair[0].size, dtype.itemsize), (*map(address, pair), pair[0].size)) for pair in folds]
 
         def fold(index: int) -> Event | None:
             if (launch := launches[index]) is None:
@@ -119,28 +112,4 @@ class CudaAwareTransport(RingTransport, DeviceTransport):
             stream.launch(kernel, *launch)
             return stream.record()
 
-        sends = [_message(start, part, itemsize) for part in ring.sends]
-        bound = BoundRing(self.group, channel, ring, sends, receives, fold, RECEIVES_AHEAD, (buffer, received))
-
-        def run() -> Steps:
-            if sends:  # the buffer is written, and nobody reads what will be overwritten
-                yield from until(device.current_stream().record().done)
-                yield from bound.run()
-
-        return Operation(run, [Part(0, buffer.size, (buffer,))])
-
-
-def segment_bytes(part_bytes: int, longest: int = SEGMENT_BYTES) -> int:
-    """Return the bytes of the segments that a part is sent in: large ones of a large part, several of a part of middle size."""
-    return min(longest, max(SMALL_SEGMENT_BYTES, -(-part_bytes // SEGMENTS_OF_A_PART)))
-
-
-def _num_blocks(count: int, itemsize: int) -> int:
-    return -(-count * itemsize // (THREADS * PACKET_BYTES))
-
-
-def _message(start: int, part: slice, itemsize: int) -> list[Any]:
-    from mpi4py import MPI
-
-    nbytes = (part.stop - part.start) * itemsize
-    return [MPI.buffer.fromaddress(start + part.start * itemsize, nbytes), nbytes, MPI.BYTE]
+        return fold

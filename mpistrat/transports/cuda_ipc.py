@@ -17,7 +17,6 @@ of what wrote it, so that neither time slicing nor a peer that died holds up a G
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,16 +28,17 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.settings import ONE_SHOT_BYTES
 from mpistrat.steps import Steps, until
 from mpistrat.transports.base import DeviceTransport, Operation, Part
-from mpistrat.transports.window import NodeWindow, window_refusal
+from mpistrat.transports.shared_memory import ArenaTransport, in_turn
+from mpistrat.transports.window import NodeWindow
 
 SHARED_BLOCK_BYTES = 1 << 21  # CUDA shares whole blocks of this size, and smaller allocations lie in one together
 
 
-class CudaIpcTransport(DeviceTransport):
+class CudaIpcTransport(ArenaTransport, DeviceTransport):
     """The verbs over mapped memory. They work only on memory that `allocate` returned."""
 
     name = "cuda_ipc"
-    adds_in_order = combines_halves = True
+    combines_halves = True
 
     def __init__(self, group: Group, device: Device | None = None) -> None:
         super().__init__(group, device)
@@ -46,13 +46,7 @@ class CudaIpcTransport(DeviceTransport):
         self._stream = self.device.stream()
         self._sync_window = NodeWindow(group)
         self.one_shot_bytes: int = group.settings[ONE_SHOT_BYTES]
-        self._arenas: list[DeviceArray] = []
         self._table: DeviceArray = None
-
-    @classmethod
-    def probe(cls, group: Group) -> str:
-        """Return why the ranks cannot map each other's memory, or an empty text."""
-        return window_refusal(group)
 
     def allocate(self, nbytes: int) -> DeviceArray:
         """Return this rank's arena; every rank asks for the same size, once until `close`.
@@ -89,9 +83,9 @@ class CudaIpcTransport(DeviceTransport):
         bounds = _even_bounds(buffer, self.group.size)
         if buffer.nbytes <= self.one_shot_bytes:
             total = self.device.allocate(buffer.nbytes).view(buffer.dtype)  # not in the arena, where peers still read
-            order = _Order(1 % self.group.size, max(bounds[1], 1), bounds[self.group.rank])
+            order = 1 % self.group.size, max(bounds[1], 1), bounds[self.group.rank]
             fold = self._fold(buffer, 0, buffer.size, op, order, address(total))
-            return self._after_all(fold, [Part(0, buffer.size, (total,))], total.nbytes)
+            return self._after_barrier([Part(0, buffer.size, (total,))], fold, scratch_bytes=total.nbytes)
         return self._in_two_shots(buffer, bounds, self.reduce_scatter(buffer, bounds, op))
 
     def all_reduce_in_order(self, buffer: DeviceArray, op: ReduceOp) -> Operation:
@@ -103,78 +97,36 @@ class CudaIpcTransport(DeviceTransport):
         """Bind: wait for all, then sum this rank's part over all arenas in one pass."""
         return self._scatter(buffer, bounds, op, (self.group.rank + 1) % self.group.size)
 
-    def all_gather(self, buffer: DeviceArray, bounds: Sequence[int]) -> Operation:
-        """Bind: wait for all; the parts are the owners' memory."""
-        views = self._views(buffer)
-        parts = [
-            Part(bounds[rank], bounds[rank + 1], (view[bounds[rank] : bounds[rank + 1]],))
-            for rank, view in enumerate(views)
-            if bounds[rank] < bounds[rank + 1]
-        ]
-        return self._after_all(None, parts)
-
-    def release(self) -> int:
-        """Announce that this rank's device has read every result so far; the caller has waited for that."""
-        return self._sync_window.release()
-
-    def fence(self, number: int) -> Steps:
-        """Wait until every peer has called `release` `number` times."""
-        return self._sync_window.fence(number)
-
     def close(self) -> None:
         """Unmap the peers' arenas, and free this rank's once nobody has it mapped."""
         own = self._arenas[self.group.rank : self.group.rank + 1]
-        self._arenas, self._table = [], None
+        self._arenas, self._table = (), None
         self.group.comm.Barrier()
-        own.clear()
-
-    def dispose(self) -> None:
-        """Free the memory of the barriers too; the transport cannot be used any more. A collective call."""
-        self.close()
-        self._sync_window.dispose()
+        del own
 
     def _with_rank(self, error: TransportError) -> str:
         return f"rank {self.group.ranks[self.group.rank]}: {error}"
 
-    def _offset(self, buffer: DeviceArray) -> int:
-        arena = self._arenas[self.group.rank]
-        offset = address(buffer) - address(arena)
-        assert 0 <= offset <= arena.nbytes - buffer.nbytes, "the buffer does not lie in the arena of allocate"
-        return offset
-
-    def _views(self, buffer: DeviceArray) -> list[DeviceArray]:
-        """Return the memory at the buffer's offset in every arena."""
-        offset = self._offset(buffer)
-        return [peer[offset : offset + buffer.nbytes].view(buffer.dtype) for peer in self._arenas]
-
     def _scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp, first_peer: int) -> Operation:
-        start, stop = bounds[self.group.rank], bounds[self.group.rank + 1]
-        fold = self._fold_here(buffer, start, stop, op, first_peer)
-        return self._after_all(fold, [Part(start, stop, (buffer[start:stop],))])
+        start, stop = bounds[self.group.rank : self.group.rank + 2]
+        own, order = buffer[start:stop], (first_peer, max(stop - start, 1), 0)
+        return self._after_barrier([Part(start, stop, (own,))], self._fold(buffer, start, stop, op, order, address(own)))
 
     def _in_two_shots(self, buffer: DeviceArray, bounds: Sequence[int], summed: Operation) -> Operation:
         """Return a reduce-scatter, followed by an all-gather."""
         gathered = self.all_gather(buffer, bounds)
-
-        def run() -> Steps:
-            yield from summed.run()
-            yield from gathered.run()
-
-        return Operation(run, gathered.parts)
-
-    def _fold_here(self, buffer: DeviceArray, start: int, stop: int, op: ReduceOp, first_peer: int) -> Callable[[], Steps]:
-        """Return steps that fold [start, stop) of all peers into this rank's buffer, from one peer on."""
-        target = address(buffer) + start * buffer.dtype.itemsize
-        return self._fold(buffer, start, stop, op, _Order(first_peer, max(stop - start, 1)), target)
+        return in_turn(gathered.parts, summed.run, gathered.run)
 
     def _fold(
-        self, buffer: DeviceArray, start: int, stop: int, op: ReduceOp, order: _Order, target: int
+        self, buffer: DeviceArray, start: int, stop: int, op: ReduceOp, order: tuple[int, int, int], target: int
     ) -> Callable[[], Steps]:
-        """Return steps that fold [start, stop) of all peers into the memory at an address."""
+        """Return steps that fold [start, stop) of all peers into the memory at an address.
+
+        `order` is the last three arguments of `fold_peers`: in which order it goes round the arenas, and where it begins.
+        """
         kernel, count, itemsize = fold_kernel(buffer.dtype, op), stop - start, buffer.dtype.itemsize
-        first_byte = self._offset(buffer) + start * itemsize
-        peers = address(self._table), np.int32(self.group.size), first_byte
-        arguments = *peers, target, count, np.int32(order.first_peer), order.part_count, order.start
+        peers = address(self._table), np.int32(self.group.size), self._offset(buffer) + start * itemsize
+        arguments = *peers, target, count, np.int32(order[0]), *order[1:]
         self.device.prepare(kernel)
 
         def run() -> Steps:
@@ -186,25 +138,8 @@ class CudaIpcTransport(DeviceTransport):
 
         return run
 
-    def _after_all(self, act: Callable[[], Steps] | None, parts: list[Part], scratch_bytes: int = 0) -> Operation:
-        """Return the operation that waits until the memory of all ranks is ready, then acts."""
-
-        def run() -> Steps:
-            yield from until(self.device.current_stream().record().done)
-            yield from self._sync_window.barrier()
-            if act is not None:
-                yield from act()
-
-        return Operation(run, parts, scratch_bytes)
-
-
-@dataclass(frozen=True)
-class _Order:
-    """In which order a kernel goes round the arenas, and where it begins: see `fold_peers` in `kernels.cu`."""
-
-    first_peer: int
-    part_count: int
-    start: int = 0
+    def _barrier(self) -> tuple[Callable[[], Steps], ...]:
+        return (lambda: until(self.device.current_stream().record().done), *super()._barrier())
 
 
 def _even_bounds(buffer: DeviceArray, parts: int) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,33 +33,25 @@ class MpiTransport(Transport):
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        self._ops: dict[tuple[ReduceOp, np.dtype[Any]], MPI.Op] = {}
         self._limit_bytes = group.settings[MAX_MESSAGE_BYTES]
-
-    @classmethod
-    def probe(cls, group: Group) -> str:
-        """Return an empty text: host buffers always work."""
-        return ""
-
-    def allocate(self, nbytes: int) -> Array:
-        """Return ordinary memory."""
-        return np.empty(nbytes, np.uint8)
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind MPI_Iallreduce, in place."""
         from mpi4py import MPI
 
-        start, native = self.group.comm.Iallreduce, self.native_op(op, buffer.dtype)
+        start, native = self.group.comm.Iallreduce, mpi_op(op, buffer.dtype)
         return _operation(buffer, [partial(start, MPI.IN_PLACE, as_message(part), native) for part in self._split(buffer)])
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind one MPI_Ireduce per rank, to that rank."""
-        reductions = [
-            self._reduction(part, op, root)
-            for root in range(self.group.size)
-            for part in self._split(buffer[bounds[root] : bounds[root + 1]])
-        ]
-        return _operation(buffer, reductions)
+        from mpi4py import MPI
+
+        native, calls = mpi_op(op, buffer.dtype), []
+        for root, (start, stop) in enumerate(pairwise(bounds)):
+            for message in map(as_message, self._split(buffer[start:stop])):
+                sent, received = (MPI.IN_PLACE, message) if self.group.rank == root else (message, None)
+                calls.append(partial(self.group.comm.Ireduce, sent, received, native, root))
+        return _operation(buffer, calls)
 
     def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
         """Bind MPI_Iallgatherv in place, or one MPI_Ibcast per rank if it would exceed the message limit."""
@@ -67,13 +59,13 @@ class MpiTransport(Transport):
 
         comm = self.group.comm
         if buffer.nbytes <= self._limit_bytes:
-            counts = [bounds[rank + 1] - bounds[rank] for rank in range(self.group.size)]
+            counts = [stop - start for start, stop in pairwise(bounds)]
             message = [buffer, counts, list(bounds[:-1]), mpi_datatype(buffer.dtype)]
             return _operation(buffer, [partial(comm.Iallgatherv, MPI.IN_PLACE, message)])
         calls = [
             partial(comm.Ibcast, as_message(part), root)
-            for root in range(self.group.size)
-            for part in self._split(buffer[bounds[root] : bounds[root + 1]])
+            for root, (start, stop) in enumerate(pairwise(bounds))
+            for part in self._split(buffer[start:stop])
         ]
         return _operation(buffer, calls)
 
@@ -103,20 +95,6 @@ class MpiTransport(Transport):
         step = max(1, self._limit_bytes // buffer.itemsize)
         return [buffer[start : start + step] for start in range(0, buffer.size, step)]
 
-    def _reduction(self, part: Array, op: ReduceOp, root: int) -> Callable[[], MPI.Request]:
-        from mpi4py import MPI
-
-        comm, native, message = self.group.comm, self.native_op(op, part.dtype), as_message(part)
-        if self.group.rank == root:
-            return partial(comm.Ireduce, MPI.IN_PLACE, message, native, root)
-        return partial(comm.Ireduce, message, None, native, root)
-
-    def native_op(self, op: ReduceOp, dtype: np.dtype[Any]) -> MPI.Op:
-        """Return the MPI operation for `op` on `dtype`, cached."""
-        if (op, dtype) not in self._ops:
-            self._ops[op, dtype] = mpi_op(op, dtype)
-        return self._ops[op, dtype]
-
 
 def peers_in_turn(group: Group) -> list[int]:
     """Return the peers in the order in which a rank sends to them: each begins with the next one, not all with the same."""
@@ -130,6 +108,7 @@ def mpi_datatype(dtype: np.dtype[Any]) -> MPI.Datatype:
     return MPI.Datatype.fromcode(dtype.char)
 
 
+@cache
 def mpi_op(op: ReduceOp, dtype: np.dtype[Any]) -> MPI.Op:
     """Return the MPI operation that combines `dtype` exactly as `mpistrat.reduction` defines `op`."""
     from mpi4py import MPI

@@ -23,7 +23,7 @@ from mpistrat.launch import openmpi
 from mpistrat.reduction import Fold, ReduceOp, divide
 from mpistrat.steps import Steps
 from mpistrat.transports.base import FlatArrays, Operation, Part
-from mpistrat.transports.mpi import MpiTransport, mpi_datatype, until_complete
+from mpistrat.transports.mpi import MpiTransport, mpi_datatype, mpi_op, until_complete
 from mpistrat.transports.small import PiecewiseAllReduce, SmallAllReduce, SmallExchange, small_all_reduce
 from mpistrat.transports.window import NodeWindow
 
@@ -95,7 +95,7 @@ class WorldTransport(MpiTransport):
         if self.small.serves(nbytes):
             return small_all_reduce(self.small, op, dtype, shape).blocking()
         call, window, barrier = self._call, self._window, self.small.barrier
-        is_polled, combine = self._is_polled(nbytes), self._combining(op, dtype, nbytes)
+        is_polled, combine, native = self._is_polled(nbytes), self._combine, mpi_op(op, dtype)
 
         def run(source: Array, target: Array | None = None) -> Array:
             if target is None:
@@ -107,14 +107,14 @@ class WorldTransport(MpiTransport):
                 return target
             if window is not None:
                 barrier(window)
-            combine(source, target)
+            combine(native, source, target)
             return target
 
         return run
 
     def passing_call(self, op: ReduceOp, dtype: np.dtype[Any]) -> tuple[Callable[..., None], MPI.Op, MPI.Datatype]:
         """Return MPI's all-reduce for arrays of at most `most_passed_bytes`, and the operation and datatype that it takes."""
-        return self.group.comm.Allreduce, self.native_op(op, dtype), mpi_datatype(dtype)
+        return self.group.comm.Allreduce, mpi_op(op, dtype), mpi_datatype(dtype)
 
     def adds_small_in_order(self, nbytes: int) -> bool:
         """Return whether arrays of `nbytes` bytes are added in the order of the ranks."""
@@ -149,10 +149,10 @@ class WorldTransport(MpiTransport):
         """Return the steps of a barrier of this node, then of MPI's all-reduce."""
         if self._window is not None and not self._passes(source.nbytes):
             yield from self._window.barrier()
+        native = mpi_op(op, source.dtype)
         if not (self._call.must_poll or self._is_polled(source.nbytes)):
-            self._combining(op, source.dtype, source.nbytes)(source, target)
+            self._combine(native, source, target)
             return
-        native = self.native_op(op, source.dtype)
         for given, result in self._parts(source, target):
             # Open MPI takes another algorithm for MPI.IN_PLACE, which not all ranks may pass
             sent = given if isinstance(given, np.ndarray) else self._copied(result)
@@ -170,16 +170,11 @@ class WorldTransport(MpiTransport):
     def _is_polled(self, nbytes: int) -> bool:
         return self._world.num_nodes > 1 and nbytes >= POLL_FROM_BYTES
 
-    def _combining(self, op: ReduceOp, dtype: np.dtype[Any], nbytes: int) -> Callable[[Array, Array], None]:
-        """Return the all-reduce of arrays of `nbytes` bytes by MPI's blocking collectives."""
-        native, all_reduce = self.native_op(op, dtype), self.group.comm.Allreduce
-
-        def combine(source: Array, target: Array) -> None:
-            for given, result in self._parts(source, target):
-                all_reduce(given, result, native)
-            self._note(nbytes)
-
-        return combine
+    def _combine(self, native: MPI.Op, source: Array, target: Array) -> None:
+        """All-reduce by MPI's blocking collectives."""
+        for given, result in self._parts(source, target):
+            self.group.comm.Allreduce(given, result, native)
+        self._note(source.nbytes)
 
     def _parts(self, source: Array, target: Array) -> list[tuple[Any, Array]]:
         """Return the send and receive buffer of each call of MPI."""

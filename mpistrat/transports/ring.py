@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from mpistrat.reduction import ReduceOp, combine
 from mpistrat.settings import MAX_MESSAGE_BYTES
 from mpistrat.steps import WAITING, WORKED, Steps, until
 from mpistrat.transports.base import Operation, Part, Transport
-from mpistrat.transports.mpi import MpiTransport, as_message
+from mpistrat.transports.mpi import as_message
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -30,24 +31,17 @@ if TYPE_CHECKING:
 # with its header just below 64 KiB, MPI's eager limit over TCP: longer messages wait for the receiver to answer (rendezvous)
 SEGMENT_BYTES = 63 << 10
 RECEIVES_AHEAD = 8
+_ALIGNMENT_BYTES = 64
 
 
 class Ring:
     """The messages of one rank, in the order in which they are sent and received.
 
+    Parts are cut into `segments` of at most `width` elements; those of short parts may be empty. Each message sends elements
+    `sends`, while `targets` are received; these `reduces` says to sum, or else to replace.
+
     Message i of a step can be sent when message i of the previous step has been received (and summed): message
     ``index + segments`` after message `index`, and the first `segments` messages at once.
-
-    Attributes
-    ----------
-    segments : int
-        Number of segments per part; those of short parts may be empty.
-    width : int
-        Elements of the longest segment.
-    sends, targets : list of slice
-        Elements that each message sends, and elements that are received meanwhile.
-    reduces : list of bool
-        Whether the received elements are summed into the target, or replace it.
     """
 
     def __init__(self, rank: int, size: int, bounds: Sequence[int], limit: int) -> None:
@@ -106,24 +100,11 @@ class Ring:
 
 
 class BoundRing:
-    """A ring bound to memory, on one channel.
+    """A ring bound to memory, on one channel: rings on different channels may be in flight at the same time.
 
-    Parameters
-    ----------
-    group : Group
-        The ranks of the ring.
-    channel : int
-        Rings on different channels may be in flight at the same time.
-    ring : Ring
-        The schedule.
-    sends, receives : sequence of list
-        The messages, as MPI takes them.
-    fold : callable
-        Begins to combine what message `index` has brought with its target; returns the event of its end, or None if it is over.
-    ahead : int
-        Receives that are posted ahead of what has been combined: message i is received where message ``i - ahead`` was.
-    memory : object
-        What MPI reads and writes: it is never freed if the ring is given up.
+    ``fold(index)`` begins to combine what a message has brought with its target; it returns the event of its end, or None if it
+    is over. `ahead` receives are posted ahead of that: message i is received where message ``i - ahead`` was. `memory` is what
+    MPI reads and writes: it is never freed if the ring is given up.
     """
 
     def __init__(
@@ -186,13 +167,15 @@ class RingTransport(Transport):
     """All-reduce, reduce-scatter and all-gather by rings over Isend and Irecv, bandwidth-optimal between nodes."""
 
     compares_calls = has_channels = True  # by the tags of its messages
+    receives_ahead = RECEIVES_AHEAD
+    segment_bytes = SEGMENT_BYTES
+    """The longest segment."""
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind a ring reduce-scatter, followed without a barrier by a ring all-gather."""
         rank, size = self.group.rank, self.group.size
-        return self._bind(
-            buffer, Ring.all_reduce(rank, size, buffer.size, self._limit(buffer, -(-buffer.size // size))), op, channel
-        )
+        limit = self._limit(buffer, -(-buffer.size // size))
+        return self._bind(buffer, Ring.all_reduce(rank, size, buffer.size, limit), op, channel)
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind the first half of the ring, shifted so that rank r ends with part r."""
@@ -204,13 +187,52 @@ class RingTransport(Transport):
         limit = self._limit(buffer, _longest(bounds))
         return self._bind(buffer, Ring.all_gather(self.group.rank, self.group.size, bounds, limit), ReduceOp.SUM)
 
-    @abstractmethod
+    @cached_property
+    def _received(self) -> dict[int, Array]:
+        """The receive buffers of each channel, whose operations run one after the other."""
+        return {}
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the receive buffers of all channels."""
+        return sum(memory.nbytes for memory in self._received.values())
+
     def _limit(self, buffer: Array, longest_part: int) -> int:
         """Return the elements of the longest segment, if a part has up to `longest_part` of them."""
+        itemsize = int(buffer.dtype.itemsize)
+        return min(self._segment_bytes(longest_part * itemsize), self.group.settings[MAX_MESSAGE_BYTES]) // itemsize
+
+    def _segment_bytes(self, part_bytes: int) -> int:
+        """Return the bytes of the segments that a part of so many bytes is sent in."""
+        return self.segment_bytes
+
+    def _bind(self, buffer: Array, ring: Ring, op: ReduceOp, channel: int = 0) -> Operation:
+        """Bind a ring to a buffer and to the receive buffers of a channel."""
+        ahead, dtype, message = self.receives_ahead, buffer.dtype, self._message
+        if channel not in self._received:
+            self._received[channel] = self.allocate(ahead * self.segment_bytes)
+        memory, slot_bytes = self._received[channel], -(-ring.width * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        receives: list[list[Any]] = []
+        folds: list[tuple[Array, Array] | None] = []
+        for index, (part, reduces) in enumerate(zip(ring.targets, ring.reduces, strict=True)):
+            target = received = buffer[part]
+            if reduces:
+                received = memory[index % ahead * slot_bytes :][: target.nbytes].view(dtype)
+            receives.append(message(received))
+            folds.append((target, received) if reduces and target.size else None)
+        sends, fold = [message(buffer[part]) for part in ring.sends], self._folding(dtype, op, folds)
+        bound = BoundRing(self.group, channel, ring, sends, receives, fold, ahead, (buffer, memory))
+        return Operation(bound.run, [Part(0, buffer.size, (buffer,))])
 
     @abstractmethod
-    def _bind(self, buffer: Array, ring: Ring, op: ReduceOp, channel: int = 0) -> Operation:
-        """Bind a ring to a buffer and to memory of the channel, whose operations run one after the other."""
+    def _message(self, part: Array) -> list[Any]:
+        """Return a part of a buffer as a message, as MPI takes it."""
+
+    @abstractmethod
+    def _folding(
+        self, dtype: np.dtype[Any], op: ReduceOp, folds: Sequence[tuple[Array, Array] | None]
+    ) -> Callable[[int], Event | None]:
+        """Return what begins to combine what a message has brought with its target: see `BoundRing`."""
 
 
 class MpiRingTransport(RingTransport):
@@ -218,52 +240,19 @@ class MpiRingTransport(RingTransport):
 
     name = "mpi_ring"
 
-    def __init__(self, group: Group) -> None:
-        super().__init__(group)
-        self._mpi = MpiTransport(group)
-        self._scratch: dict[int, Array] = {}
+    def _message(self, part: Array) -> list[Any]:
+        return as_message(part)
 
-    @classmethod
-    def probe(cls, group: Group) -> str:
-        """Return an empty text: host buffers always work."""
-        return ""
-
-    def allocate(self, nbytes: int) -> Array:
-        """Return ordinary memory."""
-        return self._mpi.allocate(nbytes)
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of the receive buffers of all channels."""
-        return sum(memory.nbytes for memory in self._scratch.values())
-
-    def _limit(self, buffer: Array, longest_part: int) -> int:
-        return min(SEGMENT_BYTES, self.group.settings[MAX_MESSAGE_BYTES]) // buffer.itemsize
-
-    def _bind(self, buffer: Array, ring: Ring, op: ReduceOp, channel: int = 0) -> Operation:
-        function, targets, memory = combine(op), [buffer[part] for part in ring.targets], self._receive_memory(channel)
-        scratch = memory.view(buffer.dtype)[: RECEIVES_AHEAD * ring.width].reshape(RECEIVES_AHEAD, ring.width)
-        received = [
-            scratch[index % RECEIVES_AHEAD, : target.size] if reduces else target
-            for index, (target, reduces) in enumerate(zip(targets, ring.reduces, strict=True))
-        ]
-        sends, receives = [as_message(buffer[part]) for part in ring.sends], list(map(as_message, received))
-        addends = [
-            (target, own) if reduces else None for target, own, reduces in zip(targets, received, ring.reduces, strict=True)
-        ]
+    def _folding(
+        self, dtype: np.dtype[Any], op: ReduceOp, folds: Sequence[tuple[Array, Array] | None]
+    ) -> Callable[[int], Event | None]:
+        function = combine(op)
 
         def fold(index: int) -> None:
-            if (pair := addends[index]) is not None:
+            if (pair := folds[index]) is not None:
                 function(*pair, out=pair[0])
 
-        bound = BoundRing(self.group, channel, ring, sends, receives, fold, RECEIVES_AHEAD, (buffer, memory))
-        return Operation(bound.run, [Part(0, buffer.size, (buffer,))])
-
-    def _receive_memory(self, channel: int) -> Array:
-        """Return the receive buffers of a channel."""
-        if channel not in self._scratch:
-            self._scratch[channel] = np.empty(RECEIVES_AHEAD * SEGMENT_BYTES, np.uint8)
-        return self._scratch[channel]
+        return fold
 
 
 def _longest(bounds: Sequence[int]) -> int:

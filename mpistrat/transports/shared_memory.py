@@ -17,13 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.arrays import Array
+from mpistrat.device.abstract import address
 from mpistrat.device.kernels import Segment
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import Fold, ReduceOp, combine
 from mpistrat.steps import WORKED, Steps
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
 from mpistrat.transports.cma import IoVectors, addresses
-from mpistrat.transports.window import NodeWindow, window_refusal
+from mpistrat.transports.window import NodeWindow
 
 FOLD_BYTES = 1 << 17  # the blocks of all peers and of the sum fit in the cache of one core
 RECEIVE_BYTES = 3 << 19
@@ -32,7 +33,72 @@ _ADDRESSES_BYTES, _TABLE_STEP_BYTES = 16, 1 << 16  # of the source and the targe
 SOURCES, TARGETS = 0, 1
 
 
-class SharedMemoryTransport(Transport):
+class ArenaTransport(Transport):
+    """The verbs of transports whose ranks read the memory of their peers: `allocate` returns an arena of equal size to each."""
+
+    adds_in_order = True
+    _sync_window: NodeWindow
+    _arenas: Sequence[Array] = ()
+
+    @classmethod
+    def probe(cls, group: Group) -> str:
+        """Return why the ranks cannot share memory, or an empty text."""
+        from mpi4py import MPI
+
+        node = group.comm.Split_type(MPI.COMM_TYPE_SHARED)
+        together = node.Get_size() == group.size
+        node.Free()
+        return "" if group.comm.allreduce(together, MPI.LAND) else f"the ranks of {group.name} do not share memory"
+
+    def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
+        """Bind: a barrier; the parts are the owners' memory."""
+        owned = zip(self._views(buffer), pairwise(bounds), strict=True)
+        return self._after_barrier([Part(*part, (view[slice(*part)],)) for view, part in owned if part[0] < part[1]])
+
+    def release(self) -> int:
+        """Announce that this rank has read every result so far; one on a GPU has waited for that."""
+        return self._sync_window.release()
+
+    def fence(self, number: int) -> Steps:
+        """Wait until every peer has called `release` `number` times."""
+        return self._sync_window.fence(number)
+
+    def dispose(self) -> None:
+        """Free the memory of the barriers too; the transport cannot be used any more. A collective call."""
+        self.close()
+        self._sync_window.dispose()
+
+    def _offset(self, buffer: Array) -> int:
+        """Return where a buffer lies in this rank's arena, in bytes."""
+        arena = self._arenas[self.group.rank]
+        offset = address(buffer) - address(arena)
+        assert 0 <= offset <= arena.nbytes - buffer.nbytes, "the buffer does not lie in the arena of allocate"
+        return offset
+
+    def _views(self, buffer: Array) -> list[Array]:
+        """Return the memory of every arena at the offset of a buffer in this rank's arena."""
+        offset = self._offset(buffer)
+        return [peer[offset : offset + buffer.nbytes].view(buffer.dtype) for peer in self._arenas]
+
+    def _after_barrier(self, parts: list[Part], *acts: Callable[[], Steps], scratch_bytes: int = 0) -> Operation:
+        """Return the operation of a barrier, followed by acts that may read what the peers have written before it."""
+        return in_turn(parts, *self._barrier(), *acts, scratch_bytes=scratch_bytes)
+
+    def _barrier(self) -> tuple[Callable[[], Steps], ...]:
+        return (self._sync_window.barrier,)
+
+
+def in_turn(parts: list[Part], *acts: Callable[[], Steps], scratch_bytes: int = 0) -> Operation:
+    """Return the operation of several acts, one after the other."""
+
+    def run() -> Steps:
+        for act in acts:
+            yield from act()
+
+    return Operation(run, parts, scratch_bytes)
+
+
+class SharedMemoryTransport(ArenaTransport):
     """Collectives over a shared window, on memory that `allocate` returned only. Making one is a collective call.
 
     Raises TransportError on all ranks, if the node has too little shared memory.
@@ -40,26 +106,21 @@ class SharedMemoryTransport(Transport):
 
     name = "shared_memory"
     compares_calls = True  # every barrier does
-    adds_in_order = True  # each rank folds the slots of all as it copies the result out
     window: NodeWindow
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        self.window = NodeWindow(group)
+        self.window = self._sync_window = NodeWindow(group)
         self.combines_arrays = not self.window.cma.refusal
-
-    @classmethod
-    def probe(cls, group: Group) -> str:
-        """Return why the ranks cannot share a window, or an empty text."""
-        return window_refusal(group)
 
     def allocate(self, nbytes: int) -> Array:
         """Return this rank's arena; every rank asks for the same size, once until `close`."""
-        return self.window.allocate(nbytes)
+        memory, self._arenas = self.window.allocate(nbytes), self.window.arenas
+        return memory
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind: a barrier; each rank folds all arenas when it reads the result. One pass for two ranks, L - 1 for L."""
-        return self._after_barrier(None, [Part(0, buffer.size, tuple(self.window.views(buffer)))])
+        return self._after_barrier([Part(0, buffer.size, tuple(self._views(buffer)))])
 
     def all_reduce_arrays(self, arrays: FlatArrays, fold: Fold) -> Steps:
         """Combine the caller's arrays: see `Exchange`."""
@@ -67,40 +128,18 @@ class SharedMemoryTransport(Transport):
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind: a barrier, then sum this rank's part over all arenas, in blocks that stay in the cache."""
-        rank = self.group.rank
-        fold = self._fold(buffer, bounds[rank], bounds[rank + 1], op)
-        return self._after_barrier(fold, [Part(bounds[rank], bounds[rank + 1], (buffer[bounds[rank] : bounds[rank + 1]],))])
-
-    def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
-        """Bind: a barrier; the parts are the owners' memory."""
-        views = self.window.views(buffer)
-        parts = [
-            Part(bounds[rank], bounds[rank + 1], (view[bounds[rank] : bounds[rank + 1]],))
-            for rank, view in enumerate(views)
-            if bounds[rank] < bounds[rank + 1]
-        ]
-        return self._after_barrier(None, parts)
-
-    def release(self) -> int:
-        """Publish that this rank has read every result so far."""
-        return self.window.release()
-
-    def fence(self, number: int) -> Steps:
-        """Wait until every peer has called `release` `number` times."""
-        return self.window.fence(number)
+        start, stop = bounds[self.group.rank : self.group.rank + 2]
+        return self._after_barrier([Part(start, stop, (buffer[start:stop],))], self._fold(buffer, start, stop, op))
 
     def close(self) -> None:
         """Free the arenas."""
+        self._arenas = ()
         self.window.close()
 
-    def dispose(self) -> None:
-        """Free the window; the transport cannot be used any more. A collective call."""
-        self.window.dispose()
-
     def _fold(self, buffer: Array, start: int, stop: int, op: ReduceOp) -> Callable[[], Steps]:
-        """Return an operation that folds [start, stop) of all peers into this rank's memory, in rank order."""
+        """Return steps that fold [start, stop) of all peers into this rank's memory, in rank order."""
         fold, block = combine(op), max(1, FOLD_BYTES // buffer.itemsize)
-        views = self.window.views(buffer)
+        views = self._views(buffer)
         mine = views.pop(self.group.rank)
         blocks = [(first, min(first + block, stop)) for first in range(start, stop, block)]
         pairs = [(mine[a:b], peer[a:b]) for a, b in blocks for peer in views]
@@ -111,16 +150,6 @@ class SharedMemoryTransport(Transport):
                 yield WORKED
 
         return run
-
-    def _after_barrier(self, act: Callable[[], Steps] | None, parts: list[Part]) -> Operation:
-        """Return the operation of a barrier, followed by `act`."""
-
-        def run() -> Steps:
-            yield from self.window.barrier()
-            if act is not None:
-                yield from act()
-
-        return Operation(run, parts)
 
 
 def exchange_bytes(num_arrays: int) -> int:
@@ -216,13 +245,7 @@ class Exchange:
 
 
 class _Blocks:
-    """The reads and writes of each block; `locate` sets the addresses in each call.
-
-    Attributes
-    ----------
-    reads, writes : list of list of (int, IoVectors, IoVectors)
-        For each block and peer: the peer, its memory, and that of this rank.
-    """
+    """The `reads` and `writes` of each block: peer, its memory, and that of this rank. `locate` sets addresses in each call."""
 
     def __init__(self, segments: Sequence[Sequence[Segment]], itemsize: int, rank: int, others: Sequence[int]) -> None:
         self.segments, self._rank, self._others = segments, rank, others

@@ -171,7 +171,7 @@ class SmallAllReduce:
         """Return a blocking call, ``all_reduce(source, target)``, with little Python: see `Transport.blocking_all_reduce`."""
         if self._one_node:
             return self._on_one_node()
-        return self._between_nodes() if self._exchange.window else self._on_single_rank_node()
+        return self._on_leader() if self._exchange.is_leader else self._on_follower()
 
     def steps(self, source: Array, target: Array) -> Steps:
         """Return the steps of an all-reduce. A collective call.
@@ -179,27 +179,27 @@ class SmallAllReduce:
         Raises CallsDifferError on all ranks of a node, if their calls differ.
         """
         exchange, window = self._exchange, self._exchange.window
-        slots = self._fill_slot(source)
+        exchange.turn = turn = 1 - exchange.turn
+        slots = self._slots[turn]
+        slots[exchange.rank][...] = source
         if window is not None:
-            entered = window.announce(exchange.call.digest)
-            for words in window.others:
-                yield from until(partial(_has_reached, words, ENTERED, entered))
-            window.compare(entered)
+            yield from window.barrier()
         if self._one_node:
             self._summing(slots, target)()
             return
         exchange.count += 1
         if exchange.is_leader:
-            self._add_ranks[exchange.turn]()
+            self._add_ranks[turn]()
             yield from self._leaders.steps()
             if window is not None:
                 self._publish(window)
             np.copyto(target, self._leaders.result)
             return
         assert window is not None, "a rank that is not a leader shares memory with one"
-        yield from until(partial(_has_reached, window.words[0], RESULT, exchange.count))
+        while window.words[0][RESULT] < exchange.count:
+            yield WAITING
         window.fence_memory()
-        np.copyto(target, self._results[exchange.turn])
+        np.copyto(target, self._results[turn])
 
     def _on_one_node(self) -> Callable[[Array, Array | None], Array]:
         quiet, fold, shape, dtype = self._quiet, self._fold, self._shape, self._dtype
@@ -229,46 +229,32 @@ class SmallAllReduce:
         is_large_pair = len(self._slots[0]) == 2 and self._slots[0][0].nbytes >= _LARGE_BYTES
         return run_large_pair if is_large_pair else run
 
-    def _on_single_rank_node(self) -> Callable[[Array, Array | None], Array]:
-        leaders, wait, shape, dtype = self._leaders, self._exchange.wait, self._shape, self._dtype
-        own, result, run_rounds = leaders.own, leaders.result, leaders.run
+    def _on_leader(self) -> Callable[[Array, Array | None], Array]:
+        exchange, window, leaders, shape, dtype = self._exchange, self._exchange.window, self._leaders, self._shape, self._dtype
+        own, result, run_rounds, wait, add_ranks = leaders.own, leaders.result, leaders.run, exchange.wait, self._add_ranks
+        barrier, publish = (self._node_barrier(window), partial(self._publish, window)) if window else (None, None)
 
         def run(source: Array, target: Array | None = None) -> Array:
-            own[...] = source
-            run_rounds(wait)
             if target is None:
                 target = np.empty(shape, dtype)
+            if barrier is None or publish is None:  # the only rank of its node
+                own[...] = source
+                run_rounds(wait)
+            else:
+                turn = barrier(source)
+                exchange.count += 1
+                add_ranks[turn]()
+                run_rounds(wait)
+                publish()
             target[...] = result
             return target
 
         return run
 
-    def _between_nodes(self) -> Callable[[Array, Array | None], Array]:
-        window = self._exchange.window
-        assert window is not None, "ranks of a node share memory"
-        return self._on_leader(window) if self._exchange.is_leader else self._on_follower(window)
-
-    def _on_leader(self, window: NodeWindow) -> Callable[[Array, Array | None], Array]:
-        exchange, shape, dtype, leaders = self._exchange, self._shape, self._dtype, self._leaders
-        add_ranks, run_rounds, result = self._add_ranks, leaders.run, leaders.result
-        barrier, wait, publish = self._node_barrier(window), exchange.wait, self._publish
-
-        def run(source: Array, target: Array | None = None) -> Array:
-            if target is None:
-                target = np.empty(shape, dtype)
-            turn = barrier(source)
-            exchange.count += 1
-            add_ranks[turn]()
-            run_rounds(wait)
-            publish(window)
-            target[...] = result
-            return target
-
-        return run
-
-    def _on_follower(self, window: NodeWindow) -> Callable[[Array, Array | None], Array]:
+    def _on_follower(self) -> Callable[[Array, Array | None], Array]:
         """Return the call of a rank that is not a leader: it waits only for the result of the leader, which compares calls."""
-        exchange, shape, dtype, results = self._exchange, self._shape, self._dtype, self._results
+        exchange, window, results, shape, dtype = self._exchange, self._exchange.window, self._results, self._shape, self._dtype
+        assert window is not None, "a rank that is not a leader shares memory with one"
         own_slots = [slots[exchange.rank] for slots in self._slots]
         call, words, fence, wait = exchange.call, window.words[0], window.fence_memory, exchange.wait_for
         announce = window.announce
@@ -316,14 +302,6 @@ class SmallAllReduce:
 
         return barrier
 
-    def _fill_slot(self, source: Array) -> list[Array]:
-        """Copy the source into this rank's slot; return the slots of all ranks of the node."""
-        exchange = self._exchange
-        exchange.turn = turn = 1 - exchange.turn
-        slots = self._slots[turn]
-        slots[exchange.rank if exchange.window is not None else 0][...] = source
-        return slots
-
     def _summing(self, arrays: Sequence[Array], target: Array) -> Callable[[], None]:
         """Return what sums arrays."""
         quiet, fold, (first, *others) = self._quiet, self._fold, arrays
@@ -350,7 +328,3 @@ def _until_result(window: NodeWindow, entered: int, count: int) -> Steps:
         if not window.missing():
             window.compare(entered)
         yield WAITING
-
-
-def _has_reached(words: memoryview, index: int, least: int) -> bool:
-    return words[index] >= least

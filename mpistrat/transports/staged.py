@@ -7,8 +7,7 @@ and the next ones come, each way on a stream of its own, so that both copy engin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpistrat.device.abstract import Device, DeviceArray, Event, address
 from mpistrat.groups.group import Group, keep_alive_for_peers
@@ -42,34 +41,26 @@ class StagedTransport(DeviceTransport):
         self._down, self._up = self.device.stream(), self.device.stream()
         self._slots: dict[int, list[Any]] = {}
 
-    @classmethod
-    def probe(cls, group: Group) -> str:
-        """Return an empty text: a device can always be copied from."""
-        return ""
-
     def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind the host transport's all-reduce, chunk by chunk."""
-        return self._bind(buffer, channel, _all, _all, lambda part, first: self._host.all_reduce(part, op, channel))
+        whole = 0, buffer.size
+        return self._bind(buffer, channel, (), whole, whole, lambda slot, _: self._host.all_reduce(slot, op, channel))
 
     def reduce_scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind the host transport's reduce-scatter, with what of each part lies in the chunk."""
-        own = self._own(bounds)
-        return self._bind(
-            buffer, 0, _all, own, lambda part, first: self._host.reduce_scatter(part, _within(bounds, first, part.size), op)
-        )
+        whole, own = (0, buffer.size), bounds[self.group.rank : self.group.rank + 2]
+        return self._bind(buffer, 0, bounds, whole, own, lambda slot, within: self._host.reduce_scatter(slot, within, op))
 
     def all_gather(self, buffer: DeviceArray, bounds: Sequence[int]) -> Operation:
         """Bind the host transport's all-gather, with what of each part lies in the chunk."""
-        own = self._own(bounds)
-        return self._bind(
-            buffer, 0, own, _all, lambda part, first: self._host.all_gather(part, _within(bounds, first, part.size))
-        )
+        whole, own = (0, buffer.size), bounds[self.group.rank : self.group.rank + 2]
+        return self._bind(buffer, 0, bounds, own, whole, self._host.all_gather)
 
     def via_host(self, buffer: DeviceArray, bind: Callable[[Any], Operation]) -> Operation:
         """Bind an operation of host memory: it gets the whole buffer at once, and what it makes of that is copied back."""
         slot = self.device.pinned(buffer.nbytes).view(buffer.dtype)
-        operation, move = bind(slot), self._move(buffer, slot, 0, 0, buffer.size)
-        chunk = _StagedChunk(operation, move, move)
+        operation, move = bind(slot), _move(buffer, slot, 0, (0, buffer.size))
+        chunk = _Chunk(operation, move, move)
         scratch_bytes = slot.nbytes + operation.scratch_bytes
         return Operation(lambda: self._run([chunk], (buffer, slot)), [Part(0, buffer.size, (buffer,))], scratch_bytes)
 
@@ -78,16 +69,16 @@ class StagedTransport(DeviceTransport):
         """The slots of all channels."""
         return sum(slot.nbytes for slots in self._slots.values() for slot in slots)
 
-    def _own(self, bounds: Sequence[int]) -> _Range:
-        def own(first: int, stop: int) -> tuple[int, int]:
-            return min(max(first, bounds[self.group.rank]), stop), min(max(first, bounds[self.group.rank + 1]), stop)
-
-        return own
-
     def _bind(
-        self, buffer: DeviceArray, channel: int, d2h: _Range, h2d: _Range, bind: Callable[[Any, int], Operation]
+        self,
+        buffer: DeviceArray,
+        channel: int,
+        bounds: Sequence[int],
+        d2h: Sequence[int],
+        h2d: Sequence[int],
+        bind: Callable[[Any, Sequence[int]], Operation],
     ) -> Operation:
-        """Bind a verb: `d2h` and `h2d` return the parts of a range that this rank puts in and gets out."""
+        """Bind a verb, with the bounds of the parts in each chunk: this rank puts in the range `d2h`, and gets out `h2d`."""
         chunk_bytes = self._chunk_bytes_of(buffer.nbytes)
         slots = self._slots_of(channel, min(buffer.nbytes, chunk_bytes))
         per_chunk = max(1, chunk_bytes // buffer.dtype.itemsize)
@@ -95,9 +86,8 @@ class StagedTransport(DeviceTransport):
         for index, first in enumerate(range(0, buffer.size, per_chunk)):
             count = min(per_chunk, buffer.size - first)
             slot = slots[index % NUM_SLOTS][: count * buffer.dtype.itemsize].view(buffer.dtype)
-            stop = first + count
-            moves = [self._move(buffer, slot, first, *wanted(first, stop)) for wanted in (d2h, h2d)]
-            chunks.append(_StagedChunk(bind(slot, first), *moves))
+            moves = [_move(buffer, slot, first, part) for part in (d2h, h2d)]
+            chunks.append(_Chunk(bind(slot, _within(bounds, first, count)), *moves))
         return Operation(lambda: self._run(chunks, (buffer, slots)), [Part(0, buffer.size, (buffer,))])
 
     def _chunk_bytes_of(self, nbytes: int) -> int:
@@ -111,19 +101,14 @@ class StagedTransport(DeviceTransport):
             self._slots[channel] = [self.device.pinned(needed) for _ in range(NUM_SLOTS)]
         return self._slots[channel]
 
-    def _move(self, buffer: DeviceArray, slot: Any, first: int, start: int, stop: int) -> _Move:
-        itemsize = buffer.dtype.itemsize
-        host = address(slot) + (start - first) * itemsize
-        return _Move(address(buffer) + start * itemsize, host, (stop - start) * itemsize)
-
-    def _run(self, chunks: list[_StagedChunk], memory: object) -> Steps:
+    def _run(self, chunks: list[_Chunk], memory: object) -> Steps:
         try:
             yield from self._copy_and_combine(chunks)
         except BaseException:
             keep_alive_for_peers(memory)  # and to copies that are under way
             raise
 
-    def _copy_and_combine(self, chunks: list[_StagedChunk]) -> Steps:
+    def _copy_and_combine(self, chunks: list[_Chunk]) -> Steps:
         computing = self.device.current_stream()
         before = computing.record()
         self._down.wait(before)
@@ -137,41 +122,34 @@ class StagedTransport(DeviceTransport):
                 arrived.append(self._fetch(chunks[index + AHEAD]))
             yield from until(arrived[index].done)
             yield from chunk.operation.run()
-            if chunk.h2d.nbytes:
-                self._up.copy(chunk.h2d.device, chunk.h2d.host, chunk.h2d.nbytes)
+            device, host, nbytes = chunk.h2d
+            if nbytes:
+                self._up.copy(device, host, nbytes)
             returned.append(self._up.record())
         for event in returned[-NUM_SLOTS:]:
             # the slots are free for the next operation, and the caller's stream need not wait for anything
             yield from until(event.done)
 
-    def _fetch(self, chunk: _StagedChunk) -> Event:
-        if chunk.d2h.nbytes:
-            self._down.copy(chunk.d2h.host, chunk.d2h.device, chunk.d2h.nbytes)
+    def _fetch(self, chunk: _Chunk) -> Event:
+        device, host, nbytes = chunk.d2h
+        if nbytes:
+            self._down.copy(host, device, nbytes)
         return self._down.record()
 
 
-@dataclass(frozen=True)
-class _Move:
-    """Bytes that lie at one address of the device and one of the host."""
+class _Chunk(NamedTuple):
+    """An operation of host memory, and what is copied before and after it: addresses on device and host, and bytes."""
 
-    device: int
-    host: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class _StagedChunk:
     operation: Operation
-    d2h: _Move
-    h2d: _Move
+    d2h: tuple[int, int, int]
+    h2d: tuple[int, int, int]
 
 
-_Range = Callable[[int, int], tuple[int, int]]
-"""Which elements of those in [first, stop) are meant."""
-
-
-def _all(first: int, stop: int) -> tuple[int, int]:
-    return first, stop
+def _move(buffer: DeviceArray, slot: Any, first: int, part: Sequence[int]) -> tuple[int, int, int]:
+    """Return what of a part of a buffer lies in the chunk that begins at element `first`."""
+    itemsize = buffer.dtype.itemsize
+    start, stop = _within(part, first, slot.size)
+    return address(buffer) + (first + start) * itemsize, address(slot) + start * itemsize, (stop - start) * itemsize
 
 
 def _within(bounds: Sequence[int], first: int, count: int) -> list[int]:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.device.abstract import address
 from mpistrat.errors import TransportError
 from mpistrat.groups.agreement import CallsDifferError
 from mpistrat.groups.group import Group
@@ -40,7 +39,6 @@ __all__ = [
     "NodeWindow",
     "free_open_windows",
     "small_slot_bytes",
-    "window_refusal",
 ]
 
 HEADER_BYTES = 256
@@ -66,18 +64,6 @@ def small_slot_bytes(num_ranks: int) -> int:
     return min(MOST_SMALL_BYTES, max(LEAST_SMALL_BYTES, share))
 
 
-def window_refusal(group: Group) -> str:
-    """Return why the ranks of a group cannot share a window, or an empty text. A collective call."""
-    from mpi4py import MPI
-
-    node = group.comm.Split_type(MPI.COMM_TYPE_SHARED)
-    together = node.Get_size() == group.size
-    node.Free()
-    if not group.comm.allreduce(together, MPI.LAND):
-        return f"the ranks of {group.name} do not share memory"
-    return ""
-
-
 def free_open_windows() -> None:
     """Free what windows are left when the programs of all ranks have ended. A collective call.
 
@@ -98,25 +84,10 @@ def _free(window: MPI.Win) -> None:
 class NodeWindow:
     """The shared memory of the ranks of a node. Making one is a collective call.
 
-    Attributes
-    ----------
-    words : list of memoryview
-        The control words of each rank.
-    others, compared : list of memoryview
-        Those of the peers, and those whose calls are compared: none if MPISTRAT_CHECK is off.
-    small : list of list of ndarray
-        The slots for small arrays of each rank.
-    small_bytes : int
-        Bytes of such a slot.
-    arenas : list of ndarray
-        The data of each rank.
-    cma : CrossMemoryAttach
-        Reads and writes memory of the peers that is not shared.
+    For each rank there are control `words`, `small` slots of `small_bytes` for small arrays, and an arena for data. Of the
+    `others`, calls of the `compared` are compared: of none if MPISTRAT_CHECK is off. `cma` accesses what is not shared.
 
-    Raises
-    ------
-    TransportError
-        On all ranks, if the node has too little shared memory.
+    Raises TransportError on all ranks, if the node has too little shared memory.
     """
 
     def __init__(self, group: Group) -> None:
@@ -199,13 +170,6 @@ class NodeWindow:
                 f"/dev/shm{flaw}; remove what ended jobs have left there, enlarge it (containers: --shm-size), lower "
                 "MPISTRAT_CHUNK_BYTES, or set MPISTRAT_INTRA_TRANSPORT=mpi"
             )
-
-    def views(self, buffer: Array) -> list[Array]:
-        """Return the memory of every arena at the offset of a buffer in this rank's arena."""
-        arena = self.arenas[self.group.rank]
-        offset = address(buffer) - address(arena)
-        assert 0 <= offset <= arena.nbytes - buffer.nbytes, "the buffer does not lie in the arena of allocate"
-        return [peer[offset : offset + buffer.nbytes].view(buffer.dtype) for peer in self.arenas]
 
     def barrier(self) -> Steps:
         """Enter a barrier, at once, and return the steps that wait until all ranks have entered it. A collective call.

@@ -21,7 +21,7 @@ from mpistrat.mpi4py import wrap
 from mpistrat.mpi4py.buffers import Buffer
 from mpistrat.reduction import ReduceOp
 from mpistrat.torch import average_gradients, broadcast_state
-from mpistrat.transports import nccl
+from mpistrat.transports import nccl_watcher
 from mpistrat.transports.nccl import NcclTransport
 from tests.gpu.pair import values
 from tests.gpu.stand_in import UNFINISHED
@@ -36,7 +36,7 @@ SOON_SECONDS = 5.0
 @pytest.fixture
 def node(make_pair, world, monkeypatch):
     """Give collectives on one node, whose plans have several chunks; or on several that NCCL joins."""
-    monkeypatch.setattr(nccl, "UNSEEN_SECONDS", 60.0)  # a busy machine needs longer until the next call
+    monkeypatch.setattr(nccl_watcher, "UNSEEN_SECONDS", 60.0)  # a busy machine needs longer until the next call
     pair = make_pair(world, STRICT="0", CHUNK_BYTES="4096", INTER_TRANSPORT="nccl")
     pair.of_nccl = pair.nccl._stream
     return pair
@@ -232,7 +232,7 @@ def test_what_comes_later_does_not_make_a_call_miss_its_deadline(node, monkeypat
     given, options = node.up(values(100, np.float32, node.rank)), CommunicationOptions(timeout_seconds=1.0)
     node.gpu.all_reduce(SUM, given, options)
     node.gpu.all_reduce(SUM, given)
-    monkeypatch.setattr(nccl, "CHECK_SECONDS", 0.3)  # so that the watcher does not look in between
+    monkeypatch.setattr(nccl_watcher, "CHECK_SECONDS", 0.3)  # so that the watcher does not look in between
     time.sleep(0.1)
     node.comm.Barrier()
     node.device.get(node.gpu.all_reduce(SUM, given, options))

@@ -20,6 +20,7 @@ from mpistrat.transports import cuda_aware
 from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.nccl import NcclTransport
+from mpistrat.transports.ring import BoundRing
 from mpistrat.transports.staged import StagedTransport
 from tests.gpu import deadline, on_host
 from tests.gpu.bound import all_kernels
@@ -183,12 +184,12 @@ def test_one_shot_and_two_add_in_one_order_and_begin_with_different_gpus(group, 
             group.settings = Snapshot({"MPISTRAT_ONE_SHOT_BYTES": limit})
             transport = CudaIpcTransport(group, device)
             buffer = transport.allocate(rows[0].nbytes).view(dtype)
-            operation = transport.all_reduce(buffer, ReduceOp.SUM)
             stream, window = transport._stream, transport._sync_window
             with (
                 patch.object(stream, "launch", wraps=stream.launch) as launch,
                 patch.object(window, "barrier", wraps=window.barrier) as barrier,
             ):
+                operation = transport.all_reduce(buffer, ReduceOp.SUM)
                 for _ in range(2):
                     device.put(buffer, rows[group.rank])
                     drive(operation.run(), lambda: "a sum", 60.0)
@@ -282,7 +283,7 @@ def test_where_segments_land_is_held_once_for_each_channel_and_told(group, devic
     buffer = transport.allocate(4096).view(np.float32)
     for channel in (0, 1, 0):
         transport.all_reduce(buffer, ReduceOp.SUM, channel)
-    assert transport.scratch_bytes == 2 * cuda_aware.RECEIVES_AHEAD * cuda_aware.SEGMENT_BYTES
+    assert transport.scratch_bytes == 2 * transport.receives_ahead * cuda_aware.SEGMENT_BYTES
 
 
 @pytest.fixture
@@ -304,9 +305,8 @@ def test_an_mpi_that_is_cuda_aware_is_used_once_a_first_sum_was_right(group, bou
 @needs_ranks(2)
 def test_an_mpi_that_delivers_wrong_values_is_not_used_by_anybody(group, bound, monkeypatch):
     if group.rank == 1:
-        elsewhere = np.zeros(1 << 16, np.uint8)
-        message = partial(cuda_aware._message, elsewhere.ctypes.data)
-        monkeypatch.setattr(cuda_aware, "_message", lambda _, part, itemsize: message(part, itemsize))
+        elsewhere, message = np.zeros(1 << 16, np.uint8), CudaAwareTransport._message
+        monkeypatch.setattr(CudaAwareTransport, "_message", lambda self, part: message(self, elsewhere[: part.nbytes]))
     assert CudaAwareTransport.probe(group) == "a first sum of device memory gave wrong values"
 
 
@@ -314,7 +314,7 @@ def test_an_mpi_that_delivers_wrong_values_is_not_used_by_anybody(group, bound, 
 def test_an_mpi_that_delivers_nothing_is_told_to_all(group, bound, monkeypatch):
     monkeypatch.setattr(cuda_aware, "_FIRST_SECONDS", 0.05)
     if group.rank == 1:
-        monkeypatch.setattr(cuda_aware.BoundRing, "run", lambda self: repeat(WAITING))
+        monkeypatch.setattr(BoundRing, "run", lambda self: repeat(WAITING))
     late = "world: the first exchange of device memory did not end within 0.05 s; .*MPISTRAT_MPI_GPU=off goes through memory"
     with pytest.raises(TransportError, match=late):
         CudaAwareTransport(group, bound).first_exchange()

@@ -181,7 +181,7 @@ def test_a_uuid_is_not_cut_at_a_zero_byte(monkeypatch, status):
             uuid[:] = [0x47, 0, 0x11, *range(13)]
             return status
 
-    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: Driver())
+    monkeypatch.setattr(cuda, "_driver", Driver)
     assert cuda._uuid(0) == ("" if status else "470011" + bytes(range(13)).hex())
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from mpistrat.errors import DeadlineExceededError
 from mpistrat.steps import drive
-from mpistrat.transports import nccl
+from mpistrat.transports import nccl_watcher
 from mpistrat.transports.base import Watched
-from mpistrat.transports.nccl import NcclWatcher
+from mpistrat.transports.nccl_watcher import NcclWatcher
 from tests.gpu.stand_in import UNFINISHED, StandInDevice
 
 
@@ -36,8 +36,7 @@ def limited(made, stream, work):
     """Put work with a deadline on a stream."""
     limit = made.begin_limit(stream)
     stream.put(work)
-    made.limit(limit, stream)
-    made.add(stream.record())
+    made.add(stream.record(), limit)
 
 
 def watcher(device, check):
@@ -64,7 +63,7 @@ def test_what_cuda_raises_ends_the_wait_too(device):
 def test_a_failure_that_the_program_does_not_see_is_raised_by_the_thread(device, monkeypatch, is_raised):
     found = []
     monkeypatch.setattr(threading, "excepthook", lambda arguments: found.append(f"{arguments.exc_value}"))
-    monkeypatch.setattr(nccl, "UNSEEN_SECONDS", 30.0 if is_raised else 0.01)
+    monkeypatch.setattr(nccl_watcher, "UNSEEN_SECONDS", 30.0 if is_raised else 0.01)
     made = watcher(device, fail)
     drive(made.settle(), lambda: "the watcher", 10.0)
     if is_raised:
@@ -75,7 +74,7 @@ def test_a_failure_that_the_program_does_not_see_is_raised_by_the_thread(device,
 
 
 def test_an_abort_that_blocks_holds_nobody_up(device, monkeypatch):
-    monkeypatch.setattr(nccl, "STOP_SECONDS", 0.05)
+    monkeypatch.setattr(nccl_watcher, "STOP_SECONDS", 0.05)
     released, entered = threading.Event(), threading.Event()
 
     def check():
@@ -91,7 +90,7 @@ def test_an_abort_that_blocks_holds_nobody_up(device, monkeypatch):
 
 
 def test_to_settle_waits_for_the_work_and_not_for_the_thread(monkeypatch):
-    monkeypatch.setattr(nccl, "CHECK_SECONDS", 60.0)
+    monkeypatch.setattr(nccl_watcher, "CHECK_SECONDS", 60.0)
     device = StandInDevice()
     stream, ends = device.current_stream(), time.monotonic() + 0.2
     stream.put(lambda: None if time.monotonic() > ends else UNFINISHED)
@@ -111,7 +110,7 @@ def test_to_settle_waits_for_the_work_and_not_for_the_thread(monkeypatch):
 def test_a_deadline_counts_from_when_the_gpu_comes_to_the_operation(monkeypatch):
     found, told, device = [], threading.Event(), StandInDevice()
     monkeypatch.setattr(threading, "excepthook", lambda arguments: found.append(f"{arguments.exc_value}"))
-    monkeypatch.setattr(nccl, "UNSEEN_SECONDS", 0.01)
+    monkeypatch.setattr(nccl_watcher, "UNSEEN_SECONDS", 0.01)
     made = NcclWatcher("watcher", device, lambda: None, give_up, watched(told.set, 0.4))
     stream = device.current_stream()
 
