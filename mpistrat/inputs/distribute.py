@@ -100,7 +100,7 @@ class DistributedDataset(Resumable):
         count = self._options.virtual_replicas or self._num_replicas
         if self._policy is DATA:
             parts = own_parts(count, self._communicator.rank, self._num_replicas)
-            return self._dataset.batches_from(first, epoch, parts.start, count, len(parts))
+            return self._dataset.batches(epoch, parts.start, count, len(parts), first=first)
         return islice(self._own_batches(epoch), first, None)
 
     def _own_batches(self, epoch: int) -> Iterator[Any]:

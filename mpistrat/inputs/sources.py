@@ -139,17 +139,16 @@ class Dataset(Resumable):
     is_repeatable: bool = True  # unless its batches come from an iterator
 
     @abstractmethod
-    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
-        """Yield the rows of `count` replicas in each batch of an epoch, whose number determines the order; by default all."""
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1, first: int = 0) -> Iterator[Any]:
+        """Yield the rows of `count` replicas, by default all, in each batch of an epoch from number `first` on.
 
-    def batches_from(self, first: int, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
-        """Yield what `batches` does, without the first ones of the epoch."""
-        return islice(self.batches(epoch, replica, num_replicas, count), first, None)
+        The number of the epoch determines the order.
+        """
 
     @property
-    @abstractmethod
     def num_batches(self) -> int | None:
         """The number of batches of an epoch; None if unknown before it was iterated."""
+        return len(self) if isinstance(self, Sized) else None
 
     @property
     def batch_size(self) -> int | None:
@@ -218,7 +217,7 @@ class Dataset(Resumable):
 
 class _LocalIterator(DatasetIterator):
     def _begin(self, epoch: int, first: int) -> None:
-        self._batches = self._counted(self.dataset.batches_from(first, epoch), epoch, first)
+        self._batches = self._counted(self.dataset.batches(epoch, first=first), epoch, first)
 
     def __next__(self) -> Any:
         return next(self._batches)
@@ -266,18 +265,10 @@ class RowDataset(BatchedDataset):
         self._rows = range(num_rows)
 
     @property
-    def num_batches(self) -> int:
-        return len(self)
-
-    @property
     def num_rows(self) -> int:
         return min(len(self) * self._batch_size, len(self._rows))
 
-    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
-        """Yield the rows of `count` replicas in each global batch of an epoch; only these are read."""
-        return self.batches_from(0, epoch, replica, num_replicas, count)
-
-    def batches_from(self, first: int, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1, first: int = 0) -> Iterator[Any]:
         order = np.random.default_rng((self._seed, epoch)).permutation(len(self._rows)) if self._shuffle else None
         for begin in range(first * self._batch_size, len(self) * self._batch_size, self._batch_size):
             start, stop = shard_bounds(min(self._batch_size, len(self._rows) - begin), replica, num_replicas, count)
@@ -485,10 +476,6 @@ class FileDataset(BatchedDataset):
         return len(self._places)
 
     @property
-    def num_batches(self) -> None:
-        return None
-
-    @property
     def element_spec(self) -> Any:
         if self._spec is None:
             next(self._parts(0), None)
@@ -496,9 +483,9 @@ class FileDataset(BatchedDataset):
             raise InvalidArgumentError(f"{self!r} has no rows, so that its element_spec is unknown")
         return self._spec
 
-    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
-        for batch in batched(self._parts(epoch), [self._batch_size], self._drop_remainder):
-            yield share(batch, replica, num_replicas, count)
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1, first: int = 0) -> Iterator[Any]:
+        whole = batched(self._parts(epoch), [self._batch_size], self._drop_remainder)
+        return (share(batch, replica, num_replicas, count) for batch in islice(whole, first, None))
 
     def _describe_source(self) -> str:
         names = [Path(file).name for file in self._files]
@@ -573,8 +560,9 @@ class IterableDataset(Dataset):
             self._spec = spec_of(first[0])
         return self._spec
 
-    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
-        return self._shares(self._begin(), replica, num_replicas, count)
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1, first: int = 0) -> Iterator[Any]:
+        whole = self._counted(self._begin())
+        return (share(batch, replica, num_replicas, count) for batch in islice(whole, first, None))
 
     def describe(self) -> str:
         kind = type(self._source).__name__
@@ -592,7 +580,8 @@ class IterableDataset(Dataset):
         batches, self._once = self._once, None
         return batches
 
-    def _shares(self, batches: Iterator[Any], replica: int, num_replicas: int, count: int) -> Iterator[Any]:
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches whose number is that which the source has told."""
         length, found = self.num_batches, 0
         for batch in batches:
             if found == length:
@@ -600,7 +589,7 @@ class IterableDataset(Dataset):
             if self._spec is None:
                 self._spec = spec_of(batch)
             found += 1
-            yield share(batch, replica, num_replicas, count)
+            yield batch
         if length not in (None, found):
             self._refuse_length(length, str(found))
 

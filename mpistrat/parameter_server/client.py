@@ -96,7 +96,7 @@ class Client:
         _raise_first_error([asked])
         self.refs[ref.number] = ref
         weakref.finalize(ref, self.dropped.append, ref.number).atexit = False  # at any moment: only notes it
-        self.write("assign", [(ref, 0, array)])
+        self.write("assign", [(ref, array)])
         return ref
 
     def read(self, parts: Sequence[tuple[VariableRef, int, Array]]) -> None:
@@ -130,13 +130,12 @@ class Client:
                 for target, own in zip(targets, np.split(into, np.cumsum([len(one) for one in targets[:-1]])), strict=True):
                     target[...] = own
 
-    def write(self, method: str, parts: Sequence[tuple[VariableRef, int, Array]]) -> None:
-        """Change variables by one of `ASSIGNMENTS`, from a row on; it is done before anything that this rank asks for later."""
+    def write(self, method: str, parts: Sequence[tuple[VariableRef, Array]]) -> None:
+        """Change whole variables by one of `ASSIGNMENTS`; it is done before anything that this rank asks for later."""
         with self._call():
-            for ref, start, array in parts:
+            for ref, array in parts:
                 if array.nbytes:
-                    stop = start + len(array) if array.ndim else 0
-                    self._ask_to_write(ref, messages.Write(ref.number, ASSIGNMENTS.index(method), start, stop), array)
+                    self._ask_to_write(ref, messages.Write(ref.number, ASSIGNMENTS.index(method)), array)
 
     def scatter(self, method: str, parts: Sequence[tuple[VariableRef, Array, Array]]) -> None:
         """Apply rows, with their indices, to variables by one of `SCATTERS`; as `write` otherwise."""
