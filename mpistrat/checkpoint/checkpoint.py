@@ -25,7 +25,8 @@ from mpistrat.device.binding import bound_device
 from mpistrat.errors import CheckpointError, InvalidArgumentError
 from mpistrat.inputs.distribute import DistributedDataset
 from mpistrat.inputs.input_options import checked_int
-from mpistrat.inputs.sources import Dataset, DatasetIterator, Resumable
+from mpistrat.inputs.position import DatasetIterator, Resumable
+from mpistrat.inputs.sources import Dataset
 from mpistrat.launch.environment import detect
 from mpistrat.parameter_server.client import open_clients
 from mpistrat.state.variables import Variable

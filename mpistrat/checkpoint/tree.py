@@ -29,7 +29,7 @@ import numpy as np
 from mpistrat.arrays import Array, as_array, as_target, is_aligned, is_on_device, like, to_device
 from mpistrat.device.interop import is_a
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.inputs.sources import DatasetIterator, Resumable
+from mpistrat.inputs.position import DatasetIterator, Resumable
 from mpistrat.state.changes import checksum
 from mpistrat.state.variables import Variable
 

@@ -15,9 +15,10 @@ from mpistrat.context.values import regroup
 from mpistrat.device.binding import bound_device, own_device
 from mpistrat.errors import InvalidArgumentError, OutOfRangeError
 from mpistrat.inputs.input_options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode, read_options
+from mpistrat.inputs.position import DatasetIterator, Resumable
 from mpistrat.inputs.prefetch import Fetcher, Prefetcher
 from mpistrat.inputs.rebatch import batched, empty_like, num_batches_of, own_parts, share_sizes, shares, spec_of
-from mpistrat.inputs.sources import Dataset, DatasetIterator, Resumable, as_dataset
+from mpistrat.inputs.sources import Dataset, as_dataset
 from mpistrat.reduction import ReduceOp
 
 OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
@@ -100,7 +101,7 @@ class DistributedDataset(Resumable):
         count = self._options.virtual_replicas or self._num_replicas
         if self._policy is DATA:
             parts = own_parts(count, self._communicator.rank, self._num_replicas)
-            return self._dataset.batches_from(first, epoch, parts.start, count, len(parts))
+            return self._dataset.batches(epoch, parts.start, count, len(parts), first=first)
         return islice(self._own_batches(epoch), first, None)
 
     def _own_batches(self, epoch: int) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, cycle, pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -69,15 +69,19 @@ def readable(leaf: Any) -> Array:
 
 def num_rows(batch: Any) -> int:
     """Return the number of rows of a batch: the extent of all its arrays along the first axis."""
-    extents = set()
-    for leaf in flatten(batch)[0]:
-        shape = getattr(leaf, "shape", None)
-        if not shape:
-            _refuse_unbatched(batch)
-        extents.add(int(shape[0]))
-    if len(extents) != 1:
-        _refuse_unbatched(batch)
-    return extents.pop()
+    leaves = flatten(batch)[0]
+    extents = {tuple(getattr(leaf, "shape", ())[:1]) for leaf in leaves}
+    if len(extents) == 1 and extents != {()}:
+        return int(*extents.pop())
+    found = ", ".join(
+        f"{name} has shape {tuple(leaf.shape)}" if hasattr(leaf, "shape") else f"{name} is {leaf!r}"
+        for name, leaf in zip(leaf_names(batch, "element"), leaves, strict=True)
+    )
+    raise InvalidArgumentError(
+        "every element of a dataset must be a batch, a nest of arrays with the same number of rows along their first axis; got "
+        f"{found or 'an element without arrays'}. Batch the dataset with the global batch size, "
+        "mpistrat.ArrayDataset(arrays, batch_size) or mpistrat.MapDataset(samples, batch_size) for example"
+    )
 
 
 def share(batch: Any, replica: int, num_replicas: int, count: int = 1) -> Any:
@@ -124,18 +128,6 @@ def _join(parts: list[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
     return map_leaves(lambda *leaves: like(np.concatenate([*map(readable, leaves)]), leaves[0]), *parts)
-
-
-def _refuse_unbatched(batch: Any) -> NoReturn:
-    found = ", ".join(
-        f"{name} has shape {tuple(leaf.shape)}" if hasattr(leaf, "shape") else f"{name} is {leaf!r}"
-        for name, leaf in zip(leaf_names(batch, "element"), flatten(batch)[0], strict=True)
-    )
-    raise InvalidArgumentError(
-        "every element of a dataset must be a batch, a nest of arrays with the same number of rows along their first axis; got "
-        f"{found or 'an element without arrays'}. Batch the dataset with the global batch size, "
-        "mpistrat.ArrayDataset(arrays, batch_size) or mpistrat.MapDataset(samples, batch_size) for example"
-    )
 
 
 @dataclass(frozen=True)

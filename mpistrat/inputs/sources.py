@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import cached_property
 from itertools import chain, islice
@@ -17,117 +17,12 @@ import numpy as np
 from mpistrat.arrays import Array, as_array, like
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs.input_options import SHARD_HINT, checked_int
+from mpistrat.inputs.position import DatasetIterator, Resumable
 from mpistrat.inputs.rebatch import batched, num_rows, readable, shard_bounds, share, spec_of
 from mpistrat.structures import flatten, leaf_names, map_leaves
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-class Resumable(ABC):
-    """What remembers its position: the epoch, and the batch in it, at which its newest iteration is."""
-
-    _next: tuple[int, int] = (0, 0)  # where the next iteration begins
-    _now: tuple[int, int] = (0, 0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position: the epoch, how many of its batches have been taken, and what they were batches of."""
-        order, batch_size, _ = self._contents()
-        return {"epoch": self._now[0], "batch": self._now[1], "batch_size": batch_size, "order": order}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the next iteration begin at a position, in the middle of an epoch too; the one after it is a whole epoch.
-
-        Batches of another size begin at the same row. At the beginning of an epoch the data may be others too.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If `state` is not what `state_dict` returns, or in the middle of an epoch of other data or another order, or at a
-            row at which no batch begins.
-        """
-        batch = self._batch_at(state)
-        self._now = self._next = state["epoch"], batch
-
-    def check_position(self, state: Mapping[str, Any]) -> None:
-        """Check that iterations can begin at a position: see `load_state_dict`."""
-        self._batch_at(state)
-
-    @abstractmethod
-    def _contents(self) -> tuple[str, int | None, int | None]:
-        """Return what describes the rows of an epoch and their order, the batch size, and the number of rows; None: unknown."""
-
-    def _batch_at(self, state: Mapping[str, Any]) -> int:
-        """Return the number of the batch that begins at a position."""
-        order, batch_size, num_rows = self._contents()
-        try:
-            checked_int(state["epoch"], "epoch", 0)
-            batch = checked_int(state["batch"], "batch", 0)
-            there, size = (state["order"], state["batch_size"]) if batch else (order, batch_size)
-            row = batch * (1 if size is None else checked_int(size, "batch_size", 1))
-        except (KeyError, TypeError) as error:
-            why = f"state must have an epoch, a batch, its batch_size and order, as state_dict() returns; got {state!r}"
-            raise InvalidArgumentError(why) from error
-        if (there, size) == (order, batch_size):
-            return batch
-        is_end = num_rows is not None and row >= num_rows
-        if there != order or size is None or batch_size is None or (row % batch_size and not is_end):
-            raise InvalidArgumentError(
-                f"batch {batch} of an epoch cannot be found again: it was one of {_described(there, size)}, and now they are "
-                f"those of {_described(order, batch_size)}. Save at the end of an epoch to change this; to change the number "
-                "of ranks, share batches: AutoShardPolicy.DATA"
-            )
-        return -(-row // batch_size)
-
-    def _begin_epoch(self) -> tuple[int, int]:
-        """Return epoch and first batch of an iteration that begins."""
-        began = self._now = self._next
-        self._next = began[0] + 1, 0
-        return began
-
-    def _reach(self, epoch: int, batch: int) -> None:
-        """Record the position of an iteration, unless another one has begun since."""
-        if self._next[0] == epoch + 1:
-            self._now = epoch, batch
-
-    def _end_epoch(self, epoch: int) -> None:
-        """Record that an iteration has ended."""
-        if self._next[0] == epoch + 1:
-            self._now = self._next
-
-
-def _described(order: str, batch_size: int | None) -> str:
-    return f"{order}, batches of {batch_size}" if batch_size else order
-
-
-class DatasetIterator(Iterator[Any], ABC):
-    """Iterates over an epoch of a dataset. Its state is the position of the dataset's newest iteration."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-        self._begin(*dataset._begin_epoch())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the dataset: see `Resumable.state_dict`."""
-        position: dict[str, Any] = self.dataset.state_dict()
-        return position
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at a position, and have the next iteration over the dataset begin with the epoch after it."""
-        self.check_position(state)
-        self.dataset.load_state_dict(state)
-        self._begin(*self.dataset._begin_epoch())
-
-    def check_position(self, state: Mapping[str, Any]) -> None:
-        """Check that this iterator can go on at a position."""
-        self.dataset.check_position(state)
-        if not self.dataset.is_repeatable:
-            why = "its batches come from an iterator, which cannot begin again: save the dataset, and restore before iterating"
-            raise InvalidArgumentError(why)
-
-    @abstractmethod
-    def _begin(self, epoch: int, first: int) -> None:
-        """Have the next batch be that with number `first` of an epoch."""
 
 
 class Dataset(Resumable):
@@ -139,17 +34,16 @@ class Dataset(Resumable):
     is_repeatable: bool = True  # unless its batches come from an iterator
 
     @abstractmethod
-    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
-        """Yield the rows of `count` replicas in each batch of an epoch, whose number determines the order; by default all."""
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1, first: int = 0) -> Iterator[Any]:
+        """Yield the rows of `count` replicas, by default all, in each batch of an epoch from number `first` on.
 
-    def batches_from(self, first: int, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
-        """Yield what `batches` does, without the first ones of the epoch."""
-        return islice(self.batches(epoch, replica, num_replicas, count), first, None)
+        The number of the epoch determines the order.
+        """
 
     @property
-    @abstractmethod
     def num_batches(self) -> int | None:
         """The number of batches of an epoch; None if unknown before it was iterated."""
+        return len(self) if isinstance(self, Sized) else None
 
     @property
     def batch_size(self) -> int | None:
@@ -218,7 +112,7 @@ class Dataset(Resumable):
 
 class _LocalIterator(DatasetIterator):
     def _begin(self, epoch: int, first: int) -> None:
-        self._batches = self._counted(self.dataset.batches_from(first, epoch), epoch, first)
+        self._batches = self._counted(self.dataset.batches(epoch, first=first), epoch, first)
 
     def __next__(self) -> Any:
         return next(self._batches)
@@ -266,18 +160,10 @@ class RowDataset(BatchedDataset):
         self._rows = range(num_rows)
 
     @property
-    def num_batches(self) -> int:
-        return len(self)
-
-    @property
     def num_rows(self) -> int:
         return min(len(self) * self._batch_size, len(self._rows))
 
-    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
-        """Yield the rows of `count` replicas in each global batch of an epoch; only these are read."""
-        return self.batches_from(0, epoch, replica, num_replicas, count)
-
-    def batches_from(self, first: int, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1, first: int = 0) -> Iterator[Any]:
         order = np.random.default_rng((self._seed, epoch)).permutation(len(self._rows)) if self._shuffle else None
         for begin in range(first * self._batch_size, len(self) * self._batch_size, self._batch_size):
             start, stop = shard_bounds(min(self._batch_size, len(self._rows) - begin), replica, num_replicas, count)
@@ -485,10 +371,6 @@ class FileDataset(BatchedDataset):
         return len(self._places)
 
     @property
-    def num_batches(self) -> None:
-        return None
-
-    @property
     def element_spec(self) -> Any:
         if self._spec is None:
             next(self._parts(0), None)
@@ -496,9 +378,9 @@ class FileDataset(BatchedDataset):
             raise InvalidArgumentError(f"{self!r} has no rows, so that its element_spec is unknown")
         return self._spec
 
-    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
-        for batch in batched(self._parts(epoch), [self._batch_size], self._drop_remainder):
-            yield share(batch, replica, num_replicas, count)
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1, first: int = 0) -> Iterator[Any]:
+        whole = batched(self._parts(epoch), [self._batch_size], self._drop_remainder)
+        return (share(batch, replica, num_replicas, count) for batch in islice(whole, first, None))
 
     def _describe_source(self) -> str:
         names = [Path(file).name for file in self._files]
@@ -573,8 +455,9 @@ class IterableDataset(Dataset):
             self._spec = spec_of(first[0])
         return self._spec
 
-    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1) -> Iterator[Any]:
-        return self._shares(self._begin(), replica, num_replicas, count)
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1, first: int = 0) -> Iterator[Any]:
+        whole = self._counted(self._begin())
+        return (share(batch, replica, num_replicas, count) for batch in islice(whole, first, None))
 
     def describe(self) -> str:
         kind = type(self._source).__name__
@@ -592,7 +475,8 @@ class IterableDataset(Dataset):
         batches, self._once = self._once, None
         return batches
 
-    def _shares(self, batches: Iterator[Any], replica: int, num_replicas: int, count: int) -> Iterator[Any]:
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches whose number is that which the source has told."""
         length, found = self.num_batches, 0
         for batch in batches:
             if found == length:
@@ -600,7 +484,7 @@ class IterableDataset(Dataset):
             if self._spec is None:
                 self._spec = spec_of(batch)
             found += 1
-            yield share(batch, replica, num_replicas, count)
+            yield batch
         if length not in (None, found):
             self._refuse_length(length, str(found))
 

@@ -92,51 +92,46 @@ class Client:
         dtype = array.dtype.str if array.dtype.kind != "V" else array.dtype
         payload = dumps((name, dtype, array.shape), name)
         with self._call():
-            asked = self._ask(server, f"creation of {name}", messages.Create(ref.number), payload, call=ref.number)
-        _raise_first_error([asked])
+            self._ask(server, f"creation of {name}", messages.Create(ref.number), payload, call=ref.number)
         self.refs[ref.number] = ref
         weakref.finalize(ref, self.dropped.append, ref.number).atexit = False  # at any moment: only notes it
-        self.write("assign", [(ref, 0, array)])
+        self.write("assign", [(ref, array)])
         return ref
 
     def read(self, parts: Sequence[tuple[VariableRef, int, Array]]) -> None:
         """Read variables, or consecutive rows: of which, from which row on, and into which C-contiguous array."""
-        asked = []
         with self._call():
             for ref, start, target in parts:
                 if target.nbytes:
                     stop = start + len(target) if target.ndim else 0
                     message = messages.Read(next(numbers), ref.number, start, stop)
-                    asked.append(self._ask(ref.server, f"read of {ref.name}", message, call=message.call, into=target))
-        _raise_first_error(asked)
+                    self._ask(ref.server, f"read of {ref.name}", message, call=message.call, into=target)
 
     def read_rows(self, parts: Sequence[tuple[VariableRef, Array, Array]]) -> None:
         """Read single rows: of which variables, which, and into which C-contiguous arrays; each server is asked once."""
         by_server: dict[int, list[tuple[VariableRef, Array, Array]]] = {}
         for part in parts:
             by_server.setdefault(part[0].server, []).append(part)
-        asked, arrived = [], []
+        arrived = []
         with self._call():
             for server, shards in by_server.items():
                 refs, rows, targets = zip(*shards, strict=True)
                 wanted = np.array([[ref.number for ref in refs], [len(one) for one in rows]], np.int64)
                 into = targets[0] if len(targets) == 1 else np.concatenate(targets)  # one answer has the rows of all
                 message = messages.Gather(next(numbers), len(shards))
-                asked.append(self._ask(server, "read of rows", message, wanted, *rows, call=message.call, into=into))
+                self._ask(server, "read of rows", message, wanted, *rows, call=message.call, into=into)
                 arrived.append((targets, into))
-        _raise_first_error(asked)
         for targets, into in arrived:
             if len(targets) > 1:
                 for target, own in zip(targets, np.split(into, np.cumsum([len(one) for one in targets[:-1]])), strict=True):
                     target[...] = own
 
-    def write(self, method: str, parts: Sequence[tuple[VariableRef, int, Array]]) -> None:
-        """Change variables by one of `ASSIGNMENTS`, from a row on; it is done before anything that this rank asks for later."""
+    def write(self, method: str, parts: Sequence[tuple[VariableRef, Array]]) -> None:
+        """Change whole variables by one of `ASSIGNMENTS`; it is done before anything that this rank asks for later."""
         with self._call():
-            for ref, start, array in parts:
+            for ref, array in parts:
                 if array.nbytes:
-                    stop = start + len(array) if array.ndim else 0
-                    self._ask_to_write(ref, messages.Write(ref.number, ASSIGNMENTS.index(method), start, stop), array)
+                    self._ask_to_write(ref, messages.Write(ref.number, ASSIGNMENTS.index(method)), array)
 
     def scatter(self, method: str, parts: Sequence[tuple[VariableRef, Array, Array]]) -> None:
         """Apply rows, with their indices, to variables by one of `SCATTERS`; as `write` otherwise."""
@@ -160,7 +155,6 @@ class Client:
                 number = self.functions.send(defined.requests, self._ranks[ref.server], function)
                 message = messages.Run(next(numbers), number, ref.number, wants_results)
                 asked.append(self._ask(ref.server, what, message, payload, call=message.call))
-        _raise_first_error(asked)
         return [loads(one.answer) if wants_results else None for one in asked]
 
     def flush(self) -> None:
@@ -177,7 +171,10 @@ class Client:
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """Hold the servers for a call, and wait for all that it asks for; one that is given up before is the last one."""
+        """Hold the servers for a call, and wait for all that it asks for, or raise the first error in that.
+
+        A call that is given up before all has come is the last one.
+        """
         with self._lock:
             if self._given_up is not None:
                 cause, what = self._given_up
@@ -188,8 +185,10 @@ class Client:
                 ) from cause
             try:
                 yield
+                asked = list(self._under_way)
                 self._finish()
                 self._confirm_writes(_MOST_WRITES)
+                _raise_first_error(asked)
             except BaseException as error:
                 if self._under_way:
                     keep_alive_for_peers(self._under_way)

@@ -106,22 +106,19 @@ class ClusterCoordinator:
         Whose workers it has run functions.
     """
 
-    _dispatcher: Dispatcher
-
     def __new__(cls, strategy: Any) -> ClusterCoordinator:  # noqa: PYI034 - Self is of Python 3.11
         """Return the coordinator of a strategy."""
-        if not isinstance(dispatcher := getattr(strategy, "dispatcher", None), Dispatcher):
+        if not isinstance(getattr(strategy, "dispatcher", None), Dispatcher):
             raise InvalidArgumentError(
                 f"a ClusterCoordinator works with a mpistrat.experimental.ParameterServerStrategy; got {strategy!r}"
             )
-        found: ClusterCoordinator | None = getattr(strategy, "coordinator", None)
-        if found is None:
-            found = strategy.coordinator = super().__new__(cls)
-            found._strategy, found._dispatcher = strategy, dispatcher
+        found: ClusterCoordinator = getattr(strategy, "coordinator", None) or super().__new__(cls)
+        strategy.coordinator = found
         return found
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
+        self._dispatcher: Dispatcher = strategy.dispatcher
 
     @property
     def strategy(self) -> Any:

@@ -202,7 +202,11 @@ class Dispatcher:
 
     def _pump(self) -> None:
         while (received := self._receiver.poll()) is not None:
-            self._take(received)
+            self._taken += 1
+            if type(received.message) is messages.Stopped:
+                self._stopped.add(received.source)
+            else:
+                self._take_result(received)
         if self._channel.lost != self._lost:
             self._do_without(self._channel.lost)
         if self._sends:
@@ -230,13 +234,6 @@ class Dispatcher:
         message = messages.Run(call.number, self._client.functions.send(self._sends, rank, call.function), worker, not is_kept)
         self._channel.send(self._sends, rank, REQUEST, message, call.arguments.data)
         call.sent_to, self._in_flight[call.number] = worker, call
-
-    def _take(self, received: Received) -> None:
-        self._taken += 1
-        if type(received.message) is messages.Stopped:
-            self._stopped.add(received.source)
-        else:
-            self._take_result(received)
 
     def _take_result(self, received: Received) -> None:
         """Give a call its result; one that does not come whole fails the call, since it does not come again."""

@@ -73,8 +73,6 @@ class Gather(NamedTuple):  # likewise single rows; the payload: variables, how m
 class Write(NamedTuple):  # assign, add or subtract the payload; `method` is an index in `ASSIGNMENTS`
     variable: int
     method: int
-    start: int
-    stop: int
 
 
 class Scatter(NamedTuple):  # apply rows; the payload: their indices and the rows; `method` is an index in `SCATTERS`

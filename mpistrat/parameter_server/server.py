@@ -48,8 +48,9 @@ class _Task:
     idle: str
     answers: int  # their tag
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, kept: dict[int, Any]) -> None:
         self.channel = channel
+        self._kept = kept  # until the chief drops it, by its number: variables, or what functions have made
         # what loads a function, for a worker or for a server, when it is first called
         self._functions: dict[tuple[int, int], Callable[[int | None], Callable[..., Any]]] = {}
         self._methods: dict[type, Any] = {kind: getattr(type(self), kind.__name__.lower(), None) for kind in messages.KINDS}
@@ -85,6 +86,10 @@ class _Task:
         self._functions.pop((received.source, message.forgotten), None)
         data = bytes(self.channel.payload(received))
         self._functions[received.source, message.function] = cache(lambda worker: loads_on(worker, data))
+
+    def forget(self, message: messages.Forget, received: Received) -> None:
+        for number in loads(self.channel.payload(received)):
+            self._kept.pop(number, None)
 
     def stop(self, message: messages.Stop, received: Received) -> None:
         self._is_stopped = True
@@ -124,8 +129,8 @@ class VariableServer(_Task):
     idle, answers = "waits for requests", REPLY
 
     def __init__(self, channel: Channel) -> None:
-        super().__init__(channel)
         self._variables: dict[int, StoredVariable] = {}
+        super().__init__(channel, self._variables)
         self._failed: dict[int, Exception] = {}  # the first error in what a rank has asked for, until it hears of that
 
     def create(self, message: messages.Create, received: Received) -> None:
@@ -138,12 +143,12 @@ class VariableServer(_Task):
 
         self._answer(received, message.variable, create)
 
-    def forget(self, message: messages.Forget, received: Received) -> None:
-        for number in loads(self.channel.payload(received)):
-            self._variables.pop(number, None)
-
     def read(self, message: messages.Read, received: Received) -> None:
-        self._send_rows(received, lambda: _rows(self._variable(message.variable), message), message.variable)
+        def rows() -> Array:
+            array = self._variable(message.variable).value
+            return array[message.start : message.stop] if array.ndim else array
+
+        self._send_rows(received, rows, message.variable)
 
     def gather(self, message: messages.Gather, received: Received) -> None:
         asked = np.frombuffer(self.channel.payload(received), np.int64)
@@ -160,14 +165,14 @@ class VariableServer(_Task):
     def write(self, message: messages.Write, received: Received) -> None:
         method = ASSIGNMENTS[message.method]
         if method == "assign" and message.variable in self._variables and not self.channel.survives:
-            self.channel.receive_payload(received, _rows(self._unread(message.variable), message))
+            self.channel.receive_payload(received, self._unread(message.variable).value)
             return
         data = np.empty(received.nbytes, np.uint8)
         self.channel.receive_payload(received, data)
 
         def change() -> None:
-            target = _rows(self._unread(message.variable), message)
-            assign_to(target, method, data.view(target.dtype).reshape(target.shape))
+            array = self._unread(message.variable).value
+            assign_to(array, method, data.view(array.dtype).reshape(array.shape))
 
         self._change(received, change)
 
@@ -235,25 +240,25 @@ class Worker(_Task):
     idle, answers = "waits for a function", RESULT
 
     def __init__(self, client: Client) -> None:
-        super().__init__(client.channel)
+        super().__init__(client.channel, client.resources)
         self._client = client
 
     def run(self, message: messages.Run, received: Received) -> None:
-        resources, data = self._client.resources, self.channel.payload(received)
+        data = self.channel.payload(received)
 
         def run() -> bytes:
             try:
                 fn, result = self._result(message, received.source, data)
             except Exception as error:
                 if not message.wants_result:  # functions that use what could not be made raise the error
-                    resources[message.call] = partial(_raise, error, error.__traceback__)
+                    self._kept[message.call] = partial(_raise, error, error.__traceback__)
                     return b""
                 if isinstance(error, StopIteration):
                     raise OutOfRangeError("the dataset of the worker has ended") from error
                 raise
             if message.wants_result:
                 return dumps(result, f"the result of function {_name(fn)}")
-            resources[message.call] = lambda: result
+            self._kept[message.call] = lambda: result
             return b""
 
         self._answer(received, message.call, run)
@@ -271,15 +276,6 @@ class Worker(_Task):
             raise
         self._client.flush()
         return fn, result
-
-    def forget(self, message: messages.Forget, received: Received) -> None:
-        for number in loads(self.channel.payload(received)):
-            self._client.resources.pop(number, None)
-
-
-def _rows(variable: StoredVariable, message: messages.Read | messages.Write) -> Array:
-    array = variable.value
-    return array[message.start : message.stop] if array.ndim else array
 
 
 def _raise(error: Exception, trace: Any) -> NoReturn:

@@ -157,7 +157,7 @@ class ServerVariable(ChangeMethods, Mirrored):
 
     def _assign(self, method: str, value: Any) -> None:
         array = np.asarray(to_host(checked_value(method, value, self._component, self)), order="C")
-        self._client().write(method, self._parts(array, 0))
+        self._client().write(method, [(ref, part) for ref, _, part in self._parts(array, 0)])
 
     def _scatter(self, method: str, delta: IndexedSlices) -> Self:
         values, indices = map(to_host, checked_rows(method, delta, self._component, self))

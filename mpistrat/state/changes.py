@@ -244,8 +244,7 @@ class ChangeMethods:
 
 def checked_value(method: str, value: Any, target: Array, owner: object) -> Array:
     """Return a value as an array, after checking that `method` of `ASSIGNMENTS` can apply it to `target`, that of `owner`."""
-    if method == "assign_sub" and target.dtype.kind == "b":
-        raise UnsupportedDtypeError(f"{owner!r}.{method} is not defined for bool; accepted are integers, floats and complex")
+    _check_method(method, target, owner)
     return assignable(value, target, owner)
 
 
@@ -255,11 +254,6 @@ def assign_to(target: Array, method: str, value: Array) -> None:
         target[...] = value
     else:
         _UFUNCS[method](target, value, out=target)
-
-
-def by_rows(method: str) -> str:
-    """Return the method for rows that corresponds to ``scatter_nd_…`` for single entries."""
-    return method.replace("_nd_", "_")
 
 
 def checked_rows(method: str, delta: object, target: Array, owner: object) -> Rows:
@@ -322,7 +316,7 @@ def _wide(array: Array) -> np.dtype[np.generic]:
 def _check_method(method: str, target: Array, owner: object) -> None:
     if method in _ORDERED:
         check_dtype(_ORDERED[method], target.dtype, repr(owner))
-    if method == "scatter_sub" and target.dtype.kind == "b":
+    if method in ("assign_sub", "scatter_sub") and target.dtype.kind == "b":
         raise UnsupportedDtypeError(
             f"{owner!r}.{method} is not defined for bool; accepted are integers, floats and complex numbers"
         )

@@ -35,7 +35,6 @@ from mpistrat.state.changes import (
     VariableSynchronization,
     apply,
     assign_to,
-    by_rows,
     check_equal,
     checked_aggregation,
     checked_rows,
@@ -420,22 +419,21 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
 
     def _scatter(self, method: str, delta: Any) -> Variable:
         """Apply rows, or for ``scatter_nd_…`` indices and updates, of the ranks that take part, and return the variable."""
-        scope = self._participants(f"Variable.{method}")
+        scope, of_rows = self._participants(f"Variable.{method}"), method.replace("_nd_", "_")
         with self._refusing(method, scope):
-            target, rows = self._checked_rows(method, scope, delta)
+            target, rows = self._checked_rows(method, of_rows, scope, delta)
         self._compare(method, scope, *rows)
         if scope is Participants.REPLICAS:
             if self._aggregation is VariableAggregation.NONE:
                 self._require_equal(method, *rows)
             else:
                 rows = gathered_rows(rows, self._aggregation, self._communicator)
-        apply(by_rows(method), target, rows)
+        apply(of_rows, target, rows)
         self._send_root()
         return self
 
-    def _checked_rows(self, method: str, scope: Participants, delta: Any) -> tuple[Array, Rows]:
-        """Return the array whose rows are changed, which may be a view with flattened leading axes, and the rows."""
-        of_rows = by_rows(method)
+    def _checked_rows(self, method: str, of_rows: str, scope: Participants, delta: Any) -> tuple[Array, Rows]:
+        """Return the array whose rows are changed by `of_rows`, perhaps a view with flattened leading axes, and the rows."""
         by_entries = method != of_rows
         given = [self._own_part(method, scope, part) for part in (delta if by_entries else (delta,))]
         if self._is_on_read and self._strategy is not default_mode().strategy:

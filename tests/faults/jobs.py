@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,40 @@ def note_fault():
     Path("fault").write_text(str(time.time()))
 
 """
+
+
+# A job with parameter servers: what stands after this the chief does.
+SERVED = """
+import itertools
+import numpy as np
+import mpistrat
+from mpistrat.errors import CancelledError, UnavailableError
+from mpistrat.experimental import ParameterServerStrategy
+
+resolver = mpistrat.cluster_resolver.MPIClusterResolver(chief=1, ps=NUM_SERVERS)
+if resolver.task_type in ("worker", "ps"):
+    mpistrat.Server(resolver.cluster_spec(), job_name=resolver.task_type, task_index=resolver.task_id).join()
+    print("served", resolver.task_type, resolver.task_id, flush=True)
+    sys.exit()
+strategy = ParameterServerStrategy(resolver)
+coordinator = mpistrat.experimental.coordinator.ClusterCoordinator(strategy)
+pids = [int(Path("pid", str(rank)).read_text()) for rank in range(comm.size)]
+
+def kill_after(seconds, rank):
+    def kill():
+        note_fault()
+        os.kill(pids[rank], signal.SIGKILL)
+
+    killing = threading.Timer(seconds, kill)
+    killing.start()
+    return killing
+"""
+
+
+def with_servers(chief: str, **constants: object) -> str:
+    """Return the program of a job with parameter servers, of which the chief does what is passed, with constants."""
+    known = "".join(f"{name} = {value!r}\n" for name, value in {"NUM_SERVERS": 1, **constants}.items())
+    return known + SERVED + textwrap.dedent(chief)
 
 
 @dataclass(frozen=True)

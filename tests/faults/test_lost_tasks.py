@@ -10,44 +10,13 @@ from collections.abc import Callable
 
 import pytest
 
-from mpistrat.launch.mpiexec import find_mpi
-from tests.faults.jobs import Ended
+from tests.faults.jobs import Ended, with_servers
 from tests.processes import patient
+
+pytestmark = pytest.mark.usefixtures("needs_ulfm")
 
 Job = Callable[..., Ended]
 
-
-@pytest.fixture(autouse=True, scope="module")
-def needs_ulfm() -> None:
-    if find_mpi().flavour.name != "Open MPI":
-        pytest.skip("of the MPI libraries that are supported only Open MPI survives the loss of ranks")
-
-
-SERVED = """
-    import itertools
-    import numpy as np
-    import mpistrat
-    from mpistrat.errors import CancelledError, UnavailableError
-    from mpistrat.experimental import ParameterServerStrategy
-
-    resolver = mpistrat.cluster_resolver.MPIClusterResolver(chief=1, ps=NUM_SERVERS)
-    if resolver.task_type in ("worker", "ps"):
-        mpistrat.Server(resolver.cluster_spec(), job_name=resolver.task_type, task_index=resolver.task_id).join()
-        print("served", resolver.task_type, resolver.task_id, flush=True)
-        sys.exit()
-    strategy = ParameterServerStrategy(resolver)
-    coordinator = mpistrat.experimental.coordinator.ClusterCoordinator(strategy)
-    pids = [int(Path("pid", str(rank)).read_text()) for rank in range(comm.size)]
-
-    def kill_after(seconds, rank):
-        def kill():
-            note_fault()
-            os.kill(pids[rank], signal.SIGKILL)
-
-        killing = threading.Timer(seconds, kill)
-        killing.start()
-        return killing
-"""
 
 # A step reads and writes a vector that is sent in pieces, counts that it has run, and which example it has seen.
 TRAINING = """
@@ -154,15 +123,10 @@ HALF_OF_AN_ASSIGNMENT = """
 """
 
 
-def program(text: str, **constants: object) -> str:
-    """Return the program of a job, of which the chief does what is passed, with constants."""
-    return "".join(f"    {name} = {value!r}\n" for name, value in {"NUM_SERVERS": 1, **constants}.items()) + SERVED + text
-
-
 def test_training_goes_on_without_workers_that_are_killed(job: Job, worker_kill: int) -> None:
     instants = random.Random(worker_kill)
     kills = [(instants.uniform(0, 2), rank) for rank in instants.sample([2, 3, 4], 2 - worker_kill % 2)]
-    ended = job(5, program(TRAINING, KILLS=kills), survive=True)
+    ended = job(5, with_servers(TRAINING, KILLS=kills), survive=True)
     assert ended.code == 0, (kills, ended.stderr)
     assert "trained" in ended.stdout, (kills, ended.stderr)
     assert ended.stdout.count("served worker") == 3 - len(kills)
@@ -175,7 +139,7 @@ def test_a_server_that_is_killed_makes_the_rest_unavailable(job: Job, server_kil
     limit = patient(1.0)
     seconds = random.Random(server_kill).uniform(0, 1)
     way = ("auto", "mpi")[server_kill % 2]
-    ended = job(5, program(WITHOUT_A_SERVER, NUM_SERVERS=2, SECONDS=seconds), survive=True, MPISTRAT_INTRA_TRANSPORT=way)
+    ended = job(5, with_servers(WITHOUT_A_SERVER, NUM_SERVERS=2, SECONDS=seconds), survive=True, MPISTRAT_INTRA_TRANSPORT=way)
     assert ended.code == 0, (seconds, ended.stderr)
     assert "closed" in ended.stdout
     [told] = [line.split() for line in ended.stdout.splitlines() if line.startswith("unavailable")]
@@ -190,28 +154,13 @@ def test_a_chief_that_is_killed_ends_the_job_and_is_named(job: Job) -> None:
     limit = patient(5.0)
     ended = job(
         4,
-        program("    coordinator.schedule(time.sleep, (1000,))\n    kill_after(0.5, 0)\n    coordinator.join()\n"),
+        with_servers("coordinator.schedule(time.sleep, (1000,))\nkill_after(0.5, 0)\ncoordinator.join()\n"),
         survive=True,
     )
     ended.check(1)
     assert ended.seconds < limit
     assert "UnavailableError: ps 0 (rank 1 on " in ended.stderr
     assert ended.stderr.count("lost chief 0 (rank 0 on ") == 1
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "chief", "code"),
-    [
-        (3, "sys.exit(3)", 3),
-        (4, "raise KeyError('of the chief')", 1),
-        (4, "coordinator.schedule(time.sleep, (1000,)); time.sleep(0.5); note_fault(); sys.exit(3)", 3),
-        (4, "note_fault(); coordinator.schedule(sys.exit, (5,)).fetch()", 5),
-    ],
-)
-def test_a_rank_that_fails_ends_the_job_with_its_exit_code(job: Job, num_ranks: int, chief: str, code: int) -> None:
-    ended = job(num_ranks, program(f"    coordinator.schedule(abs, (-1,)).fetch()\n    {chief}\n"), survive=True)
-    ended.check(code)
-    assert "UnavailableError" not in ended.stderr
 
 
 def test_the_exit_code_of_a_chief_that_fails_after_it_has_caught_a_loss_is_that_of_the_job(job: Job) -> None:
@@ -223,12 +172,12 @@ def test_the_exit_code_of_a_chief_that_fails_after_it_has_caught_a_loss_is_that_
     except (CancelledError, UnavailableError):
         sys.exit(3)
 """
-    ended = job(4, program(chief, NUM_SERVERS=2), survive=True)
+    ended = job(4, with_servers(chief, NUM_SERVERS=2), survive=True)
     ended.check(3)
 
 
 def test_without_workers_the_rest_is_unavailable_and_no_variable_has_half_a_change(job: Job) -> None:
-    ended = job(3, program(HALF_OF_AN_ASSIGNMENT), survive=True, MPISTRAT_MAX_MESSAGE_BYTES="80000")
+    ended = job(3, with_servers(HALF_OF_AN_ASSIGNMENT), survive=True, MPISTRAT_MAX_MESSAGE_BYTES="80000")
     ended.check(1)
     assert "left are {0.0}\n" in ended.stdout
     assert "UnavailableError: chief 0 (rank 0 on " in ended.stderr

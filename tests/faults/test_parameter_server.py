@@ -8,32 +8,15 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.faults.jobs import Ended
+from tests.faults.jobs import Ended, with_servers
 from tests.processes import patient
 
 Job = Callable[..., Ended]
 
-CHIEF_AND_OTHERS = """
-    import numpy as np
-    import mpistrat
-    from mpistrat.experimental import ParameterServerStrategy
-
-    resolver = mpistrat.cluster_resolver.MPIClusterResolver(chief=1, ps=1)
-    if resolver.task_type in ("worker", "ps"):
-        mpistrat.Server(resolver.cluster_spec(), job_name=resolver.task_type, task_index=resolver.task_id).join()
-        print("served", resolver.task_type, flush=True)
-    else:
-        strategy = ParameterServerStrategy(resolver)
-        with strategy.scope():
-            number = mpistrat.Variable(1.0)
-        coordinator = mpistrat.experimental.coordinator.ClusterCoordinator(strategy)
-        pids = [int(Path("pid", str(rank)).read_text()) for rank in range(comm.size)]
-"""
-
 
 def program(chief: str) -> str:
-    """Return the program of a job, of which the chief does what is passed."""
-    return CHIEF_AND_OTHERS + "".join(f"        {line}\n" for line in chief.splitlines())
+    """Return the program of a job, of which the chief has a variable and does what is passed."""
+    return with_servers(f"with strategy.scope():\n    number = mpistrat.Variable(1.0)\n{chief}\n")
 
 
 @pytest.mark.parametrize(
@@ -63,10 +46,16 @@ def test_servers_end_with_the_chief(job: Job, chief: str) -> None:
         ("note_fault(); strategy.extended.update(number, lambda variable: sys.exit(6))", 6, ""),
     ],
 )
-def test_what_goes_wrong_ends_the_job(job: Job, chief: str, code: int, said: str) -> None:
-    ended = job(3, program(chief))
+@pytest.mark.parametrize("survive", [False, True])
+def test_what_goes_wrong_ends_the_job(
+    job: Job, chief: str, code: int, said: str, survive: bool, request: pytest.FixtureRequest
+) -> None:
+    if survive:
+        request.getfixturevalue("needs_ulfm")
+    ended = job(4, program(f"coordinator.schedule(abs, (-1,)).fetch()\n{chief}"), survive=survive)
     ended.check(code)
     assert said in ended.stderr
+    assert "UnavailableError" not in ended.stderr
 
 
 def test_an_error_of_the_chief_does_not_wait_for_a_function_that_runs(job: Job) -> None:
@@ -183,10 +172,9 @@ coordinator.join()
 
 
 def test_an_idle_server_leaves_its_core_to_others(job: Job) -> None:
-    text = program("time.sleep(3)") + "    print('busy', resolver.task_type, time.process_time() - began)\n"
-    text = text.replace("resolver = ", "began = time.process_time()\n    resolver = ", 1)
-    text += "    sys.stdout.flush()\n"
-    ended = job(3, text)
+    busy = "print('busy', resolver.task_type, time.process_time() - began, flush=True)\n"
+    text = program("time.sleep(3)").replace("resolver = ", "began = time.process_time()\nresolver = ", 1)
+    ended = job(3, text.replace("    sys.exit()\n", f"    {busy}    sys.exit()\n") + busy)
     seconds = {words[1]: float(words[2]) for line in ended.stdout.splitlines() if (words := line.split())[0] == "busy"}
     assert set(seconds) == {"chief", "ps", "worker"}
     assert max(seconds["ps"], seconds["worker"]) < 0.6, "of three seconds"

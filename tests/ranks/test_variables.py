@@ -1,4 +1,7 @@
-"""Variables over real collectives: equal everywhere, whatever the ranks start from."""
+"""Variables over real collectives: every cell of their behaviour, and equal everywhere, whatever the ranks start from.
+
+The cells are those of `tests.variable_matrix`; calls are compared in strict mode.
+"""
 
 import copy
 
@@ -6,18 +9,136 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.errors import AgreementError, UnsupportedDtypeError
+from mpistrat.communicator.sparse import IndexedSlices
+from mpistrat.errors import AgreementError, InvalidArgumentError
+from mpistrat.strategy.mirrored import CentralStorageStrategy
 from tests.launches import needs_ranks, on_ranks
+from tests.variable_matrix import CELLS, METHODS, check_cell, check_per_replica, declared, of_central_storage
 
 pytestmark = on_ranks(1, 3)
 
-AGGREGATION = mpistrat.VariableAggregation
-ON_READ = mpistrat.VariableSynchronization.ON_READ
+NONE, SUM, MEAN, ONLY_FIRST_REPLICA = mpistrat.VariableAggregation
+SYNCHRONIZATIONS = [mpistrat.VariableSynchronization.ON_WRITE, mpistrat.VariableSynchronization.ON_READ]
 
 
 def made(strategy, *arguments, **keywords):
     with strategy.scope():
         return mpistrat.Variable(*arguments, **keywords)
+
+
+# one strategy for many cells: making one for each would take longer than all of them
+@pytest.mark.parametrize("where", ["run", "scope", "update"])
+def test_cells(strategy, where):
+    failures = []
+    for cell in (cell for cell in CELLS if cell.where == where):
+        try:
+            check_cell(strategy, cell)
+        except (Exception, pytest.fail.Exception) as error:
+            failures.append(f"{cell}: {error!r}")
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("where", ["scope", "update"])
+def test_per_replica_values_outside_run(strategy, where):
+    for method in METHODS:
+        for synchronization in SYNCHRONIZATIONS:
+            check_per_replica(strategy, method, synchronization, where)
+
+
+def test_cells_of_central_storage(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", f"1x{comm.size}")
+    strategy = CentralStorageStrategy(parameter_device=f"rank:{comm.size - 1}")
+    for cell in CELLS:
+        if cell.synchronization is mpistrat.VariableSynchronization.ON_WRITE:
+            check_cell(strategy, of_central_storage(cell))
+    with strategy.scope():
+        variable = mpistrat.Variable(0.0)
+    assert float(variable.assign(comm.rank)) == comm.size - 1  # what the rank passed that keeps the variable
+    strategy.close()
+
+
+def test_replicas_scatter_different_numbers_of_rows(comm, strategy):
+    with strategy.scope():
+        table = mpistrat.Variable(np.zeros((comm.size + 1, 2), np.float32), aggregation=SUM)
+    # replica r adds r + 1 to each of the rows 1 … r; replica 0 has none
+    rows = np.arange(1, comm.rank + 1)
+    strategy.run(lambda: table.scatter_add(IndexedSlices(np.full((len(rows), 2), comm.rank + 1.0), rows)))
+    expected = [0.0] + [float(sum(range(row + 1, comm.size + 1))) for row in range(1, comm.size + 1)]
+    assert table.numpy()[:, 1].tolist() == expected
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_replicas_without_aggregation_that_change_a_variable_differently_all_raise(comm, strategy, method, strict):
+    strategy.extended.communicator.is_strict = strict
+    variable = declared(strategy, mpistrat.VariableSynchronization.ON_WRITE, NONE)
+    number = 1.0 + (comm.rank == comm.size - 1)
+    value = IndexedSlices([number], [0]) if method.startswith("scatter") else np.full(3, number)
+    message = rf"has aggregation NONE(.|\n)*rank {comm.size - 1}: Variable.*\.{method} of (.|\n)*correct: .*aggregation="
+    with pytest.raises(AgreementError, match=message):
+        strategy.run(lambda: getattr(variable, method)(value))
+    assert comm.allgather(variable.numpy().tolist()) == [[9, 4, 16]] * comm.size
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("synchronization", SYNCHRONIZATIONS)
+def test_ranks_must_assign_equal_values_outside_run(comm, strategy, synchronization):
+    variable = declared(strategy, synchronization, ONLY_FIRST_REPLICA)
+    with pytest.raises(AgreementError, match=r"rank 0: Variable\('v', .*\).assign of float64 \(3,\) \[0\., 0\., 0\.\]"):
+        variable.assign(np.full(3, float(comm.rank)))
+    with pytest.raises(AgreementError, match="ranks made different calls"):
+        variable.assign_add(np.full(3, float(comm.rank)))
+    assert comm.allgather(variable.numpy().tolist()) == [[9, 4, 16]] * comm.size
+
+
+@needs_ranks(2)
+def test_ranks_must_change_the_same_variable_in_the_same_way(comm, strategy):
+    with strategy.scope():
+        first, second = (mpistrat.Variable(0.0, name="v", aggregation=SUM) for _ in range(2))
+        copied = copy.deepcopy(first)
+    last = comm.rank == comm.size - 1
+    for other, number in ((second, "2"), (copied, "1, copied")):
+        with pytest.raises(AgreementError, match=rf"\.assign of variable 1\n(.|\n)*\.assign of variable {number}"):
+            strategy.run(lambda other=other: (other if last else first).assign(1.0))
+    with pytest.raises(AgreementError, match=r"\.assign_add of (.|\n)*\.assign_sub of"):
+        strategy.run(lambda: first.assign_sub(1.0) if last else first.assign_add(1.0))
+    assert (float(first), float(second)) == (0, 0)
+
+
+@needs_ranks(2)
+def test_where_one_replica_cannot_assign_all_raise(comm, strategy):
+    with strategy.scope():
+        variable = mpistrat.Variable(np.zeros(2), name="v", aggregation=SUM)
+        table = mpistrat.Variable(np.zeros((2, 2)), name="t", aggregation=SUM)
+    last = comm.rank == comm.size - 1
+    error, message = (InvalidArgumentError, "a value of shape") if last else (AgreementError, r"assign, which failed: Inv")
+    for run in (strategy.run, lambda fn: fn()):
+        with pytest.raises(error, match=message):
+            run(lambda: variable.assign(np.zeros(3 if last else 2)))
+    error, message = (InvalidArgumentError, "index 9 is out of range") if last else (AgreementError, "which failed: Inv")
+    with pytest.raises(error, match=message):
+        strategy.run(lambda: table.scatter_add(IndexedSlices(np.zeros((1, 2)), [9 if last else 0])))
+    assert comm.allreduce(1) == comm.size
+
+
+def load():
+    raise OSError("the disk is gone")
+
+
+@needs_ranks(2)
+def test_ranks_must_make_the_same_variables(comm, strategy):
+    last = comm.rank == comm.size - 1
+    with strategy.scope():
+        with pytest.raises(AgreementError, match=r"Variable\('w', float64 \(2,\), ON_WRITE, NONE, trainable=True\)"):
+            mpistrat.Variable(np.zeros(3 if last else 2), name="w")
+        with pytest.raises(AgreementError, match="ON_WRITE, MEAN, trainable"):
+            mpistrat.Variable(np.zeros(2), name="w", aggregation=SUM if last else MEAN)
+        for wrong, error, message in ((np.array(["text"]), TypeError, "w has dtype"), (load, OSError, "the disk is gone")):
+            with pytest.raises(error if last else AgreementError, match=message) as caught:
+                mpistrat.Variable(wrong if last else np.zeros(2), name="w")
+            assert last or "Variable(name='w'), which failed: " in str(caught.value)
+        assert float(mpistrat.Variable(2.0)) == 2, "the numbers of later ones are equal"
 
 
 def test_the_initial_value_is_that_of_rank_zero(comm, strategy):
@@ -28,37 +149,15 @@ def test_the_initial_value_is_that_of_rank_zero(comm, strategy):
     assert int(from_callable) == 0
 
 
-def test_one_rank_alone_cannot_change_a_variable(comm, strategy):
-    with strategy.scope():
-        variable = mpistrat.Variable(np.zeros(2))
-    if comm.rank == 0:
-        with pytest.raises(RuntimeError, match=r"ctx.update of Variable\(.*must be called inside strategy.run"):
-            mpistrat.get_replica_context().update(variable, np.add, (1.0,))
-    assert comm.allgather(variable.numpy().tolist()) == [[0, 0]] * comm.size
-
-
 @pytest.mark.parametrize("kind", ["ON_WRITE", "ON_READ"])
 def test_all_reduce_of_a_variable_combines_the_arrays_of_the_replicas(comm, strategy, kind):
     with strategy.scope():
         synchronization = mpistrat.VariableSynchronization[kind]
-        variable = mpistrat.Variable(np.arange(3.0), synchronization=synchronization, aggregation=AGGREGATION.SUM)
+        variable = mpistrat.Variable(np.arange(3.0), synchronization=synchronization, aggregation=SUM)
     total = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", [variable]))
     mean = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("mean", variable))
     assert strategy.experimental_local_results(total)[0][0].tolist() == [0, comm.size, 2 * comm.size]
     assert strategy.experimental_local_results(mean)[0].tolist() == [0, 1, 2]
-
-
-def test_an_initial_value_that_one_rank_cannot_load_is_an_error_on_all(comm, strategy):
-    strategy.extended.communicator.is_strict = True
-    culprit = comm.size - 1
-
-    def load():
-        if comm.rank == culprit:
-            raise OSError("the disk is gone")
-        return 1.0
-
-    with strategy.scope(), pytest.raises(OSError if comm.rank == culprit else AgreementError, match="the disk is gone"):
-        mpistrat.Variable(load, name="w")
 
 
 def apply_gradients(strategy, gradients_and_variables, apply, rate, name=None):
@@ -107,27 +206,3 @@ def test_an_update_that_differs_between_replicas_is_found_afterwards(comm, strat
     with pytest.raises(AgreementError, match=rf"{method}(.|\n)*checksum") as caught:
         strategy.run(step)
     assert len(str(caught.value)) < 4000
-
-
-@needs_ranks(2)
-def test_ranks_that_change_different_variables_without_a_name_are_told(comm, strategy):
-    first, second = (made(strategy, np.zeros(2), aggregation=mpistrat.VariableAggregation.SUM) for _ in range(2))
-    with pytest.raises(AgreementError, match=r"of variable 1(.|\n)*of variable 2"):
-        strategy.run(lambda: (second if comm.rank else first).assign(np.ones(2)))
-
-
-@needs_ranks(2)
-def test_a_copy_of_a_variable_is_another_one(comm, strategy):
-    variable = made(strategy, np.zeros(2), aggregation=mpistrat.VariableAggregation.SUM)
-    with strategy.scope():
-        copied = copy.deepcopy(variable)
-    with pytest.raises(AgreementError, match=r"of variable 1, copied"):
-        strategy.run(lambda: (copied if comm.rank else variable).assign(np.ones(2)))
-
-
-@needs_ranks(2)
-def test_a_variable_that_was_refused_on_one_rank_leaves_the_numbers_of_later_ones_equal(comm, strategy):
-    strategy.extended.communicator.is_strict = True
-    with pytest.raises((AgreementError, UnsupportedDtypeError)):
-        made(strategy, "x" if comm.rank else 1.0)
-    assert made(strategy, 2.0).numpy() == 2.0

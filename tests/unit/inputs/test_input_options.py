@@ -27,7 +27,7 @@ def test_defaults():
 
 
 @pytest.mark.parametrize(
-    ("fields", "error", "message"),
+    ("given", "error", "message"),
     [
         ((None, InputReplicationMode.PER_WORKER, True), InvalidArgumentError, "True needs .*PER_REPLICA; got PER_WORKER"),
         ((None, PER_REPLICA, True), InvalidArgumentError, "needs .*_fetch_to_device=False; got None, and None means True"),
@@ -38,16 +38,6 @@ def test_defaults():
         ({"experimental_replication_mode": "PER_REPLICA"}, TypeError, "must be InputReplicationMode; got 'PER_REPLICA'"),
         ({"experimental_place_dataset_on_device": None}, TypeError, "experimental_place_dataset_on_device must be bool; got N"),
         ({"auto_shard_policy": "DATA"}, TypeError, "auto_shard_policy must be AutoShardPolicy; got 'DATA'"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(fields, error, message):
-    with pytest.raises(error, match=message):
-        InputOptions(**fields) if isinstance(fields, dict) else InputOptions(*fields)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
         (lambda: InputContext(num_replicas_in_sync=0), InvalidArgumentError, "num_replicas_in_sync must be at least 1; got 0"),
         (lambda: InputContext(num_input_pipelines=0), InvalidArgumentError, "num_input_pipelines must be at least 1; got 0"),
         (lambda: InputContext(2, 2), InvalidArgumentError, "input_pipeline_id must be one of 0 to 1; got 2"),
@@ -57,9 +47,9 @@ def test_what_cannot_be_meant_is_refused(fields, error, message):
         (lambda: read_options({}), TypeError, r"options must be mpistrat.InputOptions or None; got dict"),
     ],
 )
-def test_contexts_of_nothing_are_refused(call, error, message):
+def test_what_cannot_be_meant_is_refused(given, error, message):
     with pytest.raises(error, match=message):
-        call()
+        given() if callable(given) else InputOptions(**given) if isinstance(given, dict) else InputOptions(*given)
 
 
 def test_per_replica_batch_size():

@@ -1,4 +1,4 @@
-"""What a dataset can be made of: files, samples, iterables; and what it cannot."""
+"""What a dataset can be made of: arrays, samples, files, iterables; and what it cannot."""
 
 from functools import partial
 from typing import NamedTuple
@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from mpistrat.errors import InvalidArgumentError
+import mpistrat
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.inputs.input_options import SHARD_HINT
 from mpistrat.inputs.rebatch import ArraySpec, share
 from mpistrat.inputs.sources import ArrayDataset, FileDataset, IterableDataset, MapDataset, as_dataset
@@ -41,6 +42,59 @@ def files_of(*sizes):
     """Return names of files, and a function that reads them: the rows of file i are numbered from 100 i on."""
     contents = {f"part-{index}": np.arange(100 * index, 100 * index + size) for index, size in enumerate(sizes)}
     return list(contents), contents.__getitem__
+
+
+# ----------------------------------------------------------------------------------------------------------------- arrays
+
+
+@pytest.mark.parametrize("kind", [ArrayDataset, MapDataset])
+def test_every_epoch_has_its_own_order(kind):
+    dataset, other_seed = (kind(np.arange(50), batch_size=50, shuffle=True, seed=seed) for seed in (3, 4))
+    first, second = (batch.tolist() for _ in range(2) for batch in dataset)
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert next(iter(other_seed)).tolist() != first
+
+
+def test_the_distributed_dataset_counts_its_own_epochs():
+    dataset = ArrayDataset(np.arange(50), batch_size=50, shuffle=True)
+    distributed = mpistrat.OneDeviceStrategy().experimental_distribute_dataset(dataset)
+    next(iter(dataset))  # as one rank alone may do
+    [first] = distributed
+    [second] = distributed
+    assert first.tolist() == next(dataset.batches(0)).tolist()
+    assert second.tolist() == next(dataset.batches(1)).tolist()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_only_the_rows_of_this_replica_are_taken_from_a_memory_map(tmp_path, monkeypatch, shuffle):
+    np.arange(64).tofile(tmp_path / "data.bin")
+    mapped = np.memmap(tmp_path / "data.bin", np.int64, "r")
+    taken = []
+
+    def spy(dataset, rows, read=ArrayDataset._read):
+        taken.extend(rows.tolist())
+        return read(dataset, rows)
+
+    monkeypatch.setattr(ArrayDataset, "_read", spy)
+    shares = list(ArrayDataset(mapped, 16, shuffle).batches(0, replica=1, num_replicas=4))
+    assert [type(share) for share in shares] == [np.ndarray] * 4
+    assert np.concatenate(shares).tolist() == taken
+    assert len(taken) == 16
+    if not shuffle:
+        assert taken == [row for first in (4, 20, 36, 52) for row in range(first, first + 4)]
+
+
+def test_of_an_array_that_is_not_contiguous_nothing_else_is_read():
+    rows = np.broadcast_to(np.arange(3.0), (10**12, 3))  # more than any memory holds
+    share = next(ArrayDataset(rows, 8).batches(0, replica=1, num_replicas=4))
+    assert (share.tolist(), share.flags.c_contiguous) == ([[0, 1, 2]] * 2, True)
+
+
+def test_text_can_be_fed_and_what_has_a_mask_cannot():
+    assert [batch.tolist() for batch in ArrayDataset(np.array(["a", "b", "c"]), 2)] == [["a", "b"], ["c"]]
+    with pytest.raises(UnsupportedDtypeError, match="it has a mask, which would be lost"):
+        ArrayDataset(np.ma.array([1.0, 2.0], mask=[False, True]), 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------- samples
@@ -95,12 +149,6 @@ def test_what_differs_or_has_no_rows_makes_no_batch(dataset, message):
         list(dataset)
 
 
-@pytest.mark.parametrize("samples", [iter([1]), {0: 1}, 3, {1, 2}])
-def test_samples_have_numbers(samples):
-    with pytest.raises(TypeError, match=rf"samples must have __getitem__\(number\).*; got {type(samples).__name__}"):
-        MapDataset(samples, 2)
-
-
 # ------------------------------------------------------------------------------------------------------------------ files
 
 
@@ -147,18 +195,30 @@ def test_shuffled_files_are_all_read_once_in_another_order_each_epoch():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("make", "error", "message"),
     [
-        (("data/*.npy", np.load, 2), TypeError, "files must be a sequence of paths.*; got 'data/"),
-        ((["a"], "load", 2), TypeError, "read_fn must be a function of a path, numpy.load for example; got 'load'"),
-        (([], np.load, 2), InvalidArgumentError, "at least one file; got none"),
-        ((["a"], np.load, 0), InvalidArgumentError, "batch_size must be at least 1; got 0"),
-        ((["a"], np.load, 1, True, -2), InvalidArgumentError, "seed must be at least 0; got -2"),
+        (lambda: ArrayDataset(np.zeros(3), 0), InvalidArgumentError, "batch_size must be at least 1; got 0"),
+        (lambda: ArrayDataset(np.zeros(3), 2.0), TypeError, "batch_size must be an int; got 2.0"),
+        (lambda: ArrayDataset(np.zeros(3), 2, True, -1), InvalidArgumentError, "seed must be at least 0; got -1"),
+        (
+            lambda: ArrayDataset({"x": np.zeros(3), "y": np.zeros(2)}, 2),
+            InvalidArgumentError,
+            r"\['x'\] has 3, arrays\['y'\] has 2",
+        ),
+        (lambda: ArrayDataset((), 2), InvalidArgumentError, "at least one array"),
+        (lambda: ArrayDataset([1, 2], 2), InvalidArgumentError, r"arrays\[0\] is a scalar; .*np.array\(list\)"),
+        (lambda: MapDataset(iter([1]), 2), TypeError, r"samples must have __getitem__\(number\).*; got list_iterator"),
+        (lambda: MapDataset({0: 1}, 2), TypeError, "; got dict"),
+        (lambda: MapDataset(3, 2), TypeError, "; got int"),
+        (lambda: MapDataset({1, 2}, 2), TypeError, "; got set"),
+        (lambda: FileDataset("data/*.npy", np.load, 2), TypeError, "files must be a sequence of paths.*; got 'data/"),
+        (lambda: FileDataset(["a"], "load", 2), TypeError, "read_fn must be a function of a path, .* example; got 'load'"),
+        (lambda: FileDataset([], np.load, 2), InvalidArgumentError, "at least one file; got none"),
     ],
 )
-def test_bad_file_datasets_are_refused(arguments, error, message):
+def test_what_makes_no_dataset_is_refused(make, error, message):
     with pytest.raises(error, match=message):
-        FileDataset(*arguments)
+        make()
 
 
 # -------------------------------------------------------------------------------------------------------------- iterables

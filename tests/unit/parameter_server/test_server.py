@@ -12,14 +12,14 @@ from mpistrat.parameter_server.server import VariableServer
 from mpistrat.parameter_server.variables import StoredVariable
 
 
-@pytest.mark.parametrize("change", [Write(0, 1, 0, 3), Scatter(0, 0, 3), Run(7, 0, 0, False)], ids=repr)
+@pytest.mark.parametrize("change", [Write(0, 1), Scatter(0, 0, 3), Run(7, 0, 0, False)], ids=repr)
 def test_a_variable_is_changed_only_when_no_answer_is_being_sent_from_its_array(change):
     array, other, waited = np.zeros(3), np.zeros(3), []
     channel = MagicMock(survives=False)
     channel.have_ended.return_value = False
     channel.wait.side_effect = lambda requests, *given, **named: waited.append((requests, array.tolist()))
     server = VariableServer(channel)
-    server._variables = {0: StoredVariable("read", array), 1: StoredVariable("other", other)}
+    server._variables.update({0: StoredVariable("read", array), 1: StoredVariable("other", other)})
     for variable, request in ((0, "of read"), (1, "of other")):
         channel.send_bare.return_value = [request]
         read = Read(5, variable, 0, 3)
