@@ -11,6 +11,7 @@ import pytest
 from mpistrat.errors import InvalidArgumentError, LaunchError, MpistratError, TopologyError
 from mpistrat.launch import environment, mpiexec, openmpi
 from mpistrat.launch.job import Ended, Killed
+from mpistrat.launch.libraries import FLAVOURS
 from mpistrat.tools import cli, doctor, run
 
 EXTRA = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx", "OMP_NUM_THREADS": "2"}
@@ -22,7 +23,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith(("OMPI_", "OMP_", "SLURM_", "MPISTRAT_"))]:
         monkeypatch.delenv(name)
-    mpi = mpiexec.Mpi(mpiexec.FLAVOURS[0], "/opt/my mpi/mpiexec", "5.0", "libmpi.so")
+    mpi = mpiexec.Mpi(FLAVOURS[0], "/opt/my mpi/mpiexec", "5.0", "libmpi.so")
     monkeypatch.setattr(mpiexec, "find_mpi", lambda: mpi)
     monkeypatch.setattr(openmpi, "num_cores", lambda: 4)
     monkeypatch.setattr(openmpi, "has_wheel", lambda _: True)
