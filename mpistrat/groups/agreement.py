@@ -18,6 +18,7 @@ import numpy as np
 from mpistrat.errors import AgreementError, MpistratError
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.steps import Steps, until
+from mpistrat.text import ranks_by
 from mpistrat.watch.verdict import mismatch_text
 from mpistrat.watch.watcher import watcher
 
@@ -201,9 +202,7 @@ class Agreement:
 
 def calls_differ(number: int, texts: Mapping[int, str], group: str = "world") -> AgreementError:
     """Return the error that lists which rank made which call."""
-    variants: dict[str, list[int]] = {}
-    for rank, text in sorted(texts.items()):
-        variants.setdefault(text, []).append(rank)
+    variants = ranks_by(sorted(texts.items()))
     error = AgreementError(mismatch_text(f"collective {number} of group {group}", variants))
     error.calls = tuple(variants)
     return error

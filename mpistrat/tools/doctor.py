@@ -13,7 +13,7 @@ from typing import Any
 
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.launch import process
-from mpistrat.text import format_count, format_elapsed, format_table, ranks_text
+from mpistrat.text import format_count, format_elapsed, format_table, ranks_by, ranks_text
 from mpistrat.watch import folder
 from mpistrat.watch.states import Neighbours, RankState, encode
 from mpistrat.watch.verdict import judge, waits_for
@@ -193,11 +193,8 @@ def _rank_row(state: RankState) -> tuple[str, ...]:
 
 
 def _waiting(job: JobReport) -> list[str]:
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, others in job.waits_for.items():
-        groups.setdefault(tuple(others), []).append(rank)
     lines = []
-    for missing, ranks in groups.items():
+    for missing, ranks in ranks_by((rank, tuple(others)) for rank, others in job.waits_for.items()).items():
         wait = "waits" if len(ranks) == 1 else "wait"
         if missing:
             lines.append(f"{ranks_text(ranks)} {wait} for {ranks_text(missing)}")

@@ -68,7 +68,7 @@ def execute(arguments: argparse.Namespace) -> int:
         raise LaunchError("a single rank has no other to communicate with; start more: mpistrat tune -n 4")
     seconds = measure(comm, world, max_bytes)
     if comm.Get_rank() == 0:
-        tuning = Tuning.of(present_conditions(world), seconds)
+        tuning = Tuning(present_conditions(world), seconds)
         path = tuning_path(tuning.conditions)
         try:
             tuning.write(path)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from mpistrat.errors import TopologyError
-from mpistrat.topology.discover import Gpu, check_gpus
+from mpistrat.launch.gpu_binding import Bound
+from mpistrat.topology.discover import Answer, Gpu, check_answers
+
+
+def check_gpus(gpus: Sequence[Gpu | None], allow_shared: bool) -> None:
+    check_answers([Answer("node0", (0, 1), Bound(""), gpu) for gpu in gpus], allow_shared)
 
 
 def _gpu(node="node0", uuid="a" * 32, index=0):
