@@ -37,7 +37,6 @@ _MIN_BYTES, _STEP_FACTOR = 16, 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``mpistrat tune``."""
     parser.description = (
         "Benchmark every all-reduce algorithm for some seconds, and cache the times in a file "
         "for this cluster, this MPI and this rank placement; auto chooses algorithms by it from then on. mpistrat tune -n 4 "

@@ -44,7 +44,6 @@ class Notice:
         return f"{self.communicator}-{self.number}"
 
     def error(self) -> CollectiveError:
-        """Return the error to raise."""
         return AgreementError(self.text) if self.is_mismatch else UnavailableError(self.text)
 
 
