@@ -216,13 +216,19 @@ def pause(began: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _poll(enter: Callable[[], MPI.Request]) -> None:
-    request, watching, began = enter(), watcher(), time.monotonic()
+def wait_for(request: MPI.Request, check: Callable[[], None] = lambda: None) -> None:
+    """Wait for what all ranks have to start, unless `check` raises, or the watcher finds that it never completes."""
+    watching, began = watcher(), time.monotonic()
     try:
         while not request.Test():
             if watching is not None:
                 watching.raise_verdict()
+            check()
             pause(began)
     except BaseException:
         keep_alive_for_peers(request)
         raise
+
+
+def _poll(enter: Callable[[], MPI.Request]) -> None:
+    wait_for(enter())
