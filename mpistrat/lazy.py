@@ -15,8 +15,6 @@ _IMPORT = re.compile(r"^    from (\S+) import (\w+) as (\w+)", re.MULTILINE)
 
 
 class PublicNames:
-    """The names of a package."""
-
     def __init__(self, package: str) -> None:
         globals_ = vars(sys.modules[package])
         source = "".join(linecache.getlines(globals_["__file__"], globals_))

@@ -19,7 +19,6 @@ class StderrHandler(logging.Handler):
         self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record."""
         stream = self._stream or sys.stderr
         try:
             stream.write("".join(f"mpistrat: {line}\n" for line in self.format(record).splitlines()))

@@ -5,6 +5,7 @@ Invariant: nothing is read at import; a setting is read when it is asked for.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -127,17 +128,22 @@ def _parse_some_bytes(text: str) -> int:
 
 def parse_duration(text: str) -> float:
     """Return the seconds of a text such as ``90``, ``10m``, ``1.5h``, or, as SLURM writes it, ``2:00:00`` or ``1-12:00:00``."""
-    days, dash, clock = text.strip().rpartition("-")
+    compact = text.strip()
+    days, dash, clock = compact.rpartition("-")
     try:
-        if unit := _SECONDS.get(text.strip()[-1:]):
-            return unit * _parse_seconds(text.strip()[:-1])
-        of_days, *rest = map(_parse_seconds, [days if dash else "0", *clock.split(":")])
-        # D-HH, D-HH:MM and D-HH:MM:SS begin with hours, others end with seconds
-        hours, minutes, seconds = [*rest, 0.0, 0.0][: max(3, len(rest))] if dash else [0.0] * (3 - len(rest)) + rest
+        if unit := _SECONDS.get(compact[-1:]):
+            total = unit * _parse_seconds(compact[:-1])
+        else:
+            of_days, *rest = map(_parse_seconds, [days if dash else "0", *clock.split(":")])
+            # D-HH, D-HH:MM and D-HH:MM:SS begin with hours, others end with seconds
+            hours, minutes, seconds = [*rest, 0.0, 0.0][: max(3, len(rest))] if dash else [0.0] * (3 - len(rest)) + rest
+            total = 86400 * of_days + 3600 * hours + 60 * minutes + seconds
+        if total == math.inf:
+            raise ValueError("no limit is no duration")
     except ValueError:
         accepted = "seconds, a number with s, m, h or d (10m), M:SS, H:MM:SS, D-HH and D-HH:MM:SS are accepted"
         raise InvalidArgumentError(f"{text!r} is not a duration: {accepted}") from None
-    return 86400 * of_days + 3600 * hours + 60 * minutes + seconds
+    return total
 
 
 def _parse_bool(text: str) -> bool:

@@ -31,27 +31,40 @@ def drive(
 ) -> None:
     """Advance `steps` to the end, yielding the core whenever they wait. NumPy raises nothing for their arithmetic.
 
-    Parameters
-    ----------
-    steps : iterator
-        The operation.
-    what : callable
-        Returns a description of the operation, for the error.
-    timeout_seconds : float
-        Deadline in seconds from now; 0 means none.
-    overdue : callable, optional
-        Returns the error to raise when the deadline has passed; by default it names the operation.
-    back_off : callable, optional
-        Called at each wait with the number of waits in a row before it; by default `yield_core`.
-    check : callable, optional
-        Called now and then while the steps wait; raises if they are known not to end.
-
-    Raises
-    ------
-    DeadlineExceededError
-        If the deadline passes first.
+    After `timeout_seconds`, unless they are 0, the DeadlineExceededError is raised that `overdue` returns; by default it names
+    `what`. At each wait `back_off` is called with the number of waits in a row before it, by default `yield_core`; now and then
+    `check`, which raises if the steps are known not to end.
     """
-    quiet()(_drive, steps, what, timeout_seconds, overdue, back_off, check)
+    wait = yield_core if back_off is None else back_off
+    polls_per_clock = _POLLS_PER_CLOCK if back_off is None else 1
+
+    def advance() -> None:
+        polls = waits = 0
+        deadline = time.monotonic() + timeout_seconds if timeout_seconds else 0.0
+        for worked in steps:
+            if worked:
+                waits = 0
+                continue
+            wait(waits)
+            waits += 1
+            polls += 1
+            if polls % polls_per_clock:
+                continue
+            try:
+                if check is not None:
+                    check()
+                if deadline and time.monotonic() > deadline:
+                    raise (
+                        DeadlineExceededError(f"{what()} did not end within {timeout_seconds:g} s; not all ranks have arrived")
+                        if overdue is None
+                        else overdue()
+                    )
+            except BaseException:
+                if isinstance(steps, Generator):
+                    steps.close()  # runs its cleanup now, and it cannot be resumed
+                raise
+
+    quiet()(advance)
 
 
 def ends_soon(steps: Steps) -> bool:
@@ -61,42 +74,6 @@ def ends_soon(steps: Steps) -> bool:
             return True
         os.sched_yield()
     return False
-
-
-def _drive(
-    steps: Steps,
-    what: Callable[[], str],
-    timeout_seconds: float,
-    overdue: Callable[[], DeadlineExceededError] | None,
-    back_off: Callable[[int], None] | None,
-    check: Callable[[], None] | None,
-) -> None:
-    wait = yield_core if back_off is None else back_off
-    polls_per_clock = _POLLS_PER_CLOCK if back_off is None else 1
-    polls = waits = 0
-    deadline = time.monotonic() + timeout_seconds if timeout_seconds else 0.0
-    for worked in steps:
-        if worked:
-            waits = 0
-            continue
-        wait(waits)
-        waits += 1
-        polls += 1
-        if polls % polls_per_clock:
-            continue
-        try:
-            if check is not None:
-                check()
-            if deadline and time.monotonic() > deadline:
-                raise (
-                    DeadlineExceededError(f"{what()} did not end within {timeout_seconds:g} s; not all ranks have arrived")
-                    if overdue is None
-                    else overdue()
-                )
-        except BaseException:
-            if isinstance(steps, Generator):
-                steps.close()  # runs its cleanup now, and it cannot be resumed
-            raise
 
 
 def until(has_come: Callable[[], bool]) -> Steps:

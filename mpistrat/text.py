@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _BINARY = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -51,6 +54,14 @@ def format_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> st
         for row in rows
     ]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def ranks_by(pairs: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
+    """Return from pairs of a rank and a value the ranks that share each value."""
+    ranks: dict[T, list[int]] = {}
+    for rank, value in pairs:
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

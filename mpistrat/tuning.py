@@ -13,7 +13,7 @@ import re
 import stat
 import tempfile
 import zlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +62,11 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Measured times, and their conditions."""
+    """Measured times, their conditions, and the day on which they were measured: ``2026-11-20``."""
 
     conditions: Conditions
-    date: str  # when it was measured: ``2026-11-20``
     seconds: Seconds
-
-    @classmethod
-    def of(cls, conditions: Conditions, seconds: Seconds) -> Tuning:
-        """Return the tuning of what was measured just now."""
-        return cls(conditions, datetime.date.today().isoformat(), seconds)
+    date: str = field(default_factory=lambda: datetime.date.today().isoformat())
 
     def model(self, world: World, source: str) -> CostModel:
         """Return the model for the measured world; `source` says where the measurements come from."""
@@ -110,7 +105,7 @@ class Tuning:
                 name: {int(_positive(int(num_bytes), _MOST_BYTES)): _positive(time) for num_bytes, time in times.items()}
                 for name, times in document["seconds"].items()
             }
-            return cls(conditions, str(document["date"]), seconds)
+            return cls(conditions, seconds, str(document["date"]))
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"it is not a file of mpistrat tune ({type(error).__name__}: {error})") from None
 

@@ -18,6 +18,7 @@ import numpy as np
 from mpistrat.errors import AgreementError, MpistratError
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.steps import Steps, until
+from mpistrat.text import ranks_by
 from mpistrat.watch.verdict import mismatch_text
 from mpistrat.watch.watcher import watcher
 
@@ -201,9 +202,7 @@ class Agreement:
 
 def calls_differ(number: int, texts: Mapping[int, str], group: str = "world") -> AgreementError:
     """Return the error that lists which rank made which call."""
-    variants: dict[str, list[int]] = {}
-    for rank, text in sorted(texts.items()):
-        variants.setdefault(text, []).append(rank)
+    variants = ranks_by(sorted(texts.items()))
     error = AgreementError(mismatch_text(f"collective {number} of group {group}", variants))
     error.calls = tuple(variants)
     return error
@@ -217,13 +216,19 @@ def pause(began: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _poll(enter: Callable[[], MPI.Request]) -> None:
-    request, watching, began = enter(), watcher(), time.monotonic()
+def wait_for(request: MPI.Request, check: Callable[[], None] = lambda: None) -> None:
+    """Wait for what all ranks have to start, unless `check` raises, or the watcher finds that it never completes."""
+    watching, began = watcher(), time.monotonic()
     try:
         while not request.Test():
             if watching is not None:
                 watching.raise_verdict()
+            check()
             pause(began)
     except BaseException:
         keep_alive_for_peers(request)
         raise
+
+
+def _poll(enter: Callable[[], MPI.Request]) -> None:
+    wait_for(enter())

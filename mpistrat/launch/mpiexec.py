@@ -15,53 +15,8 @@ from pathlib import Path
 from mpistrat import settings
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch import openmpi, survival
-from mpistrat.launch.bootstrap import CRAY_MPICH, no_library
 from mpistrat.launch.environment import in_slurm_allocation
-
-
-@dataclass(frozen=True)
-class MpiFlavour:
-    """How one family of MPI libraries and its mpiexec are recognised, and the options that this mpiexec needs."""
-
-    name: str
-    library: str  # a pattern of what MPI_Get_library_version returns; its first group is the version
-    launcher: str = ""  # a pattern of what `mpiexec --version` prints, likewise; empty: there is no mpiexec
-    programs: tuple[str, ...] = ()  # names of the mpiexec, the most specific first: plain `mpiexec` may belong to any
-    same_major: bool = False  # library and mpiexec work together only within one major version
-    oversubscribe_options: tuple[str, ...] = ()  # allow more ranks than cores
-    root_environ: tuple[tuple[str, str], ...] = ()  # without it, it refuses to run as root, in a container for example
-    tag_options: tuple[str, ...] = ("-l",)  # put the rank before each line that it prints
-    slurm_environ: tuple[tuple[str, str], ...] = ()  # for an allocation of SLURM, where it starts its daemons with srun
-    instead: str = ""  # how ranks are started, where the library has no mpiexec of its own
-
-
-FLAVOURS: tuple[MpiFlavour, ...] = (
-    MpiFlavour(
-        "Open MPI",
-        library=r"Open MPI v(\d[\w.]*)",
-        launcher=r"\((?:Open MPI|OpenRTE)\) (\d[\w.]*)",
-        programs=("mpiexec.openmpi", "mpiexec", "mpirun"),
-        same_major=True,
-        oversubscribe_options=("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
-        root_environ=(("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")),
-        tag_options=("--output", "rank"),
-    ),
-    MpiFlavour(
-        "Intel MPI",
-        library=r"Intel\(R\) MPI Library (\d[\w.]*)",
-        launcher=r"Intel\(R\) MPI Library for Linux\* OS, Version (\d[\w.]*)",
-        programs=("mpiexec.hydra", "mpiexec", "mpirun"),
-    ),
-    MpiFlavour(
-        "MPICH",
-        library=r"^(?:MPICH|MVAPICH2?) Version\s*:\s*(\d[\w.]*)",
-        launcher=r"HYDRA build details:\s+Version:\s+(\d[\w.]*)",
-        programs=("mpiexec.hydra", "mpiexec.mpich", "mpiexec", "mpirun"),
-        # else srun sets PMIx variables for hydra's proxies, with which MPICH fails in MPI_Init
-        slurm_environ=(("SLURM_MPI_TYPE", "none"),),
-    ),
-    MpiFlavour("Cray MPICH", library=CRAY_MPICH, instead="in an allocation of SLURM: srun -n 4 python -m mpi4py train.py"),
-)
+from mpistrat.launch.libraries import FLAVOURS, MpiFlavour, no_library, recognise
 
 
 @dataclass(frozen=True)
@@ -78,7 +33,15 @@ def find_mpi() -> Mpi:
     """Find the MPI that mpi4py loads in this interpreter, and its mpiexec, or raise a LaunchError. MPI is not started."""
     openmpi.set_home(os.environ)
     library, text = (_ask_mpi4py(question) for question in ("--mpi-library", "--mpi-lib-version"))
-    flavour, version = recognise(text, library)
+    if (known := recognise(text)) is None:
+        supported = ", ".join(flavour.name for flavour in FLAVOURS if flavour.programs)
+        identity = text.splitlines()[0] if text else ""
+        raise LaunchError(
+            f"mpi4py loads {library}, which identifies itself as {identity!r}; mpistrat run supports the mpiexec of "
+            f"{supported}. Start the program with this MPI's own launcher: srun, aprun or mpiexec, then python -m mpi4py and "
+            "the script."
+        )
+    flavour, version = known
     if flavour.instead:
         raise LaunchError(
             f"mpi4py loads {flavour.name} {version} from {library}, which has no mpiexec of its own. Start the program "
@@ -150,20 +113,6 @@ def _host_options(mpi: Mpi, hostfile: Path, environ: Mapping[str, str]) -> list[
         forwarded = [name for name in sorted(environ) if name.startswith(("MPISTRAT_", "MPI4PY_"))]
         options += [word for name in forwarded for word in ("-x", name)]
     return options
-
-
-def recognise(text: str, library: str) -> tuple[MpiFlavour, str]:
-    """Return the flavour and the version in the output of MPI_Get_library_version; a LaunchError lists those that are known."""
-    for flavour in FLAVOURS:
-        match = re.search(flavour.library, text, re.MULTILINE)
-        if match:
-            return flavour, match[1]
-    known = ", ".join(flavour.name for flavour in FLAVOURS if flavour.programs)
-    identity = text.splitlines()[0] if text else ""
-    raise LaunchError(
-        f"mpi4py loads {library}, which identifies itself as {identity!r}; mpistrat run supports the mpiexec of {known}. "
-        "Start the program with this MPI's own launcher: srun, aprun or mpiexec, then python -m mpi4py and the script."
-    )
 
 
 def belongs(flavour: MpiFlavour, version: str, version_text: str) -> bool:

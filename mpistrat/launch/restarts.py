@@ -41,18 +41,10 @@ def run_again(
     shared: Path | None,
     say: Callable[[str], None],
 ) -> int:
-    """Start a job, and again up to `most` times when it fails; return the last exit code.
+    """Start a job, and again up to `most` times when it fails, `delay` seconds later; return the last exit code.
 
-    Parameters
-    ----------
-    start : callable
-        Starts the job with these variables besides, waits, and returns how it has ended, and a text that says why.
-    most, delay : int, float
-        How often it is started again, and after how many seconds.
-    shared : Path, optional
-        A folder that all hosts share, if there are several.
-    say : callable
-        Prints a line.
+    `start` starts it with these variables besides, waits, and returns how it has ended and why; `say` prints a line. All hosts,
+    if there are several, share the folder `shared`.
     """
     failed_at: tuple[int, int] | None = None
     has_limit, first_start = bool(settings.TIME_LIMIT.read()), str(time.time())

@@ -53,7 +53,6 @@ def _errors_after_a_failure(request: pytest.FixtureRequest) -> AbstractContextMa
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare the plugin's setting."""
     parser.addini(
         "ranks_timeout",
         f"seconds that a test with the ranks mark may take before its job is ended (default: {TIMEOUT_SECONDS:g})",

@@ -112,7 +112,6 @@ class Subject:
             raise AssertionError(f"rule {rule.__name__.strip('_')!r}: {first[0]}")
 
     def allocate(self, nbytes: int) -> None:
-        """Allocate memory from the transport."""
         self._arena = self.transport.allocate(nbytes)
         shape, dtype = self._arena.shape, self._arena.dtype.name
         writable = self.transport.device is not None or self._arena.flags.writeable
@@ -171,18 +170,15 @@ class Subject:
         return values
 
     def put(self, target: Array, values: Array) -> None:
-        """Write to memory of the transport."""
         if self.transport.device:
             self.transport.device.put(target, values)
         else:
             target[...] = values
 
     def get(self, source: Array) -> Array:
-        """Return the contents of memory of the transport."""
         return self.transport.device.get(source) if self.transport.device else source
 
     def drive(self, steps: Steps, what: object) -> None:
-        """Advance steps to the end."""
         drive(steps, lambda: f"{self.transport.name}: {what}", STUCK_SECONDS)
 
     def settle(self) -> None:

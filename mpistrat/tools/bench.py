@@ -61,7 +61,6 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``mpistrat bench``."""
     parser.description = (
         "Benchmark a collective against plain MPI. mpistrat bench all_reduce -n 4 starts four ranks; or start it on all ranks "
         "of a job: srun python -m mpistrat bench all_reduce."

@@ -14,7 +14,6 @@ from mpistrat.text import format_bytes, format_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     parser.add_argument("action", choices=("list", "show", "verify"), help="what to do; show takes the newest of several")
     parser.add_argument("directory", type=Path, metavar="DIR", help="a checkpoint, or a directory of them")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -26,13 +26,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    Parameters
-    ----------
-    argv : sequence of str, optional
-        The arguments of ``mpistrat``; those of this process by default.
-    """
+    """Run one command, by default with the arguments of this process, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser(words[0] if words else "")
     arguments = parser.parse_args(words, argparse.Namespace(words=words))

@@ -39,7 +39,6 @@ LANES = ("intra", "inter", "world")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``mpistrat demo``."""
     run.add_rank_options(
         parser,
         ranks="number of ranks (default: as many as --nodes has, or 4)",

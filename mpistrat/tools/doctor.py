@@ -13,7 +13,7 @@ from typing import Any
 
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.launch import process
-from mpistrat.text import format_count, format_elapsed, format_table, ranks_text
+from mpistrat.text import format_count, format_elapsed, format_table, ranks_by, ranks_text
 from mpistrat.watch import folder
 from mpistrat.watch.states import Neighbours, RankState, encode
 from mpistrat.watch.verdict import judge, waits_for
@@ -26,7 +26,6 @@ _MOST_ENDED = 5  # in the list of jobs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``mpistrat doctor``."""
     parser.description = (
         "Show what each rank of a job on this host is doing, which rank waits for which, and whether that is a deadlock. The "
         "job may be running, or have ended with an error."
@@ -82,7 +81,6 @@ class JobReport:
 
     @property
     def name(self) -> str:
-        """The name of the job."""
         return self.path.name
 
     @property
@@ -92,7 +90,6 @@ class JobReport:
 
     @property
     def condition(self) -> str:
-        """Whether it runs, as a text."""
         return "runs" if self.is_running else "has ended"
 
     @property
@@ -106,7 +103,6 @@ class JobReport:
         return any(each.pid == pid for rank in ranks if rank for each in (rank, *process.ancestors(rank.pid)))
 
     def document(self) -> dict[str, Any]:
-        """Return it as a JSON document."""
         return {
             "job": self.name,
             "program": self.program,
@@ -193,11 +189,8 @@ def _rank_row(state: RankState) -> tuple[str, ...]:
 
 
 def _waiting(job: JobReport) -> list[str]:
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, others in job.waits_for.items():
-        groups.setdefault(tuple(others), []).append(rank)
     lines = []
-    for missing, ranks in groups.items():
+    for missing, ranks in ranks_by((rank, tuple(others)) for rank, others in job.waits_for.items()).items():
         wait = "waits" if len(ranks) == 1 else "wait"
         if missing:
             lines.append(f"{ranks_text(ranks)} {wait} for {ranks_text(missing)}")

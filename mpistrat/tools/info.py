@@ -36,20 +36,17 @@ print(json.dumps(found))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``mpistrat info``."""
     parser.description = "Show versions, the MPI library and how it was found, GPUs, and the settings."
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Print the information."""
     found = gather()
     print(json.dumps(found, indent=1) if arguments.json else _report(found))
     return 0
 
 
 def gather() -> dict[str, Any]:
-    """Return the information as a JSON document."""
     return {
         "versions": _versions(),
         "mpi": _mpi(),

@@ -22,7 +22,6 @@ _DTYPES = {dtype.name: dtype for dtype in map(np.dtype, ("bool", *_INTEGERS, *_I
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``mpistrat plan``."""
     parser.description = (
         "Show how an all-reduce would run on any number of nodes and ranks: algorithm, phases, their bytes and predicted times."
     )
@@ -37,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Print the plan."""
     world = World.from_shape(arguments.world)
     if arguments.dtype not in _DTYPES:
         raise UnsupportedDtypeError(f"unknown dtype {arguments.dtype!r}; accepted are {', '.join(_DTYPES)}")

@@ -24,7 +24,6 @@ from mpistrat.topology.world import World
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``mpistrat run``."""
     parser.usage = "mpistrat run [-n N] [option ...] (script.py | -m module) [argument ...]"
     add_rank_options(
         parser,

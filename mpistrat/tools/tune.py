@@ -37,7 +37,6 @@ _MIN_BYTES, _STEP_FACTOR = 16, 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``mpistrat tune``."""
     parser.description = (
         "Benchmark every all-reduce algorithm for some seconds, and cache the times in a file "
         "for this cluster, this MPI and this rank placement; auto chooses algorithms by it from then on. mpistrat tune -n 4 "
@@ -68,7 +67,7 @@ def execute(arguments: argparse.Namespace) -> int:
         raise LaunchError("a single rank has no other to communicate with; start more: mpistrat tune -n 4")
     seconds = measure(comm, world, max_bytes)
     if comm.Get_rank() == 0:
-        tuning = Tuning.of(present_conditions(world), seconds)
+        tuning = Tuning(present_conditions(world), seconds)
         path = tuning_path(tuning.conditions)
         try:
             tuning.write(path)

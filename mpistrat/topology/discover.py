@@ -11,7 +11,7 @@ from mpistrat.device.binding import bound_device
 from mpistrat.errors import LaunchError, MpistratError, SettingError, TopologyError
 from mpistrat.launch.gpu_binding import Bound, bind_again, what_is_bound
 from mpistrat.logger import logger
-from mpistrat.text import ranks_text
+from mpistrat.text import ranks_by, ranks_text
 from mpistrat.topology.world import World
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def check_gpu_assignment(comm: MPI.Intracomm) -> None:
 
 
 def check_answers(answers: Sequence[Answer], allow_shared: bool | str) -> None:
-    """Check the devices of all ranks."""
+    """Check that either all ranks of a job drive a GPU or none does, each as it was bound, and no two the same one."""
     problems = [(rank, answer.bound.problem) for rank, answer in enumerate(answers) if answer.bound.problem]
     if problems:
         rank, problem = problems[0]
@@ -121,36 +121,23 @@ def check_answers(answers: Sequence[Answer], allow_shared: bool | str) -> None:
         _check_place(rank, answer)
     if isinstance(allow_shared, str):
         raise LaunchError(f"rank 0 on {answers[0].node}: {allow_shared}")
-    try:
-        check_gpus([answer.gpu for answer in answers], allow_shared)
-    except TopologyError as error:
-        reasons = {answer.bound.why: answer for answer in answers if answer.gpu is None and answer.bound.why}
-        why = "; ".join(f"on {answer.node}: {reason}" for reason, answer in list(reasons.items())[:3])
-        raise TopologyError(f"{error} ({why})" if why else str(error)) from None
-
-
-def check_gpus(gpus: Sequence[Gpu | None], allow_shared: bool) -> None:
-    """Check that either all ranks of a job drive a GPU or none does, and that no two drive the same one."""
-    without = [rank for rank, gpu in enumerate(gpus) if gpu is None]
-    if without and len(without) < len(gpus):
-        driving = [rank for rank, gpu in enumerate(gpus) if gpu is not None]
+    gpus = {rank: answer.gpu for rank, answer in enumerate(answers) if answer.gpu is not None}
+    without = [rank for rank in range(len(answers)) if rank not in gpus]
+    if gpus and without:
+        reasons = {answers[rank].bound.why: answers[rank].node for rank in without if answers[rank].bound.why}
+        why = "; ".join(f"on {node}: {reason}" for reason, node in list(reasons.items())[:3])
         raise TopologyError(
-            f"{ranks_text(driving)} with a GPU, {ranks_text(without)} without: all ranks of a job must compute on "
+            f"{ranks_text([*gpus])} with a GPU, {ranks_text(without)} without: all ranks of a job must compute on "
             "GPUs, or all on CPUs. Ask the scheduler for GPUs on every node (SLURM: --gpus-per-node), install CuPy on all of "
-            "them, or set MPISTRAT_DEVICE=cpu"
+            "them, or set MPISTRAT_DEVICE=cpu" + (f" ({why})" if why else "")
         )
-    ranks_of: dict[str, list[int]] = {}
-    for rank, gpu in enumerate(gpus):
-        if gpu is not None:
-            ranks_of.setdefault(gpu.key, []).append(rank)
-    shared = {key: ranks for key, ranks in ranks_of.items() if len(ranks) > 1}
-    if shared and not allow_shared:
-        ranks = next(iter(shared.values()))
-        raise TopologyError(
-            f"{ranks_text(ranks)} drive the same GPU, {gpus[ranks[0]]}: each rank needs a GPU of its own. Start as many "
-            "ranks per node as it has GPUs, let every rank see all GPUs of its node (SLURM: --gpus-per-node=N "
-            "--gpu-bind=none), or set MPISTRAT_ALLOW_SHARED_GPU=1 for a test"
-        )
+    for ranks in ranks_by((rank, gpu.key) for rank, gpu in gpus.items()).values():
+        if len(ranks) > 1 and not allow_shared:
+            raise TopologyError(
+                f"{ranks_text(ranks)} drive the same GPU, {gpus[ranks[0]]}: each rank needs a GPU of its own. Start as many "
+                "ranks per node as it has GPUs, let every rank see all GPUs of its node (SLURM: --gpus-per-node=N "
+                "--gpu-bind=none), or set MPISTRAT_ALLOW_SHARED_GPU=1 for a test"
+            )
 
 
 def isolation(answers: Sequence[Answer]) -> str:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from mpistrat.errors import TopologyError
 from mpistrat.launch.environment import MOST_RANKS
-from mpistrat.text import format_count
+from mpistrat.text import format_count, ranks_by
 
 _ACCEPTED = "accepted are NODESxRANKS (2x4), ranks per node joined by + (3+1), each with :block or :cyclic behind it"
 
@@ -60,13 +60,8 @@ class World:
         """Build the world in which rank r is on the node labelled ``node_of_rank[r]``, whose name is ``names[r]``."""
         if not node_of_rank:
             raise TopologyError("a world needs at least one rank; got none")
-        members: dict[int, list[int]] = {}
-        for rank, label in enumerate(node_of_rank):
-            members.setdefault(label, []).append(rank)
-        groups = list(members.values())
-        return cls(
-            tuple(Node(index, names[ranks[0]] if names else f"node{index}", tuple(ranks)) for index, ranks in enumerate(groups))
-        )
+        nodes = enumerate(ranks_by(enumerate(node_of_rank)).values())
+        return cls(tuple(Node(index, names[ranks[0]] if names else f"node{index}", tuple(ranks)) for index, ranks in nodes))
 
     @classmethod
     def from_shape(cls, shape: str, num_ranks: int | None = None) -> World:

@@ -97,7 +97,6 @@ class RecordedCall:
 
     @property
     def key(self) -> Key:
-        """The collective."""
         return self.communicator, self.number
 
     @property
@@ -134,22 +133,18 @@ class RankFile:
 
     @property
     def rank(self) -> int:
-        """The rank."""
         return int(self._header["rank"])
 
     @property
     def size(self) -> int:
-        """The number of ranks of its job."""
         return int(self._header["size"])
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return int(self._header["pid"])
 
     @property
     def state(self) -> State:
-        """The last state that it has recorded."""
         return State(int(self._header["state"]))
 
     @property

@@ -168,7 +168,6 @@ def encode(states: Iterable[RankState]) -> list[dict[str, Any]]:
 
 
 def decode(rows: Iterable[dict[str, Any]]) -> list[RankState]:
-    """Return states from what `encode` returned."""
     return [RankState(**{**row, "calls": tuple(RecordedCall(**call) for call in row["calls"])}) for row in rows]
 
 

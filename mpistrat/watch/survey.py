@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mpistrat.text import ranks_by
 from mpistrat.watch.record import Key
 from mpistrat.watch.states import Neighbours, RankState, decode
 
@@ -84,9 +85,7 @@ class HostMessages:
 
     def __init__(self, comm: MPI.Intracomm, places: Sequence[str]) -> None:
         self.comm, self.rank, self.size = comm, comm.Get_rank(), comm.Get_size()
-        nodes: dict[str, list[int]] = {}
-        for rank, place in enumerate(places):
-            nodes.setdefault(place, []).append(rank)
+        nodes = ranks_by(enumerate(places))
         self.place = [*nodes].index(places[self.rank])  # of this host, in the order of their lowest ranks
         self.own = nodes.pop(places[self.rank])  # the ranks of this host
         self.others = list(nodes.values())  # those of each other host

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mpistrat.errors import AgreementError, CollectiveError, UnavailableError
-from mpistrat.text import ranks_text
-from mpistrat.watch.record import Key, RecordedCall
+from mpistrat.text import ranks_by, ranks_text
+from mpistrat.watch.record import Key
 from mpistrat.watch.states import RankState, entered
 
 _PREFIX = "verdict-"
@@ -44,7 +44,6 @@ class Notice:
         return f"{self.communicator}-{self.number}"
 
     def error(self) -> CollectiveError:
-        """Return the error to raise."""
         return AgreementError(self.text) if self.is_mismatch else UnavailableError(self.text)
 
 
@@ -84,14 +83,12 @@ def _different(states: Sequence[RankState]) -> Finding | None:
         calls = entered(states, key)
         if len({call.digest for call in calls.values()} - {0}) < 2:
             continue
-        variants: dict[str, list[int]] = {}
         first = next(iter(calls.values()))
-        for state in states:
-            if not first.takes(state.rank):
-                continue
-            call = calls.get(state.rank)
-            text = call.place if call else f"has not come to it: {state.doing()}"
-            variants.setdefault(text, []).append(state.rank)
+        variants = ranks_by(
+            (state.rank, calls[state.rank].place if state.rank in calls else f"has not come to it: {state.doing()}")
+            for state in states
+            if first.takes(state.rank)
+        )
         text = mismatch_text(f"collective {key[1]} of group world", variants)
         return Finding(Notice(*key, text, True), tuple((rank, call.digest, call.entered) for rank, call in calls.items()))
     return None
@@ -99,32 +96,30 @@ def _different(states: Sequence[RankState]) -> Finding | None:
 
 def _stuck(states: Sequence[RankState], looked_up: Collection[Key]) -> Finding | None:
     """Find ranks that wait for each other, or for ranks that have ended."""
-    by_rank = {state.rank: state for state in states}
+    calls = {state.rank: call for state in states if (call := state.waits_in) is not None}
+    running = {state.rank for state in states if state.state == "in"}
     missing = {
-        rank: others
-        for rank, others in waits_for(states, looked_up).items()
-        if by_rank[rank].state == "in" and not _call(by_rank[rank]).is_started
+        rank: others for rank, others in waits_for(states, looked_up).items() if rank in running and not calls[rank].is_started
     }
     over = {state.rank for state in states if state.state in _OVER}
     held = {*missing, *over}
-    while True:
-        free = {rank for rank in held - over if not held.intersection(missing[rank])}
-        if not free:
-            break
+    while free := {rank for rank in held - over if not held.intersection(missing[rank])}:
         held -= free
     waiting = sorted(held - over)
     if not waiting:
         return None
-    key = _call(by_rank[waiting[0]]).key
-    fingerprint = tuple((rank, _call(by_rank[rank]).key, _call(by_rank[rank]).entered) for rank in waiting)
-    reached = sorted(over.intersection(*[[other for rank in waiting for other in missing[rank]]]))
+    key = calls[waiting[0]].key
+    fingerprint = tuple((rank, calls[rank].key, calls[rank].entered) for rank in waiting)
+    reached = over.intersection(*[[other for rank in waiting for other in missing[rank]]])
     if reached:
-        return Finding(Notice(*key, _ended(by_rank, waiting, reached), False), (*fingerprint, *reached))
-    variants: dict[str, list[int]] = {}
-    for state in states:
-        call = state.waits_in
-        place = f"collective {call.number} of communicator {call.communicator}, {call.place}" if call else state.doing()
-        variants.setdefault(place, []).append(state.rank)
+        inside = ranks_by((rank, f"collective {calls[rank].number}, {calls[rank].place}") for rank in waiting)
+        text = _ended([state for state in states if state.rank in reached], inside)
+        return Finding(Notice(*key, text, False), (*fingerprint, *sorted(reached)))
+    variants = ranks_by(
+        (state.rank, f"collective {call.number} of communicator {call.communicator}, {call.place}" if call else state.doing())
+        for state in states
+        for call in [calls.get(state.rank)]
+    )
     return Finding(Notice(*key, mismatch_text("they wait for each other", variants), True), fingerprint)
 
 
@@ -141,25 +136,15 @@ def mismatch_text(what: str, variants: Mapping[str, Sequence[int]]) -> str:
     )
 
 
-def _ended(by_rank: dict[int, RankState], waiting: Sequence[int], reached: Sequence[int]) -> str:
-    calls: dict[str, list[int]] = {}
-    for rank in waiting:
-        call = _call(by_rank[rank])
-        calls.setdefault(f"collective {call.number}, {call.place}", []).append(rank)
-    who = [f"  rank {rank} ({by_rank[rank].node}): {by_rank[rank].doing()}" for rank in reached]
-    where = [f"  {ranks_text(ranks)}: {text}" for text, ranks in calls.items()]
+def _ended(reached: Sequence[RankState], inside: Mapping[str, Sequence[int]]) -> str:
+    who = [f"  rank {state.rank} ({state.node}): {state.doing()}" for state in reached]
+    where = [f"  {ranks_text(ranks)}: {text}" for text, ranks in inside.items()]
     return (
-        f"{ranks_text(reached)} will not come to a collective that others wait in:\n"
+        f"{ranks_text([state.rank for state in reached])} will not come to a collective that others wait in:\n"
         + "\n".join([*who, *where])
         + "\nEvery rank must make the same collective calls; a rank that has no data left must still take part in those of the "
         "others."
     )
-
-
-def _call(state: RankState) -> RecordedCall:
-    call = state.waits_in
-    assert call is not None, "it waits"
-    return call
 
 
 class Notices:

@@ -91,7 +91,6 @@ class Watcher:
         abort.before_end.append(lambda: self._recorder.note(state=State.FAILED))
 
     def raise_verdict(self) -> None:
-        """Raise the verdict, if there is one."""
         if self.verdict is None:
             return
         if self._verdict_on is not None and self._verdict_on not in self._inside():
@@ -133,7 +132,6 @@ class Watcher:
 
     @property
     def has_joined(self) -> bool:
-        """Whether it exchanges messages with other hosts."""
         return self._messages is not None
 
     def compare(self, timeout_seconds: float = 2.0, ranks: Sequence[int] | None = None) -> list[RankState]:

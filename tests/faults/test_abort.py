@@ -69,12 +69,6 @@ def test_error_raised_everywhere_but_on_rank_0_is_told_all_the_same(job: Job) ->
     assert ended.marked[-1] == f"[rank 1 on {HOST}] mpistrat.errors.AgreementError: alone"
 
 
-def test_keyboard_interrupt_is_quiet(job: Job) -> None:
-    ended = job(2, FAIL_ON_RANK_1.format(fault="signal.raise_signal(signal.SIGINT)"))
-    ended.check(130)
-    assert "Traceback" not in ended.stderr
-
-
 @pytest.mark.parametrize(
     ("fault", "code"), [("os._exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 137)], ids=["_exit", "SIGKILL"]
 )
@@ -85,42 +79,7 @@ def test_rank_that_vanishes_ends_the_job(job: Job, fault: str, code: int) -> Non
     assert not ended.leftovers()
 
 
-def test_exception_that_is_caught_ends_nothing(job: Job) -> None:
-    program = """
-        try:
-            raise ValueError("handled")
-        except ValueError:
-            pass
-        thread = threading.Thread(target=sys.exit, args=(0,))
-        thread.start(), thread.join()
-        mine.Barrier()
-        print("still here")
-    """
-    ended = job(2, program)
-    assert (ended.code, ended.stdout.split("\n").count("still here")) == (0, 2), ended.stderr
-
-
-def test_exception_in_a_forked_child_is_its_own(job: Job) -> None:
-    program = """
-        if os.fork() == 0:
-            try:
-                raise ValueError("in the child")
-            except ValueError as error:
-                sys.excepthook(type(error), error, error.__traceback__)
-                os._exit(0)
-        os.wait()
-        mine.Barrier()
-    """
-    ended = job(2, program, OMPI_MCA_mpi_warn_on_fork="0")
-    assert ended.code == 0, ended.stderr
-    assert not ended.marked
-
-
-def test_abort_can_be_switched_off(job: Job) -> None:
+@pytest.mark.parametrize(("num_ranks", "abort"), [(2, "0"), (1, "1")], ids=["switched off", "one rank alone"])
+def test_where_no_other_rank_is_to_be_ended_the_hooks_are_those_of_python(job: Job, num_ranks: int, abort: str) -> None:
     program = "sys.exit(sys.excepthook is not sys.__excepthook__ or threading.excepthook is not threading.__excepthook__)"
-    assert job(2, program, RUNNER, MPISTRAT_ABORT="0").code == 0
-
-
-def test_one_rank_alone_keeps_the_hooks_of_python(job: Job) -> None:
-    program = "sys.exit(sys.excepthook is not sys.__excepthook__ or threading.excepthook is not threading.__excepthook__)"
-    assert job(1, program, RUNNER).code == 0
+    assert job(num_ranks, program, RUNNER, MPISTRAT_ABORT=abort).code == 0

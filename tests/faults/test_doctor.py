@@ -85,7 +85,9 @@ def doctor(*words: str) -> dict[str, Any]:
 
 
 def test_it_shows_who_waits_for_whom_and_where_they_are(hanging: Hanging) -> None:
+    began = time.monotonic()
     job = doctor(str(hanging.launcher.pid))
+    assert time.monotonic() - began < patient(10)
     assert (job["size"], job["is_running"], job["finding"]) == (3, True, "")
     assert [(rank["rank"], rank["pid"], rank["state"]) for rank in job["ranks"]] == [
         (rank, pid, state) for (rank, pid), state in zip(enumerate(hanging.pids), ("in", "out", "in"), strict=True)
@@ -108,15 +110,6 @@ def test_it_tells_a_rank_that_is_stopped(hanging: Hanging) -> None:
     assert until(lambda: doctor(str(hanging.launcher.pid))["ranks"][1]["state"] == "out", SECONDS)
 
 
-def test_it_answers_within_two_seconds_of_its_own(hanging: Hanging, capsys: pytest.CaptureFixture[str]) -> None:
-    began = time.monotonic()
-    doctor(str(hanging.launcher.pid))
-    seconds = time.monotonic() - began
-    with capsys.disabled():
-        print(f"\nmpistrat doctor: {seconds:.2f} s", end="")
-    assert seconds < patient(10)
-
-
 def test_it_reads_what_a_job_has_left_that_was_killed(tmp_path: Path) -> None:
     with start_hanging(tmp_path) as killed:
         name = doctor(str(killed.launcher.pid))["job"]
@@ -137,20 +130,3 @@ def test_it_tells_the_rank_that_a_signal_has_ended_from_those_that_ended_with_it
     [line] = [line for line in done.stderr.splitlines() if line.startswith("mpistrat run:")]
     assert re.match(r"mpistrat run: rank 1 on \S+ \(process \d+\) was ended by signal 9 \(Killed; .*mpistrat doctor \S+$", line)
     assert [rank["state"] for rank in doctor(line.split()[-1])["ranks"]] == ["gone", "killed", "gone"]
-
-
-def test_a_job_that_there_is_not_is_an_error() -> None:
-    done = run_bounded([*DOCTOR, "no-such-job"], SECONDS)
-    assert done.returncode == 2
-    assert "no job of this user on this host has the name or a process 'no-such-job'" in done.stderr
-
-
-def test_without_jobs_it_says_so(tmp_path: Path) -> None:
-    program = (
-        "import sys; from pathlib import Path; from mpistrat.watch import folder; "
-        f"folder.bases = lambda: [Path({str(tmp_path / 'none')!r})]; "
-        "from mpistrat.tools.cli import main; sys.exit(main(['doctor']))"
-    )
-    done = run_bounded([sys.executable, "-c", program], SECONDS)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout.startswith("no mpistrat job of this user is running on this host")

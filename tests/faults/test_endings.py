@@ -67,8 +67,13 @@ def test_exits_that_say_nothing_is_wrong_end_normally(job: Job) -> None:
             sys.exit(4)
         except SystemExit as caught:
             assert (caught.code, repr(caught)) == (4, "SystemExit(4)")
-        thread = threading.Thread(target=sys.exit)
-        thread.start(), thread.join()
+        try:
+            raise ValueError("handled")
+        except ValueError:
+            pass
+        for arguments in ((), (0,)):
+            thread = threading.Thread(target=sys.exit, args=arguments)
+            thread.start(), thread.join()
         mine.Barrier()
         if comm.rank == 0:
             sys.exit()
@@ -130,8 +135,10 @@ def test_exit_handlers_may_be_calls_themselves(job: Job) -> None:
     assert (ended.code, ended.stderr, ended.stdout) == (0, "", "8.0 8.0\n" * 2)
 
 
-def test_ctrl_c_on_all_ranks_is_one_line(job: Job) -> None:
-    ended = job(2, "mine.Barrier(); note_fault(); signal.raise_signal(signal.SIGINT); time.sleep(1000)")
+@pytest.mark.parametrize("ranks", ["01", "1"], ids=["on all ranks", "on one rank"])
+def test_ctrl_c_is_one_line(job: Job, ranks: str) -> None:
+    fault = f"if str(comm.rank) in {ranks!r}: note_fault(); signal.raise_signal(signal.SIGINT); time.sleep(1000)"
+    ended = job(2, f"mine.Barrier()\n{fault}\nmine.Barrier()")
     ended.check(130)
     assert [line.partition("] ")[2] for line in ended.marked] == ["interrupted"]
     assert "Traceback" not in ended.stderr

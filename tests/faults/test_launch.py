@@ -33,8 +33,10 @@ def test_run_starts_the_ranks_and_hands_on_their_code(folder: Path) -> None:
     done = run_bounded([*MPISTRAT_RUN, "-n", "3", "--nodes", "2+1", "job.py", "-n", "x"], SECONDS)
     assert sorted(done.stdout.split("\n")) == ["", *(f"{rank} 3 ['-n', 'x'] 2+1" for rank in range(3))], done.stderr
     assert done.returncode == 0
-    (folder / "job.py").write_text(PROLOGUE + "sys.exit(5 if comm.rank == 1 else 0)")
-    assert run_bounded([*MPISTRAT_RUN, "-n", "2", "job.py"], SECONDS).returncode == 5
+    (folder / "package").mkdir()
+    (folder / "package/job.py").write_text(PROLOGUE + "print(__name__, sys.argv[1:]); sys.exit(5 if comm.rank == 1 else 0)")
+    done = run_bounded([*MPISTRAT_RUN, "-n", "2", "-m", "package.job", "--rate", "1"], SECONDS)
+    assert (done.returncode, done.stdout) == (5, "__main__ ['--rate', '1']\n" * 2), done.stderr
 
 
 @pytest.mark.parametrize("name", ["MPISTRAT_ABORT", "MPISTRAT_DEVICE", "MPISTRAT_STALL_SECONDS", "MPISTRAT_TRACEBACK"])
@@ -52,13 +54,6 @@ def test_a_setting_that_one_rank_cannot_read_at_its_start_is_told_to_all(folder:
     (folder / "job.py").write_text(textwrap.dedent(program))
     done = run_bounded([*MPISTRAT_RUN, "-n", "2", "job.py"], SECONDS)
     assert (done.returncode, done.stdout) == (0, "True\nTrue\n"), done.stderr
-
-
-def test_run_takes_a_module(folder: Path) -> None:
-    (folder / "package").mkdir()
-    (folder / "package/job.py").write_text("import sys; print(__name__, sys.argv[1:])")
-    done = run_bounded([*MPISTRAT_RUN, "-n", "2", "-m", "package.job", "--rate", "1"], SECONDS)
-    assert done.stdout.split("\n") == ["__main__ ['--rate', '1']", "__main__ ['--rate', '1']", ""], done.stderr
 
 
 def test_a_traceback_needs_no_banner_of_open_mpi_and_an_abort_without_one_has_it_once(folder: Path) -> None:
@@ -149,14 +144,3 @@ def test_what_an_mpiexec_that_was_killed_has_left_stops_no_later_one(folder: Pat
     done = run_bounded([*MPISTRAT_RUN, "-n", "1", "job.py"], SECONDS)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) in numbers, "a counter of processes that has begun again; run the test again"
-
-
-def test_srun_that_mpi_does_not_see_is_an_error() -> None:
-    # This process is alone, and says that srun started four.
-    variables = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
-    program = "from mpistrat.launch.bootstrap import start; start()"
-    done = run_bounded([sys.executable, "-c", program], SECONDS, {**os.environ, **variables})
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1, done.stderr
-    assert last.startswith("mpistrat.errors.LaunchError: rank 1 of srun: srun started 4 ranks, but MPI (")
-    assert ") formed worlds of 1: srun's --mpi type does not fit this MPI. Use srun --mpi=" in last

@@ -55,7 +55,7 @@ def test_all_ranks_choose_by_the_file_of_rank_0(comm, make_ops, world, kept):
     slowest_first = [*PLANNERS][::-1]
     found = {name: {64: 1e-6 * 10**place} for place, name in enumerate(slowest_first)}
     if comm.Get_rank() == 0:
-        tuning = Tuning.of(present_conditions(world), found)
+        tuning = Tuning(present_conditions(world), found)
         tuning.write(tuning_path(tuning.conditions))
     ops = make_ops(world)
     choice = ops.choose(16, FLOAT)

@@ -1,4 +1,4 @@
-"""``mpistrat bench``: what it prints and writes on two ranks, and what it refuses before MPI starts."""
+"""``mpistrat bench``: what it prints and writes on several ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.errors import DeadlineExceededError, SettingError
 from mpistrat.settings import ALGORITHM
-from mpistrat.tools import bench, cli
+from mpistrat.tools import bench
 from mpistrat.tools.bench import MAX_BLOCKS, MAX_ROUNDS, MIN_BLOCKS, MIN_ROUNDS
 from tests.gpu.stand_in import UNFINISHED
 from tests.gpu.stand_in_arrays import stand_in_gpu
@@ -26,12 +26,6 @@ def start_bench(*options: str, ranks: int = 2, nodes: str = "") -> subprocess.Co
     shape = ["--nodes", nodes] if nodes else []
     command = [sys.executable, "-m", "mpistrat", "bench", "all_reduce", "-n", str(ranks), *shape]
     return run_bounded([*command, *options], SECONDS)
-
-
-@pytest.fixture
-def unstarted(monkeypatch):
-    """Fail the test where MPI would start."""
-    monkeypatch.setattr(bench, "start", lambda: pytest.fail("started MPI"))
 
 
 def test_the_table():
@@ -82,34 +76,6 @@ def test_names_of_algorithms_are_the_planners():
     assert f"; {', '.join(['auto', *PLANNERS])} are accepted. " in str(caught.value)
     for name in ("auto", *PLANNERS):
         assert ALGORITHM.read({ALGORITHM.name: name}) == name
-
-
-@pytest.mark.usefixtures("unstarted")
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--max-bytes", "lots"], "'lots' is not a size: a number and B, KiB"),
-        (
-            ["--min-bytes", "6"],
-            "sizes from 6 to 67108864 bytes by a factor of 4 cannot be measured: accepted are multiples of 4",
-        ),
-        (["--min-bytes", "1KiB", "--max-bytes", "8"], "sizes from 1024 to 8 bytes by a factor of 4 cannot be measured"),
-        (["--step-factor", "1"], "sizes from 8 to 67108864 bytes by a factor of 1 cannot be measured"),
-    ],
-)
-def test_bad_words_start_nothing(words, message, capsys):
-    assert cli.main(["bench", "all_reduce", *words]) == 2
-    assert capsys.readouterr().err.startswith(f"mpistrat bench: {message}")
-
-
-@pytest.mark.usefixtures("unstarted")
-def test_unknown_algorithm_lists_the_known(capsys):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["bench", "all_reduce", "--algorithm", "best"])
-    assert caught.value.code == 2
-    printed = capsys.readouterr().err
-    assert "--algorithm: invalid choice: 'best'" in printed
-    assert all(name in printed.rpartition("choose from")[2] for name in bench.ALGORITHMS)
 
 
 def test_refusal_on_several_ranks_ends_the_job():

@@ -140,25 +140,6 @@ def test_failing_rank_gives_the_exit_code(tmp_path):
     assert "IsADirectoryError" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--ranks", "4", "--nodes", "2x3"], "node shape '2x3' describes 6 ranks, but there are 4; accepted are NODESxRANKS"),
-        (["--nodes", "two"], "node shape 'two' is malformed; accepted are NODESxRANKS"),
-        (["--ranks", "0"], "--ranks must be at least 1; got 0"),
-        (["--epochs", "0"], "--epochs must be at least 1; got 0"),
-        (["--out", "file/folder"], "--out file/folder cannot be created as a folder: Not a directory"),
-    ],
-)
-def test_bad_words_start_nothing(tmp_path, monkeypatch, capsys, words, message):
-    monkeypatch.setattr(run, "start", lambda *job: pytest.fail(f"started {job}"))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
-    assert cli.main(["demo", *words]) == 2
-    assert capsys.readouterr().err.startswith(f"mpistrat demo: {message}")
-    assert not (tmp_path / "mpistrat-demo").exists()
-
-
 def test_missing_packages_are_named_before_anything_starts(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "start", lambda *job: pytest.fail(f"started {job}"))
     monkeypatch.setattr(demo, "NEEDED", {**demo.NEEDED, "no_such_module": "no-such-package"})

@@ -6,6 +6,8 @@ import os
 import re
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -89,22 +91,22 @@ def folder(tmp_path):
     return tmp_path
 
 
-def _results(path) -> dict[str, tuple[str, str]]:
-    """Return, for each test, its outcome and text."""
-    found = {}
-    for case in ET.parse(path).getroot().iter("testcase"):
+def _run(folder: Path, *options: str, seconds: float = 120.0, environ: Mapping[str, str] | None = None):
+    """Run pytest there; return how it ended, and for each test its outcome and text."""
+    argv = [sys.executable, "-m", "pytest", "--junitxml=results.xml", *options]
+    done = run_bounded(argv, seconds, {**os.environ, **(environ or {})}, folder)
+    found: dict[str, tuple[str, str]] = {}
+    for case in ET.parse(folder / "results.xml").getroot().iter("testcase"):
         children = [child for child in case if child.tag in ("failure", "error", "skipped")]
         assert case.get("name") not in found, "each test is reported once"
         found[case.get("name")] = (children[0].tag, "".join(children[0].itertext())) if children else ("passed", "")
-    return found
+    return done, found
 
 
 def test_each_test_of_several_ranks_is_one_test_here(folder):
-    quick = {**os.environ, "MPISTRAT_STALL_SECONDS": "2"}
-    options = ["--greeting=hello", "-rs", "-k", "not selected", "--junitxml=results.xml", "-o", "ranks_timeout=5"]
-    done = run_bounded([sys.executable, "-m", "pytest", *options], 300, quick, folder)
+    options = ["--greeting=hello", "-rs", "-k", "not selected", "-o", "ranks_timeout=5"]
+    done, results = _run(folder, *options, seconds=300, environ={"MPISTRAT_STALL_SECONDS": "2"})
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
-    results = _results(folder / "results.xml")
     passed = {name for name, (outcome, _) in results.items() if outcome == "passed"}
     assert passed == {
         "test_in_this_process",
@@ -139,8 +141,7 @@ def test_a_job_that_cannot_begin_fails_each_of_its_tests_without_another_start(f
         "    raise ImportError('planted')\n"
         "@pytest.mark.ranks(2)\n@pytest.mark.parametrize('x', range(2))\ndef test_any(x): pass\n"
     )
-    done = run_bounded([sys.executable, "-m", "pytest", "--junitxml=results.xml"], 120, None, folder)
-    results = _results(folder / "results.xml")
+    done, results = _run(folder)
     assert [outcome for outcome, _ in results.values()] == ["failure", "failure"], done.stdout
     assert all("ImportError: planted" in text for _, text in results.values())
 
@@ -158,15 +159,14 @@ def test_any(communicator, x): pass
 
 def test_the_start_of_a_job_is_not_counted_as_the_time_of_a_test(folder):
     (folder / "test_planted.py").write_text(_SLOW.format(seconds=7))
-    done = run_bounded([sys.executable, "-m", "pytest", "--junitxml=results.xml", "-o", "ranks_timeout=6"], 120, None, folder)
-    assert [outcome for outcome, _ in _results(folder / "results.xml").values()] == ["passed", "passed"], done.stdout
+    done, results = _run(folder, "-o", "ranks_timeout=6")
+    assert [outcome for outcome, _ in results.values()] == ["passed", "passed"], done.stdout
 
 
 def test_a_job_that_never_begins_fails_each_of_its_tests(folder):
     (folder / "test_planted.py").write_text(_SLOW.format(seconds=1000))
     (folder / "conftest.py").write_text("from mpistrat.pytest import rank_jobs; rank_jobs.START_SECONDS = 2.0\n")
-    done = run_bounded([sys.executable, "-m", "pytest", "--junitxml=results.xml"], 120, None, folder)
-    results = _results(folder / "results.xml")
+    done, results = _run(folder)
     assert [outcome for outcome, _ in results.values()] == ["failure", "failure"], done.stdout
     for _, text in results.values():
         assert text.startswith("the job of 2 ranks has not collected the tests after 2 s")
@@ -188,8 +188,7 @@ def pytest_runtestloop(session):
 def test_a_process_of_xdist_runs_the_tests_that_it_is_given(folder):
     (folder / "test_planted.py").write_text(_SLOW.format(seconds=0).replace("range(2)", "range(5)"))
     (folder / "conftest.py").write_text(_LOOP.format(launched=_LAUNCHED))
-    done = run_bounded([sys.executable, "-m", "pytest", "--junitxml=results.xml"], 120, None, folder)
-    results = _results(folder / "results.xml")
+    done, results = _run(folder)
     assert {name: outcome for name, (outcome, _) in results.items()} == {
         "test_any[2-ranks-1]": "passed",
         "test_any[2-ranks-3]": "passed",
@@ -207,8 +206,8 @@ def test_fixtures_of_a_module_are_made_once_on_ranks(folder):
     (folder / "test_zzz.py").write_text(
         "import pytest, test_planted\n@pytest.mark.ranks(2)\ndef test_after(): assert test_planted.made == []\n"
     )
-    done = run_bounded([sys.executable, "-m", "pytest", "--color=no"], 120, None, folder)
-    assert "4 passed" in done.stdout, done.stdout
+    done, results = _run(folder)
+    assert [outcome for outcome, _ in results.values()] == ["passed"] * 4, done.stdout
 
 
 def test_a_session_started_on_ranks_runs_what_fits_it_and_agrees_on_it(folder):
@@ -228,7 +227,7 @@ def test_a_session_started_on_ranks_for_other_tests_starts_no_mpi(folder):
 
 def test_a_malformed_mark_or_setting_is_refused(folder):
     (folder / "test_planted.py").write_text("import pytest\n@pytest.mark.ranks(0)\ndef test_any(): pass\n")
-    done = run_bounded([sys.executable, "-m", "pytest"], 60, None, folder)
+    done, _ = _run(folder)
     assert "test_planted.py::test_any: pytest.mark.ranks(0): 0 is not a number of ranks" in done.stdout
     done = run_bounded([sys.executable, "-m", "pytest", "-o", "ranks_timeout=5m"], 60, None, folder)
     assert "ranks_timeout = 5m: a number of seconds was expected" in done.stderr

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mpistrat.tools import cli, tune
+from mpistrat.tools import cli
 from tests.processes import run_bounded
 
 SECONDS = 120.0
@@ -64,16 +64,3 @@ def test_one_rank_has_nothing_to_tune(kept):
     assert done.returncode == 2
     assert "a single rank has no other to communicate with; start more: mpistrat tune -n 4" in done.stderr
     assert not kept.exists()
-
-
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        ("lots", "'lots' is not a size: a number and B, KiB"),
-        ("8", "--max-bytes 8 is too small: accepted are sizes of at least"),
-    ],
-)
-def test_bad_sizes_start_nothing(size, message, monkeypatch, capsys):
-    monkeypatch.setattr(tune, "start", lambda: pytest.fail("started MPI"))
-    assert cli.main(["tune", "--max-bytes", size]) == 2
-    assert capsys.readouterr().err.startswith(f"mpistrat tune: {message}")

@@ -1,11 +1,16 @@
-"""What is imported only when it is needed: MPI, CuPy, and the libraries whose arrays are taken."""
+"""What is imported only when it is needed, as MPI and CuPy are, and what is imported as programs for TensorFlow do."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
 import pytest
+
+import mpistrat
+from mpistrat.experimental.partitioners import FixedShardsPartitioner
+from mpistrat.parameter_server.coordinator import ClusterCoordinator
 
 ONE_DEVICE = (
     "import mpistrat, numpy; strategy = mpistrat.OneDeviceStrategy(); "
@@ -34,3 +39,10 @@ def test_what_is_not_needed_is_not_imported(program: str, unneeded: list[str]) -
     program = f"import sys; {program}; sys.exit(' '.join({{*{unneeded}}} & {{*sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=False)
     assert done.stderr.strip() == ""
+
+
+@pytest.mark.parametrize(("module", "known"), [("coordinator", ClusterCoordinator), ("partitioners", FixedShardsPartitioner)])
+def test_what_tensorflow_has_as_a_module_is_one(module, known):
+    imported = importlib.import_module(f"mpistrat.experimental.{module}")
+    assert imported is getattr(mpistrat.experimental, module)
+    assert getattr(imported, known.__name__) is known

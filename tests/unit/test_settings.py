@@ -99,7 +99,10 @@ def test_a_setting_reads_its_type(setting: Setting[object], text: str, expected:
         (settings.TIMEOUT_SECONDS, "nan", "a number of seconds >= 0 is accepted"),
         (settings.TIME_LIMIT, "1:1:1:1", NO_DURATION),
         (settings.TIME_LIMIT, "-5", NO_DURATION),
-        *((settings.TIME_LIMIT, text, NO_DURATION) for text in ("1-", "m", "1:30m", "-5m", "10 minutes")),
+        *(
+            (settings.TIME_LIMIT, text, NO_DURATION)
+            for text in ("1-", "m", "1:30m", "-5m", "10 minutes", "inf", "infm", "1:inf", "1e999")
+        ),
     ],
 )
 def test_an_unreadable_value_names_the_variable_and_what_is_accepted(

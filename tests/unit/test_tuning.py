@@ -19,7 +19,7 @@ from mpistrat.tuning import Conditions, Seconds, Tuning, corrected, modelled_sec
 
 WORLD = World.from_shape("2x2")
 HERE = Conditions("node", "a processor, 2 cores", "Open MPI v5.0.11", "2x2 block")
-TUNING = Tuning.of(HERE, {name: {16: 1e-5} for name in ("flat", "hierarchical")})
+TUNING = Tuning(HERE, {name: {16: 1e-5} for name in ("flat", "hierarchical")})
 
 
 def changed(**fields: object) -> str:

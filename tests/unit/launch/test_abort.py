@@ -33,10 +33,14 @@ class FakeJob(SimpleNamespace):
         self.released.wait(30)
 
 
+def collect(arguments: threading.ExceptHookArgs) -> None:
+    """Stand for a test runner's hook."""
+
+
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
+def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    monkeypatch.setattr(threading, "excepthook", getattr(request, "param", threading.__excepthook__))
     monkeypatch.setattr(atexit, "register", lambda handler: None)
     fake = FakeJob()
     abort.install(fake)  # type: ignore[arg-type]
@@ -62,14 +66,8 @@ def test_job_ends_even_where_nothing_can_be_printed(job: FakeJob, monkeypatch: p
     assert job.code == 1
 
 
-def test_hook_of_a_test_runner_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    def collect(arguments: threading.ExceptHookArgs) -> None:
-        """Stand for a test runner's hook."""
-
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(threading, "excepthook", collect)
-    monkeypatch.setattr(atexit, "register", lambda handler: None)
-    abort.install(FakeJob())  # type: ignore[arg-type]
+@pytest.mark.parametrize("job", [collect], indirect=True)
+def test_hook_of_a_test_runner_stays(job: FakeJob) -> None:
     assert threading.excepthook is collect
     assert sys.excepthook is not sys.__excepthook__
 

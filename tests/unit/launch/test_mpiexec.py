@@ -7,16 +7,17 @@ import pytest
 
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch import mpiexec, openmpi
-from mpistrat.launch.mpiexec import FLAVOURS, Mpi, belongs, command, find_mpi, recognise
+from mpistrat.launch.libraries import FLAVOURS, MpiFlavour, recognise
+from mpistrat.launch.mpiexec import Mpi, belongs, command, find_mpi
 
-OPEN_MPI, INTEL_MPI, MPICH, CRAY_MPICH = FLAVOURS
+OPEN_MPI, MPICH, MVAPICH, CRAY_MPICH, INTEL_MPI = FLAVOURS
 LIBRARIES = {  # what MPI_Get_library_version says
     "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11": (OPEN_MPI, "5.0.11"),
     "Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4": (OPEN_MPI, "4.1.4"),
     "Open MPI v5.1.0rc1, package: Open MPI": (OPEN_MPI, "5.1.0rc1"),
     "MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25": (MPICH, "5.0.2"),
     "MPICH Version:\t4.0.2\nMPICH Release date:\tThu Apr  7": (MPICH, "4.0.2"),
-    "MVAPICH2 Version      :\t2.3.7\nMVAPICH2 Release date :\tWed March 02": (MPICH, "2.3.7"),
+    "MVAPICH2 Version      :\t2.3.7\nMVAPICH2 Release date :\tWed March 02": (MVAPICH, "2.3.7"),
     "Intel(R) MPI Library 2021.13 for Linux* OS\n": (INTEL_MPI, "2021.13"),
     "MPI VERSION    : CRAY MPICH version 8.1.25.17 (ANL base 3.4a2)\nMPI BUILD INFO : Sun Feb 26": (CRAY_MPICH, "8.1.25.17"),
     "MPI VERSION    : CRAY MPICH version 9.0.0.113 (ANL base 4.1.2)\n": (CRAY_MPICH, "9.0.0.113"),
@@ -38,25 +39,28 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("text", LIBRARIES)
 def test_library_is_recognised(text: str) -> None:
-    assert recognise(text, "libmpi.so") == LIBRARIES[text]
+    assert recognise(text) == LIBRARIES[text]
 
 
 @pytest.mark.parametrize("text", LAUNCHERS)
 def test_mpiexec_belongs_to_its_own_flavour_only(text: str) -> None:
     flavour, version = LAUNCHERS[text]
-    assert [row for row in FLAVOURS if belongs(row, version, text)] == [flavour]
+    rows = [row for row in FLAVOURS if row is not MVAPICH]  # it has the mpiexec of MPICH
+    assert [row for row in rows if belongs(row, version, text)] == [flavour]
     assert belongs(OPEN_MPI, "5.0.11", "mpiexec (Open MPI) 5.0.3")
     assert not belongs(OPEN_MPI, "5.0.11", "mpiexec (OpenRTE) 4.1.4"), "which cannot start ranks of 5"
     assert belongs(MPICH, "5.0.2", "HYDRA build details:\n    Version:    4.0.2\n")
 
 
-def test_unknown_library_lists_the_known() -> None:
+def test_unknown_library_lists_the_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"--mpi-library": "/opt/nec/libmpi.so", "--mpi-lib-version": "NEC MPI Version 3.5.0\nMore"}
+    monkeypatch.setattr(mpiexec, "_ask_mpi4py", answers.__getitem__)
     with pytest.raises(LaunchError) as caught:
-        recognise("NEC MPI Version 3.5.0\nMore", "/opt/nec/libmpi.so")
+        find_mpi()
     assert str(caught.value) == (
         "mpi4py loads /opt/nec/libmpi.so, which identifies itself as 'NEC MPI Version 3.5.0'; "
-        "mpistrat run supports the mpiexec of Open MPI, Intel MPI, MPICH. Start the program with this MPI's own launcher: "
-        "srun, aprun or mpiexec, then python -m mpi4py and the script."
+        "mpistrat run supports the mpiexec of Open MPI, MPICH, MVAPICH, Intel MPI. Start the program with this MPI's own "
+        "launcher: srun, aprun or mpiexec, then python -m mpi4py and the script."
     )
 
 
@@ -148,7 +152,7 @@ def test_missing_library_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None
         find_mpi()
 
 
-def mpi(flavour: mpiexec.MpiFlavour) -> Mpi:
+def mpi(flavour: MpiFlavour) -> Mpi:
     return Mpi(flavour, "/opt/bin/mpiexec", "5.0", "/opt/lib/libmpi.so")
 
 
@@ -192,9 +196,7 @@ def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         (INTEL_MPI, "2021.13", ["-l"]),
     ],
 )
-def test_lines_begin_with_the_rank_as_each_mpiexec_does_it(
-    flavour: mpiexec.MpiFlavour, version: str, options: list[str]
-) -> None:
+def test_lines_begin_with_the_rank_as_each_mpiexec_does_it(flavour: MpiFlavour, version: str, options: list[str]) -> None:
     found = Mpi(flavour, "mpiexec", version, "libmpi.so")
     argv, _ = command(2, ["prog"], tag_output=True, mpi=found, environ={})
     assert argv == ["mpiexec", "-n", "2", *options, "prog"]

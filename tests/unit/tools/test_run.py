@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.errors import InvalidArgumentError, LaunchError, MpistratError, TopologyError
+from mpistrat.errors import LaunchError
 from mpistrat.launch import environment, mpiexec, openmpi
 from mpistrat.launch.job import Ended, Killed
+from mpistrat.launch.libraries import FLAVOURS
 from mpistrat.tools import cli, doctor, run
 
 EXTRA = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx", "OMP_NUM_THREADS": "2"}
@@ -22,7 +23,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith(("OMPI_", "OMP_", "SLURM_", "MPISTRAT_"))]:
         monkeypatch.delenv(name)
-    mpi = mpiexec.Mpi(mpiexec.FLAVOURS[0], "/opt/my mpi/mpiexec", "5.0", "libmpi.so")
+    mpi = mpiexec.Mpi(FLAVOURS[0], "/opt/my mpi/mpiexec", "5.0", "libmpi.so")
     monkeypatch.setattr(mpiexec, "find_mpi", lambda: mpi)
     monkeypatch.setattr(openmpi, "num_cores", lambda: 4)
     monkeypatch.setattr(openmpi, "has_wheel", lambda _: True)
@@ -161,41 +162,6 @@ def test_ranks_on_other_hosts_are_told_where_progress_is(monkeypatch: pytest.Mon
 def test_options_end_with_the_program(capsys: pytest.CaptureFixture[str], words: str, end: str) -> None:
     assert cli.main(["run", *words.split()]) == 0
     assert capsys.readouterr().out.endswith(f"mpiexec' {end.format(sys.executable)}\n")
-
-
-MISSING = "the program is missing: a script, or -m and a module, after the options"
-NO_TIME = "is not a duration: seconds, a number with s, m, h or d (10m), M:SS, H:MM:SS, D-HH and D-HH:MM:SS are accepted"
-SHAPES = "accepted are NODESxRANKS (2x4), ranks per node joined by + (3+1), each with :block or :cyclic behind it"
-
-
-@pytest.mark.parametrize(
-    ("words", "kind", "text"),
-    [
-        (["train.py"], InvalidArgumentError, "the number of ranks is missing: -n N, or --nodes SHAPE for virtual nodes"),
-        (["-n2", "--timeout", "10 minutes", "train.py"], InvalidArgumentError, f"--timeout '10 minutes' {NO_TIME}"),
-        (
-            ["-n2", "--timeout", "0", "train.py"],
-            InvalidArgumentError,
-            "--timeout 0 would end the job at once; without --timeout it has no limit",
-        ),
-        (["-n2", "--restart-delay", "soon", "train.py"], InvalidArgumentError, f"--restart-delay 'soon' {NO_TIME}"),
-        (["-n2", "--max-restarts", "-1", "train.py"], InvalidArgumentError, "--max-restarts -1 is negative"),
-        (["-n", "0", "train.py"], InvalidArgumentError, "-n 0: a job needs at least 1 rank"),
-        (["-n", "2"], InvalidArgumentError, MISSING),
-        (["-n", "2", "--"], InvalidArgumentError, MISSING),
-        (["-n", "2", "trian.py"], InvalidArgumentError, "there is no script 'trian.py' in {}"),
-        (
-            ["-n", "4", "--nodes", "2x3", "train.py"],
-            TopologyError,
-            f"node shape '2x3' describes 6 ranks, but there are 4; {SHAPES}",
-        ),
-        (["-n", "4", "--nodes", "2by2", "train.py"], TopologyError, f"node shape '2by2' is malformed; {SHAPES}"),
-    ],
-)
-def test_bad_words_are_refused(words: list[str], kind: type[MpistratError], text: str) -> None:
-    with pytest.raises(kind) as caught:
-        execute(*words)
-    assert str(caught.value) == text.format(Path.cwd())
 
 
 def test_job_inside_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

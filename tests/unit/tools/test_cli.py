@@ -1,0 +1,144 @@
+"""The words of commands: which are refused, and that -n and --nodes of bench and tune start ranks only outside of a job."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mpistrat.launch import environment
+from mpistrat.launch.environment import LauncherView
+from mpistrat.tools import bench, cli, run, tune
+
+Started = list[tuple[list[str], int, str]]
+
+
+@pytest.fixture(autouse=True)
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    """Give the jobs that would be started, and let no measurement begin."""
+    jobs: Started = []
+    monkeypatch.setattr(run, "start", lambda program, ranks, nodes: jobs.append((program, ranks, nodes)) or 7)
+    monkeypatch.setattr(run, "follow", lambda *job: pytest.fail(f"started {job}"))
+    for command in (bench, tune):
+        monkeypatch.setattr(command, "start", lambda: pytest.fail("started MPI"))
+    return jobs
+
+
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Make this process a rank of a job of that size."""
+    return lambda size: monkeypatch.setattr(environment, "detect", lambda: LauncherView("srun", 1, size))
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "nodes"),
+    [
+        (["bench", "all_reduce", "-n", "4", "--max-bytes", "1KiB"], 4, ""),
+        (["bench", "all_reduce", "--nodes", "2+1"], 3, "2+1"),
+        (["tune", "-np", "4", "--nodes", "2x2"], 4, "2x2"),
+        (["tune", "--ranks=2"], 2, ""),
+    ],
+)
+def test_outside_of_a_job_the_same_command_runs_on_ranks_of_its_own(
+    started: Started, words: list[str], ranks: int, nodes: str
+) -> None:
+    assert cli.main(words) == 7
+    assert started == [(["-m", "mpistrat", *words], ranks, nodes)]
+
+
+MISSING = "the program is missing: a script, or -m and a module, after the options"
+NO_TIME = "is not a duration: seconds, a number with s, m, h or d (10m), M:SS, H:MM:SS, D-HH and D-HH:MM:SS are accepted"
+NO_SIZE = "is not a size: a number and B, KiB"
+SHAPES = "accepted are NODESxRANKS (2x4), ranks per node joined by + (3+1), each with :block or :cyclic behind it"
+NO_SIZES = "cannot be measured: accepted are multiples of 4 bytes, --min-bytes not above --max-bytes, and"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("run train.py", "the number of ranks is missing: -n N, or --nodes SHAPE for virtual nodes"),
+        ("run -n2 --timeout '10 minutes' train.py", f"--timeout '10 minutes' {NO_TIME}"),
+        ("run -n2 --timeout 0 train.py", "--timeout 0 would end the job at once; without --timeout it has no limit"),
+        ("run -n2 --restart-delay soon train.py", f"--restart-delay 'soon' {NO_TIME}"),
+        ("run -n2 --max-restarts -1 train.py", "--max-restarts -1 is negative"),
+        ("run -n 0 train.py", "-n 0: a job needs at least 1 rank"),
+        ("run -n 2", MISSING),
+        ("run -n 2 --", MISSING),
+        ("run -n 2 trian.py", "there is no script 'trian.py' in {cwd}"),
+        ("run -n 4 --nodes 2x3 train.py", f"node shape '2x3' describes 6 ranks, but there are 4; {SHAPES}"),
+        ("run -n 4 --nodes 2by2 train.py", f"node shape '2by2' is malformed; {SHAPES}"),
+        ("tune -n 0", "-n 0: a job needs at least 1 rank"),
+        ("tune --max-bytes lots", f"'lots' {NO_SIZE}"),
+        ("tune -n 2 --max-bytes 8", "--max-bytes 8 is too small: accepted are sizes of at least"),
+        ("bench all_reduce -n 4 --nodes 2x3", "node shape '2x3' describes 6 ranks, but"),
+        ("bench all_reduce --max-bytes lots", f"'lots' {NO_SIZE}"),
+        ("bench all_reduce --min-bytes 6", f"sizes from 6 to 67108864 bytes by a factor of 4 {NO_SIZES}"),
+        ("bench all_reduce --min-bytes 1KiB --max-bytes 8", f"sizes from 1024 to 8 bytes by a factor of 4 {NO_SIZES}"),
+        ("bench all_reduce --step-factor 1", f"sizes from 8 to 67108864 bytes by a factor of 1 {NO_SIZES}"),
+        ("demo --ranks 4 --nodes 2x3", f"node shape '2x3' describes 6 ranks, but there are 4; {SHAPES}"),
+        ("demo --nodes two", f"node shape 'two' is malformed; {SHAPES}"),
+        ("demo --ranks 0", "--ranks must be at least 1; got 0"),
+        ("demo --epochs 0", "--epochs must be at least 1; got 0"),
+        ("demo --out train.py/folder", "--out train.py/folder cannot be created as a folder: Not a directory"),
+        ("plan --bytes 8 --world 2y2", "node shape '2y2' is malformed; accepted are NODESxRANKS"),
+        ("plan --bytes 8 --world 0x2", "node shape '0x2' has a node without ranks or no nodes"),
+        ("plan --world 2x2 --bytes lots", f"'lots' {NO_SIZE}"),
+        (
+            "plan --world 2x2 --bytes 10",
+            "10 bytes are not a whole number of float32 elements; --bytes must be a multiple of 4",
+        ),
+        ("plan --world 2x2 --bytes 8 --dtype object", "unknown dtype 'object'; accepted are bool, int8,"),
+        ("plan --world 2x2 --bytes 8 --dtype ,", "unknown dtype ','; accepted are bool, int8,"),
+        ("plan --world 2x2 --bytes 8 --algorithm best", "unknown algorithm 'best'; accepted are auto, flat"),
+        ("plan --world 2x2 --bytes 8 --chunk-bytes x", "'x' is not a size"),
+    ],
+)
+def test_bad_words_start_nothing(
+    started: Started,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert cli.main(shlex.split(words)) == 2
+    out, err = capsys.readouterr()
+    assert (out, started, [path.name for path in tmp_path.iterdir()]) == ("", [], ["train.py"])
+    assert err.startswith(f"mpistrat {words.split()[0]}: {message.format(cwd=tmp_path)}")
+
+
+@pytest.mark.parametrize("words", [["bench", "all_reduce"], ["tune"]], ids=["bench", "tune"])
+def test_a_rank_of_another_job_refuses(
+    inside: Callable[[int], None], words: list[str], started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inside(8)
+    assert cli.main([*words, "-n", "4"]) == 2
+    assert capsys.readouterr().err.endswith(
+        ": 4 ranks are asked for inside a job of 8, which srun has started: leave out -n and --nodes there\n"
+    )
+    assert cli.main([*words, "--nodes", "4x2"]) == 2
+    assert capsys.readouterr().err.endswith(
+        ": --nodes 4x2 inside a job: MPISTRAT_VIRTUAL_NODES says it there, set before the job starts\n"
+    )
+    assert started == []
+
+
+def test_the_ranks_of_the_job_that_was_asked_for_measure(
+    inside: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, started: Started
+) -> None:
+    inside(4)
+    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", "2x2")
+    begun = []
+
+    def begin() -> None:
+        begun.append(True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "start", begin)
+    for words in (["-n", "4"], ["--nodes", "2x2"], []):
+        assert cli.main(["tune", *words]) == 130
+    assert (begun, started) == ([True] * 3, [])
