@@ -105,8 +105,6 @@ class CrossDeviceOps:
 
         The implementations below are called in cross-replica context.
         """
-        if not arrays:
-            return []
         values = [PerReplica(array) for array in arrays]
         with outside_replica():
             results = self._reduce_each(reduce_op, [(value, value) for value in values], options or CommunicationOptions())
