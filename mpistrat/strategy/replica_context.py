@@ -110,12 +110,6 @@ class ReplicaContext:
             be `value` itself, so that gradients exist once. Not together with a `weight`. Not in TensorFlow.
         experimental_hints : CommunicationOptions, optional
             The old name of `options`; deprecated.
-
-        Raises
-        ------
-        AgreementError
-            On every replica, if replicas pass different structures, shapes, dtypes or operations. If MPI reduces the arrays
-            between nodes, a later call raises it; with MPISTRAT_STRICT this one does.
         """
         self._require_current("all_reduce")
         if weight is None and experimental_hints is None:
@@ -149,12 +143,9 @@ class ReplicaContext:
         return out
 
     def start_all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Work[Any]:
-        """Start an `all_reduce`, and return a handle to wait for it. As `Communicator.start_all_reduce`. Not in TensorFlow.
+        """Start an `all_reduce`, and return a handle to wait for it. As `Communicator.start_all_reduce`. A collective call.
 
-        A collective call. Started operations run in the background, one after the other in the order of the calls, which must
-        be the same on all replicas. Any number can be started; every other collective of the strategy waits until they are
-        complete. The arrays of `value` must not be changed before ``wait()`` returns. The deadline of an operation counts from
-        when it begins to run.
+        Any number can be started. The arrays of `value` must not be changed before ``wait()`` returns. Not in TensorFlow.
         """
         self._require_current("start_all_reduce")
         leaves, structure = flatten(value)

@@ -1,6 +1,5 @@
 """The strategies one by one: devices, options, resolvers and roles, and what each refuses, on every rank."""
 
-import copy
 import json
 import re
 import time
@@ -411,13 +410,6 @@ def test_one_device_computes_here_alone(comm):
         assert strategy.extended.should_checkpoint
         total = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.full(2, comm.rank)))
         assert total.tolist() == [comm.rank] * 2
-
-
-def test_only_one_device_can_be_copied(comm, made):
-    assert copy.deepcopy(mpistrat.OneDeviceStrategy()).num_replicas_in_sync == 1
-    for kind in (mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy, CentralStorageStrategy):
-        with pytest.raises(ValueError, match=f"{kind.__name__}.* cannot be copied"):
-            copy.deepcopy(made(kind()))
 
 
 def test_ops_of_the_user_are_named_without_their_address(comm, made):

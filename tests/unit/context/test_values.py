@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.context.values import Mirrored, PerReplica, container_of, regroup, select_replica
+from mpistrat.context.values import Mirrored, PerReplica, regroup, select_replica
 from mpistrat.errors import InvalidArgumentError
 from tests.unit.replicas import on_replicas
 
@@ -161,14 +161,3 @@ def test_mappings_that_replicas_return_stay_what_they_are(kind, num_replicas):
         return reduced["loss"].tolist(), strategy.gather(result["loss"], axis=0).tolist()
 
     assert on_replicas(num_replicas, program) == [([2.0 * num_replicas], [2.0] * num_replicas)] * num_replicas
-
-
-def test_container_of_finds_the_value_that_a_component_came_from():
-    array, mirrored, per_replica = np.ones(2), Mirrored(np.ones(2)), PerReplica(np.ones(2))
-    assert container_of(mirrored.values[0]) is mirrored
-    assert container_of(per_replica.values[0]) is per_replica
-    assert container_of(array) is array
-    assert PerReplica(array).values[0] is array
-    (component,) = mirrored.values
-    del mirrored
-    assert container_of(component) is component

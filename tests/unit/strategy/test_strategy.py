@@ -214,13 +214,6 @@ def test_local_is_the_component_of_this_replica_anywhere():
     assert on_replicas(2, program) == [(0, [5, 6, None], 1, 0), (1, [5, 6, None], 1, 1)]
 
 
-def test_gather_of_a_scalar_is_refused():
-    with pytest.raises(InvalidArgumentError, match="at least one axis; got a scalar"):
-        on_replicas(2, lambda strategy: strategy.gather(PerReplica(1.0), axis=0))
-    with pytest.raises(InvalidArgumentError, match="axis 1 is out of range"):
-        on_replicas(2, lambda strategy: strategy.gather(PerReplica(np.ones(2)), axis=1))
-
-
 def test_run_replaces_distributed_values_at_any_depth():
     def program(strategy):
         rank = strategy.extended.communicator.rank
