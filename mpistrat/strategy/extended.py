@@ -260,14 +260,21 @@ class StrategyExtended:
         with self.communicator.refusing("extended.update"):
             if not hasattr(var, "update_component"):
                 raise TypeError(f"extended.update changes a mpistrat.Variable; got {var!r}")
-            given = _given_by_all(args, kwargs)
+            given = tuple(args), dict(kwargs or {})
+        args, kwargs = self._arguments_of_update(given)
+        with self.communicator.refusing("extended.update"):
+            leaves = _given_by_all(args, kwargs)
             may_differ = isinstance(var.across_replicas(), PerReplica)  # ON_READ
-            fingerprint = "" if may_differ else _fingerprint(given)
+            fingerprint = "" if may_differ else _fingerprint(leaves)
         self.communicator.note(f"extended.update of {var!r}{fingerprint}")
         with enter_or_assert_strategy(self._strategy):
             in_replica_context_of(var.distribute_strategy, "strategy.extended.update")  # refused under another strategy
             with updating(self.communicator.rank):
                 return _results(var.update_component(fn, args, kwargs), group)
+
+    def _arguments_of_update(self, given: Any) -> Any:
+        """Return arguments of `update` as the function gets them on each rank."""
+        return given
 
     def update_non_slot(
         self,

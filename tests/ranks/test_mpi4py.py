@@ -289,36 +289,24 @@ READ_ONLY = np.zeros(3)
 READ_ONLY.flags.writeable = False
 
 
-@pytest.mark.parametrize(
-    ("send", "receive", "error"),
-    [
-        (np.ones(3), np.ones(2), ValueError),
-        (np.ones(3), np.ones(3, "f4"), ValueError),
-        (np.ones(6)[::2], np.ones(3), BufferError),
-        (np.ones(3), np.ones(6)[::2], BufferError),
-        (np.ma.array([1.0, 2.0], mask=[False, True]), np.ones(2), UnsupportedDtypeError),
-        (1.0, np.ones(1), TypeError),
-        ([np.ones(2), 3, MPI.DOUBLE], np.ones(3), ValueError),
-        ([np.ones(2), -1], np.ones(3), ValueError),
-        (np.ones(3), READ_ONLY, BufferError),
-        (MPI.IN_PLACE, READ_ONLY, BufferError),
-        ([MPI.BOTTOM, 1, MPI.DOUBLE], np.ones(1), InvalidArgumentError),
-    ],
-    ids=[
-        "lengths",
-        "dtypes",
-        "strided",
-        "strided target",
-        "masked",
-        "a number",
-        "too short",
-        "negative",
-        "read-only",
-        "read-only in place",
-        "bottom",
-    ],
-)
-def test_wrong_buffers_are_refused_as_by_mpi4py(wrapped, send, receive, error):
+WRONG_BUFFERS = {
+    "lengths": (np.ones(3), np.ones(2), ValueError),
+    "dtypes": (np.ones(3), np.ones(3, "f4"), ValueError),
+    "strided": (np.ones(6)[::2], np.ones(3), BufferError),
+    "strided target": (np.ones(3), np.ones(6)[::2], BufferError),
+    "masked": (np.ma.array([1.0, 2.0], mask=[False, True]), np.ones(2), UnsupportedDtypeError),
+    "a number": (1.0, np.ones(1), TypeError),
+    "too short": ([np.ones(2), 3, MPI.DOUBLE], np.ones(3), ValueError),
+    "negative": ([np.ones(2), -1], np.ones(3), ValueError),
+    "read-only": (np.ones(3), READ_ONLY, BufferError),
+    "read-only in place": (MPI.IN_PLACE, READ_ONLY, BufferError),
+    "bottom": ([MPI.BOTTOM, 1, MPI.DOUBLE], np.ones(1), InvalidArgumentError),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_BUFFERS)
+def test_wrong_buffers_are_refused_as_by_mpi4py(wrapped, name):
+    send, receive, error = WRONG_BUFFERS[name]
     with pytest.raises(error):
         wrapped.Allreduce(send, receive)
 

@@ -133,11 +133,25 @@ def assert_about(found, sizes, size):
     assert all(0 <= buffer - wanted < 4 * size for buffer, wanted in zip(found, sizes, strict=True)), (found, sizes)
 
 
-@pytest.mark.parametrize(("limit", "packs"), [(25, [40, 30, 30]), (0, [100]), (1, [40, 30, 20, 10]), (40, [70, 30])])
-def test_packs_begin_with_the_last_arrays_and_results_come_in_order(comm, strategy, limit, packs):
+@pytest.mark.parametrize(
+    ("own", "limit", "packs"),
+    [
+        (0, 25, [40, 30, 30]),
+        (0, 0, [100]),
+        (0, 1, [40, 30, 20, 10]),
+        (0, 40, [70, 30]),
+        (25, None, [40, 30, 30]),
+        (25, 50, [70, 30]),
+    ],
+)
+def test_packs_begin_with_the_last_arrays_and_options_of_a_call_win(comm, shape, monkeypatch, own, limit, packs):
+    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
+    options = CommunicationOptions(bytes_per_pack=own, algorithm="flat")
+    strategy = mpistrat.MultiWorkerMirroredStrategy(communication_options=options)
     arrays = [np.full(count, count, np.uint8) for count in (10, 20, 30, 40)]
-    options = CommunicationOptions(bytes_per_pack=limit, algorithm="flat")
-    assert_about(packs_sent(strategy, arrays, options), packs, comm.size)
+    found = packs_sent(strategy, arrays, None if limit is None else CommunicationOptions(bytes_per_pack=limit))
+    strategy.close()
+    assert_about(found, packs, comm.size)
 
 
 @pytest.mark.parametrize(("num_packs", "elements"), [(1, [10]), (3, [3, 3, 4]), (0, [6, 4])])
@@ -148,15 +162,6 @@ def test_num_packs_cuts_all_elements_evenly(kind, num_packs, elements):
     found = packs_sent(strategy, arrays, None)
     strategy.close()
     assert_about(found, [4 * count for count in elements], strategy.num_replicas_in_sync)
-
-
-def test_options_of_a_call_win_over_those_of_the_strategy(comm):
-    own = CommunicationOptions(bytes_per_pack=25, algorithm="flat")
-    strategy = mpistrat.MultiWorkerMirroredStrategy(communication_options=own)
-    arrays = [np.zeros(count, np.uint8) for count in (10, 20, 30, 40)]
-    assert_about(packs_sent(strategy, arrays, None), [40, 30, 30], comm.size)
-    assert_about(packs_sent(strategy, arrays, CommunicationOptions(bytes_per_pack=50)), [70, 30], comm.size)
-    strategy.close()
 
 
 @pytest.mark.parametrize("kind", [mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy])

@@ -361,23 +361,19 @@ def closed():
     return strategy
 
 
-def in_step(fn):
-    return lambda strategy: strategy.run(lambda: fn(mpistrat.get_replica_context()))
-
-
 @pytest.mark.parametrize(
     "use",
     [
         lambda strategy: strategy.reduce("sum", PerReplica(1.0), axis=None),
         lambda strategy: strategy.gather(PerReplica(np.ones(1)), axis=0),
-        in_step(lambda context: context.all_reduce("sum", 1.0)),
-        in_step(lambda context: context.all_gather(np.ones(1), axis=0)),
+        lambda strategy: in_context(strategy, lambda context: context.all_reduce("sum", 1.0)),
+        lambda strategy: in_context(strategy, lambda context: context.all_gather(np.ones(1), axis=0)),
         lambda strategy: strategy.extended.communicator.broadcast(np.ones(1)),
         lambda strategy: strategy.extended.communicator.barrier(),
         lambda strategy: strategy.extended.communicator.agree("anything"),
         lambda strategy: strategy.extended.communicator.explain(8, np.dtype(float)),
         lambda strategy: strategy.explain(np.ones(3)),
-        in_step(lambda context: mpistrat.Variable(1.0)),
+        lambda strategy: in_context(strategy, lambda context: mpistrat.Variable(1.0)),
     ],
 )
 def test_a_closed_strategy_does_not_communicate(use):
