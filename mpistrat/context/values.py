@@ -51,10 +51,6 @@ class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
         """Return what replaces this value in a reduction over all replicas."""
         return self
 
-    def read(self) -> Array:
-        """Return this value as one array, if it has one here."""
-        raise NotImplementedError
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         array = self.read()
         if is_on_device(array):  # as CuPy does: an implicit copy would hide where the program computes
