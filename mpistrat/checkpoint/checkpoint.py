@@ -16,7 +16,7 @@ from mpistrat.arrays import Array, as_bytes, flat, is_on_device
 from mpistrat.checkpoint import files
 from mpistrat.checkpoint.files import Manifest, Piece
 from mpistrat.checkpoint.tree import Node, Spec, Tree
-from mpistrat.checkpoint.writer import Writer
+from mpistrat.checkpoint.writer import Save, Writer
 from mpistrat.communicator.communicator import job_communicator
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.context.stack import default_mode, get_strategy, has_strategy, in_cross_replica_context, misplaced
@@ -142,7 +142,8 @@ class Checkpoint:
             staged = self._stage(pieces, arrays)
             made_in = files.prepare(folder) if communicator.rank == 0 else []
         manifest = Manifest(step, communicator.size, sys.modules["mpistrat"].__version__, document, specs, {})
-        self._writer.start(folder, manifest, pieces, staged, made_in, outdated, when_durable, time.perf_counter() - started)
+        waited = time.perf_counter() - started
+        self._writer.start(Save(folder, manifest, pieces, staged, made_in, outdated, when_durable, waited))
         if wait:
             self._writer.finish()
         return str(folder)

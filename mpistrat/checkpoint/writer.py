@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint.files import Manifest, Piece, file_name, remove, write_manifest, write_pieces
@@ -22,6 +22,23 @@ from mpistrat.watch.recorder import watched
 
 _POLL_SECONDS = 0.002
 _started = list["Writer"]()  # until somebody has seen how it has ended
+
+
+class Save(NamedTuple):
+    """What a rank writes: its pieces, of arrays that nobody changes; rank 0 then writes the manifest, and removes `outdated`.
+
+    The folder's name is durable once the folders `made_in` are synchronized, before the manifest is written. `Writer.finish`
+    calls `when_durable`, if all went well.
+    """
+
+    folder: Path
+    manifest: Manifest
+    pieces: Sequence[Piece]
+    arrays: Sequence[Array]
+    made_in: Sequence[Path]
+    outdated: Sequence[Path]
+    when_durable: Callable[[], None]
+    seconds_waited: float  # of the step
 
 
 class Writer:
@@ -39,57 +56,19 @@ class Writer:
             self._members = communicator.hierarchy.members
         self._thread: threading.Thread | None = None
         self._error = ""
-        self.longest_seconds = 0.0  # of the saves so far, from the call until it was durable
         self._when_durable: Callable[[], None] = lambda: None
+        self.longest_seconds = 0.0  # of the saves so far, from the call until it was durable
 
-    def start(
-        self,
-        folder: Path,
-        manifest: Manifest,
-        pieces: Sequence[Piece],
-        arrays: Sequence[Array],
-        made_in: Sequence[Path],
-        outdated: Sequence[Path],
-        when_durable: Callable[[], None],
-        waited: float,
-    ) -> None:
-        """Write this rank's pieces, of `arrays` that nobody changes; rank 0 then writes the manifest, and removes `outdated`.
-
-        The folder's name is durable once the folders `made_in` are synchronized, before the manifest is written.
-
-        `finish` calls `when_durable`, if all went well; the step has `waited` for so many seconds.
-        """
-        started = time.perf_counter()
-
-        def write() -> None:
-            self._error = self._write(folder, manifest, pieces, arrays, made_in)
-            seconds = time.perf_counter() - started
-            self.longest_seconds = max(self.longest_seconds, waited + seconds)
-            if self.rank or self._error:
-                return
-            amount, rate = format_bytes(manifest.num_bytes), format_bytes(int(manifest.num_bytes / seconds))
-            restarts.note_saved(manifest.step)
-            logger.info(f"step {manifest.step}: {amount} in {folder}, at {rate}/s; the step waited {format_seconds(waited)}")
-            for each in outdated:
-                try:
-                    remove(each)
-                except OSError as error:
-                    logger.warning(f"the older checkpoint {each} cannot be removed: {error}")
-
-        self._when_durable, self._error = when_durable, f"rank {self.rank}: the thread that writes has ended"
+    def start(self, save: Save) -> None:
+        """Write what is saved; `finish` waits for it."""
+        self._when_durable, self._error = save.when_durable, f"rank {self.rank}: the thread that writes has ended"
         # not a daemon: the interpreter waits for it
-        self._thread = threading.Thread(target=write, name="mpistrat-checkpoint")
+        self._thread = threading.Thread(target=self._run, args=(save,), name="mpistrat-checkpoint")
         self._thread.start()
         _started.append(self)
 
     def finish(self) -> None:
-        """Wait until what was started is durable.
-
-        Raises
-        ------
-        CheckpointError
-            On all ranks, if one of them could not write.
-        """
+        """Wait until what was started is durable; raise CheckpointError on all ranks, if one of them could not write."""
         if self._thread is None:
             return
         with watched("Checkpoint: a save", self._members) if self._comm is not None else nullcontext():
@@ -110,13 +89,29 @@ class Writer:
                 self._comm.Free()
             self._comm = None
 
-    def _write(
-        self, folder: Path, manifest: Manifest, pieces: Sequence[Piece], arrays: Sequence[Array], made_in: Sequence[Path]
-    ) -> str:
+    def _run(self, save: Save) -> None:
+        """Write, in the thread; rank 0 then tells it, and removes what is outdated."""
+        started = time.perf_counter()
+        self._error = self._write(save)
+        seconds = time.perf_counter() - started
+        self.longest_seconds = max(self.longest_seconds, save.seconds_waited + seconds)
+        if self.rank or self._error:
+            return
+        manifest, waited = save.manifest, format_seconds(save.seconds_waited)
+        amount, rate = format_bytes(manifest.num_bytes), format_bytes(int(manifest.num_bytes / seconds))
+        restarts.note_saved(manifest.step)
+        logger.info(f"step {manifest.step}: {amount} in {save.folder}, at {rate}/s; the step waited {waited}")
+        for each in save.outdated:
+            try:
+                remove(each)
+            except OSError as error:
+                logger.warning(f"the older checkpoint {each} cannot be removed: {error}")
+
+    def _write(self, save: Save) -> str:
         """Write, and return why it has failed on some rank, an empty text if it has not."""
-        written, error = [], ""
+        folder, written, error = save.folder, list[Piece](), ""
         try:
-            written = write_pieces(folder / file_name(self.rank), pieces, arrays)
+            written = write_pieces(folder / file_name(self.rank), save.pieces, save.arrays)
         except Exception as failed:  # the library that writes arrays has exceptions of its own
             error = _text(self.rank, folder, failed)
         if self.rank:
@@ -127,7 +122,7 @@ class Writer:
         try:
             if not error:
                 every = {file_name(rank): each for rank, (each, _) in enumerate(found) if each}
-                write_manifest(folder, manifest._replace(pieces=every), made_in)
+                write_manifest(folder, save.manifest._replace(pieces=every), save.made_in)
         except Exception as failed:  # whatever it is, the others wait
             error = _text(0, folder, failed)
         if error:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numbers
+import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,11 @@ _WRITERS = (np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np
 
 # id of a component that `values` has returned -> the value that it belongs to
 _containers: weakref.WeakValueDictionary[int, DistributedValues] = weakref.WeakValueDictionary()
+
+
+def _of_array(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls a function of the array that a value is read as."""
+    return lambda self, *args: function(self.read(), *args)
 
 
 class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
@@ -44,10 +50,6 @@ class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
     def across_replicas(self) -> DistributedValues:
         """Return what replaces this value in a reduction over all replicas."""
         return self
-
-    def read(self) -> Array:
-        """Return this value as one array, if it has one here."""
-        raise NotImplementedError
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         array = self.read()
@@ -75,33 +77,19 @@ class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
         return func(*map_leaves(_read, args), **(map_leaves(_read, kwargs) if kwargs else {}))
 
     # protocols of sequences and numbers work if `read` does
-
-    def __len__(self) -> int:
-        return len(self.read())
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.read())
-
-    def __contains__(self, item: Any) -> bool:
-        return item in to_host(self.read())
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.read()[index]
-
-    def __float__(self) -> float:
-        return float(self.read())
-
-    def __int__(self) -> int:
-        return int(self.read())
-
-    def __complex__(self) -> complex:
-        return complex(self.read())
+    __len__ = _of_array(len)
+    __iter__ = _of_array(iter)
+    __float__ = _of_array(float)
+    __int__ = _of_array(int)
+    __complex__ = _of_array(complex)
+    __bool__ = _of_array(bool)
+    __getitem__ = _of_array(operator.getitem)
 
     def __index__(self) -> int:
         return to_host(self.read()).__index__()
 
-    def __bool__(self) -> bool:
-        return bool(self.read())
+    def __contains__(self, item: Any) -> bool:
+        return item in to_host(self.read())
 
     def __format__(self, spec: str) -> str:
         return format(self.read(), spec) if spec else str(self)
@@ -130,6 +118,11 @@ class PerReplica(DistributedValues):
         return as_array(self._component)
 
 
+def _of_component(name: str, doc: str) -> Any:
+    """Return a property that is that of the component: `read` would communicate for some variables."""
+    return property(lambda self: getattr(as_array(self._component), name), doc=doc)
+
+
 class Mirrored(DistributedValues):
     """A value whose components are equal on all replicas. It can be read as an array everywhere."""
 
@@ -137,30 +130,11 @@ class Mirrored(DistributedValues):
         """Return the component of this rank; those of the other ranks are equal."""
         return as_array(self._component)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
-        return as_array(self._component).shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of one element."""
-        return as_array(self._component).dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return as_array(self._component).ndim
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return as_array(self._component).size
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return as_array(self._component).nbytes
+    shape: tuple[int, ...] = _of_component("shape", "Shape of the array.")
+    dtype: np.dtype[Any] = _of_component("dtype", "Type of one element.")
+    ndim: int = _of_component("ndim", "Number of axes.")
+    size: int = _of_component("size", "Number of elements.")
+    nbytes: int = _of_component("nbytes", "Bytes of all elements.")
 
     @property
     def T(self) -> Array:  # noqa: N802 - the name that it has everywhere

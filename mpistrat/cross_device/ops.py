@@ -23,7 +23,6 @@ from mpistrat.cross_device.pairs import (
     checked_component,
     checked_pairs,
     deliver,
-    needs_reduction,
     resolve,
 )
 from mpistrat.device.binding import bound_device
@@ -105,8 +104,6 @@ class CrossDeviceOps:
 
         The implementations below are called in cross-replica context.
         """
-        if not arrays:
-            return []
         values = [PerReplica(array) for array in arrays]
         with outside_replica():
             results = self._reduce_each(reduce_op, [(value, value) for value in values], options or CommunicationOptions())
@@ -172,12 +169,9 @@ class CrossDeviceOps:
         # not repr(self): the one of a user's class may differ between ranks
         call = f"{type(self).__name__}(num_packs={self.num_packs}).{method}({op.name}, [{asked}])"
         communicator.note(call, options)
-        waiting = [(pair.value, pair.destinations) for pair in checked if needs_reduction(pair, communicator)]
+        waiting = [(pair.value, pair.destinations) for pair in checked if pair.is_reduced]
         results = iter(self._reduce_each(op, waiting, options or CommunicationOptions()) if waiting else ())
-        return [
-            next(results) if needs_reduction(pair, communicator) else self._without_reduction(pair, communicator)
-            for pair in checked
-        ]
+        return [next(results) if pair.is_reduced else self._without_reduction(pair, communicator) for pair in checked]
 
     def _reduce_each(self, op: ReduceOp, pairs: list[tuple[PerReplica, Any]], options: CommunicationOptions) -> list[Any]:
         """Reduce by the most derived implementation; if a class has both, by that for batches unless there is one value."""

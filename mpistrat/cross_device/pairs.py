@@ -22,11 +22,12 @@ IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 
 
 class Pair(NamedTuple):
-    """A value, its destinations as passed, and the ranks that they stand for."""
+    """A value, its destinations as passed, the ranks that they stand for, and whether it has several components to reduce."""
 
     value: Any
     destinations: Any
     ranks: tuple[int, ...]
+    is_reduced: bool
 
     def __str__(self) -> str:
         if isinstance(self.value, OnSomeReplicas):
@@ -102,16 +103,12 @@ def check_unambiguous(op: ReduceOp, num_components: int) -> None:
         )
 
 
-def needs_reduction(pair: Pair, communicator: BaseCommunicator) -> bool:
-    """Return whether a value has several components to reduce."""
-    return communicator.size > 1 and isinstance(pair.value, PerReplica)
-
-
 def _checked(op: ReduceOp, value: Any, destinations: Any, communicator: BaseCommunicator) -> Pair:
     _check_in_scope(value)
     if isinstance(value, DistributedValues):
         value = _components(value, communicator)
-    pair = Pair(value, destinations, resolve(destinations, communicator))
+    is_reduced = communicator.size > 1 and isinstance(value, PerReplica)
+    pair = Pair(value, destinations, resolve(destinations, communicator), is_reduced)
     if isinstance(value, OnSomeReplicas):
         check_unambiguous(op, len(value.ranks))
         return pair

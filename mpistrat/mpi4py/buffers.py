@@ -17,23 +17,11 @@ _DTYPES = {MPI.Datatype.fromcode(code).handle: np.dtype(code) for code in "bhilq
 
 
 class Buffer:
-    """A part of memory that is sent or received.
+    """A part of memory that is sent or received, as `blocks` equal blocks, one for each rank; a count that is given is of one.
 
-    Parameters
-    ----------
-    given : object
-        An array, or anything with a buffer interface; or ``[array, datatype]``, ``[array, count]``,
-        ``[array, count, datatype]`` or ``[array, count, displacement, datatype]``, where ``(count, displacement)`` may stand
-        for the count.
-    blocks : int
-        For how many ranks it has elements; a count that is given is that of one of them.
-
-    Raises
-    ------
-    ValueError, TypeError, KeyError, BufferError
-        If it is none of these, or not contiguous.
-    InvalidArgumentError
-        If it is ``MPI.BOTTOM``, or in memory that this rank does not compute in.
+    Given is an array, or anything with a buffer interface; or ``[array, datatype]``, ``[array, count]``,
+    ``[array, count, datatype]`` or ``[array, count, displacement, datatype]``, where ``(count, displacement)`` may stand for
+    the count. If it is none of these, it raises what mpi4py raises: ValueError, TypeError, KeyError or BufferError.
     """
 
     def __init__(self, given: Any, blocks: int = 1) -> None:

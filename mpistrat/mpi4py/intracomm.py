@@ -173,10 +173,7 @@ class WrappedIntracomm(MPI.Intracomm):
         return target
 
     def _operands(self, sendbuf: Any, recvbuf: Any, op: MPI.Op, blocks: int = 1) -> tuple[ReduceOp, Array, Array] | None:
-        """Return the operation, what is combined, and where the result goes; None if MPI combines it.
-
-        What is combined has elements for so many ranks as there are `blocks`, of which the result has one.
-        """
+        """Return the operation, what is combined, of `blocks` blocks, and where one of them goes; None if MPI combines it."""
         reduce_op = _OPS.get(op.handle)
         if reduce_op is None:
             return None
@@ -220,13 +217,7 @@ class WorkRequest(MPI.Grequest):
         return request
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:  # noqa: N802 - MPI's name
-        """Wait for the end.
-
-        Raises
-        ------
-        AgreementError, DeadlineExceededError, UnavailableError
-            As ``Work.wait``.
-        """
+        """Wait for the end; raises as ``Work.wait``."""
         self._work.wait()
         return super().Wait(status)
 
@@ -248,15 +239,7 @@ def _nothing(*_: object) -> None:
 
 
 class _RefuseOnError:
-    """A context that lets the other ranks know of what this one raises before a call; a generator would be slower.
-
-    Parameters
-    ----------
-    communicator : Communicator
-        Makes the call.
-    verb : str
-        The call.
-    """
+    """A context that refuses a call on all ranks if this one raises before it; a generator would be slower."""
 
     def __init__(self, communicator: Communicator, verb: str) -> None:
         self._communicator, self._verb = communicator, verb

@@ -73,10 +73,6 @@ class StrategyExtended:
         self.num_variables = 0  # that all replicas have made: their numbers tell those without a name apart
         self._is_chief = communicator.rank == 0 if is_chief is None else is_chief
         self._cross_device_ops = cross_device_ops or HierarchicalAllReduce()
-        # the default ops add nothing to the communicator, so reductions can call it directly
-        self.uses_default_ops = (
-            type(self._cross_device_ops) is HierarchicalAllReduce and self._cross_device_ops.num_packs is None
-        )
         self._worker_devices = (own_device(),) if worker_devices is None else tuple(worker_devices)
         self._parameter_devices = self._worker_devices if parameter_devices is None else tuple(parameter_devices)
 
@@ -178,8 +174,10 @@ class StrategyExtended:
 
     def _direct_options(self, arrays: list[Any], options: CommunicationOptions | None) -> CommunicationOptions | None:
         """Return the options with which the communicator reduces these arrays itself; None if the ops must."""
-        if any(isinstance(array, IndexedSlices) for array in arrays) or not (arrays or self.uses_default_ops):
+        if any(isinstance(array, IndexedSlices) for array in arrays):
             return None
+        if not arrays:  # ops are not asked for nothing
+            return options or CommunicationOptions()
         return self._cross_device_ops.all_reduce_options(self.communicator, options)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None, method: str = "all_gather") -> Any:
@@ -220,7 +218,7 @@ class StrategyExtended:
         leaves = [in_replica(across_replicas_of(leaf)) for leaf in leaves]
         with self.communicator.refusing(method, options):
             check_options(options)
-            arrays = read_leaves(value, leaves)
+            arrays = each_leaf(operand_or_slices, value, leaves)
             for array in arrays:
                 if isinstance(array, IndexedSlices):
                     raise gather_refused(array)
@@ -262,14 +260,21 @@ class StrategyExtended:
         with self.communicator.refusing("extended.update"):
             if not hasattr(var, "update_component"):
                 raise TypeError(f"extended.update changes a mpistrat.Variable; got {var!r}")
-            given = _given_by_all(args, kwargs)
+            given = tuple(args), dict(kwargs or {})
+        args, kwargs = self._arguments_of_update(given)
+        with self.communicator.refusing("extended.update"):
+            leaves = _given_by_all(args, kwargs)
             may_differ = isinstance(var.across_replicas(), PerReplica)  # ON_READ
-            fingerprint = "" if may_differ else _fingerprint(given)
+            fingerprint = "" if may_differ else _fingerprint(leaves)
         self.communicator.note(f"extended.update of {var!r}{fingerprint}")
         with enter_or_assert_strategy(self._strategy):
             in_replica_context_of(var.distribute_strategy, "strategy.extended.update")  # refused under another strategy
             with updating(self.communicator.rank):
                 return _results(var.update_component(fn, args, kwargs), group)
+
+    def _arguments_of_update(self, given: Any) -> Any:
+        """Return arguments of `update` as the function gets them on each rank."""
+        return given
 
     def update_non_slot(
         self,
@@ -347,15 +352,18 @@ class StrategyExtended:
             )
 
 
-def read_leaves(value: Any, leaves: list[Any]) -> list[Any]:
-    """Return the leaves of a value as arrays; IndexedSlices are returned as they are."""
+def each_leaf(function: Callable[..., Any], value: Any, leaves: list[Any], root: str = "value") -> list[Any]:
+    """Return ``function(leaf)`` of the leaves of a value; an error names the leaf, as ``function(leaf, name)`` raises it."""
     try:
-        return [leaf if isinstance(leaf, IndexedSlices) else as_operand(leaf) for leaf in leaves]
-    except MpistratError:
-        for name, leaf in zip(leaf_names(value), leaves, strict=True):
-            if not isinstance(leaf, IndexedSlices):
-                as_operand(leaf, name)
+        return list(map(function, leaves))
+    except MpistratError:  # naming all leaves takes as long as the rest
+        list(map(function, leaves, leaf_names(value, root)))
         raise
+
+
+def operand_or_slices(leaf: Any, name: str = "value") -> Any:
+    """Return a leaf as an array; IndexedSlices as they are."""
+    return leaf if isinstance(leaf, IndexedSlices) else as_operand(leaf, name)
 
 
 def _given_by_all(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]:

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,8 +79,6 @@ def _origin(value: Any, num_replicas: int) -> _Origin:
 def _across(op: ReduceOp, components: list[Any], origins: list[_Origin], num_replicas: int) -> LocalReduction:
     for component, origin in zip(components, origins, strict=True):
         check_defined(op, component, num_replicas if origin is _Origin.MIRRORED else 1)
-    if all(origin is _Origin.REPLICAS for origin in origins):
-        return LocalReduction(op, components, list, [])
     combines_plain = op in IDEMPOTENT
     is_sent = [origin is _Origin.REPLICAS or (origin is _Origin.PLAIN and combines_plain) for origin in origins]
     ambiguous = [] if combines_plain else [c for c, origin in zip(components, origins, strict=True) if origin is _Origin.PLAIN]
@@ -88,17 +87,13 @@ def _across(op: ReduceOp, components: list[Any], origins: list[_Origin], num_rep
         reduced = iter(totals)
         return [next(reduced) if sent else _copied(component) for component, sent in zip(components, is_sent, strict=True)]
 
-    sent = [component for component, is_sent_ in zip(components, is_sent, strict=True) if is_sent_]
-    return LocalReduction(op, sent, finish, ambiguous)
+    return LocalReduction(op, list(compress(components, is_sent)), finish, ambiguous)
 
 
 def _sum_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_Origin], num_replicas: int) -> LocalReduction:
-    wide = [
-        _added(array, over, accumulation_dtype(ReduceOp.SUM, _counted(array.dtype)))
-        for array, over in zip(arrays, axes, strict=True)
-    ]
-    part = _across(ReduceOp.SUM, wide, origins, num_replicas)
     dtypes = [_counted(array.dtype) for array in arrays]
+    wide = [accumulation_dtype(ReduceOp.SUM, dtype) for dtype in dtypes]
+    part = _across(ReduceOp.SUM, list(map(_added, arrays, axes, wide)), origins, num_replicas)
 
     def finish(totals: list[Array]) -> list[Array]:
         return [total.astype(dtype, copy=False) for total, dtype in zip(part.finish(totals), dtypes, strict=True)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.construction import rendezvous_seconds
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
-from mpistrat.context.stack import in_replica_context_of
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.ops import CrossDeviceOps, HierarchicalAllReduce, ReductionToOneDevice
 from mpistrat.cross_device.pairs import OnSomeReplicas
@@ -33,6 +33,8 @@ from mpistrat.topology.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+T = TypeVar("T")
 
 
 class MirroredStrategy(Strategy):
@@ -68,23 +70,21 @@ class MirroredStrategy(Strategy):
         num_packs: int | None = None,
         allow_multiple_nodes: bool = False,
     ) -> None:
-        call = _call_text(
+        def check(job: Rendezvous) -> None:
+            if not allow_multiple_nodes:
+                _check_one_node("MirroredStrategy", job.world, "launch on one node, or pass allow_multiple_nodes=True")
+            _check_devices("devices", devices, _node_world(job))
+            _check_communication(cross_device_ops, communication_options, num_packs)
+
+        with _rendezvous(
             "MirroredStrategy",
+            check,
             devices=devices,
             cross_device_ops=cross_device_ops,
             communication_options=communication_options,
             num_packs=num_packs,
             allow_multiple_nodes=allow_multiple_nodes,
-        )
-        with rendezvous("MirroredStrategy", rendezvous_seconds(communication_options)) as job:
-
-            def check() -> None:
-                if not allow_multiple_nodes:
-                    _check_one_node("MirroredStrategy", job.world, "launch on one node, or pass allow_multiple_nodes=True")
-                _check_devices("devices", devices, _node_world(job))
-                _check_communication(cross_device_ops, communication_options, num_packs)
-
-            job.agree(call, check)
+        ) as (job, _):
             hierarchy = _node_hierarchy(job)
         communicator = Communicator(hierarchy, _options(communication_options, num_packs))
         super().__init__(StrategyExtended(communicator, cross_device_ops, tuple(map(device_name, range(communicator.size)))))
@@ -111,14 +111,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         num_packs: int | None = None,
     ) -> None:
-        call = _call_text(
-            "MultiWorkerMirroredStrategy",
-            cluster_resolver=_default_kind() if cluster_resolver is None else type(cluster_resolver),
-            communication_options=communication_options,
-            num_packs=num_packs,
-        )
-
-        def check() -> ClusterResolver | None:
+        def check(_: Rendezvous) -> ClusterResolver | None:
             if not isinstance(cluster_resolver, (ClusterResolver, type(None))):
                 raise InvalidArgumentError(
                     f"cluster_resolver must be a ClusterResolver or None; got {type(cluster_resolver).__name__}.\n"
@@ -129,8 +122,13 @@ class MultiWorkerMirroredStrategy(Strategy):
             reads_variable = cluster_resolver is None and _default_kind() is TFConfigClusterResolver
             return TFConfigClusterResolver() if reads_variable else cluster_resolver
 
-        with rendezvous("MultiWorkerMirroredStrategy", rendezvous_seconds(communication_options)) as job:
-            found = job.agree(call, check)
+        with _rendezvous(
+            "MultiWorkerMirroredStrategy",
+            check,
+            cluster_resolver=_default_kind() if cluster_resolver is None else type(cluster_resolver),
+            communication_options=communication_options,
+            num_packs=num_packs,
+        ) as (job, found):
             self._cluster_resolver = MPIClusterResolver() if found is None else found
             chief = _chief(job, self._cluster_resolver)
             hierarchy = Hierarchy(job.comm, job.world)
@@ -170,10 +168,12 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy, metac
             DeprecationWarning,
             stacklevel=2,
         )
-        name = "experimental.MultiWorkerMirroredStrategy"
-        with rendezvous(name) as job:
-            call = _call_text(name, communication=communication)
-            options = job.agree(call, lambda: CommunicationOptions(implementation=communication))
+
+        def check(_: Rendezvous) -> CommunicationOptions:
+            return CommunicationOptions(implementation=communication)
+
+        with _rendezvous("experimental.MultiWorkerMirroredStrategy", check, communication=communication) as (_, options):
+            pass
         super().__init__(cluster_resolver, options)
 
 
@@ -195,15 +195,13 @@ class CentralStorageStrategy(Strategy):
     """
 
     def __init__(self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None) -> None:
-        call = _call_text("CentralStorageStrategy", compute_devices=compute_devices, parameter_device=parameter_device)
-        with rendezvous("CentralStorageStrategy") as job:
+        def check(job: Rendezvous) -> int:
+            _check_one_node("CentralStorageStrategy", job.world, "launch on one node")
+            _check_devices("compute_devices", compute_devices, job.world)
+            return 0 if parameter_device is None else ranks_of(parameter_device, job.world)[0]
 
-            def check() -> int:
-                _check_one_node("CentralStorageStrategy", job.world, "launch on one node")
-                _check_devices("compute_devices", compute_devices, job.world)
-                return 0 if parameter_device is None else ranks_of(parameter_device, job.world)[0]
-
-            root = job.agree(call, check)
+        arguments = {"compute_devices": compute_devices, "parameter_device": parameter_device}
+        with _rendezvous("CentralStorageStrategy", check, **arguments) as (job, root):
             hierarchy = _node_hierarchy(job)
         communicator = Communicator(hierarchy)
         super().__init__(CentralStorageExtended(communicator, root))
@@ -217,41 +215,32 @@ class CentralStorageExtended(StrategyExtended):
         super().__init__(communicator, ReductionToOneDevice(root), devices, parameter_devices=(device_name(root),))
         self.root = root
 
-    def update(
-        self,
-        var: Any,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        group: bool = True,
-    ) -> Any:
-        """Call ``fn(variable, *args, **kwargs)``, and broadcast the variable of the root. A collective call.
+    def _arguments_of_update(self, given: Any) -> Any:
+        """Return arguments of `update`, with what was reduced to the variable as a value of all ranks. A collective call.
 
-        As `StrategyExtended.update`, but arguments may be values that were reduced to the variable, and have one component: the
-        variable has only one.
+        Such a value has one component, as the variable has, but all ranks compute the change.
         """
-        if not in_replica_context_of(self._strategy, "strategy.extended.update"):
-            given = tuple(args), dict(kwargs or {})
-            with self.communicator.refusing("extended.update"):
-                self._check_single(flatten(given)[0])
-            args, kwargs = map_leaves(self._shared, given)
-        return super().update(var, fn, args, kwargs, group)
+        with self.communicator.refusing("extended.update"):
+            for leaf in flatten(given)[0]:
+                mirrored = isinstance(leaf, Mirrored) and not self.variable_created_in_scope(leaf)
+                if isinstance(leaf, PerReplica) or (mirrored and self.communicator.size > 1):
+                    raise InvalidArgumentError(
+                        f"extended.update got {leaf!r}, which has {self.communicator.size} components; the variable has one: "
+                        "reduce the value to it.\n"
+                        "    incorrect:  extended.update(variable, fn, args=(strategy.run(gradient),))\n"
+                        '    correct:    total = extended.reduce_to("sum", strategy.run(gradient), variable); '
+                        "extended.update(variable, fn, args=(total,))"
+                    )
+        everywhere = set(self.worker_devices)
+        return map_leaves(lambda leaf: self.broadcast_to(leaf, everywhere) if isinstance(leaf, OnSomeReplicas) else leaf, given)
 
-    def _check_single(self, leaves: Iterable[Any]) -> None:
-        for leaf in leaves:
-            mirrored = isinstance(leaf, Mirrored) and not self.variable_created_in_scope(leaf)
-            if isinstance(leaf, PerReplica) or (mirrored and self.communicator.size > 1):
-                raise InvalidArgumentError(
-                    f"extended.update got {leaf!r}, which has {self.communicator.size} components; the variable has one: "
-                    "reduce the value to it.\n"
-                    "    incorrect:  extended.update(variable, fn, args=(strategy.run(gradient),))\n"
-                    '    correct:    total = extended.reduce_to("sum", strategy.run(gradient), variable); '
-                    "extended.update(variable, fn, args=(total,))"
-                )
 
-    def _shared(self, leaf: Any) -> Any:
-        """Return a value that only some ranks have as one that all ranks have, because all ranks call the function."""
-        return super().broadcast_to(leaf, set(self.worker_devices)) if isinstance(leaf, OnSomeReplicas) else leaf
+@contextmanager
+def _rendezvous(strategy: str, check: Callable[[Rendezvous], T], **arguments: Any) -> Iterator[tuple[Rendezvous, T]]:
+    """Wait for all ranks, compare the arguments of their strategies, and give what `check` returns, which raises on all."""
+    text = ", ".join(f"{name}={_named(value)}" for name, value in arguments.items())
+    with rendezvous(strategy, rendezvous_seconds(arguments.get("communication_options"))) as job:
+        yield job, job.agree(f"{strategy}({text})", lambda: check(job))
 
 
 def _default_kind() -> type[TFConfigClusterResolver | MPIClusterResolver]:
@@ -342,11 +331,6 @@ def _problem(devices: Sequence[str], named: Sequence[tuple[int, ...]], world: Wo
     if missing:
         return f"leaves out {', '.join(f'rank {rank}' for rank in missing)}"
     return "" if ranks == sorted(ranks) else "is not in the order of ranks, which is that of replicas"
-
-
-def _call_text(strategy: str, **arguments: object) -> str:
-    """Return the text of the call that creates a strategy, by which ranks compare their arguments."""
-    return f"{strategy}({', '.join(f'{name}={_named(value)}' for name, value in arguments.items())})"
 
 
 def _options(options: CommunicationOptions | None, num_packs: int | None) -> CommunicationOptions:

@@ -6,7 +6,7 @@ import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -15,25 +15,19 @@ from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.context.stack import Mode, current, entered, in_replica_context_of, misplaced, pop, push
 from mpistrat.context.values import assignable, regroup, select_replica
+from mpistrat.cross_device.ops import HierarchicalAllReduce
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import digest_of
 from mpistrat.reduction import ReduceOp, check_across_replicas
 from mpistrat.strategy.deprecated import accepts_hints, merge_hints
-from mpistrat.strategy.extended import StrategyExtended, read_leaves
+from mpistrat.strategy.extended import StrategyExtended, each_leaf, operand_or_slices
 from mpistrat.strategy.local_reduction import weighted_part
 from mpistrat.strategy.virtual_replicas import sum_of_parts
 from mpistrat.structures import MAX_CACHED_STRUCTURES, ONE_LEAF, Structure, flatten, flatten_arrays, leaf_names
 
 _FRAMES = 3  # stack frames between the communicator's method and the user's line, which a stall report names
-
-
-class Updatable(Protocol):
-    """What `ReplicaContext.update` accepts: a variable of the context's strategy."""
-
-    def writable(self) -> Array:
-        """Return the array of this replica, writable."""
 
 
 class ReplicaContext:
@@ -60,7 +54,9 @@ class ReplicaContext:
         # of the arrays by which calls are known, which are not looked at again: replicas on GPUs refuse those of NumPy
         device = bound_device()
         self._kind = np.ndarray if device is None else device.array_module.ndarray
-        self._ops = None if self._extended.uses_default_ops else self._extended.cross_device_ops
+        ops = self._extended.cross_device_ops
+        # the default adds nothing to the communicator, which the fast path then calls directly
+        self._ops = None if type(ops) is HierarchicalAllReduce and ops.num_packs is None else ops
         if replica_id_in_sync_group is None:
             replica_id_in_sync_group = self._communicator.rank
         self._replica_id = checked_id(replica_id_in_sync_group, self._communicator.size)
@@ -114,12 +110,6 @@ class ReplicaContext:
             be `value` itself, so that gradients exist once. Not together with a `weight`. Not in TensorFlow.
         experimental_hints : CommunicationOptions, optional
             The old name of `options`; deprecated.
-
-        Raises
-        ------
-        AgreementError
-            On every replica, if replicas pass different structures, shapes, dtypes or operations. If MPI reduces the arrays
-            between nodes, a later call raises it; with MPISTRAT_STRICT this one does.
         """
         self._require_current("all_reduce")
         if weight is None and experimental_hints is None:
@@ -132,7 +122,7 @@ class ReplicaContext:
         with self._communicator.refusing("all_reduce", options):
             check_options(options)
             op = ReduceOp.parse(reduce_op)
-            arrays = read_leaves(value, leaves)
+            arrays = each_leaf(operand_or_slices, value, leaves)
             if weight is not None:
                 sent, finish = weighted_part(op, arrays, weight, out)
             targets, arrays = (None, arrays) if out is None else read_out(out, structure, leaves, arrays)
@@ -153,19 +143,16 @@ class ReplicaContext:
         return out
 
     def start_all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Work[Any]:
-        """Start an `all_reduce`, and return a handle to wait for it. As `Communicator.start_all_reduce`. Not in TensorFlow.
+        """Start an `all_reduce`, and return a handle to wait for it. As `Communicator.start_all_reduce`. A collective call.
 
-        A collective call. Started operations run in the background, one after the other in the order of the calls, which must
-        be the same on all replicas. Any number can be started; every other collective of the strategy waits until they are
-        complete. The arrays of `value` must not be changed before ``wait()`` returns. The deadline of an operation counts from
-        when it begins to run.
+        Any number can be started. The arrays of `value` must not be changed before ``wait()`` returns. Not in TensorFlow.
         """
         self._require_current("start_all_reduce")
         leaves, structure = flatten(value)
         with self._communicator.refusing("start_all_reduce", options):
             check_options(options)
             op = ReduceOp.parse(reduce_op)
-            arrays = read_leaves(value, leaves)
+            arrays = each_leaf(operand_or_slices, value, leaves)
             check_dtypes(op, value, arrays)
         work = self._extended.start_all_reduce(op, arrays, options, structure)
         return work.then(lambda results: structure.unflatten(list(map(like, results, leaves))))
@@ -267,7 +254,7 @@ class ReplicaContext:
             pop(outside)
 
     def update(
-        self, variable: Updatable, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, variable: Any, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> None:
         """Update the component of a variable by ``fn(array, *args, **kwargs)``, without communication.
 
@@ -331,8 +318,7 @@ class ReplicaContext:
 
 def check_dtypes(op: ReduceOp, value: Any, arrays: list[Any]) -> None:
     """Check that `op` is defined across replicas for the dtype of each leaf of a value; the error names the leaf."""
-    for name, array in zip(leaf_names(value), arrays, strict=True):
-        check_across_replicas(op, array.dtype, name)
+    each_leaf(lambda array, name="value": check_across_replicas(op, array.dtype, name), value, arrays)
 
 
 def read_out(out: Any, structure: Structure, leaves: Sequence[Any], arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:

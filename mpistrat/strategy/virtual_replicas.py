@@ -20,10 +20,11 @@ import numpy as np
 from mpistrat.arrays import Array, as_operand, flat, in_dtype, is_on_device, like, part_bounds
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
-from mpistrat.errors import InvalidArgumentError, MpistratError
+from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs.rebatch import num_rows, own_parts, share
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_across_replicas, quiet
-from mpistrat.structures import flatten, leaf_names
+from mpistrat.strategy.extended import each_leaf
+from mpistrat.structures import flatten
 
 Subtree = tuple[int, int]
 """The parts that a subtree adds: the first one, and the one after the last."""
@@ -76,11 +77,7 @@ class _Results:
     def packed(self, value: Any) -> list[Array]:
         """Return new vectors of the numbers of a value."""
         leaves, structure = flatten(value)
-        try:
-            arrays = list(map(_addend, leaves))
-        except MpistratError:  # naming all leaves takes as long as the rest
-            list(map(_addend, leaves, leaf_names(value, "the result")))
-            raise
+        arrays: list[Array] = each_leaf(_addend, value, leaves, "the result")
         text = f"{structure} with {', '.join(f'{array.dtype}{list(array.shape)}' for array in arrays)}"
         if self._text not in ("", text):
             raise InvalidArgumentError(f"the function must return alike arrays for all parts; got {self._text}, then {text}")

@@ -8,15 +8,12 @@ from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.ops import (
     CollectiveAllReduce,
-    CrossDeviceOps,
     HierarchicalAllReduce,
     HierarchicalCopyAllReduce,
-    NcclAllReduce,
     ReductionToOneDevice,
 )
 from mpistrat.cross_device.pairs import OnSomeReplicas
-from mpistrat.errors import AgreementError, InvalidArgumentError, TransportError
-from mpistrat.reduction import ReduceOp
+from mpistrat.errors import AgreementError, InvalidArgumentError
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = up_to_ranks(3)
@@ -113,50 +110,4 @@ def test_replicas_that_ask_for_different_things_are_told(comm, monkeypatch):
         with pytest.raises(error, match=message):
             HierarchicalAllReduce().broadcast(1.0, destinations)
         assert plain(HierarchicalAllReduce().reduce("sum", value, value)) == [comm.size] * 2
-    strategy.close()
-
-
-def test_nccl_is_refused_by_all(comm, strategy):
-    ops = NcclAllReduce()
-    with pytest.raises(TransportError, match=r"use HierarchicalAllReduce\(\), the default, or ReductionToOneDevice\(\)"):
-        strategy.run(lambda: ops.all_reduce_in_replica(ReduceOp.SUM, [np.ones(2)]))
-    assert mpistrat.get_strategy() is not strategy
-
-
-class ByOne(CrossDeviceOps):
-    def __init__(self):
-        self.seen = []
-
-    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
-        self.seen.append(reduce_op.name)
-        [component] = per_replica_value.values
-        return Mirrored(mpistrat.get_strategy().extended.communicator.all_reduce(reduce_op, [component], options)[0])
-
-
-def test_a_mirrored_strategy_hands_every_reduction_to_its_ops():
-    own = ByOne()
-    strategy = mpistrat.MirroredStrategy(cross_device_ops=own)
-    ops = strategy.extended.communicator
-    rank, total = ops.rank, sum(range(ops.size))
-    assert strategy.extended.cross_device_ops is own
-    with strategy.scope():
-        variable = mpistrat.Variable(np.zeros(1), aggregation=mpistrat.VariableAggregation.SUM)
-
-    def step():
-        context = mpistrat.get_replica_context()
-        variable.assign_add([rank])
-        return context.all_reduce("sum", {"a": rank, "b": np.full(2, rank)})
-
-    reduced = strategy.experimental_local_results(strategy.run(step))[0]
-    assert (int(reduced["a"]), reduced["b"].tolist(), variable.numpy().tolist()) == (total, [total] * 2, [total])
-    assert own.seen == ["SUM"] * 3
-    value = PerReplica(np.array([rank, rank + 1]))
-    assert strategy.reduce("max", value, axis=None).tolist() == [ops.size - 1, ops.size]
-    assert own.seen == ["SUM"] * 3 + ["MAX"]
-    assert strategy.reduce("mean", value, axis=0) == total / ops.size + 0.5
-    assert own.seen[4:] == ["SUM"] * 2, "the sums and the counts"
-    own.seen.clear()
-    results = [strategy.extended.reduce_to("min", value, value), *strategy.extended.batch_reduce_to("sum", [(value, value)])]
-    assert [plain(result) for result in results] == [[0, 1], [total, total + ops.size]]
-    assert own.seen == (["MIN", "SUM"] if ops.size > 1 else [])
     strategy.close()

@@ -192,19 +192,15 @@ def test_the_line_says_why_and_how_often_slurm_has_started_it_again(make, monkey
     assert lines == {"the job stops after step 2, which is saved: rank 0 has received SIGUSR1; SLURM_RESTART_COUNT=2"}
 
 
-def test_a_new_handler_closes_the_one_before(make):
+@pytest.mark.parametrize("is_told_before", [False, True])
+def test_a_new_handler_closes_the_one_before_and_does_what_that_was_told(make, is_told_before):
     first = make()
+    if is_told_before:
+        signal.raise_signal(signal.SIGUSR1)
     second = make()
-    signal.raise_signal(signal.SIGUSR1)
+    if not is_told_before:
+        signal.raise_signal(signal.SIGUSR1)
     take(first, 2)
-    take(second, 1)
-    assert (first.ended, second.ended) == ([], [1])
-
-
-def test_what_a_handler_was_told_the_next_one_does(make):
-    first = make()
-    signal.raise_signal(signal.SIGUSR1)
-    second = make()
     take(second, 1)
     assert (first.ended, second.ended) == ([], [1])
 
@@ -306,45 +302,33 @@ def test_the_time_that_is_left_is_the_least_of_what_is_known(monkeypatch, tmp_pa
     assert time_limit.seconds_left({**slurm, "MPISTRAT_TIME_LIMIT": f"{60 + age}"}) == pytest.approx(60, abs=1.0)
 
 
-@pytest.fixture
-def squeue(monkeypatch, tmp_path):
-    """Give a function that has squeue answer this about a job, and nothing else."""
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(logger, "propagate", True)
-
-    def answers(job, answer):
-        (tmp_path / "squeue").write_text(f'#!/bin/sh\n[ "$*" = "--noheader --format=%L --jobs={job}" ] && printf "{answer}"\n')
-        (tmp_path / "squeue").chmod(0o755)
-
-    return answers
-
-
 @pytest.mark.parametrize(
-    ("answer", "seconds"),
-    [("1-00:01:05", 86465.0), ("2:05", 125.0), ("UNLIMITED", np.inf), ("UNLIMITED\\n3:00\\n2:00\\nNOT_SET\\n", 120.0)],
+    ("answer", "seconds", "said"),
+    [
+        ("1-00:01:05", 86465.0, ""),
+        ("2:05", 125.0, ""),
+        ("UNLIMITED", np.inf, ""),
+        ("UNLIMITED\\n3:00\\n2:00\\nNOT_SET\\n", 120.0, ""),
+        ("INVALID\\n2:00", 120.0, "as squeue says INVALID: MPISTRAT_TIME_LIMIT can tell"),
+        ("", np.inf, "as squeue says nothing: MPISTRAT_TIME_LIMIT can tell"),
+        (None, np.inf, "MPISTRAT_TIME_LIMIT can"),  # there is no squeue
+    ],
 )
-def test_squeue_is_asked_where_slurm_has_set_no_end(squeue, caplog, answer, seconds):
-    squeue("7", answer)
-    assert time_limit.seconds_left({"SLURM_JOB_ID": "7"}) == seconds
-    assert time_limit.seconds_left({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "0"}) == seconds
-    assert not caplog.text
-
-
-def test_squeue_is_asked_for_one_task_of_an_array(squeue):
-    squeue("6_3", "2:00")
-    array = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "3"}
-    assert time_limit.seconds_left({"SLURM_JOB_ID": "7", **array}) == 120.0
-
-
-@pytest.mark.parametrize(("answer", "said"), [("INVALID\\n2:00", "INVALID"), ("", "nothing")])
-def test_an_answer_of_squeue_that_is_no_time_is_told(squeue, caplog, answer, said):
-    squeue("7", answer)
-    assert time_limit.seconds_left({"SLURM_JOB_ID": "7"}) == (120.0 if "2:00" in answer else np.inf)
-    assert f"job 7 is not known, as squeue says {said}: MPISTRAT_TIME_LIMIT can tell" in caplog.text
-
-
-def test_without_an_answer_of_squeue_it_says_so(monkeypatch, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("job", "environ"),
+    [
+        ("7", {}),
+        ("7", {"SLURM_JOB_END_TIME": "0"}),
+        ("6_3", {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "3"}),  # of an array one task
+    ],
+)
+def test_squeue_is_asked_where_slurm_has_set_no_end(monkeypatch, tmp_path, caplog, answer, seconds, said, job, environ):
     monkeypatch.setattr(logger, "propagate", True)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert time_limit.seconds_left({"SLURM_JOB_ID": "7"}) == np.inf
-    assert "MPISTRAT_TIME_LIMIT can" in caplog.text
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}" if answer is not None else str(tmp_path))
+    if answer is not None:  # to this question alone
+        asked = f"--noheader --format=%L --jobs={job}"
+        (tmp_path / "squeue").write_text(f'#!/bin/sh\n[ "$*" = "{asked}" ] && printf "{answer}"\n')
+        (tmp_path / "squeue").chmod(0o755)
+    assert time_limit.seconds_left({"SLURM_JOB_ID": "7", **environ}) == seconds
+    assert said in caplog.text
+    assert bool(said) == bool(caplog.text)

@@ -132,34 +132,23 @@ def test_an_exception_restores_the_context():
     assert not mpistrat.has_strategy()
 
 
-def test_a_strategy_set_without_a_block_holds_for_every_thread():
-    strategy = OneDeviceStrategy()
-    mpistrat.experimental_set_strategy(strategy)
-    try:
-        assert on_another_thread(mpistrat.get_strategy) is strategy
-        assert mpistrat.in_cross_replica_context()
-        with strategy.scope():
-            assert mpistrat.get_strategy() is strategy
-        assert strategy.run(lambda: mpistrat.get_replica_context().replica_id_in_sync_group) == 0
-        with pytest.raises(RuntimeError, match="two strategies"), OneDeviceStrategy().scope():
-            pass
-        mpistrat.experimental_set_strategy(mpistrat.get_strategy())
-    finally:
-        mpistrat.experimental_set_strategy(None)
-    assert not mpistrat.has_strategy()
-
-
-def test_a_strategy_that_was_set_is_left_by_none_and_replaced_by_another():
+def test_a_strategy_set_without_a_block_holds_for_every_thread_until_another_is_set():
     first, second = OneDeviceStrategy(), OneDeviceStrategy()
     try:
         for strategy in (first, second):
             mpistrat.experimental_set_strategy(strategy)
-            assert mpistrat.get_strategy() is strategy
-            with pytest.raises(RuntimeError, match="two strategies cannot be mixed"), default_strategy().scope():
-                pass
-        mpistrat.experimental_set_strategy(None)
-        assert mpistrat.get_strategy() is default_strategy()
-        mpistrat.experimental_set_strategy(None)
+            assert on_another_thread(mpistrat.get_strategy) is mpistrat.get_strategy() is strategy
+            assert mpistrat.in_cross_replica_context()
+            with strategy.scope():
+                assert mpistrat.get_strategy() is strategy
+            assert strategy.run(lambda: mpistrat.get_replica_context().replica_id_in_sync_group) == 0
+            for other in (default_strategy(), OneDeviceStrategy()):
+                with pytest.raises(RuntimeError, match="two strategies cannot be mixed"), other.scope():
+                    pass
+        for none in (default_strategy(), None, None):
+            mpistrat.experimental_set_strategy(none)
+            assert mpistrat.get_strategy() is default_strategy()
+            assert not mpistrat.has_strategy()
     finally:
         mpistrat.experimental_set_strategy(None)
 

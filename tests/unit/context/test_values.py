@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.context.values import Mirrored, PerReplica, container_of, regroup, select_replica
+from mpistrat.context.values import Mirrored, PerReplica, regroup, select_replica
 from mpistrat.errors import InvalidArgumentError
 from tests.unit.replicas import on_replicas
 
@@ -17,23 +17,6 @@ from tests.unit.replicas import on_replicas
 class Pair(NamedTuple):
     first: Any
     second: Any
-
-
-def test_a_per_replica_value_reads_as_the_local_component_inside_run():
-    def program(strategy):
-        value = PerReplica(np.arange(3) + strategy.extended.communicator.rank)
-        return strategy.run(lambda: np.sum(value)).values[0]
-
-    assert on_replicas(2, program) == [3, 6]
-
-
-@pytest.mark.parametrize("read", [np.asarray, np.sum, lambda value: value + 1, lambda value: np.ones(3) * value])
-def test_a_per_replica_value_cannot_be_read_elsewhere(read):
-    value = PerReplica(np.ones(3))
-    with pytest.raises(
-        InvalidArgumentError, match=r'outside strategy.run(.|\n)*correct: +strategy.reduce\("sum", value, axis=None\)'
-    ):
-        read(value)
 
 
 NUMBER_USES = {
@@ -50,30 +33,35 @@ NUMBER_USES = {
     ">=": lambda value: value >= 4,
     "max": lambda value: max(value, value),
 }
-ARRAY_USES = {"len": len, "iter": list, "in": lambda value: 3 in value, "[0]": lambda value: value[0]}
+ARRAY_USES = {
+    "len": len,
+    "iter": list,
+    "in": lambda value: 3 in value,
+    "[0]": lambda value: value[0],
+    "asarray": np.asarray,
+    "sum": np.sum,
+    "+": lambda value: value + 1,
+    "* of an array": lambda value: np.ones(2) * value,
+}
 
 
 @pytest.mark.parametrize("use", [*NUMBER_USES, *ARRAY_USES])
-def test_a_per_replica_value_is_neither_a_number_nor_a_sequence_outside_run(use):
-    value = PerReplica(np.array(3) if use in NUMBER_USES else np.array([3, 3]))
-    with pytest.raises(
-        InvalidArgumentError, match=r"per-replica value was read as one array or number(.|\n)*strategy\.reduce\("
-    ) as raised:
-        (NUMBER_USES | ARRAY_USES)[use](value)
-    assert "strategy.gather(" in str(raised.value)
-    assert "strategy.experimental_local_results(" in str(raised.value)
-
-
-@pytest.mark.parametrize("use", [*NUMBER_USES, *ARRAY_USES])
-def test_inside_run_it_is_the_number_or_sequence_of_this_replica(use):
-    component = np.array(3) if use in NUMBER_USES else np.array([3, 3])
+def test_a_per_replica_value_is_a_number_or_sequence_inside_run_alone(use):
     function = (NUMBER_USES | ARRAY_USES)[use]
 
-    def program(strategy):
-        value = PerReplica(component)
-        return select_replica(strategy.run(lambda: function(value)))
+    def component(rank):
+        return np.array(3 - rank) if use in NUMBER_USES else np.array([3 - rank, 3])
 
-    assert on_replicas(2, program) == [function(component)] * 2
+    def program(strategy):
+        value = PerReplica(component(strategy.rank))
+        return np.asarray(select_replica(strategy.run(lambda: function(value)))).tolist()
+
+    assert on_replicas(2, program) == [np.asarray(function(component(rank))).tolist() for rank in range(2)]
+    message = r"per-replica value was read as one array or number outside strategy.run(.|\n)*correct: +strategy\.reduce\("
+    with pytest.raises(InvalidArgumentError, match=message) as raised:
+        function(PerReplica(component(0)))
+    assert "strategy.gather(" in str(raised.value)
+    assert "strategy.experimental_local_results(" in str(raised.value)
 
 
 def test_a_mirrored_value_reads_as_an_array_everywhere():
@@ -161,14 +149,3 @@ def test_mappings_that_replicas_return_stay_what_they_are(kind, num_replicas):
         return reduced["loss"].tolist(), strategy.gather(result["loss"], axis=0).tolist()
 
     assert on_replicas(num_replicas, program) == [([2.0 * num_replicas], [2.0] * num_replicas)] * num_replicas
-
-
-def test_container_of_finds_the_value_that_a_component_came_from():
-    array, mirrored, per_replica = np.ones(2), Mirrored(np.ones(2)), PerReplica(np.ones(2))
-    assert container_of(mirrored.values[0]) is mirrored
-    assert container_of(per_replica.values[0]) is per_replica
-    assert container_of(array) is array
-    assert PerReplica(array).values[0] is array
-    (component,) = mirrored.values
-    del mirrored
-    assert container_of(component) is component

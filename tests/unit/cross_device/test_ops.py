@@ -399,18 +399,6 @@ def test_ops_print_what_they_were_made_with() -> None:
     assert "accumulation_fn=sum)" in repr(ReductionToOneDevice(accumulation_fn=sum))
 
 
-def test_one_node_is_said_where_there_are_several() -> None:
-    class TwoNodes(LocalCommunicator):
-        def __init__(self):
-            super().__init__()
-            self.world, self.size = World.from_shape("2x1"), 2
-
-    message = r"reduces over the ranks of one node, but these replicas are World\(2x1, .*: use HierarchicalAllReduce\(\)"
-    strategy = mpistrat.Strategy(mpistrat.StrategyExtended(TwoNodes()))
-    with strategy.scope(), pytest.raises(NotImplementedError, match=message):
-        HierarchicalCopyAllReduce().reduce("sum", PerReplica(1.0), "/cpu:0")
-
-
 class Watched(CrossDeviceOps):
     """Notes the operations that an implementation is asked for, and how many values each has."""
 

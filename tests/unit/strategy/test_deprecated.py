@@ -20,6 +20,7 @@ from mpistrat.strategy.deprecated import accepts_hints, get_loss_reduction
         (lambda s: s.update_config_proto("config"), "strategy.update_config_proto is deprecated", "config"),
         (lambda s: s.experimental_run(lambda x: x + 1, iter([3])), "strategy.experimental_run is deprecated", 4),
         (lambda s: s.experimental_run(lambda: 5), "strategy.experimental_run is deprecated", 5),
+        (lambda s: hasattr(s.colocate_vars_with(1), "__enter__"), "use strategy.extended.colocate_vars_with", True),
         (lambda s: get_loss_reduction(), r"get_loss_reduction\(\) is deprecated", mpistrat.ReduceOp.SUM),
     ],
 )
@@ -65,16 +66,6 @@ def test_datasets_from_functions(name):
         dataset = getattr(mpistrat.OneDeviceStrategy(), name)(dataset_fn)
     assert [batch.tolist() for batch in dataset] == [[0, 1], [2, 3]]
     assert contexts == [InputContext(1, 0, 1)]
-
-
-def test_colocate_vars_with():
-    strategy = mpistrat.OneDeviceStrategy()
-    with strategy.scope():
-        variable = mpistrat.Variable(0.0)
-        with pytest.warns(DeprecationWarning, match="use strategy.extended.colocate_vars_with"):
-            place = strategy.colocate_vars_with(variable)
-        with place:
-            assert float(mpistrat.Variable(1.0)) == 1
 
 
 def test_options_win_over_hints():

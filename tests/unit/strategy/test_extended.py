@@ -12,6 +12,7 @@ from mpistrat.cross_device.ops import CrossDeviceOps, HierarchicalAllReduce, Ncc
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.strategy import Strategy
+from mpistrat.structures import flatten
 from tests.unit.replicas import on_replicas
 
 
@@ -56,16 +57,25 @@ def test_every_reduction_of_a_strategy_goes_through_its_cross_device_ops():
     def program(strategy):
         ops = Spy()
         strategy = Strategy(StrategyExtended(strategy.extended.communicator, ops))
-        total = strategy.reduce("sum", [PerReplica(np.ones(2)), PerReplica(2.0)], axis=None)
-        assert [np.asarray(leaf).tolist() for leaf in total] == [[10, 10], 20]
-        assert strategy.reduce("mean", PerReplica(np.arange(4.0)), axis=0) == 60 / 40
-        inside = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("mean", {"a": 1.0, "b": 2.0})).copy()
-        assert (inside["a"].values[0], inside["b"].values[0]) == (10, 20)
-        started = strategy.run(lambda: mpistrat.get_replica_context().start_all_reduce("max", 3.0).wait())
-        assert started.values[0] == 30
-        return ops.seen
+        assert strategy.extended.cross_device_ops is ops
+        with strategy.scope():
+            variable = mpistrat.Variable(np.zeros(1), aggregation=mpistrat.VariableAggregation.SUM)
 
-    assert on_replicas(2, program) == [[("SUM", 2), ("SUM", 2), ("MEAN", 2), ("MAX", 1)]] * 2
+        def step():
+            context = mpistrat.get_replica_context()
+            variable.assign_add([1.0])
+            return context.all_reduce("mean", {"a": 1.0, "b": 2.0}), context.start_all_reduce("max", 3.0).wait()
+
+        value = PerReplica(np.ones(2))
+        found = strategy.reduce("sum", [value, PerReplica(2.0)], axis=None)
+        found += [strategy.reduce("mean", PerReplica(np.arange(4.0)), axis=0), *strategy.local(strategy.run(step)), variable]
+        found += [strategy.extended.reduce_to("min", value, value)]
+        found += strategy.extended.batch_reduce_to("prod", [(value, value)])
+        return [np.asarray(leaf).tolist() for leaf in flatten(found)[0]], ops.seen
+
+    reduced = [[10, 10], 20, 60 / 40, 10, 20, 30, [10], [10, 10], [10, 10]]
+    seen = [("SUM", 2), ("SUM", 2), ("SUM", 1), ("MEAN", 2), ("MAX", 1), ("MIN", 1), ("PROD", 1)]
+    assert on_replicas(2, program) == [(reduced, seen)] * 2
 
 
 def test_gathering_goes_through_the_cross_device_ops_of_a_strategy():
@@ -216,18 +226,18 @@ def test_update_non_slot_calls_the_function_once():
 
 
 def test_value_container_finds_the_value_that_a_component_came_from():
-    strategy = mpistrat.OneDeviceStrategy()
+    strategy, container = mpistrat.OneDeviceStrategy(), mpistrat.get_strategy().extended.value_container
     with strategy.scope():
         variable = mpistrat.Variable(np.zeros(2))
     mirrored, array = Mirrored(np.ones(1)), np.ones(1)
-    container = strategy.extended.value_container
-    for value in (variable, mirrored):
+    for value in (variable, mirrored, PerReplica(np.ones(2))):
         assert container(value) is value
         assert container(value.values[0]) is value
     assert container(array) is array
-    assert Mirrored(1).values == (1,)
-    assert container(1) == 1
-    assert not isinstance(container(1), Mirrored)
+    assert (Mirrored(1).values, container(1), type(container(1))) == ((1,), 1, int)
+    (component,) = mirrored.values
+    del mirrored, value
+    assert container(component) is component
 
 
 def test_colocate_vars_with():

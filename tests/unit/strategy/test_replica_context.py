@@ -1,6 +1,6 @@
 """ReplicaContext: weighted means, handles, and the collective calls that TensorFlow does not have."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -11,11 +11,6 @@ from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import PerReplica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from tests.unit.replicas import in_run, on_replicas
-
-
-def alone(fn):
-    """Return what ``fn(ctx)`` returns on a single replica."""
-    return mpistrat.OneDeviceStrategy().run(lambda: fn(mpistrat.get_replica_context()))
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, np.complex64])
@@ -31,81 +26,10 @@ def test_the_weighted_mean_counts_each_replica_as_it_weighs(dtype):
         np.testing.assert_array_equal(result["b"], np.asarray(8 / 3).astype(dtype))
 
 
-@pytest.mark.parametrize(
-    ("value", "options", "message"),
-    [
-        ([np.ones(2)], {"out": np.ones(2)}, "out must have the structure of the value"),
-        ([1.0], {"out": [2.0]}, r"out\[0\] must be an array to write to: .*; got float"),
-        (np.ones(2), {"out": np.ones(3)}, "out must be a writable, C-contiguous float64 array of shape"),
-        (np.ones(2), {"out": np.ones(2), "weight": 1}, "out= is for reductions without a weight"),
-    ],
-)
-def test_what_cannot_be_written_to_is_refused(value, options, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        alone(lambda context: context.all_reduce("mean", value, **options))
-
-
 def test_a_replica_without_weight_contributes_nothing_even_if_it_has_nothing():
     results = in_run(lambda context, rank: context.all_reduce("mean", np.nan if rank else 3.0, weight=0 if rank else 5))
     assert results == [3, 3]
     assert np.isnan(in_run(lambda context, rank: context.all_reduce("mean", np.ones(2), weight=0))).all()
-
-
-@pytest.mark.parametrize(
-    ("op", "value", "weight", "error", "message"),
-    [
-        ("sum", 1.0, 1, InvalidArgumentError, "weight= is for MEAN, got SUM: use MEAN"),
-        ("mean", 1.0, -1, InvalidArgumentError, "weight must be one finite number that is not negative; got -1"),
-        ("mean", 1.0, np.nan, InvalidArgumentError, "weight must be one finite number .*; got nan"),
-        ("mean", 1.0, np.inf, InvalidArgumentError, "weight must be one finite number"),
-        ("mean", 1.0, [1, 2], InvalidArgumentError, "weight must be one finite number"),
-        ("mean", 1.0, 1j, InvalidArgumentError, "weight must be one finite number"),
-        ("mean", np.ones(1, np.float32), 1e39, InvalidArgumentError, "weight 1e.39 is out of the range of float32, the dtype"),
-        ("mean", np.ones(1, np.float16), 1e-50, InvalidArgumentError, "weight 1e-50 .* values of dtype float16 are weighted"),
-        ("mean", 1.0, "2", UnsupportedDtypeError, "weight has dtype <U1"),
-        ("mean", 1, 2, UnsupportedDtypeError, "the weighted mean is not supported for dtype int64"),
-        ("mean", True, 2, UnsupportedDtypeError, "the weighted mean is not supported for dtype bool"),
-        ("mean", np.ones(1, ">f8"), 2, UnsupportedDtypeError, r"value has non-native byte order \(>f8\)"),
-        ("mean", np.ones(1, ">f8"), 0, UnsupportedDtypeError, r"value has non-native byte order \(>f8\)"),
-        ("mean", IndexedSlices(np.ones((1, 1)), [0]), 2, NotImplementedError, "the weighted mean of IndexedSlices"),
-    ],
-)
-def test_what_has_no_weighted_mean_is_refused(op, value, weight, error, message):
-    with pytest.raises(error, match=message):
-        alone(lambda context: context.all_reduce(op, value, weight=weight))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda context: context.all_reduce("sum", 1.0, "RING"),
-        lambda context: context.start_all_reduce("sum", 1.0, "RING"),
-        lambda context: context.all_gather(np.ones(1), 0, "RING"),
-        lambda context: context.broadcast(1.0, 0, "RING"),
-        lambda context: context.reduce_scatter("sum", np.ones(1), 0, "RING"),
-        lambda context: context.all_to_all([1.0], "RING"),
-    ],
-)
-def test_options_of_another_type_are_refused(call):
-    with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got 'RING'"):
-        alone(call)
-
-
-@pytest.mark.parametrize(
-    ("op", "value", "error", "message"),
-    [
-        ("median", 1.0, InvalidArgumentError, "unknown reduce_op 'median'"),
-        (None, 1.0, TypeError, "reduce_op must be a ReduceOp or a str"),
-        ("sum", {"a": "text"}, UnsupportedDtypeError, r"value\['a'\] has dtype <U4"),
-        ("sum", object(), UnsupportedDtypeError, "value has dtype object, which collectives do not support"),
-        ("sum", {"b": [np.array([object()])]}, UnsupportedDtypeError, r"value\['b'\]\[0\] has dtype object"),
-        ("mean", [True], UnsupportedDtypeError, r"MEAN is not defined for value\[0\] of dtype bool"),
-    ],
-)
-@pytest.mark.parametrize("method", ["all_reduce", "start_all_reduce"])
-def test_bad_reductions_are_refused(method, op, value, error, message):
-    with pytest.raises(error, match=message):
-        alone(lambda context: getattr(context, method)(op, value))
 
 
 def test_broadcast_hands_out_the_value_of_the_root():
@@ -121,25 +45,75 @@ def test_broadcast_hands_out_the_value_of_the_root():
         mpistrat.OneDeviceStrategy().broadcast(1.0, root=3)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda c: c.broadcast(1.0, root=1), InvalidArgumentError, "root must be a replica, 0 to 0; got 1"),
-        (lambda c: c.broadcast({"a": "text"}), UnsupportedDtypeError, r"value\['a'\] has dtype <U4"),
-        (lambda c: c.reduce_scatter("sum", 1.0), InvalidArgumentError, "reduce_scatter needs arrays with at least one axis"),
-        (lambda c: c.reduce_scatter("sum", np.ones(1), axis=1), InvalidArgumentError, "axis 1 is out of range"),
-        (lambda c: c.reduce_scatter("median", np.ones(1)), InvalidArgumentError, "unknown reduce_op"),
-        (lambda c: c.reduce_scatter(1, np.ones(1)), TypeError, "reduce_op must be"),
-        (lambda c: c.all_to_all([np.ones(1)] * 2), InvalidArgumentError, "one array for each of the 1 replicas; got 2"),
-        (lambda c: c.all_to_all(["text"]), UnsupportedDtypeError, r"values\[0\] has dtype <U4"),
-        (lambda c: c.all_gather(1.0, 0), InvalidArgumentError, "all_gather needs arrays with at least one axis; got a scalar"),
-        (lambda c: c.all_gather(np.ones(1), 1), InvalidArgumentError, "axis 1 is out of range"),
-        (lambda c: c.all_gather(object(), 0), UnsupportedDtypeError, "value has dtype object"),
-    ],
-)
-def test_bad_arguments_are_refused(call, error, message):
+def weighted(value, weight, op="mean"):
+    return lambda context: context.all_reduce(op, value, weight=weight)
+
+
+def reducing(op, value, error, message):
+    """Return a row of `REFUSED` for each call that reduces."""
+    return [
+        (lambda context: context.all_reduce(op, value), error, message),
+        (lambda context: context.start_all_reduce(op, value), error, message),
+    ]
+
+
+OPTIONS, WEIGHT = "options must be CommunicationOptions or None; got 'RING'", "weight must be one finite number"
+REFUSED = [
+    (lambda c: c.all_reduce("mean", [np.ones(2)], out=np.ones(2)), InvalidArgumentError, "out must have the structure of"),
+    (
+        lambda c: c.all_reduce("mean", [1.0], out=[2.0]),
+        InvalidArgumentError,
+        r"out\[0\] must be an array to .*; got float",
+    ),
+    (lambda c: c.all_reduce("mean", np.ones(2), out=np.ones(3)), InvalidArgumentError, "out must be a writable, C-contiguous"),
+    (
+        lambda c: c.all_reduce("mean", [1.0], out=[1.0], weight=1),
+        InvalidArgumentError,
+        "out= is for reductions without",
+    ),
+    (weighted(1.0, 1, "sum"), InvalidArgumentError, "weight= is for MEAN, got SUM: use MEAN"),
+    (weighted(1.0, -1), InvalidArgumentError, f"{WEIGHT} that is not negative; got -1"),
+    *((weighted(1.0, weight), InvalidArgumentError, WEIGHT) for weight in (np.nan, np.inf, [1, 2], 1j)),
+    (weighted(np.ones(1, "f4"), 1e39), InvalidArgumentError, "weight 1e.39 is out of the range of float32, the dtype"),
+    (weighted(np.ones(1, "f2"), 1e-50), InvalidArgumentError, "weight 1e-50 .* values of dtype float16 are weighted"),
+    (weighted(1.0, "2"), UnsupportedDtypeError, "weight has dtype <U1"),
+    (weighted(1, 2), UnsupportedDtypeError, "the weighted mean is not supported for dtype int64"),
+    (weighted(True, 2), UnsupportedDtypeError, "the weighted mean is not supported for dtype bool"),
+    *(
+        (weighted(np.ones(1, ">f8"), each), UnsupportedDtypeError, r"value has non-native byte order \(>f8\)")
+        for each in (2, 0)
+    ),
+    (weighted(IndexedSlices(np.ones((1, 1)), [0]), 2), NotImplementedError, "the weighted mean of IndexedSlices"),
+    (lambda c: c.all_reduce("sum", 1.0, "RING"), InvalidArgumentError, OPTIONS),
+    (lambda c: c.start_all_reduce("sum", 1.0, "RING"), InvalidArgumentError, OPTIONS),
+    (lambda c: c.all_gather(np.ones(1), 0, "RING"), InvalidArgumentError, OPTIONS),
+    (lambda c: c.broadcast(1.0, 0, "RING"), InvalidArgumentError, OPTIONS),
+    (lambda c: c.reduce_scatter("sum", np.ones(1), 0, "RING"), InvalidArgumentError, OPTIONS),
+    (lambda c: c.all_to_all([1.0], "RING"), InvalidArgumentError, OPTIONS),
+    *reducing("median", 1.0, InvalidArgumentError, "unknown reduce_op 'median'"),
+    *reducing(None, 1.0, TypeError, "reduce_op must be a ReduceOp or a str"),
+    *reducing("sum", {"a": "text"}, UnsupportedDtypeError, r"value\['a'\] has dtype <U4"),
+    *reducing("sum", object(), UnsupportedDtypeError, "value has dtype object, which collectives do not support"),
+    *reducing("sum", {"b": [np.array([object()])]}, UnsupportedDtypeError, r"value\['b'\]\[0\] has dtype object"),
+    *reducing("mean", [True], UnsupportedDtypeError, r"MEAN is not defined for value\[0\] of dtype bool"),
+    (lambda c: c.broadcast(1.0, root=1), InvalidArgumentError, "root must be a replica, 0 to 0; got 1"),
+    (lambda c: c.broadcast({"a": "text"}), UnsupportedDtypeError, r"value\['a'\] has dtype <U4"),
+    (lambda c: c.reduce_scatter("sum", 1.0), InvalidArgumentError, "reduce_scatter needs arrays with at least one axis"),
+    (lambda c: c.reduce_scatter("sum", np.ones(1), axis=1), InvalidArgumentError, "axis 1 is out of range"),
+    (lambda c: c.reduce_scatter("median", np.ones(1)), InvalidArgumentError, "unknown reduce_op"),
+    (lambda c: c.reduce_scatter(1, np.ones(1)), TypeError, "reduce_op must be"),
+    (lambda c: c.all_to_all([np.ones(1)] * 2), InvalidArgumentError, "one array for each of the 1 replicas; got 2"),
+    (lambda c: c.all_to_all(["text"]), UnsupportedDtypeError, r"values\[0\] has dtype <U4"),
+    (lambda c: c.all_gather(1.0, 0), InvalidArgumentError, "all_gather needs arrays with at least one axis; got a scalar"),
+    (lambda c: c.all_gather(np.ones(1), 1), InvalidArgumentError, "axis 1 is out of range"),
+    (lambda c: c.all_gather(object(), 0), UnsupportedDtypeError, "value has dtype object"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_what_is_refused(call, error, message):
     with pytest.raises(error, match=message):
-        alone(call)
+        mpistrat.OneDeviceStrategy().run(lambda: call(mpistrat.get_replica_context()))
 
 
 _CALLS = {
@@ -173,24 +147,14 @@ def test_a_replica_calls_in_its_own_context_only(method):
 
 
 def test_another_thread_is_in_another_context():
-    errors = []
-
     def step():
         context = mpistrat.get_replica_context()
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(context.merge_call, print).result()
 
-        def call():
-            try:
-                context.merge_call(print)
-            except RuntimeError as error:
-                errors.append(str(error))
-
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-
-    mpistrat.OneDeviceStrategy().run(step)
-    assert len(errors) == 1
-    assert "ReplicaContext.merge_call must be called in the replica context it belongs to, but this is outside all" in errors[0]
+    message = "ReplicaContext.merge_call must be called in the replica context it belongs to, but this is outside all"
+    with pytest.raises(RuntimeError, match=message):
+        mpistrat.OneDeviceStrategy().run(step)
 
 
 def test_a_replica_context_is_entered_and_left_in_order():
