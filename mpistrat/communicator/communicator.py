@@ -362,7 +362,7 @@ class Communicator(BaseCommunicator):
         return self._programs.choose(count, dtype, self._options.merge(options))
 
     def explain(self, arrays: Array | Sequence[Array], options: CommunicationOptions | None = None) -> Explanation:
-        """Return how a sum or mean of such arrays is computed, and how long the last one took. Sends nothing.
+        """Return how a sum or mean of such arrays is computed. Sends nothing.
 
         Raises
         ------

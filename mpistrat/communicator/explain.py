@@ -1,4 +1,4 @@
-"""Explanation: how an all-reduce of some arrays is computed, its predicted time, and its last measured time."""
+"""Explanation: how an all-reduce of some arrays is computed, and its predicted time."""
 
 from __future__ import annotations
 
@@ -42,9 +42,6 @@ class Explanation:
         In the order in which they are reduced; none if there is one replica.
     model : CostModel
         Predicts times; its `source` tells where it comes from.
-    last_seconds : float or None
-        Time of the last such call on this replica, reducing its packs only. None if there was none, or if it is a single
-        all-reduce over all ranks, which is not timed.
     path : str
         The transports that move the arrays; for arrays in host memory those that this replica uses. Empty if nothing is sent.
     """
@@ -52,7 +49,6 @@ class Explanation:
     world: World
     packs: tuple[Pack, ...] = ()
     model: CostModel = DEFAULT
-    last_seconds: float | None = None
     path: str = ""
 
     @property
@@ -63,13 +59,11 @@ class Explanation:
     def __str__(self) -> str:
         if not self.packs:
             return "one replica: nothing is sent" if self.world.size == 1 else "no arrays: nothing is sent"
-        last = "not measured" if self.last_seconds is None else format_seconds(self.last_seconds)
         num_bytes = sum(pack.choice.plan.num_bytes for pack in self.packs)
         summary = [
             ("world", str(self.world)),
             ("packs", f"{len(self.packs)}, {format_bytes(num_bytes)} in all"),
             ("predicted", format_seconds(self.predicted_seconds)),
-            ("last call", last),
             *([("transport", self.path)] if self.path else []),
         ]
         texts = [self._describe(number, pack) for number, pack in enumerate(self.packs)]

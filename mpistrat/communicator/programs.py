@@ -22,7 +22,7 @@ from mpistrat.algorithms.cost import CostModel
 from mpistrat.arrays import Array, is_on_device, retained_bytes
 from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
-from mpistrat.communicator.planning import WIRE_OPS, DevicePlanner, Planner, Reduction
+from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
 from mpistrat.communicator.validate import are_disjoint, own_memory
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.guard import Guard
@@ -105,12 +105,8 @@ class Programs:
         planner.check(asked)
 
     def explain(self, asked: Reduction) -> Explanation:
-        """Return how a sum is computed, and how long the last sum or mean of such arrays took, unless it is only enqueued."""
-        planner = self._planner(asked.arrays)
-        found = [self._programs.get(replace(asked, op=op).key) for op in WIRE_OPS]
-        is_timed = planner is self._host or not (self._device and self._device.executor.enqueues)
-        seconds = [program.seconds for program in found if program and is_timed and not program.is_one_call]
-        return replace(planner.explain(asked), last_seconds=next(filter(None, seconds), None))
+        """Return how a sum is computed."""
+        return self._planner(asked.arrays).explain(asked)
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
         """Return the plan for a sum of `count` elements, on the GPU if there is one, and why it was chosen."""

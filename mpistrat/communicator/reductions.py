@@ -217,7 +217,8 @@ class Reductions:
             yield from self._window.barrier()
         if self._gpu is not None and program.on_gpu and self._gpu.executor.compares_by_messages:
             yield from self._gpu.barrier()
-        yield from program.run(sources, results)
+        for bucket in program.buckets:
+            yield from bucket.run([sources[i] for i in bucket.indices], [results[i] for i in bucket.indices])
         if not program.detects_mismatch:
             self._current.add_unconfirmed(sum(array.nbytes for array in sources))
 

@@ -190,14 +190,18 @@ class _Buffered:
             yield from chunk.copy_in(sources)
             if timeline.enabled:
                 self._record("copy in", started, chunk)
-            yield from self._walk(chunk, chunk.head)
+            for operations in chunk.head:
+                yield from self._run(chunk, operations)
 
         def middle(index: int) -> Steps:
-            return self._walk(chunks[index], chunks[index].middle)
+            chunk = chunks[index]
+            for operations in chunk.middle:
+                yield from self._run(chunk, operations)
 
         def tail(index: int) -> Steps:
             chunk = chunks[index]
-            yield from self._walk(chunk, chunk.tail)
+            for operations in chunk.tail:
+                yield from self._run(chunk, operations)
             started = time.perf_counter()
             yield from chunk.copy_out(targets)
             if timeline.enabled:
@@ -207,13 +211,11 @@ class _Buffered:
 
         return Lanes(head, middle, tail, len(chunks))
 
-    def _walk(self, chunk: Chunk, phases: Operations) -> Steps:
-        for operations in phases:
-            if len(operations) == 1 and not self.executor.timeline.enabled:
-                yield from operations[0][1].run()
-            else:
-                # a rank that owns several shards runs their rails together, since ranks of larger nodes do so
-                yield from interleave([self._step(chunk, name, operation) for name, operation in operations])
+    def _run(self, chunk: Chunk, operations: Sequence[tuple[str, Operation]]) -> Steps:
+        if len(operations) == 1 and not self.executor.timeline.enabled:
+            return operations[0][1].run()
+        # a rank that owns several shards runs their rails together, since ranks of larger nodes do so
+        return interleave([self._step(chunk, name, operation) for name, operation in operations])
 
     def _step(self, chunk: Chunk, name: str, operation: Operation) -> Steps:
         started = time.perf_counter()

@@ -6,7 +6,6 @@ the program.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import prod
@@ -33,7 +32,7 @@ def shorten(program: Program, executor: Executor, op: ReduceOp, arrays: Sequence
     nbytes = bucket.flat_count * dtype.itemsize
     divisor = executor.hierarchy.world.size if op is ReduceOp.MEAN else 1
     if bucket.blocking is not None:
-        program.blocking = _of_one(_timed(bucket.blocking, program))  # it divides for MEAN
+        program.blocking = _of_one(_contiguous(bucket.blocking))  # it divides for MEAN
     elif not 0 < nbytes <= executor.hierarchy.settings[settings.MAX_MESSAGE_BYTES]:
         return
     elif len(arrays) == 1 and dtype == arrays[0].dtype:
@@ -63,15 +62,13 @@ def _of_one(combine: _Combine, divide: Callable[[Array], object] | None = None) 
     return run
 
 
-def _timed(blocking: Callable[[Array, Array], None], program: Program) -> _Combine:
-    """Return `blocking` with an optional target; it records its duration in the program."""
+def _contiguous(blocking: Callable[[Array, Array], None]) -> _Combine:
+    """Return `blocking` of any source, with an optional target."""
 
     def run(source: Array, target: Array | None = None) -> Array:
         if target is None:
             target = new_array(source.shape, source.dtype)
-        started = time.perf_counter()
         blocking(np.ascontiguousarray(source), target)
-        program.seconds = time.perf_counter() - started
         return target
 
     return run

@@ -11,7 +11,6 @@ issue the operations of a group in the same order.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -64,19 +63,14 @@ class Bucket:
 
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
         """Return the steps that combine `sources` into `targets`. A collective call."""
-        head, middle, tail, num_chunks = self.lanes(sources, targets)
-        if num_chunks > 1:
-            yield from overlap(num_chunks, self.plan.depth, self.max_in_flight, head, middle, tail)
-        elif num_chunks:
-            yield from head(0)
-            yield from middle(0)
-            yield from tail(0)
+        lanes = self.lanes(sources, targets)
+        return overlap(lanes, self.plan.depth, self.max_in_flight) if lanes.num_chunks > 1 else in_turn(lanes)
 
 
 class Program:
     """The buckets of a call, in the order in which they are combined.
 
-    `seconds` is the duration of the last run on this rank. `is_agreed` says that all ranks have compared a call of it with a
+    `is_agreed` says that all ranks have compared a call of it with a
     deadline, or in strict mode: it is the same on all of them, while they may remember different calls. A reduce-scatter has a
     `scattered_dtype`, that of the array of which each rank gets only its part. `blocking` does the same in one call of MPI or
     through shared memory, where that is all.
@@ -84,7 +78,6 @@ class Program:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = list(buckets)
-        self.seconds: float | None = None
         self.is_agreed = False
         self.scattered_dtype: np.dtype[Any] | None = None
         self.blocking: Blocking | None = None
@@ -99,25 +92,23 @@ class Program:
         return all(bucket.is_current() for bucket in self.buckets)
 
     @property
-    def is_one_call(self) -> bool:
-        """Whether it is one all-reduce of MPI."""
-        return len(self.buckets) == 1 and self.buckets[0].flat_count > 0
-
-    @property
     def held_bytes(self) -> int:
         """Bytes of its own memory, besides the executor's scratch memory."""
         return sum(bucket.held_bytes() for bucket in self.buckets)
 
-    def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
-        """Return the steps that combine `sources` into `targets`, bucket after bucket. A collective call."""
-        started = time.perf_counter()
-        for bucket in self.buckets:
-            yield from bucket.run([sources[i] for i in bucket.indices], [targets[i] for i in bucket.indices])
-        self.seconds = time.perf_counter() - started
+
+def in_turn(lanes: Lanes) -> Steps:
+    """Return the steps of chunks one after the other."""
+    head, middle, tail, num_chunks = lanes
+    for chunk in range(num_chunks):
+        yield from head(chunk)
+        yield from middle(chunk)
+        yield from tail(chunk)
 
 
-def overlap(num_chunks: int, depth: int, max_in_flight: int, head: ChunkSteps, middle: ChunkSteps, tail: ChunkSteps) -> Steps:
+def overlap(lanes: Lanes, depth: int, max_in_flight: int) -> Steps:
     """Return the steps of all chunks, with at most `depth` chunks between their head and their tail."""
+    head, middle, tail, num_chunks = lanes
     heads_done = middles_done = 0
     is_middle_done = [False] * num_chunks
 
@@ -140,13 +131,13 @@ def overlap(num_chunks: int, depth: int, max_in_flight: int, head: ChunkSteps, m
         is_middle_done[chunk] = True
         middles_done += 1
 
-    lanes = [intra()]
+    running = [intra()]
     started = 0
-    while lanes:
-        answers = [next(lane, None) for lane in lanes]
-        lanes = [lane for lane, answer in zip(lanes, answers, strict=True) if answer is not None]
+    while running:
+        answers = [next(lane, None) for lane in running]
+        running = [lane for lane, answer in zip(running, answers, strict=True) if answer is not None]
         if started < heads_done and started - middles_done < max_in_flight:
-            lanes.append(inter(started))
+            running.append(inter(started))
             started += 1
             answers.append(WORKED)
         yield any(answers)

@@ -16,24 +16,21 @@ VALUE = {"b": np.ones(3, np.float16), "w": np.ones((256, 4), np.float32), "x": n
 
 
 @needs_ranks(2)
-def test_packs_plans_and_times(strategy):
+def test_packs_and_plans(strategy):
     options = mpistrat.experimental.CommunicationOptions(algorithm="hierarchical")
     before = strategy.explain(VALUE, options)
     assert sorted(index for pack in before.packs for index in pack.indices) == [0, 1, 2]
     assert {pack.choice.plan.algorithm for pack in before.packs} == {"hierarchical"}
-    assert before.last_seconds is None
     assert before.predicted_seconds > 0
     total = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", VALUE, options))
     after = strategy.explain(VALUE, options)
-    assert 0 < after.last_seconds < 60
     assert after.packs == before.packs
-    assert strategy.explain({"v": VALUE}, options).last_seconds == after.last_seconds, "shapes and dtypes decide"
-    assert strategy.explain(total, options).last_seconds == after.last_seconds, "of a per-replica value our component"
+    assert strategy.explain({"v": VALUE}, options).packs == after.packs, "shapes and dtypes decide"
+    assert strategy.explain(total, options).packs == after.packs, "of a per-replica value our component"
     text = str(after)
     for part in (
         f"world      {strategy.extended.communicator.world}\n",
         "predicted  ",
-        "\nlast call  ",
         "\ntransport  ",
         "\nwhy        hierarchical was asked for by name; auto would choose ",
         "\nphase ",
@@ -41,22 +38,13 @@ def test_packs_plans_and_times(strategy):
         "default constants; mpistrat tune corrects them by measurements of this cluster.",
     ):
         assert part in text
-    assert "not measured" not in text
 
 
 @needs_ranks(2)
 def test_one_rank_may_ask_alone(strategy):
     if strategy.extended.communicator.rank == 0:
-        assert "last call  not measured\n" in str(strategy.explain(np.ones(5)))
+        assert "predicted  " in str(strategy.explain(np.ones(5)))
     assert float(strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", 1.0)).values[0]) > 1
-
-
-@needs_ranks(2)
-def test_a_call_that_mpi_makes_alone_is_not_timed(strategy):
-    value = np.ones(2)
-    options = mpistrat.experimental.CommunicationOptions(algorithm="flat")
-    strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", value, options))
-    assert strategy.explain(value, options).last_seconds is None
 
 
 @needs_ranks(2)

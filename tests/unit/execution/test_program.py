@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat.execution.compile import interleave
-from mpistrat.execution.program import overlap
+from mpistrat.execution.program import Lanes, nothing, overlap
 from mpistrat.steps import WAITING, WORKED
 
 Event = tuple[str, int, str]
@@ -30,7 +30,7 @@ def play(num_chunks: int, depth: int, max_in_flight: int, seed: int) -> list[Eve
 
         return steps
 
-    for _ in overlap(num_chunks, depth, max_in_flight, part("head"), part("middle"), part("tail")):
+    for _ in overlap(Lanes(part("head"), part("middle"), part("tail"), num_chunks), depth, max_in_flight):
         pass
     return log
 
@@ -80,7 +80,7 @@ def test_a_wait_of_one_lane_does_not_stop_the_other() -> None:
         entered.append(chunk)
         yield WORKED
 
-    steps = overlap(3, 3, 1, head, middle, lambda chunk: iter(()))
+    steps = overlap(Lanes(head, middle, num_chunks=3), 3, 1)
     # all heads come through while the middle of chunk 0 waits; then everybody waits, and says so
     found = list(islice(steps, 50))
     assert entered == [0, 1, 2]
@@ -97,12 +97,12 @@ def test_several_middles_are_in_flight() -> None:
         while len(entered) < 3:
             yield WAITING  # none ends before the third has begun
 
-    assert WORKED in list(overlap(3, 3, 3, lambda chunk: iter([WORKED]), middle, lambda chunk: iter(())))
+    assert WORKED in list(overlap(Lanes(lambda chunk: iter([WORKED]), middle, num_chunks=3), 3, 3))
     assert entered == [0, 1, 2]
 
 
 def test_a_step_worked_if_either_lane_did() -> None:
-    idle = overlap(1, 1, 1, lambda chunk: iter(()), lambda chunk: iter([WAITING] * 5), lambda chunk: iter(()))
+    idle = overlap(Lanes(nothing, lambda chunk: iter([WAITING] * 5)), 1, 1)
     found = list(idle)
     assert found.count(WAITING) >= 4
     assert found[0] is WORKED, "the middle has begun"

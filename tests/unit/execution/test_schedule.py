@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from mpistrat.execution.program import overlap
+from mpistrat.execution.program import Lanes, overlap
 from mpistrat.steps import WAITING, Steps
 
 
@@ -30,12 +30,14 @@ class _World:
         self.num_actors = size
         self.running = [
             overlap(
-                chunks,
+                Lanes(
+                    lambda k, rank=rank: self._collective(rank, ("node", rank // local), f"scatter {k}"),
+                    lambda k, rank=rank: self._collective(rank, ("rail", rank % local, k % 2), f"rail {k}"),
+                    lambda k, rank=rank: self._collective(rank, ("node", rank // local), f"gather {k}"),
+                    chunks,
+                ),
                 min(chunks, 2),
                 min(chunks, 2),
-                lambda k, rank=rank: self._collective(rank, ("node", rank // local), f"scatter {k}"),
-                lambda k, rank=rank: self._collective(rank, ("rail", rank % local, k % 2), f"rail {k}"),
-                lambda k, rank=rank: self._collective(rank, ("node", rank // local), f"gather {k}"),
             )
             for rank in range(size)
         ]
@@ -72,7 +74,7 @@ class _Staged(_World):
         super().__init__(nodes, 1, chunks)
         self.copied = [[False] * chunks for _ in range(nodes)]
         parts = [[partial(self._part, rank, name) for name in ("scatter", "rail", "gather")] for rank in range(nodes)]
-        self.running = [overlap(chunks, 2, max_in_flight, *three) for three in parts]
+        self.running = [overlap(Lanes(*three, chunks), 2, max_in_flight) for three in parts]
         self.num_actors = nodes * (1 + chunks)
 
     def step(self, actor: int) -> None:
