@@ -1,6 +1,7 @@
 """Checkpoints of one rank: which values come back, what does not fit, which are kept, and the command line."""
 
 import json
+import os
 import sys
 from collections import Counter, defaultdict, namedtuple
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 import mpistrat
 from mpistrat.checkpoint import writer
+from mpistrat.checkpoint.files import write_pieces
 from mpistrat.checkpoint.tree import Tree
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.tools import cli
@@ -157,6 +159,20 @@ def test_a_thread_that_ends_before_it_has_written_fails_the_save(tmp_path, monke
     with pytest.raises(CheckpointError, match=r"rank 0: the thread that writes has ended\. The last"):
         manager.save(1, wait=True)
     assert manager.latest_checkpoint is None
+
+
+def test_the_thread_that_writes_leaves_the_cores_to_the_steps(tmp_path, monkeypatch):
+    niceness = []
+
+    def write(*given):
+        niceness.append(os.getpriority(os.PRIO_PROCESS, 0))
+        return write_pieces(*given)
+
+    monkeypatch.setattr(writer, "write_pieces", write)
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    mpistrat.Checkpoint(x=np.ones(3)).save(tmp_path / "c", wait=True)
+    assert niceness == [min(before + writer._NICER, 19)]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_the_newest_are_kept_and_the_command_line_tells_them(tmp_path, capsys):
