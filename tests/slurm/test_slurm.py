@@ -104,10 +104,18 @@ def check_steps(output: Path, *places: str) -> None:
     assert text.endswith("all 100 steps counted: True\n"), text
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
-def test_a_job_that_is_told_of_its_limit_continues(cluster, begin_steps, request, mpi):
-    job, output = begin_steps(request.getfixturevalue(f"{mpi}_bin"), "", _TWO)
-    cluster.run(["scancel", "--batch", "--signal=USR1", str(job)])  # as SLURM does before the time limit
+# the MPI, its launcher, what the site needs, and who is told: the batch script, as before the time limit, or the ranks
+TOLD = {
+    "the batch script": ("openmpi", "", "", "--batch"),
+    "the ranks": ("mpich", "srun --mpi=pmi2 -K", "export UCX_TLS=tcp,self,sm", ""),
+}
+
+
+@pytest.mark.parametrize("told", TOLD)
+def test_a_job_that_is_told_of_its_limit_continues(cluster, begin_steps, request, told):
+    mpi, launch, site, who = TOLD[told]
+    job, output = begin_steps(request.getfixturevalue(f"{mpi}_bin"), launch, _TWO, site=site)
+    cluster.run(["scancel", *filter(None, [who]), "--signal=USR1", str(job)])
     cluster.restart(job)
     assert cluster.wait(job) == "COMPLETED", output.read_text()
     check_steps(output, "4 ranks on 2 nodes", "4 ranks on 2 nodes")
