@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 HALVED_FROM_BYTES = 1 << 14
 """Shorter arrays are sent whole: two more rounds take longer than the bytes that they save."""
+RADICES = {2: (2,), 3: (3,), 4: (2, 2)}
+"""The sizes of the groups of each round, by the number of nodes: with more it was not measured."""
 
 
 class _Members(NamedTuple):
@@ -42,16 +44,6 @@ class _Round:
     receives: dict[int, Array]
     addends: Sequence[Array] = ()
     target: Array | None = None
-
-
-def radices(size: int) -> list[int]:
-    """Return the sizes of the groups of each round; none if there are no rounds for so many ranks."""
-    found = []
-    for radix in (2, 3):
-        while size % radix == 0:
-            found.append(radix)
-            size //= radix
-    return found if size == 1 else []
 
 
 class LeaderSum:
@@ -148,7 +140,7 @@ class LeaderSum:
 def _members(group: Group) -> Iterator[_Members]:
     """Yield the ranks that exchange something in each round, nearest ones first."""
     stride = 1
-    for radix in radices(group.size):
+    for radix in RADICES[group.size]:
         position = group.rank // stride % radix
         yield _Members([group.rank + (other - position) * stride for other in range(radix)], position)
         stride *= radix

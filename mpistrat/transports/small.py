@@ -24,11 +24,9 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.openmpi import num_cores, yields_when_idle
 from mpistrat.reduction import ReduceOp, combine, quiet_call
 from mpistrat.steps import WAITING, Steps, until
-from mpistrat.transports.leaders import LeaderSum, radices
+from mpistrat.transports.leaders import RADICES, LeaderSum
 from mpistrat.transports.window import CALL, ENTERED, LEAST_SMALL_BYTES, RESULT, RESULT_SLOTS, NodeWindow
 
-MOST_NODES = 4
-"""With more nodes it was not measured."""
 MOST_RANKS = 16
 """Ranks of a node: with more, MPI's tree takes fewer steps."""
 _POLLS = 40  # before yielding the core: a peer on its own core usually arrives by then
@@ -100,8 +98,7 @@ class SmallExchange:
     def _is_supported(self, hierarchy: Hierarchy) -> bool:
         """Return whether every node has a window, or a single rank."""
         world = hierarchy.world
-        has_rounds = world.num_nodes == 1 or bool(radices(world.num_nodes))
-        fits = has_rounds and world.num_nodes <= MOST_NODES and len(hierarchy.intra.ranks) <= MOST_RANKS
+        fits = (world.num_nodes == 1 or world.num_nodes in RADICES) and len(hierarchy.intra.ranks) <= MOST_RANKS
         mine = fits and (self.window is not None or hierarchy.intra.size == 1) and world.size > 1
         return hierarchy.all_agree(mine)
 

@@ -1,6 +1,5 @@
-"""How long all-reduces on a GPU take: in Python; beside NCCL and a copy; and by each way to sum, until the GPU is through.
+"""How long all-reduces on a GPU take, until it is through: beside NCCL and a copy; and by each way to sum.
 
-    MPISTRAT_DEVICE=gpu python -m tests.gpu.calls python --report FILE
     MPISTRAT_DEVICE=gpu python -m tests.gpu.calls overhead --report FILE
     MPISTRAT_DEVICE=gpu mpistrat run -n 2 -m tests.gpu.calls sums --report FILE
 
@@ -31,7 +30,6 @@ from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from tests.gpu.program import settle, the_gpu, write_report
-from tests.gradients import resnet50
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -39,29 +37,13 @@ if TYPE_CHECKING:
 SIZES = {"4KiB": 1 << 12, "1MiB": 1 << 20, "16MiB": 1 << 24, "256MiB": 1 << 28}
 SMALL = {"4KiB": 1 << 12, "16KiB": 1 << 14, "64KiB": 1 << 16, "256KiB": 1 << 18, "1MiB": 1 << 20}
 LARGE = {"1MiB": 1 << 20, "64MiB": 1 << 26}
-CALLS, ROUNDS, CHECKED = 200, 50, 1000
+ROUNDS, CHECKED = 50, 1000
 
 Raw = Callable[[int, int, int, int], None]
 """Sums floats: the address of what is read, of what is written, how many, and the stream."""
 
 _SHOTS = {"one_shot": ("cuda_ipc", "1GiB"), "two_shots": ("cuda_ipc", "0"), "nccl": ("nccl", "0")}
 _DTYPES = {"in_float32": None, "native": CommunicationOptions(intra_dtype="native")}
-
-
-def python(communicator: BaseCommunicator, device: Device, calls: int = CALLS) -> dict[str, float]:
-    """Return what Python takes for an all-reduce whose plan is known: of one array, and of as many as a network's gradients."""
-    figures = {}
-    for name, count in {"python_us": 1, "python_us_of_gradients": len(resnet50())}.items():
-        # small ones: it is not the GPU that is measured
-        arrays = [device.array_module.asarray(np.ones(1000, np.float32)) for _ in range(count)]
-        samples = []
-        for _ in range(2 + calls):
-            begun = time.perf_counter()
-            communicator.all_reduce(ReduceOp.SUM, arrays)
-            samples.append(time.perf_counter() - begun)
-            settle(device)
-        figures[name] = round(1e6 * median(samples[2:]), 1)
-    return figures
 
 
 def overhead(
@@ -160,7 +142,7 @@ def main(what: str) -> Mapping[str, float]:
     if what == "sums":
         return sums(comm, device, SMALL, LARGE)
     communicator = Communicator(Hierarchy(comm, World.from_shape("1x1")))
-    figures = python(communicator, device) if what == "python" else overhead(communicator, device, _nccl())
+    figures = overhead(communicator, device, _nccl())
     communicator.close()
     return figures
 

@@ -175,7 +175,7 @@ def bound(num_ranks: int) -> Iterator[NullDevice]:
     from mpistrat.transports import nccl
 
     device = NullDevice(num_ranks)
-    types = {f"NCCL_{name}": 0 for name in (*nccl._TYPES.values(), *nccl._OPS.values())}
+    types = {f"NCCL_{name}": 0 for name in (*map(str.upper, nccl._TYPES), "SUM", "PROD", "MIN", "MAX")}
     library = SimpleNamespace(
         available=True,
         get_version=lambda: 23203,

@@ -150,7 +150,7 @@ PROBES: tuple[Probe, ...] = (
     _timing("gradients", 0.75),
     _timing("sum_of_peers", 0.80),
     _timing("staged", 0.85),
-    _probe("timing call", "calls python", "GPU", "MPI", most={"python_us": 30}),
+    _probe("host time", "host_time real", "GPU", "MPI", "NCCL", most={"all_reduce, one array": 30}, seconds=120.0),
     _probe(
         "overhead",
         "calls overhead",

@@ -48,17 +48,6 @@ def test_every_verb_on_device_arrays(comm, monkeypatch):
 
 
 @up_to_ranks(1)
-def test_a_call_of_a_rank_alone_is_timed(comm):
-    world = World.from_shape("1x1")
-    with stand_in(comm) as device:
-        communicator = Communicator(Hierarchy(comm, world))
-        figures = calls.python(communicator, device, calls=1)
-        communicator.close()
-    assert figures.keys() == {"python_us", "python_us_of_gradients"}
-    assert min(figures.values()) > 0
-
-
-@up_to_ranks(1)
 def test_a_rank_alone_is_compared_with_a_copy(comm):
     world = World.from_shape("1x1")
     with stand_in(comm) as device:

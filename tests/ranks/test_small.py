@@ -10,8 +10,9 @@ from mpistrat.groups.agreement import CallsDifferError, digest_of
 from mpistrat.reduction import combine
 from mpistrat.steps import drive
 from mpistrat.testing.transport_cases import DTYPES, inputs, operations
+from mpistrat.transports.leaders import RADICES
 from mpistrat.transports.mpi_world import WorldTransport
-from mpistrat.transports.small import MOST_NODES, PiecewiseAllReduce, SmallAllReduce, small_all_reduce
+from mpistrat.transports.small import PiecewiseAllReduce, SmallAllReduce, small_all_reduce
 from mpistrat.transports.window import NodeWindow
 from tests.launches import needs_ranks, up_to_ranks
 
@@ -30,7 +31,7 @@ def transport(hierarchy):
 
 @pytest.fixture
 def small(transport, world):
-    assert transport.small.serves(8) == (world.num_nodes <= MOST_NODES)
+    assert transport.small.serves(8) == (world.num_nodes == 1 or world.num_nodes in RADICES)
     if not transport.small.serves(8):
         pytest.skip("so many nodes are joined by MPI")
     return transport.small
@@ -120,7 +121,7 @@ def test_another_length_is_told_on_every_rank(ops, monkeypatch, count, warm, com
         for _ in range(3):
             ops.all_reduce(_sum_of(1)[0], [np.ones(size)])
     odd = comm.rank == comm.size - 1
-    if ops.world.num_nodes > 1 and (ops.world.nodes[-1].ranks == (comm.size - 1,) or ops.world.num_nodes > MOST_NODES):
+    if ops.world.num_nodes > 1 and (ops.world.nodes[-1].ranks == (comm.size - 1,) or ops.world.num_nodes not in RADICES):
         pytest.skip("between nodes the watcher tells, which tests/disagreements sees")
     if ops.world.num_nodes > 1 and warm:
         pytest.skip("ranks of other nodes are told by the watcher")

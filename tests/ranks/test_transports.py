@@ -1,8 +1,6 @@
 """Every transport passes the conformance kit on the groups it serves, and the kit catches transports that do not."""
 
-import time
 from copy import copy
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -13,18 +11,16 @@ from mpi4py import MPI
 
 from mpistrat.errors import TransportError
 from mpistrat.execution.select import TRANSPORTS
-from mpistrat.packing.layout import Layout
-from mpistrat.reduction import Fold, ReduceOp, combine
+from mpistrat.reduction import ReduceOp, combine
 from mpistrat.settings import INTER_TRANSPORT
 from mpistrat.steps import drive
 from mpistrat.testing import transport_suite
-from mpistrat.testing.transport_cases import DTYPES, inputs, operations, poison
 from mpistrat.testing.transport_suite import check_transport
 from mpistrat.transports import mpi
-from mpistrat.transports.base import FlatArrays, Operation, Part, SegmentCache
+from mpistrat.transports.base import Operation, Part
 from mpistrat.transports.mpi import MpiTransport, mpi_op
 from mpistrat.transports.ring import MpiRingTransport
-from mpistrat.transports.shared_memory import SharedMemoryTransport, exchange_bytes
+from mpistrat.transports.shared_memory import SharedMemoryTransport
 from tests.launches import needs_ranks, up_to_ranks
 
 
@@ -53,42 +49,6 @@ def skip_known(world, shape):
         pytest.skip("the group of all ranks has been through the kit")
     if world.size == 8 and shape not in ("4x2:cyclic", "3+1+2+2"):
         pytest.skip("groups like these have been through the kit on fewer ranks")
-
-
-@needs_ranks(2)
-def test_arrays_of_the_caller_are_reduced_where_they_lie(group):
-    between = SharedMemoryTransport(group)
-    if not between.combines_arrays:
-        pytest.skip(f"peers cannot be read: {between.window.cma.refusal}")
-    between.allocate(exchange_bytes(1))
-
-    def run(source, target, op, divisor=1):
-        segments = partial(Layout([source.size]).segments, longest=max(source.size, 1))
-        arrays = FlatArrays([source], [target], source.size, SegmentCache(segments))
-        drive(between.all_reduce_arrays(arrays, Fold(op, source.dtype, divisor)), lambda: "between", 30.0)
-
-    calls = [(np.dtype(np.float32), ReduceOp.SUM, count) for count in (0, 1, 3, 300_001)]
-    calls += [(dtype, op, 67) for dtype in DTYPES for op in operations(dtype)]
-    for seed, (dtype, op, count) in enumerate(calls):
-        given = inputs(dtype, op, count, group.size, seed)
-        total = combine(op).reduce(given, axis=0, dtype=given.dtype)
-        source, target = given[group.rank].copy(), np.empty(count, dtype)
-        poison(target)
-        run(source, target, op)
-        assert (source == given[group.rank]).all()
-        assert (target == total).all(), (dtype, op, count)
-        # the arrays are the caller's again at once
-        poison(source)
-        in_place = given[group.rank].copy()
-        if seed % group.size == group.rank:
-            time.sleep(0.0005)
-        run(in_place, in_place, op)
-        assert (in_place == total).all(), (dtype, op, count)
-        poison(in_place)
-    mean = np.array([-7, 7, 0, -1], np.int16) * (group.rank == 0)
-    run(mean, mean, ReduceOp.MEAN, group.size)
-    assert mean.tolist() == [int(value / group.size) for value in (-7, 7, 0, -1)]
-    between.close()
 
 
 # planted transports, each wrong in one way, caught by two and by three ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 from functools import reduce
 from importlib.resources import files
 
@@ -52,6 +53,16 @@ def _aligned(dtype, count):
     raw = np.empty(count * dtype.itemsize + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + count * dtype.itemsize].view(dtype)
+
+
+@contextmanager
+def _guarded(dtype, count, shift):
+    """Give memory that begins at an element, and find what is written beside it."""
+    memory = _aligned(dtype, count + 2)
+    memory[:] = 99
+    yield memory[shift : shift + count]
+    assert (memory[shift + count :] == 99).all()
+    assert (memory[:shift] == 99).all()
 
 
 def _move(kernels, sources, targets, divisor=1):
@@ -141,16 +152,11 @@ def test_a_shard_of_all_peers_is_folded_in_rank_order(kernels, dtype, op, num_pe
             buffer[:] = _values(dtype, buffer.size, seed=rank)
             if op is PROD:
                 buffer[:] = np.sign(buffer.real)
-        memory = _aligned(dtype, count + 2)
-        memory[:] = 99
-        _fold(kernels, buffers, start, memory[shift : shift + count], op)
-        wide = F32 if dtype in (BF16, F16) else dtype
-        total = buffers[0][start : start + count].astype(wide)
-        for buffer in buffers[1:]:
-            total = combine(op)(total, buffer[start : start + count].astype(wide))
-        np.testing.assert_array_equal(memory[shift : shift + count], total.astype(dtype))
-        assert (memory[shift + count :] == 99).all()
-        assert (memory[:shift] == 99).all()
+        wide = computed_in(dtype)
+        total = reduce(combine(op), [buffer[start : start + count].astype(wide) for buffer in buffers])
+        with _guarded(dtype, count, shift) as target:
+            _fold(kernels, buffers, start, target, op)
+            np.testing.assert_array_equal(target, total.astype(dtype))
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, F64], ids=str)
@@ -160,7 +166,7 @@ def test_each_part_begins_with_another_peer_wherever_threads_begin(kernels, dtyp
     buffers = [_aligned(dtype, count + 1) for _ in range(num_peers)]
     for rank, buffer in enumerate(buffers):
         buffer[:] = _values(dtype, buffer.size, seed=rank)
-    wide = F32 if dtype is F16 else dtype
+    wide = computed_in(dtype)
     for shift in (0, 1):  # aligned to packets, and not
         expected = np.empty(num_items, dtype)
         for first in range(0, num_items, part_count):
@@ -177,32 +183,24 @@ def test_each_part_begins_with_another_peer_wherever_threads_begin(kernels, dtyp
 @pytest.mark.parametrize(("dtype", "op"), FOLDS, ids=lambda value: str(value))
 def test_what_arrived_is_folded_into_what_is_there(kernels, dtype, op):
     for count, shift, blocks in [(0, 0, 1), (5003, 0, 2), (517, 1, 3), (4096, 0, 1)]:
-        memory, arrived = _aligned(dtype, count + 2), _values(dtype, count, seed=1)
-        memory[:] = 99
-        mine = memory[shift : shift + count]
-        mine[:] = _values(dtype, count, seed=2)
-        wide = F32 if dtype in (BF16, F16) else dtype
-        expected = combine(op)(mine.astype(wide), arrived.astype(wide)).astype(dtype)
-        kernels.launch(fold_into_kernel(dtype, op), blocks, (mine.ctypes.data, arrived.ctypes.data, count))
-        np.testing.assert_array_equal(mine, expected)
-        assert (memory[shift + count :] == 99).all()
-        assert (memory[:shift] == 99).all()
+        arrived, wide = _values(dtype, count, seed=1), computed_in(dtype)
+        with _guarded(dtype, count, shift) as mine:
+            mine[:] = _values(dtype, count, seed=2)
+            expected = combine(op)(mine.astype(wide), arrived.astype(wide)).astype(dtype)
+            kernels.launch(fold_into_kernel(dtype, op), blocks, (mine.ctypes.data, arrived.ctypes.data, count))
+            np.testing.assert_array_equal(mine, expected)
 
 
 @pytest.mark.parametrize("dtype", DIVIDED, ids=str)
 def test_values_are_divided_where_they_are(kernels, dtype):
     for count, shift in [(1, 0), (4099, 0), (517, 1)]:
-        memory = _aligned(dtype, count + 2)
-        memory[:] = 99
-        values = memory[shift : shift + count]
-        values[:] = _values(dtype, count)
-        wide = values.astype(computed_in(dtype))
-        # 257 is no bfloat16; integers are truncated towards zero
-        expected = (np.trunc(wide / 257) if dtype is I64 else wide / F32.type(257)).astype(dtype)
-        kernels.launch(divide_kernel(dtype), 2, (values.ctypes.data, count, 257))
-        np.testing.assert_array_equal(values, expected)
-        assert (memory[shift + count :] == 99).all()
-        assert (memory[:shift] == 99).all()
+        with _guarded(dtype, count, shift) as values:
+            values[:] = _values(dtype, count)
+            wide = values.astype(computed_in(dtype))
+            # 257 is no bfloat16; integers are truncated towards zero
+            expected = (np.trunc(wide / 257) if dtype is I64 else wide / F32.type(257)).astype(dtype)
+            kernels.launch(divide_kernel(dtype), 2, (values.ctypes.data, count, 257))
+            np.testing.assert_array_equal(values, expected)
 
 
 @pytest.mark.parametrize("op", [MIN, MAX])

@@ -30,17 +30,12 @@ def sums(size: int, count: int, rounds_of: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("rounds_of", [leaders._doubling, leaders._halving])
-@pytest.mark.parametrize("size", [2, 3, 4, 6, 8, 9, 12])
+@pytest.mark.parametrize("size", leaders.RADICES)
 @pytest.mark.parametrize("count", [0, 1, 5, 37])
 def test_every_leader_gets_the_sum(size: int, count: int, rounds_of: Any) -> None:
     expected = 2.0**size - 1 + size * np.arange(count)
     for result in sums(size, count, rounds_of):
         np.testing.assert_array_equal(result, expected)
-
-
-def test_there_are_rounds_of_pairs_and_triples_only() -> None:
-    assert [leaders.radices(size) for size in (2, 3, 4, 12)] == [[2], [3], [2, 2], [2, 2, 3]]
-    assert [leaders.radices(size) for size in (1, 5, 7, 10)] == [[], [], [], []]
 
 
 def test_messages_of_two_ranks_have_another_tag_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:

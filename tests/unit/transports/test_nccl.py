@@ -24,32 +24,19 @@ class _Alike:
     def abort(self):
         self.aborted = True
 
-    def allReduce(self, send, receive, count, kind, op, stream):  # noqa: N802 - NCCL's names
-        self._put(stream, lambda: self._add(send, receive, count, kind))
+    def allReduce(self, send, receive, count, kind, *more):  # noqa: N802 - NCCL's names
+        self._put(more, lambda: np.copyto(_at(receive, count, kind), sum([_at(send, count, kind)] * self._size)))
 
-    def reduce(self, send, receive, count, kind, op, root, stream):
-        self.allReduce(send, receive, count, kind, op, stream)
+    reduce = reduceScatter = allReduce  # noqa: N815
 
-    def reduceScatter(self, send, receive, count, kind, op, stream):  # noqa: N802
-        self.allReduce(send, receive, count, kind, op, stream)
-
-    def broadcast(self, send, receive, count, kind, root, stream):
+    def broadcast(self, send, receive, *_):
         assert send == receive
 
-    def allGather(self, send, receive, count, kind, stream):  # noqa: N802
-        self._put(stream, lambda: self._fill(send, receive, kind))
+    def allGather(self, send, receive, count, kind, *more):  # noqa: N802
+        self._put(more, lambda: np.copyto(_at(receive, self._size, kind), _at(send, 1, kind)))
 
-    def _put(self, stream, work):
-        self._device.streams[stream].put(work)
-
-    def _add(self, send, receive, count, kind):
-        addend, total = _at(send, count, kind), np.zeros(count, kind)
-        for _ in range(self._size):
-            total += addend
-        _at(receive, count, kind)[...] = total
-
-    def _fill(self, send, receive, kind):
-        _at(receive, self._size, kind)[...] = _at(send, 1, kind)
+    def _put(self, more, work):
+        self._device.streams[more[-1]].put(work)
 
 
 def _at(address, count, kind):
