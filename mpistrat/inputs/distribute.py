@@ -46,8 +46,8 @@ class DistributedDataset(Resumable):
     ) -> None:
         self._strategy = strategy
         self._communicator: BaseCommunicator = strategy.extended.communicator
-        self._num_replicas = self._communicator.size
         self._dataset = dataset
+        self.is_repeatable = dataset.is_repeatable
         self._policy = policy
         self._shared = shared  # what ranks have agreed on of data of which each reads its own
         self._options = options
@@ -70,11 +70,6 @@ class DistributedDataset(Resumable):
         return f"DistributedDataset({self._dataset!r}, replica={self._communicator.rank}({self._communicator.size}))"
 
     @property
-    def is_repeatable(self) -> bool:
-        """Whether an epoch can begin again."""
-        return self._dataset.is_repeatable
-
-    @property
     def _length(self) -> int | None:
         """The number of batches that this replica gets from its own dataset; None if unknown."""
         count = self._dataset.num_batches
@@ -95,23 +90,20 @@ class DistributedDataset(Resumable):
     def _contents(self) -> tuple[str, int | None, int | None]:
         if self._policy is DATA:
             return self._dataset._contents()
-        return f"{self._shared}, of which each of {self._num_replicas} ranks reads its own", None, None
+        return f"{self._shared}, of which each of {self._communicator.size} ranks reads its own", None, None
 
     def _batches(self, epoch: int, first: int) -> Iterator[Any]:
-        count = self._options.virtual_replicas or self._num_replicas
+        rank, size = self._communicator.rank, self._communicator.size
         if self._policy is DATA:
-            parts = own_parts(count, self._communicator.rank, self._num_replicas)
-            return self._dataset.batches(epoch, parts.start, count, len(parts), first=first)
-        return islice(self._own_batches(epoch), first, None)
-
-    def _own_batches(self, epoch: int) -> Iterator[Any]:
-        whole = self._dataset.batches(epoch)
-        if self._policy is None:
-            return whole
-        sizes = self._sizes
-        if sizes is not None:
-            return batched(whole, sizes, drop_remainder=False)
-        return (part for batch in whole for part in shares(batch, self._communicator.rank, self._communicator.size))
+            count = self._options.virtual_replicas or size
+            parts = own_parts(count, rank, size)
+            return self._dataset.batches(epoch, parts.start, count, len(parts), first)
+        own, sizes = self._dataset.batches(epoch), self._sizes
+        if self._policy is OFF and sizes is not None:
+            own = batched(own, sizes, drop_remainder=False)
+        elif self._policy is OFF:
+            own = (part for batch in own for part in shares(batch, rank, size))
+        return islice(own, first, None)
 
 
 class OptionalElement:

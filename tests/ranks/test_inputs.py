@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.errors import AgreementError
+from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.inputs.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
 from mpistrat.inputs.rebatch import ArraySpec
 from mpistrat.inputs.sources import ArrayDataset, FileDataset
@@ -66,6 +66,9 @@ def test_ranks_that_are_out_of_data_see_empty_batches(comm, either, kind):
         return batch["x"].shape, batch["x"].dtype.name, batch["n"].dtype.name, int(rows)
 
     iterator = iter(dataset)
+    if comm.rank == 0:
+        with pytest.raises(InvalidArgumentError, match="has not received their spec"):
+            _ = iterator.element_spec
     seen = [local(either, either.run(step, args=(batch,))) for batch in iterator]
     rows = [2 if number < comm.rank else 0 for number in range(comm.size - 1)]
     totals = [2 * (comm.size - 1 - number) for number in range(comm.size - 1)]

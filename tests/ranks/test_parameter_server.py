@@ -65,6 +65,8 @@ def test_after_closing_nothing_is_scheduled_and_what_waited_is_cancelled():
             kept["coordinator"].schedule(abs, (1,))
         with pytest.raises(RuntimeError, match="or the strategy that made the variable was closed"):
             kept["variable"].numpy()
+        with pytest.raises(RuntimeError, match="or the strategy that made the variable was closed"):
+            variable(kept["coordinator"], 2.0)
         kept["coordinator"].join()
         kept["coordinator"].strategy.close()
 

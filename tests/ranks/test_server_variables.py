@@ -83,19 +83,55 @@ def test_scatter_does_what_it_does_to_an_ordinary_variable(coordinator, method):
     np.testing.assert_array_equal(table, wanted)
 
 
-SLICES = [slice(None), slice(2, 9), slice(None, None, 3), slice(None, None, -2), slice(8, 1, -3), slice(4, 4)]
-INDICES = [*SLICES, 3, -1, (slice(1, 7), 1), (2, slice(None, None, -1)), [1, 9, 1], ([3, -1, 3], 1), np.arange(10) > 6, ...]
+INDICES = [  # and how many rows each names
+    (3, 1),
+    (-1, 1),
+    (np.int64(4), 1),
+    (slice(2, 9), 7),
+    (slice(None, None, -2), 5),
+    (slice(8, 1, -3), 3),
+    (slice(4, 4), 0),
+    (slice(7, 2), 0),
+    (slice(2, 7, -1), 0),
+    (..., 10),
+    (None, 10),
+    (True, 10),
+    ((..., 0), 10),
+    (np.arange(10) > 6, 10),
+    (([1, 2], [0, 1]), 10),
+    (([0], None), 10),
+    ((), 10),
+    ([], 10),
+    ((slice(1, 7), 1), 6),
+    ((2, [0, 2], 1), 1),
+    ((2, slice(None, None, -1), [1, 0]), 1),
+    ([1, 9, 1, -1], 2),
+    ([[1, 2], [3, 4]], 4),
+    (([1, 2], 0), 2),
+    (([1, 2], slice(None), 0), 2),
+    ((np.array([1, 2], np.uint8), ..., 0), 2),
+]
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 10])
 @on_chief()
-def test_slices_are_those_of_numpy(coordinator, num_shards):
-    wanted = np.arange(20).reshape(10, 2)
-    table = variable(coordinator, wanted)
-    for index in INDICES:
+def test_an_index_has_the_rows_sent_that_it_names_and_returns_what_numpy_does(coordinator, num_shards, monkeypatch):
+    wanted, sent = np.arange(60).reshape(10, 3, 2), []
+    table, client = variable(coordinator, wanted), coordinator.strategy.client
+
+    def counted(ask, parts):
+        sent.extend(len(target) for *_, target in parts)
+        ask(parts)
+
+    for verb in ("read", "read_rows"):
+        monkeypatch.setattr(client, verb, partial(counted, getattr(client, verb)))
+    for index, num_rows in INDICES:
+        sent.clear()
         np.testing.assert_array_equal(table[index], wanted[index], err_msg=str(index))
-    with pytest.raises(IndexError):
-        table[10]
+        assert sum(sent) == num_rows, index
+    for index in (10, -11, [-11]):
+        with pytest.raises(IndexError):
+            table[index]
     with pytest.raises(IndexError, match="rows must be -10 to 9; got 3 to 10"):
         table[[3, 10]]
     np.testing.assert_array_equal(table + 1, wanted + 1)

@@ -304,20 +304,6 @@ def test_element_specs_are_known_before_the_first_element(kind):
     assert iterator.element_spec == SPEC
 
 
-def test_a_replica_without_elements_is_told_their_spec():
-    def program(strategy):
-        iterator = iter(
-            distribute_from_function(strategy, lambda context: iter([np.zeros((2, 3))] * context.input_pipeline_id))
-        )
-        if strategy.extended.communicator.rank == 0:
-            with pytest.raises(InvalidArgumentError, match="has not received their spec"):
-                _ = iterator.element_spec
-        next(iterator)
-        return iterator.element_spec
-
-    assert on_replicas(2, program) == [ArraySpec((None, 3), np.dtype(float))] * 2
-
-
 @pytest.mark.parametrize(
     ("dataset", "policy", "length"),
     [

@@ -44,7 +44,6 @@ def test_defaults():
         (lambda: InputContext(input_pipeline_id=-1), InvalidArgumentError, "input_pipeline_id must be one of 0 to 0; got -1"),
         (lambda: ValueContext(num_replicas_in_sync=0), InvalidArgumentError, "num_replicas_in_sync must be at least 1; got 0"),
         (lambda: ValueContext(3, 3), InvalidArgumentError, "replica_id_in_sync_group must be one of 0 to 2; got 3"),
-        (lambda: read_options({}), TypeError, r"options must be mpistrat.InputOptions or None; got dict"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(given, error, message):

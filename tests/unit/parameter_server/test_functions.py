@@ -96,14 +96,6 @@ def test_a_rank_forgets_the_function_that_was_not_called_for_longest(table, monk
     assert table._channel.sent == [(1, Define(*numbers)) for numbers in sent]
 
 
-def test_what_cannot_be_called_or_pickled_is_refused(table):
-    with pytest.raises(TypeError, match="got 3"):
-        table.find(3)
-    lock = threading.Lock()
-    with pytest.raises(TypeError, match=r"function .*<lambda> cannot be sent to another rank: TypeError: .*lock"):
-        table.find(lambda hold=lock: hold)
-
-
 @pytest.mark.parametrize(
     "value", [None, 3, "text", (1, [2.5, {"a": b"c"}]), {"x": np.float32(2)}, lambda: 4, (np.arange(3),), {3: 4}]
 )

@@ -1,4 +1,4 @@
-"""What a server does with requests."""
+"""What a server does with requests, and what a function on a server gets."""
 
 import pickle
 from functools import partial
@@ -35,3 +35,16 @@ def test_a_variable_is_changed_only_when_no_answer_is_being_sent_from_its_array(
     getattr(server, type(change).__name__.lower())(change, Received(3, change, -1, inline.nbytes, inline))
     assert waited == [(["of read"], [0, 0, 0])]
     assert array.tolist() == [1, 1, 1]
+
+
+def test_what_a_function_on_a_server_gets_can_be_used_like_an_array():
+    array = np.arange(6.0).reshape(3, 2)
+    stored = StoredVariable("stored", array)
+    assert (stored.shape, stored.dtype, len(stored), (stored * 2)[2, 1], np.sum(stored)) == ((3, 2), np.float64, 3, 10, 15)
+    stored.value += 1
+    stored.value = stored / 2
+    np.testing.assert_array_equal(array, np.arange(1.0, 7).reshape(3, 2) / 2)
+    stored.numpy()[...] = stored.sparse_read([0])[...] = 0  # copies
+    np.testing.assert_array_equal(stored.sparse_read([[2], [0]]), array[[[2], [0]]])
+    with pytest.raises(TypeError, match="cannot be the target of an in-place operation"):
+        stored += 1

@@ -1,0 +1,201 @@
+"""Batches that are brought to the GPU: all of them, in order, into arrays that stay as they are; on a stand-in device."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.inputs.distribute import distribute_from_function
+from mpistrat.inputs.prefetch import Fetcher
+from mpistrat.inputs.rebatch import ArraySpec
+from tests.gpu.stand_in_arrays import stand_in_gpu
+from tests.other_arrays import StandardArray, fake_torch
+from tests.unit.inputs.test_prefetch import is_idle, threads
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+BUFFERS = pytest.mark.parametrize("buffer_size", [0, 1, 3])
+
+
+@pytest.fixture(params=range(3))
+def gpu(request):
+    with stand_in_gpu(request.param) as device:
+        yield device
+
+
+def batches(count=9):
+    for number in range(count):
+        rows = 4 if number != count - 1 else 1  # the last batch is smaller, …
+        rows = 7 if number == 3 else rows  # … and one larger than those before
+        x = np.full((rows, 3), number, np.float32)
+        yield {
+            "x": x,
+            "y": np.arange(rows)[::-1],
+            "half": x[:, :1].astype(BFLOAT16),
+            "none": x[:0],
+            "text": np.array(["a"] * rows),
+        }
+
+
+@BUFFERS
+def test_every_batch_arrives_and_stays_as_it_was(gpu, buffer_size):
+    found = []
+    with gpu.activate(gpu.stream()):
+        for batch in Fetcher(batches(), buffer_size, gpu):
+            found.append(batch)
+            batch["x"] += 1  # the program may write to what is its own
+        for batch, sent in zip(found, batches(), strict=True):
+            assert batch["text"].tolist() == sent["text"].tolist()
+            assert type(batch["text"]) is np.ndarray
+            for name in ("x", "y", "half", "none"):
+                assert isinstance(batch[name], gpu.array_module.ndarray)
+                assert (batch[name].dtype, batch[name].shape) == (sent[name].dtype, sent[name].shape)
+                np.testing.assert_array_equal(batch[name].get(), sent[name] + (name == "x"))
+
+
+@BUFFERS
+def test_arrays_that_are_on_the_gpu_are_copied_there(gpu, buffer_size):
+    xp = gpu.array_module
+    with gpu.activate(gpu.stream()):
+        made = [xp.asarray(np.full(4, number)) for number in range(6)]
+        found = list(Fetcher((made[number] + 0 for number in range(6)), buffer_size, gpu))
+        assert [array.tolist() for array in found] == [[number] * 4 for number in range(6)]
+        kept = [list(Fetcher(iter(made), buffer_size, gpu, lifts)) for lifts in (True, False)]
+        made[2][...] = 77
+        assert [arrays[2].tolist() for arrays in kept] == [[2] * 4] * 2
+
+
+@BUFFERS
+def test_what_a_dataset_computes_with_is_there_by_then(gpu, buffer_size):
+    xp = gpu.array_module
+    with gpu.activate(gpu.stream()):
+        data, late = xp.zeros(4), xp.ones(4)
+        addresses = [array.__cuda_array_interface__["data"][0] for array in (data, late)]
+        gpu.current_stream().copy(*addresses, 32)
+        assert next(Fetcher((data + 1 for _ in range(1)), buffer_size, gpu)).tolist() == [2] * 4
+
+
+@BUFFERS
+@pytest.mark.parametrize("lifts", [True, False])
+def test_what_a_dataset_leaves_on_its_stream_is_there_when_it_is_taken(gpu, buffer_size, lifts):
+    xp = gpu.array_module
+
+    def source():
+        array, late = xp.zeros(4), xp.ones(4)
+        target, source = (one.__cuda_array_interface__["data"][0] for one in (array, late))
+        for first in (*[source] * 50, target):  # much to do before
+            gpu.current_stream().copy(first, source, 32)
+        yield array
+
+    with gpu.activate(gpu.stream()):
+        assert next(Fetcher(source(), buffer_size, gpu, lifts)).tolist() == [1] * 4
+
+
+def test_any_thread_may_take_batches(gpu):
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(Fetcher(iter([np.ones(2)] * 3), 1, gpu)))
+    thread.start()
+    thread.join(10)
+    assert [batch.tolist() for batch in found] == [[1, 1]] * 3
+
+
+def test_a_dataset_that_is_asked_in_turn_sees_what_the_program_computed_before(gpu):
+    xp = gpu.array_module
+    with gpu.activate(gpu.stream()):
+        state, late = xp.zeros(4), xp.zeros(4)
+        target, source = (array.__cuda_array_interface__["data"][0] for array in (state, late))
+        fetcher = Fetcher((state + 0 for _ in range(3)), 0, gpu)
+        for step in range(3):
+            late += 1
+            for first in (*[target] * 50, source):  # much to do before
+                gpu.current_stream().copy(target, first, 32)
+            assert next(fetcher).tolist() == [step + 1] * 4
+
+
+def test_the_second_epoch_allocates_nothing_on_the_gpu(gpu, monkeypatch):
+    sizes = []
+    for verb in ("allocate", "pinned"):
+        original = getattr(gpu, verb)
+        monkeypatch.setattr(gpu, verb, lambda nbytes, original=original: sizes.append(nbytes) or original(nbytes))
+    same = [np.zeros((4, 3))] * 20
+    assert len(list(Fetcher(iter(same), 1, gpu))) == 20
+    assert sizes == [256] * 4
+
+
+@BUFFERS
+def test_an_error_of_the_source_comes_where_it_falls_due(gpu, buffer_size):
+    def source():
+        yield np.zeros(3)
+        raise OSError("planted")
+
+    fetcher = Fetcher(source(), buffer_size, gpu)
+    assert next(fetcher).tolist() == [0, 0, 0]
+    with pytest.raises(OSError, match="planted"):
+        next(fetcher)
+
+
+def test_the_thread_ends_with_the_iteration(gpu):
+    fetchers = [Fetcher(iter([np.zeros(1)] * 9), 1, gpu) for _ in range(2)]
+    assert len(threads()) == 2
+    next(fetchers[0])
+    fetchers[0].close()
+    assert list(fetchers[0]) == []
+    fetchers.clear()
+    gc.collect()
+    assert is_idle()
+
+
+def _fed(dataset, options=None):
+    return mpistrat.OneDeviceStrategy().experimental_distribute_dataset(dataset, options)
+
+
+def test_a_dataset_feeds_the_gpu(gpu):
+    x = np.arange(10.0)
+    dataset = _fed(mpistrat.ArrayDataset((x, 2 * x), 4))
+    assert dataset.element_spec[0] == ArraySpec((None,), np.dtype(float))
+    for _ in range(2):
+        found = list(dataset)
+        assert [[leaf.tolist() for leaf in batch] for batch in found] == [
+            [x[rows].tolist(), (2 * x)[rows].tolist()] for rows in (slice(4), slice(4, 8), slice(8, 10))
+        ]
+        assert all(isinstance(leaf, gpu.array_module.ndarray) for batch in found for leaf in batch)
+
+
+def test_rows_may_be_on_the_gpu_from_the_start(gpu):
+    x = gpu.array_module.asarray(np.arange(10.0))
+    for options in (None, mpistrat.InputOptions(experimental_fetch_to_device=False)):
+        found = list(_fed(mpistrat.ArrayDataset(x, 4, shuffle=True), options))
+        assert all(isinstance(batch, gpu.array_module.ndarray) for batch in found)
+        assert sorted(row for batch in found for row in batch.tolist()) == list(range(10))
+    for source in ([x[:3], x[3:6]], mpistrat.MapDataset(x, 3, drop_remainder=True)):
+        assert [batch.tolist() for batch in _fed(source)][:2] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_arrays_of_other_libraries_go_to_the_gpu(gpu, monkeypatch):
+    [batch] = Fetcher(iter([StandardArray(np.ones(2))]), 0, gpu)
+    assert isinstance(batch, gpu.array_module.ndarray)
+    assert batch.tolist() == [1, 1]
+    torch = fake_torch()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    [batch] = Fetcher(iter([torch.Tensor(np.ones(2))]), 0, gpu)
+    assert type(batch) is torch.Tensor
+    assert (str(batch.device), batch.array.tolist()) == ("cuda:0", [1, 1])
+
+
+def test_batches_stay_in_host_memory_where_that_is_asked_for(gpu):
+    options = mpistrat.InputOptions(experimental_fetch_to_device=False)
+    assert all(type(batch) is np.ndarray for batch in _fed(mpistrat.ArrayDataset(np.arange(10.0), 4), options))
+    options = mpistrat.InputOptions(False, mpistrat.InputReplicationMode.PER_REPLICA, True)
+    with pytest.raises(NotImplementedError, match=r"datasets are in host memory, and this replica is on /gpu:0"):
+        distribute_from_function(mpistrat.OneDeviceStrategy(), lambda _: batches(), options, accepts_per_replica=True)
+
+
+def test_without_a_gpu_nothing_changes():
+    for fetch in (None, True, False):
+        options = mpistrat.InputOptions(experimental_fetch_to_device=fetch)
+        assert all(type(batch) is np.ndarray for batch in _fed(mpistrat.ArrayDataset(np.arange(4.0), 2), options))
