@@ -6,15 +6,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 
 from mpistrat.launch.mpiexec import find_mpi
-from tests.faults.jobs import Ended
+from tests.faults.jobs import Job
 from tests.processes import patient
-
-Job = Callable[..., Ended]
 
 
 @pytest.fixture(autouse=True, scope="module")

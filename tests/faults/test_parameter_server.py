@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 
 import pytest
 
-from tests.faults.jobs import Ended
+from tests.faults.jobs import Job
 from tests.processes import patient
-
-Job = Callable[..., Ended]
 
 CHIEF_AND_OTHERS = """
     import numpy as np
