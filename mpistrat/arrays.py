@@ -16,7 +16,7 @@ from mpistrat.device import interop
 from mpistrat.device.binding import bound_device, own_device, why_cpu
 from mpistrat.device.interop import is_a
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
-from mpistrat.reduction import quiet
+from mpistrat.reduction import ACCEPTED, quiet
 
 Array = NDArray[Any]
 """A NumPy array; if this process computes on a GPU, also a CuPy array."""
@@ -108,8 +108,7 @@ def as_array(value: Any, name: str = "value") -> Array:
     array: Array = value if type(value) is np.ndarray else _read(value, name)
     if array.dtype.kind in "OUSMmT" or array.dtype.type is np.void:
         raise UnsupportedDtypeError(
-            f"{name} has dtype {array.dtype}, which collectives do not support; accepted are arrays of bool, integers, "
-            "float16, bfloat16, float32, float64 and complex numbers"
+            f"{name} has dtype {array.dtype}, which collectives do not support; accepted are arrays of {ACCEPTED}"
         )
     return array
 

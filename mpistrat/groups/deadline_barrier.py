@@ -94,15 +94,13 @@ class DeadlineBarrier:
             now = time.monotonic()
             if grace_ends < math.inf:
                 if now > grace_ends or (self._gone and not self._silent()):
-                    self._tell(_GONE, entered=True)
-                    raise self._not_all_entered(what, seconds, now > deadline, absent())
+                    raise self._not_all_entered(what, seconds, now > deadline, absent)
             elif now > deadline or self._gone or self._turn in self._here.values():
                 self._tell(_OVERDUE if now > deadline else _HERE, entered=True)
                 grace_ends = now + _grace(seconds)
             yield WAITING
         if grace_ends < math.inf and self._listen():
-            self._tell(_GONE, entered=True)
-            raise self._not_all_entered(what, seconds, time.monotonic() > deadline, absent())
+            raise self._not_all_entered(what, seconds, time.monotonic() > deadline, absent)
 
     def raise_if_given_up(self, what: Callable[[], str], turn: float = math.inf) -> None:
         """Raise a CollectiveError if other ranks do not wait any more for a call that this one begins."""
@@ -182,9 +180,12 @@ class DeadlineBarrier:
         return sorted({*self._silent(), *late})
 
     def _not_all_entered(
-        self, what: Callable[[], str], seconds: float, is_own: bool, absent: Collection[int]
+        self, what: Callable[[], str], seconds: float, is_own: bool, absent: Callable[[], Collection[int]]
     ) -> DeadlineExceededError:
-        missing = [rank for rank in self._missing() if rank in absent] or self._missing()
+        """Notify all ranks that this one gives up, and return the error."""
+        self._tell(_GONE, entered=True)
+        known = absent()
+        missing = [rank for rank in self._missing() if rank in known] or self._missing()
         overdue = [rank for rank, turn in self._overdue.items() if turn == self._turn] or list(self._gone)
         given_up = f"was given up by {self._names(overdue)}, whose deadline had passed"
         end = f"did not end within {seconds:g} s" if is_own else given_up

@@ -107,7 +107,7 @@ def watch_launcher(launcher: Process, rank: int) -> None:
     """
     global _launcher
     _launcher = launcher
-    threading.Thread(target=_poll, args=(launcher, rank), name="mpistrat launcher watch", daemon=True).start()
+    threading.Thread(target=_end_after, args=(launcher, rank), name="mpistrat launcher watch", daemon=True).start()
 
 
 def watched_launcher() -> Process | None:
@@ -142,21 +142,17 @@ def _read(pid: int) -> Process | None:
     return Process(pid, int(fields[1]), int(fields[19]), head.partition("(")[2], fields[0] in _STOPPED)
 
 
-def _poll(launcher: Process, rank: int) -> None:
+def _end_after(launcher: Process, rank: int) -> None:
     while not launcher.is_gone():
         time.sleep(_POLL_SECONDS)
-    _end(
+    text = (
         f"[rank {rank} on {socket.gethostname()}] {launcher.name} (process {launcher.pid}), which started this rank, is gone: "
         "the rank ends\n"
     )
-
-
-def _end(text: str) -> None:
-    """Exit at once, without MPI_Abort, which would need the launcher."""
     with suppress(OSError, ValueError):
         if select.select([], [2], [], 0)[1]:  # the reader of stderr is probably gone as well, and a full pipe would block
             os.write(2, text.encode())
     for path in open_mpi_segments(os.getpid()):
         with suppress(OSError):
             path.unlink(missing_ok=True)
-    os._exit(_EXIT_CODE)
+    os._exit(_EXIT_CODE)  # without MPI_Abort, which would need the launcher

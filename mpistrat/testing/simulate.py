@@ -11,7 +11,7 @@ buffer is checked separately.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from mpistrat.topology.world import World
 __all__ = ["simulate"]
 
 State = NDArray[np.int64]
-"""Counts, indexed by rank, shard and source rank."""
+"""Counts, indexed by rank, shard and source rank; of several ranks by a list: a tuple would index several axes."""
 
 POISON = -1
 """The count of data that is undefined."""
@@ -100,8 +100,8 @@ def _world_all_reduce(world: World, state: State) -> None:
 
 def _intra_reduce_scatter(world: World, state: State) -> None:
     for node in world.nodes:
-        total = _total(state[_on(node.ranks)])
-        state[_on(node.ranks)] = POISON
+        total = _total(state[[*node.ranks]])
+        state[[*node.ranks]] = POISON
         for rank in node.ranks:
             owned = list(world.shards_of(rank))
             state[rank, owned] = total[owned]
@@ -109,23 +109,18 @@ def _intra_reduce_scatter(world: World, state: State) -> None:
 
 def _intra_all_reduce(world: World, state: State) -> None:
     for node in world.nodes:
-        state[_on(node.ranks)] = _total(state[_on(node.ranks)])
+        state[[*node.ranks]] = _total(state[[*node.ranks]])
 
 
 def _inter_all_reduce(world: World, state: State) -> None:
     for shard, rail in enumerate(world.rails):
-        state[_on(rail), shard] = _total(state[_on(rail), shard])
+        state[[*rail], shard] = _total(state[[*rail], shard])
 
 
 def _intra_all_gather(world: World, state: State) -> None:
     for node in world.nodes:
         for shard in range(world.num_shards):
-            state[_on(node.ranks), shard] = state[world.owner(shard, node.index), shard]
-
-
-def _on(ranks: Sequence[int]) -> list[int]:
-    """Return `ranks` as an index of the state's first axis; a tuple would index several axes."""
-    return list(ranks)
+            state[[*node.ranks], shard] = state[world.owner(shard, node.index), shard]
 
 
 _VERBS: dict[tuple[Verb, Scope], Callable[[World, State], None]] = {

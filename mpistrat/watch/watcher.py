@@ -1,36 +1,42 @@
 """Watcher: a thread that reports when the program waits long in a collective, and detects deadlocks.
 
+It surveys the states of all ranks: from files on this host, and by messages from one rank of each other host.
+
 Invariant: no MPI call here blocks, and none is made before MPI runs or while it is being finalized.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import math
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpistrat import settings, timeline
 from mpistrat.errors import AgreementError, CollectiveError, LaunchError
 from mpistrat.launch import abort, environment, survival
 from mpistrat.logger import logger, warn_once
+from mpistrat.text import ranks_by
 from mpistrat.timeline import Timeline, TimelineEvent
 from mpistrat.watch.record import Key, RankFile, RecordedCall, State, seconds_since
 from mpistrat.watch.recorder import FlightRecorder, collection_paused, encoded, innermost, recorder
-from mpistrat.watch.states import Neighbours, RankState, encode, end_report, look, stall_report
-from mpistrat.watch.survey import HostMessages, Message, Survey
+from mpistrat.watch.states import Neighbours, RankState, decode, encode, end_report, look, stall_report
 from mpistrat.watch.verdict import Finding, Notice, Notices, judge
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+Message = dict[str, Any]
+"""A message between watchers: a JSON object."""
 
 WAKE_SECONDS = 0.25
 # a rank that has waited this long surveys the others
@@ -44,6 +50,12 @@ POLL_SECONDS = 0.01
 # a program that has not raised the verdict, or its deadline's error, after this long is stuck in a call in C
 TAKE_SECONDS = 3.0
 
+_TAG = 1
+_MOST_UNTAKEN = 4  # messages to one rank that it has not received yet
+_ON_ITS_WAY_SECONDS = 1.0
+# seconds after which more ranks of a host that does not answer are asked: one first, then two, four, …
+_NEXT_SECONDS = 0.3
+
 # the time that other ranks have to print their tracebacks
 OTHERS_SECONDS = 1.0
 LONGEST_GOODBYE_SECONDS = 5.0
@@ -54,6 +66,107 @@ before_end: list[Callable[[], None]] = []
 """What to call when the program ends, while its collectives are still watched."""
 after_end: list[Callable[[], None]] = []
 """What to call when the programs of all ranks have ended, unless one has failed. These may be collective calls."""
+
+
+class Survey:
+    """One round of questions.
+
+    It is made by whoever wants to know, begun and taken further by the watching thread, and `done` then.
+    """
+
+    _numbers = iter(range(1, 2**62))
+
+    def __init__(self, wanted: Collection[Key], seconds: float) -> None:
+        self.done = threading.Event()
+        self.keys, self._seconds = {*wanted}, seconds
+        self._found: dict[int, RankState] = {}
+        self._asked = 0
+
+    def begin(self, size: int, neighbours: Neighbours, messages: HostMessages | None) -> None:
+        """Look at the ranks of this host."""
+        self._size, self._messages, self.number = size, messages, next(self._numbers)
+        found, self.keys = neighbours.states(self.keys, messages.own if messages else range(size))
+        self._add(found)
+        self._silent = list(messages.others) if messages else []
+        self._ask_at = time.monotonic()
+        self._ends = self._ask_at + self._seconds
+        self._question: Message = {"ask": self.number, "wanted": sorted(self.keys)}
+
+    def is_done(self) -> bool:
+        """Return whether all hosts have answered or the time is up; ask more ranks until then."""
+        now = time.monotonic()
+        self._silent = [ranks for ranks in self._silent if not self._found.keys() & ranks]
+        if self._silent and self._messages is not None and now >= self._ask_at:
+            first, self._asked = self._asked, 2 * self._asked + 1
+            self._ask_at = now + _NEXT_SECONDS
+            for ranks in self._silent:
+                self._messages.send(self._question, ranks[first : self._asked])
+        return not self._silent or now > self._ends
+
+    def take(self, answer: Message) -> None:
+        """Add the answer of another host."""
+        if answer["answer"] == self.number:
+            self._add(decode(answer["states"]))
+
+    def states(self) -> list[RankState]:
+        """Return the state of each rank, in rank order."""
+        return [self._found.get(rank) or RankState(rank) for rank in range(self._size)]
+
+    def _add(self, states: Sequence[RankState]) -> None:
+        self._found |= {state.rank: state for state in states if state.rank < self._size}
+
+
+class HostMessages:
+    """Messages between the watching threads of several hosts.
+
+    `comm` has all ranks of the job, and is used for these messages only; `places` is for each rank the identity of its record
+    folder: ranks that share one need no messages. Nothing here waits. A stopped rank receives no messages, so the number of
+    unreceived ones to each rank is limited.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, places: Sequence[str]) -> None:
+        self.comm, self.rank, self.size = comm, comm.Get_rank(), comm.Get_size()
+        nodes = ranks_by(enumerate(places))
+        self.place = [*nodes].index(places[self.rank])  # of this host, in the order of their lowest ranks
+        self.own = nodes.pop(places[self.rank])  # the ranks of this host
+        self.others = list(nodes.values())  # those of each other host
+        self.elsewhere = [rank for ranks in self.others for rank in ranks]
+        self._untaken: dict[int, list[tuple[MPI.Request, bytes]]] = {}
+        self._arriving: list[tuple[MPI.Request, bytearray, int]] = []
+        self._sent = -math.inf
+
+    def send(self, message: Message, ranks: Iterable[int]) -> None:
+        """Send a message to some ranks, except to those that do not receive."""
+        from mpi4py import MPI
+
+        data = json.dumps(message).encode()
+        for rank in ranks:
+            left = [(request, kept) for request, kept in self._untaken.get(rank, []) if not request.Test()]
+            if len(left) < _MOST_UNTAKEN:
+                self._sent = time.monotonic()
+                left.append((self.comm.Isend([data, MPI.BYTE], rank, _TAG), data))
+            self._untaken[rank] = left
+
+    def is_sending(self) -> bool:
+        """Return whether a recent message is still being sent: a long one needs progress at both ends."""
+        if time.monotonic() > self._sent + _ON_ITS_WAY_SECONDS:
+            return False
+        return any(not request.Test() for kept in self._untaken.values() for request, _ in kept)
+
+    def received(self) -> Iterator[tuple[int, Message]]:
+        """Yield the messages that have arrived, with their senders."""
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        while (message := self.comm.Improbe(MPI.ANY_SOURCE, _TAG, status)) is not None:
+            data = bytearray(status.Get_count(MPI.BYTE))
+            self._arriving.append((message.Irecv([data, MPI.BYTE]), data, status.Get_source()))
+        arriving, self._arriving = self._arriving, []
+        for request, data, source in arriving:
+            if request.Test():
+                yield source, json.loads(bytes(data))
+            else:
+                self._arriving.append((request, data, source))
 
 
 class Watcher:
@@ -178,7 +291,7 @@ class Watcher:
         if messages is not None:
             deque(messages.received(), 0)  # receive what has arrived, so that MPI is finalized without pending messages
         if has_failed and messages is not None:
-            messages.send({"failed": self._own.rank}, [rank for ranks in messages.others for rank in ranks])
+            messages.send({"failed": self._own.rank}, messages.elsewhere)
 
     def _wait_for_all(self, comm: MPI.Intracomm) -> bool:
         """Wait until all programs have ended; return False if one has failed instead."""
@@ -314,7 +427,7 @@ class Watcher:
         self._notices.post(notice)
         messages = self._live_messages()
         if messages is not None:
-            messages.send({"notice": asdict(notice)}, [rank for ranks in messages.others for rank in ranks])
+            messages.send({"notice": asdict(notice)}, messages.elsewhere)
         self._take_notices()
 
     def _take_notices(self) -> None:

@@ -95,6 +95,10 @@ class Ended:
         return [pid for pid in self.pids if _is_running(pid)]
 
 
+Job = Callable[..., Ended]
+"""The fixture `job`."""
+
+
 def ended(done: subprocess.CompletedProcess[str], folder: Path) -> Ended:
     """Gather what a job left in its folder."""
     now = time.time()

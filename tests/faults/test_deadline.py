@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 
 import pytest
 
-from tests.faults.jobs import LIMIT_SECONDS, Ended
-
-Job = Callable[..., Ended]
+from tests.faults.jobs import LIMIT_SECONDS, Job
 
 HOST = socket.gethostname()
 DEADLINE_SECONDS = 1.5  # starting takes up to a second on busy cores

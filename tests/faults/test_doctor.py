@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,8 +57,10 @@ class Hanging:
     pids: list[int]
 
 
-@contextmanager
-def start_hanging(folder: Path) -> Iterator[Hanging]:
+@pytest.fixture(scope="module")
+def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hanging]:
+    """Give a job that tests look at, and leave as it is."""
+    folder = tmp_path_factory.mktemp("hanging")
     (folder / "train.py").write_text(PROGRAM)
     argv, extra = command(3, [sys.executable, "train.py"])
     environ = {**os.environ, **extra}
@@ -68,13 +69,6 @@ def start_hanging(folder: Path) -> Iterator[Hanging]:
         assert until(lambda: all(file.exists() and file.read_text() for file in files), SECONDS)
         assert until(lambda: doctor(str(launcher.pid))["waits_for"] == {"0": [1], "2": [1]}, SECONDS)
         yield Hanging(launcher, [int(file.read_text()) for file in files])
-
-
-@pytest.fixture(scope="module")
-def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hanging]:
-    """Give a job that tests look at, and leave as it is."""
-    with start_hanging(tmp_path_factory.mktemp("hanging")) as job:
-        yield job
 
 
 def doctor(*words: str) -> dict[str, Any]:
@@ -110,23 +104,14 @@ def test_it_tells_a_rank_that_is_stopped(hanging: Hanging) -> None:
     assert until(lambda: doctor(str(hanging.launcher.pid))["ranks"][1]["state"] == "out", SECONDS)
 
 
-def test_it_reads_what_a_job_has_left_that_was_killed(tmp_path: Path) -> None:
-    with start_hanging(tmp_path) as killed:
-        name = doctor(str(killed.launcher.pid))["job"]
-        for pid in killed.pids:
-            os.kill(pid, signal.SIGKILL)
-        killed.launcher.wait(SECONDS)
-    job = doctor(name)
-    assert not job["is_running"]
-    assert [rank["state"] for rank in job["ranks"]] == ["gone"] * 3
-    assert f"train.py:{LOAD} (load)" in job["ranks"][1]["now_at"]
-    assert job["waits_for"] == {}  # nobody is left to wait
-    assert f"train.py:{LOAD} (load)" in run_bounded([*DOCTOR, name], SECONDS).stdout
-
-
 def test_it_tells_the_rank_that_a_signal_has_ended_from_those_that_ended_with_it(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PROGRAM.replace("    load()", "    os.kill(os.getpid(), 9)"))
+    (tmp_path / "train.py").write_text(PROGRAM.replace("time.sleep(1000)", "time.sleep(1.5); os.kill(os.getpid(), 9)"))
     done = run_bounded([sys.executable, "-m", "mpistrat", "run", "-n", "3", "train.py"], SECONDS, cwd=tmp_path)
     [line] = [line for line in done.stderr.splitlines() if line.startswith("mpistrat run:")]
     assert re.match(r"mpistrat run: rank 1 on \S+ \(process \d+\) was ended by signal 9 \(Killed; .*mpistrat doctor \S+$", line)
-    assert [rank["state"] for rank in doctor(line.split()[-1])["ranks"]] == ["gone", "killed", "gone"]
+    job = doctor(line.split()[-1])
+    assert (job["is_running"], [rank["state"] for rank in job["ranks"]]) == (False, ["gone", "killed", "gone"])
+    assert job["waits_for"] == {}  # nobody is left to wait
+    assert f"train.py:{STEP} (step)" in job["ranks"][0]["calls"][0]["line"]
+    assert f"train.py:{LOAD} (load)" in job["ranks"][1]["now_at"]
+    assert f"train.py:{LOAD} (load)" in run_bounded([*DOCTOR, job["job"]], SECONDS).stdout

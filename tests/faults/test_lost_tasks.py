@@ -6,16 +6,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 
-from tests.faults.jobs import Ended, with_servers
+from tests.faults.jobs import Job, with_servers
 from tests.processes import patient
 
 pytestmark = pytest.mark.usefixtures("needs_ulfm")
-
-Job = Callable[..., Ended]
 
 
 # A step reads and writes a vector that is sent in pieces, counts that it has run, and which example it has seen.

