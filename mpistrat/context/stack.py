@@ -250,6 +250,7 @@ _OUTSIDE_RUN = (
     ("ctx.broadcast(value)", "strategy.broadcast(value)"),
     ('ctx.reduce_scatter("sum", value)', "strategy.run(lambda: {})"),
     ("ctx.all_to_all(values)", "strategy.run(lambda: {})"),
+    ("ctx.sum_of_parts(fn, batch, virtual_replicas)", "strategy.run(lambda: {})"),
     ("ctx.barrier()", "strategy.run(lambda: {})"),
     ("ctx.update(variable, fn)", "with strategy.scope(): variable.assign(value)"),
 )

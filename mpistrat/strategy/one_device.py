@@ -47,7 +47,7 @@ def _bind() -> None:
         raise LaunchError(f"{bound.problem}. Set MPISTRAT_DEVICE=cpu to compute in host memory")
 
 
-_COLLECTIVES = {"all_reduce", "start_all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all", "barrier"}
+_WITHOUT_COMMUNICATION = ("merge_call", "update")
 _PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -62,7 +62,7 @@ class DefaultReplicaContext(ReplicaContext):
 
     def _require_current(self, method: str) -> None:
         super()._require_current(method)
-        if not self._has_checked_peers and method in _COLLECTIVES:
+        if not self._has_checked_peers and method not in _WITHOUT_COMMUNICATION:
             self._check_peers(method)
 
     def _check_peers(self, method: str) -> None:

@@ -17,6 +17,7 @@ COLLECTIVES = {
     "broadcast": lambda context: context.broadcast(3.0),
     "reduce_scatter": lambda context: context.reduce_scatter("sum", np.array([3.0])),
     "all_to_all": lambda context: context.all_to_all([3.0])[0],
+    "sum_of_parts": lambda context: context.sum_of_parts(np.sum, np.array([3.0]), 1),
     "barrier": lambda context: context.barrier() or 3.0,
 }
 

@@ -78,40 +78,33 @@ def test_every_reduction_of_a_strategy_goes_through_its_cross_device_ops():
     assert on_replicas(2, program) == [(reduced, seen)] * 2
 
 
-def test_gathering_goes_through_the_cross_device_ops_of_a_strategy():
-    class Reversed(HierarchicalAllReduce):
+@pytest.mark.parametrize("root", [0, 2])
+def test_gathering_and_broadcasting_go_through_the_cross_device_ops_of_a_strategy(root):
+    class Own(HierarchicalAllReduce):
         def gather_implementation(self, per_replica_value, destinations, axis, options):
             assert isinstance(options, CommunicationOptions)
             whole = super().gather_implementation(per_replica_value, destinations, axis, options)
             return Mirrored(np.asarray(whole)[::-1])
 
-    def program(strategy):
-        strategy = Strategy(StrategyExtended(strategy.extended.communicator, Reversed()))
-        value = {"a": PerReplica(np.array([rank_of(strategy)])), "b": np.array([7, 8])}
-        gathered = strategy.gather(value, axis=0)
-        assert not mpistrat.has_strategy()
-        in_run = strategy.run(lambda a: mpistrat.get_replica_context().all_gather(a, axis=0), (value["a"],))
-        return gathered["a"].tolist(), gathered["b"].tolist(), strategy.local(in_run).tolist()
-
-    assert on_replicas(3, program) == [([2, 1, 0], [8, 7] * 3, [2, 1, 0])] * 3
-
-
-@pytest.mark.parametrize("root", [0, 2])
-def test_broadcasting_goes_through_the_cross_device_ops_of_a_strategy(root):
-    class Doubled(HierarchicalAllReduce):
         def broadcast_implementation(self, tensor, destinations):
             assert mpistrat.in_cross_replica_context()
             return Mirrored(2 * np.asarray(super().broadcast_implementation(tensor, destinations)))
 
     def program(strategy):
-        strategy = Strategy(StrategyExtended(strategy.extended.communicator, Doubled()))
+        strategy = Strategy(StrategyExtended(strategy.extended.communicator, Own()))
         value = PerReplica(np.array([rank_of(strategy) + 1]))
-        outside = strategy.broadcast(value, root)
-        in_run = strategy.run(lambda array: mpistrat.get_replica_context().broadcast(array, root), (value,))
-        from_first = strategy.extended.broadcast_to(value.values[0], value)
-        return [np.asarray(strategy.local(found)).tolist() for found in (outside, in_run, from_first)]
 
-    assert on_replicas(3, program) == [[[2 * root + 2], [2 * root + 2], [2]]] * 3
+        def step(array):
+            context = mpistrat.get_replica_context()
+            return context.all_gather(array, axis=0), context.broadcast(array, root)
+
+        gathered = strategy.gather([value, np.array([7, 8])], axis=0)
+        found = *gathered, strategy.broadcast(value, root), strategy.extended.broadcast_to(value.values[0], value)
+        assert not mpistrat.has_strategy()
+        return [np.asarray(each).tolist() for each in strategy.local([*found, *strategy.run(step, (value,))])]
+
+    sent = [2 * root + 2]
+    assert on_replicas(3, program) == [[[3, 2, 1], [8, 7] * 3, sent, [2], [3, 2, 1], sent]] * 3
 
 
 def test_ops_are_not_asked_for_nothing():
