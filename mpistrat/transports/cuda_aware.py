@@ -26,7 +26,7 @@ from mpistrat.launch.cuda_awareness import find_verdict
 from mpistrat.reduction import ReduceOp
 from mpistrat.steps import Steps, drive, until
 from mpistrat.transports.base import DeviceTransport, Operation
-from mpistrat.transports.ring import Ring, RingTransport
+from mpistrat.transports.ring import RingTransport
 
 # MPI matches each message, and registers its memory where it must; UCX pipelines memory of NVIDIA GPUs in fragments of 4 MiB
 SEGMENT_BYTES = 1 << 22
@@ -83,8 +83,10 @@ class CudaAwareTransport(RingTransport, DeviceTransport):
         """Return the bytes of the segments of a part: large ones of a large part, several of a part of middle size."""
         return min(self.segment_bytes, max(SMALL_SEGMENT_BYTES, -(-part_bytes // SEGMENTS_OF_A_PART)))
 
-    def _bind(self, buffer: DeviceArray, ring: Ring, op: ReduceOp, channel: int = 0) -> Operation:
-        bound = super()._bind(buffer, ring, op, channel)
+    def _bind(
+        self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp, halves: Sequence[tuple[int, bool]], channel: int = 0
+    ) -> Operation:
+        bound = super()._bind(buffer, bounds, op, halves, channel)
 
         def run() -> Steps:
             # the buffer is written, and nobody reads what will be overwritten

@@ -34,6 +34,12 @@ RECEIVES_AHEAD = 8
 _ALIGNMENT_BYTES = 64
 
 
+ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = ((0, True), (1, False)), ((-1, True),), ((0, False),)
+"""The halves of each schedule: how far before or after its own part a rank begins to send, and whether parts are summed.
+
+After a reduce-scatter that begins with its own part a rank has the sum of the next one, which an all-gather sends first."""
+
+
 class Ring:
     """The messages of one rank, in the order in which they are sent and received.
 
@@ -44,37 +50,20 @@ class Ring:
     ``index + segments`` after message `index`, and the first `segments` messages at once.
     """
 
-    def __init__(self, rank: int, size: int, bounds: Sequence[int], limit: int) -> None:
-        self._rank, self._size, self._bounds = rank, size, bounds
+    def __init__(self, rank: int, size: int, bounds: Sequence[int], limit: int, halves: Sequence[tuple[int, bool]]) -> None:
+        self._bounds = bounds
         widest = _longest(bounds)
         self.segments = max(1, -(-widest // max(1, limit)))
         self.width = -(-widest // self.segments)
         self.sends: list[slice] = []
         self.targets: list[slice] = []
         self.reduces: list[bool] = []
-
-    @classmethod
-    def all_reduce(cls, rank: int, size: int, count: int, limit: int) -> Ring:
-        """Return a reduce-scatter of equal parts, followed by an all-gather."""
-        ring = cls(rank, size, [index * count // size for index in range(size + 1)], limit)
-        # after the first half this rank has the sum of part rank + 1, which it sends first
-        ring._add(rank, reduces=True)
-        ring._add(rank + 1, reduces=False)
-        return ring
-
-    @classmethod
-    def reduce_scatter(cls, rank: int, size: int, bounds: Sequence[int], limit: int) -> Ring:
-        """Return the first half, shifted so that rank r ends with part r."""
-        ring = cls(rank, size, bounds, limit)
-        ring._add(rank - 1, reduces=True)
-        return ring
-
-    @classmethod
-    def all_gather(cls, rank: int, size: int, bounds: Sequence[int], limit: int) -> Ring:
-        """Return the second half."""
-        ring = cls(rank, size, bounds, limit)
-        ring._add(rank, reduces=False)
-        return ring
+        for first, reduces in halves:
+            # one step per part that is sent, downwards; the part below is received meanwhile
+            for part in range(rank + first, rank + first - (size - 1), -1):
+                self.sends += self._segments_of(part % size)
+                self.targets += self._segments_of((part - 1) % size)
+            self.reduces += [reduces] * (size - 1) * self.segments
 
     def sent_before(self) -> list[int | None]:
         """Return, for each target received in place, the index of the send that must have left that memory before."""
@@ -86,17 +75,10 @@ class Ring:
                 last_send[send.start] = index
         return before
 
-    def _add(self, first: int, reduces: bool) -> None:
-        """Append one step per part that is sent, from part `first` downwards; the part below is received meanwhile."""
-        for step in range(self._size - 1):
-            for segment in range(self.segments):
-                self.sends.append(self._segment((first - step) % self._size, segment))
-                self.targets.append(self._segment((first - step - 1) % self._size, segment))
-                self.reduces.append(reduces)
-
-    def _segment(self, part: int, segment: int) -> slice:
-        start, stop = self._bounds[part], self._bounds[part + 1]
-        return slice(min(start + segment * self.width, stop), min(start + (segment + 1) * self.width, stop))
+    def _segments_of(self, part: int) -> list[slice]:
+        start, stop = self._bounds[part : part + 2]
+        firsts = [min(start + index * self.width, stop) for index in range(self.segments)]
+        return [slice(first, min(first + self.width, stop)) for first in firsts]
 
 
 class BoundRing:
@@ -173,19 +155,16 @@ class RingTransport(Transport):
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind a ring reduce-scatter, followed without a barrier by a ring all-gather."""
-        rank, size = self.group.rank, self.group.size
-        limit = self._limit(buffer, -(-buffer.size // size))
-        return self._bind(buffer, Ring.all_reduce(rank, size, buffer.size, limit), op, channel)
+        bounds = [index * buffer.size // self.group.size for index in range(self.group.size + 1)]
+        return self._bind(buffer, bounds, op, ALL_REDUCE, channel)
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind the first half of the ring, shifted so that rank r ends with part r."""
-        limit = self._limit(buffer, _longest(bounds))
-        return self._bind(buffer, Ring.reduce_scatter(self.group.rank, self.group.size, bounds, limit), op)
+        return self._bind(buffer, bounds, op, REDUCE_SCATTER)
 
     def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
         """Bind the second half of the ring."""
-        limit = self._limit(buffer, _longest(bounds))
-        return self._bind(buffer, Ring.all_gather(self.group.rank, self.group.size, bounds, limit), ReduceOp.SUM)
+        return self._bind(buffer, bounds, ReduceOp.SUM, ALL_GATHER)
 
     @cached_property
     def _received(self) -> dict[int, Array]:
@@ -197,18 +176,18 @@ class RingTransport(Transport):
         """Bytes of the receive buffers of all channels."""
         return sum(memory.nbytes for memory in self._received.values())
 
-    def _limit(self, buffer: Array, longest_part: int) -> int:
-        """Return the elements of the longest segment, if a part has up to `longest_part` of them."""
-        itemsize = int(buffer.dtype.itemsize)
-        return min(self._segment_bytes(longest_part * itemsize), self.group.settings[MAX_MESSAGE_BYTES]) // itemsize
-
     def _segment_bytes(self, part_bytes: int) -> int:
         """Return the bytes of the segments that a part of so many bytes is sent in."""
         return self.segment_bytes
 
-    def _bind(self, buffer: Array, ring: Ring, op: ReduceOp, channel: int = 0) -> Operation:
+    def _bind(
+        self, buffer: Array, bounds: Sequence[int], op: ReduceOp, halves: Sequence[tuple[int, bool]], channel: int = 0
+    ) -> Operation:
         """Bind a ring to a buffer and to the receive buffers of a channel."""
         ahead, dtype, message = self.receives_ahead, buffer.dtype, self._message
+        longest_bytes = self._segment_bytes(_longest(bounds) * dtype.itemsize)
+        limit = min(longest_bytes, self.group.settings[MAX_MESSAGE_BYTES]) // dtype.itemsize
+        ring = Ring(self.group.rank, self.group.size, bounds, limit, halves)
         if channel not in self._received:
             self._received[channel] = self.allocate(ahead * self.segment_bytes)
         memory, slot_bytes = self._received[channel], -(-ring.width * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial, reduce
 from itertools import repeat
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -102,14 +102,22 @@ def test_a_communicator_of_nccl_is_destroyed_once_and_by_its_owner(group, device
         next(transport.all_reduce(device.allocate(64).view(np.float32), ReduceOp.SUM).run())
 
 
-def test_an_error_without_a_word_keeps_nccl_from_joining_too(group, device, comm):
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("NcclCommunicator", RuntimeError(), r"NCCL could not join ranks? 0.*: RuntimeError"),
+        ("get_unique_id", RuntimeError("planted"), "world: NCCL could not begin on rank 0: planted.*SOCKET_IFNAME"),
+        ("NCCL_COMM_BLOCKING", None, "NCCL_COMM_BLOCKING=0 is set"),
+    ],
+    ids=["an error without a word", "no network", "it does not block"],
+)
+def test_an_nccl_that_cannot_join_is_refused_on_all_ranks(group, device, comm, monkeypatch, name, error, message):
     library = StandInNccl(device, comm)
-
-    def fail(*_):
-        raise RuntimeError
-
-    library.NcclCommunicator = fail
-    with pytest.raises(TransportError, match=r"NCCL could not join ranks? 0.*: RuntimeError"):
+    if error is None:
+        monkeypatch.setenv(name, "0")
+    else:
+        setattr(library, name, Mock(side_effect=error))
+    with pytest.raises(TransportError, match=message):
         NcclTransport(group, device, library)
 
 
@@ -149,24 +157,6 @@ def test_the_probe_of_a_deadline_sees_nccl_aborted_and_the_gpu_free(group, devic
     found = deadline.check(group, partial(NcclTransport, device=device, library=library), 0.05)
     assert found["seconds_late"] >= 0
     assert library.aborted == 1
-
-
-def test_nccl_that_finds_no_network_is_told_to_all(group, device, comm):
-    def fail():
-        raise RuntimeError("NCCL_ERROR_INTERNAL: planted")
-
-    library = StandInNccl(device, comm)
-    library.get_unique_id = fail
-    with pytest.raises(
-        TransportError, match="world: NCCL could not begin on rank 0: NCCL_ERROR_INTERNAL: planted.*SOCKET_IFNAME"
-    ):
-        NcclTransport(group, device, library)
-
-
-def test_nccl_that_does_not_block_is_refused(group, device, comm, monkeypatch):
-    monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
-    with pytest.raises(TransportError, match="NCCL_COMM_BLOCKING=0 is set"):
-        NcclTransport(group, device, StandInNccl(device, comm))
 
 
 def test_cuda_ipc_passes_the_kit(group, device, kernels):

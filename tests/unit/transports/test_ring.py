@@ -8,24 +8,22 @@ from types import SimpleNamespace
 import pytest
 
 from mpistrat.transports.cuda_aware import SEGMENT_BYTES, CudaAwareTransport
-from mpistrat.transports.ring import Ring
+from mpistrat.transports.ring import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Ring
 
 MIB = 1 << 20
 BOUNDS = [[0, 4, 8, 12], [0, 0, 11, 12], [0, 5, 5, 5]]
 
 
-def rings(kind, size, bounds, limit):
-    if kind == "all_reduce":
-        return [Ring.all_reduce(rank, size, bounds[-1], limit) for rank in range(size)]
-    return [getattr(Ring, kind)(rank, size, bounds, limit) for rank in range(size)]
+def rings(halves, size, bounds, limit):
+    return [Ring(rank, size, bounds, limit, halves) for rank in range(size)]
 
 
 @pytest.mark.parametrize("limit", [1, 3, 100])
 @pytest.mark.parametrize("bounds", BOUNDS)
-@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather"])
-def test_every_contribution_arrives_once(kind, bounds, limit):
+@pytest.mark.parametrize("halves", [ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER])
+def test_every_contribution_arrives_once(halves, bounds, limit):
     size, count = 3, bounds[-1]
-    every = rings(kind, size, bounds, limit)
+    every = rings(halves, size, bounds, limit)
     held = [[Counter({rank: 1}) for _ in range(count)] for rank in range(size)]
     for index in range(len(every[0].sends)):
         arriving = [list(held[rank][every[rank].sends[index]]) for rank in range(size)]
@@ -37,15 +35,15 @@ def test_every_contribution_arrives_once(kind, bounds, limit):
     for rank in range(size):
         for place in range(count):
             [owner] = [part for part in range(size) if bounds[part] <= place < bounds[part + 1]]
-            if kind == "all_gather":
+            if halves == ALL_GATHER:
                 assert held[rank][place] == Counter({owner: 1})
-            elif kind == "all_reduce" or owner == rank:
+            elif halves == ALL_REDUCE or owner == rank:
                 assert held[rank][place] == Counter(range(size))
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_what_is_overwritten_must_have_left(bounds):
-    for ring in rings("all_reduce", 3, bounds, 2):
+    for ring in rings(ALL_REDUCE, 3, bounds, 2):
         for index, (target, reduces) in enumerate(zip(ring.targets, ring.reduces, strict=True)):
             places = set(range(target.start, target.stop))
             leaving = [i for i in range(index) if places & set(range(ring.sends[i].start, ring.sends[i].stop))]
@@ -58,7 +56,7 @@ def test_what_is_overwritten_must_have_left(bounds):
 )
 def test_parts_of_middle_size_are_cut_into_a_few_segments_and_large_ones_into_large_ones(part_bytes, segments):
     longest = CudaAwareTransport._segment_bytes(SimpleNamespace(segment_bytes=SEGMENT_BYTES), part_bytes)
-    assert Ring.all_reduce(0, 3, 3 * part_bytes, longest).segments == segments
+    assert Ring(0, 3, [0, part_bytes, 2 * part_bytes, 3 * part_bytes], longest, ALL_REDUCE).segments == segments
     assert longest <= SEGMENT_BYTES
     shorter = SimpleNamespace(segment_bytes=1 << 14)
     assert CudaAwareTransport._segment_bytes(shorter, 100 * MIB) == 1 << 14, "no longer than where it lands"
