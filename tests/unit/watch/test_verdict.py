@@ -53,6 +53,7 @@ MAY_GO_ON = {
     "one is behind": ranks(call(), call((1, 4), left=1.0), None),
     "one has left": ranks(call(), call(left=0.5), call()),
     "one is stopped": ranks(call(), call(), call(), rank1="stopped"),
+    "one is stopped in another one": ranks(call(ONE), call(TWO), rank1="stopped"),
     "one does not answer": ranks(call(), None, rank1="unknown"),
     "one has not begun": ranks(call(), None, rank1="absent"),
     "one took part and ended": ranks(call(), call(left=1.0), rank1="ended"),
