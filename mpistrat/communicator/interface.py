@@ -370,7 +370,7 @@ class BaseCommunicator(ABC):
         """Return the plan for an all-reduce of `count` elements, and why it was chosen; None where nothing is sent."""
 
     def explain(self, arrays: Array | Sequence[Array], options: CommunicationOptions | None = None) -> Explanation:
-        """Return how a sum or mean of such arrays is computed, and how long the last one took. Sends nothing."""
+        """Return how a sum or mean of such arrays is computed. Sends nothing."""
         self._require_open()
         check_options(options)
         given: Any = arrays if isinstance(arrays, (list, tuple)) else [arrays]
