@@ -29,7 +29,8 @@ def flat(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> list[
     Phases
         ``world all_reduce``; none with a single rank
     Communication steps
-        On one node, none up to 512 KiB. On up to 4 nodes, one exchange between the leaders up to 32 KiB (`transports.small`).
+        On one node, none up to 512 KiB, and with two ranks up to 4 MiB.
+        On up to 4 nodes, one exchange between the leaders up to 32 KiB (`transports.small`).
         Else as MPI chooses: ceil(log2 p) by recursive doubling for small buffers, up to 2(p-1) by a ring for large ones.
     Bytes on the wire per node
         At least 2(n-1)/n·S. MPI libraries that send for each rank of a node separately send several times that.

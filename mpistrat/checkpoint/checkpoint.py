@@ -143,7 +143,7 @@ class Checkpoint:
             made_in = files.prepare(folder) if communicator.rank == 0 else []
         manifest = Manifest(step, communicator.size, sys.modules["mpistrat"].__version__, document, specs, {})
         waited = time.perf_counter() - started
-        self._writer.start(Save(folder, manifest, pieces, staged, made_in, outdated, when_durable, waited))
+        self._writer.start(Save(folder, manifest, pieces, staged, made_in, outdated, when_durable, waited, wait))
         if wait:
             self._writer.finish()
         return str(folder)

@@ -42,6 +42,7 @@ class Save(NamedTuple):
     outdated: Sequence[Path]
     when_durable: Callable[[], None]
     seconds_waited: float  # of the step
+    is_awaited: bool  # by the program, which does nothing else meanwhile
 
 
 class Writer:
@@ -94,8 +95,9 @@ class Writer:
 
     def _run(self, save: Save) -> None:
         """Write, in the thread; rank 0 then tells it, and removes what is outdated."""
-        with suppress(OSError):  # Linux has a priority of each thread
-            os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0) + _NICER, 19))
+        if not save.is_awaited:
+            with suppress(OSError):  # Linux has a priority of each thread
+                os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0) + _NICER, 19))
         started = time.perf_counter()
         self._error = self._write(save)
         seconds = time.perf_counter() - started

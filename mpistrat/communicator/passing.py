@@ -74,11 +74,11 @@ class Passing:
                 return otherwise(sendbuf, recvbuf, op)
             known, signature, digest, index, calls, mpi_call, native, datatype = found
             given: Any
+            if type(sendbuf) is not ndarray and sendbuf is not in_place:
+                sendbuf = unwrapped(sendbuf)
             if sendbuf is in_place or sendbuf is recvbuf or sendbuf is None:
                 given = in_place
             else:
-                if type(sendbuf) is not ndarray:
-                    sendbuf = unwrapped(sendbuf)
                 if type(sendbuf) is not ndarray or sendbuf.dtype is not dtype or sendbuf.size != size:
                     return otherwise(sendbuf, recvbuf, op)
                 of_source = sendbuf.flags.num

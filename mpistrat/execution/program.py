@@ -70,10 +70,9 @@ class Bucket:
 class Program:
     """The buckets of a call, in the order in which they are combined.
 
-    `is_agreed` says that all ranks have compared a call of it with a
-    deadline, or in strict mode: it is the same on all of them, while they may remember different calls. A reduce-scatter has a
-    `scattered_dtype`, that of the array of which each rank gets only its part. `blocking` does the same in one call of MPI or
-    through shared memory, where that is all.
+    `is_agreed` says that all ranks have compared a call of it with a deadline, or in strict mode: it is the same on all of
+    them, while they may remember different calls. A reduce-scatter has a `scattered_dtype`, that of the array of which each
+    rank gets only its part. `blocking` does the same in one call of MPI or through shared memory, where that is all.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:

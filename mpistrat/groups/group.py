@@ -32,7 +32,15 @@ class CallState:
     """
 
     __slots__ = (
-        *("_span", "calls", "compare_history", "digest", "drive", "ends", "has_failed", "must_poll", "settings"),
+        "_span",
+        "calls",
+        "compare_history",
+        "digest",
+        "drive",
+        "ends",
+        "has_failed",
+        "must_poll",
+        "settings",
         "unconfirmed",
     )
 

@@ -73,7 +73,8 @@ class WrappedIntracomm(MPI.Intracomm):
             self._communicator = Communicator(self, self._options)
             self._passing = self._communicator.pass_small_arrays()
             self._all_reduce = self._passing.caller(self._communicator.run_known, unwrapped, self._all_reduce_anew)
-            if type(self).Allreduce is WrappedIntracomm.Allreduce:  # no subclass has one: it need not look that up
+            # one call less, where neither a subclass nor a tracer has another one
+            if type(self).Allreduce is WrappedIntracomm.Allreduce and "Allreduce" not in vars(self):
                 self.Allreduce = self._all_reduce  # type: ignore[method-assign]
         return self._communicator
 
@@ -152,6 +153,7 @@ class WrappedIntracomm(MPI.Intracomm):
         """Free the communicator, and what makes its collectives. A collective call."""
         if self._communicator is not None:
             self._communicator.close()
+        vars(self).pop("Allreduce", None)  # it holds what it calls, which holds this
         super().Free()
 
     def _combine(

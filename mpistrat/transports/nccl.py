@@ -310,7 +310,7 @@ class NcclTransport(DeviceTransport):
             try:
                 with self.device.activate():  # a new thread computes on GPU 0
                     act()
-            except Exception as error:
+            except BaseException as error:
                 failures.append(f"{error}" or type(error).__name__)
 
         thread = threading.Thread(target=run, name=f"nccl {self.group.name}", daemon=True)

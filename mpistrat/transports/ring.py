@@ -189,8 +189,8 @@ class RingTransport(Transport):
         limit = min(longest_bytes, self.group.settings[MAX_MESSAGE_BYTES]) // dtype.itemsize
         ring = Ring(self.group.rank, self.group.size, bounds, limit, halves)
         if channel not in self._received:
-            self._received[channel] = self.allocate(ahead * self.segment_bytes)
-        memory, slot_bytes = self._received[channel], -(-ring.width * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            self._received[channel] = self.allocate(ahead * _aligned(self.segment_bytes))
+        memory, slot_bytes = self._received[channel], _aligned(ring.width * dtype.itemsize)
         receives: list[list[Any]] = []
         folds: list[tuple[Array, Array] | None] = []
         for index, (part, reduces) in enumerate(zip(ring.targets, ring.reduces, strict=True)):
@@ -232,6 +232,10 @@ class MpiRingTransport(RingTransport):
                 function(*pair, out=pair[0])
 
         return fold
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _longest(bounds: Sequence[int]) -> int:

@@ -115,7 +115,7 @@ class PiecewiseAllReduce:
     """The all-reduce of an array of one shape and dtype that is longer than a slot, piece after piece."""
 
     def __init__(self, exchange: SmallExchange, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._shape, self._dtype = shape, dtype
+        self._shape, self._dtype, self._call = shape, dtype, exchange.call
         count, longest = prod(shape), exchange.slot_bytes // dtype.itemsize
         starts = range(0, count, longest)
         made = {length: SmallAllReduce(exchange, op, dtype, (length,)) for length in {longest, count - starts[-1]}}
@@ -123,11 +123,15 @@ class PiecewiseAllReduce:
 
     def blocking(self) -> Callable[[Array, Array | None], Array]:
         """Return a blocking call: see `SmallAllReduce.blocking`."""
-        shape, dtype, pieces = self._shape, self._dtype, [(piece, small.blocking()) for piece, small in self._pieces]
+        shape, dtype, call = self._shape, self._dtype, self._call
+        pieces = [(piece, small.blocking()) for piece, small in self._pieces]
 
         def run(source: Array, target: Array | None = None) -> Array:
             if target is None:
                 target = np.empty(shape, dtype)
+            if call.must_poll:  # one deadline for all pieces
+                call.drive(self.steps(source, target))
+                return target
             flat_source, flat_target = source.reshape(-1), target.reshape(-1)
             for piece, add in pieces:
                 add(flat_source[piece], flat_target[piece])

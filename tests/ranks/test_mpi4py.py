@@ -14,6 +14,7 @@ import mpistrat.mpi4py
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, CollectiveError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.groups.group import MOST_UNCONFIRMED
+from mpistrat.mpi4py import intracomm
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = up_to_ranks(3)
@@ -440,6 +441,33 @@ def test_small_arrays_are_handed_to_mpi_and_compared_later(passing):
     received.flags.writeable = False
     with pytest.raises((ValueError, BufferError, InvalidArgumentError)):
         passing.Allreduce(sent, received)
+
+
+def test_one_array_in_both_places_is_in_place(passing, monkeypatch):
+    given = []
+    array, size = np.ones(2), passing.size
+    both = [array, MPI.DOUBLE]
+    passing.Allreduce(np.ones(2), np.ones(2))  # from now on such calls are MPI's
+    [(key, known)] = passing._communicator._programs.passed.items()
+    monkeypatch.setitem(
+        passing._communicator._programs.passed, key, (*known[:5], lambda sent, *_: given.append(sent), *known[6:])
+    )
+    for buffers in ((array, array), ([array, MPI.DOUBLE], [array, MPI.DOUBLE]), (both, both), (array, both), (both, array)):
+        passing.Allreduce(*buffers)
+        passing._communicator.hierarchy.call.calls.pop()
+    assert given == [MPI.IN_PLACE] * 5
+    monkeypatch.undo()
+    passing.Allreduce(both, both)
+    assert array.tolist() == [size, size]
+
+
+def test_what_is_in_the_place_of_allreduce_stays_there(comm):
+    wrapped, calls = intracomm.wrapped(comm.Dup(), None), []
+    wrapped.Allreduce = lambda *given: calls.append(given)
+    wrapped.Barrier()
+    wrapped.Allreduce(1, 2)
+    assert calls == [(1, 2)]
+    wrapped.Free()
 
 
 @needs_ranks(2)

@@ -170,8 +170,10 @@ def test_the_thread_that_writes_leaves_the_cores_to_the_steps(tmp_path, monkeypa
 
     monkeypatch.setattr(writer, "write_pieces", write)
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    mpistrat.Checkpoint(x=np.ones(3)).save(tmp_path / "c", wait=True)
-    assert niceness == [min(before + writer._NICER, 19)]
+    checkpoint = mpistrat.Checkpoint(x=np.ones(3))
+    checkpoint.save(tmp_path / "one")
+    checkpoint.save(tmp_path / "two", wait=True)  # there are no steps meanwhile
+    assert niceness == [min(before + writer._NICER, 19), before]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
