@@ -33,7 +33,8 @@ def run(session: Session) -> dict[str, Table]:
                 where = f"{network} on {hosts}×{ranks // hosts}"
                 done = contest.alternate(_entries(counts), 0.5 if session.quick else 2.0)
                 columns[where] = done
-                session.say(f"{where}, {len(counts)} arrays, {format_bytes(4 * sum(counts))}: {', '.join(f'{label} {format_seconds(one.seconds)}' for label, one in done.items())}")
+                said = ", ".join(f"{label} {format_seconds(one.seconds)}" for label, one in done.items())
+                session.say(f"{where}, {len(counts)} arrays, {format_bytes(4 * sum(counts))}: {said}")
     labels = dict.fromkeys(label for done in columns.values() for label in done)
     lines = [
         [label, *(f"{done[label]}, × {done[label].seconds / done[FLAT].seconds:.2f}" for done in columns.values())]
