@@ -146,7 +146,9 @@ def _tf_names() -> str:
 
 
 def _spellings(names: Iterable[Name]) -> str:
-    return ", ".join(f"`{name.spelling}`" + (f" as `{name.path}`" if name.path not in name.spelling else "") for name in names)
+    """Return the names without their arguments, and where they are here if that is elsewhere."""
+    short = [(re.sub(r"\(.+\)", "()", name.spelling), name) for name in names]
+    return ", ".join(f"`{text}`" + (f" as `{name.path}`" if name.path not in name.spelling else "") for text, name in short)
 
 
 def _reduce_ops() -> str:
