@@ -30,16 +30,17 @@ def run(session: Session) -> dict[str, Table]:
         with Lab(hosts, rate) as lab, competing(session, lab, ranks, names=NAMES) as contest:
             for network, make in (QUICK if session.quick else NETWORKS).items():
                 counts = [math.prod(shape) for shape in make()]
-                where = f"{network}, {hosts} host{'s' * (hosts > 1)} × {ranks // hosts}"
+                where = f"{network} on {hosts}×{ranks // hosts}"
                 done = contest.alternate(_entries(counts), 0.5 if session.quick else 2.0)
-                columns[f"{where}: {len(counts)} arrays, {format_bytes(4 * sum(counts))}"] = done
-                session.say(f"{where}: {', '.join(f'{label} {format_seconds(one.seconds)}' for label, one in done.items())}")
+                columns[where] = done
+                said = ", ".join(f"{label} {format_seconds(one.seconds)}" for label, one in done.items())
+                session.say(f"{where}, {len(counts)} arrays, {format_bytes(4 * sum(counts))}: {said}")
     labels = dict.fromkeys(label for done in columns.values() for label in done)
     lines = [
         [label, *(f"{done[label]}, × {done[label].seconds / done[FLAT].seconds:.2f}" for done in columns.values())]
         for label in labels
     ]
-    return {"": [["", *columns], *lines]}
+    return {"": [["what", *columns], *lines]}
 
 
 def _entries(counts: list[int]) -> dict[str, tuple[str, Mapping[str, Any]]]:

@@ -59,7 +59,7 @@ def _trained(session: Session) -> Table:
 
 def _cell(one: Measured, exact: Measured) -> str:
     best = format_seconds(one.best_seconds)
-    return f"{format_seconds(one.seconds)} (best {best}), {exact.seconds / one.seconds:.2f} as fast"
+    return f"{format_seconds(one.seconds)} (best {best}), × {exact.seconds / one.seconds:.2f}"
 
 
 def _off(one: dict[str, Any], exact: dict[str, Any]) -> str:

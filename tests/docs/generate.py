@@ -52,7 +52,7 @@ def _settings() -> str:
         "# Settings\n\nEnvironment variables, read when they are first needed; a communicator keeps those that it was made "
         "with. Every rank reads its own, so set the same values on all ranks; `mpistrat run` and `mpiexec` on one "
         "machine export them, for several hosts see your launcher's manual. An invalid value "
-        "raises `SettingError`, which lists the accepted ones.\n\n"
+        "raises `SettingError`, which lists the accepted ones; 1, true and yes mean on, 0, false and no mean off.\n\n"
         f"{_table(('variable', 'accepted', 'default', 'meaning'), rows)}"
     )
 
@@ -61,6 +61,8 @@ def _accepts(setting: Setting[Any]) -> str:
     """Return what a setting accepts, in the words of its own refusal."""
     if setting.parse is str:
         return "text"
+    if isinstance(setting.default, bool):
+        return "on, off"
     try:
         setting.parse("?")
     except ValueError as error:
@@ -104,7 +106,7 @@ def _command_line() -> str:
 
 
 def _command(name: str, parser: argparse.ArgumentParser) -> str:
-    rows = [_argument(action) for action in parser._actions if action.dest != "help"]
+    rows = [_argument(action) for action in parser._actions if action.dest != "help" and action.help != argparse.SUPPRESS]
     usage = f"```text\n{parser.usage}\n```\n\n" if parser.usage else ""
     return f"## mpistrat {name}\n\n{_sentence(parser.description or '')}\n\n{usage}{_table(('argument', 'meaning'), rows)}"
 
@@ -146,7 +148,9 @@ def _tf_names() -> str:
 
 
 def _spellings(names: Iterable[Name]) -> str:
-    return ", ".join(f"`{name.spelling}`" + (f" as `{name.path}`" if name.path not in name.spelling else "") for name in names)
+    """Return the names without their arguments, and where they are here if that is elsewhere."""
+    short = [(re.sub(r"\(.+\)", "()", name.spelling), name) for name in names]
+    return ", ".join(f"`{text}`" + (f" as `{name.path}`" if name.path not in name.spelling else "") for text, name in short)
 
 
 def _reduce_ops() -> str:
