@@ -12,11 +12,11 @@ from tests.hosts.lab import Lab
 
 LEAVES = (1, 10, 161)  # of the nest
 FORM_SIZES = (8, 1 << 10, 1 << 16, 1 << 20)
-RANKS, PROFILED = 2, 161
+RANKS = 2
 
 
 def run(session: Session) -> dict[str, Table]:
-    """Measure nests of several sizes and every form of a call on one host, several times over, and profile the largest nest."""
+    """Measure nests of several sizes and every form of a call on one host, several times over."""
     times = 2 if session.quick else 7
     nests = [["arrays", "bare MPI_Allreduce of the bytes", "context.all_reduce", "on top (least to most of the runs)"]]
     forms: dict[str, list[str]] = {}
@@ -34,9 +34,7 @@ def run(session: Session) -> dict[str, Table]:
                 seconds = [run[form] for run in runs]
                 forms.setdefault(form, []).append(spread(statistics.median(seconds), min(seconds), max(seconds)))
             session.say(f"every form of a call with {format_bytes(nbytes)}")
-        profile = contest.call(OURS, "profile", leaves=PROFILED, calls=200 if session.quick else 2000)[0]
     return {
         "": nests,
         "forms": [["call", *map(format_bytes, FORM_SIZES)], *([form, *cells] for form, cells in forms.items())],
-        "profile": [["function", "own time per call"], *([f"`{name}`", f"{us:.1f} µs"] for name, us in profile)],
     }

@@ -44,13 +44,10 @@ def run(session: Session) -> dict[str, Table]:
         [format_bytes(int(name.partition(" ")[2])), f"{ours[name]:.0f}", f"{rate:.0f}", f"{rate / ours[name]:.1f}"]
         for name, rate in synchronous.items()
     ]
-    [placed] = answers_of(4, "placement_ranks.py")
-    placement = [[name, *map(format_bytes, numbers), f"{_unevenness(numbers):.1%}"] for name, numbers in placed.items()]
     return {
         "": [["per second, two workers together", "mpistrat", "TensorFlow", "times as many"], *lines],
         "functions": functions,
         "steps": [["steps per second, model of", "parameter servers", "synchronous", "times as many"], *steps],
-        "placement": [["placement", "bytes of server 0", "of server 1", "above even"], *placement],
     }
 
 
@@ -63,11 +60,6 @@ def _programs(session: Session, workers: int, arguments: list[str]) -> dict[str,
         quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
         found["TensorFlow"] = ([python, str(_PEERS / "tf_parameter_server.py"), *arguments], quiet)
     return found
-
-
-def _unevenness(found: list[int]) -> float:
-    """Return how far the server with the most bytes is from the mean of all."""
-    return max(found) * len(found) / sum(found) - 1
 
 
 def _line(name: str, ours: dict[str, float], theirs: dict[str, float] | None) -> list[str]:

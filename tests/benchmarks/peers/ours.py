@@ -7,7 +7,6 @@ import pstats
 import tracemalloc
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -120,18 +119,6 @@ def forms(nbytes: int, calls: int) -> dict[str, float]:
     return dict(zip(runs, medians, strict=True))
 
 
-def profile(leaves: int, calls: int) -> list[list[Any]]:
-    """Return the functions that take the most time of their own in such calls: name, microseconds a call."""
-    value = {f"leaf {index}": np.ones(2, np.float32) for index in range(leaves)}
-    run = cProfile.Profile()
-    run.enable()
-    for _ in range(calls):
-        context().all_reduce("sum", value)
-    run.disable()
-    rows = [(f"{Path(file).name}: {name}", own / calls * 1e6) for (file, _, name), (_, _, own, _, _) in _stats(run)]
-    return [list(row) for row in sorted(rows, key=lambda row: -row[1])[:10]]
-
-
 def memory(counts: list[int], options: dict[str, Any]) -> dict[str, Any]:
     """Sum arrays as one batch; return what is held afterwards, and what was then allocated by ten calls more."""
     sources = [np.full(count, comm.rank + 1, np.float32) for count in counts]
@@ -157,7 +144,6 @@ CALLS = {
     "forms": forms,
     "memory": memory,
     "overhead": overhead,
-    "profile": profile,
 }
 
 if __name__ == "__main__":
