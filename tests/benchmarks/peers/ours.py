@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import cProfile
-import pstats
 import tracemalloc
 from dataclasses import asdict
 from functools import partial
@@ -133,10 +131,6 @@ def memory(counts: list[int], options: dict[str, Any]) -> dict[str, Any]:
     tracemalloc.stop()
     report = strategy.memory_report()
     return {**asdict(report), "total_bytes": report.total_bytes, "grown_bytes": after - before, "peak_bytes": peak - before}
-
-
-def _stats(run: cProfile.Profile) -> Any:
-    return pstats.Stats(run).stats.items()  # type: ignore[attr-defined]
 
 
 CALLS = {
