@@ -45,7 +45,7 @@ class CommunicationOptions:
         has. Once a deadline has passed, the strategy cannot make further collectives. Of what NCCL does on a GPU it counts from
         when the GPU comes to that, and the next call raises.
     implementation : CommunicationImplementation or str
-        AUTO, RING or NCCL; names in upper or lower case.
+        AUTO, RING or NCCL; names in upper or lower case. NCCL raises where it cannot be used; RING, TensorFlow's, means AUTO.
     algorithm : str or None
         ``auto``, the default, ``flat`` or ``hierarchical``. Not in TensorFlow.
     wire_dtype : str or None

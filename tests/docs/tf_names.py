@@ -300,7 +300,7 @@ experimental.PreemptionCheckpointHandler.run(fn, *args, **kwargs)
         "VariableAggregation.NONE",
     ),
     ("A value that all N replicas assign in `run` is summed N times.", "VariableAggregation.SUM"),
-    ("Shared memory within a node and a ring between nodes.", "experimental.CommunicationImplementation.RING"),
+    ("Accepted, and means `AUTO`.", "experimental.CommunicationImplementation.RING"),
     (
         "One rank is one replica, so both modes mean one pipeline per rank.",
         """
