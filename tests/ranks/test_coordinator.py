@@ -91,7 +91,7 @@ def test_no_function_waits_behind_a_long_one_while_a_worker_is_free(coordinator)
 
 def fail_at_3(number):
     if number == 3:
-        time.sleep(0.5)  # until all are scheduled
+        time.sleep(0.7)  # until all are scheduled
         raise ValueError("three")
     time.sleep(0.02)
     return number
@@ -100,7 +100,7 @@ def fail_at_3(number):
 @with_workers
 def test_the_first_error_is_raised_once_and_the_rest_is_cancelled(coordinator):
     for collect in (coordinator.join, coordinator.done, lambda: coordinator.fetch([]), lambda: coordinator.schedule(max)):
-        values = [coordinator.schedule(fail_at_3, (number,)) for number in range(3, 200)]
+        values = [coordinator.schedule(fail_at_3, (number,)) for number in range(3, 80)]
         coordinator.strategy.dispatcher.wait_for(values[0])
         with pytest.raises(ValueError, match="three") as caught:
             collect()

@@ -139,7 +139,8 @@ def test_the_reference_page_has_a_row_for_each(name: str) -> None:
 
 def test_the_reference_page_has_the_limits_of_the_table() -> None:
     rule, text = chunks.pipeline_rule(World.from_shape("2x2")), " ".join(PAGE.read_text().split())
-    assert f"whole buffer is one up to {chunks.SCRATCH_BYTES // MIB} MiB" in text
-    assert f"{rule.depth} in flight at a time" in text
-    assert f"chunks of {rule.end_bytes // KIB} KiB, between which they double up to {rule.max_bytes // MIB} MiB" in text
-    assert f"chunks of {chunks.pipeline_rule(World.from_shape('1x2')).max_bytes // MIB} MiB that stay" in text
+    assert f"A buffer of up to {chunks.SCRATCH_BYTES // MIB} MiB is one chunk" in text
+    assert f"with {rule.depth} in flight at a time" in text
+    assert f"begin and end at {rule.end_bytes // KIB} KiB" in text
+    assert f"double up to {rule.max_bytes // MIB} MiB" in text
+    assert f"chunks are of {chunks.pipeline_rule(World.from_shape('1x2')).max_bytes // MIB} MiB, which stay" in text
