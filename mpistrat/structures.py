@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Any
 
 import optree
+
+from mpistrat.errors import MpistratError
 
 Structure = optree.PyTreeSpec
 
@@ -68,6 +70,15 @@ def leaf_names(value: Any, root: str = "value") -> list[str]:
     """Return one name for each leaf, as a user would write it: ``value['w'][0]``."""
     flatten(value)  # registers its Mapping types
     return [root + accessor.codify("") for accessor in optree.tree_accessors(value, namespace=_NAMESPACE)]
+
+
+def each_leaf(function: Callable[..., Any], leaves: Sequence[Any], names: Callable[[], Sequence[str]]) -> list[Any]:
+    """Return ``function(leaf)`` of leaves; where that raises, the error is that of ``function(leaf, name)``, which names it."""
+    try:
+        return list(map(function, leaves))
+    except MpistratError:  # naming all leaves takes as long as the rest
+        list(map(function, leaves, names()))
+        raise
 
 
 def _flattened_like(structure: Structure, value: Any) -> list[Any]:

@@ -49,6 +49,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import bootstrap
 from mpistrat.logger import logger
 from mpistrat.reduction import ReduceOp
+from mpistrat.structures import each_leaf
 from mpistrat.tuning import shared_model
 from mpistrat.watch.recorder import recorder, watched, write_entry
 
@@ -445,12 +446,7 @@ def average_leaves(
     """Return the averages over all ranks of the leaves of a nest, whose `names` are for errors. A collective call."""
     communicator = communicator or job_communicator()
     with communicator.refusing("average"):
-        try:
-            arrays = [as_operand(leaf) for leaf in leaves]
-        except MpistratError:  # naming all leaves takes several times as long as reading them
-            for leaf, name in zip(leaves, names(), strict=True):
-                as_operand(leaf, name)
-            raise
+        arrays = each_leaf(as_operand, leaves, names)
     communicator.note(f"average of {structure}")
     averages = communicator.all_reduce("mean", arrays) if arrays else []
     return list(map(like, averages, leaves))

@@ -220,10 +220,9 @@ class Executor:
 
         One array is summed in pieces where that is faster; several, which are copied to a bucket, in one piece.
         """
-        small = self.world.small
-        most_bytes = small.most_bytes if is_one_array else small.slot_bytes
+        small, nbytes = self.world.small, plan.num_bytes
         is_inside = small.is_one_node and {phase.scope for phase in plan.phases} == {Scope.INTRA} and not plan.in_order
-        return self.device is None and is_inside and small.serves(plan.num_bytes) and plan.num_bytes <= most_bytes
+        return self.device is None and is_inside and small.serves(nbytes) and (is_one_array or nbytes <= small.slot_bytes)
 
     @property
     def scatters(self) -> bool:

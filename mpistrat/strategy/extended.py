@@ -28,12 +28,12 @@ from mpistrat.context.values import PerReplica, across_replicas_of, container_of
 from mpistrat.cross_device.ops import CrossDeviceOps, HierarchicalAllReduce
 from mpistrat.cross_device.pairs import OnSomeReplicas
 from mpistrat.device.binding import own_device
-from mpistrat.errors import InvalidArgumentError, MpistratError
+from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_across_replicas
 from mpistrat.state.changes import checksum
 from mpistrat.strategy.deprecated import accepts_hints
-from mpistrat.structures import flatten, leaf_names, map_leaves
+from mpistrat.structures import each_leaf, flatten, leaf_names, map_leaves
 
 # Of each argument of an update: a value that was not reduced differs nearly everywhere.
 _COMPARED_BYTES = 1 << 16
@@ -218,7 +218,7 @@ class StrategyExtended:
         leaves = [in_replica(across_replicas_of(leaf)) for leaf in leaves]
         with self.communicator.refusing(method, options):
             check_options(options)
-            arrays = each_leaf(operand_or_slices, value, leaves)
+            arrays = each_leaf(operand_or_slices, leaves, lambda: leaf_names(value))
             for array in arrays:
                 if isinstance(array, IndexedSlices):
                     raise gather_refused(array)
@@ -350,15 +350,6 @@ class StrategyExtended:
                 f"    incorrect:  mpistrat.get_strategy().extended.{name}, outside all scopes\n"
                 f"    correct:    mpistrat.OneDeviceStrategy().extended.{name}"
             )
-
-
-def each_leaf(function: Callable[..., Any], value: Any, leaves: list[Any], root: str = "value") -> list[Any]:
-    """Return ``function(leaf)`` of the leaves of a value; an error names the leaf, as ``function(leaf, name)`` raises it."""
-    try:
-        return list(map(function, leaves))
-    except MpistratError:  # naming all leaves takes as long as the rest
-        list(map(function, leaves, leaf_names(value, root)))
-        raise
 
 
 def operand_or_slices(leaf: Any, name: str = "value") -> Any:

@@ -22,10 +22,10 @@ from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import digest_of
 from mpistrat.reduction import ReduceOp, check_across_replicas
 from mpistrat.strategy.deprecated import accepts_hints, merge_hints
-from mpistrat.strategy.extended import StrategyExtended, each_leaf, operand_or_slices
+from mpistrat.strategy.extended import StrategyExtended, operand_or_slices
 from mpistrat.strategy.local_reduction import weighted_part
 from mpistrat.strategy.virtual_replicas import sum_of_parts
-from mpistrat.structures import MAX_CACHED_STRUCTURES, ONE_LEAF, Structure, flatten, flatten_arrays, leaf_names
+from mpistrat.structures import MAX_CACHED_STRUCTURES, ONE_LEAF, Structure, each_leaf, flatten, flatten_arrays, leaf_names
 
 _FRAMES = 3  # stack frames between the communicator's method and the user's line, which a stall report names
 
@@ -122,7 +122,7 @@ class ReplicaContext:
         with self._communicator.refusing("all_reduce", options):
             check_options(options)
             op = ReduceOp.parse(reduce_op)
-            arrays = each_leaf(operand_or_slices, value, leaves)
+            arrays = each_leaf(operand_or_slices, leaves, lambda: leaf_names(value))
             if weight is not None:
                 sent, finish = weighted_part(op, arrays, weight, out)
             targets, arrays = (None, arrays) if out is None else read_out(out, structure, leaves, arrays)
@@ -152,7 +152,7 @@ class ReplicaContext:
         with self._communicator.refusing("start_all_reduce", options):
             check_options(options)
             op = ReduceOp.parse(reduce_op)
-            arrays = each_leaf(operand_or_slices, value, leaves)
+            arrays = each_leaf(operand_or_slices, leaves, lambda: leaf_names(value))
             check_dtypes(op, value, arrays)
         work = self._extended.start_all_reduce(op, arrays, options, structure)
         return work.then(lambda results: structure.unflatten(list(map(like, results, leaves))))
@@ -318,7 +318,7 @@ class ReplicaContext:
 
 def check_dtypes(op: ReduceOp, value: Any, arrays: list[Any]) -> None:
     """Check that `op` is defined across replicas for the dtype of each leaf of a value; the error names the leaf."""
-    each_leaf(lambda array, name="value": check_across_replicas(op, array.dtype, name), value, arrays)
+    each_leaf(lambda array, name="value": check_across_replicas(op, array.dtype, name), arrays, lambda: leaf_names(value))
 
 
 def read_out(out: Any, structure: Structure, leaves: Sequence[Any], arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:

@@ -23,8 +23,7 @@ from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs.rebatch import num_rows, own_parts, share
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_across_replicas, quiet
-from mpistrat.strategy.extended import each_leaf
-from mpistrat.structures import flatten
+from mpistrat.structures import each_leaf, flatten, leaf_names
 
 Subtree = tuple[int, int]
 """The parts that a subtree adds: the first one, and the one after the last."""
@@ -77,7 +76,7 @@ class _Results:
     def packed(self, value: Any) -> list[Array]:
         """Return new vectors of the numbers of a value."""
         leaves, structure = flatten(value)
-        arrays: list[Array] = each_leaf(_addend, value, leaves, "the result")
+        arrays: list[Array] = each_leaf(_addend, leaves, lambda: leaf_names(value, "the result"))
         text = f"{structure} with {', '.join(f'{array.dtype}{list(array.shape)}' for array in arrays)}"
         if self._text not in ("", text):
             raise InvalidArgumentError(f"the function must return alike arrays for all parts; got {self._text}, then {text}")

@@ -29,7 +29,7 @@ from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
 from mpistrat.steps import WAITING, Steps
-from mpistrat.text import ranks_text
+from mpistrat.text import ranks_by, ranks_text
 from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Watched
 from mpistrat.transports.nccl_watcher import NcclWatcher
 
@@ -340,8 +340,8 @@ class NcclTransport(DeviceTransport):
                 self._is_overdue = True
                 self._abort(
                     f"rank {self.group.ranks[self.group.rank]}, {self.group.name}: what NCCL was given has not ended within "
-                    f"{seconds:.2g} s on the GPU, although all ranks came to the call: one has stopped after that, or a GPU, "
-                    "or a link between GPUs, gets no further"
+                    f"{round(seconds, 2):g} s on the GPU, although all ranks came to the call: one has stopped after that, or "
+                    "a GPU, or a link between GPUs, gets no further"
                 )
         self.raise_failure()
 
@@ -390,7 +390,7 @@ class NcclTransport(DeviceTransport):
         problems, versions = zip(*self.group.comm.allgather((problem, int(self._nccl.get_version()))), strict=True)
         problem = next(filter(None, problems), "")
         if not problem and len(set(versions)) > 1:
-            ranks = {version: [self.group.ranks[i] for i, v in enumerate(versions) if v == version] for version in versions}
+            ranks = ranks_by(zip(self.group.ranks, versions, strict=True))
             listed = ", ".join(f"{_version(version)} on {ranks_text(members)}" for version, members in ranks.items())
             problem = f"{self.group.name}: NCCL {listed}; install one version on all ranks"
         if problem:

@@ -15,7 +15,7 @@ from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.tools.train_digits import train
 from tests.gpu.bound import stand_in
 from tests.launches import needs_ranks, on_ranks
-from tests.variable_matrix import CELLS, check_cell
+from tests.variable_matrix import CELLS, check_cells
 
 pytestmark = on_ranks(1, 2)  # devices that dawdle take many cores
 
@@ -92,13 +92,7 @@ def test_the_strategy_knows_where_it_computes(comm, on_gpu, xp):
 
 @pytest.mark.parametrize("where", ["run", "scope", "update"])
 def test_variables_do_on_gpus_what_they_do_on_the_host(on_gpu, where):
-    failures = []
-    for cell in (cell for cell in CELLS if cell.where == where):
-        try:
-            check_cell(on_gpu, cell)
-        except (Exception, pytest.fail.Exception) as error:
-            failures.append(f"{cell}: {error!r}")
-    assert not failures, "\n".join(failures)
+    check_cells(on_gpu, [cell for cell in CELLS if cell.where == where])
 
 
 def test_initial_values_may_be_anywhere(comm, on_gpu, xp):

@@ -13,7 +13,7 @@ from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.strategy.mirrored import CentralStorageStrategy
 from tests.launches import needs_ranks, on_ranks
-from tests.variable_matrix import CELLS, METHODS, check_cell, check_per_replica, declared, of_central_storage
+from tests.variable_matrix import CELLS, METHODS, check_cell, check_cells, check_per_replica, declared, of_central_storage
 
 pytestmark = on_ranks(1, 3)
 
@@ -26,16 +26,9 @@ def made(strategy, *arguments, **keywords):
         return mpistrat.Variable(*arguments, **keywords)
 
 
-# one strategy for many cells: making one for each would take longer than all of them
 @pytest.mark.parametrize("where", ["run", "scope", "update"])
 def test_cells(strategy, where):
-    failures = []
-    for cell in (cell for cell in CELLS if cell.where == where):
-        try:
-            check_cell(strategy, cell)
-        except (Exception, pytest.fail.Exception) as error:
-            failures.append(f"{cell}: {error!r}")
-    assert not failures, "\n".join(failures)
+    check_cells(strategy, [cell for cell in CELLS if cell.where == where])
 
 
 @pytest.mark.parametrize("where", ["scope", "update"])
