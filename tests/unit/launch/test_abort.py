@@ -13,7 +13,8 @@ import pytest
 
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.launch import abort
-from mpistrat.strategy.extended import each_leaf, operand_or_slices
+from mpistrat.strategy.extended import operand_or_slices
+from mpistrat.structures import each_leaf, leaf_names
 from mpistrat.text import parse_spans
 
 
@@ -119,7 +120,7 @@ def test_frames_of_the_library_are_left_out_unless_they_are_asked_for(monkeypatc
 
 def test_an_error_within_the_library_before_it_is_left_out() -> None:
     wrong = {"b": np.ones(2, "U3")}
-    lines = _text_of(lambda: each_leaf(operand_or_slices, wrong, [*wrong.values()]))
+    lines = _text_of(lambda: each_leaf(operand_or_slices, [*wrong.values()], lambda: leaf_names(wrong)))
     assert not [line for line in lines if "During handling" in line or "mpistrat/arrays.py" in line]
     assert _HINT in lines[-2]
     assert "value['b'] has dtype <U3" in lines[-1]
