@@ -33,7 +33,7 @@ from mpistrat.state.variables import Variable
 
 _ALIGNMENT = 64
 _RESERVED = "__metadata__"
-_BROADCAST_BYTES = 32 << 20  # of small arrays at once
+_BROADCAST_BYTES = 8 << 20  # of small arrays at once: few enough to be copied out of a cache
 _COMPARED_BYTES = 1 << 12  # of each array, before ranks save parts of it together
 
 
