@@ -34,7 +34,7 @@ from mpistrat.state.variables import Variable
 _ALIGNMENT = 64
 _RESERVED = "__metadata__"
 _BROADCAST_BYTES = 8 << 20  # of small arrays at once: few enough to be copied out of a cache
-_COMPARED_BYTES = 1 << 12  # of each array, before ranks save parts of it together
+_COMPARED_BYTES = 1 << 9  # of each array, before ranks save parts of it together: each element is a cache miss
 
 
 class PerRank:

@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
-from itertools import repeat
+from itertools import pairwise, repeat
 from json import dumps
 from math import prod
 from typing import Any, NamedTuple
@@ -70,7 +70,13 @@ class Tree:
         self.leaves: dict[str, Any] = {}
         # how the names of arrays begin that may come and go: an optimizer has none before its first step
         self._changing: list[str] = []
-        self.document: Node = ["dict", [[name, self._encoded(value, name)] for name, value in objects.items()]]
+        nodes, begins = list[Node](), [0]
+        for name, value in objects.items():
+            nodes.append([name, self._encoded(value, name)])
+            begins.append(len(self.leaves))
+        self.document: Node = ["dict", nodes]
+        names = list(self.leaves)
+        self._names = [names[begin:end] for begin, end in pairwise(begins)]  # of each object's leaves
         self.specs = {name: Spec(str(leaf.dtype), tuple(leaf.shape)) for name, leaf in self.leaves.items()}
 
     def check_in_place(self) -> None:
@@ -93,11 +99,11 @@ class Tree:
         """
         start = crc32(os.fsencode(path))
         texts = []
-        for name, node in self.document[1]:
-            found = {key: leaf for key, leaf in self.leaves.items() if f"{key}/".startswith(f"{name}/")}
-            arrays = checksum([leaf for leaf in found.values() if not isinstance(leaf, Variable)], most_bytes, start)
-            text = dumps([node, [self.specs[key] for key in found], arrays])
-            texts.append(f"{name}: {len(found)} arrays ({blake2b(text.encode(), digest_size=4).hexdigest()})")
+        for (name, node), names in zip(self.document[1], self._names, strict=True):
+            leaves = map(self.leaves.__getitem__, names)
+            arrays = checksum([leaf for leaf in leaves if not isinstance(leaf, Variable)], most_bytes, start)
+            text = dumps([node, [self.specs[key] for key in names], arrays])
+            texts.append(f"{name}: {len(names)} arrays ({blake2b(text.encode(), digest_size=4).hexdigest()})")
         return ", ".join(texts)
 
     def check(self, saved: Mapping[str, Spec], document: Node, is_strict: bool) -> None:

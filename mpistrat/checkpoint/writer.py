@@ -96,6 +96,7 @@ class Writer:
     def _run(self, save: Save) -> None:
         """Write, in the thread; rank 0 then tells it, and removes what is outdated."""
         if not save.is_awaited:
+            time.sleep(_POLL_SECONDS)  # the call returns meanwhile: then this thread keeps the interpreter, until it writes
             with suppress(OSError):  # Linux has a priority of each thread
                 os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0) + _NICER, 19))
         started = time.perf_counter()
