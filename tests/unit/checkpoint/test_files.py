@@ -74,6 +74,12 @@ def test_files_are_readable_as_those_of_the_program_and_by_the_library(folder, t
     }
 
 
+def test_checksums_are_those_of_zlib_whichever_library_computes_them(folder):
+    found = load_file(folder / "arrays-00000.safetensors")
+    [pieces] = files.read_manifest(folder).pieces.values()
+    assert {piece.name: piece.checksum for piece in pieces} == {name: crc32(each) for name, each in found.items()}
+
+
 def test_a_manifest_of_a_newer_version_is_refused(folder):
     path = folder / files.MANIFEST
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
