@@ -33,7 +33,7 @@ from mpistrat.text import ranks_by, ranks_text
 from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Watched
 from mpistrat.transports.nccl_watcher import NcclWatcher
 
-JOIN_SECONDS = 120.0
+JOIN_SECONDS, ABORT_SECONDS = 120.0, 0.5
 POLLS_PER_CHECK = 64
 _POLL_SECONDS = 1e-4
 
@@ -348,7 +348,12 @@ class NcclTransport(DeviceTransport):
     def _abort(self, reason: str) -> None:
         if not self._failure:
             self._failure = reason
-            self._comm.abort()
+            self._abort_apart()
+
+    def _abort_apart(self) -> None:
+        """Abort on a thread of its own, as NCCL may wait there for peers that have stopped, and the caller is to raise."""
+        thread, _ = self._start(self._comm.abort)
+        thread.join(ABORT_SECONDS)
 
     def _join(self) -> None:
         """Make the communicator, on a thread of its own."""
@@ -372,7 +377,7 @@ class NcclTransport(DeviceTransport):
         failed = [rank for rank, text in zip(self.group.ranks, problems, strict=True) if text]
         if failed:
             if not problem:
-                self._comm.abort()
+                self._abort_apart()
             text = next(filter(None, problems))
             raise TransportError(
                 f"{self.group.name}: NCCL could not join {ranks_text(failed)}: {text}. NCCL_DEBUG=WARN shows more"

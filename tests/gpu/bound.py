@@ -26,7 +26,7 @@ def stand_in(comm: MPI.Intracomm, has_nccl: bool = True) -> Iterator[StandInDevi
     """Bind a stand-in device, each rank to its own; NCCL may join any ranks. A collective call."""
     if on_host.missing():
         pytest.skip(on_host.missing())
-    device = StandInDevice(comm.rank)
+    device = StandInDevice(comm.rank, index=comm.rank % 2)
     device.kernels = all_kernels(comm)
     device.namespace = Namespace(device)
     library = StandInNccl(device, comm)

@@ -66,7 +66,7 @@ def overhead(
 def _beside_nccl(communicator: BaseCommunicator, device: Device, raw: Raw, count: int, rounds: int) -> dict[str, float]:
     values = np.random.default_rng(count).standard_normal(count, np.float32)
     stream, source = device.current_stream(), device.array_module.asarray(values)
-    copied, summed, target = (device.array_module.empty(count, np.float32) for _ in range(3))
+    copied, summed, target = (device.array_module.zeros(count, np.float32) for _ in range(3))
     ways = {
         "copy": lambda: stream.copy(address(copied), address(source), 4 * count) or copied,
         "nccl": lambda: raw(address(source), address(summed), count, stream.pointer) or summed,

@@ -2,7 +2,9 @@
 
 Nothing that is put on a stream happens before somebody polls an event; then a few pieces of work are done, on streams chosen
 at random. What waits for no event that it should have waited for is therefore found to be wrong, not only on a bad day.
-The arrays advertise ``__cuda_array_interface__`` and refuse every access from the host.
+The arrays advertise ``__cuda_array_interface__`` and refuse every access from the host. As by CuPy's pool, memory that an array
+leaves is given at once to the next one that is made on the same stream, whatever other streams still do with it. A stream takes
+a limited number of pieces of work, and whoever puts one more on it waits, as for a launch.
 
 What CUDA does not check, or punishes later, is an error: a launch of no blocks, which CuPy makes one, an export of memory that
 shares a block with other memory, and memory that is freed while a peer has it mapped.
@@ -17,12 +19,13 @@ import os
 import random
 import tempfile
 import threading
+import time
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,6 +37,9 @@ from tests.gpu.on_host import HostKernels
 WORK_PER_POLL = 3
 MOST_BLOCKS = (1 << 31) - 1
 SHARED_BLOCK_BYTES = 1 << 21
+POOL_BLOCK_BYTES = 512
+QUEUE_DEPTH, STUCK_SECONDS = 1024, 10.0
+RUBBISH = 0xA5
 UNFINISHED = object()
 """What work returns that must be done again later."""
 _closed_with_work: list[StandInDevice] = []
@@ -98,6 +104,7 @@ class _Stream(Stream):
 
     def record(self, event: Event | None = None) -> Event:
         assert self._device.is_active(), "an event of a thread that computes on another GPU"
+        assert not self.captures, "an event of a collective was captured"
         if event is None:
             return _Event(self._device, self, self.filled)
         assert isinstance(event, _Event)
@@ -121,6 +128,10 @@ class _Stream(Stream):
 
     def put(self, work: _Event | Callable[[], object]) -> None:
         assert not self.captures, "work of a collective was captured"
+        ends = time.monotonic() + STUCK_SECONDS
+        while len(self.waiting) >= self._device.queue_depth:
+            assert time.monotonic() < ends, "a launch waits for room on a stream that gets on no further"
+            self._device.progress()
         self.waiting.append(work)
         self.filled += 1
 
@@ -147,23 +158,24 @@ def _unmap(descriptor: int) -> None:
 class StandInDevice(Device):
     """Streams that dawdle."""
 
-    index = 0
-
-    def __init__(self, seed: int = 0) -> None:
-        self._random = random.Random(seed)
+    def __init__(self, seed: int = 0, index: int = 0) -> None:
+        self._random, self.index = random.Random(seed), index
+        self.other = SimpleNamespace(index=1 - index, keep=lambda memory: None)  # the GPU on which threads begin
         self.streams: list[_Stream] = []
         # CUDA frees no memory of a GPU that work under way still needs: it waits for the device
         self._memory: list[mmap.mmap | np.ndarray] = []
         self.errors: list[str] = []
         self._lock = threading.RLock()
         self._kept: list[np.ndarray] = []
+        # of each stream, the blocks of each size that arrays have left
+        self._pools: defaultdict[tuple[Stream, int], list[np.ndarray]] = defaultdict(list)
         self._computing = self.stream()
         self._current: dict[int, Stream] = {threading.get_ident(): self._computing}
         self._paths: dict[int, str] = {}
         self.kernels: HostKernels | None = None
         self.prepared: set[str] = set()
         self.is_isolated = False
-        self.most_bytes = 1 << 40
+        self.most_bytes, self.queue_depth = 1 << 40, QUEUE_DEPTH
         self.held: Stream | None = None  # gets on no further
         self.namespace: ModuleType | None = None
 
@@ -181,6 +193,18 @@ class StandInDevice(Device):
         self._paths[memory.ctypes.data] = path
         weakref.finalize(memory, self._free, path).atexit = False
         return memory[:nbytes].view(StandInArray)
+
+    def lend(self, nbytes: int) -> tuple[np.ndarray, bool]:
+        """Return memory of the current stream's pool, and whether an array has left it: then work may be under way there."""
+        blocks = -(-nbytes // POOL_BLOCK_BYTES)
+        left = self._pools[self.current_stream(), blocks]
+        is_used = bool(left)
+        if not is_used:
+            self._memory.append(np.full(blocks * POOL_BLOCK_BYTES, RUBBISH, np.uint8))
+        block = left.pop() if is_used else self._memory[-1]
+        lent = np.frombuffer(memoryview(block)[:nbytes], np.uint8) if nbytes else np.empty(0, np.uint8)
+        weakref.finalize(lent, left.append, block).atexit = False
+        return lent, is_used
 
     def export(self, memory: StandInArray) -> bytes:
         assert not memory.nbytes % SHARED_BLOCK_BYTES, "what else lies in the block of this memory would be shared too"
@@ -259,6 +283,11 @@ class StandInDevice(Device):
                 busy = [stream for stream in self.streams if stream.waiting and stream is not self.held]
                 if busy:
                     self._random.choice(busy).advance()
+
+    def drain(self) -> None:
+        """Wait for all streams."""
+        while any(stream.waiting for stream in self.streams):
+            self.progress()
 
     def keep(self, memory: np.ndarray) -> None:
         """Keep the memory of an array for as long as any stream may need it."""

@@ -3,7 +3,7 @@
 They behave as CuPy's where that matters: no arrays of NumPy, not read by NumPy unless asked to (``get``), computed with by
 NumPy's functions and operators, which refuse arrays of the host beside them, and by no value that is neither. Whatever reads or
 writes an array happens at once, after all that is on the current stream: what was to come before, and was left on another
-stream, is missing from the result. New memory holds rubbish.
+stream, is missing from the result. New memory holds rubbish, or what an array has left that was there before.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import prod
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import optree
@@ -22,7 +23,6 @@ from tests.gpu.stand_in import StandInDevice
 
 _SCALARS = (bool, int, float, complex, np.generic)
 _VIEWS = (int, np.integer, slice, type(None), type(Ellipsis))
-_RUBBISH = 0xA5
 _LOOKS = {np.moveaxis, np.array_split, np.may_share_memory}
 """Functions that read no element."""
 
@@ -206,7 +206,7 @@ class Namespace(ModuleType):
             return value if dtype is None else value.astype(dtype, copy=False)
         if hasattr(value, "__cuda_array_interface__"):
             return ndarray(_mapped(**value.__cuda_array_interface__), self._on)
-        return ndarray(np.array(value, dtype), self._on)
+        return _new(np.array(value, dtype), self._on)
 
     def array(self, value: Any, dtype: Any = None) -> ndarray:
         made = self.asarray(value, dtype)
@@ -216,10 +216,7 @@ class Namespace(ModuleType):
         return value.on_stand_in(self._on)
 
     def empty(self, shape: Any, dtype: Any = np.float64) -> ndarray:
-        memory = np.empty(shape, dtype)
-        if memory.size:
-            memory.reshape(-1).view(np.uint8)[...] = _RUBBISH
-        return ndarray(memory, self._on)
+        return ndarray(_lent(shape, np.dtype(dtype), self._on)[0], self._on)
 
     def empty_like(self, value: ndarray, dtype: Any = None) -> ndarray:
         return self.empty(value.shape, value.dtype if dtype is None else dtype)
@@ -259,7 +256,32 @@ def _raw(value: Any) -> Any:
 
 
 def _wrapped(leaf: Any, device: StandInDevice) -> Any:
-    return ndarray(np.asarray(leaf), device) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
+    if not isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf
+    memory = np.asarray(leaf)
+    return _new(memory, device) if memory.flags.owndata else ndarray(memory, device)
+
+
+def _new(values: np.ndarray, device: StandInDevice) -> ndarray:
+    """Return an array in memory of the pool, which is written when all that is on the current stream has been done.
+
+    A thread that has not made the device its current one makes an array on the other GPU.
+    """
+    if not device.is_active():
+        return ndarray(values, device.other)
+    order = "C" if values.flags.c_contiguous else "F"
+    memory, is_used = _lent(values.shape, values.dtype, device, order)
+    made = ndarray(memory, device)
+    if is_used:
+        made._settle()
+    memory[...] = values
+    return made
+
+
+def _lent(shape: Any, dtype: np.dtype, device: StandInDevice, order: Literal["C", "F"] = "C") -> tuple[np.ndarray, bool]:
+    extents = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
+    memory, is_used = device.lend(prod(extents) * dtype.itemsize)
+    return memory.view(dtype).reshape(extents, order=order), is_used
 
 
 def _mapped(shape: tuple[int, ...], typestr: str, data: tuple[int, bool], **_: Any) -> Any:

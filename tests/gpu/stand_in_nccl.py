@@ -1,9 +1,14 @@
-"""NCCL over MPI, on streams of the stand-in device: a call returns at once, and ends some time after all ranks made it."""
+"""NCCL over MPI, on streams of the stand-in device: a call returns at once, and ends some time after all ranks made it.
+
+To destroy a communicator, or to abort it, waits on the host for all of its ranks to do so; an abort for three seconds at most,
+where NCCL may wait for ever. What is under way ends then, and what it should have written is rubbish.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from itertools import count
@@ -16,11 +21,14 @@ from mpistrat.reduction import HALF_DTYPES, ReduceOp, combine
 from mpistrat.transports.mpi import _ufunc_op, mpi_op
 from tests.gpu.stand_in import UNFINISHED, StandInDevice
 
-CONNECT_SECONDS = 10.0
+CONNECT_SECONDS, ABORT_SECONDS = 10.0, 3.0
 _CONNECT_TAG, _JOIN_TAG = 1, 2
 
 _TYPES = {"INT8": "i1", "UINT8": "u1", "INT32": "i4", "UINT32": "u4", "INT64": "i8", "UINT64": "u8", "FLOAT32": "f4"}
 _TYPES |= {"FLOAT64": "f8", "FLOAT16": "f2", "BFLOAT16": "bfloat16"}
+
+_abandoned: list[MPI.Request] = []
+"""Requests of communicators that were aborted, which MPI may still work on."""
 
 
 class StandInNccl:
@@ -31,13 +39,13 @@ class StandInNccl:
 
     def __init__(self, device: StandInDevice, comm: MPI.Intracomm, version: int = 23203) -> None:
         self.device, self.comm, self.version = device, comm.Dup(), version
-        self.grouped: list[tuple[int, Callable[[], MPI.Request]]] | None = None
+        self.grouped: list[tuple[int, _Communicator, Callable[[], MPI.Request]]] | None = None
         self.unconnected: list[MPI.Request] = []
         self.error = ""
         self.aborted = self.destroyed = 0
         self.calls: Counter[str] = Counter()
         self.nbytes = 0  # that reductions were given
-        self.communicators: list[_Communicator] = []
+        self.communicators: list[weakref.ref[_Communicator]] = []
         self._numbers = count()
         for name, code in _TYPES.items():
             setattr(self, f"NCCL_{name}", np.dtype(code))
@@ -56,20 +64,23 @@ class StandInNccl:
         calls, self.grouped = self.grouped, None
         assert calls, "an empty group"
         _await_peers(self.unconnected, "exchange")
-        assert len({stream for stream, _ in calls}) == 1
-        self._put(calls[0][0], [start for _, start in calls])
+        [(stream, comm)] = {(stream, comm) for stream, comm, _ in calls}
+        self._put(stream, comm, [start for *_, start in calls])
 
-    def issue(self, stream: int, start: Callable[[], MPI.Request]) -> None:
+    def issue(self, stream: int, comm: _Communicator, start: Callable[[], MPI.Request]) -> None:
         if self.grouped is None:
             _await_peers(self.unconnected, "call")
-            self._put(stream, [start])
+            self._put(stream, comm, [start])
         else:
-            self.grouped.append((stream, start))
+            self.grouped.append((stream, comm, start))
 
-    def _put(self, stream: int, starts: list[Callable[[], MPI.Request]]) -> None:
+    def _put(self, stream: int, comm: _Communicator, starts: list[Callable[[], MPI.Request]]) -> None:
         requests: list[MPI.Request] = []
 
         def work() -> object:
+            if comm.is_over:
+                _abandoned.extend(requests)
+                return None
             if not requests:
                 requests.extend(start() for start in starts)
             return None if MPI.Request.Testall(requests) else UNFINISHED
@@ -79,9 +90,10 @@ class StandInNccl:
     def NcclCommunicator(self, size: int, identifier: tuple[int, int], rank: int) -> _Communicator:  # noqa: N802
         assert self.device.is_active(), "the communicator would join with GPU 0"
         members = self.comm.group.Incl(self._meet(size, *identifier, rank))
-        self.communicators.append(_Communicator(self, self.comm.Create_group(members)))
-        assert self.communicators[-1].comm.rank == rank
-        return self.communicators[-1]
+        joined = _Communicator(self, self.comm.Create_group(members))
+        assert joined.comm.rank == rank
+        self.communicators.append(weakref.ref(joined))
+        return joined
 
     def _meet(self, size: int, root: int, number: int, rank: int) -> np.ndarray:
         """Return which ranks join, in their order: they tell the one that made the identifier, and that one tells all."""
@@ -100,10 +112,10 @@ class StandInNccl:
 
 class _Communicator:
     def __init__(self, library: StandInNccl, comm: MPI.Intracomm) -> None:
-        self._library, self.comm = library, comm
+        self._library, self.comm, self._ends = library, comm, comm.Dup()
         self._sent: deque[np.ndarray] = deque(maxlen=1000)
         self._connected: set[str] = set()
-        self._is_over = False
+        self.is_over = False
 
     def check_async_error(self) -> None:
         self._require_open()
@@ -112,15 +124,23 @@ class _Communicator:
 
     def abort(self) -> None:
         self._library.aborted += 1
-        self._is_over = True
+        self.is_over = True
+        all_ranks, ends = self._ends.Ibarrier(), time.monotonic() + ABORT_SECONDS
+        while time.monotonic() < ends and not (MPI.Is_finalized() or all_ranks.Test()):
+            time.sleep(0.001)
 
     def destroy(self) -> None:
         self._require_open()
         self._library.destroyed += 1
-        self._is_over = True
+        _await_peers([self._ends.Ibarrier()], "destroy")
+        self.is_over = True
+
+    def __del__(self) -> None:
+        if not self.is_over:
+            self._library.device.errors.append("a communicator of NCCL was destroyed by the garbage collector of one rank")
 
     def _require_open(self) -> None:
-        assert not self._is_over, "a communicator of NCCL was used after it was aborted or destroyed"
+        assert not self.is_over, "a communicator of NCCL was used after it was aborted or destroyed"
 
     def _connect(self, verb: str) -> None:
         """Wait on the host for all ranks at the first call of a verb, as NCCL does."""
@@ -192,7 +212,7 @@ class _Communicator:
         return self._sent[-1]
 
     def _issue(self, stream: int, start: Callable[[], MPI.Request]) -> None:
-        self._library.issue(stream, start)
+        self._library.issue(stream, self, start)
 
 
 def _check_places(whole: int, part: int, whole_bytes: int, part_bytes: int, own_bytes: int) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 import weakref
 from contextlib import nullcontext
 from itertools import repeat
-from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -131,13 +131,16 @@ def test_results_go_where_they_are_wanted(pair):
 
 
 def test_arrays_of_another_gpu_are_refused(pair):
-    near, far, gpu = pair.up(np.ones(3)), pair.up(np.ones(3)), pair.gpu
+    near, far, gpu = pair.up(np.ones(3)), [], pair.gpu
+    thread = threading.Thread(target=lambda: far.append(pair.up(np.ones(3))))  # begins on another GPU
+    thread.start()
+    thread.join()
+    [far] = far
     gpu.is_strict = False  # else there is no fast path
     for _ in range(2):  # the second call of each kind is known
         assert pair.download(gpu.all_reduce(SUM, near)).tolist() == [pair.size] * 3
         assert gpu.all_reduce(SUM, near, out=near) is near
         near = pair.up(np.ones(3))
-    far._on = SimpleNamespace(index=1, keep=lambda memory: None)
     for call in (
         lambda: gpu.all_reduce(SUM, far),
         lambda: gpu.all_reduce(SUM, near, out=far),
@@ -147,7 +150,8 @@ def test_arrays_of_another_gpu_are_refused(pair):
         lambda: gpu.all_gather(far),
         lambda: gpu.broadcast(far),
     ):
-        with pytest.raises(InvalidArgumentError, match="is on GPU 1, this replica computes on GPU 0"):
+        index = pair.device.index
+        with pytest.raises(InvalidArgumentError, match=f"is on GPU {1 - index}, this replica computes on GPU {index}"):
             call()
     assert pair.download(gpu.all_reduce(SUM, near)).tolist() == [pair.size] * 3
 

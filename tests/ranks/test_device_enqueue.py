@@ -83,11 +83,15 @@ def compare(node, found, expected):
 def test_every_verb_may_be_called_by_a_thread_that_begins_with_another_gpu(node):
     found = []
 
+    def up(array):
+        with node.device.activate():
+            return node.up(array)
+
     def call_all():
         try:
             for call in verbs(node):
-                found.append(call(node.up, node.gpu))
-            found.append(node.gpu.start_all_reduce(SUM, node.up(np.ones(5000, np.float32))).wait())
+                found.append(call(up, node.gpu))
+            found.append(node.gpu.start_all_reduce(SUM, up(np.ones(5000, np.float32))).wait())
         except BaseException as error:
             found.append(error)
 
@@ -363,11 +367,14 @@ class _Tensor:
     """A tensor of PyTorch on the stand-in GPU, as far as its gradient is averaged."""
 
     layout, dtype, requires_grad = "strided", "float32", False
-    device = SimpleNamespace(type="cuda", index=0)
 
     def __init__(self, array):
         self.array, self.grad = array, None
         self.numel, self.element_size = (lambda: array.size), (lambda: array.itemsize)
+
+    @property
+    def device(self):
+        return SimpleNamespace(type="cuda", index=self.array.device.id)
 
     def detach(self):
         return self
