@@ -26,7 +26,7 @@ from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Call, Guard
 from mpistrat.groups.agreement import Signature, digest_of
-from mpistrat.reduction import HALF_DTYPES, ReduceOp, check_dtype
+from mpistrat.reduction import HALF_DTYPES, check_elements
 from mpistrat.steps import Steps
 from mpistrat.transports.mpi import MpiTransport, until_complete
 from mpistrat.transports.nccl import NcclTransport
@@ -103,7 +103,7 @@ class DataMovement:
 
         def check(_: object) -> None:
             check_gather(array, axis)
-            check_dtype(ReduceOp.SUM, array.dtype)
+            check_elements(array.dtype)
             if out is not None:
                 check_target(out, array, (*array.shape[: axis % array.ndim], -1, *array.shape[axis % array.ndim + 1 :]))
 
@@ -141,7 +141,7 @@ class DataMovement:
 
         def check(_: object) -> None:
             check_root(root, self._size)
-            check_dtype(ReduceOp.SUM, array.dtype)
+            check_elements(array.dtype)
 
         with self._guard:
             text = f"({name_of(array.dtype)}, root={root})"
@@ -169,7 +169,7 @@ class DataMovement:
 
         def check(_: object) -> None:
             check_parts(arrays, self._size)
-            check_dtype(ReduceOp.SUM, arrays[0].dtype)
+            check_elements(arrays[0].dtype)
 
         def facts() -> tuple[int, int, Array | None]:
             first = arrays[0]
@@ -225,7 +225,7 @@ class DataMovement:
                 header = _encode_shape(array)
                 self._guard.run(move.call, self._by_mpi.sender.broadcast(as_bytes(header), root).run())
                 shape, dtype = _decode_shape(header)
-            check_dtype(ReduceOp.SUM, dtype, f"the array of replica {root}")
+            check_elements(dtype, f"the array of replica {root}")
             result = move.empty(shape, dtype, out)
             if is_root:
                 np.copyto(result, move.route.fetch(array))

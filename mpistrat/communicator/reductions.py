@@ -61,11 +61,9 @@ class Reductions:
                 verb, options, lambda wanted: Reduction(op, arrays, wanted, axis), partial(self._check, out)
             )
             program, signature = self._program(call, asked), _signature(call, arrays)
-            # a communicator sums booleans, and a strategy refuses to: its check must not be skipped
-            if axis is not None or not (op is ReduceOp.SUM and any(array.dtype.kind == "b" for array in arrays)):
-                run = program.blocking or partial(self._all_reduce_known, program)
-                run = run if axis is None else partial(self._scatter_known, program, axis)
-                self.programs.remember(asked, options, program, signature, run, self._calls.is_strict)
+            run = program.blocking or partial(self._all_reduce_known, program)
+            run = run if axis is None else partial(self._scatter_known, program, axis)
+            self.programs.remember(asked, options, program, signature, run, self._calls.is_strict)
             self._guard.make_current(call, signature)
             if axis is None:
                 results, sources = self._results_and_sources(arrays, out)
