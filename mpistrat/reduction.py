@@ -69,23 +69,26 @@ class ReduceOp(Enum):
 _MEMBERS = {**ReduceOp.__members__, **{name.lower(): op for name, op in ReduceOp.__members__.items()}}
 
 
-def check_dtype(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None:
-    """Check that `op` is defined for `dtype`."""
+def check_elements(dtype: np.dtype[Any], name: str = "value") -> None:
+    """Check that collectives take arrays of `dtype`."""
     # 8-bit floats have the kind of a float, but NumPy does not count them as numbers, nor does MPI
     is_number = dtype.kind in "biufc" and issubclass(dtype.type, (np.number, np.bool_))
     if not is_number and dtype not in HALF_DTYPES:
         raise UnsupportedDtypeError(f"{name} has dtype {dtype}, which collectives do not support; accepted are {ACCEPTED}")
     if not dtype.isnative:
         raise UnsupportedDtypeError(f"{name} has non-native byte order ({dtype.str}); convert it with .astype({dtype.name!r})")
+
+
+def check_dtype(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None:
+    """Check that `op` is defined across replicas for `dtype`.
+
+    Booleans have neither SUM nor MEAN, as in MPI and TensorFlow: in NumPy ``add`` is logical OR, and ``sum`` counts.
+    """
+    check_elements(dtype, name)
     if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.kind == "c":
         raise UnsupportedDtypeError(f"{op.name} is not defined for {name} of dtype {dtype}: complex numbers have no order")
     if op is ReduceOp.MEAN and dtype.kind == "b":
         raise UnsupportedDtypeError(f"MEAN is not defined for {name} of dtype bool; cast it to float32 first")
-
-
-def check_across_replicas(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None:
-    """Check the same across replicas, where SUM of booleans is not defined: NumPy counts them, MPI takes logical OR."""
-    check_dtype(op, dtype, name)
     if op is ReduceOp.SUM and dtype.kind == "b":
         raise UnsupportedDtypeError(
             f"SUM is not defined for {name} of dtype bool across replicas: it could mean a count, or logical OR. Use MAX for "

@@ -322,7 +322,7 @@ class _Votes:
             if self._request is None:
                 return 0
             if not self._request.Test():
-                watching, seconds = watcher.watcher(), self._guard.default_seconds
+                watching, seconds = watcher.watcher(), self._guard.deadlines.default_seconds
                 check = None if watching is None else watching.raise_verdict
                 drive(until(self._request.Test), lambda: what, seconds, check=check)
             self._request = None

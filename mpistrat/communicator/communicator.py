@@ -20,7 +20,6 @@ from mpistrat import settings
 from mpistrat.algorithms.choose import Choice
 from mpistrat.algorithms.cost import CostModel
 from mpistrat.arrays import Array, as_operand, is_on_device, like, to_device
-from mpistrat.communicator.calls import Calls
 from mpistrat.communicator.construction import build_hierarchy
 from mpistrat.communicator.data_movement import DataMovement
 from mpistrat.communicator.explain import Explanation
@@ -131,8 +130,7 @@ class Communicator(BaseCommunicator):
         self._executor = Executor(self.hierarchy)
         self._owned.callback(self._executor.close)
         self.timeline = self._executor.timeline
-        seconds, is_checked = self._options.timeout_seconds or 0.0, self.hierarchy.settings[settings.CHECK]
-        self._guard = Guard(self.hierarchy, agreement, self._executor.intra.window, seconds, is_checked, self)
+        self._guard = Guard(self.hierarchy, agreement, self._executor.intra.window, self._options, self)
         ending.watch(self._guard)
         self._owned.callback(ending.forget, self._guard)
         self._recorder, self._current = recorder(), self.hierarchy.call
@@ -143,10 +141,9 @@ class Communicator(BaseCommunicator):
         self._gpu = None if device is None else GpuArrays(device, self._executor, self._guard)
         if self._gpu is not None:
             self._owned.callback(self._gpu.executor.close)
-        self._calls = Calls(self._guard, self._options, self.hierarchy.settings[settings.STRICT])
-        self._movement = DataMovement(self._executor, self._guard, self._calls, self._gpu)
+        self._movement = DataMovement(self._executor, self._guard, self._gpu)
         planner = Planner(self._executor, self._say, model)
-        self._reductions = Reductions(self._executor, self._guard, self._calls, planner, self._gpu, self._say)
+        self._reductions = Reductions(self._executor, self._guard, planner, self._gpu, self._say)
         self._programs, self._active = self._reductions.programs, self._reductions.active
 
     @property
@@ -157,11 +154,11 @@ class Communicator(BaseCommunicator):
     @property
     def is_strict(self) -> bool:
         """Whether every call is compared before it returns, including what `note` and `confirm` would compare later."""
-        return self._calls.is_strict
+        return self._guard.is_strict
 
     @is_strict.setter
     def is_strict(self, is_strict: bool) -> None:
-        self._calls.is_strict = is_strict
+        self._guard.is_strict = is_strict
         self._programs.forget_calls()
 
     @property
@@ -338,11 +335,11 @@ class Communicator(BaseCommunicator):
         """Check at once that all ranks pass the same text: see `BaseCommunicator.agree`. A collective call."""
         self._require_open()
         with self._guard:
-            self._guard.agree(self._calls.prepare_text(call, options), error)
+            self._guard.agree(self._guard.begin_text(call, options), error)
 
     def note(self, text: str, options: CommunicationOptions | None = None) -> None:
         """Compare a text along with the next collective: see `BaseCommunicator.note`."""
-        if self._calls.is_strict:
+        if self._guard.is_strict:
             self.agree(text, None, options)
         else:
             self._guard.note(text)
@@ -351,7 +348,7 @@ class Communicator(BaseCommunicator):
         """Raise `error`, and raise on the other ranks: see `BaseCommunicator.refuse`."""
         self._require_open()
         with self._guard:
-            self._calls.refuse(self._calls.prepare_text(call, options), error)
+            self._guard.refuse(self._guard.begin_text(call, options), error)
 
     def confirm(self) -> None:
         """Compare the calls that were not compared when they were made: see `BaseCommunicator.confirm`. A collective call."""
@@ -397,7 +394,7 @@ class Communicator(BaseCommunicator):
                 self._gpu.executor.abort("a collective has failed")
         else:
             with self._guard:
-                call, _ = self._calls.begin("close", None, lambda _: "()")
+                call, _ = self._guard.begin("close", None, lambda _: "()")
                 self._guard.agree(call)  # all ranks free the memory together
             self.confirm()
             with watched("Communicator: close", self.hierarchy.members):

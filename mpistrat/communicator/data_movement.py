@@ -18,15 +18,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpistrat.arrays import Array, as_bytes, is_on_device, like, new_array, to_host
-from mpistrat.communicator.calls import Calls
 from mpistrat.communicator.gpu_arrays import GpuArrays
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.validate import check_gather, check_parts, check_root, check_target, name_of
 from mpistrat.errors import InvalidArgumentError
+from mpistrat.execution.call import Call
 from mpistrat.execution.executor import Executor
-from mpistrat.execution.guard import Call, Guard
-from mpistrat.groups.agreement import Signature, digest_of
-from mpistrat.reduction import HALF_DTYPES, ReduceOp, check_dtype
+from mpistrat.execution.guard import Guard
+from mpistrat.groups.agreement import digest_of
+from mpistrat.reduction import HALF_DTYPES, check_elements
 from mpistrat.steps import Steps
 from mpistrat.transports.mpi import MpiTransport, until_complete
 from mpistrat.transports.nccl import NcclTransport
@@ -88,12 +88,12 @@ class _Move:
 class DataMovement:
     """Moves arrays between the ranks of a communicator, one call at a time."""
 
-    def __init__(self, executor: Executor, guard: Guard, calls: Calls, gpu: GpuArrays | None) -> None:
+    def __init__(self, executor: Executor, guard: Guard, gpu: GpuArrays | None) -> None:
         self._group = group = executor.hierarchy.world_group
         # where the ranks of a single node share small arrays
         self._window = window = executor.intra.window if executor.hierarchy.intra.size == group.size > 1 else None
         self._most_shared = 0 if window is None else min(_MOST_SHARED_BYTES, window.small_bytes)
-        self._rank, self._size, self._guard, self._calls = group.rank, group.size, guard, calls
+        self._rank, self._size, self._guard = group.rank, group.size, guard
         self._by_mpi = _Route(MpiTransport(group), to_host, new_array, False, iter)
         nccl = None if gpu is None else gpu.executor.transports.everywhere
         self._by_nccl = None if gpu is None or nccl is None else _through_nccl(executor, gpu, nccl)
@@ -103,7 +103,7 @@ class DataMovement:
 
         def check(_: object) -> None:
             check_gather(array, axis)
-            check_dtype(ReduceOp.SUM, array.dtype)
+            check_elements(array.dtype)
             if out is not None:
                 check_target(out, array, (*array.shape[: axis % array.ndim], -1, *array.shape[axis % array.ndim + 1 :]))
 
@@ -141,7 +141,7 @@ class DataMovement:
 
         def check(_: object) -> None:
             check_root(root, self._size)
-            check_dtype(ReduceOp.SUM, array.dtype)
+            check_elements(array.dtype)
 
         with self._guard:
             text = f"({name_of(array.dtype)}, root={root})"
@@ -169,7 +169,7 @@ class DataMovement:
 
         def check(_: object) -> None:
             check_parts(arrays, self._size)
-            check_dtype(ReduceOp.SUM, arrays[0].dtype)
+            check_elements(arrays[0].dtype)
 
         def facts() -> tuple[int, int, Array | None]:
             first = arrays[0]
@@ -196,7 +196,7 @@ class DataMovement:
             check_gather(array, 0, "all_to_all")
         except (TypeError, ValueError) as error:
             with self._guard:
-                self._calls.refuse(self._calls.prepare_text("all_to_all", options), error)
+                self._guard.refuse(self._guard.begin_text("all_to_all", options), error)
         joined: Array = np.concatenate(self.all_to_all(np.array_split(array, self._size), options))
         return joined
 
@@ -225,7 +225,7 @@ class DataMovement:
                 header = _encode_shape(array)
                 self._guard.run(move.call, self._by_mpi.sender.broadcast(as_bytes(header), root).run())
                 shape, dtype = _decode_shape(header)
-            check_dtype(ReduceOp.SUM, dtype, f"the array of replica {root}")
+            check_elements(dtype, f"the array of replica {root}")
             result = move.empty(shape, dtype, out)
             if is_root:
                 np.copyto(result, move.route.fetch(array))
@@ -239,7 +239,7 @@ class DataMovement:
     def barrier(self, options: CommunicationOptions | None) -> None:
         """Wait until all ranks have entered the barrier. A collective call."""
         with self._guard:
-            call, _ = self._calls.begin("barrier", options, lambda _: "()")
+            call, _ = self._guard.begin("barrier", options, lambda _: "()")
             self._guard.agree(call)
 
     def _begin(
@@ -255,13 +255,13 @@ class DataMovement:
 
         `facts` returns those of this rank, and the bytes that it shares.
         """
-        call, _ = self._calls.begin(verb, options, lambda _: text, check)
+        call, _ = self._guard.begin(verb, options, lambda _: text, check)
         digest, number, memory = facts()
         is_shared, is_on_gpu = memory is not None, self._by_nccl is not None and all(map(is_on_device, arrays))
         found = self._guard.agree(call, None, (digest, number << 2 | is_shared << 1 | is_on_gpu), memory)
         digests, numbers, route, window = [row[0] for row in found], [row[1] for row in found], self._by_mpi, self._window
         if self._by_nccl is not None and all(number & 1 for number in numbers):
-            self._guard.make_current(call, Signature(call.arguments))  # the barrier before NCCL compares it once more
+            self._guard.make_current(call)  # the barrier before NCCL compares it once more
             route = self._by_nccl
         shared = {} if window is None else {rank: window.shared(rank) for rank, number in enumerate(numbers) if number & 2}
         return _Move(self._guard, call, digests, [number >> 2 for number in numbers], route, shared)

@@ -23,7 +23,7 @@ class GpuArrays:
     def __init__(self, device: Device, host: Executor, guard: Guard) -> None:
         self.device, self._guard, guard.is_on_gpu = device, guard, True
         self.executor = DeviceExecutor(host, device, ON_DEVICE)
-        guard.check_gpu = partial(self.executor.raise_failure, UNSEEN_SECONDS / 2)
+        guard.deadlines.check_gpu = partial(self.executor.raise_failure, UNSEEN_SECONDS / 2)
         self.stream = device.stream()
         self._agreement, self._call = Agreement(host.hierarchy.world_group), host.hierarchy.call
 
@@ -58,7 +58,7 @@ class GpuArrays:
             raise
         except Exception as error:
             self.executor.abort(f"{type(error).__name__}: {error}")
-            self._guard.give_up()
+            self._guard.deadlines.barrier.give_up()
             raise
 
     def finish(self) -> None:
@@ -68,7 +68,7 @@ class GpuArrays:
         """
         with self.device.activate():
             try:
-                self._guard.drive_current(self.abort_on_error(self._end()))
+                self._guard.deadlines.drive(self.abort_on_error(self._end()))
             except BaseException as error:
                 raise self._guard.fail_current(error) from None
 

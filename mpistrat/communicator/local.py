@@ -13,7 +13,7 @@ from mpistrat.communicator.interface import Arrays, BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.validate import alike, check_gather, check_parts, check_root, check_target, copy_overlapping
 from mpistrat.execution.work import Work
-from mpistrat.reduction import ReduceOp, check_dtype
+from mpistrat.reduction import ReduceOp, check_dtype, check_elements
 from mpistrat.timeline import Timeline
 from mpistrat.topology.world import World
 
@@ -44,7 +44,9 @@ class LocalCommunicator(BaseCommunicator):
         if is_one := not isinstance(given, (list, tuple)):
             given, targets = [given], None if out is None else [out]
         sources, memory = self._read("all_reduce", given, targets, options)
-        results = alike(_copies(op, sources, memory), given, targets)
+        for index, source in enumerate(sources):
+            check_dtype(op, source.dtype, f"array {index}")
+        results = alike(_copies(sources, memory), given, targets)
         return results[0] if is_one else results
 
     def start_all_reduce(
@@ -112,12 +114,11 @@ class _Copies:
 
     def _copy(self, array: Array, target: Array | None = None) -> Array:
         self._count()
-        return _copies(ReduceOp.SUM, [array], None if target is None else [target])[0]
+        check_elements(array.dtype)
+        return _copies([array], None if target is None else [target])[0]
 
 
-def _copies(op: ReduceOp, arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
-    for array in arrays:
-        check_dtype(op, array.dtype)
+def _copies(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
     if out is None:
         return [array.copy() for array in arrays]
     for target, array in zip(out, arrays, strict=True):

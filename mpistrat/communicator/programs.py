@@ -49,12 +49,12 @@ class Known:
 class Programs:
     """The programs of a communicator, at most 64."""
 
-    def __init__(self, guard: Guard, options: CommunicationOptions, host: Planner, device: DevicePlanner | None) -> None:
-        self._guard, self._options, self._host, self._device = guard, options, host, device
+    def __init__(self, guard: Guard, host: Planner, device: DevicePlanner | None) -> None:
+        self._guard, self._options, self._host, self._device = guard, guard.options, host, device
         self._confirm = host.executor.hierarchy.call.confirm
         self._programs: OrderedDict[tuple[Any, ...], Program] = OrderedDict()
         self._known: dict[tuple[Any, ...], Known] = {}
-        self._numbers = {options.key: _DEFAULT}  # of options, merged over the communicator's and as calls pass them
+        self._numbers = {self._options.key: _DEFAULT}  # of options, merged over the communicator's and as calls pass them
         # of a wrapped communicator: see `passing`
         self.passed: dict[tuple[int, int, np.dtype[Any]], tuple[Any, ...]] = {}  # see `Passing.add`
 
@@ -163,13 +163,12 @@ class Programs:
         program: Program,
         signature: Signature,
         run: Blocking,
-        is_strict: bool,
     ) -> None:
         """Remember a call of that signature, which passes these options and which `run` makes: see `known`.
 
         A program that is not one call is known only where its calls need not be compared each time.
         """
-        arrays, seconds = asked.arrays, asked.options.timeout_seconds
+        arrays, seconds, is_strict = asked.arrays, asked.options.timeout_seconds, self._guard.is_strict
         if program.blocking is None and (is_strict or seconds):
             return
         if is_strict:
@@ -214,10 +213,10 @@ class Programs:
 
         def limited(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
             try:
-                self._guard.begin_limit(seconds)
+                self._guard.deadlines.begin_limit(seconds)
                 return run(arrays, out)
             finally:
-                self._guard.end_limit()
+                self._guard.deadlines.end()
 
         return limited
 

@@ -9,19 +9,18 @@ from functools import partial
 import numpy as np
 
 from mpistrat.arrays import MALLOC_REUSES_BYTES, Array, is_on_device, new_array, part_bounds
-from mpistrat.communicator.calls import Calls
 from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
 from mpistrat.communicator.programs import Programs, fits
 from mpistrat.communicator.validate import check_gather, check_target, copy_overlapping
 from mpistrat.errors import CollectiveError
+from mpistrat.execution.call import Call
 from mpistrat.execution.engine import wait_for_gpu
 from mpistrat.execution.executor import Executor
-from mpistrat.execution.guard import Call, Guard
+from mpistrat.execution.guard import Guard
 from mpistrat.execution.program import Program
 from mpistrat.execution.work import Work
-from mpistrat.groups.agreement import Signature
 from mpistrat.reduction import ReduceOp, quiet
 from mpistrat.steps import Steps
 
@@ -33,14 +32,13 @@ class Reductions:
         self,
         executor: Executor,
         guard: Guard,
-        calls: Calls,
         planner: Planner,
         gpu: GpuArrays | None,
         say: Callable[[str], None],
     ) -> None:
-        self._executor, self._guard, self._calls, self._gpu = executor, guard, calls, gpu
+        self._executor, self._guard, self._gpu = executor, guard, gpu
         device = None if gpu is None else DevicePlanner(gpu.executor, say)
-        self.programs = Programs(guard, calls.options, planner, device)
+        self.programs = Programs(guard, planner, device)
         self._current, self._rank, self._size = executor.hierarchy.call, executor.hierarchy.rank, executor.hierarchy.world.size
         self._window = executor.intra.window if executor.hierarchy.intra.size > 1 else None
         # returns a context manager that makes this rank's GPU current, if it has one
@@ -57,16 +55,15 @@ class Reductions:
     ) -> list[Array]:
         """Make the call of a verb of `mpistrat.Communicator`, and remember it. A collective call."""
         with self.active(), self._guard:
-            call, asked = self._calls.begin(
+            call, asked = self._guard.begin(
                 verb, options, lambda wanted: Reduction(op, arrays, wanted, axis), partial(self._check, out)
             )
-            program, signature = self._program(call, asked), _signature(call, arrays)
-            # a communicator sums booleans, and a strategy refuses to: its check must not be skipped
-            if axis is not None or not (op is ReduceOp.SUM and any(array.dtype.kind == "b" for array in arrays)):
-                run = program.blocking or partial(self._all_reduce_known, program)
-                run = run if axis is None else partial(self._scatter_known, program, axis)
-                self.programs.remember(asked, options, program, signature, run, self._calls.is_strict)
-            self._guard.make_current(call, signature)
+            call.signature.nbytes = sum(array.nbytes for array in arrays)
+            program = self._program(call, asked)
+            run = program.blocking or partial(self._all_reduce_known, program)
+            run = run if axis is None else partial(self._scatter_known, program, axis)
+            self.programs.remember(asked, options, program, call.signature, run)
+            self._guard.make_current(call)
             if axis is None:
                 results, sources = self._results_and_sources(arrays, out)
                 self._guard.run(call, self._steps(program, sources, results))
@@ -82,7 +79,7 @@ class Reductions:
             wait_for_gpu(self._guard)
         with self.active():
             results, sources = self._results_and_sources(arrays, out)
-            self._guard.drive_current(self._steps(program, sources, results))
+            self._guard.deadlines.drive(self._steps(program, sources, results))
             return results
 
     def start_all_reduce(
@@ -98,11 +95,11 @@ class Reductions:
             with self._guard.starting():
                 if structure is not None:
                     self._guard.note(f"start_all_reduce of {structure}")
-                call, asked, refused = self._calls.prepare(
+                call, asked, refused = self._guard.prepare(
                     "start_all_reduce", options, lambda wanted: Reduction(op, arrays, wanted), partial(self._check, out)
                 )
                 if refused is None:
-                    call.is_started = True
+                    call.is_started, call.signature.nbytes = True, sum(array.nbytes for array in arrays)
                     results, sources = self._results_and_sources(arrays, out)
                     carry_out: Callable[[], list[Array]] = partial(self._carry_out, call, asked, sources, results)
                     if self._gpu is not None and has_arrays(arrays):
@@ -110,7 +107,7 @@ class Reductions:
                     return self._guard.start(call, carry_out)
             with self._guard:  # the other ranks find out when the engine begins their call
                 call.start_clock()
-                return self._calls.refuse(call, refused)
+                return self._guard.refuse(call, refused)
 
     def _scatter_known(
         self, program: Program, axis: int, arrays: Sequence[Array], out: Sequence[Array] | None = None
@@ -126,7 +123,7 @@ class Reductions:
         if self._gpu is not None:
             wait_for_gpu(self._guard)
         with self.active():
-            return [self._scatter(program, array, axis, target, self._guard.drive_current)]
+            return [self._scatter(program, array, axis, target, self._guard.deadlines.drive)]
 
     def _scatter(self, program: Program, array: Array, axis: int, out: Array | None, drive: Callable[[Steps], None]) -> Array:
         """Return this rank's part of a combination, whose steps are driven by `drive`."""
@@ -175,7 +172,7 @@ class Reductions:
 
         One that blocks is compared with a deadline only once: from then on it may be a known call on some ranks.
         """
-        is_new, is_limited = not self.programs.has(asked), bool(call.ends) or self._calls.is_strict
+        is_new, is_limited = not self.programs.has(asked), bool(call.ends) or self._guard.is_strict
         is_agreed = not (is_new or call.is_started) and self.programs.find_or_compile(asked).is_agreed
         if (is_new and self._guard.checks) or (is_limited and not is_agreed):
             self._guard.agree(call)
@@ -228,18 +225,14 @@ class Reductions:
         try:
             program = self._program(call, asked)
         except CollectiveError as error:
-            self._guard.give_up_started(call, error, self._calls.is_strict)
+            self._guard.give_up_started(call, error)
             raise
-        self._guard.make_current(call, _signature(call, arrays))
+        self._guard.make_current(call)
         self._guard.run(call, self._steps(program, arrays, results))
         self._confirm_if_strict()
         return results
 
     def _confirm_if_strict(self) -> None:
         """With MPISTRAT_STRICT, compare at once what could be compared later."""
-        if self._calls.is_strict:
+        if self._guard.is_strict:
             self._current.confirm()
-
-
-def _signature(call: Call, arrays: Sequence[Array]) -> Signature:
-    return Signature(call.arguments, sum(array.nbytes for array in arrays))

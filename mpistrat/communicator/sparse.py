@@ -12,7 +12,7 @@ from mpistrat.arrays import Array, as_array, like, to_host
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.reduction import ReduceOp, accumulation_dtype, check_across_replicas, divide, quiet
+from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, divide, quiet
 
 
 class IndexedSlices:
@@ -136,7 +136,7 @@ def check_slices(op: ReduceOp, slices: IndexedSlices) -> None:
             f"{op.name} of {slices!r} is not supported: the rows that it does not name are zero, and would have to be compared "
             f"or multiplied too. Reduce slices.to_dense() with {op.name}, or the slices with SUM or MEAN."
         )
-    check_across_replicas(op, slices.dtype, "the rows of IndexedSlices")
+    check_dtype(op, slices.dtype, "the rows of IndexedSlices")
 
 
 def gather_refused(slices: IndexedSlices) -> NotImplementedError:

@@ -62,8 +62,9 @@ class CrossDeviceOps:
         reduce_op : ReduceOp or str
             SUM, MEAN, MIN, MAX or PROD; case does not matter. IndexedSlices have SUM and MEAN.
         per_replica_value : DistributedValues, IndexedSlices or array_like
-            The value. If it is not a per-replica value, it counts as equal on all replicas: its mean, minimum and maximum are
-            the value itself. Its sum and product are ambiguous with several replicas, and refused unless it is zero.
+            The value. One that is not distributed is the component that this rank passes: its mean, minimum and maximum are
+            those of the ranks' values; those of a mirrored value are the value itself. Their sum and product are ambiguous
+            with several replicas, and refused unless the value is zero.
         destinations : DistributedValues, array, str, int or set
             The ranks that receive the result. A value, variable or array stands for the replicas that hold it, and is not
             changed; a device string (``rank:2``) or a number stands for that rank; a set stands for all its members.
@@ -104,6 +105,9 @@ class CrossDeviceOps:
 
         The implementations below are called in cross-replica context.
         """
+        with current_communicator().refusing("all_reduce", options):
+            for index, array in enumerate(arrays):
+                check_dtype(reduce_op, array.dtype, f"array {index}")
         values = [PerReplica(array) for array in arrays]
         with outside_replica():
             results = self._reduce_each(reduce_op, [(value, value) for value in values], options or CommunicationOptions())

@@ -13,12 +13,12 @@ from mpistrat.communicator.sparse import IndexedSlices, check_slices
 from mpistrat.context.stack import current, default_mode, get_strategy, misplaced
 from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, in_replica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.reduction import ReduceOp, check_across_replicas
+from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.text import ranks_text
 from mpistrat.topology.devices import ranks_of
 
 # the reduction of equal components is the component itself
-IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
+_IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 
 
 class Pair(NamedTuple):
@@ -81,7 +81,7 @@ def check_defined(op: ReduceOp, component: Array | IndexedSlices, num_equal: int
     if isinstance(component, IndexedSlices):
         check_slices(op, component)
     else:
-        check_across_replicas(op, component.dtype)
+        check_dtype(op, component.dtype)
     if num_equal > 1 and rows_of(component).any():
         check_unambiguous(op, num_equal)
 
@@ -91,9 +91,17 @@ def rows_of(component: Array | IndexedSlices) -> Array:
     return component.values if isinstance(component, IndexedSlices) else component
 
 
+def as_passed(op: ReduceOp, value: Any) -> Any:
+    """Return a value as a reduction takes it: one that is not distributed is what this rank passes, unless that is ambiguous.
+
+    TensorFlow returns such a value itself for MEAN, and so does this where all ranks pass the same.
+    """
+    return value if isinstance(value, DistributedValues) or op not in _IDEMPOTENT else PerReplica(value)
+
+
 def check_unambiguous(op: ReduceOp, num_components: int) -> None:
     """Check that the reduction of a value that is equal on all replicas, and not zero, is not ambiguous."""
-    if op not in IDEMPOTENT and num_components > 1:
+    if op not in _IDEMPOTENT and num_components > 1:
         raise InvalidArgumentError(
             f"{op.name} of a value that is not a per-replica value is ambiguous with {num_components} replicas: it could count "
             f"once, or {num_components} times.\n"
@@ -107,6 +115,8 @@ def _checked(op: ReduceOp, value: Any, destinations: Any, communicator: BaseComm
     _check_in_scope(value)
     if isinstance(value, DistributedValues):
         value = _components(value, communicator)
+    elif communicator.size > 1:
+        value = as_passed(op, value)
     is_reduced = communicator.size > 1 and isinstance(value, PerReplica)
     pair = Pair(value, destinations, resolve(destinations, communicator), is_reduced)
     if isinstance(value, OnSomeReplicas):

@@ -123,7 +123,7 @@ def _parts(given: Any) -> tuple[Any, int | None, int, MPI.Datatype | None]:
 
 @cache
 def _is_combined(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
-    """Return whether elements are numbers that `op` combines; of booleans MPI and NumPy have sums of their own."""
+    """Return whether elements are numbers that `op` combines; of booleans MPI has operations of its own."""
     try:
         check_dtype(op, dtype)
     except UnsupportedDtypeError:

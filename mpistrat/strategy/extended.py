@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Number
-from operator import attrgetter
 from typing import Any
-
-import numpy as np
 
 from mpistrat.arrays import Array, as_array, as_operand, like
 from mpistrat.communicator.interface import BaseCommunicator
@@ -30,14 +27,13 @@ from mpistrat.cross_device.pairs import OnSomeReplicas
 from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.work import Work
-from mpistrat.reduction import ReduceOp, check_across_replicas
+from mpistrat.reduction import ReduceOp
 from mpistrat.state.changes import checksum
 from mpistrat.strategy.deprecated import accepts_hints
 from mpistrat.structures import each_leaf, flatten, leaf_names, map_leaves
 
 # Of each argument of an update: a value that was not reduced differs nearly everywhere.
 _COMPARED_BYTES = 1 << 16
-_BOOL, _DTYPE = np.dtype(bool), attrgetter("dtype")
 
 
 class StrategyExtended:
@@ -147,10 +143,6 @@ class StrategyExtended:
         self, op: ReduceOp, arrays: list[Any], options: CommunicationOptions | None = None, out: list[Array] | None = None
     ) -> list[Any]:
         """Reduce arrays and IndexedSlices over all replicas, in either context; into `out`, if given. A collective call."""
-        if op is ReduceOp.SUM and _BOOL in map(_DTYPE, arrays):
-            with self.communicator.refusing("all_reduce", options):
-                for index, array in enumerate(arrays):
-                    check_across_replicas(op, array.dtype, f"array {index}")
         wanted = self._direct_options(arrays, options)
         if wanted is not None:
             return self.communicator.all_reduce(op, arrays, wanted, out)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
 from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
@@ -16,17 +15,9 @@ from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import DistributedValues, PerReplica
-from mpistrat.cross_device.pairs import IDEMPOTENT, check_defined, check_unambiguous, rows_of
+from mpistrat.cross_device.pairs import as_passed, check_defined, check_unambiguous, rows_of
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_dtype, quiet
-
-
-class _Origin(Enum):
-    """What is known about the components of a value on the other replicas."""
-
-    REPLICAS = 0  # each replica has its own
-    MIRRORED = 1  # they are equal
-    PLAIN = 2  # unknown: an array that the program passed as it is
 
 
 class LocalReduction(NamedTuple):
@@ -43,14 +34,14 @@ def reduce_locally(
 ) -> LocalReduction:
     """Reduce what is given of values on this replica over `axis`, and return what has to be reduced across replicas."""
     components: list[Any] = [each if isinstance(each, IndexedSlices) else as_operand(each) for each in given]
-    origins = [_origin(value, num_replicas) for value in values]
+    passed = [as_passed(op, value) for value in values]
     if axis is None:
-        return _across(op, components, origins, num_replicas)
+        return _across(op, components, passed, num_replicas)
     axes = [_normalized(axis, component) for component in components]
     if op is ReduceOp.SUM:
-        return _sum_over(axes, components, origins, num_replicas)
+        return _sum_over(axes, components, passed, num_replicas)
     if op is ReduceOp.MEAN:
-        return _mean_over(axes, components, origins)
+        return _mean_over(axes, components, passed, num_replicas)
     raise InvalidArgumentError(f"reduce over axis={axis!r} takes SUM or MEAN, got {op.name}; use axis=None for {op.name}")
 
 
@@ -70,18 +61,18 @@ def check_ambiguous(part: LocalReduction, communicator: BaseCommunicator, option
             raise
 
 
-def _origin(value: Any, num_replicas: int) -> _Origin:
-    if num_replicas == 1 or isinstance(value, PerReplica):
-        return _Origin.REPLICAS
-    return _Origin.MIRRORED if isinstance(value, DistributedValues) else _Origin.PLAIN
+def _is_sent(value: Any, num_replicas: int) -> bool:
+    return num_replicas == 1 or isinstance(value, PerReplica)
 
 
-def _across(op: ReduceOp, components: list[Any], origins: list[_Origin], num_replicas: int) -> LocalReduction:
-    for component, origin in zip(components, origins, strict=True):
-        check_defined(op, component, num_replicas if origin is _Origin.MIRRORED else 1)
-    combines_plain = op in IDEMPOTENT
-    is_sent = [origin is _Origin.REPLICAS or (origin is _Origin.PLAIN and combines_plain) for origin in origins]
-    ambiguous = [] if combines_plain else [c for c, origin in zip(components, origins, strict=True) if origin is _Origin.PLAIN]
+def _across(op: ReduceOp, components: list[Any], values: list[Any], num_replicas: int) -> LocalReduction:
+    is_sent = [_is_sent(value, num_replicas) for value in values]
+    ambiguous = []
+    for component, value, sent in zip(components, values, is_sent, strict=True):
+        is_equal = not sent and isinstance(value, DistributedValues)
+        check_defined(op, component, num_replicas if is_equal else 1)
+        if not (sent or is_equal):
+            ambiguous.append(component)
 
     def finish(totals: list[Any]) -> list[Any]:
         reduced = iter(totals)
@@ -90,10 +81,10 @@ def _across(op: ReduceOp, components: list[Any], origins: list[_Origin], num_rep
     return LocalReduction(op, list(compress(components, is_sent)), finish, ambiguous)
 
 
-def _sum_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_Origin], num_replicas: int) -> LocalReduction:
+def _sum_over(axes: list[tuple[int, ...]], arrays: list[Array], values: list[Any], num_replicas: int) -> LocalReduction:
     dtypes = [_counted(array.dtype) for array in arrays]
     wide = [accumulation_dtype(ReduceOp.SUM, dtype) for dtype in dtypes]
-    part = _across(ReduceOp.SUM, list(map(_added, arrays, axes, wide)), origins, num_replicas)
+    part = _across(ReduceOp.SUM, list(map(_added, arrays, axes, wide)), values, num_replicas)
 
     def finish(totals: list[Array]) -> list[Array]:
         return [total.astype(dtype, copy=False) for total, dtype in zip(part.finish(totals), dtypes, strict=True)]
@@ -101,7 +92,7 @@ def _sum_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_O
     return part._replace(finish=finish)
 
 
-def _mean_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_Origin]) -> LocalReduction:
+def _mean_over(axes: list[tuple[int, ...]], arrays: list[Array], values: list[Any], num_replicas: int) -> LocalReduction:
     """Sum elements and counts across replicas, then divide, so that every row has the same weight on all replicas."""
     sums, counts = [], []
     for array, over in zip(arrays, axes, strict=True):
@@ -109,7 +100,7 @@ def _mean_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_
         check_dtype(ReduceOp.MEAN, dtype)
         sums.append(_added(array, over, accumulation_dtype(ReduceOp.MEAN, dtype)))
         counts.append(np.asarray(np.prod([array.shape[axis] for axis in over], dtype=np.int64)))
-    picked = [index for index, origin in enumerate(origins) if origin is not _Origin.MIRRORED]
+    picked = [index for index, value in enumerate(values) if _is_sent(value, num_replicas)]
 
     def finish(totals: list[Array]) -> list[Array]:
         for position, index in enumerate(picked):

@@ -20,7 +20,7 @@ from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import digest_of
-from mpistrat.reduction import ReduceOp, check_across_replicas
+from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.strategy.deprecated import accepts_hints, merge_hints
 from mpistrat.strategy.extended import StrategyExtended, operand_or_slices
 from mpistrat.strategy.local_reduction import weighted_part
@@ -214,7 +214,7 @@ class ReplicaContext:
             value,
             options,
             lambda array: self._communicator.reduce_scatter(op, array, axis, options),
-            lambda array: check_across_replicas(op, array.dtype),
+            lambda array: check_dtype(op, array.dtype),
         )
 
     def all_to_all(self, values: Sequence[Any], options: CommunicationOptions | None = None) -> list[Any]:
@@ -318,7 +318,7 @@ class ReplicaContext:
 
 def check_dtypes(op: ReduceOp, value: Any, arrays: list[Any]) -> None:
     """Check that `op` is defined across replicas for the dtype of each leaf of a value; the error names the leaf."""
-    each_leaf(lambda array, name="value": check_across_replicas(op, array.dtype, name), arrays, lambda: leaf_names(value))
+    each_leaf(lambda array, name="value": check_dtype(op, array.dtype, name), arrays, lambda: leaf_names(value))
 
 
 def read_out(out: Any, structure: Structure, leaves: Sequence[Any], arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:

@@ -22,7 +22,7 @@ from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs.rebatch import num_rows, own_parts, share
-from mpistrat.reduction import ReduceOp, accumulation_dtype, check_across_replicas, quiet
+from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, quiet
 from mpistrat.structures import each_leaf, flatten, leaf_names
 
 Subtree = tuple[int, int]
@@ -107,7 +107,7 @@ class _Results:
 
 def _addend(leaf: Any, name: str = "the result") -> Array:
     array = as_operand(leaf, name)
-    check_across_replicas(ReduceOp.SUM, array.dtype, name)
+    check_dtype(ReduceOp.SUM, array.dtype, name)
     return array
 
 

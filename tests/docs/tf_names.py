@@ -202,7 +202,8 @@ experimental.coordinator.RemoteValue.get()
 DIFFERENT: tuple[tuple[str, str], ...] = (
     ("Every rank calls `fn` once, for its own replica.", "Strategy.run(fn, args=(), kwargs=None, options=None)"),
     (
-        "Accepts nested values, MIN, MAX and PROD, and values that are not per-replica; over an axis, SUM counts booleans.",
+        "Accepts nested values, MIN, MAX and PROD. A value that is not distributed is what each rank passes: the MEAN of ranks "
+        "that pass different ones is their mean, where TensorFlow returns its own to each. Over an axis, SUM counts booleans.",
         "Strategy.reduce(reduce_op, value, axis)",
     ),
     ("Accepts nested values, and values that are not per-replica.", "Strategy.gather(value, axis)"),
@@ -235,7 +236,7 @@ Variable.values
         "StrategyExtended(container_strategy)",
     ),
     (
-        "Accepts MIN, MAX and PROD too.",
+        "Accepts MIN, MAX and PROD too; a value that is not distributed is taken as by `reduce()`.",
         """
 StrategyExtended.reduce_to(reduce_op, value, destinations, options=None)
 StrategyExtended.batch_reduce_to(reduce_op, value_destination_pairs, options=None)

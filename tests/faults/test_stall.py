@@ -243,7 +243,7 @@ def test_nothing_is_compared_at_exit_by_a_strategy_that_was_closed(job: Job) -> 
 
 
 def test_a_rank_that_waits_for_its_comparison_at_exit_is_seen(job: Job) -> None:
-    planted = "    kept = train()\n    if comm.rank == 0: kept.extended.communicator._guard._current.unconfirmed = 0\n"
+    planted = "    kept = train()\n    if comm.rank == 0: kept.extended.communicator._guard._present.unconfirmed = 0\n"
     ended = job(2, LARGE + planted, **BETWEEN_NODES)
     ended.check(1)
     assert "UnavailableError: rank 0 will not come to a collective that others wait in" in ended.stderr

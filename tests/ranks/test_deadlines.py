@@ -65,7 +65,7 @@ def make(comm):
 @contextmanager
 def late(comm, ops, *ranks):
     """Let these ranks in once the others have left; then free what collectives leave alone once they have failed."""
-    barrier = ops._guard._deadline_barrier
+    barrier = ops._guard.deadlines.barrier
     turn = barrier._turn
     if comm.rank in ranks:
         comm.Barrier()

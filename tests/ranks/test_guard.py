@@ -10,6 +10,8 @@ import mpistrat
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.errors import AgreementError, UnavailableError
 from mpistrat.reduction import ReduceOp
+from mpistrat.watch.record import RankFile
+from mpistrat.watch.recorder import recorder
 from tests.launches import needs_ranks
 
 SUM = ReduceOp.SUM
@@ -56,6 +58,14 @@ def test_what_was_noted_is_compared_with_the_next_collective(one_node, comm):
     one_node.note("a step" if comm.rank else "another step")
     with pytest.raises(AgreementError, match="ranks made different calls"):
         one_node.all_reduce(SUM, [np.ones(3)])
+
+
+def test_the_record_of_a_call_has_the_bytes_that_this_rank_passes(make_ops):
+    ops = make_ops()
+    for call in (ops.all_reduce, lambda *given: ops.start_all_reduce(*given).wait()):
+        for _ in range(2):
+            call(SUM, [np.ones(3), np.ones(100_000, np.float32)])
+            assert RankFile(recorder().memory).last().nbytes == 400_024
 
 
 @needs_ranks(2)

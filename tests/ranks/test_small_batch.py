@@ -60,9 +60,7 @@ def test_the_short_way_gives_the_bits_of_the_long_one(ops, fast_paths, op):
             del fast_paths[:]
             again = ops.all_reduce(op, arrays)
             is_direct = len(arrays) == 1 and accumulation_dtype(op, dtype) == dtype
-            # a sum of booleans is refused to the replicas of a strategy, so it is looked at in each call
-            is_ambiguous = op is ReduceOp.SUM and dtype == np.bool_
-            assert fast_paths == ([] if is_direct or is_ambiguous else [len(arrays)]), (op, dtype)
+            assert fast_paths == ([] if is_direct else [len(arrays)]), (op, dtype)
             for one, other, array in zip(first, again, arrays, strict=True):
                 assert (other.dtype, other.shape) == (array.dtype, array.shape)
                 assert one.tobytes() == other.tobytes(), (op, dtype)

@@ -75,8 +75,8 @@ class _ReplayedOps(BaseCommunicator):
         return self._known[self._next - 1]
 
     def all_reduce(self, op, arrays, options=None, out=None):
-        for array in arrays:
-            check_dtype(op, array.dtype)
+        for index, array in enumerate(arrays):
+            check_dtype(op, array.dtype, f"array {index}")
         call = f"all_reduce {op} {[(array.shape, array.dtype) for array in arrays]}"
 
         def finish(contributions):

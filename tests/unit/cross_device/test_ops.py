@@ -131,9 +131,11 @@ def test_a_value_that_is_not_distributed() -> None:
     def program(rank):
         ops, mirrored, zero = HierarchicalAllReduce(), Mirrored(np.array([5.0])), np.zeros(2)
         assert ops.reduce("mean", mirrored, mirrored) is mirrored
-        assert ops.reduce("mean", 5, "/cpu:0") == 5
-        assert [ops.reduce(op, zero, zero) is zero for op in ReduceOp] == [True] * 5
-        assert ops.reduce("max", 5, 0) == 5
+        assert plain(ops.reduce("mean", 5, "/cpu:0")) == 5
+        assert [plain(ops.reduce(op, zero, zero)) for op in ReduceOp] == [[0, 0]] * 5
+        # each rank passes its own: the result is equal on all destinations
+        assert [plain(ops.reduce(op, float(rank), {0, 1})) for op in ("mean", "min", "max")] == [0.5, 0, 1]
+        assert plain(ops.reduce("mean", 2.0 * rank, 0)) == (None if rank else 1)
         for value in (mirrored, 5.0, [1, 2], IndexedSlices([1.0], [0], (1,))):
             with pytest.raises(InvalidArgumentError, match="SUM of a value that .* is ambiguous with 2 replicas: it could"):
                 ops.reduce("sum", value, "/cpu:0")
@@ -335,7 +337,7 @@ def test_they_belong_to_the_cross_replica_context() -> None:
             )
             with pytest.raises(RuntimeError, match=message):
                 strategy.run(call)
-        merged = strategy.run(lambda: mpistrat.get_replica_context().merge_call(lambda strategy: ops.reduce("mean", 3.0, 0)))
+        merged = strategy.run(lambda: mpistrat.get_replica_context().merge_call(lambda _: ops.reduce("mean", 3.0, {0, 1})))
         return merged.values[0]
 
     assert on_replicas(2, program) == [3, 3]

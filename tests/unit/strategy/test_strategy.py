@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica, select_replica
@@ -142,6 +143,9 @@ def test_plain_values_are_combined_as_what_each_rank_passes(make):
     def program(strategy):
         value = make(strategy.rank)
         combined = [strategy.reduce(op, value, axis=None) for op in ("mean", "min", "max")]
+        if not isinstance(value, list):
+            for op, found in zip(("mean", "min", "max"), combined, strict=True):
+                np.testing.assert_array_equal(strategy.extended.reduce_to(op, value, {0, 1, 2}), found)
         nest = strategy.reduce("max", {"a": value, "b": PerReplica(strategy.rank), "c": Mirrored(9)}, axis=None)
         return combined, nest
 
@@ -168,6 +172,7 @@ COMBINED_BOOLEANS = {
     "all_reduce": lambda strategy, op: in_context(strategy, lambda c: c.all_reduce(op, {"a": np.ones(2), "b": True})),
     "start_all_reduce": lambda strategy, op: in_context(strategy, lambda c: c.start_all_reduce(op, [True]).wait()),
     "reduce_scatter": lambda strategy, op: in_context(strategy, lambda c: c.reduce_scatter(op, np.ones(4, bool))),
+    "LocalCommunicator": lambda _, op: LocalCommunicator().all_reduce(op, [np.array([True])]),
     "slices": lambda strategy, op: in_context(strategy, lambda c: c.all_reduce(op, IndexedSlices(np.ones((1, 1), bool), [0]))),
     "reduce_to": lambda strategy, op: strategy.extended.reduce_to(op, PerReplica(True), "rank:0"),
     "batch_reduce_to": lambda strategy, op: strategy.extended.batch_reduce_to(op, [(PerReplica(True), "rank:0")]),

@@ -1,0 +1,111 @@
+"""Comparison: whether all ranks make the same call, and which calls they make where they do not.
+
+A call has a digest, a 64-bit hash of its description. Ranks that make different calls find out before a result is returned:
+
+- ranks of a node compare the digests of their calls at every barrier in shared memory, before one reads what another wrote;
+- messages between nodes carry the digest in their tags: those of different calls never match, and `mpistrat.watch` reports it;
+- a call that is made for the first time, and every verb that needs the shapes of the other ranks, is compared on all ranks
+  first, by a small exchange;
+- what is not a collective by itself (a structure, an assignment outside run) is noted, and compared with the next call;
+- where MPI reduces arrays between nodes, calls are compared afterwards: every 128 small calls, and before the program ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mpistrat.arrays import Array
+from mpistrat.errors import CollectiveError
+from mpistrat.execution.call import Call
+from mpistrat.groups.agreement import COMPARED, Agreement, CallsDifferError, Completion, calls_differ, digest_of
+from mpistrat.groups.group import MOST_UNCONFIRMED
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.steps import Steps, ends_soon
+from mpistrat.transports.window import NodeWindow
+from mpistrat.watch import watcher
+from mpistrat.watch.record import RankFile
+from mpistrat.watch.recorder import recorder
+from mpistrat.watch.states import entered
+
+Facts = list[list[int]]
+"""Numbers of each rank."""
+
+
+class Comparison:
+    """Compares the calls of the ranks of a communicator: in the memory of a node, by messages, and by what ranks record."""
+
+    def __init__(self, hierarchy: Hierarchy, agreement: Agreement, window: NodeWindow | None) -> None:
+        self._agreement, self._window, self._one_node = agreement, window, hierarchy.world.num_nodes == 1
+        self._present, self._rank, self._job_ranks = hierarchy.call, hierarchy.rank, hierarchy.job_ranks
+        self._communicator, self._watcher, self._recorder = hierarchy.number, watcher.start(), recorder()
+
+    def agree(
+        self,
+        call: Call,
+        error: Exception | None,
+        facts: Sequence[int],
+        memory: Array | None,
+        run: Callable[[Call, Steps], None],
+        complete: Completion,
+    ) -> Facts:
+        """Wait until all ranks make the same call: see `Guard.agree`. A collective call.
+
+        Ranks of a node compare digests at a barrier in its memory, whose steps `run` runs. Where these are all ranks, none with
+        a deadline or an error, that is all; else all ranks compare digests by messages. Where digests differ, all exchange
+        texts, unless a rank has gone on without a comparison, which raises a CallsDifferError: then the watcher asks for them.
+        """
+        text = call.text
+        # also on a rank alone on its node: messages of the call carry it
+        self._present.digest = digest_of(text if error is None else f"{text} {error!r}") | COMPARED
+        if self._window is not None:
+            try:
+                steps = self._window.barrier_with(facts, memory)
+                if not ends_soon(steps):
+                    run(call, steps)
+            except CallsDifferError as differ:
+                if not differ.all_compare:
+                    raise
+                if self._one_node:
+                    self._agreement.raise_on_all(text, error, call.number, complete)
+            else:
+                # with a deadline all learn together whether all have arrived in time
+                if self._one_node and error is None and not call.ends:
+                    return self._window.facts()
+        found: Facts = self._agreement.check(text, error, complete, facts, call.number).tolist()
+        return found
+
+    def history(self, call: Call, history: int, complete: Completion) -> CollectiveError | None:
+        """Compare a hash of the calls that MPI has reduced since the last time; return the error of the first that differs.
+
+        A collective call.
+        """
+        found = self._agreement.check(call.text, None, complete, (history, 0))
+        if all(history == other for other, *_ in found.tolist()):
+            return None
+        # the last call of a number: those before it were refused
+        made = [each for each in RankFile(self._recorder.memory).calls() if each.communicator == self._communicator]
+        mine = {each.number: each.text for each in reversed(made)}
+        recent = sorted(mine)[-MOST_UNCONFIRMED - 1 :]
+        sent = self._agreement.exchange([(number, mine[number]) for number in recent], complete)
+        every: list[dict[int, str]] = [dict(pairs) for pairs in sent]
+        first = next((n for n in recent if len({texts.get(n) for texts in every}) > 1), call.number)
+        return calls_differ(first, {rank: texts.get(first, "another") for rank, texts in enumerate(every)})
+
+    def difference(self, error: BaseException, number: int, text: str) -> CollectiveError | None:
+        """Return the error that names each rank's call, if it explains `error`; this rank's has a number and a text.
+
+        Truncated MPI messages, for instance, come from ranks in different calls.
+        """
+        from mpi4py import MPI
+
+        if not isinstance(error, (CallsDifferError, MPI.Exception)):
+            return None
+        texts = {self._rank: text}
+        states = [] if self._watcher is None else self._watcher.compare(ranks=self._job_ranks)
+        calls = entered(states, (self._communicator, number))
+        for rank, state in enumerate(states):
+            found = calls.get(state.rank)
+            texts.setdefault(rank, found.text if found else f"({state.doing()})")
+        if isinstance(error, CallsDifferError) or len(set(texts.values())) > 1:
+            return calls_differ(number, texts)
+        return None

@@ -1,0 +1,136 @@
+"""Deadlines: runs the steps of a communicator's calls within their time, and finds which ranks are missing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from mpistrat.errors import DeadlineExceededError
+from mpistrat.execution.call import Call
+from mpistrat.execution.engine import back_off
+from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, DeadlineBarrier
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.steps import Steps, drive
+from mpistrat.transports.window import NodeWindow
+from mpistrat.watch import watcher
+from mpistrat.watch.states import entered
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_ANSWER_SECONDS = 1.0  # for ranks to report their call after a deadline has passed
+
+
+class Deadlines:
+    """The deadlines of calls: `default_seconds`, or what a call has of its own; 0 means none.
+
+    `current` returns the number of the call that is under way, and its text. `has_started` tells whether calls were started
+    that may still be under way: then that is the number of the last one. `check_gpu` raises if what was enqueued on the GPU
+    has been aborted.
+    """
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        window: NodeWindow | None,
+        seconds: float,
+        current: Callable[[], tuple[int, str]],
+        has_started: Callable[[], bool],
+    ) -> None:
+        world = hierarchy.world
+        nodes = [world.nodes[world.place(rank).node_index].name for rank in range(world.size)]
+        self.barrier = DeadlineBarrier(hierarchy.world_group, nodes)
+        self.default_seconds = self._seconds = seconds
+        self.check_gpu: Callable[[], None] = lambda: None
+        self._rank, self._job_ranks, self._communicator = hierarchy.rank, hierarchy.job_ranks, hierarchy.number
+        self._present, self._window, self._one_node = hierarchy.call, window, world.num_nodes == 1
+        self._current, self._has_started, self._watcher = current, has_started, watcher.start()
+        self._present.drive, self._present.must_poll = self.drive, bool(seconds)
+
+    def run(self, call: Call, steps: Steps) -> None:
+        """Run the steps of a call within the rest of its time."""
+        self._drive(steps, partial(str, call), call.rest_seconds, call.seconds, back_off if call.is_started else None)
+
+    def drive(self, steps: Steps) -> None:
+        """Run steps of a call on a fast path, under the default deadline, or that of `begin_limit`."""
+        self._drive(steps, self._describe, self._seconds, self._seconds, None)
+
+    def _drive(
+        self, steps: Steps, what: Callable[[], str], rest: float, seconds: float, back: Callable[[int], None] | None
+    ) -> None:
+        self._present.ends = time.monotonic() + rest if rest else 0.0
+        drive(steps, what, rest, lambda: self._overdue(what(), seconds), back, self._check_progress)
+
+    def arrival(self, call: Call, enter: Callable[[], MPI.Request]) -> Steps:
+        """Return the steps that wait until all ranks have started what `enter` starts: see `DeadlineBarrier.steps`."""
+        return self.barrier.steps(enter, partial(str, call), call.seconds, self._absent)
+
+    def arrive(self, call: Call, steps: Steps) -> None:
+        """Run the steps of an `arrival`, which watch the deadline and the messages of peers themselves."""
+        drive(steps, partial(str, call), back_off=back_off if call.is_started else None, check=self._raise_verdict)
+
+    def begin(self, call: Call) -> None:
+        """Make the deadline of a call that of the steps to come; transports poll, so that they can be given up."""
+        self._present.must_poll = bool(call.seconds) or call.is_started
+
+    def watch(self, call: Call) -> None:
+        """Have the watcher end the job if this rank is blocked in MPI when the deadline of a call has passed."""
+        if self._watcher is not None and call.ends:
+            self._watcher.limit = (
+                call.ends,
+                lambda: DeadlineExceededError(
+                    f"rank {self._rank}: {call} did not end within {call.seconds:g} s: this rank waits in a call of MPI that "
+                    "does not return, for ranks that have stopped or ended"
+                ),
+            )
+
+    def begin_limit(self, seconds: float) -> None:
+        """Give a call on a fast path a deadline of its own, or none, which is 0; raise if other ranks have given it up."""
+        self._seconds, self._present.must_poll = seconds, bool(seconds)
+        if seconds:
+            self.barrier.raise_if_given_up(self._describe)
+
+    def end(self) -> None:
+        """Forget the deadline of a call: the default applies again."""
+        self._seconds, self._present.must_poll = self.default_seconds, bool(self.default_seconds)
+        if self._watcher is not None:
+            self._watcher.limit = None
+
+    def _check_progress(self) -> None:
+        """Raise if the current call is known not to end."""
+        self._raise_verdict()
+        # a rank whose own deadline is about to pass names the missing ranks itself
+        is_last_moment = self._present.ends and self._present.ends - time.monotonic() < LONGEST_GRACE_SECONDS
+        if not is_last_moment and self.barrier.is_given_up():
+            raise self.barrier.given_up(self._describe(), self._missing())
+
+    def _raise_verdict(self) -> None:
+        if self._watcher is not None:
+            self._watcher.raise_verdict()
+        self.check_gpu()
+
+    def _describe(self) -> str:
+        number, text = self._current()
+        return f"collective {number}, {text}"
+
+    def _overdue(self, what: str, seconds: float) -> DeadlineExceededError:
+        """Notify all ranks that this one gives up the call, and return the error that names the ranks that do not answer."""
+        self._present.has_failed = True
+        return self.barrier.overdue(what, seconds, self._missing())
+
+    def _missing(self) -> list[int]:
+        """Return the ranks that have not arrived, as far as this node's memory and the records of all ranks show."""
+        missing = set() if self._window is None else set(self._window.missing())
+        # what was started is compared first; meanwhile the program may have started more, which the number counts
+        is_known = self._one_node or (self._has_started() and not missing)
+        return sorted(missing if is_known else missing | self._absent())
+
+    def _absent(self) -> set[int]:
+        """Return the ranks that are known not to have entered the current call."""
+        if self._watcher is None:
+            return set()
+        states = self._watcher.compare(_ANSWER_SECONDS, self._job_ranks)
+        came = entered(states, (self._communicator, self._current()[0]))
+        return {rank for rank, state in enumerate(states) if state.state != "unknown" and state.rank not in came}
