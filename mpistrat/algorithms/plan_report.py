@@ -33,7 +33,7 @@ def phases_text(plan: Plan, model: CostModel = DEFAULT) -> str:
 def alternatives_text(choice: Choice) -> str:
     """Return the predicted time of every algorithm, as a table."""
     rows = [
-        (each.plan.algorithm, format_seconds(each.seconds), "chosen" if each.plan == choice.plan else "")
+        (each.plan.algorithm, format_seconds(each.seconds), "chosen" if each.plan.algorithm == choice.plan.algorithm else "")
         for each in choice.considered
     ]
     return format_table([("alternative", "predicted", ""), *rows])

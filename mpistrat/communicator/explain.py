@@ -23,11 +23,14 @@ class Pack:
         The accumulation dtype.
     choice : Choice
         The plan, why it was chosen, and the predicted time of every algorithm.
+    transport : str
+        What moves the arrays: of arrays in host memory what this replica uses. Empty if nothing is sent.
     """
 
     indices: tuple[int, ...]
     dtype: str
     choice: Choice
+    transport: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,11 @@ class Explanation:
         In the order in which they are reduced; none if there is one replica.
     model : CostModel
         Predicts times; its `source` tells where it comes from.
-    path : str
-        The transports that move the arrays; for arrays in host memory those that this replica uses. Empty if nothing is sent.
     """
 
     world: World
     packs: tuple[Pack, ...] = ()
     model: CostModel = DEFAULT
-    path: str = ""
 
     @property
     def predicted_seconds(self) -> float:
@@ -64,7 +64,6 @@ class Explanation:
             ("world", str(self.world)),
             ("packs", f"{len(self.packs)}, {format_bytes(num_bytes)} in all"),
             ("predicted", format_seconds(self.predicted_seconds)),
-            *([("transport", self.path)] if self.path else []),
         ]
         texts = [self._describe(number, pack) for number, pack in enumerate(self.packs)]
         return "\n\n".join([format_table(summary), *texts, basis_text(self.model)])
@@ -79,6 +78,7 @@ class Explanation:
             ("buffer", chunks_text(plan)),
             ("algorithm", plan.algorithm),
             ("why", pack.choice.reason),
+            *([("transport", pack.transport)] if pack.transport else []),
         ]
         parts = [format_table(heading), phases_text(plan, self.model)]
         return "\n\n".join(parts + ([alternatives_text(pack.choice)] if pack.choice.considered else []))
