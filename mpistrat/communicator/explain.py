@@ -43,18 +43,18 @@ class Explanation:
         The placement of the ranks on nodes.
     packs : tuple of Pack
         In the order in which they are reduced; none if there is one replica.
-    model : CostModel
-        Predicts times; its `source` tells where it comes from.
+    model : CostModel or None
+        Predicts times; its `source` tells where it comes from. None for arrays on GPUs, for which nobody has measured one.
     """
 
     world: World
     packs: tuple[Pack, ...] = ()
-    model: CostModel = DEFAULT
+    model: CostModel | None = DEFAULT
 
     @property
-    def predicted_seconds(self) -> float:
-        """The predicted time of all packs, one after the other."""
-        return sum(predict_seconds(pack.choice.plan, self.model) for pack in self.packs)
+    def predicted_seconds(self) -> float | None:
+        """The predicted time of all packs, one after the other; None without a model."""
+        return None if self.model is None else sum(predict_seconds(pack.choice.plan, self.model) for pack in self.packs)
 
     def __str__(self) -> str:
         if not self.packs:
@@ -63,10 +63,11 @@ class Explanation:
         summary = [
             ("world", str(self.world)),
             ("packs", f"{len(self.packs)}, {format_bytes(num_bytes)} in all"),
-            ("predicted", format_seconds(self.predicted_seconds)),
+            *([] if self.predicted_seconds is None else [("predicted", format_seconds(self.predicted_seconds))]),
         ]
         texts = [self._describe(number, pack) for number, pack in enumerate(self.packs)]
-        return "\n\n".join([format_table(summary), *texts, basis_text(self.model)])
+        basis = [] if self.model is None else [basis_text(self.model)]
+        return "\n\n".join([format_table(summary), *texts, *basis])
 
     def _describe(self, number: int, pack: Pack) -> str:
         plan = pack.choice.plan

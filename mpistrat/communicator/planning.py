@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat import settings
 from mpistrat.algorithms import planners
-from mpistrat.algorithms.choose import Choice, choose
+from mpistrat.algorithms.choose import Choice, choose, choose_on_gpus
 from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
 from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
@@ -74,9 +74,9 @@ class Reduction:
 class Planner:
     """Chooses plans for arrays in host memory, and compiles them. `say` logs which plan was chosen, and why."""
 
-    default_chunk_bytes = 0  # without MPISTRAT_CHUNK_BYTES; 0: the algorithm chooses
+    default_chunk_bytes = 0  # of plans in order, without MPISTRAT_CHUNK_BYTES; 0: the algorithm chooses
 
-    def __init__(self, executor: Executor, say: Callable[[str], None], model: CostModel = DEFAULT) -> None:
+    def __init__(self, executor: Executor, say: Callable[[str], None], model: CostModel | None = DEFAULT) -> None:
         self.executor, self._world, self._say, self.model = executor, executor.hierarchy.world, say, model
         self._chunk_bytes = executor.hierarchy.settings[settings.CHUNK_BYTES]
 
@@ -209,17 +209,12 @@ class Planner:
             if self.executor.device is None and self.executor.world.adds_small_in_order(plan.padded(count) * dtype.itemsize):
                 return Choice(plan, "small arrays of a node are always added in the order of the replicas", ())
             return Choice(self._plan_in_order(op, count, dtype), "deterministic=True adds in the order of the replicas", ())
-        return choose(
-            self._world,
-            count,
-            dtype.itemsize,
-            options.algorithm or "auto",
-            self._chunk_bytes,
-            self.model,
-            wire.dtype.itemsize if wire else 0,
-            one_intra_phase=self.executor.device is not None,  # NCCL chooses the algorithm inside a node itself
-            default_chunk_bytes=self.default_chunk_bytes,
-        )
+        buffer, algorithm, wire_itemsize = (self._world, count, dtype.itemsize), options.algorithm or "auto", 0
+        if wire is not None:
+            wire_itemsize = wire.dtype.itemsize
+        if self.model is None:
+            return choose_on_gpus(*buffer, algorithm, self._chunk_bytes, wire_itemsize)
+        return choose(*buffer, algorithm, self._chunk_bytes, self.model, wire_itemsize)
 
     def _plan_in_order(self, op: ReduceOp, count: int, dtype: np.dtype[Any]) -> Plan:
         """Return a plan that adds in the order of the replicas: inside one node, or by an exchange between all."""
@@ -238,7 +233,7 @@ class DevicePlanner(Planner):
     executor: DeviceExecutor
 
     def __init__(self, executor: DeviceExecutor, say: Callable[[str], None]) -> None:
-        super().__init__(executor, say, executor.model)
+        super().__init__(executor, say, model=None)
 
     def _scatter(
         self, op: ReduceOp, dtype: np.dtype[Any], bounds: Sequence[int], options: CommunicationOptions

@@ -7,12 +7,10 @@ work is ordered on that stream; the host does not wait for the GPU, unless peers
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mpistrat.algorithms.cost import CostModel
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
 from mpistrat.device.abstract import Device, DeviceArray, Event, address
@@ -45,13 +43,11 @@ class DeviceExecutor(Executor):
     intra: DeviceTransport
     transports: DeviceTransports
 
-    def __init__(self, host: Executor, device: Device, model: CostModel) -> None:
+    def __init__(self, host: Executor, device: Device) -> None:
         super().__init__(host.hierarchy, device_transports(host.hierarchy, device, host.transports))
         self.device, self.timeline = device, host.timeline
         # ranks compare calls in host memory
         self._compares_inside = host._compares_inside
-        is_direct = any(rail.takes_device_memory for rail in self.transports.rails.values())
-        self.model = replace(model, direct_rails=is_direct)
         self._copied_out: Event | None = None
         self._notice = AbortNotice(host.hierarchy.world_group)
         self._nccl_rails: Mapping[int, NcclTransport] = {}
