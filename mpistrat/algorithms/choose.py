@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from mpistrat.algorithms import planners
-from mpistrat.algorithms.chunks import COPIED_IN_CHUNKS_BYTES
+from mpistrat.algorithms.chunks import COPIED_IN_CHUNKS_BYTES, DEVICE_CHUNK_BYTES
 from mpistrat.algorithms.cost import DEFAULT, CostModel, predict_seconds
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.errors import InvalidArgumentError
@@ -50,28 +50,19 @@ def choose(
     chunk_bytes: int = 0,
     model: CostModel = DEFAULT,
     wire_itemsize: int = 0,
-    one_intra_phase: bool = False,
-    default_chunk_bytes: int = 0,
 ) -> Choice:
-    """Choose the plan of an all-reduce: with ``auto`` the one with the shortest predicted time, the first of those that tie.
+    """Choose the plan of an all-reduce of host memory: with ``auto`` the one with the shortest predicted time, or the first.
 
-    `chunk_bytes` is the largest chunk of a hierarchical plan, 0: chosen by the planner, or `default_chunk_bytes`: GPUs take
-    larger ones, and the whole buffer is still a candidate. `wire_itemsize` is the size of an element between nodes, if it is
-    cast for that. With `one_intra_phase` a single node has one INTRA all-reduce instead of a reduce-scatter and an all-gather:
-    NCCL does that faster. An unknown name, or a number out of range, is an InvalidArgumentError.
+    `chunk_bytes` is the largest chunk of a hierarchical plan; 0: chosen by the planner. `wire_itemsize` is the size of an
+    element between nodes, if it is cast for that. An unknown name, or a number out of range, is an InvalidArgumentError.
     """
     _check(count, itemsize, algorithm, chunk_bytes)
 
     def fastest_of(planner: Callable[[World, int, int, int], Sequence[Plan]]) -> Candidate:
-        plans = list(planner(world, count, itemsize, chunk_bytes))
-        if default_chunk_bytes and not chunk_bytes:
-            plans = [plans[0], *planner(world, count, itemsize, default_chunk_bytes)]
-        plans = [replace(plan, wire_itemsize=wire_itemsize) for plan in plans]
-        if one_intra_phase:
-            plans = [_in_one_intra_phase(plan) for plan in plans]
+        plans = [replace(plan, wire_itemsize=wire_itemsize) for plan in planner(world, count, itemsize, chunk_bytes)]
         candidates = [Candidate(plan, predict_seconds(plan, model)) for plan in plans]
         # with one rank per node predictions leave out the copies, which overlap only where there are chunks
-        is_copied = count * itemsize >= COPIED_IN_CHUNKS_BYTES and world.num_shards == 1 and not default_chunk_bytes
+        is_copied = count * itemsize >= COPIED_IN_CHUNKS_BYTES and world.num_shards == 1
         copying = 2 * count * itemsize / model.memory_bytes_per_second if is_copied else 0.0
         best = min(candidates, key=lambda each: each.seconds + copying * (each.plan.depth == 1))
         return replace(best, seconds=min(each.seconds for each in candidates))
@@ -87,15 +78,24 @@ def choose(
     return Choice(chosen.plan, reason, considered)
 
 
+def choose_on_gpus(
+    world: World, count: int, itemsize: int, algorithm: str = "auto", chunk_bytes: int = 0, wire_itemsize: int = 0
+) -> Choice:
+    """Choose the plan of an all-reduce of GPU memory; ``auto`` is ``hierarchical``, as nobody has measured where it loses.
+
+    A single node has one INTRA all-reduce instead of a reduce-scatter and an all-gather: NCCL does that faster.
+    """
+    name = "hierarchical" if algorithm == "auto" else algorithm
+    default = DEVICE_CHUNK_BYTES if world.num_nodes > 1 else 0  # else nothing overlaps
+    plan = replace(PLANNERS[name](world, count, itemsize, chunk_bytes or default)[0], wire_itemsize=wire_itemsize)
+    if len(plan.phases) > 1 and {phase.scope for phase in plan.phases} == {Scope.INTRA}:
+        plan = replace(plan, phases=(Phase(Verb.ALL_REDUCE, Scope.INTRA),))
+    return Choice(plan, "on GPUs auto is hierarchical" if algorithm == "auto" else f"{name} was asked for by name", ())
+
+
 def _check(count: int, itemsize: int, algorithm: str, chunk_bytes: int) -> None:
     if algorithm != "auto" and algorithm not in PLANNERS:
         raise InvalidArgumentError(f"unknown algorithm {algorithm!r}; accepted are auto, {', '.join(PLANNERS)}")
     for name, value, least in (("count", count, 0), ("itemsize", itemsize, 1), ("chunk_bytes", chunk_bytes, 0)):
         if value < least:
             raise InvalidArgumentError(f"{name} must be at least {least}; got {value}")
-
-
-def _in_one_intra_phase(plan: Plan) -> Plan:
-    if len(plan.phases) > 1 and {phase.scope for phase in plan.phases} == {Scope.INTRA}:
-        return replace(plan, phases=(Phase(Verb.ALL_REDUCE, Scope.INTRA),))
-    return plan

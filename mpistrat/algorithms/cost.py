@@ -1,5 +1,7 @@
 """The α-β-γ cost model: predicts the time of a plan from latency, bytes over links and bytes read and written in memory.
 
+It is one of host memory: for GPUs nobody has measured its constants.
+
 A phase costs its call, its steps (α), and the longer of two times that overlap: its bytes over the links of the node (β), which
 all ranks of the node share, and the bytes that the busiest rank reads and writes in memory, sums included (γ). In a plan with
 depth > 1 the phases inside a node overlap those between nodes.
@@ -56,8 +58,6 @@ class CostModel:
     flat_crowded_link_efficiency: float = 0.65
     flat_cache_efficiency: float = 2.0
     flat_memory_efficiency: float = 0.9
-    staging_bytes_per_second: float = 0.0  # bytes that one rank reads and writes to stage GPU memory; 0: nothing is staged
-    direct_rails: bool = False  # rails move GPU memory by CUDA-aware MPI: it is not staged there
     corrections: tuple[Correction, ...] = ()  # for algorithms that were measured on this world
     source: str = "defaults"  # of the constants
 
@@ -68,21 +68,6 @@ class CostModel:
 
 
 DEFAULT = CostModel()
-
-ON_DEVICE = CostModel(
-    call_seconds=30e-6,  # a launch, and an event that is polled
-    flat_call_seconds=60e-6,  # with two copies between device and host
-    intra_step_seconds=2e-6,
-    inter_step_seconds=15e-6,
-    link_bytes_per_second=25e9,  # one adapter of 200 Gbit/s
-    link_efficiency=0.9,
-    memory_bytes_per_second=1e12,  # what crosses NVLink, of which each GPU has 450 GB/s each way, in bytes read and written
-    cache_bytes_per_second=1e12,
-    flat_cache_efficiency=1.0,
-    staging_bytes_per_second=30e9,  # PCIe, and sums by one core
-    source="constants for GPUs",
-)
-"""For GPU memory: from data sheets and published measurements; not measured by us."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +126,6 @@ def _rates(plan: Plan, phase: Phase, chunk_bytes: float, model: CostModel) -> tu
     """Return the bytes per second of the link of a node and of the memory of a rank."""
     world, is_cached = plan.world, chunk_bytes <= model.cache_bytes
     memory = model.cache_bytes_per_second if is_cached else model.memory_bytes_per_second
-    is_direct = model.direct_rails and phase.scope is Scope.INTER and not (plan.in_order or plan.wire_itemsize)
-    if phase.scope is not Scope.INTRA and model.staging_bytes_per_second and not is_direct:
-        memory = model.staging_bytes_per_second
     if phase.scope is not Scope.WORLD:
         return model.link_bytes_per_second * model.link_efficiency, memory
     crowded = world.num_nodes > 2 or world.num_shards > 1

@@ -20,7 +20,7 @@ A reduce-scatter ends with REDUCE_SCATTER in INTER: each rank holds its part of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -86,6 +86,8 @@ class Plan:
     bounds : tuple of int
         Of a reduce-scatter: rank r gets elements ``bounds[r]:bounds[r + 1]``, and a chunk has equally many of each part, see
         `parts`. Empty: an all-reduce.
+    is_direct : bool
+        Whether transports combine the caller's arrays where they lie: nothing is copied to a buffer.
     """
 
     algorithm: str
@@ -99,6 +101,18 @@ class Plan:
     wire_itemsize: int = 0
     end_count: int = 0
     bounds: tuple[int, ...] = ()
+    is_direct: bool = False
+
+    @cached_property
+    def scopes(self) -> frozenset[Scope]:
+        """The scopes of all phases."""
+        return frozenset(phase.scope for phase in self.phases)
+
+    def in_one_phase(self, scope: Scope, is_direct: bool = False) -> Plan:
+        """Return the plan of one all-reduce in a scope, of the whole buffer at once; of nothing if there is nothing to do."""
+        phases = (Phase(Verb.ALL_REDUCE, scope),) if self.phases else ()
+        whole = self.padded(max(self.count, 1))
+        return replace(self, phases=phases, chunk_count=whole, end_count=0, depth=1, in_order=False, is_direct=is_direct)
 
     @property
     def num_bytes(self) -> int:

@@ -162,8 +162,8 @@ class Communicator(BaseCommunicator):
         self._programs.forget_calls()
 
     @property
-    def model(self) -> CostModel:
-        """The cost model of algorithm ``auto``."""
+    def model(self) -> CostModel | None:
+        """The cost model of algorithm ``auto``; None on GPUs, where it is ``hierarchical``."""
         return self._programs.model
 
     @property

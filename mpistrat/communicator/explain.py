@@ -23,11 +23,14 @@ class Pack:
         The accumulation dtype.
     choice : Choice
         The plan, why it was chosen, and the predicted time of every algorithm.
+    transport : str
+        What moves the arrays: of arrays in host memory what this replica uses. Empty if nothing is sent.
     """
 
     indices: tuple[int, ...]
     dtype: str
     choice: Choice
+    transport: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,21 +43,18 @@ class Explanation:
         The placement of the ranks on nodes.
     packs : tuple of Pack
         In the order in which they are reduced; none if there is one replica.
-    model : CostModel
-        Predicts times; its `source` tells where it comes from.
-    path : str
-        The transports that move the arrays; for arrays in host memory those that this replica uses. Empty if nothing is sent.
+    model : CostModel or None
+        Predicts times; its `source` tells where it comes from. None for arrays on GPUs, for which nobody has measured one.
     """
 
     world: World
     packs: tuple[Pack, ...] = ()
-    model: CostModel = DEFAULT
-    path: str = ""
+    model: CostModel | None = DEFAULT
 
     @property
-    def predicted_seconds(self) -> float:
-        """The predicted time of all packs, one after the other."""
-        return sum(predict_seconds(pack.choice.plan, self.model) for pack in self.packs)
+    def predicted_seconds(self) -> float | None:
+        """The predicted time of all packs, one after the other; None without a model."""
+        return None if self.model is None else sum(predict_seconds(pack.choice.plan, self.model) for pack in self.packs)
 
     def __str__(self) -> str:
         if not self.packs:
@@ -63,11 +63,11 @@ class Explanation:
         summary = [
             ("world", str(self.world)),
             ("packs", f"{len(self.packs)}, {format_bytes(num_bytes)} in all"),
-            ("predicted", format_seconds(self.predicted_seconds)),
-            *([("transport", self.path)] if self.path else []),
+            *([] if self.predicted_seconds is None else [("predicted", format_seconds(self.predicted_seconds))]),
         ]
         texts = [self._describe(number, pack) for number, pack in enumerate(self.packs)]
-        return "\n\n".join([format_table(summary), *texts, basis_text(self.model)])
+        basis = [] if self.model is None else [basis_text(self.model)]
+        return "\n\n".join([format_table(summary), *texts, *basis])
 
     def _describe(self, number: int, pack: Pack) -> str:
         plan = pack.choice.plan
@@ -79,6 +79,7 @@ class Explanation:
             ("buffer", chunks_text(plan)),
             ("algorithm", plan.algorithm),
             ("why", pack.choice.reason),
+            *([("transport", pack.transport)] if pack.transport else []),
         ]
         parts = [format_table(heading), phases_text(plan, self.model)]
         return "\n\n".join(parts + ([alternatives_text(pack.choice)] if pack.choice.considered else []))

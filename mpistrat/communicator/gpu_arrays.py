@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from mpistrat.algorithms.cost import ON_DEVICE
 from mpistrat.arrays import Array, is_on_device
 from mpistrat.device.abstract import Device
 from mpistrat.execution.device_executor import DeviceExecutor
@@ -22,7 +21,7 @@ class GpuArrays:
 
     def __init__(self, device: Device, host: Executor, guard: Guard) -> None:
         self.device, self._guard, guard.is_on_gpu = device, guard, True
-        self.executor = DeviceExecutor(host, device, ON_DEVICE)
+        self.executor = DeviceExecutor(host, device)
         guard.deadlines.check_gpu = partial(self.executor.raise_failure, UNSEEN_SECONDS / 2)
         self.stream = device.stream()
         self._agreement, self._call = Agreement(host.hierarchy.world_group), host.hierarchy.call

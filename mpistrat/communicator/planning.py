@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat import settings
 from mpistrat.algorithms import planners
-from mpistrat.algorithms.choose import Choice, choose
+from mpistrat.algorithms.choose import Choice, choose, choose_on_gpus
 from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
 from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
@@ -74,9 +74,9 @@ class Reduction:
 class Planner:
     """Chooses plans for arrays in host memory, and compiles them. `say` logs which plan was chosen, and why."""
 
-    default_chunk_bytes = 0  # without MPISTRAT_CHUNK_BYTES; 0: the algorithm chooses
+    default_chunk_bytes = 0  # of plans in order, without MPISTRAT_CHUNK_BYTES; 0: the algorithm chooses
 
-    def __init__(self, executor: Executor, say: Callable[[str], None], model: CostModel = DEFAULT) -> None:
+    def __init__(self, executor: Executor, say: Callable[[str], None], model: CostModel | None = DEFAULT) -> None:
         self.executor, self._world, self._say, self.model = executor, executor.hierarchy.world, say, model
         self._chunk_bytes = executor.hierarchy.settings[settings.CHUNK_BYTES]
 
@@ -116,15 +116,28 @@ class Planner:
     def _bind(self, asked: Reduction, pack: _LaidOut) -> Bucket:
         """Choose the plan of a bucket, and bind it. A collective call."""
         op, options, (combined, members, layout) = asked.op, asked.options, pack
-        wire = _wire(op, combined, options)
-        choice = self._choice(op, layout.count, combined, options, wire)
-        plan = choice.plan
+        dtypes = [asked.arrays[index].dtype for index in members]
+        choice, dtype = self._decide(op, layout, combined, dtypes, options)
+        plan, wire = choice.plan, _wire(op, combined, options)
         self._say(f"{op.name} of {layout.count} elements: {plan}; {choice.reason}")
-        crosses_nodes = any(phase.scope is Scope.INTER for phase in plan.phases)
-        dtypes, dtype = [asked.arrays[index].dtype for index in members], _bucket_dtype(plan, combined)
+        crosses_nodes = Scope.INTER in plan.scopes
         bucket = compiled.all_reduce(self.executor, plan, layout, dtype, op, dtypes, wire if crosses_nodes else None)
         bucket.indices = members
         return bucket
+
+    def _decide(
+        self,
+        op: ReduceOp,
+        layout: Layout,
+        combined: np.dtype[Any],
+        dtypes: Sequence[np.dtype[Any]],
+        options: CommunicationOptions,
+    ) -> tuple[Choice, np.dtype[Any]]:
+        """Return the plan of a bucket as it will run, why it was chosen, and the dtype of the bucket."""
+        choice = self._choice(op, layout.count, combined, options, _wire(op, combined, options))
+        # float32 if its elements have four bytes, although arrays of two were given
+        dtype = combined if combined.itemsize == choice.plan.itemsize else np.dtype(np.float32)
+        return replace(choice, plan=self.executor.adapt(choice.plan, layout, dtype, op, dtypes)), dtype
 
     def _compile_scatter(self, asked: Reduction, array: Array, axis: int) -> Program | None:
         """Bind the plan of a reduce-scatter; return None, on all ranks, if an all-reduce is used instead."""
@@ -158,15 +171,16 @@ class Planner:
     def explain(self, asked: Reduction) -> Explanation:
         """Return how a sum is computed."""
         packs = []
-        for dtype, members, layout in self._lay_out(asked):
-            choice = self.choose(layout.count, dtype, asked.options)
-            packs.append(Pack(members, _bucket_dtype(choice.plan, dtype).name, choice))
-        return Explanation(self._world, tuple(packs), self.model, path=self.executor.path)
+        for combined, members, layout in self._lay_out(asked):
+            dtypes = [asked.arrays[index].dtype for index in members]
+            choice, dtype = self._decide(asked.op, layout, combined, dtypes, asked.options)
+            packs.append(Pack(members, dtype.name, choice, self.executor.path_of(choice.plan, dtype, asked.op)))
+        return Explanation(self._world, tuple(packs), self.model)
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
         """Return the plan for a sum of `count` elements, and why it was chosen."""
-        dtype = self._combined_in(ReduceOp.SUM, dtype, options)
-        return self._choice(ReduceOp.SUM, count, dtype, options, _wire(ReduceOp.SUM, dtype, options))
+        combined = self._combined_in(ReduceOp.SUM, dtype, options)
+        return self._decide(ReduceOp.SUM, Layout([count]), combined, [dtype], options)[0]
 
     def _combined_in(self, op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> np.dtype[Any]:
         """Return the dtype in which arrays of a dtype are combined."""
@@ -195,17 +209,12 @@ class Planner:
             if self.executor.device is None and self.executor.world.adds_small_in_order(plan.padded(count) * dtype.itemsize):
                 return Choice(plan, "small arrays of a node are always added in the order of the replicas", ())
             return Choice(self._plan_in_order(op, count, dtype), "deterministic=True adds in the order of the replicas", ())
-        return choose(
-            self._world,
-            count,
-            dtype.itemsize,
-            options.algorithm or "auto",
-            self._chunk_bytes,
-            self.model,
-            wire.dtype.itemsize if wire else 0,
-            one_intra_phase=self.executor.device is not None,  # NCCL chooses the algorithm inside a node itself
-            default_chunk_bytes=self.default_chunk_bytes,
-        )
+        buffer, algorithm, wire_itemsize = (self._world, count, dtype.itemsize), options.algorithm or "auto", 0
+        if wire is not None:
+            wire_itemsize = wire.dtype.itemsize
+        if self.model is None:
+            return choose_on_gpus(*buffer, algorithm, self._chunk_bytes, wire_itemsize)
+        return choose(*buffer, algorithm, self._chunk_bytes, self.model, wire_itemsize)
 
     def _plan_in_order(self, op: ReduceOp, count: int, dtype: np.dtype[Any]) -> Plan:
         """Return a plan that adds in the order of the replicas: inside one node, or by an exchange between all."""
@@ -224,7 +233,7 @@ class DevicePlanner(Planner):
     executor: DeviceExecutor
 
     def __init__(self, executor: DeviceExecutor, say: Callable[[str], None]) -> None:
-        super().__init__(executor, say, executor.model)
+        super().__init__(executor, say, model=None)
 
     def _scatter(
         self, op: ReduceOp, dtype: np.dtype[Any], bounds: Sequence[int], options: CommunicationOptions
@@ -276,11 +285,6 @@ def _pack(
     packs = alone if options.num_packs == 0 else pack_by_bytes([size * itemsize for size in sizes], options.bytes_per_pack)
     for pack in packs:
         yield tuple(indices[position] for position in pack), Layout([sizes[position] for position in pack])
-
-
-def _bucket_dtype(plan: Plan, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of a plan's buckets: float32 if its elements have four bytes, although arrays of two were given."""
-    return dtype if dtype.itemsize == plan.itemsize else np.dtype(np.float32)
 
 
 def _wire(op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> Wire | None:

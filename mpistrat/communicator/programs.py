@@ -59,8 +59,8 @@ class Programs:
         self.passed: dict[tuple[int, int, np.dtype[Any]], tuple[Any, ...]] = {}  # see `Passing.add`
 
     @property
-    def model(self) -> CostModel:
-        """The cost model of algorithm ``auto``."""
+    def model(self) -> CostModel | None:
+        """The cost model of algorithm ``auto``; None on GPUs."""
         return (self._device or self._host).model
 
     def has(self, asked: Reduction) -> bool:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
+from mpistrat.algorithms.plan import Phase, Plan, Scope
 from mpistrat.arrays import Array, flat
 from mpistrat.device.abstract import Device
 from mpistrat.device.kernels import divide_kernel
@@ -30,7 +30,6 @@ from mpistrat.transports.base import FlatArrays, Operation, SegmentCache
 from mpistrat.transports.nccl import NcclTransport
 
 SLOT_ALIGNMENT_BYTES = 4096
-_OVER_ALL = (Phase(Verb.ALL_REDUCE, Scope.WORLD),)
 LONE_SLOT_BYTES = 1 << 22  # a single chunk of at least this size has one slot: that saves memory and costs a short wait
 
 
@@ -43,30 +42,22 @@ def all_reduce(
     array_dtypes: Sequence[np.dtype[Any]],
     wire: Wire | None = None,
 ) -> Bucket:
-    """Bind a plan to the caller's arrays if a transport can work on them, else to a buffer of `dtype`. A collective call.
+    """Bind a plan that `Executor.adapt` returned to the caller's arrays, or to a buffer of `dtype`. A collective call.
 
     With `wire`, ranks send in its dtype between nodes, and add in their order.
     """
     executor.largest_pack_bytes = max(executor.largest_pack_bytes, layout.count * dtype.itemsize)
-    is_one_array = layout.is_one_array and set(array_dtypes) == {dtype}
-    if len(set(array_dtypes)) == 1 and executor.fits_slots(plan, is_one_array):
-        # the fastest way in a node, whatever the algorithm
-        plan = replace(plan, phases=_OVER_ALL, chunk_count=plan.padded(plan.count), end_count=0, depth=1)
-    if not (plan.in_order or wire is not None):
-        found = _on_the_callers_arrays(executor, plan, layout, dtype, op, array_dtypes)
-        if found is not None:
-            return found
+    if plan.is_direct:
+        return _on_the_callers_arrays(executor, plan, layout, dtype, op, array_dtypes)
     return _Buffered(executor, plan, layout, dtype, op, wire, array_dtypes).bucket()
 
 
 def _on_the_callers_arrays(
     executor: Executor, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, array_dtypes: Sequence[np.dtype[Any]]
-) -> Bucket | None:
-    """Return a bucket that needs no buffer; None if there is no transport for it."""
-    run = executor.bind_direct(plan, layout, dtype, op, array_dtypes)
-    if run is None:
-        return None
+) -> Bucket:
+    """Return a bucket that needs no buffer."""
     count, intra, timeline, phases = layout.count, executor.intra, executor.timeline, plan.phases
+    run = executor.bind_direct(plan, dtype, op, len(array_dtypes))
     fold = Fold(op, array_dtypes[0], plan.world.size if op is ReduceOp.MEAN else 1)
     segments = SegmentCache(partial(layout.segments, longest=max(count, 1)))
     scope = phases[0].scope if phases else Scope.WORLD
@@ -84,13 +75,13 @@ def _on_the_callers_arrays(
     bucket = Bucket(
         plan,
         lanes,
-        # no scratch memory is bound, but the transport in the node may be another one now
+        # no scratch memory is bound, but the transport in the node may be another one now, which calls for another plan
         lambda: executor.intra is intra,
         begins_with_barrier=count > 0 and not (phases and not executor.begins_with_barrier(scope, in_order=False)),
         detects_mismatch=executor.detects_mismatch(phases),
-        flat_count=count if _is_flat(plan) else 0,
+        flat_count=count if plan.scopes <= {Scope.WORLD} else 0,
     )
-    is_in_window = {phase.scope for phase in phases} == {Scope.INTRA} and intra.window is not None
+    is_in_window = plan.scopes == {Scope.INTRA} and intra.window is not None
     if is_in_window and layout.is_one_array and count > 0 and set(array_dtypes) == {dtype}:
         drive = executor.hierarchy.call.drive
         bucket.blocking = lambda source, target: drive(bucket.run([source], [target]))
@@ -139,11 +130,10 @@ class _Buffered:
         self._generation = executor.generation
         self._bound: dict[tuple[int, int, int], Operations] = {}
         self._casters: dict[tuple[int, int, int], Cast] = {}
-        scopes = [phase.scope for phase in plan.phases]
         # rails have a channel for each slot; operations inside a node run one after the other
-        self.max_in_flight = executor.max_in_flight(plan.depth) if Scope.INTER in scopes else 1
+        self.max_in_flight = executor.max_in_flight(plan.depth) if Scope.INTER in plan.scopes else 1
         # without an INTRA phase no peer reads our slots, and peers may take another path
-        self.has_intra = Scope.INTRA in scopes
+        self.has_intra = Scope.INTRA in plan.scopes
         # a plan of one chunk alternates between its two slots
         turns = slots if plan.num_chunks == 1 else 1
         self.turns = [
@@ -154,7 +144,7 @@ class _Buffered:
 
     def bucket(self) -> Bucket:
         executor, plan, dtype = self.executor, self._plan, self._dtype
-        is_one_call = executor.device is None and not plan.in_order and plan.num_chunks == 1 and _is_flat(plan)
+        is_one_call = executor.device is None and not plan.in_order and plan.num_chunks == 1 and plan.scopes <= {Scope.WORLD}
         shard_count = plan.padded(min(plan.chunk_count, plan.count)) // max(plan.world.num_shards, 1)
         return Bucket(
             plan,
@@ -438,10 +428,6 @@ def reduce_scatter_by_nccl(
         return Lanes(lambda _: nccl.scatter_between(sources[0].reshape(-1), plan.bounds, targets[0].reshape(-1), fold))
 
     return Bucket(plan, lanes, lambda: True, begins_with_barrier=False, detects_mismatch=executor.detects_mismatch(plan.phases))
-
-
-def _is_flat(plan: Plan) -> bool:
-    return all(phase.scope is Scope.WORLD for phase in plan.phases)
 
 
 def interleave(lanes: Sequence[Steps]) -> Steps:

@@ -7,12 +7,10 @@ work is ordered on that stream; the host does not wait for the GPU, unless peers
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mpistrat.algorithms.cost import CostModel
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
 from mpistrat.device.abstract import Device, DeviceArray, Event, address
@@ -45,13 +43,11 @@ class DeviceExecutor(Executor):
     intra: DeviceTransport
     transports: DeviceTransports
 
-    def __init__(self, host: Executor, device: Device, model: CostModel) -> None:
+    def __init__(self, host: Executor, device: Device) -> None:
         super().__init__(host.hierarchy, device_transports(host.hierarchy, device, host.transports))
         self.device, self.timeline = device, host.timeline
         # ranks compare calls in host memory
         self._compares_inside = host._compares_inside
-        is_direct = any(rail.takes_device_memory for rail in self.transports.rails.values())
-        self.model = replace(model, direct_rails=is_direct)
         self._copied_out: Event | None = None
         self._notice = AbortNotice(host.hierarchy.world_group)
         self._nccl_rails: Mapping[int, NcclTransport] = {}
@@ -113,9 +109,8 @@ class DeviceExecutor(Executor):
         """Return why NCCL is not used on some nodes or cannot combine these values, or an empty text: the same on all ranks."""
         return self.transports.lacks_nccl or nccl_refusal(dtype, op)
 
-    @property
-    def path(self) -> str:
-        """The transports of all ranks, and why not faster ones, as text."""
+    def path_of(self, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> str:
+        """Return the transports of all ranks, and why not faster ones, as text."""
         return str(self.transports)
 
     @property
@@ -157,22 +152,26 @@ class DeviceExecutor(Executor):
         for transport in (*self._on_gpus, *self.rails.values()):
             transport.dispose()
 
-    def bind_direct(
-        self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Sequence[np.dtype[Any]]
-    ) -> Callable[[FlatArrays, Fold], Steps] | None:
-        """Return NCCL's all-reduce of one array, or of a few large ones: see `Executor.bind_direct`."""
+    def adapt(self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Sequence[np.dtype[Any]]) -> Plan:
+        """Return a plan as it runs here: NCCL combines one array where it lies, or a few large ones: see `Executor.adapt`."""
         is_large = layout.count * dtype.itemsize >= DIRECT_FROM_BYTES * (len(layout.offsets) - 1)
-        scopes = {phase.scope for phase in plan.phases}
-        transport = self.intra if scopes == {Scope.INTRA} else self._over_all(dtype, op)
-        if len(scopes) != 1 or not scopes <= {Scope.INTRA, Scope.WORLD} or not transport.combines_arrays:
-            return None
-        if set(given) != {dtype} or not layout.has_whole_arrays or not (layout.is_one_array or is_large):
-            return None
-        if transport.refusal(dtype, op):
-            return None
+        are_alike = set(given) == {dtype} and layout.has_whole_arrays and (layout.is_one_array or is_large)
+        if plan.in_order or not are_alike or plan.scopes not in ({Scope.INTRA}, {Scope.WORLD}):
+            return plan
+        transport, [scope] = self._direct(plan, dtype, op), plan.scopes
+        serves = transport.combines_arrays and not transport.refusal(dtype, op)
+        return plan.in_one_phase(scope, is_direct=True) if serves else plan
+
+    def bind_direct(
+        self, plan: Plan, dtype: np.dtype[Any], op: ReduceOp, num_arrays: int
+    ) -> Callable[[FlatArrays, Fold], Steps]:
+        """Return NCCL's all-reduce: see `Executor.bind_direct`."""
         if op is ReduceOp.MEAN:
             self.device.prepare(divide_kernel(dtype))
-        return transport.all_reduce_arrays
+        return self._direct(plan, dtype, op).all_reduce_arrays
+
+    def _direct(self, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
+        return self.intra if plan.scopes == {Scope.INTRA} else self._over_all(dtype, op)
 
     def detects_mismatch(self, phases: Sequence[Phase], shard_bytes: int = 0, is_ordered: bool = False) -> bool:
         """Return whether a rank in another call is found before results are used: see `Executor.detects_mismatch`."""

@@ -19,9 +19,8 @@ from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.packing.fuse import CopyIn, CopyOut
 from mpistrat.packing.layout import Layout
-from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
+from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp, divide
 from mpistrat.steps import Steps
-from mpistrat.text import format_bytes
 from mpistrat.timeline import Timeline
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
 from mpistrat.transports.mpi import MpiTransport
@@ -33,6 +32,7 @@ Casters = Callable[[int, int], Caster]
 
 SMALL_RAIL_BYTES = 1 << 16  # smaller parts go over `Transports.small_rails`
 _EXCHANGE_PARTITION = (1, 0)  # no bucket has this one
+_IN_ORDER = "messages from all to all, added in the order of the ranks,"
 
 
 class _ScratchUser(Protocol):
@@ -180,15 +180,6 @@ class Executor:
         return "these are host arrays"
 
     @property
-    def path(self) -> str:
-        """The transports that this rank uses, as text."""
-        inside = f"{self.intra.name} inside the node" if self.hierarchy.intra.size > 1 else ""
-        large, small = ([rail.name for rail in rails.values()] for rails in (self.rails, self.transports.small_rails))
-        limit = f" ({small[0]} for parts under {format_bytes(SMALL_RAIL_BYTES)})" if large != small else ""
-        between = f"{large[0]} between nodes{limit}" if large else ""
-        return ", ".join(filter(None, (inside, between)))
-
-    @property
     def window_bytes(self) -> int:
         """Bytes of the scratch memory of this rank."""
         return self._arena.nbytes
@@ -198,31 +189,57 @@ class Executor:
         """Bytes that the transports between nodes hold besides."""
         return sum(rail.scratch_bytes for rail in self.rails.values())
 
+    def adapt(self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Sequence[np.dtype[Any]]) -> Plan:
+        """Return a plan as it runs here on arrays of dtypes `given`, in a bucket of `dtype` or where they lie.
+
+        Whatever the algorithm, a sum in the only node goes through the slots of its window if these hold it: one array in
+        pieces, where that is faster, and several, which are copied to a bucket, in one piece.
+        """
+        if plan.in_order or len(set(given)) > 1:
+            return plan
+        small, nbytes, is_one_array = self.world.small, plan.num_bytes, layout.is_one_array and given[0] == dtype
+        if plan.scopes == {Scope.INTRA} and small.is_one_node and small.serves(nbytes):
+            plan = plan.in_one_phase(Scope.WORLD) if is_one_array or nbytes <= small.slot_bytes else plan
+        if plan.scopes <= {Scope.WORLD}:
+            return plan.in_one_phase(Scope.WORLD, is_direct=True) if is_one_array else plan
+        reads_peers = plan.scopes == {Scope.INTRA} and plan.count and self.intra.combines_arrays
+        return plan.in_one_phase(Scope.INTRA, is_direct=True) if reads_peers and given[0] in (dtype, *HALF_DTYPES) else plan
+
     def bind_direct(
-        self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Sequence[np.dtype[Any]]
-    ) -> Callable[[FlatArrays, Fold], Steps] | None:
-        """Return an all-reduce that works on the caller's arrays, or None if they must be copied to a bucket.
+        self, plan: Plan, dtype: np.dtype[Any], op: ReduceOp, num_arrays: int
+    ) -> Callable[[FlatArrays, Fold], Steps]:
+        """Return an all-reduce that works on the caller's arrays, for a direct plan. A collective call."""
+        if plan.scopes == {Scope.INTRA}:
+            self.reserve_exchange(num_arrays)
+            return self.exchange
+        bound = self.world.bind(op, dtype, (plan.count,))
 
-        A collective call.
-        """
-        held, scopes = given[0], {phase.scope for phase in plan.phases}
-        if len(set(given)) > 1:
-            return None
-        if scopes <= {Scope.WORLD} and layout.is_one_array and held == dtype:
-            return self.world.all_reduce_arrays
-        if scopes != {Scope.INTRA} or not plan.count or not self.intra.combines_arrays or held not in (dtype, *HALF_DTYPES):
-            return None
-        self.reserve_exchange(len(given))
-        return self.exchange if self.intra.combines_arrays else None
+        def over_all(arrays: FlatArrays, fold: Fold) -> Steps:
+            [source], [target] = arrays.sources, arrays.targets
+            yield from bound.steps(source, target)
+            if fold.divisor > 1:
+                divide(target, fold.divisor, out=target)
 
-    def fits_slots(self, plan: Plan, is_one_array: bool) -> bool:
-        """Return whether a sum in the only node goes through the slots of its window, as for a flat plan.
+        return over_all
 
-        One array is summed in pieces where that is faster; several, which are copied to a bucket, in one piece.
-        """
-        small, nbytes = self.world.small, plan.num_bytes
-        is_inside = small.is_one_node and {phase.scope for phase in plan.phases} == {Scope.INTRA} and not plan.in_order
-        return self.device is None and is_inside and small.serves(nbytes) and (is_one_array or nbytes <= small.slot_bytes)
+    def path_of(self, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> str:
+        """Return by what this rank moves the bytes of a plan, as text."""
+        found = []
+        if Scope.INTRA in plan.scopes and self.hierarchy.intra.size > 1:
+            found.append(f"{'cross-memory attach' if plan.is_direct else self.intra.name} inside the node")
+        if Scope.INTER in plan.scopes:
+            found.append(f"{self._rails_of(plan, dtype, op)} between nodes")
+        if Scope.WORLD in plan.scopes:
+            count = plan.count if plan.is_direct else plan.padded(min(plan.chunk_count, plan.count))
+            found.append(_IN_ORDER if plan.in_order else self.world.bind(op, dtype, (count,)).name)
+        return ", ".join(found)
+
+    def _rails_of(self, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> str:
+        if plan.in_order or plan.wire_itemsize:
+            return _IN_ORDER
+        shard, *_ = self.rails
+        parts = [np.empty(plan.padded(count) // plan.world.num_shards, dtype) for _, count in plan.chunks()]
+        return " and ".join(sorted({self._rail(shard, part, op).name for part in parts}))
 
     @property
     def scatters(self) -> bool:

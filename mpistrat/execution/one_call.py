@@ -36,10 +36,10 @@ def shorten(program: Program, executor: Executor, op: ReduceOp, arrays: Sequence
     elif not 0 < nbytes <= executor.hierarchy.settings[settings.MAX_MESSAGE_BYTES]:
         return
     elif len(arrays) == 1 and dtype == arrays[0].dtype:
-        program.blocking = _of_one(world.blocking_all_reduce(op, dtype, arrays[0].shape), divider(dtype, divisor))
+        program.blocking = _of_one(world.bind(op, dtype, arrays[0].shape).blocking(), divider(dtype, divisor))
         program.is_one_message = divisor == 1
     elif sum(array.nbytes for array in arrays) <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:
-        combine = world.blocking_all_reduce(op, dtype, (bucket.flat_count,))
+        combine = world.bind(op, dtype, (bucket.flat_count,)).blocking()
         program.blocking = SmallBatch(op, arrays, bucket, divisor, combine).run
 
 

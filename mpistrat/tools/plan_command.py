@@ -1,4 +1,4 @@
-"""mpistrat plan: the plan of an all-reduce on nodes of any shape, its predicted time, and why. Needs no MPI."""
+"""mpistrat plan: the plan of an all-reduce of host memory on nodes of any shape, its predicted time, and why. Needs no MPI."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import ml_dtypes
 import numpy as np
 
 from mpistrat.algorithms.choose import PLANNERS, Choice, choose
-from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
-from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel
 from mpistrat.algorithms.plan_report import alternatives_text, basis_text, chunks_text, phases_text
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.settings import parse_bytes
@@ -32,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chunk-bytes", default="0", metavar="SIZE", help="chunks of a hierarchical plan; 0: chosen by the planner"
     )
-    parser.add_argument("--device", default="cpu", choices=("cpu", "gpu"), help="memory of the buffer (default: cpu)")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -45,30 +42,19 @@ def execute(arguments: argparse.Namespace) -> int:
         raise InvalidArgumentError(
             f"{num_bytes} bytes are not a whole number of {arguments.dtype} elements; --bytes must be a multiple of {itemsize}"
         )
-    on_gpu = arguments.device == "gpu"
-    model = ON_DEVICE if on_gpu else DEFAULT
-    choice = choose(
-        world,
-        num_bytes // itemsize,
-        itemsize,
-        arguments.algorithm,
-        chunk_bytes,
-        model,
-        one_intra_phase=on_gpu,
-        default_chunk_bytes=DEVICE_CHUNK_BYTES * on_gpu,
-    )
-    print(_report(choice, arguments.world, arguments.dtype, model))
+    choice = choose(world, num_bytes // itemsize, itemsize, arguments.algorithm, chunk_bytes)
+    print(_report(choice, arguments.world, arguments.dtype))
     return 0
 
 
-def _report(choice: Choice, shape: str, dtype: str, model: CostModel) -> str:
+def _report(choice: Choice, shape: str, dtype: str) -> str:
     heading = [
         ("world", f"{shape}: {_size(choice.plan.world)}"),
         ("buffer", f"{format_bytes(choice.plan.num_bytes)} of {dtype}: {chunks_text(choice.plan)}"),
         ("algorithm", choice.plan.algorithm),
         ("why", choice.reason),
     ]
-    return "\n\n".join([format_table(heading), phases_text(choice.plan, model), alternatives_text(choice), basis_text(model)])
+    return "\n\n".join([format_table(heading), phases_text(choice.plan), alternatives_text(choice), basis_text()])
 
 
 def _size(world: World) -> str:

@@ -200,8 +200,6 @@ class DeviceTransport(Transport):
     device: Device
     peers_read: bool = False
     """Whether peers read this rank's memory by themselves, so that copies to it must have completed before a barrier."""
-    takes_device_memory: ClassVar[bool] = False
-    """Whether memory of a GPU is sent as it is, and not staged through the host."""
     combines_halves: ClassVar[bool] = False
     """Whether 16-bit floats are combined in their own dtype."""
     one_shot_bytes: int | None = None

@@ -41,7 +41,6 @@ class CudaAwareTransport(RingTransport, DeviceTransport):
     """Rings on device memory, for an MPI that takes it."""
 
     name = "cuda_aware"
-    takes_device_memory = True
     receives_ahead = 4
 
     def __init__(self, group: Group, device: Device | None = None, segment_bytes: int = SEGMENT_BYTES) -> None:

@@ -1,4 +1,4 @@
-"""All-reduce over all ranks: small arrays by `small`, others by MPI's collectives.
+"""All-reduces over all ranks: of small arrays by `small`, of others by MPI's collectives. `WorldTransport.bind` decides.
 
 Ranks of a node compare their calls before MPI is called.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -20,11 +20,11 @@ from mpistrat.arrays import Array, new_array
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import openmpi
-from mpistrat.reduction import Fold, ReduceOp, divide
+from mpistrat.reduction import ReduceOp
 from mpistrat.steps import Steps
-from mpistrat.transports.base import FlatArrays, Operation, Part
+from mpistrat.transports.base import Operation, Part
 from mpistrat.transports.mpi import MpiTransport, mpi_datatype, mpi_op, until_complete
-from mpistrat.transports.small import PiecewiseAllReduce, SmallAllReduce, SmallExchange, small_all_reduce
+from mpistrat.transports.small import SmallExchange, small_all_reduce
 from mpistrat.transports.window import NodeWindow
 
 if TYPE_CHECKING:
@@ -33,7 +33,18 @@ if TYPE_CHECKING:
 KIB = 1 << 10
 POLL_FROM_BYTES = 512 * KIB
 """Between nodes, smaller arrays use blocking collectives: 64 KiB on 4x2 take 0.9 ms, and 1.9 ms by MPI_Iallreduce."""
-_CACHE_SIZE = 64
+
+
+class AllReduce(Protocol):
+    """An all-reduce over all ranks, of arrays of one shape and dtype; `name` says by what."""
+
+    name: str
+
+    def steps(self, source: Array, target: Array) -> Steps:
+        """Return the steps between two C-contiguous arrays, which may be one. A collective call."""
+
+    def blocking(self) -> Callable[[Array, Array | None], Array]:
+        """Return ``all_reduce(source, target)``, which blocks, and returns the target: a new array if that is None."""
 
 
 class WorldTransport(MpiTransport):
@@ -43,74 +54,30 @@ class WorldTransport(MpiTransport):
     between nodes, however the launcher has placed the ranks.
     """
 
-    combines_arrays = True
     most_passed_bytes = 0
     """Arrays of at most so many bytes are handed to MPI as they are: their calls are compared later, inside a node too."""
 
     def __init__(self, hierarchy: Hierarchy, window: NodeWindow | None = None) -> None:
-        self._world, self._call = hierarchy.world, hierarchy.call
-        self._window = window if hierarchy.intra.size > 1 else None
-        self.small = SmallExchange(hierarchy, self._window)
-        several = self._world.num_nodes > 1
+        self.num_nodes = hierarchy.world.num_nodes
+        self.window = window if hierarchy.intra.size > 1 else None
+        self.small = SmallExchange(hierarchy, self.window)
         self._own: list[MPI.Intracomm] = []
         self._copy = np.empty(0, np.uint8)
-        self._small: dict[tuple[ReduceOp, np.dtype[Any], tuple[int, ...]], SmallAllReduce | PiecewiseAllReduce] = {}
-        super().__init__(self._in_order_of_nodes(hierarchy) if several else hierarchy.world_group)
+        super().__init__(self._in_order_of_nodes(hierarchy) if self.num_nodes > 1 else hierarchy.world_group)
+
+    def bind(self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> AllReduce:
+        """Return the all-reduce of arrays of this shape and dtype: the same on all ranks."""
+        nbytes = prod(shape) * dtype.itemsize
+        if self._passes(nbytes):
+            return PassedAllReduce(self, op, dtype, shape, None)
+        if self.small.serves(nbytes):
+            return small_all_reduce(self.small, op, dtype, shape)
+        return MpiAllReduce(self, op, dtype, shape, self.window)
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind an all-reduce, in place."""
-        steps = self.steps_of(op, buffer.dtype, buffer.shape)
-        return Operation(lambda: steps(buffer, buffer), [Part(0, buffer.size, (buffer,))])
-
-    def all_reduce_arrays(self, arrays: FlatArrays, fold: Fold) -> Steps:
-        """Combine the caller's one array, if `fold` does not widen it."""
-        [source], [target] = arrays.sources, arrays.targets
-        yield from self.steps_of(fold.op, source.dtype, source.shape)(source, target)
-        if fold.divisor > 1:
-            divide(target, fold.divisor, out=target)
-
-    def steps_of(self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Callable[[Array, Array], Steps]:
-        """Return the nonblocking all-reduce of a C-contiguous array of this shape and dtype: ``steps(source, target)``."""
-        key, nbytes = (op, dtype, shape), _nbytes(dtype, shape)
-        if self.small.serves(nbytes) and not self._passes(nbytes):
-            if key not in self._small:
-                if len(self._small) == _CACHE_SIZE:
-                    self._small.clear()
-                self._small[key] = small_all_reduce(self.small, op, dtype, shape)
-            return self._small[key].steps
-        return lambda source, target: self._by_mpi(op, source, target)
-
-    def blocking_all_reduce(
-        self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]
-    ) -> Callable[[Array, Array | None], Array]:
-        """Return a blocking all-reduce of one array of this shape and dtype, by `small` or MPI: ``all_reduce(source, target)``.
-
-        It returns the target, a new array if `target` is None.
-        """
-        nbytes = _nbytes(dtype, shape)
-        if self._world.size == 1:
-            return _copy
-        if self._passes(nbytes):
-            return self._passing(op, dtype, shape)
-        if self.small.serves(nbytes):
-            return small_all_reduce(self.small, op, dtype, shape).blocking()
-        call, window, barrier = self._call, self._window, self.small.barrier
-        is_polled, combine, native = self._is_polled(nbytes), self._combine, mpi_op(op, dtype)
-
-        def run(source: Array, target: Array | None = None) -> Array:
-            if target is None:
-                target = new_array(shape, source.dtype)  # not `dtype`: equal NumPy dtypes may be different MPI datatypes
-            if not (source.flags.c_contiguous and source.flags.aligned):
-                source = np.require(source, requirements=["C", "A"])
-            if is_polled or call.must_poll:
-                call.drive(self._by_mpi(op, source, target))
-                return target
-            if window is not None:
-                barrier(window)
-            combine(native, source, target)
-            return target
-
-        return run
+        bound = self.bind(op, buffer.dtype, buffer.shape)
+        return Operation(lambda: bound.steps(buffer, buffer), [Part(0, buffer.size, (buffer,))])
 
     def passing_call(self, op: ReduceOp, dtype: np.dtype[Any]) -> tuple[Callable[..., None], MPI.Op, MPI.Datatype]:
         """Return MPI's all-reduce for arrays of at most `most_passed_bytes`, and the operation and datatype that it takes."""
@@ -120,63 +87,7 @@ class WorldTransport(MpiTransport):
         """Return whether arrays of `nbytes` bytes are added in the order of the ranks."""
         return self.small.is_one_node and self.small.serves(nbytes) and not self._passes(nbytes)
 
-    def _passes(self, nbytes: int) -> bool:
-        """Return whether arrays of `nbytes` bytes are handed to MPI as they are: the same on all ranks."""
-        return 0 < nbytes <= self.most_passed_bytes
-
-    def _passing(self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Callable[[Array, Array | None], Array]:
-        """Return MPI's all-reduce of a contiguous array of any shape, with as little Python as possible."""
-        from mpi4py import MPI
-
-        nbytes, in_place, add_unconfirmed = _nbytes(dtype, shape), MPI.IN_PLACE, self._call.add_unconfirmed
-        all_reduce, native, datatype = self.passing_call(op, dtype)
-        count = prod(shape)
-
-        def run(source: Array, target: Array | None = None) -> Array:
-            if target is None:
-                target = np.empty(shape, source.dtype)
-            flags = source.flags
-            if not (flags.c_contiguous and flags.aligned):
-                source = np.require(source, requirements=["C", "A"])
-            given = in_place if source is target else (source, count, datatype)
-            all_reduce(given, (target, count, datatype), native)
-            add_unconfirmed(nbytes)
-            return target
-
-        return run
-
-    def _by_mpi(self, op: ReduceOp, source: Array, target: Array) -> Steps:
-        """Return the steps of a barrier of this node, then of MPI's all-reduce."""
-        if self._window is not None and not self._passes(source.nbytes):
-            yield from self._window.barrier()
-        native = mpi_op(op, source.dtype)
-        if not (self._call.must_poll or self._is_polled(source.nbytes)):
-            self._combine(native, source, target)
-            return
-        for given, result in self._parts(source, target):
-            # Open MPI takes another algorithm for MPI.IN_PLACE, which not all ranks may pass
-            sent = given if isinstance(given, np.ndarray) else self._copied(result)
-            yield from until_complete([self.group.comm.Iallreduce(sent, result, native)], (sent, result))
-        self._note(source.nbytes)
-
-    def _copied(self, array: Array) -> Array:
-        """Return a copy of an array in memory that is kept: one call is under way at a time."""
-        if self._copy.nbytes < array.nbytes:
-            self._copy = np.empty(array.nbytes, np.uint8)
-        copy: Array = self._copy[: array.nbytes].view(array.dtype).reshape(array.shape)
-        copy[...] = array
-        return copy
-
-    def _is_polled(self, nbytes: int) -> bool:
-        return self._world.num_nodes > 1 and nbytes >= POLL_FROM_BYTES
-
-    def _combine(self, native: MPI.Op, source: Array, target: Array) -> None:
-        """All-reduce by MPI's blocking collectives."""
-        for given, result in self._parts(source, target):
-            self.group.comm.Allreduce(given, result, native)
-        self._note(source.nbytes)
-
-    def _parts(self, source: Array, target: Array) -> list[tuple[Any, Array]]:
+    def parts(self, source: Array, target: Array) -> list[tuple[Any, Array]]:
         """Return the send and receive buffer of each call of MPI."""
         from mpi4py import MPI
 
@@ -187,9 +98,16 @@ class WorldTransport(MpiTransport):
         pairs = zip(self._split(source.reshape(-1)), self._split(target.reshape(-1)), strict=True)
         return [(MPI.IN_PLACE if in_place else part, result) for part, result in pairs]
 
-    def _note(self, nbytes: int) -> None:
-        if self._world.num_nodes > 1 or self._window is None or self._passes(nbytes):
-            self._call.add_unconfirmed(nbytes)
+    def copied(self, array: Array) -> Array:
+        """Return a copy of an array in memory that is kept: one call is under way at a time."""
+        if self._copy.nbytes < array.nbytes:
+            self._copy = np.empty(array.nbytes, np.uint8)
+        copy: Array = self._copy[: array.nbytes].view(array.dtype).reshape(array.shape)
+        copy[...] = array
+        return copy
+
+    def _passes(self, nbytes: int) -> bool:
+        return 0 < nbytes <= self.most_passed_bytes and self.group.size > 1
 
     def close(self) -> None:
         """Free the communicators."""
@@ -210,16 +128,98 @@ class WorldTransport(MpiTransport):
         return Group(self._own[0], "world by nodes", ranks, hierarchy.call)
 
 
+class MpiAllReduce:
+    """MPI's all-reduce, after a barrier in the `window`, if there is one, in which the ranks of this node compare their calls.
+
+    It blocks, unless the call has a deadline, or the array is large and goes between nodes: then it is polled.
+    """
+
+    def __init__(
+        self, world: WorldTransport, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...], window: NodeWindow | None
+    ) -> None:
+        self._world, self._window, self._comm, self._call = world, window, world.group.comm, world.group.call
+        self._op, self._dtype, self._shape, self._nbytes = mpi_op(op, dtype), dtype, shape, prod(shape) * dtype.itemsize
+        self._is_polled = world.num_nodes > 1 and self._nbytes >= POLL_FROM_BYTES
+        self._is_compared = world.num_nodes == 1 and window is not None
+        self.name = "MPI_Iallreduce" if self._is_polled else "MPI_Allreduce"
+
+    def steps(self, source: Array, target: Array) -> Steps:
+        """Return the steps: see `AllReduce`."""
+        if self._window is not None:
+            yield from self._window.barrier()
+        if not (self._call.must_poll or self._is_polled):
+            self._combine(source, target)
+            return
+        for given, result in self._world.parts(source, target):
+            # Open MPI takes another algorithm for MPI.IN_PLACE, which not all ranks may pass
+            sent = given if isinstance(given, np.ndarray) else self._world.copied(result)
+            yield from until_complete([self._comm.Iallreduce(sent, result, self._op)], (sent, result))
+        self._note()
+
+    def blocking(self) -> Callable[[Array, Array | None], Array]:
+        """Return the blocking call: see `AllReduce`."""
+        if self._comm.size == 1:
+            return _copy
+        call, window, barrier, shape = self._call, self._window, self._world.small.barrier, self._shape
+        is_polled, combine, steps = self._is_polled, self._combine, self.steps
+
+        def run(source: Array, target: Array | None = None) -> Array:
+            if target is None:
+                target = new_array(shape, source.dtype)  # not `dtype`: equal NumPy dtypes may be different MPI datatypes
+            if not (source.flags.c_contiguous and source.flags.aligned):
+                source = np.require(source, requirements=["C", "A"])
+            if is_polled or call.must_poll:
+                call.drive(steps(source, target))
+                return target
+            if window is not None:
+                barrier(window)
+            combine(source, target)
+            return target
+
+        return run
+
+    def _combine(self, source: Array, target: Array) -> None:
+        """All-reduce by MPI's blocking collectives."""
+        for given, result in self._world.parts(source, target):
+            self._comm.Allreduce(given, result, self._op)
+        self._note()
+
+    def _note(self) -> None:
+        if not self._is_compared:
+            self._call.add_unconfirmed(self._nbytes)
+
+
+class PassedAllReduce(MpiAllReduce):
+    """MPI's all-reduce of arrays as they are, with as little Python as possible: calls are compared later."""
+
+    def blocking(self) -> Callable[[Array, Array | None], Array]:
+        """Return the blocking call, for contiguous arrays of any shape: see `AllReduce`."""
+        from mpi4py import MPI
+
+        nbytes, in_place, add_unconfirmed = self._nbytes, MPI.IN_PLACE, self._call.add_unconfirmed
+        all_reduce, native, datatype = self._comm.Allreduce, self._op, mpi_datatype(self._dtype)
+        shape, count = self._shape, prod(self._shape)
+
+        def run(source: Array, target: Array | None = None) -> Array:
+            if target is None:
+                target = np.empty(shape, source.dtype)
+            flags = source.flags
+            if not (flags.c_contiguous and flags.aligned):
+                source = np.require(source, requirements=["C", "A"])
+            given = in_place if source is target else (source, count, datatype)
+            all_reduce(given, (target, count, datatype), native)
+            add_unconfirmed(nbytes)
+            return target
+
+        return run
+
+
 def _copy(source: Array, target: Array | None = None) -> Array:
     """All-reduce over a single rank."""
     if target is None:
         target = np.empty(source.shape, source.dtype)
     target[...] = source
     return target
-
-
-def _nbytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    return prod(shape) * dtype.itemsize
 
 
 def _may_advise(hierarchy: Hierarchy) -> bool:

@@ -120,6 +120,7 @@ class PiecewiseAllReduce:
         starts = range(0, count, longest)
         made = {length: SmallAllReduce(exchange, op, dtype, (length,)) for length in {longest, count - starts[-1]}}
         self._pieces = [(slice(start, start + longest), made[min(longest, count - start)]) for start in starts]
+        self.name = f"{made[longest].name}, in {len(starts)} pieces"
 
     def blocking(self) -> Callable[[Array, Array | None], Array]:
         """Return a blocking call: see `SmallAllReduce.blocking`."""
@@ -152,6 +153,8 @@ class SmallAllReduce:
     def __init__(self, exchange: SmallExchange, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._exchange, self._fold, self._shape, self._dtype = exchange, combine(op), shape, dtype
         window, nbytes = exchange.window, prod(shape) * dtype.itemsize
+        ways = ["slots of shared memory"] * (window is not None) + ["messages between nodes"] * (not exchange.is_one_node)
+        self.name = ", ".join(ways)
         # the slots of all ranks of the node, and those of its leader's results, used alternately
         self._slots = [
             [slots[turn][:nbytes].view(dtype).reshape(shape) for slots in window.small] if window else [np.empty(shape, dtype)]
@@ -169,7 +172,7 @@ class SmallAllReduce:
             self._add_ranks = [self._summing(slots, self._leaders.own) for slots in self._slots]
 
     def blocking(self) -> Callable[[Array, Array | None], Array]:
-        """Return a blocking call, ``all_reduce(source, target)``, with little Python: see `Transport.blocking_all_reduce`."""
+        """Return a blocking call, ``all_reduce(source, target)``, with little Python: see `AllReduce`."""
         if self._one_node:
             return self._on_one_node()
         return self._on_leader() if self._exchange.is_leader else self._on_follower()

@@ -270,8 +270,10 @@ def test_the_timeline_shows_the_phases(ops, world):
     for algorithm in PLANNERS:
         ops.timeline.events.clear()
         # arrays of two dtypes, which must be packed
-        ops.all_reduce(SUM, [array, array.astype(np.float16)], by_name(algorithm))
-        phases = [str(phase) for phase in ops.choose(2000, array.dtype, by_name(algorithm)).plan.phases]
+        arrays = [array, array.astype(np.float16)]
+        ops.all_reduce(SUM, arrays, by_name(algorithm))
+        [pack] = ops.explain(arrays, by_name(algorithm)).packs
+        phases = [str(phase) for phase in pack.choice.plan.phases]
         named = [event.name.split(" rail")[0] for event in ops.timeline.events]
         assert [name for index, name in enumerate(named) if index == 0 or name != named[index - 1]] == [
             "copy in",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
-from mpistrat.transports.mpi_world import WorldTransport
+from mpistrat.transports.mpi_world import MpiAllReduce
 from mpistrat.transports.window import MOST_SMALL_BYTES
 from tests.launches import on_ranks, up_to_ranks
 from tests.ranks.test_properties import NUM_PACKS, check_examples
@@ -65,7 +65,7 @@ def folded(call: Call, given: np.ndarray) -> np.ndarray:
 @on_ranks(3)
 def test_arrays_that_are_too_large_for_a_slot_once_they_are_padded_are_added_in_order(make_ops, monkeypatch):
     ops, by_mpi = make_ops(), []
-    monkeypatch.setattr(WorldTransport, "_by_mpi", lambda *_: by_mpi.append(_) or iter(()))
+    monkeypatch.setattr(MpiAllReduce, "steps", lambda *_: by_mpi.append(_) or iter(()))
     count = MOST_SMALL_BYTES // np.dtype(np.float64).itemsize  # no multiple of three
     ops.all_reduce(ReduceOp.SUM, [np.ones(5), np.ones(count - 5)], CommunicationOptions(deterministic=True))
     assert not by_mpi

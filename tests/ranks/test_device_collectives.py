@@ -249,13 +249,12 @@ def test_values_are_cast_between_nodes_by_the_gpu_where_no_errors_are_kept(pair,
 
 
 @pytest.mark.parametrize("mpi_gpu", ["on", "off"])
-def test_an_mpi_that_takes_device_memory_is_used_and_plans_are_chosen_for_it(make_pair, world, mpi_gpu):
+def test_an_mpi_that_takes_device_memory_is_used(make_pair, world, mpi_gpu):
     """It can read the stand-in's."""
     pair, is_direct = make_pair(world, MPI_GPU=mpi_gpu), mpi_gpu == "on" and world.num_nodes > 1
     for _ in range(2):
         pair.compare(SUM, [values(shape, np.float32, pair.rank) for shape in ((5, 3), (70_000,))])
     assert ("cuda_aware between nodes" in pair.gpu.path) == is_direct
-    assert pair.gpu.explain([pair.up(np.ones(60_000, np.float32))]).model.direct_rails == is_direct
 
 
 def test_what_goes_by_way_of_the_host_is_said_once(comm, world, monkeypatch, tmp_path, said):
@@ -500,7 +499,7 @@ def test_what_is_held_and_done_is_told(pair, monkeypatch):
     assert [pack.dtype for pack in explained.packs] == ["float32", "float64"]
     if pair.world.size > 1:
         assert pair.gpu.path in str(explained)
-    assert "default constants for GPUs" in str(pair.gpu.explain(arrays[:1]))
+    assert "predicted" not in str(explained), "nobody has measured times on GPUs"
 
 
 @needs_ranks(2)

@@ -59,7 +59,9 @@ def bind(executor, algorithm, counts, chunk_bytes=0):
     layout, in_chunks = Layout(counts), algorithm == "chunks"
     plans = PLANNERS["hierarchical" if in_chunks else algorithm](executor.hierarchy.world, layout.count, 4, chunk_bytes)
     plan = plans[-1 if in_chunks else 0]
-    return compiled.all_reduce(executor, plan, layout, FLOAT32, ReduceOp.SUM, [FLOAT32] * len(layout.offsets))
+    dtypes = [FLOAT32] * len(counts)
+    plan = executor.adapt(plan, layout, FLOAT32, ReduceOp.SUM, dtypes)
+    return compiled.all_reduce(executor, plan, layout, FLOAT32, ReduceOp.SUM, dtypes)
 
 
 def bind_all(executor, counts, chunk_bytes):
@@ -191,7 +193,6 @@ def test_a_transport_that_is_asked_for_between_nodes_moves_all_parts_until_it_is
     for count in (1, SMALL_RAIL_BYTES):
         part = np.zeros(count, np.float32)
         assert {executor._rail(shard, part, ReduceOp.SUM).name for shard in hierarchy.rails} <= {"mine"}
-    assert ("mine between nodes" in executor.path) == (hierarchy.world.num_nodes > 1)
     executor.close()
     assert asked == [f"rail {shard}" for shard in hierarchy.rails]
 
@@ -228,10 +229,12 @@ def test_a_sum_that_is_not_in_the_buffer_between_nodes_names_transport_and_verb(
         run(bind(uneven, "hierarchical", [1 << 18]), [np.ones(1 << 18, np.float32)])
 
 
-def test_without_a_name_rings_move_what_is_large(uneven):
-    if uneven.hierarchy.world.num_nodes > 1:
-        assert uneven.path.endswith("mpi_ring between nodes (mpi for parts under 64 KiB)")
-    assert ("shared_memory inside the node" in uneven.path) == (uneven.hierarchy.intra.size > 1)
+@pytest.mark.parametrize(("count", "name"), [(1000, "mpi"), (1 << 18, "mpi_ring")])
+def test_without_a_name_rings_move_what_is_large(uneven, count, name):
+    [plan] = PLANNERS["hierarchical"](uneven.hierarchy.world, count, 4, 1 << 30)
+    path = uneven.path_of(plan, FLOAT32, ReduceOp.SUM)
+    assert (f"{name} between nodes" in path.split(", ")) == (uneven.hierarchy.world.num_nodes > 1)
+    assert ("shared_memory inside the node" in path) == (uneven.hierarchy.intra.size > 1)
 
 
 @needs_ranks(2)

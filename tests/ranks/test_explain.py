@@ -8,6 +8,11 @@ import pytest
 import mpistrat
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.experimental import CommunicationOptions
+from mpistrat.transports.mpi_world import MpiAllReduce
+from mpistrat.transports.pairwise import _Ordered
+from mpistrat.transports.ring import BoundRing
+from mpistrat.transports.shared_memory import Exchange
+from mpistrat.transports.small import SmallAllReduce
 from tests.launches import needs_ranks, on_ranks
 
 pytestmark = on_ranks(1, 3)
@@ -38,6 +43,48 @@ def test_packs_and_plans(strategy):
         "default constants; mpistrat tune corrects them by measurements of this cluster.",
     ):
         assert part in text
+
+
+@pytest.fixture
+def carried_out(monkeypatch):
+    """Note what carries out a call, by what `explain` calls it."""
+    noted = set()
+
+    def note(kind, verb, text):
+        run = getattr(kind, verb)
+
+        def noting(self, *arguments):
+            noted.add(text(self))
+            return run(self, *arguments)
+
+        monkeypatch.setattr(kind, verb, noting)
+
+    note(SmallAllReduce, "steps", lambda self: self.name)
+    note(MpiAllReduce, "steps", lambda self: self.name)
+    note(Exchange, "run", lambda self: "cross-memory attach inside the node")
+    note(BoundRing, "run", lambda self: "mpi_ring between nodes")
+    note(_Ordered, "run", lambda self: "added in the order of the ranks")
+    return noted
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("algorithm", ["auto", "flat", "hierarchical"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_it_says_what_carries_out_the_call(ops, carried_out, algorithm, deterministic):
+    options = CommunicationOptions(algorithm=algorithm, deterministic=deterministic)
+    ops.timeline.enabled = True  # every call runs its steps
+    for counts in ([1], [3, 5], [20_000], [100_000], [60_000, 60_000], [500_000], [250_000, 250_000], [1_300_000]):
+        given = [np.ones(count, np.float32) for count in counts]
+        [pack] = ops.explain(given, options).packs
+        carried_out.clear()
+        ops.timeline.events.clear()
+        ops.all_reduce("sum", given, options)
+        phases = [str(phase) for phase in pack.choice.plan.phases]
+        assert {event.name.split(" rail")[0] for event in ops.timeline.events} - {"copy in", "copy out"} == set(phases)
+        assert any(event.name == "copy in" for event in ops.timeline.events) != pack.choice.plan.is_direct
+        told = pack.transport.partition(", in ")[0] if "pieces" in pack.transport else pack.transport
+        assert all(text in told for text in carried_out)
+        assert carried_out or told.removeprefix("shared_memory inside the node").removeprefix(", ") in ("", "mpi between nodes")
 
 
 @needs_ranks(2)

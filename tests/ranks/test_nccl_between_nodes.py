@@ -38,6 +38,11 @@ def pair(make_pair, nodes):
     return make_pair(nodes)
 
 
+def reductions(pair):
+    """Return how often NCCL has reduced: what it refuses to reduce it gathers all the same."""
+    return {verb: count for verb, count in pair.library.calls.items() if "reduce" in verb.lower()}
+
+
 def test_every_operation_on_every_dtype_in_and_out_of_place(pair):
     for op in ReduceOp:
         for is_refused in (False, True):
@@ -47,13 +52,13 @@ def test_every_operation_on_every_dtype_in_and_out_of_place(pair):
                 for dtype in dtypes
                 for shape in ((5, 3), (0,), (257,))
             ]
-            calls = pair.library.calls.copy()
+            calls = reductions(pair)
             expected, given = pair.host.all_reduce(op, arrays), list(map(pair.up, arrays))
             for out in (None, given):
                 for found, wanted in zip(pair.gpu.all_reduce(op, given, out=out), expected, strict=True):
                     np.testing.assert_array_equal(pair.device.get(found), wanted)
             assert dtypes or is_refused
-            assert is_refused == (pair.library.calls == calls), f"{op} of {dtypes}"
+            assert is_refused == (reductions(pair) == calls), f"{op} of {dtypes}"
 
 
 def refusal(dtype, op):

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpistrat.packing.layout import Layout
-from mpistrat.reduction import Fold, ReduceOp, combine
+from mpistrat.reduction import ReduceOp, combine
 from mpistrat.steps import drive
 from mpistrat.testing.transport_cases import DTYPES, inputs, operations, poison
 from mpistrat.transports import mpi_world
-from mpistrat.transports.base import FlatArrays, SegmentCache
 from mpistrat.transports.mpi_world import WorldTransport
 from tests.launches import up_to_ranks
 
@@ -29,10 +27,7 @@ def reduced(transport: WorldTransport, mine: np.ndarray, op: ReduceOp, in_place:
         drive(transport.all_reduce(target, op).run(), lambda: "all_reduce", 30.0)
         return target
     poison(target)
-    arrays = FlatArrays(
-        [mine], [target], mine.size, SegmentCache(lambda start, stop: Layout([mine.size]).segments(start, stop, mine.size))
-    )
-    drive(transport.all_reduce_arrays(arrays, Fold(op, mine.dtype)), lambda: "between", 30.0)
+    drive(transport.bind(op, mine.dtype, mine.shape).steps(mine, target), lambda: "between", 30.0)
     return target
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.algorithms.choose import PLANNERS, choose
-from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
-from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel
+from mpistrat.algorithms.choose import PLANNERS, choose, choose_on_gpus
+from mpistrat.algorithms.cost import DEFAULT, CostModel
+from mpistrat.algorithms.plan import Verb
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.testing.simulate import simulate
 from mpistrat.topology.world import World
@@ -104,9 +104,16 @@ def test_what_cannot_be_planned_is_refused(count: int, itemsize: int, algorithm:
 def test_on_gpus_a_buffer_stays_whole_where_nothing_overlaps_unless_chunks_are_asked_for(
     shape: str, chunk_bytes: int, num_chunks: int
 ) -> None:
-    given = {"one_intra_phase": True, "default_chunk_bytes": DEVICE_CHUNK_BYTES}
-    choice = choose(World.from_shape(shape), 16 * MIB, 4, chunk_bytes=chunk_bytes, model=ON_DEVICE, **given)
-    assert (choice.plan.algorithm, choice.plan.num_chunks) == ("hierarchical", num_chunks)
+    choice = choose_on_gpus(World.from_shape(shape), 16 * MIB, 4, chunk_bytes=chunk_bytes)
+    plan = choice.plan
+    assert (plan.algorithm, plan.num_chunks) == ("hierarchical", num_chunks)
+    assert [phase.verb for phase in plan.phases].count(Verb.ALL_REDUCE) == 1, "NCCL needs one phase in a node"
+    assert (choice.reason, choice.considered) == ("on GPUs auto is hierarchical", ())
+
+
+def test_on_gpus_flat_is_for_those_who_ask_for_it() -> None:
+    choice = choose_on_gpus(World.from_shape("2x2"), 1000, 4, "flat", wire_itemsize=2)
+    assert (choice.plan.algorithm, choice.plan.wire_itemsize, choice.reason) == ("flat", 2, "flat was asked for by name")
 
 
 def test_where_each_node_has_one_rank_large_arrays_are_copied_in_chunks() -> None:

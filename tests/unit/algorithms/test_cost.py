@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel, link_bytes, phase_bytes, phase_seconds, predict_seconds
+from mpistrat.algorithms.cost import DEFAULT, CostModel, link_bytes, phase_bytes, phase_seconds, predict_seconds
 from mpistrat.algorithms.plan import Plan
 from mpistrat.algorithms.planners import flat, hierarchical
 from mpistrat.topology.world import World
@@ -89,25 +89,6 @@ def test_the_busier_lane_hides_the_other() -> None:
     assert predict_seconds(plan) == pytest.approx(max(rails, scatter + gather) + min(rails, scatter + gather) / plan.num_chunks)
     one_at_a_time = dataclasses.replace(plan, depth=1)
     assert predict_seconds(one_at_a_time) == pytest.approx(scatter + rails + gather)
-
-
-DIRECT = dataclasses.replace(ON_DEVICE, direct_rails=True)
-
-
-@pytest.mark.parametrize(("shape", "steps", "sent"), [("2x1", 2, 1), ("4x1", 6, 1.5), ("5x1", 8, 1.6)])
-@pytest.mark.parametrize("num_bytes", [2**10, 2**16, MIB, 2**34])
-def test_what_a_ring_of_gpu_memory_costs(shape: str, steps: int, sent: float, num_bytes: int) -> None:
-    """Steps in a row, and what a rank sends for each byte of its shard; sums go on meanwhile."""
-    model = dataclasses.replace(DIRECT, call_seconds=0, link_efficiency=1)
-    seconds = steps * model.inter_step_seconds + num_bytes * sent / model.link_bytes_per_second
-    plan = dataclasses.replace(hierarchical(World.from_shape(shape), num_bytes // 4, 4)[0], chunk_count=num_bytes // 4)
-    assert predict_seconds(plan, model) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize("change", [{"in_order": True}, {"wire_itemsize": 2}])
-def test_what_is_staged_for_other_reasons_costs_what_staging_costs(change: dict[str, int]) -> None:
-    plan = dataclasses.replace(hierarchical(World.from_shape("8x8"), MIB, 4)[0], **change)
-    assert predict_seconds(plan, DIRECT) == predict_seconds(plan, ON_DEVICE)
 
 
 @given(random_worlds, st.integers(1, 10**7))

@@ -59,8 +59,6 @@ SMALL = ("--world", "2x2", "--bytes", "1KiB")
             ("--world", "2x2", "--bytes", "1MiB", "--algorithm", "hierarchical", "--chunk-bytes", "128KiB"),
             "in 8 chunks of 128 KiB",
         ),
-        # on GPUs of one node a buffer is not cut
-        (("--world", "1x8", "--bytes", "64MiB", "--device", "gpu"), "64 MiB of float32: 16777216 elements\n"),
     ],
 )
 def test_any_world_size_and_dtype(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], expected: str) -> None:
