@@ -94,7 +94,7 @@ class WorldTransport(MpiTransport):
             return self._passing(op, dtype, shape)
         if self.small.serves(nbytes):
             return small_all_reduce(self.small, op, dtype, shape).blocking()
-        call, window, barrier = self._call, self._window, self.small.barrier
+        call, barrier = self._call, None if self._window is None else self.small.blocking_barrier(self._window)
         is_polled, combine, native = self._is_polled(nbytes), self._combine, mpi_op(op, dtype)
 
         def run(source: Array, target: Array | None = None) -> Array:
@@ -105,8 +105,8 @@ class WorldTransport(MpiTransport):
             if is_polled or call.must_poll:
                 call.drive(self._by_mpi(op, source, target))
                 return target
-            if window is not None:
-                barrier(window)
+            if barrier is not None:
+                barrier(None)
             combine(native, source, target)
             return target
 

@@ -134,7 +134,7 @@ class NodeWindow:
 
     def fence(self, number: int) -> Steps:
         """Wait until every peer has called `release` `number` times."""
-        return self._wait(RELEASED, number)
+        return self.wait(RELEASED, number, self.words)
 
     def close(self) -> None:
         """Free the arenas. A collective call."""
@@ -242,12 +242,12 @@ class NodeWindow:
 
     def complete(self, entered: int) -> Steps:
         """Return the steps that wait until all ranks have entered a barrier, of that number, and compare their calls."""
-        yield from self._wait(ENTERED, entered)
+        yield from self.wait(ENTERED, entered, self.words)
         self.compare(entered)
 
-    def _wait(self, word: int, least: int) -> Steps:
-        """Wait until a control word of every rank is at least `least`."""
-        for words in self.words:
+    def wait(self, word: int, least: int, ranks: Sequence[memoryview]) -> Steps:
+        """Wait until a control word of some ranks, of which these are the words, is at least `least`."""
+        for words in ranks:
             while words[word] < least:
                 yield WAITING
         if self.is_fenced:
