@@ -1,19 +1,21 @@
 """Select the transports of a rank's groups: those that the settings name, or the first ones that can be used.
 
 Invariant: all ranks of a group use the same transport. It is used only if every rank supports it; if one rank raises, all do.
+What a rank finds out alone, by a probe or by trying, it tells the others before anybody uses the transport.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import chain
+from typing import Any
 
 from mpistrat import settings
 from mpistrat.device.abstract import Device
 from mpistrat.device.binding import bound_device
-from mpistrat.errors import TransportError
-from mpistrat.groups.agreement import bcast_or_raise
+from mpistrat.errors import MpistratError, TransportError
+from mpistrat.groups.agreement import bcast_or_raise, gather_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.cuda_awareness import find_verdict
@@ -28,8 +30,6 @@ from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.ring import MpiRingTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 from mpistrat.transports.staged import StagedTransport
-
-T = TypeVar("T", bound=DeviceTransport)
 
 TRANSPORTS: dict[str, type[Transport]] = {
     transport.name: transport for transport in (MpiTransport, MpiRingTransport, SharedMemoryTransport)
@@ -78,13 +78,21 @@ def host_transports(hierarchy: Hierarchy) -> Transports:
 
     All ranks raise if the settings name a transport that a group cannot use, or one of device memory for ranks on CPUs.
     """
-    intra = _on_host(hierarchy, settings.INTRA_TRANSPORT)
-    inter = _on_host(hierarchy, settings.INTER_TRANSPORT)
-    [inside] = _on_all(hierarchy, [_make(intra, _INTRA, hierarchy.intra)])
-    # each rank joins its rails in increasing order, so that they cannot deadlock
-    made = [_make(inter, _INTER, rail) for rail in hierarchy.rails.values()]
-    rails = dict(zip(hierarchy.rails, _on_all(hierarchy, [(inside, ""), *made])[1:], strict=True))
-    small_rails = rails if inter != "auto" else {shard: MpiTransport(rail) for shard, rail in hierarchy.rails.items()}
+    wanted, between = (_on_host(hierarchy, setting) for setting in (settings.INTRA_TRANSPORT, settings.INTER_TRANSPORT))
+    automatic = _INTRA if hierarchy.intra.size > 1 else (MpiTransport.name,)  # a single rank needs no shared memory
+    inside, found = _inside_nodes(hierarchy, _kinds(TRANSPORTS, wanted, automatic))
+    if inside is None:
+        raise _unusable(*next((f"intra {node}", why) for node, kind, why, _ in found if not kind), _INTRA)
+    if why := found[hierarchy.rank][2]:
+        warn_of_mpi(hierarchy.intra, why)
+    kinds = _kinds(TRANSPORTS, between, _INTER)
+    made, group, why = _first_usable(kinds, hierarchy.rails.values(), hierarchy.world_group)
+    if made is None:
+        inside.dispose()
+        raise _unusable(group, why, _INTER)
+    rails = small_rails = dict(zip(hierarchy.rails, made, strict=True))
+    if between == "auto":
+        small_rails = {shard: MpiTransport(rail) for shard, rail in hierarchy.rails.items()}
     return Transports(inside, WorldTransport(hierarchy, inside.window), rails, small_rails)
 
 
@@ -93,40 +101,121 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
 
     All ranks raise if the settings name a transport that a node does not support, or say that MPI is CUDA-aware and it is not.
     """
-    intra, refusals = _inside_node(hierarchy.intra, device)
-    is_alone = hierarchy.intra.size == 1
-    node = hierarchy.world.nodes[hierarchy.place.node_index].name
-    answers = hierarchy.world_group.comm.allgather((node, intra.name if intra else "", is_alone, "; ".join(refusals)))
-    refused = {name: text for name, taken, _, text in answers if not taken}
-    if refused:
-        listed = "; ".join(f"{name}: {text}" for name, text in refused.items())
-        named = (name for name in settings.INTRA_TRANSPORT.choices if name in DEVICE_TRANSPORTS)
-        accepted = ", ".join(("auto", *named, "mpi"))
-        raise TransportError(
-            f"{settings.INTRA_TRANSPORT.name}={hierarchy.settings[settings.INTRA_TRANSPORT]} cannot move memory of GPUs here: "
-            f"{listed}. Accepted are {accepted}"
-        )
-    assert intra is not None, "a refusal on this node has raised on all ranks"
-    taken = {name: transport for name, transport, alone, _ in answers if not alone}
+    world, wanted = hierarchy.world_group, hierarchy.settings[settings.INTRA_TRANSPORT]
+    table: dict[str, type[Any]] = {**DEVICE_TRANSPORTS, MpiTransport.name: _StagedOverMpi}
+    automatic = _INTRA_ON_DEVICE if hierarchy.intra.size > 1 else _ALONE_ON_DEVICE
+    reasons = [f"{node.name}: {wanted} moves memory of the host" for node in hierarchy.world.nodes]
+    if wanted in TRANSPORTS and wanted not in table:
+        raise _cannot_move(settings.INTRA_TRANSPORT, wanted, reasons, ("auto", *table))
+    intra, found = _inside_nodes(hierarchy, _kinds(table, wanted, automatic), device)
+    if intra is None:
+        reasons = [*dict.fromkeys(f"{node}: {why}" for node, kind, why, _ in found if not kind)]
+        raise _cannot_move(settings.INTRA_TRANSPORT, wanted, reasons, ("auto", *table))
+    taken = {node: kind for node, kind, _, is_alone in found if not is_alone}
     everywhere = _join_all(hierarchy, device, intra)
     rails, between = _device_rails(hierarchy, device, host.rails)
     if not between and taken and intra.one_shot_bytes is not None:
         between = f"one shot up to {format_bytes(intra.one_shot_bytes)} ({settings.ONE_SHOT_BYTES.name})"
-    others = dict.fromkeys((n, kind, text) for n, kind, alone, text in answers if not alone and kind != NcclTransport.name)
+    others = dict.fromkeys(each[:3] for each in found if not each[3] and each[1] != NcclTransport.name)
+    world_by_host, intra_by_host = _staged(world, device, {world: host.world, hierarchy.intra: None})
     return DeviceTransports(
         intra=intra,
         world=host.world,
-        world_by_host=StagedTransport(hierarchy.world_group, device, host.world),
+        world_by_host=world_by_host,
         rails=rails,
         small_rails=rails,
-        intra_by_host=StagedTransport(hierarchy.intra, device),
+        intra_by_host=intra_by_host,
         path=_path(taken, between),
-        why=next((text for _, _, _, text in answers if text), ""),
-        lacks_nccl="; ".join(f"{name} uses {kind}{f' ({text})' if text else ''}" for name, kind, text in others),
+        why=next((why for *_, why, _ in found if why), ""),
+        lacks_nccl="; ".join(f"{node} uses {kind}{f' ({why})' if why else ''}" for node, kind, why in others),
         has_channels=all(rail.has_channels for rail in rails.values()),
         everywhere=everywhere,
-        combine_halves=all(DEVICE_TRANSPORTS[kind].combines_halves for _, kind, _, _ in answers),
+        combine_halves=all(DEVICE_TRANSPORTS[kind].combines_halves for _, kind, *_ in found),
     )
+
+
+def _inside_nodes(
+    hierarchy: Hierarchy, kinds: Sequence[type[Any]], *arguments: Device
+) -> tuple[Any, list[tuple[str, str, str, bool]]]:
+    """Return the transport inside this rank's node, or None on all ranks if a node has none. A collective call.
+
+    And of each rank: its node, the transport there, why none of those before it, and whether the rank is alone.
+    """
+    made, _, why = _first_usable(kinds, [hierarchy.intra], hierarchy.intra, *arguments)
+    node, kind = hierarchy.world.nodes[hierarchy.place.node_index].name, made[0].name if made else ""
+    found = hierarchy.world_group.comm.allgather((node, kind, why, hierarchy.intra.size == 1))
+    if made and all(kind for _, kind, *_ in found):
+        return made[0], found
+    for transport in made or ():
+        transport.dispose()
+    return None, found
+
+
+def _first_usable(
+    kinds: Sequence[type[Any]], groups: Collection[Group], over: Group, *arguments: Device
+) -> tuple[list[Any] | None, str, str]:
+    """Return a transport for each of some groups, of the first kind that serves all ranks of `over`, or None; and why no other.
+
+    A collective call. Why is a group that the last one does not serve, and what was found of each kind.
+    """
+    found: list[str] = []
+    group = ""
+    probed = over.comm.allgather([_refused(kind.probe, groups) for kind in kinds])
+    for kind, answers in zip(kinds, zip(*probed, strict=True), strict=True):
+        made, refused = _make(kind, groups, over, *arguments) if not any(answers) else ([], [*chain(*answers)])
+        if not refused:
+            return made, "", "; ".join(found)
+        group, reason = refused[0]
+        found.append(f"{kind.name}: {reason}")
+    return None, group, "; ".join(found)
+
+
+def _make(
+    kind: type[Any], groups: Collection[Group], over: Group, *arguments: Device
+) -> tuple[list[Any], list[tuple[str, str]]]:
+    """Return a transport for each group that has allocated memory, and what any rank lacks: then nobody keeps any."""
+    made: list[Any] = []
+
+    def make(group: Group) -> str:
+        made.append(transport := kind(group, *arguments))
+        if transport.device is not None:
+            transport.allocate(_TRIAL_BYTES)
+            transport.close()
+        return ""
+
+    refused = [*chain(*over.comm.allgather(_refused(make, groups)))]
+    for transport in made if refused else ():
+        if transport.device is not None:
+            transport.abort(refused[0][1])
+        transport.dispose()
+    return made, refused
+
+
+def _refused(act: Callable[[Group], str], groups: Collection[Group]) -> list[tuple[str, str]]:
+    """Return the groups for which an act returns or raises a reason, and that reason.
+
+    Ranks go through their groups in increasing order, so that they cannot deadlock.
+    """
+    refused = []
+    for group in groups:
+        try:
+            reason = act(group)
+        except Exception as error:  # on one rank, perhaps: the others must learn of it
+            reason = str(error) if isinstance(error, MpistratError) else f"{type(error).__name__}: {error}"
+        if reason:
+            refused.append((group.name, reason))
+    return refused
+
+
+def _kinds(table: Mapping[str, type[Any]], wanted: str, automatic: Sequence[str]) -> list[type[Any]]:
+    return [table[name] for name in (automatic if wanted == "auto" else (wanted,))]
+
+
+def _staged(world: Group, device: Device, over: Mapping[Group, Transport | None]) -> list[StagedTransport]:
+    """Return transports through the host for some groups; all ranks raise what one of them lacks."""
+    made: list[StagedTransport] = []
+    gather_or_raise(world, lambda: made.extend(StagedTransport(group, device, host) for group, host in over.items()))
+    return made
 
 
 def _join_all(hierarchy: Hierarchy, device: Device, intra: DeviceTransport) -> NcclTransport | None:
@@ -135,10 +224,11 @@ def _join_all(hierarchy: Hierarchy, device: Device, intra: DeviceTransport) -> N
         return intra if isinstance(intra, NcclTransport) else None
     if hierarchy.settings[settings.INTER_TRANSPORT] != NcclTransport.name:
         return None
-    transport, reason = _try(NcclTransport, hierarchy.world_group, device)
-    if transport is None:
-        intra.abort(reason)
-        raise _refused_between(reason)
+    try:
+        [transport] = _nccl(hierarchy, device, [hierarchy.world_group])
+    except TransportError as error:
+        intra.abort(str(error))
+        raise
     return transport
 
 
@@ -146,22 +236,16 @@ def nccl_rails(hierarchy: Hierarchy, device: Device, everywhere: NcclTransport) 
     """Return NCCL along each rail of this rank; all ranks raise if those of one rail cannot join. A collective call."""
     if hierarchy.world.num_shards == 1:
         return {0: everywhere}
-    # each rank joins its rails in increasing order, so that they cannot deadlock
-    found = {shard: _try(NcclTransport, rail, device) for shard, rail in hierarchy.rails.items()}
-    reasons = hierarchy.world_group.comm.allgather(next(filter(None, (reason for _, reason in found.values())), ""))
-    rails = {shard: transport for shard, (transport, _) in found.items() if transport is not None}
-    if any(reasons):
-        for rail in rails.values():
-            rail.abort("another rail cannot be joined")
-        raise _refused_between(next(filter(None, reasons)))
-    return rails
+    return dict(zip(hierarchy.rails, _nccl(hierarchy, device, hierarchy.rails.values()), strict=True))
 
 
-def _refused_between(reason: str) -> TransportError:
-    setting = settings.INTER_TRANSPORT
-    return TransportError(
-        f"{setting.name}=nccl cannot move memory of GPUs here: {reason}. Accepted are {_accepted_on_host(setting)}"
-    )
+def _nccl(hierarchy: Hierarchy, device: Device, groups: Collection[Group]) -> list[NcclTransport]:
+    """Return NCCL over groups of several nodes, for which a setting has asked."""
+    made, _, why = _first_usable([NcclTransport], groups, hierarchy.world_group, device)
+    if made is None:
+        setting = settings.INTER_TRANSPORT
+        raise _cannot_move(setting, NcclTransport.name, [why.removeprefix("nccl: ")], _accepted_on_host(setting))
+    return made
 
 
 def _device_rails(
@@ -175,15 +259,16 @@ def _device_rails(
     """
     if not host:
         return {}, ""
-    inter = hierarchy.settings[settings.INTER_TRANSPORT]
+    inter, world = hierarchy.settings[settings.INTER_TRANSPORT], hierarchy.world_group
     rails, refusal = _cuda_aware(hierarchy, device)
     between = f"{CudaAwareTransport.name} between nodes"
     if not rails:
-        rails = {shard: StagedTransport(hierarchy.rails[shard], device, rail) for shard, rail in host.items()}
+        staged = _staged(world, device, {hierarchy.rails[shard]: rail for shard, rail in host.items()})
+        rails = dict(zip(host, staged, strict=True))
         between = f"staged over {next(iter(host.values())).name} between nodes ({refusal})"
     if inter == NcclTransport.name:
         between = f"{inter} between nodes"
-    elif inter == "auto" and hierarchy.all_agree(not NcclTransport.probe(hierarchy.world_group)):
+    elif inter == "auto" and not any(gather_or_raise(world, lambda: NcclTransport.probe(world))):
         between += f"; auto does not take NCCL there, which nobody has measured: {settings.INTER_TRANSPORT.name}=nccl does"
     return rails, between
 
@@ -217,46 +302,6 @@ def _cuda_aware(hierarchy: Hierarchy, device: Device) -> tuple[Mapping[int, Devi
     return {}, wrong
 
 
-def _inside_node(group: Group, device: Device) -> tuple[DeviceTransport | None, list[str]]:
-    """Return the transport of the ranks of a node, or None, and why the faster ones cannot be used."""
-    wanted = group.settings[settings.INTRA_TRANSPORT]
-    if wanted == "mpi":
-        return StagedTransport(group, device, MpiTransport(group)), []
-    if wanted in TRANSPORTS:
-        return None, [f"{wanted} moves memory of the host"]
-    order = _INTRA_ON_DEVICE if group.size > 1 else _ALONE_ON_DEVICE
-    refusals: list[str] = []
-    for name in order if wanted == "auto" else (wanted,):
-        transport, reason = _try(DEVICE_TRANSPORTS[name], group, device)
-        if transport is not None:
-            return transport, refusals
-        refusals.append(f"{name}: {reason}")
-    return None, refusals
-
-
-def _try(kind: type[T], group: Group, device: Device) -> tuple[T | None, str]:
-    """Return a transport that has allocated memory on all ranks of a group, or the reason why it has not."""
-    reason = next(filter(None, group.comm.allgather(kind.probe(group))), "")
-    if reason:
-        return None, reason
-    transport: T | None = None
-    try:
-        transport = kind(group, device)
-        transport.allocate(_TRIAL_BYTES)
-        transport.close()
-    except RuntimeError as error:  # a TransportError, or CUDA's own
-        reason = str(error)
-    answers = group.comm.allgather((transport is not None, reason))
-    reason = next((text for _, text in answers if text), "")
-    if not reason:
-        return transport, ""
-    if transport is not None:
-        transport.abort(reason)
-        if all(is_made for is_made, _ in answers):
-            transport.dispose()
-    return None, reason
-
-
 def warn_of_mpi(group: Group, reason: str) -> None:
     """Say that ranks of a node go on without the shared memory that they lack."""
     if group.rank == 0:
@@ -286,39 +331,27 @@ def _on_host(hierarchy: Hierarchy, setting: settings.Setting[str]) -> str:
     if bound_device() is None:
         raise TransportError(
             f"{setting.name}={wanted} moves memory of GPUs, and these ranks compute on CPUs; accepted are "
-            f"{_accepted_on_host(setting)}"
+            f"{', '.join(_accepted_on_host(setting))}"
         )
     return "auto"
 
 
-def _accepted_on_host(setting: settings.Setting[str]) -> str:
-    return ", ".join(name for name in setting.choices if name not in DEVICE_TRANSPORTS)
+def _accepted_on_host(setting: settings.Setting[str]) -> list[str]:
+    return [name for name in setting.choices if name not in DEVICE_TRANSPORTS]
 
 
-def _make(wanted: str, order: Sequence[str], group: Group) -> tuple[Transport | None, str]:
-    """Return the transport that is asked for, or with ``auto`` the first in `order` that serves; if there is none, why."""
-    if wanted == "auto" and group.size == 1:
-        return MpiTransport(group), ""  # a single rank needs no shared memory
-    refusals = []
-    for name in order if wanted == "auto" else (wanted,):
-        reason = TRANSPORTS[name].probe(group)
-        if not reason:
-            try:
-                return TRANSPORTS[name](group), ""
-            except TransportError as error:
-                reason = str(error)
-                if wanted == "auto":
-                    warn_of_mpi(group, reason)
-        refusals.append(f"{name}: {reason}")
-    return None, f"group {group.name} has no usable transport ({'; '.join(refusals)}); accepted are {', '.join(order)}"
+def _unusable(group: str, refusals: str, accepted: Iterable[str]) -> TransportError:
+    return TransportError(f"group {group} has no usable transport ({refusals}); accepted are {', '.join(accepted)}")
 
 
-def _on_all(hierarchy: Hierarchy, made: Sequence[tuple[Transport | None, str]]) -> list[Transport]:
-    """Return the transports that `_make` has made; if one is missing on any rank, all dispose of theirs and raise."""
-    transports = [transport for transport, _ in made if transport is not None]
-    refusals = hierarchy.world_group.comm.allgather(next(filter(None, (reason for _, reason in made)), ""))
-    if any(refusals):
-        for transport in transports:
-            transport.dispose()
-        raise TransportError(next(filter(None, refusals)))
-    return transports
+def _cannot_move(
+    setting: settings.Setting[str], wanted: str, reasons: Iterable[str], accepted: Iterable[str]
+) -> TransportError:
+    return TransportError(
+        f"{setting.name}={wanted} cannot move memory of GPUs here: {'; '.join(reasons)}. Accepted are {', '.join(accepted)}"
+    )
+
+
+class _StagedOverMpi(StagedTransport):
+    def __init__(self, group: Group, device: Device) -> None:
+        super().__init__(group, device, MpiTransport(group))

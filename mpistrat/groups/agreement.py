@@ -44,20 +44,38 @@ T = TypeVar("T")
 
 def bcast_or_raise(comm: MPI.Intracomm, find: Callable[[], T]) -> T:
     """Return what `find` returns on the first rank, or raise on all ranks what it raises there. A collective call."""
-    answer: tuple[T | None, MpistratError | None] = None, None
-    cause: Exception | None = None
-    if comm.Get_rank() == 0:
-        try:
-            answer = find(), None
-        except MpistratError as error:
-            answer = None, error
-        except Exception as error:  # others than ours may not be made again from a pickle
-            answer, cause = (None, AgreementError(f"rank 0 failed for all: {type(error).__name__}: {error}")), error
-    found, refusal = comm.bcast(answer)
-    if refusal is None:
-        return found  # type: ignore[no-any-return]
-    refusal.raised_everywhere = True
-    raise refusal from cause
+    answer, cause = _attempt(find, 0) if comm.Get_rank() == 0 else (None, None)
+    found: T = _found(comm.bcast(answer), cause)
+    return found
+
+
+def gather_or_raise(group: Group, find: Callable[[], T]) -> list[T]:
+    """Return what `find` returns on each rank, or raise on all ranks what it raises on the first that fails. A collective call.
+
+    It must not wait for other ranks, or not for ever.
+    """
+    rank = group.ranks[group.rank]
+    answer, cause = _attempt(find, rank)
+    if isinstance(answer, MpistratError) and cause is None:
+        answer.args = (f"rank {rank}: {answer}",)
+    return [_found(each, cause) for each in group.comm.allgather(answer)]
+
+
+def _attempt(find: Callable[[], T], rank: int) -> tuple[tuple[T] | MpistratError, Exception | None]:
+    """Return what `find` returns, or an error that other ranks can be sent, and its cause if it is not that error itself."""
+    try:
+        return (find(),), None
+    except MpistratError as error:
+        return error, None
+    except Exception as error:  # others than ours may not be made again from a pickle
+        return AgreementError(f"rank {rank} failed for all: {type(error).__name__}: {error}"), error
+
+
+def _found(answer: tuple[T] | MpistratError, cause: Exception | None) -> T:
+    if isinstance(answer, MpistratError):
+        answer.raised_everywhere = True
+        raise answer from cause
+    return answer[0]
 
 
 class Signature:

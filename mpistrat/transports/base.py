@@ -111,7 +111,7 @@ class Transport(ABC):
 
     @classmethod
     def probe(cls, group: Group) -> str:
-        """Return why this transport cannot serve the group, or an empty text where it can. A collective call."""
+        """Return why this transport cannot serve the group, as far as this rank can tell alone, or an empty text."""
         return ""
 
     def allocate(self, nbytes: int) -> Array:

@@ -11,18 +11,17 @@ bfloat16.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from mpistrat import settings
-from mpistrat.device.abstract import Device, DeviceArray, Event, address
-from mpistrat.device.binding import bound_device
+from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
 from mpistrat.device.kernels import fold_into_kernel, num_blocks
-from mpistrat.errors import DeadlineExceededError, TransportError
-from mpistrat.groups.agreement import bcast_or_raise
+from mpistrat.errors import MpistratError, TransportError
+from mpistrat.groups.agreement import gather_or_raise
 from mpistrat.groups.group import Group
-from mpistrat.launch.cuda_awareness import find_verdict
 from mpistrat.reduction import ReduceOp
 from mpistrat.steps import Steps, drive, until
 from mpistrat.transports.base import DeviceTransport, Operation
@@ -45,13 +44,11 @@ class CudaAwareTransport(RingTransport, DeviceTransport):
 
     def __init__(self, group: Group, device: Device | None = None, segment_bytes: int = SEGMENT_BYTES) -> None:
         super().__init__(group, device)
-        self._stream, self.segment_bytes = self.device.stream(), segment_bytes
+        self.segment_bytes = segment_bytes
 
-    @classmethod
-    def probe(cls, group: Group) -> str:
-        """Return why MPI is not used on device memory, or an empty text: its build says so, or a first sum was wrong."""
-        verdict = bcast_or_raise(group.comm, find_verdict)
-        return cls(group, bound_device()).first_exchange() if verdict.is_aware else verdict.reason
+    @cached_property
+    def _stream(self) -> Stream:  # made when a verb is bound: all ranks are told if that fails on one
+        return self.device.stream()
 
     def first_exchange(self) -> str:
         """Return what was wrong with a first sum of known values, or an empty text. A collective call.
@@ -60,14 +57,11 @@ class CudaAwareTransport(RingTransport, DeviceTransport):
         memory for it.
         """
         try:
-            is_right, failure = self._sums_rightly(), ""
-        except (DeadlineExceededError, TransportError) as error:
-            is_right, failure = False, str(error)
-        answers = self.group.comm.allgather((is_right, failure))
-        failure = next((text for _, text in answers if text), "")
-        if failure:  # what is under way would be taken for messages of others
-            raise TransportError(f"{self.group.name}: {failure}; {settings.MPI_GPU.name}=off goes through memory of the host")
-        return "" if all(right for right, _ in answers) else "a first sum of device memory gave wrong values"
+            answers = gather_or_raise(self.group, self._sums_rightly)
+        except MpistratError as error:  # what is under way would be taken for messages of others
+            text = f"{self.group.name}: {error}; {settings.MPI_GPU.name}=off goes through memory of the host"
+            raise TransportError(text) from error
+        return "" if all(answers) else "a first sum of device memory gave wrong values"
 
     def _sums_rightly(self) -> bool:
         rank, size = self.group.rank, self.group.size

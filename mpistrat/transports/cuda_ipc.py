@@ -22,7 +22,8 @@ import numpy as np
 
 from mpistrat.device.abstract import Device, DeviceArray, address
 from mpistrat.device.kernels import PACKET_BYTES, fold_kernel, num_blocks
-from mpistrat.errors import TransportError
+from mpistrat.errors import MpistratError, TransportError
+from mpistrat.groups.agreement import gather_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import ONE_SHOT_BYTES
@@ -43,9 +44,10 @@ class CudaIpcTransport(ArenaTransport, DeviceTransport):
     def __init__(self, group: Group, device: Device | None = None) -> None:
         super().__init__(group, device)
         self.peers_read = group.size > 1
-        self._stream = self.device.stream()
         self._sync_window = NodeWindow(group)
         self.one_shot_bytes: int = group.settings[ONE_SHOT_BYTES]
+        self._arenas: list[DeviceArray] = []
+        self._own: DeviceArray = None
         self._table: DeviceArray = None
 
     def allocate(self, nbytes: int) -> DeviceArray:
@@ -54,29 +56,25 @@ class CudaIpcTransport(ArenaTransport, DeviceTransport):
         Raises TransportError on all ranks, if one of them has no memory, or cannot map the arena of another.
         """
         assert not self._arenas, "allocate was called twice without close"
-        memory: list[DeviceArray] = []
+        whole_blocks = -(-max(nbytes, 1) // SHARED_BLOCK_BYTES) * SHARED_BLOCK_BYTES
+
+        def export() -> bytes:
+            self._stream, self._own = self.device.stream(), self.device.allocate(whole_blocks)
+            self._table = self.device.allocate(8 * self.group.size)
+            return self.device.export(self._own)
+
+        def map_peers() -> None:  # `close` must be able to unmap what has been mapped if this fails
+            for rank, handle in enumerate(handles):
+                self._arenas.append(self._own if rank == self.group.rank else self.device.map(handle, nbytes))
+            self.device.put(self._table, np.array(list(map(address, self._arenas)), np.uint64).view(np.uint8))
+
         try:
-            whole_blocks = -(-max(nbytes, 1) // SHARED_BLOCK_BYTES) * SHARED_BLOCK_BYTES
-            memory = [self.device.allocate(whole_blocks), self.device.allocate(8 * self.group.size)]
-            handle, refusal = self.device.export(memory[0]), ""
-        except TransportError as error:
-            handle, refusal = b"", self._with_rank(error)
-        handles = self.group.comm.allgather((handle, refusal))
-        try:
-            self._arenas = [
-                memory[0] if rank == self.group.rank else self.device.map(handle, nbytes)
-                for rank, (handle, _) in enumerate(handles)
-                if not any(text for _, text in handles)
-            ]
-        except TransportError as error:
-            refusal = self._with_rank(error)
-        refusals = [text for text in self.group.comm.allgather(refusal) if text]
-        if refusals:
+            handles = gather_or_raise(self.group, export)
+            gather_or_raise(self.group, map_peers)
+        except MpistratError as error:
             self.close()
-            raise TransportError(f"{self.group.name}: {refusals[0]}")
-        arena, self._table = memory[0][:nbytes], memory[1]
-        self.device.put(self._table, np.array([address(peer) for peer in self._arenas], np.uint64).view(np.uint8))
-        return arena
+            raise TransportError(f"{self.group.name}: {error}") from error
+        return self._own[:nbytes]
 
     def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind a sum of all by each rank if the buffer is small, else a reduce-scatter; its parts are the owners' memory."""
@@ -99,13 +97,9 @@ class CudaIpcTransport(ArenaTransport, DeviceTransport):
 
     def close(self) -> None:
         """Unmap the peers' arenas, and free this rank's once nobody has it mapped."""
-        own = self._arenas[self.group.rank : self.group.rank + 1]
-        self._arenas, self._table = (), None
+        self._arenas, self._table = [], None
         self.group.comm.Barrier()
-        del own
-
-    def _with_rank(self, error: TransportError) -> str:
-        return f"rank {self.group.ranks[self.group.rank]}: {error}"
+        self._own = None
 
     def _scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp, first_peer: int) -> Operation:
         start, stop = bounds[self.group.rank : self.group.rank + 2]

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -57,7 +59,7 @@ class LeaderSum:
 
         self.own, self.result = np.empty(shape, dtype), np.empty(shape, dtype)
         self._digest, self._group = -1, group  # no call has this digest
-        self._fold, self._quiet = combine(op), quiet_call(op)
+        self._op = op
         own, result = self.own.reshape(-1), self.result.reshape(-1)
         plan = _halving if self.own.nbytes >= HALVED_FROM_BYTES else _doubling
         self._plan = list(plan(list(_members(group)), group.rank, own, result))
@@ -110,23 +112,10 @@ class LeaderSum:
         self._requests = [request for requests in (*received, *sent) for request in requests]
         first = [*(request for requests in received for request in requests), *sent[0]]
         rounds = [
-            ([request.Test for request in requests], self._combining(each), following)
+            ([request.Test for request in requests], summing(self._op, each.addends, each.target), following)
             for each, requests, following in zip(self._plan, received, [*sent[1:], []], strict=True)
         ]
         return first, rounds, [request.Test for requests in sent for request in requests]
-
-    def _combining(self, each: _Round) -> Callable[[], None]:
-        """Return what combines the addends of a round."""
-        if not each.addends:
-            return _nothing
-        quiet, fold, target, (first, second, *others) = self._quiet, self._fold, each.target, each.addends
-
-        def add() -> None:
-            total = quiet(fold, first, second, target)
-            for other in others:
-                total = quiet(fold, total, other, target)
-
-        return add
 
     def _free(self) -> None:
         while self._requests:
@@ -135,6 +124,25 @@ class LeaderSum:
     def __del__(self) -> None:
         if not self._is_finalized():
             self._free()
+
+
+def summing(op: ReduceOp, arrays: Sequence[Array], target: Array | None) -> Callable[[], None]:
+    """Return what sums arrays to a target, in their order, if there are any; of a single one it makes a copy."""
+    if target is None:
+        return _nothing
+    quiet, fold, (first, *others) = quiet_call(op), combine(op), arrays
+    if not others:
+        return partial(np.copyto, target, first)
+    # two, used alternately: NumPy combines single elements in place three times as slowly
+    partials = cycle([np.empty_like(target) for _ in others[:2]])
+    steps = list(zip(others, [*islice(partials, len(others) - 1), target], strict=True))
+
+    def add() -> None:
+        total = first
+        for array, out in steps:
+            total = quiet(fold, total, array, out)
+
+    return add
 
 
 def _members(group: Group) -> Iterator[_Members]:

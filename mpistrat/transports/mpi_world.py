@@ -160,7 +160,8 @@ class MpiAllReduce:
         """Return the blocking call: see `AllReduce`."""
         if self._comm.size == 1:
             return _copy
-        call, window, barrier, shape = self._call, self._window, self._world.small.barrier, self._shape
+        call, shape, small, window = self._call, self._shape, self._world.small, self._window
+        barrier = None if window is None else small.blocking_barrier(window)
         is_polled, combine, steps = self._is_polled, self._combine, self.steps
 
         def run(source: Array, target: Array | None = None) -> Array:
@@ -171,8 +172,8 @@ class MpiAllReduce:
             if is_polled or call.must_poll:
                 call.drive(steps(source, target))
                 return target
-            if window is not None:
-                barrier(window)
+            if barrier is not None:
+                barrier(None)
             combine(source, target)
             return target
 

@@ -74,7 +74,7 @@ class NcclTransport(DeviceTransport):
     def __init__(self, group: Group, device: Device | None = None, library: Any = None) -> None:
         super().__init__(group, device)
         self._nccl = library or _cupy_nccl()
-        self._stream = self.device.stream()
+        self._stream: Stream
         # recorded again by each operation: what the caller's stream was given before it, and the end of the operation
         self._given: Event | None = None
         self._ended: Event | None = None
@@ -384,15 +384,16 @@ class NcclTransport(DeviceTransport):
             )
 
     def _prepare(self) -> DeviceArray:
-        """Return memory for the first calls: what one rank lacks, all must raise before they wait for it."""
-        values, problem = None, ""
+        """Make the stream, and return memory for the first calls: what one rank lacks, all must raise before they wait."""
+        values, problem, version = None, "", 0
         try:
+            self._stream, version = self.device.stream(), int(self._nccl.get_version())
             values = self.device.allocate(8 * self.group.size).view(np.int64)
         except RuntimeError as error:  # a TransportError, or CUDA's own
             problem = f"{error}"
         if os.environ.get("NCCL_COMM_BLOCKING") == "0":
             problem = "NCCL_COMM_BLOCKING=0 is set, which CuPy cannot handle; unset it"
-        problems, versions = zip(*self.group.comm.allgather((problem, int(self._nccl.get_version()))), strict=True)
+        problems, versions = zip(*self.group.comm.allgather((problem, version)), strict=True)
         problem = next(filter(None, problems), "")
         if not problem and len(set(versions)) > 1:
             ranks = ranks_by(zip(self.group.ranks, versions, strict=True))

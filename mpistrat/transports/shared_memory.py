@@ -40,16 +40,6 @@ class ArenaTransport(Transport):
     _sync_window: NodeWindow
     _arenas: Sequence[Array] = ()
 
-    @classmethod
-    def probe(cls, group: Group) -> str:
-        """Return why the ranks cannot share memory, or an empty text."""
-        from mpi4py import MPI
-
-        node = group.comm.Split_type(MPI.COMM_TYPE_SHARED)
-        together = node.Get_size() == group.size
-        node.Free()
-        return "" if group.comm.allreduce(together, MPI.LAND) else f"the ranks of {group.name} do not share memory"
-
     def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
         """Bind: a barrier; the parts are the owners' memory."""
         owned = zip(self._views(buffer), pairwise(bounds), strict=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle
 from math import prod
 from typing import Any
 
@@ -24,7 +24,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.openmpi import num_cores, yields_when_idle
 from mpistrat.reduction import ReduceOp, combine, quiet_call
 from mpistrat.steps import WAITING, Steps, until
-from mpistrat.transports.leaders import RADICES, LeaderSum
+from mpistrat.transports.leaders import RADICES, LeaderSum, summing
 from mpistrat.transports.window import CALL, ENTERED, LEAST_SMALL_BYTES, RESULT, RESULT_SLOTS, NodeWindow
 
 MOST_RANKS = 16
@@ -79,17 +79,36 @@ class SmallExchange:
                 return
         self.call.drive(_until_result(window, entered, value) if place == RESULT else window.complete(entered))
 
-    def barrier(self, window: NodeWindow) -> None:
-        """Wait until all ranks of this node have entered the barrier.
+    def blocking_barrier(self, window: NodeWindow, slots: Sequence[Array] = ()) -> Callable[[Array | None], int]:
+        """Return `NodeWindow.barrier` as a blocking call with little Python, after it has copied a source to a slot, if any.
 
-        Raises CallsDifferError on all of them, if their calls differ.
+        It returns which of the two slots holds the source.
         """
-        entered = window.announce(self.call.digest)
-        place, stamp = CALL + (entered & 1), self.call.digest + entered
-        for words in window.others:
-            if words[place] != stamp:
-                self.wait_for(window, words, place, stamp, entered)
-        window.fence_memory()
+        call, own, others, fence = self.call, window.own, window.others, window.fence_memory
+        is_fenced, wait = window.is_fenced, self.wait_for
+
+        def barrier(source: Array | None) -> int:
+            turn = self.turn
+            if source is not None:
+                self.turn = turn = 1 - turn
+                slots[turn][...] = source
+            window.entered = entered = window.entered + 1
+            place = CALL + (entered & 1)
+            if is_fenced:
+                fence()
+            own[place] = stamp = call.digest + entered
+            if is_fenced:
+                fence()
+            own[ENTERED] = entered
+            for words in others:
+                # a rank that has entered this barrier in the same call has written the same stamp
+                if words[place] != stamp:
+                    wait(window, words, place, stamp, entered)
+            if is_fenced:
+                fence()
+            return turn
+
+        return barrier
 
     def serves(self, nbytes: int) -> bool:
         """Return whether arrays of `nbytes` use it: the same on all ranks."""
@@ -151,7 +170,7 @@ class SmallAllReduce:
     """The all-reduce of an array of one shape and dtype."""
 
     def __init__(self, exchange: SmallExchange, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._exchange, self._fold, self._shape, self._dtype = exchange, combine(op), shape, dtype
+        self._exchange, self._op, self._shape, self._dtype = exchange, op, shape, dtype
         window, nbytes = exchange.window, prod(shape) * dtype.itemsize
         ways = ["slots of shared memory"] * (window is not None) + ["messages between nodes"] * (not exchange.is_one_node)
         self.name = ", ".join(ways)
@@ -163,17 +182,15 @@ class SmallAllReduce:
         self._results = (
             [window.small[0][RESULT_SLOTS + turn][:nbytes].view(dtype).reshape(shape) for turn in range(2)] if window else []
         )
-        # two, used alternately: NumPy combines single elements in place three times as slowly
-        self._partials = [np.empty(shape, dtype) for _ in range(2)]
-        self._one_node, self._quiet = exchange.is_one_node, quiet_call(op)
+        self._own_slots = [slots[exchange.rank] for slots in self._slots]
         if exchange.leaders:
             self._leaders = LeaderSum(exchange.leaders, op, dtype, shape)
             # of each turn, what sums the slots of this node
-            self._add_ranks = [self._summing(slots, self._leaders.own) for slots in self._slots]
+            self._add_ranks = [summing(op, slots, self._leaders.own) for slots in self._slots]
 
     def blocking(self) -> Callable[[Array, Array | None], Array]:
         """Return a blocking call, ``all_reduce(source, target)``, with little Python: see `AllReduce`."""
-        if self._one_node:
+        if self._exchange.is_one_node:
             return self._on_one_node()
         return self._on_leader() if self._exchange.is_leader else self._on_follower()
 
@@ -184,12 +201,11 @@ class SmallAllReduce:
         """
         exchange, window = self._exchange, self._exchange.window
         exchange.turn = turn = 1 - exchange.turn
-        slots = self._slots[turn]
-        slots[exchange.rank][...] = source
+        self._own_slots[turn][...] = source
         if window is not None:
             yield from window.barrier()
-        if self._one_node:
-            self._summing(slots, target)()
+        if exchange.is_one_node:
+            summing(self._op, self._slots[turn], target)()
             return
         exchange.count += 1
         if exchange.is_leader:
@@ -200,16 +216,14 @@ class SmallAllReduce:
             np.copyto(target, self._leaders.result)
             return
         assert window is not None, "a rank that is not a leader shares memory with one"
-        while window.words[0][RESULT] < exchange.count:
-            yield WAITING
-        window.fence_memory()
+        yield from window.wait(RESULT, exchange.count, window.words[:1])
         np.copyto(target, self._results[turn])
 
     def _on_one_node(self) -> Callable[[Array, Array | None], Array]:
-        quiet, fold, shape, dtype = self._quiet, self._fold, self._shape, self._dtype
+        quiet, fold, shape, dtype = quiet_call(self._op), combine(self._op), self._shape, self._dtype
         assert self._exchange.window is not None, "ranks of a node share memory"
-        rank, barrier = self._exchange.rank, self._node_barrier(self._exchange.window)
-        partials = self._partials
+        rank, barrier = self._exchange.rank, self._exchange.blocking_barrier(self._exchange.window, self._own_slots)
+        partials = [np.empty(shape, dtype) for _ in range(2)]  # see `summing`
         slots = [(first, [*zip(others, cycle(partials))], last) for first, *others, last in self._slots]
 
         def run(source: Array, target: Array | None = None) -> Array:
@@ -236,7 +250,9 @@ class SmallAllReduce:
     def _on_leader(self) -> Callable[[Array, Array | None], Array]:
         exchange, window, leaders, shape, dtype = self._exchange, self._exchange.window, self._leaders, self._shape, self._dtype
         own, result, run_rounds, wait, add_ranks = leaders.own, leaders.result, leaders.run, exchange.wait, self._add_ranks
-        barrier, publish = (self._node_barrier(window), partial(self._publish, window)) if window else (None, None)
+        barrier, publish = None, None
+        if window is not None:
+            barrier, publish = exchange.blocking_barrier(window, self._own_slots), partial(self._publish, window)
 
         def run(source: Array, target: Array | None = None) -> Array:
             if target is None:
@@ -259,9 +275,8 @@ class SmallAllReduce:
         """Return the call of a rank that is not a leader: it waits only for the result of the leader, which compares calls."""
         exchange, window, results, shape, dtype = self._exchange, self._exchange.window, self._results, self._shape, self._dtype
         assert window is not None, "a rank that is not a leader shares memory with one"
-        own_slots = [slots[exchange.rank] for slots in self._slots]
+        own_slots, announce = self._own_slots, window.announce
         call, words, fence, wait = exchange.call, window.words[0], window.fence_memory, exchange.wait_for
-        announce = window.announce
 
         def run(source: Array, target: Array | None = None) -> Array:
             exchange.turn = turn = 1 - exchange.turn
@@ -277,48 +292,6 @@ class SmallAllReduce:
             return target
 
         return run
-
-    def _node_barrier(self, window: NodeWindow) -> Callable[[Array], int]:
-        """Return what copies a source to this rank's slot and passes a barrier of the node: it returns the turn (0 or 1)."""
-        exchange = self._exchange
-        own_slots = [slots[exchange.rank] for slots in self._slots]
-        call, own, others, fence = exchange.call, window.own, window.others, window.fence_memory
-        is_fenced, wait = window.is_fenced, exchange.wait_for
-
-        def barrier(source: Array) -> int:
-            exchange.turn = turn = 1 - exchange.turn
-            own_slots[turn][...] = source
-            window.entered = entered = window.entered + 1
-            place = CALL + (entered & 1)
-            if is_fenced:
-                fence()
-            own[place] = stamp = call.digest + entered
-            if is_fenced:
-                fence()
-            own[ENTERED] = entered
-            for words in others:
-                # a rank that has entered this barrier in the same call has written the same stamp
-                if words[place] != stamp:
-                    wait(window, words, place, stamp, entered)
-            if is_fenced:
-                fence()
-            return turn
-
-        return barrier
-
-    def _summing(self, arrays: Sequence[Array], target: Array) -> Callable[[], None]:
-        """Return what sums arrays."""
-        quiet, fold, (first, *others) = self._quiet, self._fold, arrays
-        if not others:
-            return partial(np.copyto, target, first)
-        steps = list(zip(others, [*islice(cycle(self._partials), len(others) - 1), target], strict=True))
-
-        def add() -> None:
-            total = first
-            for array, out in steps:
-                total = quiet(fold, total, array, out)
-
-        return add
 
     def _publish(self, window: NodeWindow) -> None:
         """Publish the sum of all nodes to the ranks of this one."""

@@ -87,11 +87,12 @@ class NodeWindow:
     For each rank there are control `words`, `small` slots of `small_bytes` for small arrays, and an arena for data. Of the
     `others`, calls of the `compared` are compared: of none if MPISTRAT_CHECK is off. `cma` accesses what is not shared.
 
-    Raises TransportError on all ranks, if the node has too little shared memory.
+    Raises TransportError on all ranks, if they are not on one node, or it has too little shared memory.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
+        self._check_place()
         self._window: MPI.Win | None = None
         self.arenas: list[Array] = []
         self._is_backwards = False
@@ -133,7 +134,7 @@ class NodeWindow:
 
     def fence(self, number: int) -> Steps:
         """Wait until every peer has called `release` `number` times."""
-        return self._wait(RELEASED, number)
+        return self.wait(RELEASED, number, self.words)
 
     def close(self) -> None:
         """Free the arenas. A collective call."""
@@ -152,6 +153,15 @@ class NodeWindow:
         """Return `starts`, reversed every other time: the cache still holds what the last exchange used last."""
         self._is_backwards = not self._is_backwards
         return starts[::-1] if self._is_backwards else starts
+
+    def _check_place(self) -> None:
+        from mpi4py import MPI
+
+        node = self.group.comm.Split_type(MPI.COMM_TYPE_SHARED)
+        together = node.Get_size() == self.group.size
+        node.Free()
+        if not self.group.comm.allreduce(together, MPI.LAND):
+            raise TransportError(f"the ranks of {self.group.name} do not share memory")
 
     def _check_space(self, nbytes: int) -> None:
         """Raise on all ranks if the node has too little shared memory: writing to it would kill the process (SIGBUS)."""
@@ -232,12 +242,12 @@ class NodeWindow:
 
     def complete(self, entered: int) -> Steps:
         """Return the steps that wait until all ranks have entered a barrier, of that number, and compare their calls."""
-        yield from self._wait(ENTERED, entered)
+        yield from self.wait(ENTERED, entered, self.words)
         self.compare(entered)
 
-    def _wait(self, word: int, least: int) -> Steps:
-        """Wait until a control word of every rank is at least `least`."""
-        for words in self.words:
+    def wait(self, word: int, least: int, ranks: Sequence[memoryview]) -> Steps:
+        """Wait until a control word of some ranks, of which these are the words, is at least `least`."""
+        for words in ranks:
             while words[word] < least:
                 yield WAITING
         if self.is_fenced:

@@ -338,6 +338,23 @@ def test_a_transport_that_one_rank_cannot_make_nobody_takes(comm, monkeypatch):
         communicator.close()
 
 
+@needs_ranks(2)
+@pytest.mark.parametrize("has_nccl", [True, False])
+def test_ranks_of_which_one_gets_no_stream_raise_together(comm, monkeypatch, has_nccl):
+    def fail():
+        raise RuntimeError("planted: no stream")
+
+    hierarchy = Hierarchy(comm, World.from_shape(f"1x{comm.size}"))
+    message = (
+        r"here: node0: nccl: .*; cuda_ipc: intra node0: rank 1 failed for all: RuntimeError: planted: no stream; staged: R"
+    )
+    with stand_in(comm, has_nccl=has_nccl) as device:
+        if comm.rank == 1:
+            monkeypatch.setattr(device, "stream", fail)
+        with pytest.raises(TransportError, match=message):
+            Communicator(hierarchy)
+
+
 ON_GPUS = "={} cannot move memory of GPUs here: node0: {}.*Accepted are auto"
 
 

@@ -234,24 +234,18 @@ def test_memory_that_one_rank_cannot_reach_or_show_or_does_not_have_is_refused_o
         CudaIpcTransport(group, device).allocate(64)
 
 
-class _Aware(CudaAwareTransport):
-    @classmethod
-    def probe(cls, group):
-        return ""  # the class asks the MPI library, which may not be
-
-
 def test_cuda_aware_passes_the_kit(group, device, kernels):
     if group.size > 4:
         pytest.skip("a ring of four ranks is a ring of eight; its order is tested by itself")
     device.kernels = kernels
     # the largest buffers of the kit are cut into many segments, the others into one
-    make = partial(_Aware, device=device, segment_bytes=1 << 14)
+    make = partial(CudaAwareTransport, device=device, segment_bytes=1 << 14)
     assert check_transport(make, group, between_nodes=True) > 300
 
 
 def test_zeros_of_either_sign_have_the_same_bits_on_all_ranks(group, device, kernels):
     device.kernels = kernels
-    transport = _Aware(group, device)
+    transport = CudaAwareTransport(group, device)
     buffer = transport.allocate(4 * 2**group.size).view(np.float32)
     signs = np.arange(buffer.size) >> group.rank & 1  # every order of signs over the ranks
     for op in (ReduceOp.MIN, ReduceOp.MAX):
@@ -262,7 +256,7 @@ def test_zeros_of_either_sign_have_the_same_bits_on_all_ranks(group, device, ker
 
 def test_where_segments_land_is_held_once_for_each_channel_and_told(group, device, kernels):
     device.kernels = kernels
-    transport = _Aware(group, device)
+    transport = CudaAwareTransport(group, device)
     buffer = transport.allocate(4096).view(np.float32)
     for channel in (0, 1, 0):
         transport.all_reduce(buffer, ReduceOp.SUM, channel)
@@ -279,10 +273,9 @@ def bound(device, kernels, monkeypatch):
     bind(None)
 
 
-def test_an_mpi_that_is_cuda_aware_is_used_once_a_first_sum_was_right(group, bound, monkeypatch):
-    assert CudaAwareTransport.probe(group) == ""
-    monkeypatch.setenv("MPISTRAT_MPI_GPU", "off")
-    assert CudaAwareTransport.probe(group) == "MPISTRAT_MPI_GPU=off"
+def test_a_first_sum_finds_nothing_wrong(group, device, kernels):
+    device.kernels = kernels
+    assert CudaAwareTransport(group, device).first_exchange() == ""
 
 
 @needs_ranks(2)
@@ -290,7 +283,7 @@ def test_an_mpi_that_delivers_wrong_values_is_not_used_by_anybody(group, bound, 
     if group.rank == 1:
         elsewhere, message = np.zeros(1 << 16, np.uint8), CudaAwareTransport._message
         monkeypatch.setattr(CudaAwareTransport, "_message", lambda self, part: message(self, elsewhere[: part.nbytes]))
-    assert CudaAwareTransport.probe(group) == "a first sum of device memory gave wrong values"
+    assert CudaAwareTransport(group, bound).first_exchange() == "a first sum of device memory gave wrong values"
 
 
 @needs_ranks(2)
@@ -298,7 +291,7 @@ def test_an_mpi_that_delivers_nothing_is_told_to_all(group, bound, monkeypatch):
     monkeypatch.setattr(cuda_aware, "_FIRST_SECONDS", 0.05)
     if group.rank == 1:
         monkeypatch.setattr(BoundRing, "run", lambda self: repeat(WAITING))
-    late = "world: the first exchange of device memory did not end within 0.05 s; .*MPISTRAT_MPI_GPU=off goes through memory"
+    late = r"world: rank \d: the first exchange of device memory did not end within 0.05 s; .*MPISTRAT_MPI_GPU=off goes"
     with pytest.raises(TransportError, match=late):
         CudaAwareTransport(group, bound).first_exchange()
 

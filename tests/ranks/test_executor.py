@@ -209,7 +209,7 @@ def test_a_rail_that_is_not_served_is_told_on_all_ranks_which_keep_nothing(hiera
     ):
         Executor(hierarchy)
     inside = ["inside"] if hierarchy.intra.size > 1 else []
-    assert asked == [*inside, *(f"rail {shard}" for shard in hierarchy.rails if shard)]
+    assert asked == [*(f"rail {shard}" for shard in hierarchy.rails if shard), *inside]
 
 
 class LeavesTheSumToItsReader(MpiTransport):
@@ -258,6 +258,25 @@ def test_a_transport_that_does_not_serve_is_refused_only_if_named(one_node, monk
     )
     with pytest.raises(TransportError, match=message):
         Executor(one_node)
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("answer", ["planted: not here", TransportError("planted: not here"), KeyError("planted: a mistake")])
+def test_what_a_probe_finds_on_one_rank_alone_counts_on_all(comm, hierarchy, monkeypatch, answer):
+    def probe(cls, group):
+        if comm.rank < comm.size - 1:
+            return ""
+        if isinstance(answer, str):
+            return answer
+        raise answer
+
+    for transport in (SharedMemoryTransport, MpiRingTransport):
+        monkeypatch.setattr(transport, "probe", classmethod(probe))
+    executor = Executor(hierarchy)
+    of_last_node = comm.size - 1 in hierarchy.intra.ranks
+    assert executor.intra.name == ("mpi" if of_last_node or hierarchy.intra.size == 1 else "shared_memory")
+    assert {rail.name for rail in executor.rails.values()} <= {"mpi"}
+    executor.close()
 
 
 @needs_ranks(2)

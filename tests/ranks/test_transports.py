@@ -252,8 +252,8 @@ def test_a_verb_that_blocks_is_caught(group, monkeypatch):
 def test_shared_memory_declines_ranks_of_several_machines(group):
     alone = SimpleNamespace(Split_type=lambda kind: MPI.COMM_SELF.Dup(), allreduce=group.comm.allreduce)
     apart = SimpleNamespace(comm=alone, size=group.size, name="rail 3")
-    assert SharedMemoryTransport.probe(apart) == "the ranks of rail 3 do not share memory"
-    assert SharedMemoryTransport.probe(group) == ""
+    with pytest.raises(TransportError, match="the ranks of rail 3 do not share memory"):
+        SharedMemoryTransport(apart)
 
 
 @pytest.mark.parametrize("lacks", ["space", "a folder on one rank"])
