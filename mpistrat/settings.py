@@ -207,9 +207,11 @@ INTRA_TRANSPORT = setting(
     "The transport between ranks of one node: shared_memory or mpi for arrays in host memory; nccl, cuda_ipc, or staged "
     "(through host memory; mpi means the same) for arrays on GPUs."
 )
-INTER_TRANSPORT = setting("MPISTRAT_INTER_TRANSPORT", _OneOf("auto", "mpi_ring", "mpi", "nccl"), "auto", is_shared=True)(
-    "The transport between nodes: mpi_ring or mpi, over which arrays on GPUs are staged through host memory; nccl for arrays "
-    "on GPUs, which nobody has measured, so that auto does not take it. MPISTRAT_MPI_GPU says how MPI gets arrays on GPUs."
+INTER_TRANSPORT = setting(
+    "MPISTRAT_INTER_TRANSPORT", _OneOf("auto", "mpi_ring", "mpi", "nccl", "cuda_aware"), "auto", is_shared=True
+)(
+    "The transport between nodes: mpi_ring or mpi, over which arrays on GPUs are staged through host memory; for arrays on "
+    "GPUs nccl or cuda_aware, which auto takes in this order: NCCL where it has an adapter or a plugin, then a CUDA-aware MPI."
 )
 MPI_GPU = setting("MPISTRAT_MPI_GPU", _OneOf("auto", "on", "off"), "auto")(
     "Whether GPU memory is passed to MPI directly: on, off (staged through host memory) or auto (on if the MPI library is "

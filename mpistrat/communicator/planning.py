@@ -260,7 +260,7 @@ class DevicePlanner(Planner):
         joins_nodes = nccl is not None and self._world.num_nodes > 1
         if joins_nodes and by_nccl and options.algorithm == "auto":
             [plan] = planners.flat(self._world, count, dtype.itemsize)
-            return Choice(plan, f"{settings.INTER_TRANSPORT.name}=nccl joins all ranks, and NCCL chooses how", ())
+            return Choice(plan, "nccl joins all ranks, and chooses how", ())
         choice = super()._choice(op, count, dtype, options, wire)
         if dtype in HALF_DTYPES and not by_nccl:
             choice = _without_halves_in_mpi(choice)

@@ -38,6 +38,7 @@ DEVICE_TRANSPORTS: dict[str, type[DeviceTransport]] = {
     transport.name: transport for transport in (NcclTransport, CudaIpcTransport, StagedTransport)
 }
 
+_ON_DEVICE = {*DEVICE_TRANSPORTS, CudaAwareTransport.name}
 _INTRA, _INTER = ("shared_memory", "mpi"), ("mpi_ring", "mpi")
 _INTRA_ON_DEVICE, _ALONE_ON_DEVICE = ("nccl", "cuda_ipc", "staged"), ("cuda_ipc", "staged")
 _TRIAL_BYTES = 4096
@@ -112,11 +113,14 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
         reasons = [*dict.fromkeys(f"{node}: {why}" for node, kind, why, _ in found if not kind)]
         raise _cannot_move(settings.INTRA_TRANSPORT, wanted, reasons, ("auto", *table))
     taken = {node: kind for node, kind, _, is_alone in found if not is_alone}
-    everywhere = _join_all(hierarchy, device, intra)
-    rails, between = _device_rails(hierarchy, device, host.rails)
+    everywhere, lacks = _join_all(hierarchy, device, intra)
+    rails, between = _device_rails(hierarchy, device, host.rails, everywhere)
     if not between and taken and intra.one_shot_bytes is not None:
         between = f"one shot up to {format_bytes(intra.one_shot_bytes)} ({settings.ONE_SHOT_BYTES.name})"
     others = dict.fromkeys(each[:3] for each in found if not each[3] and each[1] != NcclTransport.name)
+    why = next((why for *_, why, _ in found if why), "")
+    if lacks and lacks not in why:
+        between += f"; not by nccl: {lacks}"
     world_by_host, intra_by_host = _staged(world, device, {world: host.world, hierarchy.intra: None})
     return DeviceTransports(
         intra=intra,
@@ -126,7 +130,7 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
         small_rails=rails,
         intra_by_host=intra_by_host,
         path=_path(taken, between),
-        why=next((why for *_, why, _ in found if why), ""),
+        why=why,
         lacks_nccl="; ".join(f"{node} uses {kind}{f' ({why})' if why else ''}" for node, kind, why in others),
         has_channels=all(rail.has_channels for rail in rails.values()),
         everywhere=everywhere,
@@ -218,18 +222,22 @@ def _staged(world: Group, device: Device, over: Mapping[Group, Transport | None]
     return made
 
 
-def _join_all(hierarchy: Hierarchy, device: Device, intra: DeviceTransport) -> NcclTransport | None:
-    """Return NCCL over all ranks: that of the node where there is one, and one of its own where a setting asks for it."""
+def _join_all(hierarchy: Hierarchy, device: Device, intra: DeviceTransport) -> tuple[NcclTransport | None, str]:
+    """Return NCCL over all ranks, that of the node where there is one, and why auto does not take it between nodes."""
     if hierarchy.world.num_nodes == 1:
-        return intra if isinstance(intra, NcclTransport) else None
-    if hierarchy.settings[settings.INTER_TRANSPORT] != NcclTransport.name:
-        return None
+        return intra if isinstance(intra, NcclTransport) else None, ""
+    wanted, world = hierarchy.settings[settings.INTER_TRANSPORT], hierarchy.world_group
+    if wanted == "auto":
+        made, _, why = _first_usable([_NcclOverAdapters], [world], world, device)
+        return made[0] if made else None, why.removeprefix("nccl: ")
+    if wanted != NcclTransport.name:
+        return None, ""
     try:
-        [transport] = _nccl(hierarchy, device, [hierarchy.world_group])
+        [transport] = _nccl(hierarchy, device, [world])
     except TransportError as error:
         intra.abort(str(error))
         raise
-    return transport
+    return transport, ""
 
 
 def nccl_rails(hierarchy: Hierarchy, device: Device, everywhere: NcclTransport) -> Mapping[int, NcclTransport]:
@@ -249,38 +257,35 @@ def _nccl(hierarchy: Hierarchy, device: Device, groups: Collection[Group]) -> li
 
 
 def _device_rails(
-    hierarchy: Hierarchy, device: Device, host: Mapping[int, Transport]
+    hierarchy: Hierarchy, device: Device, host: Mapping[int, Transport], everywhere: NcclTransport | None
 ) -> tuple[Mapping[int, DeviceTransport], str]:
     """Return the transport of each rail for large buffers in GPU memory, and what is between nodes, as text.
 
     A collective call. All rails of a job use the same: MPI directly if it is CUDA-aware on all of them, else host memory. If it
     turns out not to be, rank 0 prints a warning, once; if MPISTRAT_MPI_GPU says that it is, or nothing is delivered, all ranks
-    raise.
+    raise. Where NCCL joins all ranks, what it does not combine goes through host memory.
     """
     if not host:
         return {}, ""
-    inter, world = hierarchy.settings[settings.INTER_TRANSPORT], hierarchy.world_group
-    rails, refusal = _cuda_aware(hierarchy, device)
+    rails, refusal = ({}, "") if everywhere else _cuda_aware(hierarchy, device)
     between = f"{CudaAwareTransport.name} between nodes"
     if not rails:
-        staged = _staged(world, device, {hierarchy.rails[shard]: rail for shard, rail in host.items()})
+        staged = _staged(hierarchy.world_group, device, {hierarchy.rails[shard]: rail for shard, rail in host.items()})
         rails = dict(zip(host, staged, strict=True))
         between = f"staged over {next(iter(host.values())).name} between nodes ({refusal})"
-    if inter == NcclTransport.name:
-        between = f"{inter} between nodes"
-    elif inter == "auto" and not any(gather_or_raise(world, lambda: NcclTransport.probe(world))):
-        between += f"; auto does not take NCCL there, which nobody has measured: {settings.INTER_TRANSPORT.name}=nccl does"
-    return rails, between
+    return rails, f"{everywhere.name} between nodes" if everywhere else between
 
 
 def _cuda_aware(hierarchy: Hierarchy, device: Device) -> tuple[Mapping[int, DeviceTransport], str]:
     """Return rails that pass GPU memory to MPI, or the reason why there are none."""
-    inter = hierarchy.settings[settings.INTER_TRANSPORT]
-    if inter != "auto":
-        return {}, f"{settings.INTER_TRANSPORT.name}={inter}"
+    inter, is_wanted = settings.INTER_TRANSPORT, hierarchy.settings[settings.INTER_TRANSPORT] == CudaAwareTransport.name
+    if not is_wanted and hierarchy.settings[inter] != "auto":
+        return {}, f"{inter.name}={hierarchy.settings[inter]}"
     comm = hierarchy.world_group.comm
     verdict = bcast_or_raise(comm, find_verdict)
     if not verdict.is_aware:
+        if is_wanted:
+            raise _cannot_move(inter, CudaAwareTransport.name, [verdict.reason], inter.choices)
         if not verdict.is_setting:
             _warn_of_staging(hierarchy, verdict.reason)
         return {}, verdict.reason
@@ -296,6 +301,8 @@ def _cuda_aware(hierarchy: Hierarchy, device: Device) -> tuple[Mapping[int, Devi
         raise TransportError(failed)
     if not wrong:
         return rails, ""
+    if is_wanted:
+        raise _cannot_move(inter, CudaAwareTransport.name, [wrong], inter.choices)
     if verdict.is_setting:
         raise TransportError(f"{wrong}, and {verdict.reason} was set: unset it, or set it to off")
     _warn_of_staging(hierarchy, wrong)
@@ -326,7 +333,7 @@ def _path(taken: Mapping[str, str], between: str) -> str:
 def _on_host(hierarchy: Hierarchy, setting: settings.Setting[str]) -> str:
     """Return the transport of host memory that a setting names; auto, if it names one of device memory."""
     wanted = hierarchy.settings[setting]
-    if wanted not in DEVICE_TRANSPORTS:
+    if wanted not in _ON_DEVICE:
         return wanted
     if bound_device() is None:
         raise TransportError(
@@ -337,7 +344,7 @@ def _on_host(hierarchy: Hierarchy, setting: settings.Setting[str]) -> str:
 
 
 def _accepted_on_host(setting: settings.Setting[str]) -> list[str]:
-    return [name for name in setting.choices if name not in DEVICE_TRANSPORTS]
+    return [name for name in setting.choices if name not in _ON_DEVICE]
 
 
 def _unusable(group: str, refusals: str, accepted: Iterable[str]) -> TransportError:
@@ -350,6 +357,14 @@ def _cannot_move(
     return TransportError(
         f"{setting.name}={wanted} cannot move memory of GPUs here: {'; '.join(reasons)}. Accepted are {', '.join(accepted)}"
     )
+
+
+class _NcclOverAdapters(NcclTransport):
+    """NCCL as auto takes it between nodes: not over sockets, where MPI may have an adapter."""
+
+    @classmethod
+    def probe(cls, group: Group) -> str:
+        return super().probe(group) or cls.network_refusal()
 
 
 class _StagedOverMpi(StagedTransport):

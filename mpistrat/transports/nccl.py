@@ -10,6 +10,7 @@ wait for the peers for ever.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import threading
@@ -18,6 +19,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,8 @@ from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Par
 from mpistrat.transports.nccl_watcher import NcclWatcher
 
 JOIN_SECONDS, ABORT_SECONDS = 120.0, 0.5
+TRIAL_BYTES = (1 << 20, 64 << 20)
+"""Of the first sums besides one of few bytes: NCCL connects ranks anew for each of its algorithms, which depend on the size."""
 POLLS_PER_CHECK = 64
 _POLL_SECONDS = 1e-4
 
@@ -94,6 +98,19 @@ class NcclTransport(DeviceTransport):
         except ImportError as error:
             return f"CuPy cannot be imported ({error})"
         return "" if available else "CuPy finds no libnccl.so.2; pip install '.[cuda12]' in the checkout, or cuda13"
+
+    @staticmethod
+    def network_refusal(adapters: Path = Path("/sys/class/infiniband")) -> str:
+        """Return why NCCL would use sockets between nodes, having no adapter for RDMA and no plugin; or an empty text."""
+        if os.environ.get("NCCL_IB_DISABLE", "0") == "0" and adapters.is_dir() and any(adapters.iterdir()):
+            return ""
+        wanted = os.environ.get("NCCL_NET_PLUGIN", "")
+        name = wanted if ".so" in wanted else f"libnccl-net-{wanted}.so" if wanted else "libnccl-net.so"
+        try:
+            ctypes.CDLL(name)  # as NCCL would
+        except OSError:
+            return f"there is no adapter for RDMA, and no plugin {name}"
+        return ""
 
     def refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
         """Return what NCCL lacks to combine such values, or an empty text."""
@@ -388,7 +405,7 @@ class NcclTransport(DeviceTransport):
         values, problem, version = None, "", 0
         try:
             self._stream, version = self.device.stream(), int(self._nccl.get_version())
-            values = self.device.allocate(8 * self.group.size).view(np.int64)
+            values = self.device.allocate(max(8 * self.group.size, *TRIAL_BYTES)).view(np.int64)
         except RuntimeError as error:  # a TransportError, or CUDA's own
             problem = f"{error}"
         if os.environ.get("NCCL_COMM_BLOCKING") == "0":
@@ -410,7 +427,7 @@ class NcclTransport(DeviceTransport):
         """
         # integers: the cube of the number of ranks need not be a float32
         size, kind, total = self.group.size, self._nccl.NCCL_INT64, self._nccl.NCCL_SUM
-        self.device.put(values, np.ones(size, np.int64))
+        self.device.put(values, np.ones(values.size, np.int64))
         self._follow(self.device.current_stream())
         start = address(values)
         own = start + values.itemsize * self.group.rank
@@ -419,14 +436,21 @@ class NcclTransport(DeviceTransport):
         self._issue([("broadcast", start, start, size, kind, 0)])
         self._issue([("reduceScatter", start, own, 1, kind, total)])
         self._issue([("allGather", own, start, 1, kind)])
+        expected, behind = np.ones(values.size, np.int64), start + size * values.itemsize
+        expected[:size] = size**3
+        for nbytes in TRIAL_BYTES:
+            count = nbytes // values.itemsize - size
+            self._issue([("allReduce", behind, behind, count, kind, total)])
+            expected[size : size + count] *= size
         event, ends = self._stream.record(), time.monotonic() + JOIN_SECONDS
         while not event.done():
             if time.monotonic() > ends:
                 raise TransportError(f"its first sums had not ended after {JOIN_SECONDS:g} s")
             time.sleep(_POLL_SECONDS)
         found = self.device.get(values)
-        if not (found == size**3).all():
-            raise TransportError(f"its first sums were wrong: {found.tolist()} in the place of {size**3}")
+        if not np.array_equal(found, expected):
+            wrong = int(np.argmax(found != expected))
+            raise TransportError(f"its first sums were wrong: {found[wrong]} in the place of {expected[wrong]}")
 
     def _identifier(self) -> Any:
         """Return what names the communicator on all ranks; the first one has NCCL make it, which looks for a network then."""

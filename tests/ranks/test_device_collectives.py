@@ -274,9 +274,18 @@ def test_what_goes_by_way_of_the_host_is_said_once(comm, world, monkeypatch, tmp
 
 
 @pytest.mark.ranks(nodes=["2x1", "2x2", "3+1"])
-@pytest.mark.parametrize("told", ["wrong values, and MPISTRAT_MPI_GPU=on was set", "rail 0 is late"])
-def test_an_mpi_that_was_named_and_fails_is_raised_on_all(comm, world, monkeypatch, told):
-    monkeypatch.setenv("MPISTRAT_MPI_GPU", "on")
+@pytest.mark.parametrize(
+    ("transport", "mpi_gpu", "told"),
+    [
+        ("auto", "on", "planted: wrong values, and MPISTRAT_MPI_GPU=on was set"),
+        ("auto", "on", "planted: rail 0 is late"),
+        ("cuda_aware", "on", "INTER_TRANSPORT=cuda_aware cannot move memory of GPUs here: planted: wrong values"),
+        ("cuda_aware", "off", "INTER_TRANSPORT=cuda_aware cannot move memory of GPUs here: MPISTRAT_MPI_GPU=off"),
+    ],
+)
+def test_an_mpi_that_was_named_and_fails_is_raised_on_all(comm, world, monkeypatch, transport, mpi_gpu, told):
+    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", transport)
+    monkeypatch.setenv("MPISTRAT_MPI_GPU", mpi_gpu)
 
     def first_exchange(rail):
         if "late" in told and rail.group.name == "rail 0":
@@ -285,7 +294,7 @@ def test_an_mpi_that_was_named_and_fails_is_raised_on_all(comm, world, monkeypat
 
     monkeypatch.setattr("mpistrat.transports.cuda_aware.CudaAwareTransport.first_exchange", first_exchange)
     hierarchy = Hierarchy(comm, world)
-    with stand_in(comm), pytest.raises(TransportError, match=f"planted: {told}"):
+    with stand_in(comm), pytest.raises(TransportError, match=told):
         Communicator(hierarchy)
 
 

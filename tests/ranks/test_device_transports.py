@@ -129,6 +129,31 @@ def test_wrong_first_sums_of_nccl_are_told_to_all(group, device, comm, monkeypat
     assert (library.aborted, library.destroyed) == (1, 0), "no rank keeps a communicator that another one has given up"
 
 
+def test_nccl_is_tried_with_large_sums_too(group, device, comm, monkeypatch):
+    get, library = device.get, StandInNccl(device, comm)
+
+    def last_is_wrong(array):
+        return get(array) + (np.arange(array.size) == array.size - 1)
+
+    monkeypatch.setattr(device, "get", last_is_wrong)
+    with pytest.raises(TransportError, match=f"first sums were wrong: {comm.size + 1} in the place of {comm.size}"):
+        NcclTransport(group, device, library)
+
+
+def test_nccl_has_a_network_where_there_is_an_adapter_or_a_plugin(monkeypatch, tmp_path):
+    adapters = tmp_path / "infiniband"
+    monkeypatch.setenv("NCCL_IB_DISABLE", "0")
+    monkeypatch.setenv("NCCL_NET_PLUGIN", "")
+    assert NcclTransport.network_refusal(adapters) == "there is no adapter for RDMA, and no plugin libnccl-net.so"
+    (adapters / "mlx5_0").mkdir(parents=True)
+    assert not NcclTransport.network_refusal(adapters)
+    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+    monkeypatch.setenv("NCCL_NET_PLUGIN", "ofi")
+    assert "libnccl-net-ofi.so" in NcclTransport.network_refusal(adapters)
+    monkeypatch.setenv("NCCL_NET_PLUGIN", "libc.so.6")
+    assert not NcclTransport.network_refusal(adapters)
+
+
 @needs_ranks(2)
 def test_mixed_versions_of_nccl_are_refused_on_all_ranks(group, device, comm):
     library = StandInNccl(device, comm, version=23203 if comm.rank else 22809)

@@ -14,7 +14,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.testing.transport_cases import operations
 from mpistrat.topology.world import World
-from mpistrat.transports.nccl import nccl_refusal
+from mpistrat.transports.nccl import NcclTransport, nccl_refusal
 from tests.gpu import stand_in_nccl
 from tests.gpu.bound import stand_in
 from tests.gpu.pair import Pair, values
@@ -104,21 +104,42 @@ def test_ranks_of_which_one_cannot_join_its_rail_raise_together(make_pair, monke
 
 def test_the_plan_says_why(pair):
     explained = str(pair.gpu.explain(pair.up(np.ones(1000, np.float32))))
-    assert "MPISTRAT_INTER_TRANSPORT=nccl joins all ranks, and NCCL chooses how" in explained
+    assert "nccl joins all ranks, and chooses how" in explained
     assert "nccl inside nodes, nccl between nodes" in explained
 
 
-def test_without_being_asked_it_is_not_taken_and_the_plan_says_so(comm, monkeypatch):
+def test_auto_takes_it_where_all_ranks_have_an_adapter(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "off")
-    hint = "auto does not take NCCL there, which nobody has measured: MPISTRAT_INTER_TRANSPORT=nccl does"
+    given = [values(1000, np.float32, comm.rank)]
+    for lacks in ("", "planted: only sockets"):
+        answer = lacks if comm.rank == 2 else ""
+        monkeypatch.setattr(NcclTransport, "network_refusal", lambda answer=answer: answer)
+        with Pair(comm, World.from_shape("2x2")) as pair:
+            calls = pair.library.calls["allReduce"]
+            pair.compare(SUM, given, CommunicationOptions(algorithm="flat"))
+            assert (pair.library.calls["allReduce"] == calls) == bool(lacks)
+            assert ("nccl inside nodes, nccl between nodes" in pair.gpu.path) == (not lacks)
+            assert pair.gpu.path.endswith(f"not by nccl: {lacks}") == bool(lacks)
+    with Pair(comm, World.from_shape("4x1"), has_nccl=False) as pair:
+        assert "not by nccl: CuPy finds no libnccl.so.2" in pair.gpu.path
+
+
+def test_auto_goes_on_without_it_if_one_rank_cannot_join(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_MPI_GPU", "off")
+    monkeypatch.setattr(stand_in_nccl, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(NcclTransport, "network_refusal", lambda: "")
+    join = stand_in_nccl.StandInNccl.NcclCommunicator
+
+    def fail(library, size, *arguments):
+        if size == comm.size and comm.rank == 3:
+            raise RuntimeError("planted: no queue pair")
+        return join(library, size, *arguments)
+
+    monkeypatch.setattr(stand_in_nccl.StandInNccl, "NcclCommunicator", fail)
     with Pair(comm, World.from_shape("2x2")) as pair:
-        calls = pair.library.calls["allReduce"]
-        pair.compare(SUM, [values(1000, np.float32, pair.rank)], CommunicationOptions(algorithm="flat"))
-        assert pair.library.calls["allReduce"] == calls
-        assert hint in str(pair.gpu.explain(pair.up(np.ones(1000, np.float32))))
-    for has_nccl in (True, False):
-        with Pair(comm, World.from_shape("4x1"), has_nccl=has_nccl) as pair:
-            assert (hint in pair.gpu.path) == has_nccl
+        assert "staged over mpi_ring between nodes" in pair.gpu.path
+        assert "not by nccl: world: NCCL could not join" in pair.gpu.path
+        pair.compare(SUM, [values(1000, np.float32, comm.rank)])
 
 
 @pytest.mark.parametrize("who", [0, 3])
