@@ -9,8 +9,8 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from functools import cache
+from contextlib import ExitStack, nullcontext, suppress
+from functools import cache, partial
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -300,6 +300,10 @@ class Communicator(BaseCommunicator):
         such as that their calls differ, are raised by the handle. On a GPU the operation begins after the work enqueued so far
         on the caller's current stream; once it has completed, every stream may read the results.
 
+        On a GPU where NCCL joins all ranks, no thread is needed: as in `all_reduce` ranks meet and compare their calls here,
+        which raises what they find, and the work is enqueued on another stream. ``wait()`` lets the caller's current stream
+        wait for it, ``wait(host=True)`` the program.
+
         Parameters
         ----------
         op, arrays, options, out : as for `all_reduce`, which lists the errors too
@@ -318,7 +322,46 @@ class Communicator(BaseCommunicator):
             found = alike(results, given, targets)
             return found[0] if is_one else found
 
-        return self._reductions.start_all_reduce(op, sources, options, memory, structure).then(finish)
+        gpu = self._enqueuing(sources)
+        if gpu is None:
+            return self._reductions.start_all_reduce(op, sources, options, memory, structure).then(finish)
+        if structure is not None:
+            self.note(f"start_all_reduce of {structure}", options)
+        with gpu.enqueuing(*sources, *(memory or ())):
+            results = self.try_fast_all_reduce(op, sources, options, memory)
+            if results is None:
+                results = self._reductions.reduce("all_reduce", op, sources, options, memory)
+        return gpu.enqueued(results).then(finish)
+
+    def _start_each(
+        self,
+        verb: str,
+        act: Callable[[Array, Array | None], Any],
+        arrays: Arrays,
+        out: Arrays | None,
+        options: CommunicationOptions | None,
+    ) -> Work[Any]:
+        unfinished: list[Callable[[], list[Any]]] = []
+
+        def enqueue(array: Array, target: Array | None) -> Any:
+            gpu = self._enqueuing([array])
+            with nullcontext() if gpu is None else gpu.enqueuing(array, target):
+                return act(array, target)
+
+        def put_off(results: Sequence[Any], given: Sequence[Any], targets: Sequence[Any] | None) -> list[Any]:
+            unfinished.append(partial(alike, results, given, targets))  # which makes streams of PyTorch, say, wait
+            return list(results)
+
+        found: Any = self._each(verb, enqueue, arrays, out, options, put_off)
+        is_list = isinstance(arrays, (list, tuple))
+        gpu = self._enqueuing(found if is_list else [found])
+        work = Work.ended(found) if gpu is None else gpu.enqueued(found)
+        return work.then(lambda _: unfinished[0]() if is_list else unfinished[0]()[0])
+
+    def _enqueuing(self, arrays: Sequence[Array]) -> GpuArrays | None:
+        """Return what enqueues a started verb on such arrays at once, if NCCL joins the GPUs of all ranks."""
+        gpu = self._gpu
+        return gpu if gpu is not None and gpu.executor.enqueues and has_arrays(arrays) else None
 
     def _reduce_scatter(
         self, op: ReduceOp | str, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None

@@ -161,6 +161,26 @@ class BaseCommunicator(ABC):
             "reduce_scatter", lambda array, target: self._reduce_scatter(op, array, axis, options, target), arrays, out, options
         )
 
+    def start_reduce_scatter(
+        self,
+        op: ReduceOp | str,
+        arrays: Arrays,
+        axis: int = 0,
+        options: CommunicationOptions | None = None,
+        out: Arrays | None = None,
+    ) -> Work[Arrays]:
+        """Start a `reduce_scatter`; ``wait()`` of the returned handle returns its result. A collective call.
+
+        On a GPU where NCCL joins all ranks it is enqueued, as by `start_all_reduce`. Elsewhere it has ended when this returns.
+        """
+        return self._start_each(
+            "start_reduce_scatter",
+            lambda array, target: self._reduce_scatter(op, array, axis, options, target),
+            arrays,
+            out,
+            options,
+        )
+
     def all_gather(
         self, arrays: Arrays, axis: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
     ) -> Arrays:
@@ -183,6 +203,18 @@ class BaseCommunicator(ABC):
         """
         return self._each(
             "all_gather", lambda array, target: self._movement.all_gather(array, axis, options, target), arrays, out, options
+        )
+
+    def start_all_gather(
+        self, arrays: Arrays, axis: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
+    ) -> Work[Arrays]:
+        """Start an `all_gather`, as `start_reduce_scatter` does its verb. A collective call."""
+        return self._start_each(
+            "start_all_gather",
+            lambda array, target: self._movement.all_gather(array, axis, options, target),
+            arrays,
+            out,
+            options,
         )
 
     def gather(self, arrays: Array | list[Array], root: int = 0, options: CommunicationOptions | None = None) -> Any:
@@ -429,6 +461,17 @@ class BaseCommunicator(ABC):
             results: Any = alike(found, given, wanted)
         answer: Arrays = results if is_list else results[0]
         return answer
+
+    def _start_each(
+        self,
+        verb: str,
+        act: Callable[[Array, Array | None], Any],
+        arrays: Arrays,
+        out: Arrays | None,
+        options: CommunicationOptions | None,
+    ) -> Work[Arrays]:
+        """Start a verb on one array, or on each of a list: see `_each`."""
+        return Work.ended(self._each(verb, act, arrays, out, options))
 
     def _require_open(self) -> None:
         if self.is_closed:

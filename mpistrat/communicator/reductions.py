@@ -203,8 +203,7 @@ class Reductions:
 
     def _empty(self, array: Array, shape: tuple[int, ...]) -> Array:
         if self._gpu is not None and is_on_device(array):
-            target: Array = self._gpu.device.array_module.empty(shape, array.dtype)
-            return target
+            return self._gpu.empty(shape, array.dtype)
         return new_array(shape, array.dtype) if array.nbytes > MALLOC_REUSES_BYTES else np.empty(shape, array.dtype)
 
     def _steps(self, program: Program, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
