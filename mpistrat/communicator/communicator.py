@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -310,58 +310,41 @@ class Communicator(BaseCommunicator):
         structure : object, optional
             Structure of the nested value whose leaves are `arrays`: its text must be the same on all ranks.
         """
+        op = self._parsed(op, "start_all_reduce", options)
+
+        def start(sources: list[Array], memory: list[Array] | None) -> Work[list[Array]]:
+            return self._reductions.start_all_reduce(op, sources, options, memory)
+
+        call = partial(self.all_reduce, op, options=options)
+        return self._start("start_all_reduce", call, arrays, out, options, start, structure)
+
+    def _start(
+        self,
+        verb: str,
+        call: Callable[..., Any],
+        arrays: Arrays,
+        out: Arrays | None,
+        options: CommunicationOptions | None,
+        start: Callable[[list[Array], list[Array] | None], Work[Any]] | None = None,
+        structure: object = None,
+    ) -> Work[Any]:
+        """Start a call: enqueue it where NCCL joins the GPUs of all ranks, else `start` it, or make it here."""
         given: Any = arrays
         targets: Any = out
-        op = self._parsed(op, "start_all_reduce", options)
         if is_one := not isinstance(given, (list, tuple)):
             given, targets = [given], None if out is None else [out]
-        sources, memory = self._read("start_all_reduce", given, targets, options)
-        given = list(given)  # the program may change its list
+        sources, memory = self._read(verb, given, targets, options)
+        given, gpu = list(given), self._gpu  # the program may change its list
+        if structure is not None:
+            self._guard.note(f"{verb} of {structure}")
 
         def finish(results: list[Array]) -> Any:
             found = alike(results, given, targets)
             return found[0] if is_one else found
 
-        gpu = self._enqueuing(sources)
-        if gpu is None:
-            return self._reductions.start_all_reduce(op, sources, options, memory, structure).then(finish)
-        if structure is not None:
-            self.note(f"start_all_reduce of {structure}", options)
-        with gpu.enqueuing(*sources, *(memory or ())):
-            results = self.try_fast_all_reduce(op, sources, options, memory)
-            if results is None:
-                results = self._reductions.reduce("all_reduce", op, sources, options, memory)
-        return gpu.enqueued(results).then(finish)
-
-    def _start_each(
-        self,
-        verb: str,
-        act: Callable[[Array, Array | None], Any],
-        arrays: Arrays,
-        out: Arrays | None,
-        options: CommunicationOptions | None,
-    ) -> Work[Any]:
-        unfinished: list[Callable[[], list[Any]]] = []
-
-        def enqueue(array: Array, target: Array | None) -> Any:
-            gpu = self._enqueuing([array])
-            with nullcontext() if gpu is None else gpu.enqueuing(array, target):
-                return act(array, target)
-
-        def put_off(results: Sequence[Any], given: Sequence[Any], targets: Sequence[Any] | None) -> list[Any]:
-            unfinished.append(partial(alike, results, given, targets))  # which makes streams of PyTorch, say, wait
-            return list(results)
-
-        found: Any = self._each(verb, enqueue, arrays, out, options, put_off)
-        is_list = isinstance(arrays, (list, tuple))
-        gpu = self._enqueuing(found if is_list else [found])
-        work = Work.ended(found) if gpu is None else gpu.enqueued(found)
-        return work.then(lambda _: unfinished[0]() if is_list else unfinished[0]()[0])
-
-    def _enqueuing(self, arrays: Sequence[Array]) -> GpuArrays | None:
-        """Return what enqueues a started verb on such arrays at once, if NCCL joins the GPUs of all ranks."""
-        gpu = self._gpu
-        return gpu if gpu is not None and gpu.executor.enqueues and has_arrays(arrays) else None
+        if gpu is not None and gpu.executor.enqueues and has_arrays(sources):
+            return gpu.enqueue(call, sources, memory).then(finish)
+        return (Work.ended(call(sources, out=memory)) if start is None else start(sources, memory)).then(finish)
 
     def _reduce_scatter(
         self, op: ReduceOp | str, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None

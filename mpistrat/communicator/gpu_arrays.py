@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -84,27 +83,23 @@ class GpuArrays:
         self._kept.append(made)
         return made
 
-    @contextmanager
-    def enqueuing(self, *given: Array | None) -> Iterator[None]:
-        """Return a context whose calls go to the stream of started operations, after the work of the current one so far.
+    def enqueue(self, call: Callable[..., T], arrays: Sequence[Array], out: Sequence[Array] | None) -> Work[T]:
+        """Make a call on the stream of started operations, after the work of the current one so far; return its handle.
 
-        What they are `given`, and their results, are kept until the GPU is through: the program may drop them at once.
+        Arrays and results are kept until the GPU is through: the program may drop them at once.
         """
         with self.device.activate():
             while self._under_way and self._under_way[0][0].done():
                 self._under_way.popleft()
-            self._caller, self._kept = self.device.current_stream(), [*given]
+            self._caller, self._kept = self.device.current_stream(), [*arrays, *(out or ())]
             self.stream.wait(self._caller.record())
             try:
                 with self.device.activate(self.stream):
-                    yield
+                    results = call(arrays, out=out)
             finally:
-                self._caller = None
-                self._under_way.append((self.stream.record(), self._kept))
-
-    def enqueued(self, results: T) -> Work[T]:
-        """Return the handle of what was enqueued last."""
-        return Work.ended(results, _End(self, self._under_way[-1][0]))
+                self._caller, ended = None, self.stream.record()
+                self._under_way.append((ended, self._kept))
+            return Work.ended(results, _End(self, ended))
 
     def finish(self, event: Event | None = None) -> None:
         """Wait on the host until an event has come: by default all that was enqueued on the current stream.

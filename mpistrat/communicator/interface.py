@@ -6,6 +6,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
@@ -173,13 +174,8 @@ class BaseCommunicator(ABC):
 
         On a GPU where NCCL joins all ranks it is enqueued, as by `start_all_reduce`. Elsewhere it has ended when this returns.
         """
-        return self._start_each(
-            "start_reduce_scatter",
-            lambda array, target: self._reduce_scatter(op, array, axis, options, target),
-            arrays,
-            out,
-            options,
-        )
+        call = partial(self.reduce_scatter, op, axis=axis, options=options)
+        return self._start("start_reduce_scatter", call, arrays, out, options)
 
     def all_gather(
         self, arrays: Arrays, axis: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
@@ -209,13 +205,7 @@ class BaseCommunicator(ABC):
         self, arrays: Arrays, axis: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
     ) -> Work[Arrays]:
         """Start an `all_gather`, as `start_reduce_scatter` does its verb. A collective call."""
-        return self._start_each(
-            "start_all_gather",
-            lambda array, target: self._movement.all_gather(array, axis, options, target),
-            arrays,
-            out,
-            options,
-        )
+        return self._start("start_all_gather", partial(self.all_gather, axis=axis, options=options), arrays, out, options)
 
     def gather(self, arrays: Array | list[Array], root: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Return the arrays of all ranks, in rank order, on rank `root`; None elsewhere. A collective call.
@@ -462,16 +452,11 @@ class BaseCommunicator(ABC):
         answer: Arrays = results if is_list else results[0]
         return answer
 
-    def _start_each(
-        self,
-        verb: str,
-        act: Callable[[Array, Array | None], Any],
-        arrays: Arrays,
-        out: Arrays | None,
-        options: CommunicationOptions | None,
+    def _start(
+        self, verb: str, call: Callable[..., Arrays], arrays: Arrays, out: Arrays | None, options: CommunicationOptions | None
     ) -> Work[Arrays]:
-        """Start a verb on one array, or on each of a list: see `_each`."""
-        return Work.ended(self._each(verb, act, arrays, out, options))
+        """Start a call of a verb."""
+        return Work.ended(call(arrays, out=out))
 
     def _require_open(self) -> None:
         if self.is_closed:

@@ -91,13 +91,10 @@ class Reductions:
         arrays: Sequence[Array],
         options: CommunicationOptions | None,
         out: Sequence[Array] | None,
-        structure: object,
     ) -> Work[list[Array]]:
         """Start what `all_reduce` does: see `mpistrat.Communicator.start_all_reduce`. A collective call."""
         with self.active():
             with self._guard.starting():
-                if structure is not None:
-                    self._guard.note(f"start_all_reduce of {structure}")
                 call, asked, refused = self._calls.prepare(
                     "start_all_reduce", options, lambda wanted: Reduction(op, arrays, wanted), partial(self._check, out)
                 )

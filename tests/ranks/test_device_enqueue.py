@@ -446,6 +446,13 @@ def test_a_call_of_mpi4py_returns_when_its_result_may_be_read_on_any_stream(node
         with node.device.activate(node.device.stream()):
             np.testing.assert_array_equal(node.device.get(target), node.host.all_reduce(SUM, given))
     communicator = wrapped.open()
+    for wait in (MPI.Request.Wait, MPI.Request.wait, lambda request: MPI.Request.Waitall([request])):
+        started = node.device.array_module.empty(3000, np.float32)
+        node.hold(communicator._gpu.executor.transports.everywhere._stream, 0.1)
+        wait(wrapped.Iallreduce(source, started))
+        assert node.device.held is None
+        with node.device.activate(node.device.stream()):
+            np.testing.assert_array_equal(node.device.get(started), node.host.all_reduce(SUM, given))
     node.device.held = communicator._gpu.executor.transports.everywhere._stream
     threading.Timer(0.1, lambda: setattr(node.library, "error", "planted: a GPU fell off the bus")).start()
     with pytest.raises((TransportError, UnavailableError), match=r"planted: a GPU fell off the bus|given up|gave up"):
@@ -487,6 +494,22 @@ class _Tensor:
         return self.array
 
 
+class _Parameter:
+    """A parameter of PyTorch, as far as its gradient is averaged."""
+
+    requires_grad = True
+
+    def __init__(self, tensor):
+        self.numel, self.element_size, self.detach, self.grad = tensor.numel, tensor.element_size, lambda: tensor, None
+
+    def register_hook(self, _):
+        return SimpleNamespace(remove=lambda: None)
+
+    def register_post_accumulate_grad_hook(self, hook):
+        self.accumulated = hook
+        return SimpleNamespace(remove=lambda: None)
+
+
 @pytest.mark.parametrize("count", [100, 30000])
 def test_pytorch_waits_on_its_own_stream_for_what_was_written_to_its_tensors(node, monkeypatch, count):
     of_torch = node.device.stream()
@@ -501,15 +524,17 @@ def test_pytorch_waits_on_its_own_stream_for_what_was_written_to_its_tensors(nod
     given = values((count,), np.float32, node.rank)
     expected, sent = node.host.all_reduce(MEAN, given), node.host.broadcast(given, 1)
     model = _Tensor(node.up(given))
-    model.named_parameters, model.named_buffers = (lambda: [("weight", weight)]), (lambda: [])
-    weight = SimpleNamespace(
-        requires_grad=True, numel=model.numel, element_size=model.element_size, detach=lambda: model, grad=None
-    )
-    for _ in range(8):
-        weight.grad, model.array = _Tensor(node.up(given)), node.up(given)
+    model.named_parameters, model.named_buffers = (lambda: [("early", early), ("late", late)]), (lambda: [])
+    early, late = _Parameter(model), _Parameter(_Tensor(node.up(given)))
+    monkeypatch.setattr("mpistrat.torch.BUCKET_BYTES", 1)
+    for turn in range(8):
+        early.grad, late.grad, model.array = _Tensor(node.up(given)), _Tensor(node.up(given)), node.up(given)
+        early.grad = early.grad if turn % 2 else None  # then nothing follows what was started
         with average_gradients(model, node.gpu):
-            pass
+            held_call(node, lambda: late.accumulated(late))  # which starts its bucket
+        with node.device.activate(of_torch):
+            np.testing.assert_array_equal(node.device.get(late.grad.array), expected)
+            assert early.grad is None or np.array_equal(node.device.get(early.grad.array), expected)
         broadcast_state(model, communicator=node.gpu, root=1)
         with node.device.activate(of_torch):
-            np.testing.assert_array_equal(node.device.get(weight.grad.array), expected)
             np.testing.assert_array_equal(node.device.get(model.array), sent)
