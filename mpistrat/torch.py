@@ -179,9 +179,8 @@ class _AveragedGradients:
 
     def _wait_before_adding(self, bucket: _Bucket, _: torch.Tensor) -> None:
         """Wait for a bucket that a later backward pass adds to; equal averages stay as they are when it is averaged again."""
-        if bucket.work is not None:
-            bucket.work.wait()
-            bucket.work = None
+        _wait_for(bucket)
+        bucket.work = None
 
     def _ready(self, bucket: _Bucket, name: str, _: torch.Tensor) -> None:
         """Note a gradient that is there, and start the buckets that are complete, in the same order on all ranks."""
@@ -200,8 +199,7 @@ class _AveragedGradients:
     def _wait(self) -> None:
         """Wait for the buckets that have been started."""
         for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
+            _wait_for(bucket)
 
     def _gradients(self, bucket: _Bucket) -> list[Array]:
         """Return the gradients of a bucket that are there; ranks compare which are not."""
@@ -234,6 +232,13 @@ def _buckets_of(model: torch.nn.Module) -> list[_Bucket]:
         buckets[-1].named.append((name, parameter))
         buckets[-1].nbytes += nbytes
     return buckets
+
+
+def _wait_for(bucket: _Bucket) -> None:
+    """Wait for a bucket, if it has been started; on a GPU by the streams of PyTorch."""
+    if bucket.work is not None:
+        gradients = [parameter.grad for _, parameter in bucket.named if parameter.grad is not None]
+        _hand_back(bucket.work.wait(), gradients)
 
 
 def _gradient(name: str, parameter: torch.nn.Parameter) -> Array:

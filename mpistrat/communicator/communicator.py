@@ -10,7 +10,7 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from functools import cache
+from functools import cache, partial
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -297,25 +297,51 @@ class Communicator(BaseCommunicator):
         such as that their calls differ, are raised by the handle. On a GPU the operation begins after the work enqueued so far
         on the caller's current stream; once it has completed, every stream may read the results.
 
+        On a GPU where NCCL joins all ranks, no thread is needed: as in `all_reduce` ranks meet and compare their calls here,
+        which raises what they find, and the work is enqueued on another stream. ``wait()`` lets the caller's current stream
+        wait for it, ``wait(host=True)`` the program.
+
         Parameters
         ----------
         op, arrays, options, out : as for `all_reduce`, which lists the errors too
         structure : object, optional
             Structure of the nested value whose leaves are `arrays`: its text must be the same on all ranks.
         """
+        op = self._parsed(op, "start_all_reduce", options)
+
+        def start(sources: list[Array], memory: list[Array] | None) -> Work[list[Array]]:
+            return self._reductions.start_all_reduce(op, sources, options, memory)
+
+        call = partial(self.all_reduce, op, options=options)
+        return self._start("start_all_reduce", call, arrays, out, options, start, structure)
+
+    def _start(
+        self,
+        verb: str,
+        call: Callable[..., Any],
+        arrays: Arrays,
+        out: Arrays | None,
+        options: CommunicationOptions | None,
+        start: Callable[[list[Array], list[Array] | None], Work[Any]] | None = None,
+        structure: object = None,
+    ) -> Work[Any]:
+        """Start a call: enqueue it where NCCL joins the GPUs of all ranks, else `start` it, or make it here."""
         given: Any = arrays
         targets: Any = out
-        op = self._parsed(op, "start_all_reduce", options)
         if is_one := not isinstance(given, (list, tuple)):
             given, targets = [given], None if out is None else [out]
-        sources, memory = self._read("start_all_reduce", given, targets, options)
-        given = list(given)  # the program may change its list
+        sources, memory = self._read(verb, given, targets, options)
+        given, gpu = list(given), self._gpu  # the program may change its list
+        if structure is not None:
+            self._guard.note(f"{verb} of {structure}")
 
         def finish(results: list[Array]) -> Any:
             found = alike(results, given, targets)
             return found[0] if is_one else found
 
-        return self._reductions.start_all_reduce(op, sources, options, memory, structure).then(finish)
+        if gpu is not None and gpu.executor.enqueues and has_arrays(sources):
+            return gpu.enqueue(call, sources, memory).then(finish)
+        return (Work.ended(call(sources, out=memory)) if start is None else start(sources, memory)).then(finish)
 
     def _reduce_scatter(
         self, op: ReduceOp | str, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None

@@ -134,7 +134,7 @@ class DataMovement:
             elif row_bytes:
                 whole[starts[self._rank] : starts[self._rank + 1]] = mine
                 move.run(move.route.sender.all_gather(as_bytes(whole), bounds).run())
-            return _delivered(_moved(whole, 0, axis), array, out)
+            return _delivered(_moved(whole, 0, axis), array, out, move)
 
     def gather(self, array: Array, root: int, options: CommunicationOptions | None) -> list[Array] | None:
         """Collect the arrays of all ranks on one: see `mpistrat.Communicator.gather`. A collective call."""
@@ -234,7 +234,7 @@ class DataMovement:
                     move.take(as_bytes(result), [0, result.nbytes], root)
             elif result.nbytes:
                 move.run(move.route.sender.broadcast(as_bytes(result), root).run())
-            return _delivered(result, array, out)
+            return _delivered(result, array, out, move)
 
     def barrier(self, options: CommunicationOptions | None) -> None:
         """Wait until all ranks have entered the barrier. A collective call."""
@@ -318,11 +318,7 @@ def _through_nccl(executor: Executor, gpu: GpuArrays, nccl: NcclTransport) -> _R
     def run(steps: Steps) -> Steps:
         return gpu.abort_on_error(after_barrier(steps))
 
-    def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        made: Array = gpu.device.array_module.empty(shape, dtype)
-        return made
-
-    return _Route(nccl, lambda array: array, empty, True, run)
+    return _Route(nccl, lambda array: array, gpu.empty, True, run)
 
 
 @lru_cache(_DIGESTS_KEPT)
@@ -362,10 +358,14 @@ def _contiguous(array: Array) -> Array:
     return array if array.flags.c_contiguous else array.copy()
 
 
-def _delivered(result: Array, array: Array, out: Array | None) -> Array:
+def _delivered(result: Array, array: Array, out: Array | None, move: _Move) -> Array:
     """Return the result as the array is, or in `out`."""
     if out is None:
-        out = like(_contiguous(result), array)
-    elif result is not out:
+        copied = result if result.flags.c_contiguous else move.empty(result.shape, result.dtype)
+        if copied is not result:
+            copied[...] = result
+        delivered: Array = like(copied, array)
+        return delivered
+    if result is not out:
         out[...] = like(result, out)
     return out

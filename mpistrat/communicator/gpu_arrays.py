@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from mpistrat.arrays import Array, is_on_device
-from mpistrat.device.abstract import Device
+from mpistrat.device.abstract import Device, Event, Stream
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard
+from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Agreement, CallsDifferError
 from mpistrat.steps import Steps, until
 from mpistrat.transports.nccl_watcher import UNSEEN_SECONDS
 
+T = TypeVar("T")
+
 
 class GpuArrays:
-    """Executor and stream for arrays on GPUs. Making one is a collective call."""
+    """Executor and stream for arrays on GPUs. Making one is a collective call.
+
+    `stream` is that of started operations.
+    """
 
     def __init__(self, device: Device, host: Executor, guard: Guard) -> None:
         self.device, self._guard, guard.is_on_gpu = device, guard, True
         self.executor = DeviceExecutor(host, device)
         guard.deadlines.check_gpu = partial(self.executor.raise_failure, UNSEEN_SECONDS / 2)
         self.stream = device.stream()
+        self._caller: Stream | None = None  # of what is being enqueued on that stream, with what is kept for it
+        self._kept: list[Any] = []
+        self._under_way: deque[tuple[Event, list[Any]]] = deque()
         self._agreement, self._call = Agreement(host.hierarchy.world_group), host.hierarchy.call
 
     def admits(self, arrays: Sequence[Any], out: Sequence[Any] | None) -> bool:
@@ -60,19 +72,47 @@ class GpuArrays:
             self._guard.deadlines.barrier.give_up()
             raise
 
-    def finish(self) -> None:
-        """Wait on the host until all that was enqueued on the current stream has ended.
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a new array, in memory of the caller's stream: CuPy gives that to nobody else before its turn there."""
+        if self._caller is None:
+            made: Array = self.device.array_module.empty(shape, dtype)
+            return made
+        with self.device.activate(self._caller):
+            made = self.device.array_module.empty(shape, dtype)
+        self._kept.append(made)
+        return made
+
+    def enqueue(self, call: Callable[..., T], arrays: Sequence[Array], out: Sequence[Array] | None) -> Work[T]:
+        """Make a call on the stream of started operations, after the work of the current one so far; return its handle.
+
+        Arrays and results are kept until the GPU is through: the program may drop them at once.
+        """
+        with self.device.activate():
+            while self._under_way and self._under_way[0][0].done():
+                self._under_way.popleft()
+            self._caller, self._kept = self.device.current_stream(), [*arrays, *(out or ())]
+            self.stream.wait(self._caller.record())
+            try:
+                with self.device.activate(self.stream):
+                    results = call(arrays, out=out)
+            finally:
+                self._caller, ended = None, self.stream.record()
+                self._under_way.append((ended, self._kept))
+            return Work.ended(results, _End(self, ended))
+
+    def finish(self, event: Event | None = None) -> None:
+        """Wait on the host until an event has come: by default all that was enqueued on the current stream.
 
         If NCCL was aborted meanwhile, what it should have written is undefined, and this raises.
         """
         with self.device.activate():
             try:
-                self._guard.deadlines.drive(self.abort_on_error(self._end()))
+                self._guard.deadlines.drive(self.abort_on_error(self._until(event or self.device.current_stream().record())))
             except BaseException as error:
                 raise self._guard.fail_current(error) from None
 
-    def _end(self) -> Steps:
-        for waits in until(self.device.current_stream().record().done):
+    def _until(self, event: Event) -> Steps:
+        for waits in until(event.done):
             self.executor.raise_failure()
             yield waits
         self.executor.raise_failure()
@@ -85,10 +125,31 @@ class GpuArrays:
             with self.device.activate(self.stream):
                 self.stream.wait(enqueued)
                 results = carry_out()
-                finish(self.abort_on_error(self._end()))
+                finish(self.abort_on_error(self._until(self.stream.record())))
             return results
 
         return run
+
+
+class _End:
+    """The end of what was enqueued on the stream of started operations; raises if that has been aborted."""
+
+    def __init__(self, gpu: GpuArrays, event: Event) -> None:
+        self._gpu, self._event = gpu, event
+
+    def done(self) -> bool:
+        with self._gpu.device.activate():
+            has_come = self._event.done()
+        self._gpu.executor.raise_failure()
+        return has_come
+
+    def wait(self, host: bool) -> None:
+        if host:
+            self._gpu.finish(self._event)
+            return
+        self._gpu.executor.raise_failure()
+        with self._gpu.device.activate():
+            self._gpu.device.current_stream().wait(self._event)
 
 
 def has_arrays(arrays: Sequence[Array]) -> bool:

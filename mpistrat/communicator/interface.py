@@ -6,6 +6,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
@@ -161,6 +162,21 @@ class BaseCommunicator(ABC):
             "reduce_scatter", lambda array, target: self._reduce_scatter(op, array, axis, options, target), arrays, out, options
         )
 
+    def start_reduce_scatter(
+        self,
+        op: ReduceOp | str,
+        arrays: Arrays,
+        axis: int = 0,
+        options: CommunicationOptions | None = None,
+        out: Arrays | None = None,
+    ) -> Work[Arrays]:
+        """Start a `reduce_scatter`; ``wait()`` of the returned handle returns its result. A collective call.
+
+        On a GPU where NCCL joins all ranks it is enqueued, as by `start_all_reduce`. Elsewhere it has ended when this returns.
+        """
+        call = partial(self.reduce_scatter, op, axis=axis, options=options)
+        return self._start("start_reduce_scatter", call, arrays, out, options)
+
     def all_gather(
         self, arrays: Arrays, axis: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
     ) -> Arrays:
@@ -184,6 +200,12 @@ class BaseCommunicator(ABC):
         return self._each(
             "all_gather", lambda array, target: self._movement.all_gather(array, axis, options, target), arrays, out, options
         )
+
+    def start_all_gather(
+        self, arrays: Arrays, axis: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
+    ) -> Work[Arrays]:
+        """Start an `all_gather`, as `start_reduce_scatter` does its verb. A collective call."""
+        return self._start("start_all_gather", partial(self.all_gather, axis=axis, options=options), arrays, out, options)
 
     def gather(self, arrays: Array | list[Array], root: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Return the arrays of all ranks, in rank order, on rank `root`; None elsewhere. A collective call.
@@ -429,6 +451,12 @@ class BaseCommunicator(ABC):
             results: Any = alike(found, given, wanted)
         answer: Arrays = results if is_list else results[0]
         return answer
+
+    def _start(
+        self, verb: str, call: Callable[..., Arrays], arrays: Arrays, out: Arrays | None, options: CommunicationOptions | None
+    ) -> Work[Arrays]:
+        """Start a call of a verb."""
+        return Work.ended(call(arrays, out=out))
 
     def _require_open(self) -> None:
         if self.is_closed:

@@ -88,13 +88,10 @@ class Reductions:
         arrays: Sequence[Array],
         options: CommunicationOptions | None,
         out: Sequence[Array] | None,
-        structure: object,
     ) -> Work[list[Array]]:
         """Start what `all_reduce` does: see `mpistrat.Communicator.start_all_reduce`. A collective call."""
         with self.active():
             with self._guard.starting():
-                if structure is not None:
-                    self._guard.note(f"start_all_reduce of {structure}")
                 call, asked, refused = self._guard.prepare(
                     "start_all_reduce", options, lambda wanted: Reduction(op, arrays, wanted), partial(self._check, out)
                 )
@@ -200,8 +197,7 @@ class Reductions:
 
     def _empty(self, array: Array, shape: tuple[int, ...]) -> Array:
         if self._gpu is not None and is_on_device(array):
-            target: Array = self._gpu.device.array_module.empty(shape, array.dtype)
-            return target
+            return self._gpu.empty(shape, array.dtype)
         return new_array(shape, array.dtype) if array.nbytes > MALLOC_REUSES_BYTES else np.empty(shape, array.dtype)
 
     def _steps(self, program: Program, sources: Sequence[Array], results: Sequence[Array]) -> Steps:

@@ -22,6 +22,7 @@ from mpistrat.errors import CollectiveError, MpistratError
 from mpistrat.execution.work import Work
 from mpistrat.mpi4py.buffers import Buffer, check_writable, is_in_place, numbers_of, unwrapped
 from mpistrat.reduction import ReduceOp
+from mpistrat.steps import until, yield_core
 
 _OPS = {
     MPI.SUM.handle: ReduceOp.SUM,
@@ -210,7 +211,8 @@ class WorkRequest(MPI.Grequest):
         """Return the request of what has been started."""
 
         def query(_: MPI.Status) -> None:
-            work.done()  # raises what made it fail, which mpi4py turns into an error of MPI
+            for _waits in until(work.done):  # on a GPU; raises what made it fail, which mpi4py turns into an error of MPI
+                yield_core()
 
         started = MPI.Grequest.Start(query, _nothing, _nothing)
         request = cls(started)
@@ -220,7 +222,7 @@ class WorkRequest(MPI.Grequest):
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:  # noqa: N802 - MPI's name
         """Wait for the end; raises as ``Work.wait``."""
-        self._work.wait()
+        self._work.wait(host=True)
         return super().Wait(status)
 
     def Test(self, status: MPI.Status | None = None) -> bool:  # noqa: N802

@@ -2,10 +2,14 @@
 
 The kernel reads the addresses of the arrays from a table, which is sent to the device only if they have changed since the last
 call. Tables are allocated, and kernels compiled, when a copy is made: nothing is while ranks wait for each other.
+
+Invariant: launches of one copy are ordered on the device, also those on different streams, and so is what is sent to its table.
+It is sent from one of a few tables on the host in turn, so that started calls do not wait for the copy before.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +18,9 @@ import numpy as np
 from mpistrat.device.abstract import Device, DeviceArray, Event, address
 from mpistrat.device.kernels import Segment, SegmentTable, computed_in, move_kernel, real_dtype
 from mpistrat.packing.layout import Layout
+from mpistrat.steps import until
+
+HOST_TABLES = 8
 
 
 class _DeviceCopy:
@@ -113,12 +120,13 @@ class _Launch:
         self._table = SegmentTable(counts, source, target)
         self._rows_bytes = self._table.rows.nbytes
         nbytes = self._rows_bytes + self._table.first_tile.nbytes
-        self._host, self._memory = device.pinned(nbytes), device.allocate(nbytes)
-        self._host[self._rows_bytes :] = self._table.first_tile.view(np.uint8)
+        self._memory, pinned = device.allocate(nbytes), device.pinned(HOST_TABLES * nbytes).reshape(HOST_TABLES, nbytes)
+        pinned[:, self._rows_bytes :] = self._table.first_tile.view(np.uint8)
+        # each with the event after which it has been sent
+        self._host: deque[tuple[Any, Event | None]] = deque((table, None) for table in pinned)
         start = address(self._memory)
         self._arguments = start, start + self._rows_bytes, np.int32(len(self._table.rows)), computed_in(source).type(divisor)
         self._array_addresses: list[int] = []
-        self._used: Event | None = None
         device.prepare(self._kernel)
 
     def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
@@ -126,12 +134,12 @@ class _Launch:
         stream = self._device.current_stream()
         array_addresses = [address(arrays[index]) + start_bytes for index, start_bytes in self._starts]
         if array_addresses != self._array_addresses:
-            while self._used is not None and not self._used.done():
-                yield False  # the launch before still reads the table
+            table, sent = self._host.popleft()
+            yield from () if sent is None else until(sent.done)
             ends = (array_addresses, self._bucket_addresses) if self._pack else (self._bucket_addresses, array_addresses)
             self._table.point(*ends)
-            self._host[: self._rows_bytes] = self._table.rows.reshape(-1).view(np.uint8)
-            stream.copy(self._arguments[0], address(self._host), self._host.nbytes)
+            table[: self._rows_bytes] = self._table.rows.reshape(-1).view(np.uint8)
+            stream.copy(self._arguments[0], address(table), table.nbytes)
+            self._host.append((table, stream.record(sent)))
             self._array_addresses = array_addresses
         stream.launch(self._kernel, self._table.num_tiles, self._arguments)
-        self._used = stream.record()

@@ -1,9 +1,9 @@
 """A stand-in for CuPy: arrays in the memory of a stand-in device, and the namespace that makes them.
 
 They behave as CuPy's where that matters: no arrays of NumPy, not read by NumPy unless asked to (``get``), computed with by
-NumPy's functions and operators, which refuse arrays of the host beside them, and by no value that is neither. Whatever reads or
-writes an array happens at once, after all that is on the current stream: what was to come before, and was left on another
-stream, is missing from the result. New memory holds rubbish, or what an array has left that was there before.
+NumPy's functions and operators, which refuse arrays of the host beside them, and by no value that is neither. Assignments are
+put on the current stream. Whatever else reads or writes an array happens at once, after all that is there: what was to come
+before, and was left on another stream, is missing from the result. New memory holds rubbish, or what an array has left there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
         self._memory, self._on = memory, on
 
     def __del__(self) -> None:
-        self._on.keep(self._memory)
+        owner = self._memory
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        if owner.flags.owndata:  # it is not of the pool: NumPy would give it back to the system
+            self._on.keep(owner)
 
     @property
     def device(self) -> Any:
@@ -108,6 +112,8 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
     def astype(self, dtype: Any, order: str = "K", casting: Any = None, subok: Any = None, copy: bool = True) -> Any:
         if casting is not None or subok is not None:
             raise TypeError("casting is not supported yet")  # nor subok, by CuPy 14
+        if not copy and self.dtype == dtype and order == "C" and self.flags.c_contiguous:
+            return self
         return self._compute(np.ndarray.astype, (self, dtype), {"order": order, "copy": copy})
 
     def view(self, dtype: Any = None) -> ndarray:
@@ -128,7 +134,12 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
 
     def __setitem__(self, key: Any, value: Any) -> None:
         _check([value])
-        self._settled()[optree.tree_map(_raw, key) if isinstance(key, tuple) else _raw(key)] = _raw(value)
+        at = optree.tree_map(_raw, key) if isinstance(key, tuple) else _raw(key)
+        parts = key if isinstance(key, tuple) else (key,)
+        if isinstance(value, ndarray) and all(isinstance(part, (slice, type(Ellipsis))) for part in parts):
+            _assign(self._on, self._memory[at], value._memory)
+        else:
+            self._settled()[at] = _raw(value)
 
     def __len__(self) -> int:
         return len(self._memory)
@@ -233,6 +244,9 @@ class Namespace(ModuleType):
 def _compute(device: StandInDevice, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function of NumPy with the memory of arrays, and return its arrays as arrays on the device."""
     _check(optree.tree_leaves((list(args), kwargs)))
+    if function is np.copyto and isinstance(args[1], ndarray):
+        _assign(device, args[0]._memory, args[1]._memory)
+        return None
     if function not in _LOOKS:
         event = device.current_stream().record()
         while not event.done():
@@ -243,6 +257,19 @@ def _compute(device: StandInDevice, function: Callable[..., Any], args: Any, kwa
         return None
     written = [value for value in optree.tree_leaves(kwargs.get("out")) if isinstance(value, ndarray)]
     return written[0] if written else optree.tree_map(lambda leaf: _wrapped(leaf, device), result)
+
+
+def _assign(device: StandInDevice, target: np.ndarray, source: np.ndarray) -> None:
+    """Let the current stream copy elements, some time."""
+    into, out_of = _loose(target), _loose(source)
+    device.current_stream().put(lambda: np.copyto(into, out_of, "unsafe"))
+
+
+def _loose(memory: np.ndarray) -> np.ndarray:
+    """Return an array in the same memory that does not keep it."""
+    nbytes = sum((extent - 1) * stride for extent, stride in zip(memory.shape, memory.strides, strict=True)) + memory.itemsize
+    held = (ctypes.c_char * (nbytes if memory.size else 0)).from_address(memory.ctypes.data)
+    return np.ndarray(memory.shape, memory.dtype, held, strides=memory.strides)
 
 
 def _check(values: Any) -> None:

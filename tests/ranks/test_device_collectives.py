@@ -167,7 +167,7 @@ def test_what_was_started_goes_on_between_other_calls(pair):
         np.testing.assert_array_equal(at_once[0], expected[2])
         np.testing.assert_array_equal(in_host.wait()[0], expected[0])
         for work, other in zip(works, expected, strict=False):
-            [found] = work.wait()
+            [found] = work.wait(host=True)
             assert gpu._gpu.stream.record().passed()
             # nothing needs to be waited for: whichever stream looks, it is there
             with device.activate(device.stream()):
@@ -233,15 +233,15 @@ def test_in_the_order_of_the_replicas_bits_are_those_of_the_host(comm, make_pair
 
 def test_values_are_cast_between_nodes_by_the_gpu_where_no_errors_are_kept(pair, world, monkeypatch):
     asked, pinned, totals = [0], pair.device.pinned, []
-    monkeypatch.setattr(pair.device, "pinned", lambda nbytes: asked.append(nbytes) or pinned(nbytes))
+    # but for the tables of kernels
+    monkeypatch.setattr(pair.device, "pinned", lambda nbytes: asked.append(nbytes * (nbytes > 1000)) or pinned(nbytes))
     for feedback in (True, False):
         options = CommunicationOptions(wire_dtype="bfloat16", error_feedback=feedback, algorithm="hierarchical")
         before = sum(asked)
         for _ in range(2):
             pair.compare(SUM, [values(5000, np.float32, pair.rank)], options)  # which are exact in bfloat16
         totals.append(sum(asked) - before)
-    # half of the values, and the tables of the kernels that cast
-    assert world.num_nodes == 1 or 0 < totals[1] <= 0.55 * totals[0]
+    assert world.num_nodes == 1 or 0 < totals[1] == totals[0] / 2
     # what comes out of a single rank of each node is rounded once, and the sum once more
     narrow = [np.random.default_rng(pair.rank).standard_normal(1000).astype(np.float32)]
     if world.num_shards == 1:

@@ -14,11 +14,13 @@ from mpi4py import MPI
 
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.device.abstract import address
 from mpistrat.errors import DeadlineExceededError, InvalidArgumentError, TransportError, UnavailableError
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.mpi4py import wrap
 from mpistrat.mpi4py.buffers import Buffer
+from mpistrat.packing import fuse_device
 from mpistrat.reduction import ReduceOp
 from mpistrat.torch import average_gradients, broadcast_state
 from mpistrat.transports import nccl_watcher
@@ -128,6 +130,103 @@ def test_what_cannot_be_captured_raises_before_anything_is_enqueued(node):
     assert not node.library.aborted
 
 
+def started(node):
+    """Return calls that start each verb on one array or several, and what they return in host memory."""
+    small = [values(3000, np.float32, node.rank + seed) for seed in range(3)]
+    rows = values((4 * node.size, 2), np.float32, node.rank)
+    return (
+        ("all_reduce", lambda gpu, arrays: gpu.start_all_reduce(SUM, arrays), small[0], node.host.all_reduce(SUM, small[0])),
+        ("all_reduce", lambda gpu, arrays: gpu.start_all_reduce(MEAN, arrays), small, node.host.all_reduce(MEAN, small)),
+        (
+            "reduce_scatter",
+            lambda gpu, arrays: gpu.start_reduce_scatter(SUM, arrays),
+            rows,
+            node.host.reduce_scatter(SUM, rows),
+        ),
+        ("all_gather", lambda gpu, arrays: gpu.start_all_gather(arrays), [rows], node.host.all_gather([rows])),
+        ("all_gather", lambda gpu, arrays: gpu.start_all_gather(arrays, 1), rows, node.host.all_gather(rows, 1)),
+    )
+
+
+def put(node, arrays):
+    return [node.up(each) for each in arrays] if type(arrays) is list else node.up(arrays)
+
+
+@on_both_levels
+def test_what_is_started_is_enqueued_and_a_stream_waits_for_it(node):
+    for name, start, arrays, expected in started(node):
+        start(node.gpu, put(node, arrays)).wait()  # the first time a plan is bound
+        given = [put(node, arrays) for _ in range(fuse_device.HOST_TABLES)]  # at other addresses each
+        works = held_call(node, lambda start=start, given=given: [start(node.gpu, each) for each in given])
+        assert not works[-1].done(), name
+        for work in works:
+            compare(node, work.wait(), expected)
+        assert works[-1].done()
+
+
+def test_a_program_may_wait_for_what_it_has_started(node):
+    given, expected = values(3000, np.float32, node.rank), node.host.all_reduce(SUM, values(3000, np.float32, node.rank))
+    out = node.up(given)
+    node.gpu.start_all_reduce(SUM, out).wait(host=True)
+    node.hold(node.of_nccl, 0.3)
+    work = node.gpu.start_all_reduce(SUM, out, out=out)
+    assert work.wait(host=True) is out
+    assert node.device.held is None
+    assert work.done()
+    with node.device.activate(node.device.stream()):  # which waits for nothing
+        compare(node, out, expected)
+
+
+def test_memory_of_what_was_started_is_given_to_nobody_before_it_has_ended(node):
+    """The program drops arrays, results and handle at once; other arrays are made, and written, where those were."""
+    for name, start, arrays, expected in started(node):
+        start(node.gpu, put(node, arrays)).wait(host=True)
+        for keeps_handle in (False, True):
+            node.comm.Barrier()
+            release = node.hold(node.of_nccl, 0.3)
+            kept = [start(node.gpu, put(node, arrays))]
+            kept = kept if keeps_handle else []
+            others = [put(node, np.full(count, 77, np.float32)) for count in (3000, 8 * node.size, 8 * node.size**2) * 4]
+            release.join()
+            node.device.drain()
+            for work in kept:
+                compare(node, work.wait(), expected)
+            assert all((node.device.get(other) == 77).all() for other in others), name
+
+
+def test_a_result_that_was_dropped_is_read_to_the_end_before_what_another_stream_starts_gets_its_memory(node):
+    device, given = node.device, values(3000, np.float32, node.rank)
+    one, other, into = device.stream(), device.stream(), device.allocate(12000)
+    for _ in range(3):
+        node.comm.Barrier()
+        with device.activate(one):
+            result = node.gpu.start_all_reduce(SUM, node.up(given)).wait(host=True)
+            device.held = one
+            one.copy(address(into), address(result), result.nbytes)
+            del result
+        with device.activate(other):
+            for _ in range(3):
+                node.gpu.start_all_reduce(MEAN, node.up(given)).wait(host=True)
+            device.held = None
+        with device.activate(one):
+            compare(node, into.view(np.float32), node.host.all_reduce(SUM, given))
+
+
+def test_what_is_started_and_what_is_called_follow_each_other_on_all_streams(node):
+    array = [values(3000, np.float32, node.rank), values(40, np.float32, node.rank)]
+    expected = node.host.all_reduce(SUM, array)
+    streams = [node.device.current_stream(), node.device.stream(), node.device.stream()]
+    found = []
+    for turn in range(30):
+        with node.device.activate(streams[turn % 3]):
+            given = put(node, array)
+            found.append((node.gpu.all_reduce(SUM, given), node.gpu.start_all_reduce(SUM, given).wait(), streams[turn % 3]))
+    for called, waited, stream in found:
+        with node.device.activate(stream):
+            compare(node, called, expected)
+            compare(node, waited, expected)
+
+
 @on_both_levels
 def test_so_does_a_plan_in_phases(node):
     """NCCL combines inside nodes, along the rails, and inside again: each in a communicator of its own."""
@@ -211,7 +310,10 @@ def test_what_was_started_raises_what_ends_it_on_the_gpu(node, stuck, is_overdue
     if not is_overdue:
         node.library.error = "planted: a GPU fell off the bus"
     with pytest.raises((DeadlineExceededError, TransportError, UnavailableError)):
-        work.wait()
+        work.wait(host=True)
+    for again in (work.done, work.wait):
+        with pytest.raises((DeadlineExceededError, TransportError)):
+            again()
 
 
 def test_a_rank_that_waits_for_the_next_call_raises_what_ends_the_one_before_on_the_gpu(node, stuck):
@@ -344,6 +446,13 @@ def test_a_call_of_mpi4py_returns_when_its_result_may_be_read_on_any_stream(node
         with node.device.activate(node.device.stream()):
             np.testing.assert_array_equal(node.device.get(target), node.host.all_reduce(SUM, given))
     communicator = wrapped.open()
+    for wait in (MPI.Request.Wait, MPI.Request.wait, lambda request: MPI.Request.Waitall([request])):
+        started = node.device.array_module.empty(3000, np.float32)
+        node.hold(communicator._gpu.executor.transports.everywhere._stream, 0.1)
+        wait(wrapped.Iallreduce(source, started))
+        assert node.device.held is None
+        with node.device.activate(node.device.stream()):
+            np.testing.assert_array_equal(node.device.get(started), node.host.all_reduce(SUM, given))
     node.device.held = communicator._gpu.executor.transports.everywhere._stream
     threading.Timer(0.1, lambda: setattr(node.library, "error", "planted: a GPU fell off the bus")).start()
     with pytest.raises((TransportError, UnavailableError), match=r"planted: a GPU fell off the bus|given up|gave up"):
@@ -385,6 +494,22 @@ class _Tensor:
         return self.array
 
 
+class _Parameter:
+    """A parameter of PyTorch, as far as its gradient is averaged."""
+
+    requires_grad = True
+
+    def __init__(self, tensor):
+        self.numel, self.element_size, self.detach, self.grad = tensor.numel, tensor.element_size, lambda: tensor, None
+
+    def register_hook(self, _):
+        return SimpleNamespace(remove=lambda: None)
+
+    def register_post_accumulate_grad_hook(self, hook):
+        self.accumulated = hook
+        return SimpleNamespace(remove=lambda: None)
+
+
 @pytest.mark.parametrize("count", [100, 30000])
 def test_pytorch_waits_on_its_own_stream_for_what_was_written_to_its_tensors(node, monkeypatch, count):
     of_torch = node.device.stream()
@@ -399,15 +524,17 @@ def test_pytorch_waits_on_its_own_stream_for_what_was_written_to_its_tensors(nod
     given = values((count,), np.float32, node.rank)
     expected, sent = node.host.all_reduce(MEAN, given), node.host.broadcast(given, 1)
     model = _Tensor(node.up(given))
-    model.named_parameters, model.named_buffers = (lambda: [("weight", weight)]), (lambda: [])
-    weight = SimpleNamespace(
-        requires_grad=True, numel=model.numel, element_size=model.element_size, detach=lambda: model, grad=None
-    )
-    for _ in range(8):
-        weight.grad, model.array = _Tensor(node.up(given)), node.up(given)
+    model.named_parameters, model.named_buffers = (lambda: [("early", early), ("late", late)]), (lambda: [])
+    early, late = _Parameter(model), _Parameter(_Tensor(node.up(given)))
+    monkeypatch.setattr("mpistrat.torch.BUCKET_BYTES", 1)
+    for turn in range(8):
+        early.grad, late.grad, model.array = _Tensor(node.up(given)), _Tensor(node.up(given)), node.up(given)
+        early.grad = early.grad if turn % 2 else None  # then nothing follows what was started
         with average_gradients(model, node.gpu):
-            pass
+            held_call(node, lambda: late.accumulated(late))  # which starts its bucket
+        with node.device.activate(of_torch):
+            np.testing.assert_array_equal(node.device.get(late.grad.array), expected)
+            assert early.grad is None or np.array_equal(node.device.get(early.grad.array), expected)
         broadcast_state(model, communicator=node.gpu, root=1)
         with node.device.activate(of_torch):
-            np.testing.assert_array_equal(node.device.get(weight.grad.array), expected)
             np.testing.assert_array_equal(node.device.get(model.array), sent)
