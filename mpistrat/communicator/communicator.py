@@ -25,7 +25,7 @@ from mpistrat.communicator.construction import build_hierarchy
 from mpistrat.communicator.data_movement import DataMovement
 from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
-from mpistrat.communicator.interface import Arrays, BaseCommunicator
+from mpistrat.communicator.interface import Arrays, BaseCommunicator, as_lists
 from mpistrat.communicator.options import DEFAULTS, CommunicationOptions, shared_defaults
 from mpistrat.communicator.passing import Passing
 from mpistrat.communicator.planning import Planner, Reduction
@@ -306,11 +306,8 @@ class Communicator(BaseCommunicator):
         structure : object, optional
             Structure of the nested value whose leaves are `arrays`: its text must be the same on all ranks.
         """
-        given: Any = arrays
-        targets: Any = out
         op = self._parsed(op, "start_all_reduce", options)
-        if is_one := not isinstance(given, (list, tuple)):
-            given, targets = [given], None if out is None else [out]
+        given, targets, is_one = as_lists(arrays, out)
         sources, memory = self._read("start_all_reduce", given, targets, options)
         given = list(given)  # the program may change its list
 
@@ -371,7 +368,7 @@ class Communicator(BaseCommunicator):
             As `all_reduce`, where the arrays cannot be combined with these options.
         """
         self._require_open()
-        given, _ = read_arrays(arrays if isinstance(arrays, (list, tuple)) else [arrays])
+        given, _ = read_arrays(as_lists(arrays, None)[0])
         asked = Reduction(ReduceOp.SUM, given, self._options.merge(options))
         self._programs.check(asked)
         return self._programs.explain(asked)
