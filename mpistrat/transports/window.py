@@ -25,6 +25,7 @@ from mpistrat.groups.group import Group
 from mpistrat.settings import CHECK
 from mpistrat.steps import WAITING, Steps
 from mpistrat.text import format_bytes
+from mpistrat.topology.discover import real_nodes
 from mpistrat.transports.cma import CrossMemoryAttach
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ class NodeWindow:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._check_place()
+        if len(set(real_nodes(group.comm)[0])) > 1:
+            raise TransportError(f"the ranks of {group.name} do not share memory")
         self._window: MPI.Win | None = None
         self.arenas: list[Array] = []
         self._is_backwards = False
@@ -153,15 +155,6 @@ class NodeWindow:
         """Return `starts`, reversed every other time: the cache still holds what the last exchange used last."""
         self._is_backwards = not self._is_backwards
         return starts[::-1] if self._is_backwards else starts
-
-    def _check_place(self) -> None:
-        from mpi4py import MPI
-
-        node = self.group.comm.Split_type(MPI.COMM_TYPE_SHARED)
-        together = node.Get_size() == self.group.size
-        node.Free()
-        if not self.group.comm.allreduce(together, MPI.LAND):
-            raise TransportError(f"the ranks of {self.group.name} do not share memory")
 
     def _check_space(self, nbytes: int) -> None:
         """Raise on all ranks if the node has too little shared memory: writing to it would kill the process (SIGBUS)."""
