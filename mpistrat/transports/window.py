@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.errors import TransportError
-from mpistrat.groups.agreement import CallsDifferError
+from mpistrat.errors import MpistratError, TransportError
+from mpistrat.groups.agreement import CallsDifferError, gather_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.settings import CHECK
 from mpistrat.steps import WAITING, Steps
@@ -30,17 +30,6 @@ from mpistrat.transports.cma import CrossMemoryAttach
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-__all__ = [
-    "CALL",
-    "ENTERED",
-    "LEAST_SMALL_BYTES",
-    "MOST_READ_BYTES",
-    "RESULT",
-    "NodeWindow",
-    "free_open_windows",
-    "small_slot_bytes",
-]
 
 HEADER_BYTES = 256
 ENTERED, CALL, FACTS, RELEASED, RESULT = 0, 1, 4, 16, 24
@@ -253,15 +242,14 @@ class NodeWindow:
         assert nbytes > 0
         self._check_space(nbytes)
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
-        window, failure = None, ""
+        made: list[MPI.Win] = []
         try:
-            window = MPI.Win.Allocate_shared(nbytes, 1, info, self.group.comm)
-        except MPI.Exception as error:
-            failure = str(error)
-        info.Free()
-        failures = [text for text in self.group.comm.allgather(failure) if text]
-        if window is None or failures:  # other ranks may have the window, but it can be freed by all ranks only
-            raise TransportError(f"{self.group.name}: MPI cannot allocate shared memory: {failures[0]}")
+            gather_or_raise(self.group, lambda: made.append(MPI.Win.Allocate_shared(nbytes, 1, info, self.group.comm)))
+        except MpistratError as error:  # some ranks may have the window, but it can be freed by all ranks only
+            raise TransportError(f"{self.group.name}: MPI cannot allocate shared memory: {error}") from error
+        finally:
+            info.Free()
+        [window] = made
         _open.append(window)
         window.Lock_all(MPI.MODE_NOCHECK)
         memory: list[Any] = [window.Shared_query(rank)[0] for rank in range(self.group.size)]
