@@ -367,8 +367,8 @@ class CheckpointManager:
         checkpoint._finish("restore")
         communicator = checkpoint._communicator
         with checkpoint._failing_together():
-            whole = (True, False) if communicator.rank == 0 else ()
-            found = [files.find_checkpoints(self._directory, each) for each in whole]
+            which = (False, True) if communicator.rank == 0 else ()
+            found = [files.find_checkpoints(self._directory, interrupted) for interrupted in which]
         self._found: list[Path]
         self._found, self._interrupted = communicator.broadcast_object(found)
 

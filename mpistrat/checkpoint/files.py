@@ -228,13 +228,13 @@ def place_of(folder: Path) -> tuple[int, int]:
     return (int(found[1]), int(found[2] or 0)) if found else (-1, 0)
 
 
-def find_checkpoints(directory: Path, is_whole: bool = True) -> list[Path]:
-    """Return the checkpoints of a directory by their steps; or what is left of saves and removals that were interrupted."""
+def find_checkpoints(directory: Path, interrupted: bool = False) -> list[Path]:
+    """Return the checkpoints of a directory by their steps; or those of which a save or the removal was interrupted."""
     if not directory.is_dir():
         return []
     with _reading(directory):
         folders = [entry for entry in directory.iterdir() if _FOLDER.fullmatch(entry.name)]
-        return sorted([each for each in folders if (each / MANIFEST).is_file() == is_whole], key=place_of)
+        return sorted([each for each in folders if (each / MANIFEST).is_file() != interrupted], key=place_of)
 
 
 def prepare(folder: Path) -> list[Path]:

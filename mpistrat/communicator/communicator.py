@@ -24,7 +24,7 @@ from mpistrat.communicator.construction import build_hierarchy
 from mpistrat.communicator.data_movement import DataMovement
 from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
-from mpistrat.communicator.interface import Arrays, BaseCommunicator
+from mpistrat.communicator.interface import Arrays, BaseCommunicator, as_lists
 from mpistrat.communicator.options import DEFAULTS, CommunicationOptions, shared_defaults
 from mpistrat.communicator.passing import Passing
 from mpistrat.communicator.planning import Planner, Reduction
@@ -326,10 +326,7 @@ class Communicator(BaseCommunicator):
         structure: object = None,
     ) -> Work[Any]:
         """Start a call: enqueue it where NCCL joins the GPUs of all ranks, else `start` it, or make it here."""
-        given: Any = arrays
-        targets: Any = out
-        if is_one := not isinstance(given, (list, tuple)):
-            given, targets = [given], None if out is None else [out]
+        given, targets, is_one = as_lists(arrays, out)
         sources, memory = self._read(verb, given, targets, options)
         given, gpu = list(given), self._gpu  # the program may change its list
         if structure is not None:
@@ -394,7 +391,7 @@ class Communicator(BaseCommunicator):
             As `all_reduce`, where the arrays cannot be combined with these options.
         """
         self._require_open()
-        given, _ = read_arrays(arrays if isinstance(arrays, (list, tuple)) else [arrays])
+        given, _ = read_arrays(as_lists(arrays, None)[0])
         asked = Reduction(ReduceOp.SUM, given, self._options.merge(options))
         self._programs.check(asked)
         return self._programs.explain(asked)

@@ -32,6 +32,12 @@ Arrays = TypeVar("Arrays", bound="Array | list[Array]")
 """An array, or a list of arrays; a verb returns the same kind as it is given."""
 
 
+def as_lists(arrays: Any, out: Any) -> tuple[Any, Any, bool]:
+    """Return an array, and `out` if there is one, as lists of one, or lists as they are; and whether it is one."""
+    is_one = not isinstance(arrays, (list, tuple))
+    return ([arrays], None if out is None else [out], True) if is_one else (arrays, out, False)
+
+
 class Movement(Protocol):
     """The verbs that only move arrays, of one array each."""
 
@@ -239,14 +245,13 @@ class BaseCommunicator(ABC):
         InvalidArgumentError
             If there is not one array for each rank, or shapes or dtypes do not match.
         """
-        is_list = isinstance(arrays, (list, tuple))
-        given: Any = arrays if is_list else [arrays]
+        given, _, is_one = as_lists(arrays, None)
         sources, _ = self._read("all_to_all", given, None, options)
         with self._active():
-            if is_list:
-                received: Any = alike(self._movement.all_to_all(sources, options), given, None)
+            if is_one:
+                received: Any = like(self._movement.all_to_all_parts(sources[0], options), arrays)
             else:
-                received = like(self._movement.all_to_all_parts(sources[0], options), arrays)
+                received = alike(self._movement.all_to_all(sources, options), given, None)
         found: Arrays = received
         return found
 
@@ -395,8 +400,7 @@ class BaseCommunicator(ABC):
         """Return how a sum or mean of such arrays is computed. Sends nothing."""
         self._require_open()
         check_options(options)
-        given: Any = arrays if isinstance(arrays, (list, tuple)) else [arrays]
-        for index, array in enumerate(read_arrays(given)[0]):
+        for index, array in enumerate(read_arrays(as_lists(arrays, None)[0])[0]):
             check_dtype(ReduceOp.SUM, array.dtype, f"array {index}")
         return Explanation(self.world)
 
@@ -435,11 +439,9 @@ class BaseCommunicator(ABC):
         alike: Callable[[Sequence[Any], Sequence[Any], Sequence[Any] | None], list[Any]] = alike,
     ) -> Arrays:
         """Apply a verb to one array, or to each array of a list, which must be equally long on all replicas."""
-        is_list = isinstance(arrays, (list, tuple))
-        given: Any = arrays if is_list else [arrays]
-        wanted = out if is_list or out is None else [out]
+        given, wanted, is_one = as_lists(arrays, out)
         sources, targets = self._read(verb, given, wanted, options)
-        if is_list:
+        if not is_one:
             self.note(f"{verb} of {len(sources)} arrays", options)
         with self._active():
             if len(sources) == 1:
@@ -449,7 +451,7 @@ class BaseCommunicator(ABC):
             else:
                 found = list(map(act, copy_overlapping(sources, targets), targets))
             results: Any = alike(found, given, wanted)
-        answer: Arrays = results if is_list else results[0]
+        answer: Arrays = results[0] if is_one else results
         return answer
 
     def _start(

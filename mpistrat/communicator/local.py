@@ -9,7 +9,7 @@ import numpy as np
 
 from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array
-from mpistrat.communicator.interface import Arrays, BaseCommunicator
+from mpistrat.communicator.interface import Arrays, BaseCommunicator, as_lists
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.validate import alike, check_gather, check_parts, check_root, check_target, copy_overlapping
 from mpistrat.execution.work import Work
@@ -39,10 +39,7 @@ class LocalCommunicator(BaseCommunicator):
         """Return a copy."""
         self._count()
         op = ReduceOp.parse(op)
-        given: Any = arrays
-        targets: Any = out
-        if is_one := not isinstance(given, (list, tuple)):
-            given, targets = [given], None if out is None else [out]
+        given, targets, is_one = as_lists(arrays, out)
         sources, memory = self._read("all_reduce", given, targets, options)
         for index, source in enumerate(sources):
             check_dtype(op, source.dtype, f"array {index}")

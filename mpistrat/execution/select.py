@@ -105,12 +105,12 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
     world, wanted = hierarchy.world_group, hierarchy.settings[settings.INTRA_TRANSPORT]
     table: dict[str, type[Any]] = {**DEVICE_TRANSPORTS, MpiTransport.name: _StagedOverMpi}
     automatic = _INTRA_ON_DEVICE if hierarchy.intra.size > 1 else _ALONE_ON_DEVICE
-    reasons = [f"{node.name}: {wanted} moves memory of the host" for node in hierarchy.world.nodes]
     if wanted in TRANSPORTS and wanted not in table:
+        reasons = dict.fromkeys(f"{node.name}: {wanted} moves memory of the host" for node in hierarchy.world.nodes)
         raise _cannot_move(settings.INTRA_TRANSPORT, wanted, reasons, ("auto", *table))
     intra, found = _inside_nodes(hierarchy, _kinds(table, wanted, automatic), device)
     if intra is None:
-        reasons = [*dict.fromkeys(f"{node}: {why}" for node, kind, why, _ in found if not kind)]
+        reasons = dict.fromkeys(f"{node}: {why}" for node, kind, why, _ in found if not kind)
         raise _cannot_move(settings.INTRA_TRANSPORT, wanted, reasons, ("auto", *table))
     taken = {node: kind for node, kind, _, is_alone in found if not is_alone}
     everywhere, lacks = _join_all(hierarchy, device, intra)

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
@@ -19,6 +18,7 @@ from mpistrat.errors import AgreementError, MpistratError
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.steps import Steps, until
 from mpistrat.text import ranks_by
+from mpistrat.watch.recorder import hash_of
 from mpistrat.watch.verdict import mismatch_text
 from mpistrat.watch.watcher import watcher
 
@@ -109,8 +109,8 @@ class CallsDifferError(Exception):
 
 @lru_cache(_DIGESTS_KEPT)
 def digest_of(text: str) -> int:
-    """Return the hash of a text: the same in every process, even, and below 2**63."""
-    digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") & _DIGEST_MASK
+    """Return the digest of a text: the same in every process, even, and below 2**63."""
+    digest = hash_of(text) & _DIGEST_MASK
     _keep(digest, (text,))
     return digest
 

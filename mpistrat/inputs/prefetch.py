@@ -153,7 +153,7 @@ class _Slot:
                 target = self.pinned[part.start : part.start + array.nbytes].view(part.dtype).reshape(part.shape)
                 np.copyto(target, array)
         if nbytes:
-            self._stream.copy(address(self.memory), int(self.pinned.__array_interface__["data"][0]), nbytes)
+            self._stream.copy(address(self.memory), address(self.pinned), nbytes)
         self.filled, self.kept = self._stream.record(), parts
         return parts
 

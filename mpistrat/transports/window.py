@@ -19,27 +19,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.errors import TransportError
-from mpistrat.groups.agreement import CallsDifferError
+from mpistrat.errors import MpistratError, TransportError
+from mpistrat.groups.agreement import CallsDifferError, gather_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.settings import CHECK
 from mpistrat.steps import WAITING, Steps
 from mpistrat.text import format_bytes
+from mpistrat.topology.discover import real_nodes
 from mpistrat.transports.cma import CrossMemoryAttach
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-__all__ = [
-    "CALL",
-    "ENTERED",
-    "LEAST_SMALL_BYTES",
-    "MOST_READ_BYTES",
-    "RESULT",
-    "NodeWindow",
-    "free_open_windows",
-    "small_slot_bytes",
-]
 
 HEADER_BYTES = 256
 ENTERED, CALL, FACTS, RELEASED, RESULT = 0, 1, 4, 16, 24
@@ -92,7 +82,8 @@ class NodeWindow:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._check_place()
+        if len(set(real_nodes(group.comm)[0])) > 1:
+            raise TransportError(f"the ranks of {group.name} do not share memory")
         self._window: MPI.Win | None = None
         self.arenas: list[Array] = []
         self._is_backwards = False
@@ -153,15 +144,6 @@ class NodeWindow:
         """Return `starts`, reversed every other time: the cache still holds what the last exchange used last."""
         self._is_backwards = not self._is_backwards
         return starts[::-1] if self._is_backwards else starts
-
-    def _check_place(self) -> None:
-        from mpi4py import MPI
-
-        node = self.group.comm.Split_type(MPI.COMM_TYPE_SHARED)
-        together = node.Get_size() == self.group.size
-        node.Free()
-        if not self.group.comm.allreduce(together, MPI.LAND):
-            raise TransportError(f"the ranks of {self.group.name} do not share memory")
 
     def _check_space(self, nbytes: int) -> None:
         """Raise on all ranks if the node has too little shared memory: writing to it would kill the process (SIGBUS)."""
@@ -260,15 +242,14 @@ class NodeWindow:
         assert nbytes > 0
         self._check_space(nbytes)
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
-        window, failure = None, ""
+        made: list[MPI.Win] = []
         try:
-            window = MPI.Win.Allocate_shared(nbytes, 1, info, self.group.comm)
-        except MPI.Exception as error:
-            failure = str(error)
-        info.Free()
-        failures = [text for text in self.group.comm.allgather(failure) if text]
-        if window is None or failures:  # other ranks may have the window, but it can be freed by all ranks only
-            raise TransportError(f"{self.group.name}: MPI cannot allocate shared memory: {failures[0]}")
+            gather_or_raise(self.group, lambda: made.append(MPI.Win.Allocate_shared(nbytes, 1, info, self.group.comm)))
+        except MpistratError as error:  # some ranks may have the window, but it can be freed by all ranks only
+            raise TransportError(f"{self.group.name}: MPI cannot allocate shared memory: {error}") from error
+        finally:
+            info.Free()
+        [window] = made
         _open.append(window)
         window.Lock_all(MPI.MODE_NOCHECK)
         memory: list[Any] = [window.Shared_query(rank)[0] for rank in range(self.group.size)]

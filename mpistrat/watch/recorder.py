@@ -92,7 +92,7 @@ class FlightRecorder:
         those of the job that take part, as `spans_text` writes them; empty for all.
         """
         key = f"{ranks}\0{text}"
-        call_digest = digest(text) if call_digest is None else call_digest
+        call_digest = hash_of(text) if call_digest is None else call_digest
         return self._calls.index((key, nbytes, call_digest), key, nbytes, call_digest)
 
     def line(self, depth: int = 1) -> int:
@@ -308,7 +308,7 @@ def _end_of(text: str, room: int) -> str:
     return "…" + cut[len("…".encode()) - room :].decode("utf-8", "ignore")
 
 
-def digest(text: str) -> int:
+def hash_of(text: str) -> int:
     """Return a hash of a text, of 8 bytes."""
     return int.from_bytes(blake2b(encoded(text), digest_size=8).digest(), "little")
 

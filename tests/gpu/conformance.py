@@ -12,9 +12,11 @@ import os
 from dataclasses import dataclass
 
 from mpistrat.execution.select import TRANSPORTS
+from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import start
+from mpistrat.launch.cuda_awareness import find_verdict
 from mpistrat.settings import INTER_TRANSPORT, INTRA_TRANSPORT
 from mpistrat.testing.transport_suite import check_transport
 from mpistrat.topology.discover import discover
@@ -74,11 +76,19 @@ def check(subject: Subject, hierarchy: Hierarchy) -> dict[str, int | str]:
     """
     world = hierarchy.world_group
     groups = _groups(subject, hierarchy)
-    declined = world.comm.allgather("; ".join(filter(None, (subject.transport.probe(group) for group in groups))))
+    declined = world.comm.allgather("; ".join(filter(None, (_declined(subject.transport, group) for group in groups))))
     if any(declined):
         return {"skipped": next(filter(None, declined))}
     checks = sum(check_transport(subject.transport, group, between_nodes=subject.joins != NODES) for group in groups)
     return {"checks": sum(world.comm.allgather(checks))}
+
+
+def _declined(transport: type[Transport], group: Group) -> str:
+    """Return why a transport does not serve a group; MPI must be CUDA-aware, and prove it, before it gets memory of a GPU."""
+    if not issubclass(transport, CudaAwareTransport):
+        return transport.probe(group)
+    verdict = bcast_or_raise(group.comm, find_verdict)
+    return transport(group).first_exchange() if verdict.is_aware else verdict.reason
 
 
 def _groups(subject: Subject, hierarchy: Hierarchy) -> list[Group]:

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from itertools import repeat
 
 import ml_dtypes
@@ -330,7 +331,8 @@ def test_nccl_is_refused_where_a_node_has_none(make_pair):
 
 
 @needs_ranks(2)
-def test_a_transport_that_one_rank_cannot_make_nobody_takes(comm, monkeypatch):
+@pytest.mark.parametrize("act", ["allocate", "probe"])
+def test_a_transport_that_one_rank_cannot_make_nobody_takes(comm, monkeypatch, act):
     world = World.from_shape(f"1x{comm.size}")
     with stand_in(comm) as device:
         allocate, failed = device.allocate, []
@@ -341,9 +343,14 @@ def test_a_transport_that_one_rank_cannot_make_nobody_takes(comm, monkeypatch):
                 raise RuntimeError("planted: an error of CUDA's")
             return allocate(nbytes)
 
-        monkeypatch.setattr(device, "allocate", fail_once)
+        if act == "allocate":
+            monkeypatch.setattr(device, "allocate", fail_once)
+        elif comm.rank == 1:
+            monkeypatch.setattr("mpistrat.transports.nccl._cupy_nccl", partial(fail_once, 0))
         communicator = Communicator(Hierarchy(comm, world))
-        assert re.match(r"cuda_ipc inside nodes, one shot up to .* \(nccl: planted: an error of CUDA's", communicator.path)
+        assert re.match(
+            r"cuda_ipc inside nodes, one shot up to .* \(nccl: (RuntimeError: )?planted: an error of CUDA's", communicator.path
+        )
         communicator.close()
 
 

@@ -55,7 +55,7 @@ def test_a_virtual_node_cannot_span_machines(comm, monkeypatch):
         return
     # each rank on a machine of its own
     monkeypatch.setattr(
-        "mpistrat.topology.discover._real_nodes", lambda comm: ([*range(comm.size)], [*map(str, range(comm.size))])
+        "mpistrat.topology.discover.real_nodes", lambda comm: ([*range(comm.size)], [*map(str, range(comm.size))])
     )
     with pytest.raises(TopologyError, match=r"virtual node 0 of shape '1x\d' would hold ranks 0, 1.* several machines \(0, 1"):
         discover(comm, f"1x{comm.size}")

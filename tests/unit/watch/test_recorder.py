@@ -17,7 +17,7 @@ import pytest
 from mpistrat.launch import process
 from mpistrat.watch import folder
 from mpistrat.watch.record import OVERWRITTEN, RECORD, RankFile, RecordedCall, State
-from mpistrat.watch.recorder import FlightRecorder, collection_paused, digest
+from mpistrat.watch.recorder import FlightRecorder, collection_paused, hash_of
 from mpistrat.watch.verdict import Notice, Notices
 
 RING_RECORDS, CALLS, LINES = (RECORD[name].shape[0] for name in ("ring", "calls", "lines"))
@@ -69,7 +69,7 @@ def test_a_call_is_seen_while_it_is_inside_and_when_it_has_left(written: FlightR
     assert last(written).entered == found.entered
     assert (found.key, found.left_seconds_ago, found.has_failed, found.is_started) == ((2, 17), None, False, False)
     assert before <= found.entered <= time.monotonic_ns()
-    assert (found.text, found.digest, found.nbytes, found.ranks) == (TEXT, digest(TEXT), 80, "")
+    assert (found.text, found.digest, found.nbytes, found.ranks) == (TEXT, hash_of(TEXT), 80, "")
     assert f"{Path(__file__).name}:" in found.line
     assert found.line.endswith("(test_a_call_is_seen_while_it_is_inside_and_when_it_has_left)")
     written.leave(slot)
@@ -133,7 +133,7 @@ def test_long_texts_are_cut_and_told_apart_all_the_same(written: FlightRecorder)
     second, first = read(written).calls()
     assert first.text == second.text
     assert 900 < len(first.text) < 1024
-    assert (first.digest, second.digest) == (digest(texts[0]), digest(texts[1]))
+    assert (first.digest, second.digest) == (hash_of(texts[0]), hash_of(texts[1]))
 
 
 def test_lines_are_those_outside_the_library(written: FlightRecorder) -> None:

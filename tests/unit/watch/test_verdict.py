@@ -10,7 +10,7 @@ import pytest
 
 from mpistrat.errors import AgreementError, UnavailableError
 from mpistrat.watch.record import NOT_LISTED, RecordedCall
-from mpistrat.watch.recorder import digest
+from mpistrat.watch.recorder import hash_of
 from mpistrat.watch.states import RankState, decode, encode, stall_report
 from mpistrat.watch.verdict import Notice, Notices, judge, waits_for
 from mpistrat.watch.watcher import Watcher
@@ -20,7 +20,7 @@ SUM, BARRIER = "all_reduce(SUM, [float64 (3,)])", "barrier()"
 
 
 def call(key: tuple[int, int] = ONE, text: str = SUM, left: float | None = None, **more: bool) -> RecordedCall:
-    return RecordedCall(*key, text, digest(text), "train.py:7 (step)", 10**9 + key[0], 2.0, left, **more)
+    return RecordedCall(*key, text, hash_of(text), "train.py:7 (step)", 10**9 + key[0], 2.0, left, **more)
 
 
 def ranks(*calls: RecordedCall | None, **states: str) -> list[RankState]:
@@ -113,7 +113,7 @@ def test_a_call_that_all_have_refused_says_nothing_of_the_next() -> None:
 
 
 def test_long_texts_that_differ_only_at_the_end_are_a_mismatch() -> None:
-    other = replace(call(), digest=digest("another end"))
+    other = replace(call(), digest=hash_of("another end"))
     finding = judge(ranks(call(), other), {ONE})
     assert finding is not None
     assert finding.notice.is_mismatch
