@@ -5,14 +5,13 @@ Recording is off unless MPISTRAT_TIMELINE or a caller turns it on. A timeline th
 
 from __future__ import annotations
 
-import atexit
 import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from mpistrat import settings
+from mpistrat import ending, settings
 from mpistrat.logger import logger
 
 _kept: list[Timeline] = []
@@ -36,7 +35,7 @@ class Timeline:
         self.enabled = bool(settings.TIMELINE.read())
         if self.enabled:
             if not _kept:
-                atexit.register(_write_alone)
+                ending.at(ending.Stage.CLOSE, _write_alone)
             _kept.append(self)
         self.events: list[TimelineEvent] = []
         # perf_counter has no common origin between processes; the wall clock of this moment aligns the ranks of one host

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from mpistrat import ending
 from mpistrat.checkpoint.checkpoint import Checkpoint, CheckpointManager
 from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.communicator.communicator import Communicator
@@ -293,7 +294,6 @@ class _Votes:
             self._maximum, self._guard, self._members = MPI.MAX, communicator._guard, communicator.hierarchy.members
             self._comm = communicator.hierarchy.world_group.comm.Dup()
             self.are_of_whole_job = communicator.size == MPI.COMM_WORLD.Get_size()
-            abort.before_finalize(self.close)
 
     def exchange(self, number: int) -> int:
         """Return the highest number of the call before, 0 at first, and start to find that of this one; at once if alone."""
@@ -346,4 +346,4 @@ def _close_active() -> None:
             abort.end(error)
 
 
-watcher.before_end.append(_close_active)
+ending.at(ending.Stage.COMPARE, _close_active)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import time
@@ -11,6 +10,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpistrat import ending
 from mpistrat.arrays import Array
 from mpistrat.checkpoint.files import Manifest, Piece, file_name, remove, write_manifest, write_pieces
 from mpistrat.communicator.communicator import Communicator
@@ -155,10 +155,12 @@ def _text(rank: int, folder: Path, error: Exception) -> str:
     return f"rank {rank}: {folder} cannot be written: {type(error).__name__}: {error}"
 
 
-@atexit.register
 def _finish_started() -> None:
     for writer in list(_started):
         try:
             writer.finish()
         except CheckpointError as error:
             abort.end(error)
+
+
+ending.at(ending.Stage.FINISH, _finish_started)

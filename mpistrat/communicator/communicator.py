@@ -38,7 +38,7 @@ from mpistrat.errors import (
     MpistratError,
     UnavailableError,
 )
-from mpistrat.execution import ending
+from mpistrat.execution import last_calls
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard
 from mpistrat.execution.memory import MemoryReport
@@ -131,8 +131,8 @@ class Communicator(BaseCommunicator):
         self._owned.callback(self._executor.close)
         self.timeline = self._executor.timeline
         self._guard = Guard(self.hierarchy, agreement, self._executor.intra.window, self._options, self)
-        ending.watch(self._guard)
-        self._owned.callback(ending.forget, self._guard)
+        last_calls.watch(self._guard)
+        self._owned.callback(last_calls.forget, self._guard)
         self._recorder, self._current = recorder(), self.hierarchy.call
         self._verbose = self.rank == 0 and self.hierarchy.settings[settings.VERBOSE]
         self._say(f"{self.world}: {', '.join(f'{node.name} has ranks {node.ranks}' for node in self.world.nodes)}")

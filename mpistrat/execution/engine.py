@@ -14,7 +14,6 @@ a program thread waits for it does it poll without sleeping.
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import time
@@ -24,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 
+from mpistrat import ending
 from mpistrat.errors import UnavailableError
 from mpistrat.launch import abort
 from mpistrat.steps import yield_core
@@ -161,10 +161,10 @@ class _Engine:
             self.last_on_gpu = weakref.ref(job)
         with self._starting:
             if self._thread is None:
-                # a daemon, because Python joins all other threads before it calls atexit functions
+                # a daemon, because Python joins all other threads before it calls exit handlers
                 self._thread = threading.Thread(target=self._work, name="mpistrat engine", daemon=True)
                 self._thread.start()
-                atexit.register(self._leave)
+                ending.at(ending.Stage.FINISH, self._leave)
         self._jobs.put(job)
 
     def is_alive(self) -> bool:

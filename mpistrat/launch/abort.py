@@ -7,7 +7,6 @@ exits with a code, ``sys.exit(3)``, runs its exit handlers first; then mpi4py ab
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import os
 import signal
@@ -22,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from mpistrat import settings
+from mpistrat import ending, settings
 from mpistrat.errors import MpistratError
 
 if TYPE_CHECKING:
@@ -50,8 +49,6 @@ _codes: list[int] = []
 _agreed_code = 0
 before_end: list[Callable[[], None]] = []
 """What to call when this rank is about to end the job by itself, because of an exception."""
-_before_finalize: list[Callable[[], None]] = []
-_keyvals: list[int] = []
 _stream: TextIO | None = None
 _tell_others: Callable[[int], None] | None = None
 
@@ -66,7 +63,7 @@ def install(comm: MPI.Intracomm) -> None:
     if comm.size == 1:
         return
     hooks = _Hooks(comm)
-    atexit.register(hooks.on_exit)
+    ending.at(ending.Stage.FAIL, hooks.on_exit)
     sys.excepthook = hooks.on_main_thread
     # If another hook is installed already, it belongs to a test runner, which collects the exceptions of threads.
     if threading.excepthook is threading.__excepthook__:
@@ -82,20 +79,6 @@ def end(error: BaseException) -> NoReturn:
     sys.excepthook(type(error), error, error.__traceback__)
     flush_output()
     os._exit(1)
-
-
-def before_finalize(call: Callable[[], None]) -> None:
-    """Have a function called at the beginning of MPI_Finalize, where the program calls that; the last one is called first.
-
-    Otherwise mpi4py calls it after the interpreter's exit handlers have run, and Python cannot be called any more.
-    """
-    from mpi4py import MPI
-
-    _before_finalize.insert(0, call)
-    if not _keyvals:  # MPI deletes the attributes of COMM_SELF before it does anything else
-        _keyvals.append(MPI.Comm.Create_keyval(delete_fn=_call_before_finalize))
-        MPI.COMM_SELF.Set_attr(_keyvals[0], None)
-        atexit.register(_forget_finalize)
 
 
 def instead_of_abort(tell_others: Callable[[int], None]) -> None:
@@ -279,23 +262,6 @@ def _as_exit_code(code: object) -> int:
     if code is None:
         return 0
     return code & 0xFF if isinstance(code, int) else 1
-
-
-def _call_before_finalize(comm: object, keyval: int, value: object) -> None:
-    calls = list(_before_finalize)
-    _before_finalize.clear()
-    for call in calls:
-        call()
-
-
-def _forget_finalize() -> None:
-    """Call nothing at MPI_Finalize any more: the interpreter is about to shut down."""
-    from mpi4py import MPI
-
-    _before_finalize.clear()
-    while _keyvals and not MPI.Is_finalized():
-        MPI.COMM_SELF.Delete_attr(_keyvals[0])
-        MPI.Comm.Free_keyval(_keyvals.pop())
 
 
 def _without_runner(trace: TracebackType | None) -> TracebackType | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import inspect
 import math
 import os
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from mpistrat import settings
+from mpistrat import ending, settings
 from mpistrat.arrays import Array, part_bounds
 from mpistrat.cluster import ClusterSpec
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, url
@@ -107,7 +106,7 @@ class ParameterServerStrategy(Strategy):
         self.dispatcher = Dispatcher(self.client)
         self.client.strategy = self
         super().__init__(ParameterServerExtended(self.client, variable_partitioner, placement))
-        atexit.register(self._end)
+        ending.at(ending.Stage.FINISH, self._end)
 
     @classmethod
     def main(
@@ -172,7 +171,7 @@ class ParameterServerStrategy(Strategy):
         """Close, unless functions run for so many seconds; then the end of the program closes, or ends the job."""
         self.dispatcher.stop(patience)
         if self.dispatcher.is_closed:
-            atexit.unregister(self._end)
+            ending.forget(ending.Stage.FINISH, self._end)
 
     run = _refused("run")
     reduce = _refused("reduce")

@@ -5,7 +5,6 @@ Invariant: nothing here communicates, and `enter` and `leave` together take half
 
 from __future__ import annotations
 
-import atexit
 import gc
 import mmap
 import os
@@ -29,6 +28,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from mpistrat import ending
 from mpistrat.errors import LaunchError
 from mpistrat.launch import abort, environment, process
 from mpistrat.watch import folder
@@ -338,7 +338,7 @@ def _close_at_exit() -> None:
         _recorder.close()
 
 
-atexit.register(_close_at_exit)
+ending.at(ending.Stage.CLOSE, _close_at_exit)
 
 
 def _after_fork() -> None:

@@ -7,7 +7,6 @@ Invariant: no MPI call here blocks, and none is made before MPI runs or while it
 
 from __future__ import annotations
 
-import atexit
 import json
 import math
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mpistrat import settings, timeline
+from mpistrat import ending, settings, timeline
 from mpistrat.errors import AgreementError, CollectiveError, LaunchError
 from mpistrat.launch import abort, environment, survival
 from mpistrat.logger import logger, warn_once
@@ -62,8 +61,6 @@ LONGEST_GOODBYE_SECONDS = 5.0
 
 _lock = threading.Lock()
 _watcher: Watcher | None = None
-before_end: list[Callable[[], None]] = []
-"""What to call when the program ends, while its collectives are still watched."""
 after_end: list[Callable[[], None]] = []
 """What to call when the programs of all ranks have ended, unless one has failed. These may be collective calls."""
 
@@ -241,7 +238,7 @@ class Watcher:
         self._wants_trace = joined[0][1]  # rank 0 writes it, and asks all
         if self._wants_trace:
             timeline.skip_write_at_exit()
-        abort.before_finalize(self.end)
+        ending.watch_finalize()
 
     @property
     def has_joined(self) -> bool:
@@ -491,13 +488,11 @@ def start(size: int | None = None) -> Watcher | None:
 
 
 def _end() -> None:
-    for call in before_end:
-        call()
     if _watcher is not None:
         _watcher.end()
 
 
-atexit.register(_end)
+ending.at(ending.Stage.MEET, _end)
 
 
 def _after_fork() -> None:

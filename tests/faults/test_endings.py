@@ -152,16 +152,16 @@ def test_exits_that_say_nothing_is_wrong_end_normally(job: Job) -> None:
 def test_ranks_that_hold_different_shared_windows_end(job: Job) -> None:
     # Open MPI frees windows in the order of their handles, and those of closed communicators are used again
     program = """
-        import atexit
         import numpy as np
+        from mpistrat import ending
 
-        @atexit.register
         def call_late():
             try:
                 last.all_reduce("sum", np.ones(4))
             except mpistrat.errors.UnavailableError as error:
                 print("the programs of all ranks have ended" in str(error))
 
+        ending.at(ending.Stage.CLOSE, call_late)  # as exit handlers that were registered before
         import mpistrat
         half = mpistrat.Communicator(comm.Split(comm.rank % 2))
         whole = mpistrat.Communicator(comm)

@@ -134,9 +134,8 @@ def test_at_the_end_of_the_program_what_was_started_is_finished():
 
 def test_a_program_that_ends_by_an_exception_waits_for_nothing():
     program = """
-import atexit
-# what was registered first is called last
-atexit.register(lambda: print('mpistrat engine' in [thread.name for thread in threading.enumerate()], job.failure))
+from mpistrat.ending import Stage, at
+at(Stage.CLOSE, lambda: print('mpistrat engine' in [thread.name for thread in threading.enumerate()], job.failure))
 def carry_out():
     while True: back_off(3)
 job = Job(carry_out, lambda: 'the sum'); submit(job)

@@ -1,11 +1,11 @@
-"""Ending: at the end of the program all communicators compare their last calls, and refuse later ones, as in a forked child."""
+"""Last calls: at the end of the program all communicators compare theirs, and refuse later ones, as in a forked child."""
 
 from __future__ import annotations
 
 import os
-from functools import cache
 from weakref import WeakSet
 
+from mpistrat import ending
 from mpistrat.execution.guard import Guard
 from mpistrat.launch import abort
 from mpistrat.transports.window import free_open_windows
@@ -17,7 +17,7 @@ _guards: WeakSet[Guard] = WeakSet()
 def watch(guard: Guard) -> None:
     """Take part in the end of the program: the communicator of this guard compares and refuses calls then."""
     _guards.add(guard)
-    _watch_finalize()
+    ending.watch_finalize()
 
 
 def forget(guard: Guard) -> None:
@@ -25,13 +25,7 @@ def forget(guard: Guard) -> None:
     _guards.discard(guard)
 
 
-@cache
-def _watch_finalize() -> None:
-    abort.before_finalize(_before_finalize)
-
-
 def _before_finalize() -> None:
-    _confirm()
     _refuse("the program has called MPI_Finalize; do that after the last collective")
 
 
@@ -61,6 +55,7 @@ def _refuse_in_child() -> None:
         guard.refuse_in_child()
 
 
-watcher.before_end.append(_confirm)
+ending.at(ending.Stage.COMPARE, _confirm)
+ending.at(ending.Stage.REFUSE, _before_finalize)
 watcher.after_end.append(_after_end)
 os.register_at_fork(after_in_child=_refuse_in_child)
