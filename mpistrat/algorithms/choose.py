@@ -68,7 +68,9 @@ def choose(
     """
     _check(count, itemsize, algorithm, chunk_bytes)
     seconds = measured.predict(count * itemsize)
-    best, reason = _fastest(seconds) if seconds else _by_limit(world, count * itemsize)
+    sent_itemsize = wire_itemsize if wire_itemsize and world.num_nodes > 1 else itemsize
+    limit = planners.hierarchical_from_bytes(world) * sent_itemsize // itemsize
+    best, reason = _fastest(seconds) if seconds else _by_limit(count * itemsize, limit)
     if algorithm != "auto":
         reason = f"{algorithm} was asked for by name; auto would choose {best}"
     planner = PLANNERS[best if algorithm == "auto" else algorithm]
@@ -97,8 +99,7 @@ def _fastest(seconds: Mapping[str, float]) -> tuple[str, str]:
     return fastest, f"{fastest} is the fastest as measured: {format_seconds(seconds[fastest])}{next_best}"
 
 
-def _by_limit(world: World, num_bytes: int) -> tuple[str, str]:
-    limit = planners.hierarchical_from_bytes(world)
+def _by_limit(num_bytes: int, limit: int) -> tuple[str, str]:
     if num_bytes < limit:
         return "flat", f"on such nodes flat takes less than {format_bytes(limit)}"
     return "hierarchical", f"on such nodes hierarchical takes {format_bytes(limit)} and more"

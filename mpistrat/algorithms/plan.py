@@ -111,7 +111,7 @@ class Plan:
         """Return the plan of one all-reduce in a scope, of the whole buffer at once; of nothing if there is nothing to do."""
         phases = (Phase(Verb.ALL_REDUCE, scope),) if self.phases else ()
         whole = self.padded(max(self.count, 1))
-        return replace(self, phases=phases, chunk_count=whole, end_count=0, depth=1, in_order=False, is_direct=is_direct)
+        return replace(self, phases=phases, chunk_count=whole, end_count=0, depth=1, is_direct=is_direct)
 
     @property
     def num_bytes(self) -> int:

@@ -55,6 +55,8 @@ def test_the_reason_names_the_limit_or_the_two_fastest() -> None:
     world = World.from_shape("4x8")
     assert choose(world, 1000, 4).reason == "on such nodes flat takes less than 288 KiB"
     assert choose(world, MIB, 4).reason == "on such nodes hierarchical takes 288 KiB and more"
+    assert choose(world, 144 * KIB // 4, 4, wire_itemsize=2).reason == "on such nodes hierarchical takes 144 KiB and more"
+    assert choose(World.from_shape("1x4"), MIB // 4, 4, wire_itemsize=2).plan.algorithm == "flat", "nothing is cast"
     measured = Measured({"flat": {16: 2e-3}, "hierarchical": {16: 1e-3}}, "a file")
     choice = choose(world, 4, 4, measured=measured)
     assert choice.plan.algorithm == "hierarchical"
