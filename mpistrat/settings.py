@@ -226,7 +226,7 @@ PEER_MEMORY = setting("MPISTRAT_PEER_MEMORY", _parse_bool, True)(
 )
 TUNING = setting("MPISTRAT_TUNING", str, "auto")(
     "The measurements by which auto chooses algorithms: auto (the file that mpistrat tune wrote for this cluster and rank "
-    "placement, if there is one), off (the built-in constants), or the path of such a file. Rank 0 reads it for all ranks."
+    "placement, if there is one), off (the built-in limits), or the path of such a file. Rank 0 reads it for all ranks."
 )
 TIMEOUT_SECONDS = setting("MPISTRAT_TIMEOUT_SECONDS", _parse_seconds, 0.0)(
     "Deadline in seconds of collectives that set none themselves. 0: none."

@@ -1,6 +1,6 @@
-"""Tuning: the measurements of a cluster in a file, and the cost model that they correct, by which ``auto`` chooses.
+"""Tuning: the measurements of a cluster in a file, by which ``auto`` chooses.
 
-Invariant: only rank 0 accesses files, and a bad one never stops a program: it is logged, and the built-in constants hold.
+Invariant: only rank 0 accesses files, and a bad one never stops a program: it is logged, and the built-in limits hold.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import re
 import stat
 import tempfile
 import zlib
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mpistrat import settings
-from mpistrat.algorithms.choose import PLANNERS, choose
-from mpistrat.algorithms.cost import DEFAULT, Correction, CostModel, predict_seconds
+from mpistrat.algorithms.choose import NOTHING, PLANNERS, Measured
 from mpistrat.errors import LaunchError
 from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.groups.hierarchy import Hierarchy
@@ -68,9 +67,9 @@ class Tuning:
     seconds: Seconds
     date: str = field(default_factory=lambda: datetime.date.today().isoformat())
 
-    def model(self, world: World, source: str) -> CostModel:
-        """Return the model for the measured world; `source` says where the measurements come from."""
-        return corrected(replace(DEFAULT, source=f"{source}, measured {self.date}"), world, self.seconds)
+    def measured(self, source: str) -> Measured:
+        """Return what ``auto`` goes by; `source` says where the measurements come from."""
+        return Measured(self.seconds, f"{source}, {self.date}")
 
     def document(self) -> dict[str, Any]:
         """Return the content of the file, for JSON."""
@@ -108,22 +107,6 @@ class Tuning:
             return cls(conditions, seconds, str(document["date"]))
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"it is not a file of mpistrat tune ({type(error).__name__}: {error})") from None
-
-
-def modelled_seconds(world: World, algorithm: str, num_bytes: int, model: CostModel) -> float:
-    """Return the time that a model predicts for what is measured."""
-    return predict_seconds(choose(world, num_bytes // ITEM_BYTES, ITEM_BYTES, algorithm, model=model).plan, model)
-
-
-def corrected(model: CostModel, world: World, seconds: Seconds) -> CostModel:
-    """Return a model for this world alone that predicts the measured times exactly; see `Correction` for sizes between."""
-    plain = replace(model, corrections=())
-    corrections = []
-    for name, times in seconds.items():
-        modelled = {num_bytes: modelled_seconds(world, name, num_bytes, plain) for num_bytes in sorted(times)}
-        points = tuple((num_bytes, times[num_bytes] / predicted) for num_bytes, predicted in modelled.items() if predicted > 0)
-        corrections += [Correction(name, points)] if points else []
-    return replace(model, corrections=tuple(corrections))
 
 
 def present_conditions(world: World) -> Conditions:
@@ -170,40 +153,40 @@ def kept() -> list[tuple[Path, Tuning | None, str]]:
     return found
 
 
-def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
-    """Return the model of a file; None if it does not exist, or cannot be used, which is logged."""
+def read(path: Path, conditions: Conditions) -> Measured | None:
+    """Return what a file holds; None if it does not exist, or cannot be used, which is logged."""
     try:
         tuning = Tuning.from_document(_document(path))
         if tuning.conditions != conditions:
             raise ValueError(f"it was measured under other conditions: {_difference(tuning.conditions, conditions)}")
-        return tuning.model(world, str(path))
+        return tuning.measured(str(path))
     except (FileNotFoundError, NotADirectoryError):
         if path.name == conditions.file_name:
             return None
         logger.warning(
-            f"MPISTRAT_TUNING names {path}, which does not exist: mpistrat tune writes it; the built-in constants are used"
+            f"MPISTRAT_TUNING names {path}, which does not exist: mpistrat tune writes it; the built-in limits are used"
         )
-    except (OSError, ValueError, ArithmeticError) as error:
+    except (OSError, ValueError) as error:
         logger.warning(f"{path} is ignored: {error}; mpistrat tune writes it anew")
     return None
 
 
-def shared_model(hierarchy: Hierarchy) -> CostModel:
-    """Return the cost model for ``auto``, the same on all ranks: see the setting MPISTRAT_TUNING. A collective call."""
+def shared_measurements(hierarchy: Hierarchy) -> Measured:
+    """Return what ``auto`` goes by, the same on all ranks: see the setting MPISTRAT_TUNING. A collective call."""
     if hierarchy.world.size == 1:
-        return DEFAULT
+        return NOTHING
     return bcast_or_raise(hierarchy.world_group.comm, lambda: _find(hierarchy.world))
 
 
-def _find(world: World) -> CostModel:
+def _find(world: World) -> Measured:
     if settings.TUNING.read().lower() == "off":
-        return DEFAULT
+        return NOTHING
     try:
         conditions = present_conditions(world)
-        return read(tuning_path(conditions), world, conditions) or DEFAULT
+        return read(tuning_path(conditions), conditions) or NOTHING
     except LaunchError as error:
         logger.warning(str(error))
-        return DEFAULT
+        return NOTHING
 
 
 def _document(path: Path) -> Any:

@@ -1,45 +1,55 @@
-"""Choose the plan of an all-reduce on a world, and say why.
+"""Choose the plan of an all-reduce on a world, and say why: by what was measured there, else by a limit.
 
 Invariant: the choice depends on nothing but the arguments, so that all ranks make the same one without communicating.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from operator import attrgetter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from mpistrat.algorithms import planners
-from mpistrat.algorithms.chunks import COPIED_IN_CHUNKS_BYTES, DEVICE_CHUNK_BYTES
-from mpistrat.algorithms.cost import DEFAULT, CostModel, predict_seconds
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.errors import InvalidArgumentError
+from mpistrat.text import format_bytes, format_seconds
 from mpistrat.topology.world import World
 
-PLANNERS: dict[str, Callable[[World, int, int, int], Sequence[Plan]]] = {
+PLANNERS: dict[str, Callable[[World, int, int, int], Plan]] = {
     "flat": planners.flat,
     "hierarchical": planners.hierarchical,
 }
-"""The planner of each algorithm: ``planner(world, count, itemsize, chunk_bytes)`` returns one or more plans for a buffer of
-`count` elements, of which the one with the shortest predicted time is taken. `chunk_bytes` is the size of every chunk, 0 if the
-caller asked for none."""
+"""The planner of each algorithm: ``planner(world, count, itemsize, chunk_bytes)`` returns the plan for a buffer of `count`
+elements. `chunk_bytes` is the size of every chunk, 0 if the caller asked for none."""
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """The plan of one algorithm, and its predicted time."""
+class Measured:
+    """What `mpistrat tune` has measured on one world: the seconds of each algorithm by bytes of the buffer; and where it is."""
 
-    plan: Plan
-    seconds: float
+    seconds: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    source: str = ""
+
+    def predict(self, num_bytes: int) -> dict[str, float]:
+        """Return the seconds of each algorithm: linear between two sizes, in proportion to the bytes beyond the largest."""
+        found = {}
+        for name in filter(self.seconds.get, PLANNERS):
+            sizes, seconds = zip(*sorted(self.seconds[name].items()), strict=True)
+            found[name] = float(np.interp(num_bytes, sizes, seconds)) * max(1.0, num_bytes / sizes[-1])
+        return found
+
+
+NOTHING = Measured()
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan, why it was chosen, and the candidates of all algorithms, in the order of `PLANNERS`."""
+    """A plan, why it was chosen, and the seconds that each algorithm is predicted to take: none where nothing was measured."""
 
     plan: Plan
     reason: str
-    considered: tuple[Candidate, ...]
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 def choose(
@@ -48,34 +58,23 @@ def choose(
     itemsize: int,
     algorithm: str = "auto",
     chunk_bytes: int = 0,
-    model: CostModel = DEFAULT,
+    measured: Measured = NOTHING,
     wire_itemsize: int = 0,
 ) -> Choice:
-    """Choose the plan of an all-reduce of host memory: with ``auto`` the one with the shortest predicted time, or the first.
+    """Choose the plan of an all-reduce of host memory: with ``auto`` of the fastest algorithm, the first of those that tie.
 
-    `chunk_bytes` is the largest chunk of a hierarchical plan; 0: chosen by the planner. `wire_itemsize` is the size of an
+    `chunk_bytes` is the size of the chunks of a hierarchical plan; 0: chosen by the planner. `wire_itemsize` is the size of an
     element between nodes, if it is cast for that. An unknown name, or a number out of range, is an InvalidArgumentError.
     """
     _check(count, itemsize, algorithm, chunk_bytes)
-
-    def fastest_of(planner: Callable[[World, int, int, int], Sequence[Plan]]) -> Candidate:
-        plans = [replace(plan, wire_itemsize=wire_itemsize) for plan in planner(world, count, itemsize, chunk_bytes)]
-        candidates = [Candidate(plan, predict_seconds(plan, model)) for plan in plans]
-        # with one rank per node predictions leave out the copies, which overlap only where there are chunks
-        is_copied = count * itemsize >= COPIED_IN_CHUNKS_BYTES and world.num_shards == 1
-        copying = 2 * count * itemsize / model.memory_bytes_per_second if is_copied else 0.0
-        best = min(candidates, key=lambda each: each.seconds + copying * (each.plan.depth == 1))
-        return replace(best, seconds=min(each.seconds for each in candidates))
-
-    considered = tuple(map(fastest_of, PLANNERS.values()))
-    fastest, second, *_ = sorted(considered, key=attrgetter("seconds"))
-    if algorithm == "auto":
-        name, next_name = fastest.plan.algorithm, second.plan.algorithm
-        times = f"{fastest.seconds * 1e3:.3g} ms; next: {next_name} {second.seconds * 1e3:.3g} ms"
-        return Choice(fastest.plan, f"{name} is predicted fastest: {times}", considered)
-    chosen = next(candidate for candidate in considered if candidate.plan.algorithm == algorithm)
-    reason = f"{algorithm} was asked for by name; auto would choose {fastest.plan.algorithm}"
-    return Choice(chosen.plan, reason, considered)
+    seconds = measured.predict(count * itemsize)
+    sent_itemsize = wire_itemsize if wire_itemsize and world.num_nodes > 1 else itemsize
+    limit = planners.hierarchical_from_bytes(world) * sent_itemsize // itemsize
+    best, reason = _fastest(seconds) if seconds else _by_limit(count * itemsize, limit)
+    if algorithm != "auto":
+        reason = f"{algorithm} was asked for by name; auto would choose {best}"
+    planner = PLANNERS[best if algorithm == "auto" else algorithm]
+    return Choice(replace(planner(world, count, itemsize, chunk_bytes), wire_itemsize=wire_itemsize), reason, seconds)
 
 
 def choose_on_gpus(
@@ -85,12 +84,25 @@ def choose_on_gpus(
 
     A single node has one INTRA all-reduce instead of a reduce-scatter and an all-gather: NCCL does that faster.
     """
-    name = "hierarchical" if algorithm == "auto" else algorithm
-    default = DEVICE_CHUNK_BYTES if world.num_nodes > 1 else 0  # else nothing overlaps
-    plan = replace(PLANNERS[name](world, count, itemsize, chunk_bytes or default)[0], wire_itemsize=wire_itemsize)
-    if len(plan.phases) > 1 and {phase.scope for phase in plan.phases} == {Scope.INTRA}:
-        plan = replace(plan, phases=(Phase(Verb.ALL_REDUCE, Scope.INTRA),))
-    return Choice(plan, "on GPUs auto is hierarchical" if algorithm == "auto" else f"{name} was asked for by name", ())
+    name, nothing_overlaps = "hierarchical" if algorithm == "auto" else algorithm, world.num_nodes == 1 and not chunk_bytes
+    default = planners.SCRATCH_BYTES if nothing_overlaps else planners.DEVICE_CHUNK_BYTES
+    plan = replace(PLANNERS[name](world, count, itemsize, chunk_bytes or default), wire_itemsize=wire_itemsize)
+    if plan.scopes == {Scope.INTRA}:
+        depth = 1 if nothing_overlaps else plan.depth
+        plan = replace(plan, phases=(Phase(Verb.ALL_REDUCE, Scope.INTRA),), depth=depth)
+    return Choice(plan, "on GPUs auto is hierarchical" if algorithm == "auto" else f"{name} was asked for by name")
+
+
+def _fastest(seconds: Mapping[str, float]) -> tuple[str, str]:
+    fastest, *others = sorted(seconds, key=lambda name: seconds[name])
+    next_best = "".join(f"; next: {name} {format_seconds(seconds[name])}" for name in others[:1])
+    return fastest, f"{fastest} is the fastest as measured: {format_seconds(seconds[fastest])}{next_best}"
+
+
+def _by_limit(num_bytes: int, limit: int) -> tuple[str, str]:
+    if num_bytes < limit:
+        return "flat", f"on such nodes flat takes less than {format_bytes(limit)}"
+    return "hierarchical", f"on such nodes hierarchical takes {format_bytes(limit)} and more"
 
 
 def _check(count: int, itemsize: int, algorithm: str, chunk_bytes: int) -> None:

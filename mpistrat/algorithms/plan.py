@@ -25,7 +25,6 @@ from enum import Enum
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from mpistrat.algorithms.chunks import chunk_lengths, padded
 from mpistrat.topology.world import World
 
 
@@ -112,7 +111,7 @@ class Plan:
         """Return the plan of one all-reduce in a scope, of the whole buffer at once; of nothing if there is nothing to do."""
         phases = (Phase(Verb.ALL_REDUCE, scope),) if self.phases else ()
         whole = self.padded(max(self.count, 1))
-        return replace(self, phases=phases, chunk_count=whole, end_count=0, depth=1, in_order=False, is_direct=is_direct)
+        return replace(self, phases=phases, chunk_count=whole, end_count=0, depth=1, is_direct=is_direct)
 
     @property
     def num_bytes(self) -> int:
@@ -159,3 +158,46 @@ class Plan:
         steps = " -> ".join(map(str, self.phases)) or "nothing to do"
         chunked = f", {self.num_chunks} chunks, {self.depth} at a time" if self.num_chunks > 1 else ""
         return f"{self.algorithm}: {steps} ({self.num_bytes} bytes{chunked})"
+
+
+def padded(world: World, count: int) -> int:
+    """Return `count` rounded up to a multiple of the number of shards."""
+    return _ceil_div(count, world.num_shards) * world.num_shards
+
+
+def chunk_elements(world: World, count: int, itemsize: int, max_bytes: int) -> int:
+    """Return the elements of a chunk, so that the buffer has as few chunks as possible, of about equal length.
+
+    They are a multiple of the number of shards, and have at most `max_bytes`, unless one element per shard is more.
+    """
+    return _even(world, count, whole_shards(world, itemsize, max_bytes))
+
+
+def chunk_lengths(world: World, count: int, end: int, largest: int) -> list[int]:
+    """Return the elements of each chunk: they double from `end` up to `largest`, and halve again towards the last chunk.
+
+    `end`, `largest` and the lengths of all chunks but one in the middle are multiples of the number of shards. If both are
+    equal, all chunks have about the same length.
+    """
+    edge: list[int] = []
+    size = min(end, largest)
+    while size < largest and count >= 3 * size:
+        edge.append(size)
+        count -= 2 * size
+        size = min(2 * size, largest)
+    even = _even(world, count, size)
+    return [*edge, *(min(even, count - start) for start in range(0, count, even)), *reversed(edge)]
+
+
+def whole_shards(world: World, itemsize: int, num_bytes: int) -> int:
+    """Return the elements of `num_bytes`, rounded down to equal shards of at least one element."""
+    return max(num_bytes // itemsize // world.num_shards, 1) * world.num_shards
+
+
+def _even(world: World, count: int, largest: int) -> int:
+    """Return the elements of a chunk, for as few chunks as possible."""
+    return padded(world, max(_ceil_div(count, max(_ceil_div(count, largest), 1)), 1))
+
+
+def _ceil_div(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)

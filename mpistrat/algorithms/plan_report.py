@@ -1,11 +1,33 @@
-"""Plans as text: phases with their bytes and predicted times, and the predicted time of every algorithm."""
+"""Plans as text: phases with the bytes that they move, and what was measured of each algorithm."""
 
 from __future__ import annotations
 
 from mpistrat.algorithms.choose import Choice
-from mpistrat.algorithms.cost import DEFAULT, CostModel, link_bytes, phase_bytes, phase_seconds, predict_seconds
-from mpistrat.algorithms.plan import Plan, Scope
+from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
+from mpistrat.topology.world import World
+
+
+def phase_bytes(plan: Plan, phase: Phase) -> tuple[int, int]:
+    """Return, over the whole buffer, the bytes that the busiest rank sends, and those that leave each node: at least these."""
+    sent, link = _shares(plan.world, phase)
+    itemsize = plan.wire_itemsize if phase.scope is Scope.INTER and plan.wire_itemsize else plan.itemsize
+    return round(sent * plan.count * itemsize), round(link * plan.count * itemsize)
+
+
+def _shares(world: World, phase: Phase) -> tuple[float, float]:
+    """Return the bytes that the busiest rank sends, and those that leave each node, for each byte of the buffer."""
+    ranks, between = world.num_shards, _ring(world.num_nodes)
+    if phase.scope is Scope.WORLD:
+        return _ring(world.size), between
+    if phase.scope is Scope.INTER:  # the busiest rank, on the smallest node, owns the most shards
+        return between * -(-ranks // min(world.local_sizes)) / ranks, between
+    return _ring(ranks) if phase.verb is Verb.ALL_REDUCE else (ranks - 1) / ranks, 0
+
+
+def _ring(members: int) -> float:
+    """Return the bytes that each member of a bandwidth-optimal all-reduce sends, for each byte of the buffer."""
+    return 2 * (members - 1) / members
 
 
 def chunks_text(plan: Plan) -> str:
@@ -17,36 +39,19 @@ def chunks_text(plan: Plan) -> str:
     return f"{elements} in {plan.num_chunks} chunks of {chunk_bytes}, {plan.depth} at a time"
 
 
-def phases_text(plan: Plan, model: CostModel | None = DEFAULT) -> str:
-    """Return the phases of a plan, with bytes per rank and per link, and times that a model predicts, as a table."""
-    rows = [("phase", "sent per rank", "per node link", "predicted" if model else "")]
+def phases_text(plan: Plan) -> str:
+    """Return the phases of a plan, with bytes per rank and per link, as a table."""
+    rows = [("phase", "sent per rank", "per node link")]
     for phase in plan.phases:
-        sent, link = format_bytes(phase_bytes(plan, phase)), format_bytes(link_bytes(plan, phase))
+        sent, link = map(format_bytes, phase_bytes(plan, phase))
         # which algorithm MPI uses is not known, so the minimum is shown
         least = "at least " if phase.scope is Scope.WORLD and plan.world.num_nodes > 1 else ""
-        rows.append((str(phase), sent, least + link, format_seconds(phase_seconds(plan, phase, model)) if model else ""))
-    if model is None:
-        return format_table(rows, right=(1, 2))
-    overlapped = plan.depth > 1 and len({phase.scope for phase in plan.phases}) > 1
-    rows.append(("all, overlapped" if overlapped else "all", "", "", format_seconds(predict_seconds(plan, model))))
-    return format_table(rows, right=(1, 2, 3))
+        rows.append((str(phase), sent, least + link))
+    return format_table(rows, right=(1, 2))
 
 
-def alternatives_text(choice: Choice) -> str:
-    """Return the predicted time of every algorithm, as a table."""
-    rows = [
-        (each.plan.algorithm, format_seconds(each.seconds), "chosen" if each.plan.algorithm == choice.plan.algorithm else "")
-        for each in choice.considered
-    ]
-    return format_table([("alternative", "predicted", ""), *rows])
-
-
-def basis_text(model: CostModel = DEFAULT) -> str:
-    """Return what the predictions are based on."""
-    rates = (
-        f"{model.link_bytes_per_second / 1e9:.3g} GB/s per node link and {model.memory_bytes_per_second / 1e9:.3g} GB/s of "
-        "memory per rank"
-    )
-    if model.source == DEFAULT.source:
-        return f"Predicted for {rates}: default constants; mpistrat tune corrects them by measurements of this cluster."
-    return f"Predicted for {rates}, corrected by measurements: {model.source}."
+def measured_text(choice: Choice) -> str:
+    """Return the time of every algorithm that was measured, as a table."""
+    chosen = choice.plan.algorithm
+    rows = [(name, format_seconds(time), "chosen" if name == chosen else "") for name, time in choice.seconds.items()]
+    return format_table([("algorithm", "as measured", ""), *rows])

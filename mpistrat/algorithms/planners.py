@@ -2,28 +2,76 @@
 
 In what follows, n: nodes, p: ranks, S: bytes of the buffer; 2(n-1)/n·S is the least that an all-reduce sends over the link of a
 node.
+
+Invariant: every size limit of the planners is here; to tune an algorithm, change one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
-from mpistrat.algorithms.chunks import (
-    SCATTER_FROM_BYTES,
-    SCRATCH_BYTES,
-    chunk_elements,
-    chunk_lengths,
-    padded,
-    pipeline_rule,
-    whole_shards,
-)
-from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
+from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb, chunk_elements, chunk_lengths, padded, whole_shards
 from mpistrat.errors import Unsuitable
 from mpistrat.topology.world import World
 
+KIB, MIB = 2**10, 2**20
 
-def flat(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> list[Plan]:
+SCRATCH_BYTES = 64 * MIB
+"""The largest chunk of a plan without overlapping chunks: it bounds the scratch memory of a rank."""
+
+DEVICE_CHUNK_BYTES = 16 * MIB
+"""The chunk of a hierarchical plan on GPUs: larger than on CPUs, because each chunk costs kernel launches. Not measured."""
+
+SCATTER_FROM_BYTES = 512 * KIB
+"""The smallest array that is reduced and scattered: below, an all-reduce takes fewer steps, and each rank its part of that."""
+
+
+@dataclass(frozen=True)
+class PipelineRule:
+    """The sizes of overlapping chunks, unless the caller sets one, and how many are in flight at a time."""
+
+    end_bytes: int  # of the first and last: small, because links are idle while the first is copied in, and the last one out
+    max_bytes: int
+    depth: int
+
+
+# on one node there is nothing to overlap: the chunks only keep the shared window inside the cache
+_ONE_NODE = PipelineRule(end_bytes=1 * MIB, max_bytes=1 * MIB, depth=3)
+_SEVERAL_NODES = PipelineRule(end_bytes=512 * KIB, max_bytes=2 * MIB, depth=3)
+
+
+def pipeline_rule(world: World) -> PipelineRule:
+    """Return the sizes of overlapping chunks on this world."""
+    return _ONE_NODE if world.num_nodes == 1 else _SEVERAL_NODES
+
+
+def hierarchical_from_bytes(world: World) -> int:
+    """Return from which size on `hierarchical` is taken where nothing was measured: a ring has a step for each node."""
+    nodes = world.num_nodes
+    if nodes == 1:
+        return 64 * KIB if world.size == 2 else 2 * MIB
+    if world.num_shards == 1:
+        return 448 * KIB if nodes == 2 else 48 * KIB * (nodes - 1)
+    return max(288 * KIB, 64 * KIB * nodes)
+
+
+def chunks_from_bytes(world: World) -> float:
+    """Return from which size on chunks overlap: each has all the steps, which take too long for that with many nodes.
+
+    Where each node has one rank, only copies overlap: at 10 Gbit/s between two hosts 64 MiB take 75 ms, and 90 in one piece.
+    """
+    nodes = world.num_nodes
+    if nodes == 1:
+        return 2 * MIB
+    if world.num_shards == 1:
+        return 8 * MIB if nodes <= 4 else inf
+    return 128 * KIB * nodes**2 if nodes <= 8 else inf
+
+
+def flat(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> Plan:
     """Plan one all-reduce over all ranks: small buffers by shared memory and the leaders of nodes, others by MPI.
 
     Phases
@@ -41,14 +89,13 @@ def flat(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> list[
         Computing Applications 19(1), 2005.
     """
     phases = (Phase(Verb.ALL_REDUCE, Scope.WORLD),) if world.size > 1 else ()
-    return [Plan("flat", world, count, itemsize, phases, chunk_elements(world, count, itemsize, SCRATCH_BYTES))]
+    return Plan("flat", world, count, itemsize, phases, chunk_elements(world, count, itemsize, SCRATCH_BYTES))
 
 
-def hierarchical(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> list[Plan]:
+def hierarchical(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> Plan:
     """Plan a reduce-scatter in each node, all-reduces along the rails, and an all-gather in each node.
 
-    There are two plans: on the whole buffer, and on chunks that overlap, one between nodes while others are inside them; with
-    `chunk_bytes` only that on chunks of this size.
+    Large buffers, and all with `chunk_bytes`, are cut into chunks that overlap: one is between nodes while others are inside.
 
     Phases
         ``intra reduce_scatter -> inter all_reduce -> intra all_gather``; on one node without ``inter``, with one rank per node
@@ -67,6 +114,8 @@ def hierarchical(world: World, count: int, itemsize: int, chunk_bytes: int = 0) 
         a Hierarchical AutotuNed Collective Communication Framework. IEEE CLUSTER 2020.
     """
     rule, phases = pipeline_rule(world), _phases(world)
+    if not chunk_bytes and count * itemsize < chunks_from_bytes(world):
+        return Plan("hierarchical", world, count, itemsize, phases, chunk_elements(world, count, itemsize, SCRATCH_BYTES))
     if chunk_bytes:
         end = largest = whole_shards(world, itemsize, chunk_bytes)
     else:
@@ -76,11 +125,7 @@ def hierarchical(world: World, count: int, itemsize: int, chunk_bytes: int = 0) 
     chunk_count = padded(world, max(lengths, default=1))
     depth = max(min(rule.depth, len(lengths)), 1)
     end_count = end if end < chunk_count else 0
-    in_chunks = Plan("hierarchical", world, count, itemsize, phases, chunk_count, depth, end_count=end_count)
-    if chunk_bytes:
-        return [in_chunks]
-    whole = Plan("hierarchical", world, count, itemsize, phases, chunk_elements(world, count, itemsize, SCRATCH_BYTES))
-    return [whole, in_chunks]
+    return Plan("hierarchical", world, count, itemsize, phases, chunk_count, depth, end_count=end_count)
 
 
 def reduce_scatter(world: World, bounds: Sequence[int], itemsize: int, algorithm: str = "auto", chunk_bytes: int = 0) -> Plan:

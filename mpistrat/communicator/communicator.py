@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from mpistrat import settings
-from mpistrat.algorithms.choose import Choice
-from mpistrat.algorithms.cost import CostModel
+from mpistrat.algorithms.choose import Choice, Measured
 from mpistrat.arrays import Array, as_operand, is_on_device, like, to_device
 from mpistrat.communicator.construction import build_hierarchy
 from mpistrat.communicator.data_movement import DataMovement
@@ -49,7 +48,7 @@ from mpistrat.launch import bootstrap
 from mpistrat.logger import logger
 from mpistrat.reduction import ReduceOp
 from mpistrat.structures import each_leaf
-from mpistrat.tuning import shared_model
+from mpistrat.tuning import shared_measurements
 from mpistrat.watch.recorder import recorder, watched, write_entry
 
 if TYPE_CHECKING:
@@ -80,8 +79,8 @@ class Communicator(BaseCommunicator):
         which the communicator then owns.
     options : CommunicationOptions, optional
         Defaults for every call; the same on all ranks.
-    model : CostModel, optional
-        The cost model of algorithm ``auto``, the same on all ranks; by default the one that MPISTRAT_TUNING selects.
+    measured : Measured, optional
+        What algorithm ``auto`` goes by, the same on all ranks; by default the file that MPISTRAT_TUNING selects.
     uses_gpu : bool
         Whether arrays on this rank's GPU, if it has one, are combined there.
 
@@ -108,22 +107,22 @@ class Communicator(BaseCommunicator):
         comm: MPI.Intracomm | Hierarchy,
         options: CommunicationOptions | None = None,
         *,
-        model: CostModel | None = None,
+        measured: Measured | None = None,
         uses_gpu: bool = True,
     ) -> None:
-        self.hierarchy = comm if isinstance(comm, Hierarchy) else build_hierarchy(comm, options, model)
+        self.hierarchy = comm if isinstance(comm, Hierarchy) else build_hierarchy(comm, options, measured)
         self._owned = ExitStack()
         self._owned.callback(self.hierarchy.close)
         try:
             with watched("Communicator: its plans and memory", self.hierarchy.members):
-                self._build(options, model, uses_gpu)
+                self._build(options, measured, uses_gpu)
         except (DeadlineExceededError, UnavailableError):  # a rank is missing
             raise
         except MpistratError:  # raised on all ranks, which free together what they made
             self._owned.close()
             raise
 
-    def _build(self, options: CommunicationOptions | None, model: CostModel | None, uses_gpu: bool) -> None:
+    def _build(self, options: CommunicationOptions | None, measured: Measured | None, uses_gpu: bool) -> None:
         self.world, self.rank, self.size = self.hierarchy.world, self.hierarchy.rank, self.hierarchy.world.size
         agreement = Agreement(self.hierarchy.world_group)
         self._options = shared_defaults(agreement, self.hierarchy.settings).merge(options)
@@ -136,13 +135,13 @@ class Communicator(BaseCommunicator):
         self._recorder, self._current = recorder(), self.hierarchy.call
         self._verbose = self.rank == 0 and self.hierarchy.settings[settings.VERBOSE]
         self._say(f"{self.world}: {', '.join(f'{node.name} has ranks {node.ranks}' for node in self.world.nodes)}")
-        model = shared_model(self.hierarchy) if model is None else model
+        measured = shared_measurements(self.hierarchy) if measured is None else measured
         device = bound_device() if uses_gpu else None
         self._gpu = None if device is None else GpuArrays(device, self._executor, self._guard)
         if self._gpu is not None:
             self._owned.callback(self._gpu.executor.close)
         self._movement = DataMovement(self._executor, self._guard, self._gpu)
-        planner = Planner(self._executor, self._say, model)
+        planner = Planner(self._executor, self._say, measured)
         self._reductions = Reductions(self._executor, self._guard, planner, self._gpu, self._say)
         self._programs, self._active = self._reductions.programs, self._reductions.active
 
@@ -160,11 +159,6 @@ class Communicator(BaseCommunicator):
     def is_strict(self, is_strict: bool) -> None:
         self._guard.is_strict = is_strict
         self._programs.forget_calls()
-
-    @property
-    def model(self) -> CostModel | None:
-        """The cost model of algorithm ``auto``; None on GPUs, where it is ``hierarchical``."""
-        return self._programs.model
 
     @property
     def path(self) -> str:

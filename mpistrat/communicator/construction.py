@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpistrat import settings
-from mpistrat.algorithms.cost import CostModel
+from mpistrat.algorithms.choose import Measured
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def build_hierarchy(comm: MPI.Intracomm, options: CommunicationOptions | None, model: CostModel | None) -> Hierarchy:
+def build_hierarchy(comm: MPI.Intracomm, options: CommunicationOptions | None, measured: Measured | None) -> Hierarchy:
     """Return the hierarchy of groups over the ranks of `comm`, which is duplicated. A collective call."""
     _check_comm(comm)
 
@@ -24,8 +24,8 @@ def build_hierarchy(comm: MPI.Intracomm, options: CommunicationOptions | None, m
             raise InvalidArgumentError(f"options must be CommunicationOptions or None; got {type(options).__name__}")
 
     with rendezvous("Communicator", rendezvous_seconds(options), comm) as job:
-        own_model = "" if model is None else f", model={model}"
-        job.agree(f"Communicator(options={options}{own_model})", check)
+        given = "" if measured is None else f", measured={measured}"
+        job.agree(f"Communicator(options={options}{given})", check)
         return Hierarchy(job.comm, job.world)
 
 

@@ -1,12 +1,11 @@
-"""Explanation: how an all-reduce of some arrays is computed, and its predicted time."""
+"""Explanation: how an all-reduce of some arrays is computed, and how long that takes, if it was measured."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from mpistrat.algorithms.choose import Choice
-from mpistrat.algorithms.cost import DEFAULT, CostModel, predict_seconds
-from mpistrat.algorithms.plan_report import alternatives_text, basis_text, chunks_text, phases_text
+from mpistrat.algorithms.plan_report import chunks_text, measured_text, phases_text
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.topology.world import World
 
@@ -22,7 +21,7 @@ class Pack:
     dtype : str
         The accumulation dtype.
     choice : Choice
-        The plan, why it was chosen, and the predicted time of every algorithm.
+        The plan, why it was chosen, and the time of every algorithm that was measured.
     transport : str
         What moves the arrays: of arrays in host memory what this replica uses. Empty if nothing is sent.
     """
@@ -43,31 +42,33 @@ class Explanation:
         The placement of the ranks on nodes.
     packs : tuple of Pack
         In the order in which they are reduced; none if there is one replica.
-    model : CostModel or None
-        Predicts times; its `source` tells where it comes from. None for arrays on GPUs, for which nobody has measured one.
+    source : str
+        Where the measurements are by which algorithms were chosen; empty if nothing was measured.
     """
 
     world: World
     packs: tuple[Pack, ...] = ()
-    model: CostModel | None = DEFAULT
+    source: str = ""
 
     @property
     def predicted_seconds(self) -> float | None:
-        """The predicted time of all packs, one after the other; None without a model."""
-        return None if self.model is None else sum(predict_seconds(pack.choice.plan, self.model) for pack in self.packs)
+        """The time of all packs, one after the other, by what was measured; None if that is not known."""
+        found = [pack.choice.seconds.get(pack.choice.plan.algorithm) for pack in self.packs]
+        known = [seconds for seconds in found if seconds is not None]
+        return sum(known) if len(known) == len(found) else None
 
     def __str__(self) -> str:
         if not self.packs:
             return "one replica: nothing is sent" if self.world.size == 1 else "no arrays: nothing is sent"
         num_bytes = sum(pack.choice.plan.num_bytes for pack in self.packs)
+        predicted = self.predicted_seconds
         summary = [
             ("world", str(self.world)),
             ("packs", f"{len(self.packs)}, {format_bytes(num_bytes)} in all"),
-            *([] if self.predicted_seconds is None else [("predicted", format_seconds(self.predicted_seconds))]),
+            *([] if predicted is None else [("predicted", format_seconds(predicted))]),
         ]
         texts = [self._describe(number, pack) for number, pack in enumerate(self.packs)]
-        basis = [] if self.model is None else [basis_text(self.model)]
-        return "\n\n".join([format_table(summary), *texts, *basis])
+        return "\n\n".join([format_table(summary), *texts, *([f"Measured: {self.source}."] if self.source else [])])
 
     def _describe(self, number: int, pack: Pack) -> str:
         plan = pack.choice.plan
@@ -81,5 +82,5 @@ class Explanation:
             ("why", pack.choice.reason),
             *([("transport", pack.transport)] if pack.transport else []),
         ]
-        parts = [format_table(heading), phases_text(plan, self.model)]
-        return "\n\n".join(parts + ([alternatives_text(pack.choice)] if pack.choice.considered else []))
+        parts = [format_table(heading), phases_text(plan)]
+        return "\n\n".join(parts + ([measured_text(pack.choice)] if pack.choice.seconds else []))

@@ -10,9 +10,7 @@ import numpy as np
 
 from mpistrat import settings
 from mpistrat.algorithms import planners
-from mpistrat.algorithms.choose import Choice, choose, choose_on_gpus
-from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
-from mpistrat.algorithms.cost import DEFAULT, CostModel
+from mpistrat.algorithms.choose import NOTHING, Choice, Measured, choose, choose_on_gpus
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array, is_on_device, part_bounds
 from mpistrat.communicator.explain import Explanation, Pack
@@ -76,8 +74,8 @@ class Planner:
 
     default_chunk_bytes = 0  # of plans in order, without MPISTRAT_CHUNK_BYTES; 0: the algorithm chooses
 
-    def __init__(self, executor: Executor, say: Callable[[str], None], model: CostModel | None = DEFAULT) -> None:
-        self.executor, self._world, self._say, self.model = executor, executor.hierarchy.world, say, model
+    def __init__(self, executor: Executor, say: Callable[[str], None], measured: Measured = NOTHING) -> None:
+        self.executor, self._world, self._say, self._measured = executor, executor.hierarchy.world, say, measured
         self._chunk_bytes = executor.hierarchy.settings[settings.CHUNK_BYTES]
 
     def check(self, asked: Reduction) -> None:
@@ -175,7 +173,7 @@ class Planner:
             dtypes = [asked.arrays[index].dtype for index in members]
             choice, dtype = self._decide(asked.op, layout, combined, dtypes, asked.options)
             packs.append(Pack(members, dtype.name, choice, self.executor.path_of(choice.plan, dtype, asked.op)))
-        return Explanation(self._world, tuple(packs), self.model)
+        return Explanation(self._world, tuple(packs), self._measured.source)
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
         """Return the plan for a sum of `count` elements, and why it was chosen."""
@@ -204,36 +202,27 @@ class Planner:
     ) -> Choice:
         """Return the plan for a bucket, and why it was chosen."""
         if options.deterministic:
-            [plan] = planners.flat(self._world, count, dtype.itemsize)
+            plan = planners.flat(self._world, count, dtype.itemsize)
             # buckets are padded
             if self.executor.device is None and self.executor.world.adds_small_in_order(plan.padded(count) * dtype.itemsize):
-                return Choice(plan, "small arrays of a node are always added in the order of the replicas", ())
-            return Choice(self._plan_in_order(op, count, dtype), "deterministic=True adds in the order of the replicas", ())
-        buffer, algorithm, wire_itemsize = (self._world, count, dtype.itemsize), options.algorithm or "auto", 0
-        if wire is not None:
-            wire_itemsize = wire.dtype.itemsize
-        if self.model is None:
-            return choose_on_gpus(*buffer, algorithm, self._chunk_bytes, wire_itemsize)
-        return choose(*buffer, algorithm, self._chunk_bytes, self.model, wire_itemsize)
+                return Choice(plan, "small arrays of a node are always added in the order of the replicas")
+            return Choice(self._plan_in_order(op, count, dtype), "deterministic=True adds in the order of the replicas")
+        buffer, algorithm = (self._world, count, dtype.itemsize), options.algorithm or "auto"
+        return choose(*buffer, algorithm, self._chunk_bytes, self._measured, wire.dtype.itemsize if wire else 0)
 
     def _plan_in_order(self, op: ReduceOp, count: int, dtype: np.dtype[Any]) -> Plan:
         """Return a plan that adds in the order of the replicas: inside one node, or by an exchange between all."""
         if self._world.num_nodes > 1 or self._world.size == 1 or not self.executor.adds_in_order(dtype, op):
-            [plan] = planners.flat(self._world, count, dtype.itemsize)
-            return replace(plan, in_order=True)
-        chunk_bytes = self._chunk_bytes or self.default_chunk_bytes
-        *_, plan = planners.hierarchical(self._world, count, dtype.itemsize, chunk_bytes)  # in chunks
+            return replace(planners.flat(self._world, count, dtype.itemsize), in_order=True)
+        plan = planners.hierarchical(self._world, count, dtype.itemsize, self._chunk_bytes or self.default_chunk_bytes)
         return replace(plan, phases=(Phase(Verb.ALL_REDUCE, Scope.INTRA),), in_order=True)
 
 
 class DevicePlanner(Planner):
     """Chooses plans for arrays on GPUs, and compiles them."""
 
-    default_chunk_bytes = DEVICE_CHUNK_BYTES
+    default_chunk_bytes = planners.DEVICE_CHUNK_BYTES
     executor: DeviceExecutor
-
-    def __init__(self, executor: DeviceExecutor, say: Callable[[str], None]) -> None:
-        super().__init__(executor, say, model=None)
 
     def _scatter(
         self, op: ReduceOp, dtype: np.dtype[Any], bounds: Sequence[int], options: CommunicationOptions
@@ -259,9 +248,13 @@ class DevicePlanner(Planner):
         by_nccl = nccl is not None and is_summed and not nccl.refusal(dtype, op)
         joins_nodes = nccl is not None and self._world.num_nodes > 1
         if joins_nodes and by_nccl and options.algorithm == "auto":
-            [plan] = planners.flat(self._world, count, dtype.itemsize)
-            return Choice(plan, "nccl joins all ranks, and chooses how", ())
-        choice = super()._choice(op, count, dtype, options, wire)
+            plan = planners.flat(self._world, count, dtype.itemsize)
+            return Choice(plan, "nccl joins all ranks, and chooses how")
+        if options.deterministic:
+            choice = super()._choice(op, count, dtype, options, wire)
+        else:
+            buffer, wire_itemsize = (self._world, count, dtype.itemsize), wire.dtype.itemsize if wire else 0
+            choice = choose_on_gpus(*buffer, options.algorithm or "auto", self._chunk_bytes, wire_itemsize)
         if dtype in HALF_DTYPES and not by_nccl:
             choice = _without_halves_in_mpi(choice)
         if not by_nccl or self._world.num_nodes == 1:
@@ -302,5 +295,5 @@ def _without_halves_in_mpi(choice: Choice) -> Choice:
     """
     plan, scopes = choice.plan, {phase.scope for phase in choice.plan.phases} & {Scope.WORLD, Scope.INTER}
     if Scope.WORLD in scopes:
-        return replace(choice, plan=planners.flat(plan.world, plan.count, np.dtype(np.float32).itemsize)[0])
+        return replace(choice, plan=planners.flat(plan.world, plan.count, np.dtype(np.float32).itemsize))
     return replace(choice, plan=replace(plan, in_order=True)) if scopes else choice

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from mpistrat.algorithms.choose import Choice
-from mpistrat.algorithms.cost import CostModel
 from mpistrat.arrays import Array, is_on_device, retained_bytes
 from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
@@ -57,11 +56,6 @@ class Programs:
         self._numbers = {self._options.key: _DEFAULT}  # of options, merged over the communicator's and as calls pass them
         # of a wrapped communicator: see `passing`
         self.passed: dict[tuple[int, int, np.dtype[Any]], tuple[Any, ...]] = {}  # see `Passing.add`
-
-    @property
-    def model(self) -> CostModel | None:
-        """The cost model of algorithm ``auto``; None on GPUs."""
-        return (self._device or self._host).model
 
     def has(self, asked: Reduction) -> bool:
         """Return whether there is a program for it, so that `find_or_compile` is not a collective call."""

@@ -263,7 +263,7 @@ class Strategy:
         return regroup(value_fn(ValueContext(communicator.rank, communicator.size)), communicator.size)
 
     def explain(self, value: Any, options: CommunicationOptions | None = None) -> Explanation:
-        """Explain how a value would be all-reduced: packs, plans, bytes and predicted times.
+        """Explain how a value would be all-reduced: packs, plans, bytes, and times if they were measured.
 
         Not a collective call; works in either context. Print what it returns. Not in TensorFlow.
         """

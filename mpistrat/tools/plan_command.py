@@ -1,4 +1,4 @@
-"""mpistrat plan: the plan of an all-reduce of host memory on nodes of any shape, its predicted time, and why. Needs no MPI."""
+"""mpistrat plan: the plan of an all-reduce of host memory on nodes of any shape, and why. Needs no MPI."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from mpistrat.algorithms.choose import PLANNERS, Choice, choose
-from mpistrat.algorithms.plan_report import alternatives_text, basis_text, chunks_text, phases_text
+from mpistrat.algorithms.plan_report import chunks_text, phases_text
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_table
@@ -21,7 +21,7 @@ _DTYPES = {dtype.name: dtype for dtype in map(np.dtype, ("bool", *_INTEGERS, *_I
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Show how an all-reduce would run on any number of nodes and ranks: algorithm, phases, their bytes and predicted times."
+        "Show how an all-reduce would run on any number of nodes and ranks: algorithm, phases, and their bytes."
     )
     parser.add_argument("--world", required=True, metavar="SHAPE", help="nodes and ranks: 4x8, 3+1 or 2x2:cyclic")
     parser.add_argument("--bytes", required=True, metavar="SIZE", help="size of the buffer: 64MiB, 1.5KiB or 8")
@@ -54,7 +54,7 @@ def _report(choice: Choice, shape: str, dtype: str) -> str:
         ("algorithm", choice.plan.algorithm),
         ("why", choice.reason),
     ]
-    return "\n\n".join([format_table(heading), phases_text(choice.plan), alternatives_text(choice), basis_text()])
+    return "\n\n".join([format_table(heading), phases_text(choice.plan)])
 
 
 def _size(world: World) -> str:

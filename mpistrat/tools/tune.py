@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpistrat.algorithms.choose import PLANNERS, choose
-from mpistrat.algorithms.cost import DEFAULT
+from mpistrat.algorithms.choose import NOTHING, PLANNERS, choose
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, LaunchError, TransportError
@@ -83,7 +82,7 @@ def measure(comm: MPI.Intracomm, world: World, max_bytes: int) -> Seconds:
 
     Sizes increase by a factor of 4; where the fastest algorithm changes, the size between is measured too.
     """
-    with Communicator(Hierarchy(comm, world), model=DEFAULT, uses_gpu=False) as communicator:
+    with Communicator(Hierarchy(comm, world), measured=NOTHING, uses_gpu=False) as communicator:
         sizes = _sizes(max_bytes)
         found = _seconds(communicator, sizes)
         fastest = [min(found[size], key=lambda name: found[size][name]) for size in sizes]
@@ -130,11 +129,11 @@ def describe(tuning: Tuning, world: World, path: Path) -> str:
     heading = [("cluster", conditions.cluster), ("processor", conditions.processor), ("MPI", conditions.mpi)]
     heading += [("ranks", conditions.world), ("measured", tuning.date)]
     heading += [("settings", conditions.settings)] if conditions.settings else []
-    model, seconds = tuning.model(world, str(path)), tuning.seconds
+    seconds, measured = tuning.seconds, tuning.measured(str(path))
     rows = [("size", *seconds, "auto chooses")]
     for num_bytes in sorted({num_bytes for times in seconds.values() for num_bytes in times}):
         cells = [format_seconds(times[num_bytes]) if num_bytes in times else "-" for times in seconds.values()]
-        choice = choose(world, num_bytes // ITEM_BYTES, ITEM_BYTES, model=model)
+        choice = choose(world, num_bytes // ITEM_BYTES, ITEM_BYTES, measured=measured)
         rows.append((format_bytes(num_bytes), *cells, choice.plan.algorithm))
     return f"{format_table(heading)}\n\n{format_table(rows, right=range(1, len(seconds) + 1))}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat
-from mpistrat.algorithms.cost import DEFAULT
+from mpistrat.algorithms.choose import NOTHING, Measured
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, InvalidArgumentError, LaunchError, SettingError, TransportError
 from tests.launches import needs_ranks, up_to_ranks
@@ -132,11 +131,11 @@ def test_options_of_a_call_that_contradict_those_of_the_communicator_are_told(co
 
 
 @needs_ranks(2)
-def test_cost_models_that_differ_are_told(comm):
-    model = replace(DEFAULT, cache_bytes=2 if comm.rank else DEFAULT.cache_bytes)
-    with pytest.raises(AgreementError, match=r"rank 0: Communicator\(.*cache_bytes=2097152"):
-        mpistrat.Communicator(comm, model=model)
-    with mpistrat.Communicator(comm, model=DEFAULT) as communicator:
+def test_measurements_that_differ_are_told(comm):
+    measured = Measured({"flat": {16: 1.0 + comm.rank}})
+    with pytest.raises(AgreementError, match=r"rank 0: Communicator\(.*measured=.*16: 1.0"):
+        mpistrat.Communicator(comm, measured=measured)
+    with mpistrat.Communicator(comm, measured=NOTHING) as communicator:
         assert communicator.all_reduce("sum", np.ones(1)) == [comm.size]
 
 

@@ -57,8 +57,7 @@ def one_node(comm):
 def bind(executor, algorithm, counts, chunk_bytes=0):
     """Bind the sum of arrays of so many float32; ``chunks`` is hierarchical on several."""
     layout, in_chunks = Layout(counts), algorithm == "chunks"
-    plans = PLANNERS["hierarchical" if in_chunks else algorithm](executor.hierarchy.world, layout.count, 4, chunk_bytes)
-    plan = plans[-1 if in_chunks else 0]
+    plan = PLANNERS["hierarchical" if in_chunks else algorithm](executor.hierarchy.world, layout.count, 4, chunk_bytes)
     dtypes = [FLOAT32] * len(counts)
     plan = executor.adapt(plan, layout, FLOAT32, ReduceOp.SUM, dtypes)
     return compiled.all_reduce(executor, plan, layout, FLOAT32, ReduceOp.SUM, dtypes)
@@ -231,7 +230,7 @@ def test_a_sum_that_is_not_in_the_buffer_between_nodes_names_transport_and_verb(
 
 @pytest.mark.parametrize(("count", "name"), [(1000, "mpi"), (1 << 18, "mpi_ring")])
 def test_without_a_name_rings_move_what_is_large(uneven, count, name):
-    [plan] = PLANNERS["hierarchical"](uneven.hierarchy.world, count, 4, 1 << 30)
+    plan = PLANNERS["hierarchical"](uneven.hierarchy.world, count, 4, 1 << 30)
     path = uneven.path_of(plan, FLOAT32, ReduceOp.SUM)
     assert (f"{name} between nodes" in path.split(", ")) == (uneven.hierarchy.world.num_nodes > 1)
     assert ("shared_memory inside the node" in path) == (uneven.hierarchy.intra.size > 1)

@@ -26,7 +26,7 @@ def test_packs_and_plans(strategy):
     before = strategy.explain(VALUE, options)
     assert sorted(index for pack in before.packs for index in pack.indices) == [0, 1, 2]
     assert {pack.choice.plan.algorithm for pack in before.packs} == {"hierarchical"}
-    assert before.predicted_seconds > 0
+    assert before.predicted_seconds is None, "nothing was measured"
     total = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", VALUE, options))
     after = strategy.explain(VALUE, options)
     assert after.packs == before.packs
@@ -34,13 +34,10 @@ def test_packs_and_plans(strategy):
     assert strategy.explain(total, options).packs == after.packs, "of a per-replica value our component"
     text = str(after)
     for part in (
-        f"world      {strategy.extended.communicator.world}\n",
-        "predicted  ",
+        f"world  {strategy.extended.communicator.world}\n",
         "\ntransport  ",
         "\nwhy        hierarchical was asked for by name; auto would choose ",
         "\nphase ",
-        "\nalternative ",
-        "default constants; mpistrat tune corrects them by measurements of this cluster.",
     ):
         assert part in text
 
@@ -90,15 +87,14 @@ def test_it_says_what_carries_out_the_call(ops, carried_out, algorithm, determin
 @needs_ranks(2)
 def test_one_rank_may_ask_alone(strategy):
     if strategy.extended.communicator.rank == 0:
-        assert "predicted  " in str(strategy.explain(np.ones(5)))
+        assert "pack 0 " in str(strategy.explain(np.ones(5)))
     assert float(strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", 1.0)).values[0]) > 1
 
 
 @needs_ranks(2)
-def test_in_deterministic_mode_nothing_else_is_considered(strategy):
+def test_in_deterministic_mode_nothing_is_chosen(strategy):
     text = str(strategy.explain(np.ones(2), mpistrat.experimental.CommunicationOptions(deterministic=True)))
     assert "why        deterministic=True adds in the order of the replicas\n" in text
-    assert "alternative" not in text
 
 
 def test_what_cannot_be_explained_is_refused(strategy):

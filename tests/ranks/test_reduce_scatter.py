@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpistrat.algorithms.chunks import SCATTER_FROM_BYTES
+from mpistrat.algorithms.planners import SCATTER_FROM_BYTES
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError
 from mpistrat.reduction import HALF_DTYPES, ReduceOp

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
-from mpistrat.algorithms.choose import PLANNERS
-from mpistrat.algorithms.cost import DEFAULT
+from mpistrat.algorithms.choose import NOTHING, PLANNERS
 from mpistrat.errors import AgreementError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.tools.tune import measure
 from mpistrat.topology.world import World
-from mpistrat.tuning import Tuning, present_conditions, shared_model, tuning_path
+from mpistrat.tuning import Tuning, present_conditions, shared_measurements, tuning_path
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = up_to_ranks(4)
@@ -60,14 +61,16 @@ def test_all_ranks_choose_by_the_file_of_rank_0(comm, make_ops, world, kept):
     ops = make_ops(world)
     choice = ops.choose(16, FLOAT)
     assert choice.plan.algorithm == slowest_first[0]
-    assert [round(one.seconds * 1e6) for one in sorted(choice.considered, key=lambda one: one.seconds)] == [
-        10**place for place in range(len(slowest_first))
-    ]
+    assert choice.seconds == {name: times[64] for name, times in found.items()}
     total = ops.all_reduce(ReduceOp.SUM, [np.ones(16, np.float32)])[0]
     assert (total == comm.Get_size()).all()
-    sources = comm.allgather(ops.model.source)
-    assert len(set(sources)) == 1
-    assert ", measured 2" in sources[0]
+    explained = ops.explain(np.ones(16, np.float32))
+    assert len(set(comm.allgather(explained.source))) == 1
+    text, [(fastest, times), *_] = str(explained), sorted(found.items(), key=lambda one: one[1][64])
+    assert explained.predicted_seconds == times[64]
+    assert "\npredicted  1 µs" in text
+    assert re.search(rf"\n{fastest} +1 µs +chosen\n", text)
+    assert re.search(r"\nMeasured: .*\.json, 2\d{3}-\d\d-\d\d\.$", text)
 
 
 @needs_ranks(2)
@@ -75,16 +78,16 @@ def test_a_broken_file_changes_nothing_and_rank_0_says_so(comm, hierarchy, kept,
     if comm.Get_rank() == 0:
         kept.mkdir()
         (kept / present_conditions(hierarchy.world).file_name).write_text("{")
-    assert shared_model(hierarchy) == DEFAULT
+    assert shared_measurements(hierarchy) == NOTHING
     assert said.getvalue().count("is ignored") == (1 if comm.Get_rank() == 0 else 0)
 
 
 @needs_ranks(2)
-def test_what_keeps_rank_0_from_a_model_is_told_to_all(comm, hierarchy, kept, monkeypatch):
+def test_what_keeps_rank_0_from_a_file_is_told_to_all(comm, hierarchy, kept, monkeypatch):
     def fail(*_):
         raise KeyError("planted")
 
     if comm.Get_rank() == 0:
         monkeypatch.setattr("mpistrat.tuning._find", fail)
     with pytest.raises(AgreementError, match="rank 0 failed for all: KeyError: 'planted'"):
-        shared_model(hierarchy)
+        shared_measurements(hierarchy)

@@ -1,16 +1,13 @@
-"""Choosing: the order in which algorithms win as buffers grow, the reasons, and the errors."""
+"""Choosing: by limits or by what was measured, the reasons, and the errors."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.algorithms.choose import PLANNERS, choose, choose_on_gpus
-from mpistrat.algorithms.cost import DEFAULT, CostModel
-from mpistrat.algorithms.plan import Verb
+from mpistrat.algorithms.choose import PLANNERS, Measured, choose, choose_on_gpus
+from mpistrat.algorithms.planners import hierarchical_from_bytes
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.testing.simulate import simulate
 from mpistrat.topology.world import World
@@ -18,70 +15,56 @@ from tests.unit.worlds import random_worlds
 
 KIB, MIB = 2**10, 2**20
 
-# a cluster written out, so that calibrating the defaults moves nothing here
-FAST = CostModel(
-    call_seconds=20e-6, intra_step_seconds=1e-6, inter_step_seconds=20e-6,
-    link_bytes_per_second=1.2e9, link_efficiency=0.95,
-    memory_bytes_per_second=6e9, cache_bytes_per_second=12e9, cache_bytes=MIB,
-    flat_link_efficiency=0.9, flat_crowded_link_efficiency=0.35,
-    flat_cache_efficiency=0.45, flat_memory_efficiency=0.45,
-)  # fmt: skip
-# eight ranks on two cores, four hosts joined by 1 Gbit/s links
-SLOW = dataclasses.replace(FAST, link_bytes_per_second=119e6, memory_bytes_per_second=1.5e9, cache_bytes_per_second=3e9)
 
-
-def chosen(shape: str, num_bytes: int, model: CostModel = FAST) -> str:
+def chosen(shape: str, num_bytes: int) -> str:
     """Return the algorithm that is chosen, or ``chunks`` if it is hierarchical on several."""
-    plan = choose(World.from_shape(shape), num_bytes // 4, 4, model=model).plan
+    plan = choose(World.from_shape(shape), num_bytes // 4, 4).plan
     return "chunks" if plan.depth > 1 else plan.algorithm
 
 
-NODES = (8, KIB, 8 * KIB, 32 * KIB), (256 * KIB, 512 * KIB), (4 * MIB, 16 * MIB, 64 * MIB)
-SLOW_NODES = (8, KIB, 4 * KIB), (32 * KIB, 128 * KIB), (2 * MIB, 16 * MIB, 64 * MIB)
-ONE_NODE = (8, 2 * KIB, 8 * KIB), (64 * KIB, 512 * KIB), (16 * MIB, 64 * MIB)
-PAIR = (8, 64, 256), (64 * KIB, 512 * KIB), (16 * MIB, 64 * MIB)
+NODES = (8, KIB, 8 * KIB, 128 * KIB), (512 * KIB, MIB), (4 * MIB, 16 * MIB, 64 * MIB)
+ONE_NODE = (8, 2 * KIB, 128 * KIB), (), (16 * MIB, 64 * MIB)
 
 
 @pytest.mark.parametrize(
-    ("model", "shape", "sizes"),
+    ("shape", "sizes"),
     [
-        *((FAST, shape, NODES) for shape in ("4x2", "4x2:cyclic", "4x8", "8x4", "3+1+2+2")),
-        *((SLOW, shape, SLOW_NODES) for shape in ("4x2", "4x2:cyclic", "3+1+2+2")),
-        *((FAST, shape, ONE_NODE) for shape in ("1x4", "1x8")),
-        (FAST, "1x2", PAIR),
-        (FAST, "8x1", ((16 * KIB,), (), ())),  # where steps decide
+        *((shape, NODES) for shape in ("4x2", "4x2:cyclic", "4x8", "3+1+2+2")),
+        ("2x2", ((8, 128 * KIB), (384 * KIB,), (MIB, 16 * MIB))),
+        *((shape, ONE_NODE) for shape in ("1x4", "1x8")),
+        ("1x2", ((8, 64, 256), (64 * KIB, 512 * KIB), (16 * MIB, 64 * MIB))),
+        ("2x1", ((256 * KIB,), (512 * KIB, 4 * MIB), (8 * MIB, 64 * MIB))),
+        ("8x1", ((16 * KIB, 256 * KIB), (512 * KIB, 64 * MIB), ())),  # where steps decide
+        ("64x8", ((MIB,), (8 * MIB, 64 * MIB), ())),
     ],
 )
-def test_it_goes_from_flat_to_hierarchical_to_chunks(model: CostModel, shape: str, sizes: tuple[tuple[int, ...], ...]) -> None:
+def test_it_goes_from_flat_to_hierarchical_to_chunks(shape: str, sizes: tuple[tuple[int, ...], ...]) -> None:
     for name, chosen_for in zip(("flat", "hierarchical", "chunks"), sizes, strict=True):
-        assert {size: chosen(shape, size, model) for size in chosen_for} == dict.fromkeys(chosen_for, name)
+        assert {size: chosen(shape, size) for size in chosen_for} == dict.fromkeys(chosen_for, name)
 
 
 @pytest.mark.parametrize("shape", ["1x4", "2x2", "4x2", "4x8", "3+1+2+2"])
 def test_the_defaults_never_go_back_to_a_simpler_algorithm(shape: str) -> None:
     order = ["flat", "hierarchical", "chunks"]
-    ranks = [order.index(chosen(shape, 2**exponent, DEFAULT)) for exponent in range(3, 29)]
+    ranks = [order.index(chosen(shape, 2**exponent)) for exponent in range(3, 29)]
     assert ranks == sorted(ranks)
     assert (ranks[0], ranks[-1]) == (0, 2)
 
 
-def test_the_reason_names_the_two_fastest() -> None:
-    choice = choose(World.from_shape("4x8"), 16 * MIB, 4, model=FAST)
-    first, second = sorted(choice.considered, key=lambda candidate: candidate.seconds)[:2]
-    assert choice.plan == first.plan
-    assert choice.reason == (
-        f"hierarchical is predicted fastest: {first.seconds * 1e3:.3g} ms; next: flat {second.seconds * 1e3:.3g} ms"
-    )
-
-
-def test_every_planner_is_considered() -> None:
-    considered = choose(World.from_shape("1x4"), 1000, 4).considered
-    assert [candidate.plan.algorithm for candidate in considered] == list(PLANNERS)
-    assert all(0 < candidate.seconds < 1 for candidate in considered)
+def test_the_reason_names_the_limit_or_the_two_fastest() -> None:
+    world = World.from_shape("4x8")
+    assert choose(world, 1000, 4).reason == "on such nodes flat takes less than 288 KiB"
+    assert choose(world, MIB, 4).reason == "on such nodes hierarchical takes 288 KiB and more"
+    assert choose(world, 144 * KIB // 4, 4, wire_itemsize=2).reason == "on such nodes hierarchical takes 144 KiB and more"
+    assert choose(World.from_shape("1x4"), MIB // 4, 4, wire_itemsize=2).plan.algorithm == "flat", "nothing is cast"
+    measured = Measured({"flat": {16: 2e-3}, "hierarchical": {16: 1e-3}}, "a file")
+    choice = choose(world, 4, 4, measured=measured)
+    assert choice.plan.algorithm == "hierarchical"
+    assert choice.reason == "hierarchical is the fastest as measured: 1 ms; next: flat 2 ms"
 
 
 def test_an_algorithm_is_taken_by_name() -> None:
-    choice = choose(World.from_shape("4x2"), 16 * MIB, 4, "flat", model=FAST)
+    choice = choose(World.from_shape("4x2"), 16 * MIB, 4, "flat")
     assert choice.plan.algorithm == "flat"
     assert choice.reason == "flat was asked for by name; auto would choose hierarchical"
 
@@ -105,24 +88,16 @@ def test_on_gpus_a_buffer_stays_whole_where_nothing_overlaps_unless_chunks_are_a
     shape: str, chunk_bytes: int, num_chunks: int
 ) -> None:
     choice = choose_on_gpus(World.from_shape(shape), 16 * MIB, 4, chunk_bytes=chunk_bytes)
-    plan = choice.plan
-    assert (plan.algorithm, plan.num_chunks) == ("hierarchical", num_chunks)
-    assert [phase.verb for phase in plan.phases].count(Verb.ALL_REDUCE) == 1, "NCCL needs one phase in a node"
-    assert (choice.reason, choice.considered) == ("on GPUs auto is hierarchical", ())
+    assert (choice.plan.algorithm, choice.plan.num_chunks) == ("hierarchical", num_chunks)
+    assert choice.plan.depth == min(3, num_chunks)
+    assert (choice.reason, choice.seconds) == ("on GPUs auto is hierarchical", {})
 
 
-def test_on_gpus_flat_is_for_those_who_ask_for_it() -> None:
-    choice = choose_on_gpus(World.from_shape("2x2"), 1000, 4, "flat", wire_itemsize=2)
-    assert (choice.plan.algorithm, choice.plan.wire_itemsize, choice.reason) == ("flat", 2, "flat was asked for by name")
-
-
-def test_where_each_node_has_one_rank_large_arrays_are_copied_in_chunks() -> None:
-    sizes = (4 * MIB, 8 * MIB, 64 * MIB)
-    plans = [choose(World.from_shape("2x1"), nbytes // 4, 4, "hierarchical").plan for nbytes in sizes]
-    assert [plan.num_chunks > 1 for plan in plans] == [False, True, True]
-    assert plans[-1].depth == 3
-    many = choose(World.from_shape("64x1"), 16 * MIB, 4)  # where steps take longer than copies
-    assert (many.plan.algorithm, many.plan.num_chunks) == ("hierarchical", 1)
+def test_on_gpus_a_node_has_one_phase_and_a_name_is_taken() -> None:
+    assert [str(phase) for phase in choose_on_gpus(World.from_shape("1x8"), 2**28, 4).plan.phases] == ["intra all_reduce"]
+    assert choose_on_gpus(World.from_shape("1x8"), 2**28, 4).plan.depth == 1
+    choice = choose_on_gpus(World.from_shape("2x2"), 16 * MIB, 4, "flat")
+    assert (choice.plan.algorithm, choice.reason) == ("flat", "flat was asked for by name")
 
 
 def test_one_rank_and_empty_buffers_have_a_plan_and_chunks_are_as_asked_for() -> None:
@@ -137,5 +112,18 @@ def test_auto_always_has_a_proved_and_repeatable_answer(world: World, count: int
     choice = choose(world, count, itemsize, chunk_bytes=chunk_bytes)
     simulate(choice.plan)
     assert choose(World(world.nodes), count, itemsize, chunk_bytes=chunk_bytes) == choice
-    seconds = {candidate.plan.algorithm: candidate.seconds for candidate in choice.considered}
-    assert seconds[choice.plan.algorithm] == min(seconds.values())
+    assert (choice.plan.algorithm == "flat") == (count * itemsize < hierarchical_from_bytes(world))
+
+
+def test_what_was_measured_is_predicted_and_between_and_beyond_it_by_the_bytes() -> None:
+    measured = Measured({"flat": {64: 3.0, 16: 1.0}, "hierarchical": {}})
+    found = {num_bytes: measured.predict(num_bytes) for num_bytes in (0, 8, 16, 40, 64, 128)}
+    assert found == {n: {"flat": seconds} for n, seconds in zip(found, (1.0, 1.0, 1.0, 2.0, 3.0, 6.0), strict=True)}
+
+
+@given(st.sampled_from(["1x2", "1x4", "2x2", "3+1", "4x1"]), st.permutations([1e-5, 2e-5]), st.permutations([1e-3, 2e-3]))
+def test_the_fastest_measured_is_chosen(shape: str, small: list[float], large: list[float]) -> None:
+    measured = Measured({name: {64: small[i], 2**16: large[i]} for i, name in enumerate(PLANNERS)})
+    for num_bytes, seconds in ((4, small), (64, small), (2**16, large), (2**30, large)):
+        choice = choose(World.from_shape(shape), num_bytes // 4, 4, measured=measured)
+        assert choice.plan.algorithm == [*PLANNERS][seconds.index(min(seconds))]

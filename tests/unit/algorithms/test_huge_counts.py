@@ -14,7 +14,7 @@ HUGE = 3 * 2**31 + 5
 @pytest.mark.parametrize("shape", ["1x4", "4x1", "2x2", "3+1", "4+2+1+1"])
 @pytest.mark.parametrize("algorithm", PLANNERS)
 def test_chunks_of_a_huge_buffer_tile_it(shape: str, algorithm: str) -> None:
-    [plan] = PLANNERS[algorithm](World.from_shape(shape), HUGE, 8, 2**28)
+    plan = PLANNERS[algorithm](World.from_shape(shape), HUGE, 8, 2**28)
     position = 0
     for start, count in plan.chunks():
         assert start == position

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.algorithms import chunks
+from mpistrat.algorithms import plan as plans
+from mpistrat.algorithms import planners
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.algorithms.plan import Plan
 from mpistrat.algorithms.planners import flat, hierarchical
@@ -19,16 +20,6 @@ KIB, MIB = 2**10, 2**20
 PAGE = Path(__file__).parents[3] / "docs/reference/algorithms.md"
 
 SCATTER, RAILS, GATHER = "intra reduce_scatter", "inter all_reduce", "intra all_gather"
-
-
-def whole(world: World, count: int, itemsize: int) -> Plan:
-    """Plan it on the whole buffer."""
-    return hierarchical(world, count, itemsize)[0]
-
-
-def in_chunks(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> Plan:
-    """Plan it on chunks that overlap."""
-    return hierarchical(world, count, itemsize, chunk_bytes)[-1]
 
 
 def steps(plan: Plan) -> list[str]:
@@ -48,16 +39,16 @@ def steps(plan: Plan) -> list[str]:
 )
 def test_hierarchical_has_the_phases_its_world_needs_and_flat_has_one(shape: str, expected: list[str]) -> None:
     world = World.from_shape(shape)
-    assert [steps(plan) for plan in hierarchical(world, 10 * MIB, 4)] == [expected] * 2
-    [plan] = flat(world, 64 * MIB // 4 // 12 * 12, 4)
+    assert [steps(hierarchical(world, count, 4)) for count in (10, 10 * MIB)] == [expected] * 2
+    plan = flat(world, 64 * MIB // 4 // 12 * 12, 4)
     assert (steps(plan), plan.num_chunks) == (["world all_reduce"] if expected else [], 1)
-    assert str(flat(World.from_shape("1x1"), 2, 4)[0]) == "flat: nothing to do (8 bytes)"
+    assert str(flat(World.from_shape("1x1"), 2, 4)) == "flat: nothing to do (8 bytes)"
 
 
 @pytest.mark.parametrize("name", PLANNERS)
 def test_scratch_memory_is_bounded(name: str) -> None:
-    world = World.from_shape("2x3")
-    at_the_bound, beyond = (PLANNERS[name](world, count, 4, 0)[0] for count in (64 * MIB // 4 // 3 * 3, 200 * MIB // 4))
+    world = World.from_shape("16x3")  # on which chunks do not overlap
+    at_the_bound, beyond = (PLANNERS[name](world, count, 4, 0) for count in (64 * MIB // 4 // 3 * 3, 200 * MIB // 4))
     assert (at_the_bound.num_chunks, beyond.num_chunks) == (1, 4)
     assert (at_the_bound.depth, beyond.depth) == (1, 1)
     assert beyond.chunk_count * 4 <= 64 * MIB
@@ -78,23 +69,23 @@ def test_scratch_memory_is_bounded(name: str) -> None:
 )
 def test_chunks_are_cut_by_rule(shape: str, num_bytes: int, num_chunks: int) -> None:
     world = World.from_shape(shape)
-    plan = in_chunks(world, num_bytes // 4, 4)
+    plan = hierarchical(world, num_bytes // 4, 4)
     assert plan.num_chunks == num_chunks
-    assert plan.depth == min(chunks.pipeline_rule(world).depth, num_chunks)
+    assert plan.depth == min(planners.pipeline_rule(world).depth, num_chunks)
 
 
 def test_a_plan_begins_and_ends_with_small_chunks() -> None:
-    plan = in_chunks(World.from_shape("2x2"), 5 * MIB, 1)
+    plan = hierarchical(World.from_shape("2x2"), 5 * MIB, 1)
     assert [2 * count // MIB for _, count in plan.chunks()] == [1, 2, 4, 2, 1]
     assert [2 * start // MIB for start, _ in plan.chunks()] == [0, 1, 3, 7, 9]
     assert (plan.chunk_count, plan.end_count) == (2 * MIB, MIB // 2)
-    assert chunks.chunk_lengths(World.from_shape("2x2"), 36, 2, 8) == [2, 4, 8, 8, 8, 4, 2]
+    assert plans.chunk_lengths(World.from_shape("2x2"), 36, 2, 8) == [2, 4, 8, 8, 8, 4, 2]
 
 
 @given(random_worlds, st.integers(0, 10**4), st.integers(1, 100), st.integers(0, 1000))
 def test_chunks_grow_and_shrink_within_bounds(world: World, count: int, end: int, more: int) -> None:
     end, largest = end * world.num_shards, (end + more) * world.num_shards
-    lengths = chunks.chunk_lengths(world, count, end, largest)
+    lengths = plans.chunk_lengths(world, count, end, largest)
     assert sum(lengths) == count
     assert all(0 < length <= largest for length in lengths)
     if len(lengths) > 1:
@@ -104,8 +95,8 @@ def test_chunks_grow_and_shrink_within_bounds(world: World, count: int, end: int
 
 def test_a_chunk_is_as_large_as_it_was_asked_for() -> None:
     for count in (0, 1, 512 * KIB // 4):  # one chunk is the whole buffer
-        assert in_chunks(World.from_shape("2x2"), count, 4) == whole(World.from_shape("2x2"), count, 4)
-    plan = in_chunks(World.from_shape("3+1"), 1000, 4, chunk_bytes=1000)
+        assert hierarchical(World.from_shape("2x2"), count, 4, 512 * KIB) == hierarchical(World.from_shape("2x2"), count, 4)
+    plan = hierarchical(World.from_shape("3+1"), 1000, 4, chunk_bytes=1000)
     assert (plan.num_chunks, plan.chunk_count) == (5, 201)
     assert plan.chunks()[-1] == (804, 196)
 
@@ -113,7 +104,7 @@ def test_a_chunk_is_as_large_as_it_was_asked_for() -> None:
 @given(random_worlds, st.integers(0, 10**4), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 10**5))
 def test_chunks_are_few_even_and_bounded(world: World, count: int, itemsize: int, max_bytes: int) -> None:
     shards = world.num_shards
-    chunk_count = chunks.chunk_elements(world, count, itemsize, max_bytes)
+    chunk_count = plans.chunk_elements(world, count, itemsize, max_bytes)
     plan = Plan("any", world, count, itemsize, (), chunk_count)
     assert chunk_count >= shards
     assert chunk_count % shards == 0
@@ -126,21 +117,22 @@ def test_chunks_are_few_even_and_bounded(world: World, count: int, itemsize: int
 @pytest.mark.parametrize("num_bytes", [1_100_000, 4_321_012, 9 * MIB, 17 * MIB + 4, 65 * MIB])
 @pytest.mark.parametrize("shape", ["2x2", "1x3", "3+1", "3+1+2+2", "4x8", "1x24"])
 def test_no_chunk_is_tiny_or_longer_than_the_rule_says(shape: str, num_bytes: int) -> None:
-    plan = in_chunks(World.from_shape(shape), num_bytes // 4, 4)
+    world = World.from_shape(shape)
+    plan = hierarchical(world, num_bytes // 4, 4)
     assert min(count for _, count in plan.chunks()) >= 0.8 * min(MIB / 2, num_bytes / 3) / 4
-    assert plan.chunk_count * 4 <= chunks.pipeline_rule(World.from_shape(shape)).max_bytes
+    assert plan.chunk_count * 4 <= max(planners.pipeline_rule(world).max_bytes, planners.chunks_from_bytes(world))
 
 
 @pytest.mark.parametrize("name", PLANNERS)
 def test_the_reference_page_has_a_row_for_each(name: str) -> None:
-    plan = PLANNERS[name](World.from_shape("2x2"), MIB, 4, 0)[0]
+    plan = PLANNERS[name](World.from_shape("2x2"), MIB, 4, 0)
     assert f"| `{name}` | {' -> '.join(steps(plan))} |" in PAGE.read_text()
 
 
 def test_the_reference_page_has_the_limits_of_the_table() -> None:
-    rule, text = chunks.pipeline_rule(World.from_shape("2x2")), " ".join(PAGE.read_text().split())
-    assert f"A buffer of up to {chunks.SCRATCH_BYTES // MIB} MiB is one chunk" in text
+    rule, text = planners.pipeline_rule(World.from_shape("2x2")), " ".join(PAGE.read_text().split())
+    assert f"A buffer of up to {planners.SCRATCH_BYTES // MIB} MiB is one chunk" in text
     assert f"with {rule.depth} in flight at a time" in text
     assert f"begin and end at {rule.end_bytes // KIB} KiB" in text
     assert f"double up to {rule.max_bytes // MIB} MiB" in text
-    assert f"chunks are of {chunks.pipeline_rule(World.from_shape('1x2')).max_bytes // MIB} MiB, which stay" in text
+    assert f"chunks are of {planners.pipeline_rule(World.from_shape('1x2')).max_bytes // MIB} MiB, which stay" in text

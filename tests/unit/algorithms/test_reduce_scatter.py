@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.algorithms.chunks import SCATTER_FROM_BYTES
-from mpistrat.algorithms.planners import reduce_scatter
+from mpistrat.algorithms.planners import SCATTER_FROM_BYTES, reduce_scatter
 from mpistrat.arrays import part_bounds
 from mpistrat.errors import Unsuitable
 from mpistrat.topology.world import World

@@ -20,26 +20,22 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return code, *capsys.readouterr()
 
 
-def test_the_report_shows_phases_bytes_times_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_shows_phases_bytes_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "--world", "4x8", "--bytes", "64MiB")
     assert (code, err) == (0, "")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "world 4x8: 32 ranks, 4 nodes, 8 shards" in lines
-    _, cut = hierarchical(World.from_shape("4x8"), 2**24, 4)
+    cut = hierarchical(World.from_shape("4x8"), 2**24, 4)
     chunks = f"{cut.num_chunks} chunks of {format_bytes(cut.chunk_count * 4)}, {cut.depth} at a time"
     assert f"buffer 64 MiB of float32: 16777216 elements in {chunks}" in lines
     assert "algorithm hierarchical" in lines
     for start in (
-        "why hierarchical is predicted fastest: ",
-        "intra reduce_scatter 56 MiB 0 B ",
-        "inter all_reduce 12 MiB 96 MiB ",
-        "intra all_gather 56 MiB 0 B ",
-        "all, overlapped ",
-        "flat ",
-        "hierarchical ",
+        "why on such nodes hierarchical takes 288 KiB and more",
+        "intra reduce_scatter 56 MiB 0 B",
+        "inter all_reduce 12 MiB 96 MiB",
+        "intra all_gather 56 MiB 0 B",
     ):
         assert any(line.startswith(start) for line in lines), start
-    assert [line.split()[0] for line in lines if line.endswith("chosen")] == ["hierarchical"]
 
 
 SMALL = ("--world", "2x2", "--bytes", "1KiB")
