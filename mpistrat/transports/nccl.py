@@ -405,7 +405,7 @@ class NcclTransport(DeviceTransport):
         values, problem, version = None, "", 0
         try:
             self._stream, version = self.device.stream(), int(self._nccl.get_version())
-            values = self.device.allocate(max(8 * self.group.size, *TRIAL_BYTES)).view(np.int64)
+            values = self.device.allocate(max([8 * self.group.size, *TRIAL_BYTES])).view(np.int64)
         except RuntimeError as error:  # a TransportError, or CUDA's own
             problem = f"{error}"
         if os.environ.get("NCCL_COMM_BLOCKING") == "0":

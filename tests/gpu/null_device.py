@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,7 +136,7 @@ class NullDevice(Device):
         pass
 
     def get(self, source: DeviceArray) -> NDArray[Any]:
-        """Return what NCCL's first sums should give: see ``NcclTransport._try_verbs``."""
+        """Return what the smallest of NCCL's first sums should give: see ``NcclTransport._try_verbs``."""
         return np.full(source.shape, self._num_ranks**3, source.dtype)
 
     def stream(self) -> Stream:
@@ -185,10 +186,9 @@ def bound(num_ranks: int) -> Iterator[NullDevice]:
         groupEnd=lambda: None,
         **types,
     )
-    before, nccl._cupy_nccl = nccl._cupy_nccl, lambda: library
     binding.bind(device)
     try:
-        yield device
+        with patch.multiple(nccl, _cupy_nccl=lambda: library, TRIAL_BYTES=()):
+            yield device
     finally:
         binding.bind(None)
-        nccl._cupy_nccl = before
