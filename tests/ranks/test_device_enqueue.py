@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.torch import average_gradients, broadcast_state
 from mpistrat.transports import nccl_watcher
 from mpistrat.transports.nccl import NcclTransport
+from tests.gpu import stand_in, stand_in_nccl
 from tests.gpu.pair import values
 from tests.gpu.stand_in import UNFINISHED
 
@@ -127,6 +129,12 @@ def test_what_cannot_be_captured_raises_before_anything_is_enqueued(node):
             with pytest.raises(InvalidArgumentError, match="a CUDA graph is being captured"):
                 call(lambda _, arrays=arrays: next(arrays), node.gpu)
             node.device.current_stream().captures = False
+    for _, start, arrays, _ in started(node):
+        given = put(node, arrays)
+        node.device.current_stream().captures = True
+        with pytest.raises(InvalidArgumentError, match="a CUDA graph is being captured"):
+            start(node.gpu, given)
+        node.device.current_stream().captures = False
     assert not node.library.aborted
 
 
@@ -332,6 +340,47 @@ def test_a_rank_that_waits_for_the_next_call_raises_what_ends_the_one_before_on_
         node.gpu.all_reduce(SUM, given, CommunicationOptions(timeout_seconds=30.0))
     ended, others_began = time.monotonic(), node.comm.allgather(began)[1:]
     assert node.rank != 0 or ended < min(others_began), "it has waited for the others"
+
+
+def test_a_rank_raises_at_once_although_nccl_waits_for_its_peers_where_it_is_aborted(node):
+    given = node.up(values(100, np.float32, node.rank))
+    node.gpu.all_reduce(SUM, given)
+    node.comm.Barrier()
+    if node.rank == 0:
+        began = time.monotonic()
+        node.nccl.abort("planted")
+        assert time.monotonic() < began + stand_in_nccl.ABORT_SECONDS / 2
+        with pytest.raises(TransportError, match="planted"):
+            node.nccl.raise_failure()
+    node.comm.Barrier()
+    node.gpu._guard.fail("all_reduce", TransportError("planted"))
+
+
+def test_a_call_that_waits_for_room_on_a_stream_is_ended_by_the_watcher(node, monkeypatch):
+    monkeypatch.setattr(stand_in, "STUCK_SECONDS", SOON_SECONDS)
+    given = node.up(values(100, np.float32, node.rank))
+    node.gpu.all_reduce(SUM, given, out=given)
+    node.device.queue_depth = 12
+    node.comm.Barrier()
+    if node.rank == 0:
+        node.of_nccl.put(lambda: None if node.library.aborted else UNFINISHED)  # a GPU that gets no further
+    threading.Timer(0.3, lambda: setattr(node.library, "error", "planted: a GPU fell off the bus")).start()
+    calls = (node.gpu.all_reduce(SUM, given, out=given) for _ in range(1000))
+    with pytest.raises((TransportError, UnavailableError), match=r"planted: a GPU fell off the bus|given up|gave up"):
+        list(calls)
+    node.comm.Barrier()
+    node.device.queue_depth = stand_in.QUEUE_DEPTH
+
+
+def test_a_communicator_that_is_dropped_is_not_destroyed_on_one_rank_alone(node):
+    communicator = Communicator(Hierarchy(node.comm, node.world))
+    communicator.all_reduce(SUM, node.up(values(100, np.float32, node.rank)))
+    node.device.drain()
+    watcher = communicator._gpu.executor.transports.everywhere._watcher
+    watcher.stop()  # its thread would keep everything
+    del communicator, watcher
+    gc.collect()
+    assert not node.device.errors
 
 
 def test_what_comes_later_does_not_make_a_call_miss_its_deadline(node, monkeypatch):
