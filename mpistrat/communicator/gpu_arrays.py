@@ -21,6 +21,8 @@ from mpistrat.transports.nccl_watcher import UNSEEN_SECONDS
 
 T = TypeVar("T")
 
+PER_THREAD_STREAM = 2  # the pointer that CUDA has for the default stream of each thread
+
 
 class GpuArrays:
     """Executor and stream for arrays on GPUs. Making one is a collective call.
@@ -35,7 +37,7 @@ class GpuArrays:
         self.stream = device.stream()
         self._caller: Stream | None = None  # of what is being enqueued on that stream, with what is kept for it
         self._kept: list[Any] = []
-        self._under_way: deque[tuple[Event, list[Any]]] = deque()
+        self._under_way: deque[_End] = deque()
         self._agreement, self._call = Agreement(host.hierarchy.world_group), host.hierarchy.call
 
     def admits(self, arrays: Sequence[Any], out: Sequence[Any] | None) -> bool:
@@ -85,20 +87,20 @@ class GpuArrays:
     def enqueue(self, call: Callable[..., T], arrays: Sequence[Array], out: Sequence[Array] | None) -> Work[T]:
         """Make a call on the stream of started operations, after the work of the current one so far; return its handle.
 
-        Arrays and results are kept until the GPU is through: the program may drop them at once.
+        Arrays and results are kept until nobody can get their memory too early: the program may drop them at once.
         """
         with self.device.activate():
-            while self._under_way and self._under_way[0][0].done():
+            while self._under_way and self._under_way[0].event.done():
                 self._under_way.popleft()
-            self._caller, self._kept = self.device.current_stream(), [*arrays, *(out or ())]
-            self.stream.wait(self._caller.record())
+            self._caller, self._kept = caller, kept = self.device.current_stream(), [*arrays, *(out or ())]
+            self.stream.wait(caller.record())
             try:
                 with self.device.activate(self.stream):
                     results = call(arrays, out=out)
             finally:
-                self._caller, ended = None, self.stream.record()
-                self._under_way.append((ended, self._kept))
-            return Work.ended(results, _End(self, ended))
+                self._caller = None
+                self._under_way.append(_End(self, self.stream.record(), caller, kept))
+            return Work.ended(results, self._under_way[-1])
 
     def finish(self, event: Event | None = None) -> None:
         """Wait on the host until an event has come: by default all that was enqueued on the current stream.
@@ -132,24 +134,33 @@ class GpuArrays:
 
 
 class _End:
-    """The end of what was enqueued on the stream of started operations; raises if that has been aborted."""
+    """The end of what was enqueued on the stream of started operations; raises if that has been aborted.
 
-    def __init__(self, gpu: GpuArrays, event: Event) -> None:
-        self._gpu, self._event = gpu, event
+    What is `kept` for it is dropped when all that comes on the stream of its caller comes after the event.
+    """
+
+    def __init__(self, gpu: GpuArrays, event: Event, caller: Stream, kept: list[Any]) -> None:
+        self._gpu, self.event, self._caller, self._kept = gpu, event, caller, kept
 
     def done(self) -> bool:
         with self._gpu.device.activate():
-            has_come = self._event.done()
+            has_come = self.event.done()
         self._gpu.executor.raise_failure()
+        if has_come:
+            self._kept.clear()
         return has_come
 
     def wait(self, host: bool) -> None:
         if host:
-            self._gpu.finish(self._event)
+            self._gpu.finish(self.event)
+            self._kept.clear()
             return
         self._gpu.executor.raise_failure()
         with self._gpu.device.activate():
-            self._gpu.device.current_stream().wait(self._event)
+            current = self._gpu.device.current_stream()
+            current.wait(self.event)
+            if current.pointer == self._caller.pointer != PER_THREAD_STREAM:
+                self._kept.clear()
 
 
 def has_arrays(arrays: Sequence[Array]) -> bool:

@@ -134,12 +134,13 @@ class _Launch:
         stream = self._device.current_stream()
         array_addresses = [address(arrays[index]) + start_bytes for index, start_bytes in self._starts]
         if array_addresses != self._array_addresses:
-            table, sent = self._host.popleft()
+            table, sent = self._host[0]
             yield from () if sent is None else until(sent.done)
             ends = (array_addresses, self._bucket_addresses) if self._pack else (self._bucket_addresses, array_addresses)
             self._table.point(*ends)
             table[: self._rows_bytes] = self._table.rows.reshape(-1).view(np.uint8)
             stream.copy(self._arguments[0], address(table), table.nbytes)
-            self._host.append((table, stream.record(sent)))
+            self._host[0] = table, stream.record(sent)
+            self._host.rotate(-1)
             self._array_addresses = array_addresses
         stream.launch(self._kernel, self._table.num_tiles, self._arguments)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
+import weakref
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.device.abstract import address
 from mpistrat.errors import DeadlineExceededError, InvalidArgumentError, TransportError, UnavailableError
+from mpistrat.execution.work import Work
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.mpi4py import wrap
@@ -25,6 +28,7 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.torch import average_gradients, broadcast_state
 from mpistrat.transports import nccl_watcher
 from mpistrat.transports.nccl import NcclTransport
+from tests.gpu import stand_in, stand_in_nccl
 from tests.gpu.pair import values
 from tests.gpu.stand_in import UNFINISHED
 
@@ -127,6 +131,12 @@ def test_what_cannot_be_captured_raises_before_anything_is_enqueued(node):
             with pytest.raises(InvalidArgumentError, match="a CUDA graph is being captured"):
                 call(lambda _, arrays=arrays: next(arrays), node.gpu)
             node.device.current_stream().captures = False
+    for _, start, arrays, _ in started(node):
+        given = bring(node, arrays)
+        node.device.current_stream().captures = True
+        with pytest.raises(InvalidArgumentError, match="a CUDA graph is being captured"):
+            start(node.gpu, given)
+        node.device.current_stream().captures = False
     assert not node.library.aborted
 
 
@@ -148,15 +158,15 @@ def started(node):
     )
 
 
-def put(node, arrays):
+def bring(node, arrays):
     return [node.up(each) for each in arrays] if type(arrays) is list else node.up(arrays)
 
 
 @on_both_levels
 def test_what_is_started_is_enqueued_and_a_stream_waits_for_it(node):
     for name, start, arrays, expected in started(node):
-        start(node.gpu, put(node, arrays)).wait()  # the first time a plan is bound
-        given = [put(node, arrays) for _ in range(fuse_device.HOST_TABLES)]  # at other addresses each
+        start(node.gpu, bring(node, arrays)).wait()  # the first time a plan is bound
+        given = [bring(node, arrays) for _ in range(fuse_device.HOST_TABLES)]  # at other addresses each
         works = held_call(node, lambda start=start, given=given: [start(node.gpu, each) for each in given])
         assert not works[-1].done(), name
         for work in works:
@@ -180,18 +190,36 @@ def test_a_program_may_wait_for_what_it_has_started(node):
 def test_memory_of_what_was_started_is_given_to_nobody_before_it_has_ended(node):
     """The program drops arrays, results and handle at once; other arrays are made, and written, where those were."""
     for name, start, arrays, expected in started(node):
-        start(node.gpu, put(node, arrays)).wait(host=True)
+        start(node.gpu, bring(node, arrays)).wait(host=True)
         for keeps_handle in (False, True):
             node.comm.Barrier()
             release = node.hold(node.of_nccl, 0.3)
-            kept = [start(node.gpu, put(node, arrays))]
+            kept = [start(node.gpu, bring(node, arrays))]
             kept = kept if keeps_handle else []
-            others = [put(node, np.full(count, 77, np.float32)) for count in (3000, 8 * node.size, 8 * node.size**2) * 4]
+            others = [bring(node, np.full(count, 77, np.float32)) for count in (3000, 8 * node.size, 8 * node.size**2) * 4]
             release.join()
             node.device.drain()
             for work in kept:
                 compare(node, work.wait(), expected)
             assert all((node.device.get(other) == 77).all() for other in others), name
+
+
+def test_memory_of_what_was_started_is_free_when_its_stream_waits_for_the_end_or_that_has_come(node):
+    def wait_elsewhere(work):
+        with node.device.activate(node.device.stream()):
+            work.wait()
+
+    by_host, by_polls = lambda work: work.wait(host=True), lambda work: wait_until(work.done)
+    for wait, is_free in ((Work.wait, True), (by_host, True), (by_polls, True), (wait_elsewhere, False)):
+        given = [node.up(values(3000, np.float32, node.rank))]
+        kept = weakref.ref(given[0])
+        release = node.hold(node.of_nccl, 0.2)
+        work = node.gpu.start_all_reduce(SUM, given.pop())
+        assert kept() is not None
+        wait(work)
+        del work  # which knows what it was given
+        assert (kept() is None) == is_free
+        release.join()
 
 
 def test_a_result_that_was_dropped_is_read_to_the_end_before_what_another_stream_starts_gets_its_memory(node):
@@ -219,7 +247,7 @@ def test_what_is_started_and_what_is_called_follow_each_other_on_all_streams(nod
     found = []
     for turn in range(30):
         with node.device.activate(streams[turn % 3]):
-            given = put(node, array)
+            given = bring(node, array)
             found.append((node.gpu.all_reduce(SUM, given), node.gpu.start_all_reduce(SUM, given).wait(), streams[turn % 3]))
     for called, waited, stream in found:
         with node.device.activate(stream):
@@ -332,6 +360,47 @@ def test_a_rank_that_waits_for_the_next_call_raises_what_ends_the_one_before_on_
         node.gpu.all_reduce(SUM, given, CommunicationOptions(timeout_seconds=30.0))
     ended, others_began = time.monotonic(), node.comm.allgather(began)[1:]
     assert node.rank != 0 or ended < min(others_began), "it has waited for the others"
+
+
+def test_a_rank_raises_at_once_although_nccl_waits_for_its_peers_where_it_is_aborted(node):
+    given = node.up(values(100, np.float32, node.rank))
+    node.gpu.all_reduce(SUM, given)
+    node.comm.Barrier()
+    if node.rank == 0:
+        began = time.monotonic()
+        node.nccl.abort("planted")
+        assert time.monotonic() < began + stand_in_nccl.ABORT_SECONDS / 2
+        with pytest.raises(TransportError, match="planted"):
+            node.nccl.raise_failure()
+    node.comm.Barrier()
+    node.gpu._guard.fail("all_reduce", TransportError("planted"))
+
+
+def test_a_call_that_waits_for_room_on_a_stream_is_ended_by_the_watcher(node, monkeypatch):
+    monkeypatch.setattr(stand_in, "STUCK_SECONDS", SOON_SECONDS)
+    given = node.up(values(100, np.float32, node.rank))
+    node.gpu.all_reduce(SUM, given, out=given)
+    node.device.queue_depth = 12
+    node.comm.Barrier()
+    if node.rank == 0:
+        node.of_nccl.put(lambda: None if node.library.aborted else UNFINISHED)  # a GPU that gets no further
+    threading.Timer(0.3, lambda: setattr(node.library, "error", "planted: a GPU fell off the bus")).start()
+    calls = (node.gpu.all_reduce(SUM, given, out=given) for _ in range(1000))
+    with pytest.raises((TransportError, UnavailableError), match=r"planted: a GPU fell off the bus|given up|gave up"):
+        list(calls)
+    node.comm.Barrier()
+    node.device.queue_depth = stand_in.QUEUE_DEPTH
+
+
+def test_a_communicator_that_is_dropped_is_not_destroyed_on_one_rank_alone(node):
+    communicator = Communicator(Hierarchy(node.comm, node.world))
+    communicator.all_reduce(SUM, node.up(values(100, np.float32, node.rank)))
+    node.device.drain()
+    watcher = communicator._gpu.executor.transports.everywhere._watcher
+    watcher.stop()  # its thread would keep everything
+    del communicator, watcher
+    gc.collect()
+    assert not node.device.errors
 
 
 def test_what_comes_later_does_not_make_a_call_miss_its_deadline(node, monkeypatch):

@@ -36,6 +36,18 @@ def test_several_are_under_way_and_each_has_its_own_result(ops):
             assert work.done()
 
 
+def test_a_reduce_scatter_and_an_all_gather_are_started_by_the_same_rules(ops):
+    rows, parts = given(ops.rank, 4 * ops.size, 0).reshape(-1, 2), [given(ops.rank, 3, 1), given(ops.rank, 5, 2)]
+    out = np.empty((2, 2), np.float32)
+    np.testing.assert_array_equal(ops.start_reduce_scatter(SUM, rows, out=out).wait(), ops.reduce_scatter(SUM, rows))
+    np.testing.assert_array_equal(out, ops.reduce_scatter(SUM, rows))
+    np.testing.assert_array_equal(ops.start_all_gather(rows, 1).wait(), ops.all_gather(rows, 1))
+    for one, other in zip(ops.start_all_gather(parts).wait(), ops.all_gather(parts), strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(InvalidArgumentError, match="out of range"):
+        ops.start_all_gather(rows, 2)
+
+
 @needs_ranks(2)
 def test_nothing_is_started_beside_a_collective_of_another_thread(comm, make_ops):
     ops = make_ops(STRICT="0")

@@ -45,10 +45,12 @@ def test_gathering_and_broadcasting_copy() -> None:
     for result in (gathered, sent, ops.reduce_scatter(ReduceOp.SUM, array, axis=1)):
         assert np.array_equal(result, array)
         assert not np.shares_memory(result, array)
+    for work in (ops.start_reduce_scatter("sum", np.ones(3)), ops.start_all_gather(np.ones(3))):
+        assert (work.done(), work.wait().tolist()) == (True, [1, 1, 1])
     work = ops.start_all_reduce(ReduceOp.SUM, [np.ones(3)])
     assert (work.done(), work.wait()[0].tolist()) == (True, [1, 1, 1])
     ops.barrier()
-    assert ops.num_collectives == 5
+    assert ops.num_collectives == 7
     ops.close()
 
 
