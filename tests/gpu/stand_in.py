@@ -260,6 +260,11 @@ class StandInDevice(Device):
                 if busy:
                     self._random.choice(busy).advance()
 
+    def drain(self) -> None:
+        """Wait for all streams."""
+        while any(stream.waiting for stream in self.streams):
+            self.progress()
+
     def keep(self, memory: np.ndarray) -> None:
         """Keep the memory of an array for as long as any stream may need it."""
         with self._lock:

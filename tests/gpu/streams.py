@@ -38,19 +38,26 @@ extern "C" __global__ void delay(unsigned long long nanoseconds) {
 def main() -> dict[str, float]:
     """Try both kinds of call. A collective call."""
     delay = lambda stream: _delay()((1,), (1,), (np.uint64(MILLISECONDS * 1_000_000),))  # noqa: E731
-    return with_strategy(lambda strategy: check(strategy, the_gpu(), delay))
+    return with_strategy(lambda strategy: check(strategy, the_gpu(), delay, _drain))
 
 
 def check(
-    strategy: mpistrat.Strategy, device: Device, delay: Callable[[Stream], None], counts: Sequence[int] = COUNTS
+    strategy: mpistrat.Strategy,
+    device: Device,
+    delay: Callable[[Stream], None],
+    drain: Callable[[], None],
+    counts: Sequence[int] = COUNTS,
 ) -> dict[str, float]:
     """Call collectives on arrays that are written late. A collective call.
+
+    `drain` waits for all streams of the GPU, after a call without a wait: what that left under way would still work on the
+    bucket of the next call, which nothing orders behind it.
 
     Returns ``right``: the calls, all of which gave the right results; ``wrong_without_event`` and ``wrong_without_wait``:
     those that did not after a wait was taken away, of the verb where there were fewer. No event is waited for where the
     work of NCCL is only enqueued.
     """
-    late = _Late(strategy, device, delay, counts)
+    late = _Late(strategy, device, delay, drain, counts)
     communicator = strategy.communicator
     # on one node NCCL's work is enqueued, and the host waits for no event
     is_enqueued = communicator.world.num_nodes == 1 and communicator.path.startswith("nccl")
@@ -86,9 +93,14 @@ class _Late:
     """Arrays that one rank writes late, on a stream that is not the one it computes on otherwise."""
 
     def __init__(
-        self, strategy: mpistrat.Strategy, device: Device, delay: Callable[[Stream], None], counts: Sequence[int]
+        self,
+        strategy: mpistrat.Strategy,
+        device: Device,
+        delay: Callable[[Stream], None],
+        drain: Callable[[], None],
+        counts: Sequence[int],
     ) -> None:
-        self._communicator, self._device, self._delay = strategy.extended.communicator, device, delay
+        self._communicator, self._device, self._delay, self._drain = strategy.extended.communicator, device, delay, drain
         self._side = device.stream()
         self._turn = 0
         module = device.array_module
@@ -118,6 +130,8 @@ class _Late:
                 for result in results
             )
             settle(self._device)
+            if removed:
+                self._drain()
         return self._all(right)
 
     def _write(self, values: Sequence[Any]) -> None:
@@ -137,6 +151,12 @@ def _without(removed: str, stream: Stream) -> Any:
     if removed == "event":
         return patch.object(type(stream.record()), "done", lambda self: True)
     return nullcontext()
+
+
+def _drain() -> None:
+    import cupy
+
+    cupy.cuda.Device().synchronize()
 
 
 @cache

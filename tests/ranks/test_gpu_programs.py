@@ -88,20 +88,22 @@ def test_every_kernel_at_odd_offsets(comm):
 
 
 @on_ranks(2, 4)
-def test_what_is_written_late_is_waited_for(comm, monkeypatch):
+@pytest.mark.parametrize("algorithm", ["flat", "hierarchical"])
+def test_what_is_written_late_is_waited_for(comm, algorithm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_ALGORITHM", algorithm)
 
     def delay(stream):
         left = iter(range(DELAY_TURNS))
         stream.put(lambda: UNFINISHED if next(left, None) is not None else None)
 
     with on_nodes(comm, {2: "1x2", 4: "2x2"}[comm.size], monkeypatch) as (strategy, device):
-        found = streams.check(strategy, device, delay, (4099, 128))
+        found = streams.check(strategy, device, delay, device.drain, (4099, 128))
         assert found["right"] == 2 * streams.TURNS
         assert found["wrong_without_wait"] > 0
         assert found.get("wrong_without_event", 0) > 0 or comm.size == 2  # on one node NCCL's work is only enqueued
         monkeypatch.setattr(streams, "_without", lambda *_: nullcontext())
         with pytest.raises(AssertionError, match="the delay proves nothing"):
-            streams.check(strategy, device, delay, (64,))
+            streams.check(strategy, device, delay, device.drain, (64,))
 
 
 @on_ranks(4)
