@@ -204,7 +204,7 @@ class Planner:
         if options.deterministic:
             plan = planners.flat(self._world, count, dtype.itemsize)
             # buckets are padded
-            if self.executor.device is None and self.executor.world.adds_small_in_order(plan.padded(count) * dtype.itemsize):
+            if self.executor.device is None and self.executor.world.bind(op, dtype, (plan.padded(count),)).adds_in_order:
                 return Choice(plan, "small arrays of a node are always added in the order of the replicas")
             return Choice(self._plan_in_order(op, count, dtype), "deterministic=True adds in the order of the replicas")
         buffer, algorithm = (self._world, count, dtype.itemsize), options.algorithm or "auto"

@@ -106,8 +106,8 @@ class CrossDeviceOps:
         The implementations below are called in cross-replica context.
         """
         with current_communicator().refusing("all_reduce", options):
-            for index, array in enumerate(arrays):
-                check_dtype(reduce_op, array.dtype, f"array {index}")
+            for array in arrays:
+                check_dtype(reduce_op, array.dtype)
         values = [PerReplica(array) for array in arrays]
         with outside_replica():
             results = self._reduce_each(reduce_op, [(value, value) for value in values], options or CommunicationOptions())

@@ -63,13 +63,11 @@ class Deadlines:
         self._present.ends = time.monotonic() + rest if rest else 0.0
         drive(steps, what, rest, lambda: self._overdue(what(), seconds), back, self._check_progress)
 
-    def arrival(self, call: Call, enter: Callable[[], MPI.Request]) -> Steps:
-        """Return the steps that wait until all ranks have started what `enter` starts: see `DeadlineBarrier.steps`."""
-        return self.barrier.steps(enter, partial(str, call), call.seconds, self._absent)
-
-    def arrive(self, call: Call, steps: Steps) -> None:
-        """Run the steps of an `arrival`, which watch the deadline and the messages of peers themselves."""
-        drive(steps, partial(str, call), back_off=back_off if call.is_started else None, check=self._raise_verdict)
+    def arrive(self, call: Call, enter: Callable[[], MPI.Request]) -> None:
+        """Wait until all ranks have started what `enter` starts; the barrier watches the deadline and the messages of peers."""
+        what = partial(str, call)
+        steps = self.barrier.steps(enter, what, call.seconds, self._absent)
+        drive(steps, what, back_off=back_off if call.is_started else None, check=self._raise_verdict)
 
     def begin(self, call: Call) -> None:
         """Make the deadline of a call that of the steps to come; transports poll, so that they can be given up."""

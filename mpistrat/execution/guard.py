@@ -7,6 +7,7 @@ ranks make the same call, and `deadlines` whether they come in time; here their 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -43,7 +44,6 @@ T = TypeVar("T")
 _INDEXES_KEPT, _NOTES_KEPT = 64, 64
 _OTHER_THREAD = "another thread is in a collective: make all collectives of a strategy on one thread"
 _SAME_THREAD = "this thread is in a collective already: signal handlers, finalizers and callbacks must not make one"
-FRAMES = 3  # at least this many frames of this library lie between the recorder's caller and the program
 
 
 class Guard:
@@ -176,7 +176,7 @@ class Guard:
 
     def start(self, call: Call, carry_out: Callable[[], T]) -> Work[T]:
         """Have the engine run a call after all calls started before; until it has ended no other collective can begin."""
-        line, index = self._recorder.line(FRAMES), self.index(call.digest, call.text, call.signature.nbytes)
+        line, index = self._recorder.find_line(sys._getframe(1)), self.index(call.digest, call.text, call.signature.nbytes)
 
         def recorded() -> T:
             job.is_claimed = self._cause is not None  # what this one fails of is told already
@@ -228,7 +228,7 @@ class Guard:
         """Record that this rank has entered a call."""
         if not (self._slot or call.is_started):
             index = self.indexes.get(call.digest) or self.index(call.digest, call.text, call.signature.nbytes)
-            self._slot = self._recorder.enter(self.communicator, call.number, index, FRAMES)
+            self._slot = self._recorder.enter(self.communicator, call.number, index)
 
     def take_noted_digest(self, noted: int) -> int:
         """Return the hash of all notes, chained with `noted` if that is not 0; clear the notes."""
@@ -338,10 +338,13 @@ class Guard:
         self.deadlines.begin(call)
         self._present.count()
 
-    def run(self, call: Call, steps: Steps, is_arriving: bool = False) -> None:
-        """Run the steps of a call, or of an arrival, within its time. After a failure no other collective can be made."""
+    def run(self, call: Call, steps: Steps) -> None:
+        """Run the steps of a call within its time. After a failure no other collective can be made."""
+        self._within(call, self.deadlines.run, steps)
+
+    def _within(self, call: Call, act: Callable[[Call, Any], None], what: Any) -> None:
         try:
-            (self.deadlines.arrive if is_arriving else self.deadlines.run)(call, steps)
+            act(call, what)
         except BaseException as error:
             if isinstance(error, CallsDifferError) and self._present.digest & COMPARED:
                 raise
@@ -433,7 +436,7 @@ class Guard:
 
     def _completion(self, call: Call) -> Completion:
         """Return what completes an exchange of all ranks before the deadline of a call, or fails the communicator."""
-        return lambda enter: self.run(call, self.deadlines.arrival(call, enter), is_arriving=True)
+        return lambda enter: self._within(call, self.deadlines.arrive, enter)
 
     def _understood(self, error: BaseException, text: str) -> BaseException:
         """Return the error that explains `error`, and send it to the other ranks if their calls differ from this one."""

@@ -17,7 +17,7 @@ from mpistrat.communicator.construction import rendezvous_seconds
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.context.values import Mirrored, PerReplica
-from mpistrat.cross_device.ops import CrossDeviceOps, HierarchicalAllReduce, ReductionToOneDevice
+from mpistrat.cross_device.ops import CrossDeviceOps, ReductionToOneDevice
 from mpistrat.cross_device.pairs import OnSomeReplicas
 from mpistrat.device.binding import own_device
 from mpistrat.errors import CollectiveError, DeadlineExceededError, InvalidArgumentError, LaunchError
@@ -51,9 +51,6 @@ class MirroredStrategy(Strategy):
         Reduces values; `HierarchicalAllReduce` by default.
     communication_options : CommunicationOptions, optional
         Defaults of every call.
-    num_packs : int, optional
-        Number of equal packs that the elements of a batch are cut into; 0: each array is reduced separately. None (the
-        default): packs follow `bytes_per_pack` of the options. Not together with `cross_device_ops`, which have their own.
     allow_multiple_nodes : bool
         In a job on several nodes, train an independent model on each node; ranks are counted from 0 on each of them. By
         default such a job raises LaunchError.
@@ -67,14 +64,13 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         communication_options: CommunicationOptions | None = None,
-        num_packs: int | None = None,
         allow_multiple_nodes: bool = False,
     ) -> None:
         def check(job: Rendezvous) -> None:
             if not allow_multiple_nodes:
                 _check_one_node("MirroredStrategy", job.world, "launch on one node, or pass allow_multiple_nodes=True")
             _check_devices("devices", devices, _node_world(job))
-            _check_communication(cross_device_ops, communication_options, num_packs)
+            _check_communication(cross_device_ops, communication_options)
 
         with _rendezvous(
             "MirroredStrategy",
@@ -82,11 +78,10 @@ class MirroredStrategy(Strategy):
             devices=devices,
             cross_device_ops=cross_device_ops,
             communication_options=communication_options,
-            num_packs=num_packs,
             allow_multiple_nodes=allow_multiple_nodes,
         ) as (job, _):
             hierarchy = _node_hierarchy(job)
-        communicator = Communicator(hierarchy, _options(communication_options, num_packs))
+        communicator = Communicator(hierarchy, communication_options)
         super().__init__(StrategyExtended(communicator, cross_device_ops, tuple(map(device_name, range(communicator.size)))))
 
 
@@ -100,16 +95,14 @@ class MultiWorkerMirroredStrategy(Strategy):
     cluster_resolver : ClusterResolver, optional
         Defines which rank is the chief, which writes checkpoints and logs; the ranks themselves are known from MPI. By default
         a TFConfigClusterResolver if ``TF_CONFIG`` is set, else a MPIClusterResolver. With an empty cluster rank 0 is the chief.
-    communication_options, num_packs : CommunicationOptions, int, optional
-        As for `MirroredStrategy`.
+    communication_options : CommunicationOptions, optional
+        Defaults of every call.
     """
 
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
-        *,
-        num_packs: int | None = None,
     ) -> None:
         def check(_: Rendezvous) -> ClusterResolver | None:
             if not isinstance(cluster_resolver, (ClusterResolver, type(None))):
@@ -118,7 +111,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                     "    incorrect:  mpistrat.MultiWorkerMirroredStrategy(options)\n"
                     "    correct:    mpistrat.MultiWorkerMirroredStrategy(communication_options=options)"
                 )
-            _check_communication(None, communication_options, num_packs)
+            _check_communication(None, communication_options)
             reads_variable = cluster_resolver is None and _default_kind() is TFConfigClusterResolver
             return TFConfigClusterResolver() if reads_variable else cluster_resolver
 
@@ -127,12 +120,11 @@ class MultiWorkerMirroredStrategy(Strategy):
             check,
             cluster_resolver=_default_kind() if cluster_resolver is None else type(cluster_resolver),
             communication_options=communication_options,
-            num_packs=num_packs,
         ) as (job, found):
             self._cluster_resolver = MPIClusterResolver() if found is None else found
             chief = _chief(job, self._cluster_resolver)
             hierarchy = Hierarchy(job.comm, job.world)
-        communicator = Communicator(hierarchy, _options(communication_options, num_packs))
+        communicator = Communicator(hierarchy, communication_options)
         _check_health(communicator)
         devices = (device_name(communicator.rank),)
         super().__init__(StrategyExtended(communicator, worker_devices=devices, is_chief=communicator.rank == chief))
@@ -333,26 +325,13 @@ def _problem(devices: Sequence[str], named: Sequence[tuple[int, ...]], world: Wo
     return "" if ranks == sorted(ranks) else "is not in the order of ranks, which is that of replicas"
 
 
-def _options(options: CommunicationOptions | None, num_packs: int | None) -> CommunicationOptions:
-    return (options or CommunicationOptions()).merge(CommunicationOptions(num_packs=num_packs))
-
-
-def _check_communication(cross_device_ops: object, options: object, num_packs: int | None) -> None:
+def _check_communication(cross_device_ops: object, options: object) -> None:
     """Check the arguments of a strategy that concern communication."""
     if not isinstance(options, (CommunicationOptions, type(None))):
         raise InvalidArgumentError(f"communication_options must be CommunicationOptions or None; got {type(options).__name__}")
-    HierarchicalAllReduce(num_packs)  # raises if it is negative
-    if cross_device_ops is None:
-        return
-    if not isinstance(cross_device_ops, CrossDeviceOps):
+    if not isinstance(cross_device_ops, (CrossDeviceOps, type(None))):
         raise TypeError(
             f"cross_device_ops must be a CrossDeviceOps, such as mpistrat.ReductionToOneDevice(); got {cross_device_ops!r}"
-        )
-    if num_packs is not None:
-        raise InvalidArgumentError(
-            f"num_packs={num_packs} was passed together with cross_device_ops, which have their own num_packs.\n"
-            "    incorrect:  mpistrat.MirroredStrategy(cross_device_ops=mpistrat.HierarchicalAllReduce(), num_packs=2)\n"
-            "    correct:    mpistrat.MirroredStrategy(cross_device_ops=mpistrat.HierarchicalAllReduce(num_packs=2))"
         )
 
 

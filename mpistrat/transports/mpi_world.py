@@ -36,9 +36,13 @@ POLL_FROM_BYTES = 512 * KIB
 
 
 class AllReduce(Protocol):
-    """An all-reduce over all ranks, of arrays of one shape and dtype; `name` says by what."""
+    """An all-reduce over all ranks, of arrays of one shape and dtype; `name` says by what.
+
+    `adds_in_order` says whether addends are combined in the order of the ranks.
+    """
 
     name: str
+    adds_in_order: bool
 
     def steps(self, source: Array, target: Array) -> Steps:
         """Return the steps between two C-contiguous arrays, which may be one. A collective call."""
@@ -68,7 +72,7 @@ class WorldTransport(MpiTransport):
     def bind(self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> AllReduce:
         """Return the all-reduce of arrays of this shape and dtype: the same on all ranks."""
         nbytes = prod(shape) * dtype.itemsize
-        if self._passes(nbytes):
+        if 0 < nbytes <= self.most_passed_bytes and self.group.size > 1:
             return PassedAllReduce(self, op, dtype, shape, None)
         if self.small.serves(nbytes):
             return small_all_reduce(self.small, op, dtype, shape)
@@ -82,10 +86,6 @@ class WorldTransport(MpiTransport):
     def passing_call(self, op: ReduceOp, dtype: np.dtype[Any]) -> tuple[Callable[..., None], MPI.Op, MPI.Datatype]:
         """Return MPI's all-reduce for arrays of at most `most_passed_bytes`, and the operation and datatype that it takes."""
         return self.group.comm.Allreduce, mpi_op(op, dtype), mpi_datatype(dtype)
-
-    def adds_small_in_order(self, nbytes: int) -> bool:
-        """Return whether arrays of `nbytes` bytes are added in the order of the ranks."""
-        return self.small.is_one_node and self.small.serves(nbytes) and not self._passes(nbytes)
 
     def parts(self, source: Array, target: Array) -> list[tuple[Any, Array]]:
         """Return the send and receive buffer of each call of MPI."""
@@ -105,9 +105,6 @@ class WorldTransport(MpiTransport):
         copy: Array = self._copy[: array.nbytes].view(array.dtype).reshape(array.shape)
         copy[...] = array
         return copy
-
-    def _passes(self, nbytes: int) -> bool:
-        return 0 < nbytes <= self.most_passed_bytes and self.group.size > 1
 
     def close(self) -> None:
         """Free the communicators."""
@@ -133,6 +130,8 @@ class MpiAllReduce:
 
     It blocks, unless the call has a deadline, or the array is large and goes between nodes: then it is polled.
     """
+
+    adds_in_order = False
 
     def __init__(
         self, world: WorldTransport, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...], window: NodeWindow | None

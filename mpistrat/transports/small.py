@@ -139,7 +139,7 @@ class PiecewiseAllReduce:
         starts = range(0, count, longest)
         made = {length: SmallAllReduce(exchange, op, dtype, (length,)) for length in {longest, count - starts[-1]}}
         self._pieces = [(slice(start, start + longest), made[min(longest, count - start)]) for start in starts]
-        self.name = f"{made[longest].name}, in {len(starts)} pieces"
+        self.name, self.adds_in_order = f"{made[longest].name}, in {len(starts)} pieces", exchange.is_one_node
 
     def blocking(self) -> Callable[[Array, Array | None], Array]:
         """Return a blocking call: see `SmallAllReduce.blocking`."""
@@ -173,7 +173,7 @@ class SmallAllReduce:
         self._exchange, self._op, self._shape, self._dtype = exchange, op, shape, dtype
         window, nbytes = exchange.window, prod(shape) * dtype.itemsize
         ways = ["slots of shared memory"] * (window is not None) + ["messages between nodes"] * (not exchange.is_one_node)
-        self.name = ", ".join(ways)
+        self.name, self.adds_in_order = ", ".join(ways), exchange.is_one_node
         # the slots of all ranks of the node, and those of its leader's results, used alternately
         self._slots = [
             [slots[turn][:nbytes].view(dtype).reshape(shape) for slots in window.small] if window else [np.empty(shape, dtype)]

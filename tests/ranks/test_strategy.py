@@ -170,7 +170,7 @@ def test_packs_begin_with_the_last_arrays_and_options_of_a_call_win(comm, shape,
 @pytest.mark.parametrize(("num_packs", "elements"), [(1, [10]), (3, [3, 3, 4]), (0, [6, 4])])
 @pytest.mark.parametrize("kind", [mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy])
 def test_num_packs_cuts_all_elements_evenly(kind, num_packs, elements):
-    strategy = kind(num_packs=num_packs, communication_options=CommunicationOptions(algorithm="flat"))
+    strategy = kind(communication_options=CommunicationOptions(algorithm="flat", num_packs=num_packs))
     arrays = [np.arange(4, dtype=np.float32), np.ones((3, 2), np.float32)]
     found = packs_sent(strategy, arrays, None)
     strategy.close()

@@ -85,7 +85,7 @@ def test_a_call_is_seen_while_it_is_inside_and_when_it_has_left(written: FlightR
 
 
 def test_calls_of_two_threads_end_each_for_itself(written: FlightRecorder) -> None:
-    first = written.enter_started(0, 1, call(written), written.line())
+    first = written.enter_started(0, 1, call(written), written.find_line(sys._getframe()))
     second = written.enter(0, 2, call(written, "barrier()"))
     assert [(record.number, record.is_started) for record in read(written).inside()] == [(2, False), (1, True)]
     written.leave(first)
