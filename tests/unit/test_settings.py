@@ -129,7 +129,7 @@ def test_durations_have_a_unit_or_are_written_as_slurm_does(text: str, seconds: 
 
 def test_every_transport_can_be_asked_for_and_no_other() -> None:
     named = {*settings.INTRA_TRANSPORT.choices, *settings.INTER_TRANSPORT.choices}
-    assert named == {"auto", *TRANSPORTS, *DEVICE_TRANSPORTS}
+    assert named == {"auto", *TRANSPORTS, *DEVICE_TRANSPORTS, "cuda_aware"}
 
 
 def test_the_environment_is_read_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
