@@ -556,7 +556,7 @@ def test_a_deadline_ends_a_collective_on_gpus_on_all_ranks(comm, make_pair, betw
     late = pair.size - 1
     given = pair.up(values(3000, np.float32, pair.rank))
     options = CommunicationOptions(timeout_seconds=0.3, algorithm="hierarchical")  # MPI's own all-reduce has no deadline
-    pair.gpu.all_reduce(SUM, [given], options)
+    pair.gpu.all_reduce(SUM, [given], CommunicationOptions(timeout_seconds=60, algorithm="hierarchical"))  # makes the plan
     if pair.rank == late:  # it has come, and then goes no further
         pair.gpu._reductions._steps = lambda *_: repeat(False)
     with pytest.raises(DeadlineExceededError, match=r"did not end within 0\.3 s|was given up by rank"):
