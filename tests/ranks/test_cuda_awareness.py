@@ -169,13 +169,11 @@ def test_a_probe_finds_no_launcher_but_what_shapes_the_library():
 
 def test_which_gpu_is_probed_is_the_one_that_is_bound(monkeypatch):
     class Third(StandInDevice):
-        index = 3
-
         def identity(self):
             return Identity("", "", "")
 
     probed = []
-    bind(Third())
+    bind(Third(index=3))
     monkeypatch.setattr(cuda_awareness, "_claim_of_library", lambda: None)
     monkeypatch.setattr(cuda_awareness, "probe", lambda index: probed.append(index) or PROVED)
     assert find_verdict().is_aware

@@ -273,7 +273,8 @@ def packers(shape: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int | 
     made: dict[int | None, mpistrat.Strategy] = {}
     for index, num_packs in enumerate((-1, *NUM_PACKS)):
         monkeypatch.setenv("MPISTRAT_STRICT", str(index % 2))
-        made[num_packs] = mpistrat.MultiWorkerMirroredStrategy(num_packs=None if num_packs == -1 else num_packs)
+        options = None if num_packs == -1 else CommunicationOptions(num_packs=num_packs)
+        made[num_packs] = mpistrat.MultiWorkerMirroredStrategy(communication_options=options)
     yield made
     for strategy in made.values():
         strategy.close()
