@@ -132,6 +132,7 @@ class _Bucket:
     nbytes: int = 0
     ready: set[str] = field(default_factory=set)
     work: Work[list[Array]] | None = None
+    started: list[torch.Tensor] = field(default_factory=list)  # the gradients that `work` averages
 
 
 class _AveragedGradients:
@@ -189,6 +190,7 @@ class _AveragedGradients:
             if len(following.ready) < len(following.named):
                 return
             arrays = self._gradients(following)
+            following.started = [parameter.grad for _, parameter in following.named if parameter.grad is not None]
             try:
                 following.work = self._communicator.start_all_reduce("mean", arrays, out=arrays)
             except UnavailableError:
@@ -237,8 +239,7 @@ def _buckets_of(model: torch.nn.Module) -> list[_Bucket]:
 def _wait_for(bucket: _Bucket) -> None:
     """Wait for a bucket, if it has been started; on a GPU by the streams of PyTorch."""
     if bucket.work is not None:
-        gradients = [parameter.grad for _, parameter in bucket.named if parameter.grad is not None]
-        _hand_back(bucket.work.wait(), gradients)
+        _hand_back(bucket.work.wait(), bucket.started)
 
 
 def _gradient(name: str, parameter: torch.nn.Parameter) -> Array:

@@ -324,7 +324,8 @@ class Communicator(BaseCommunicator):
         sources, memory = self._read(verb, given, targets, options)
         given, gpu = list(given), self._gpu  # the program may change its list
         if structure is not None:
-            self._guard.note(f"{verb} of {structure}")
+            with self._guard.starting():  # which may refuse
+                self._guard.note(f"{verb} of {structure}")
 
         def finish(results: list[Array]) -> Any:
             found = alike(results, given, targets)

@@ -99,19 +99,28 @@ class GpuArrays:
                     results = call(arrays, out=out)
             finally:
                 self._caller = None
-                self._under_way.append(_End(self, self.stream.record(), caller, kept))
+                what = f"collective {self._guard.number}, {self._guard.signature.text}"
+                self._under_way.append(_End(self, what, self.stream.record(), caller, kept))
             return Work.ended(results, self._under_way[-1])
 
-    def finish(self, event: Event | None = None) -> None:
-        """Wait on the host until an event has come: by default all that was enqueued on the current stream.
+    def finish(self) -> None:
+        """Wait on the host until all that was enqueued on the current stream has ended.
 
         If NCCL was aborted meanwhile, what it should have written is undefined, and this raises.
         """
         with self.device.activate():
-            try:
-                self._guard.deadlines.drive(self.abort_on_error(self._until(event or self.device.current_stream().record())))
-            except BaseException as error:
-                raise self._guard.fail_current(error) from None
+            self._finish(self._guard.deadlines.drive, self.device.current_stream().record())
+
+    def finish_started(self, what: str, event: Event) -> None:
+        """Wait on the host until the GPU has come to the end of a started call: NCCL's watcher holds its deadline."""
+        with self.device.activate():
+            self._finish(partial(self._guard.deadlines.wait, what), event)
+
+    def _finish(self, drive: Callable[[Steps], None], event: Event) -> None:
+        try:
+            drive(self.abort_on_error(self._until(event)))
+        except BaseException as error:
+            raise self._guard.fail_current(error) from None
 
     def _until(self, event: Event) -> Steps:
         for waits in until(event.done):
@@ -139,8 +148,8 @@ class _End:
     What is `kept` for it is dropped when all that comes on the stream of its caller comes after the event.
     """
 
-    def __init__(self, gpu: GpuArrays, event: Event, caller: Stream, kept: list[Any]) -> None:
-        self._gpu, self.event, self._caller, self._kept = gpu, event, caller, kept
+    def __init__(self, gpu: GpuArrays, what: str, event: Event, caller: Stream, kept: list[Any]) -> None:
+        self._gpu, self._what, self.event, self._caller, self._kept = gpu, what, event, caller, kept
 
     def done(self) -> bool:
         with self._gpu.device.activate():
@@ -152,7 +161,7 @@ class _End:
 
     def wait(self, host: bool) -> None:
         if host:
-            self._gpu.finish(self.event)
+            self._gpu.finish_started(self._what, self.event)
             self._kept.clear()
             return
         self._gpu.executor.raise_failure()

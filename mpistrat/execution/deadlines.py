@@ -63,6 +63,10 @@ class Deadlines:
         self._present.ends = time.monotonic() + rest if rest else 0.0
         drive(steps, what, rest, lambda: self._overdue(what(), seconds), back, self._check_progress)
 
+    def wait(self, what: str, steps: Steps) -> None:
+        """Run steps that have no deadline here: what else watches them raises."""
+        drive(steps, lambda: what, check=self._raise_verdict)
+
     def arrive(self, call: Call, enter: Callable[[], MPI.Request]) -> None:
         """Wait until all ranks have started what `enter` starts; the barrier watches the deadline and the messages of peers."""
         what = partial(str, call)

@@ -187,11 +187,13 @@ def _make(
             transport.close()
         return ""
 
-    refused = [*chain(*over.comm.allgather(_refused(make, groups)))]
+    refusals, complete = zip(*over.comm.allgather((_refused(make, groups), len(made) == len(groups))), strict=True)
+    refused = [*chain(*refusals)]
     for transport in made if refused else ():
         if transport.device is not None:
             transport.abort(refused[0][1])
-        transport.dispose()
+        if all(complete):  # a rank that has none cannot dispose of it, which ranks do together
+            transport.dispose()
     return made, refused
 
 
@@ -248,11 +250,12 @@ def nccl_rails(hierarchy: Hierarchy, device: Device, everywhere: NcclTransport) 
 
 
 def _nccl(hierarchy: Hierarchy, device: Device, groups: Collection[Group]) -> list[NcclTransport]:
-    """Return NCCL over groups of several nodes, for which a setting has asked."""
+    """Return NCCL over groups of several nodes, where a setting has asked for it or auto has taken it."""
     made, _, why = _first_usable([NcclTransport], groups, hierarchy.world_group, device)
     if made is None:
-        setting = settings.INTER_TRANSPORT
-        raise _cannot_move(setting, NcclTransport.name, [why.removeprefix("nccl: ")], _accepted_on_host(setting))
+        setting, wanted = settings.INTER_TRANSPORT, hierarchy.settings[settings.INTER_TRANSPORT]
+        accepted = [name for name in setting.choices if name not in (wanted, NcclTransport.name)]
+        raise _cannot_move(setting, wanted, [why.removeprefix("nccl: ")], accepted)
     return made
 
 

@@ -187,6 +187,15 @@ def test_a_program_may_wait_for_what_it_has_started(node):
         compare(node, out, expected)
 
 
+def test_waiting_for_what_was_started_keeps_to_the_deadline_of_the_call(make_pair, world):
+    node = make_pair(world, TIMEOUT_SECONDS="0.5", INTER_TRANSPORT="nccl")
+    given, options = node.up(values(3000, np.float32, node.rank)), CommunicationOptions(timeout_seconds=60.0)
+    node.gpu.start_all_reduce(SUM, given, options).wait(host=True)
+    expected = node.host.all_reduce(SUM, node.device.get(given), CommunicationOptions(timeout_seconds=60.0))
+    node.hold(node.nccl._stream, 1.0)
+    compare(node, node.gpu.start_all_reduce(SUM, given, options).wait(host=True), expected)
+
+
 def test_memory_of_what_was_started_is_given_to_nobody_before_it_has_ended(node):
     """The program drops arrays, results and handle at once; other arrays are made, and written, where those were."""
     for name, start, arrays, expected in started(node):

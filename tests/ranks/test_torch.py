@@ -69,6 +69,17 @@ def test_gradients_are_those_of_the_mean_loss_and_several_passes_add_up(torch, o
             torch.testing.assert_close(parameter.grad, expected)
 
 
+def test_gradients_may_be_dropped_between_two_passes(torch, ours, communicator, monkeypatch):
+    monkeypatch.setattr(ours, "BUCKET_BYTES", 1)
+    model = _model(torch)
+    with ours.average_gradients(model, communicator):
+        model(_rows(torch, 9)).sum().backward()
+        model.zero_grad()
+        model(_rows(torch, communicator.rank)).square().mean().backward()
+    for parameter, expected in zip(model.parameters(), _expected(torch, communicator.size), strict=True):
+        torch.testing.assert_close(parameter.grad, expected)
+
+
 def test_hooks_may_run_on_a_thread_of_their_own(torch, ours, communicator, monkeypatch):
     """As PyTorch runs those of gradients on GPUs."""
     monkeypatch.setattr(ours, "BUCKET_BYTES", 1)
