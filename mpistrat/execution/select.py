@@ -187,12 +187,14 @@ def _make(
             transport.close()
         return ""
 
-    refusals, complete = zip(*over.comm.allgather((_refused(make, groups), len(made) == len(groups))), strict=True)
+    mine = _refused(make, groups)
+    lacks = {group.name for group in groups} - {transport.group.name for transport in made}
+    refusals, lacking = zip(*over.comm.allgather((mine, lacks)), strict=True)
     refused = [*chain(*refusals)]
     for transport in made if refused else ():
         if transport.device is not None:
             transport.abort(refused[0][1])
-        if all(complete):  # a rank that has none cannot dispose of it, which ranks do together
+        if transport.group.name not in chain(*lacking):  # the ranks of a group dispose of it together
             transport.dispose()
     return made, refused
 
