@@ -22,7 +22,7 @@ from mpistrat.communicator.gpu_arrays import GpuArrays
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.validate import check_gather, check_parts, check_root, check_target, name_of
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.execution.call import Call
+from mpistrat.execution.comparison import Call
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard
 from mpistrat.groups.agreement import digest_of

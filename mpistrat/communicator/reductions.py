@@ -15,7 +15,7 @@ from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
 from mpistrat.communicator.programs import Programs, fits
 from mpistrat.communicator.validate import check_gather, check_target, copy_overlapping
 from mpistrat.errors import CollectiveError
-from mpistrat.execution.call import Call
+from mpistrat.execution.comparison import Call
 from mpistrat.execution.engine import wait_for_gpu
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard

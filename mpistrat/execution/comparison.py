@@ -1,4 +1,4 @@
-"""Comparison: whether all ranks make the same call, and which calls they make where they do not.
+"""Calls, and their comparison: whether all ranks make the same, and which they make where they do not.
 
 A call has a digest, a 64-bit hash of its description. Ranks that make different calls find out before a result is returned:
 
@@ -12,12 +12,22 @@ A call has a digest, a 64-bit hash of its description. Ranks that make different
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from mpistrat.arrays import Array
 from mpistrat.errors import CollectiveError
-from mpistrat.execution.call import Call
-from mpistrat.groups.agreement import COMPARED, Agreement, CallsDifferError, Completion, calls_differ, digest_of
+from mpistrat.groups.agreement import (
+    COMPARED,
+    Agreement,
+    CallsDifferError,
+    Completion,
+    Signature,
+    calls_differ,
+    digest_of,
+    notes_text,
+)
 from mpistrat.groups.group import MOST_UNCONFIRMED
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.steps import Steps, ends_soon
@@ -29,6 +39,44 @@ from mpistrat.watch.states import entered
 
 Facts = list[list[int]]
 """Numbers of each rank."""
+
+_LEAST_SECONDS = 0.2  # a call that all ranks entered just before the deadline still gets this long
+
+
+@dataclass
+class Call:
+    """A numbered call of a verb, with its arguments."""
+
+    number: int
+    verb: str
+    signature: Signature
+    seconds: float = 0.0  # the deadline, from the beginning of the call; 0 means none
+    is_started: bool = False
+    ends: float = 0.0  # on the clock of `time.monotonic`; 0: there is no deadline, or the call has not begun
+    noted: int = 0  # hash of the notes that are compared with it
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"collective {self.number}, {self.signature.text}"
+
+    @property
+    def digest(self) -> int:
+        """The hash of signature and notes."""
+        return self.signature.digest ^ self.noted
+
+    @property
+    def text(self) -> str:
+        """The call with its arguments, and with the notes before it that tell something."""
+        return f"{self.signature.text}{notes_text(self.notes)}" if self.notes else self.signature.text
+
+    def start_clock(self) -> None:
+        """Start the clock of the deadline."""
+        self.ends = time.monotonic() + self.seconds if self.seconds else 0.0
+
+    @property
+    def rest_seconds(self) -> float:
+        """The seconds left until the deadline; 0 without a deadline."""
+        return max(self.ends - time.monotonic(), _LEAST_SECONDS) if self.ends else 0.0
 
 
 class Comparison:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mpistrat.errors import DeadlineExceededError
-from mpistrat.execution.call import Call
+from mpistrat.execution.comparison import Call
 from mpistrat.execution.engine import back_off
 from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, DeadlineBarrier
 from mpistrat.groups.hierarchy import Hierarchy
@@ -79,7 +79,7 @@ class Deadlines:
 
     def watch(self, call: Call) -> None:
         """Have the watcher end the job if this rank is blocked in MPI when the deadline of a call has passed."""
-        if self._watcher is not None and call.ends:
+        if self._watcher is not None:
             self._watcher.limit = (
                 call.ends,
                 lambda: DeadlineExceededError(

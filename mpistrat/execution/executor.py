@@ -238,8 +238,8 @@ class Executor:
         if plan.in_order or plan.wire_itemsize:
             return _IN_ORDER
         shard, *_ = self.rails
-        parts = [np.empty(plan.padded(count) // plan.world.num_shards, dtype) for _, count in plan.chunks()]
-        return " and ".join(sorted({self._rail(shard, part, op).name for part in parts}))
+        sizes = {plan.padded(count) // plan.world.num_shards for _, count in plan.chunks()}
+        return " and ".join(sorted({self._rail(shard, np.empty(size, dtype), op).name for size in sizes}))
 
     @property
     def scatters(self) -> bool:

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from mpistrat.arrays import Array
 from mpistrat.errors import CollectiveError, MpistratError, TransportError, UnavailableError
-from mpistrat.execution.call import Call
-from mpistrat.execution.comparison import Comparison, Facts
+from mpistrat.execution.comparison import Call, Comparison, Facts
 from mpistrat.execution.deadlines import Deadlines
 from mpistrat.execution.engine import Job, raise_unclaimed_failure, submit, wait_for_gpu
 from mpistrat.execution.threads import CallingThread, is_within_call
@@ -25,7 +25,6 @@ from mpistrat.groups.agreement import (
     COMPARED,
     Agreement,
     CallsDifferError,
-    Completion,
     Signature,
     chained,
     digest_of,
@@ -312,9 +311,12 @@ class Guard:
         self._told = error
         self.signature = call.signature
         self._record_entry(call)
-        self.deadlines.watch(call)
+        if call.ends:
+            self.deadlines.watch(call)
         try:
-            return self._comparison.agree(call, error, facts, memory, self.run, self._completion(call))
+            return self._comparison.agree(
+                call, error, facts, memory, self.run, partial(self._within, call, self.deadlines.arrive)
+            )
         except CallsDifferError as differ:
             raise self._fail_with(call, self._understood(differ, call.text)) from None
 
@@ -430,13 +432,9 @@ class Guard:
         """Compare the calls that MPI has reduced since the last comparison; name the first that differs. A collective call."""
         combined = Signature("the calls that MPI combined last")
         call = Call(self.number, "all_reduce", combined, self.deadlines.default_seconds)
-        error = self._comparison.history(call, history, self._completion(call))
+        error = self._comparison.history(call, history, partial(self._within, call, self.deadlines.arrive))
         if error is not None:
             raise self._fail_with(call, error)
-
-    def _completion(self, call: Call) -> Completion:
-        """Return what completes an exchange of all ranks before the deadline of a call, or fails the communicator."""
-        return lambda enter: self._within(call, self.deadlines.arrive, enter)
 
     def _understood(self, error: BaseException, text: str) -> BaseException:
         """Return the error that explains `error`, and send it to the other ranks if their calls differ from this one."""
