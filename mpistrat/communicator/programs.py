@@ -165,8 +165,10 @@ class Programs:
         arrays, seconds, is_strict = asked.arrays, asked.options.timeout_seconds, self._guard.is_strict
         if program.blocking is None and (is_strict or seconds):
             return
-        if is_strict or seconds or self._options.timeout_seconds:
-            run = self._limited(run, seconds or 0.0, is_strict)
+        if is_strict:
+            run = self._confirming(run)
+        if seconds or self._options.timeout_seconds:
+            run = self._limited(run, seconds or 0.0)
         if max(len(self._known), len(self._numbers)) >= PROGRAMS_KEPT:
             self.forget_calls()
         number = self._numbers.setdefault(asked.options.key, len(self._numbers))
@@ -190,16 +192,23 @@ class Programs:
     def _planner(self, arrays: Sequence[Array]) -> Planner:
         return self._device if self._device is not None and all(map(is_on_device, arrays)) else self._host
 
-    def _limited(self, run: Blocking, seconds: float, is_strict: bool) -> Blocking:
-        """Return `run` with a deadline of its own, or none; if strict, what could be compared later is compared after it."""
+    def _confirming(self, run: Blocking) -> Blocking:
+        """Return `run`, after which calls are compared that could be compared later."""
+
+        def confirming(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
+            results = run(arrays, out)
+            self._confirm()
+            return results
+
+        return confirming
+
+    def _limited(self, run: Blocking, seconds: float) -> Blocking:
+        """Return `run` with a deadline of its own, or without one."""
 
         def limited(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
             try:
                 self._guard.deadlines.begin_limit(seconds)
-                results = run(arrays, out)
-                if is_strict:
-                    self._confirm()
-                return results
+                return run(arrays, out)
             finally:
                 self._guard.deadlines.end()
 
