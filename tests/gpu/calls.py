@@ -1,10 +1,10 @@
-"""How long all-reduces on a GPU take, until it is through: beside NCCL and a copy; and by each way to sum.
+"""How long all-reduces on a GPU take, until it is through: beside CuPy's own call of NCCL; and by each way to sum.
 
-    MPISTRAT_DEVICE=gpu python -m tests.gpu.calls overhead --report FILE
+    MPISTRAT_DEVICE=gpu mpistrat run -n 2 -m tests.gpu.calls overhead --report FILE
     MPISTRAT_DEVICE=gpu mpistrat run -n 2 -m tests.gpu.calls sums --report FILE
 
-A rank alone has nobody to wait for: NCCL copies then, and whatever a call takes beyond that is ours. Ranks that share a GPU
-take turns on it: then only meetings and launches are compared.
+Ranks that share a GPU take turns on it: how fast NCCL is there says nothing of GPUs of their own, but both ways have the same
+turns, so that whatever a call takes beyond NCCL's is ours.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from tests.gpu.program import settle, the_gpu, write_report
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-SIZES = {"4KiB": 1 << 12, "1MiB": 1 << 20, "16MiB": 1 << 24, "256MiB": 1 << 28}
+SIZES = {"8B": 8, "4KiB": 1 << 12, "64KiB": 1 << 16, "1MiB": 1 << 20, "16MiB": 1 << 24, "256MiB": 1 << 28, "1GiB": 1 << 30}
 SMALL = {"4KiB": 1 << 12, "16KiB": 1 << 14, "64KiB": 1 << 16, "256KiB": 1 << 18, "1MiB": 1 << 20}
 LARGE = {"1MiB": 1 << 20, "64MiB": 1 << 26}
 ROUNDS, CHECKED = 50, 1000
+ROUND_BYTES = 4 << 30  # of an array, in all rounds, but for the least number of these
 
 Raw = Callable[[int, int, int, int], None]
 """Sums floats: the address of what is read, of what is written, how many, and the stream."""
@@ -49,14 +50,14 @@ _DTYPES = {"in_float32": None, "native": CommunicationOptions(intra_dtype="nativ
 def overhead(
     communicator: BaseCommunicator, device: Device, raw: Raw, sizes: Mapping[str, int] = SIZES, rounds: int = ROUNDS
 ) -> dict[str, float]:
-    """Return the median times of each way to sum floats on a rank alone, and how ours compare with NCCL's.
+    """Return the median microseconds of each way to sum floats, and how ours compare with NCCL's. A collective call.
 
-    Returns for each size ``copy_us``, ``nccl_us``, ``call_us`` and, with ``out=``, ``out_us``; ``ratio`` and ``ratio_out``
-    divide ours by NCCL's.
+    Returns for each size ``nccl_us``, ``call_us`` and, with ``out=``, ``out_us``; ``ratio`` and ``ratio_out`` divide ours by
+    NCCL's.
     """
     figures: dict[str, float] = {}
     for name, nbytes in sizes.items():
-        taken = _beside_nccl(communicator, device, raw, nbytes // 4, rounds)
+        taken = _beside_nccl(communicator, device, raw, nbytes // 4, min(rounds, max(10, ROUND_BYTES // nbytes)))
         figures |= {f"{way}_us_{name}": us for way, us in taken.items()}
         figures |= {f"ratio_{name}": round(taken["call"] / taken["nccl"], 3)}
         figures |= {f"ratio_out_{name}": round(taken["out"] / taken["nccl"], 3)}
@@ -64,16 +65,15 @@ def overhead(
 
 
 def _beside_nccl(communicator: BaseCommunicator, device: Device, raw: Raw, count: int, rounds: int) -> dict[str, float]:
-    values = np.random.default_rng(count).standard_normal(count, np.float32)
+    values = np.arange(count, dtype=np.float32) % 97
     stream, source = device.current_stream(), device.array_module.asarray(values)
-    copied, summed, target = (device.array_module.zeros(count, np.float32) for _ in range(3))
+    summed, target = (device.array_module.zeros(count, np.float32) for _ in range(2))
     ways = {
-        "copy": lambda: stream.copy(address(copied), address(source), 4 * count) or copied,
         "nccl": lambda: raw(address(source), address(summed), count, stream.pointer) or summed,
         "call": lambda: communicator.all_reduce(ReduceOp.SUM, [source])[0],
         "out": lambda: communicator.all_reduce(ReduceOp.SUM, [source], out=[target])[0],
     }
-    return _take_turns(device, ways, values, rounds)
+    return _take_turns(device, ways, values * np.float32(communicator.size), rounds, communicator.barrier)
 
 
 def sums(
@@ -119,7 +119,7 @@ def _take_turns(
     ways: Mapping[str, Callable[[], Any]],
     expected: NDArray[Any],
     rounds: int,
-    meet: Callable[[], object] = lambda: None,
+    meet: Callable[[], object],
 ) -> dict[str, float]:
     """Return the median microseconds of each way to compute what is expected, and to return it; they take turns."""
     samples: dict[str, list[float]] = {way: [] for way in ways}
@@ -141,17 +141,18 @@ def main(what: str) -> Mapping[str, float]:
     comm, device = start(), the_gpu()
     if what == "sums":
         return sums(comm, device, SMALL, LARGE)
-    communicator = Communicator(Hierarchy(comm, World.from_shape("1x1")))
-    figures = overhead(communicator, device, _nccl())
+    from cupy.cuda import nccl
+
+    communicator = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    figures = overhead(communicator, device, raw_nccl(comm, nccl))
     communicator.close()
     return figures
 
 
-def _nccl() -> Raw:
-    from cupy.cuda import nccl
-
-    comm = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
-    return lambda source, target, count, stream: comm.allReduce(source, target, count, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
+def raw_nccl(comm: MPI.Intracomm, nccl: Any) -> Raw:
+    """Return a binding's own call, of a communicator that it has for itself. A collective call."""
+    bare = nccl.NcclCommunicator(comm.size, comm.bcast(nccl.get_unique_id() if comm.rank == 0 else None), comm.rank)
+    return lambda source, target, count, stream: bare.allReduce(source, target, count, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from mpistrat.experimental import CommunicationOptions
 from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp
 from tests.gpu import null_device
+from tests.gpu.calls import raw_nccl
 from tests.gpu.program import settle, the_gpu, write_report
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
@@ -140,14 +141,9 @@ def _bare(comm: Any, device: Device) -> float:
     """Return the time of CuPy's own call of NCCL."""
     from cupy.cuda import nccl
 
-    identifier = comm.bcast(nccl.get_unique_id() if comm.rank == 0 else None)
-    bare = nccl.NcclCommunicator(comm.size, identifier, comm.rank)
-    x, stream = device.array_module.empty(COUNT, np.float32), device.current_stream().pointer
+    raw, x, stream = raw_nccl(comm, nccl), device.array_module.empty(COUNT, np.float32), device.current_stream().pointer
     pointer = x.data.ptr
-    call = lambda: bare.allReduce(pointer, pointer, COUNT, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)  # noqa: E731
-    found = _microseconds(call, CALLS, device, comm.Barrier)
-    bare.destroy()
-    return found
+    return _microseconds(lambda: raw(pointer, pointer, COUNT, stream), CALLS, device, comm.Barrier)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ _NCCL = {
     "NCCL_DEBUG": "WARN",
 }
 _IN_CHUNKS = {"MPISTRAT_ALGORITHM": "hierarchical", "MPISTRAT_CHUNK_BYTES": "1MiB"}
+_OUT = ("", "_out")  # a new result, and one where it is told
 _BY_NCCL = ("NCCL", "shared GPU")  # what ranks that share a GPU need to be joined by NCCL
 
 
@@ -150,16 +151,15 @@ PROBES: tuple[Probe, ...] = (
     _timing("gradients", 0.75),
     _timing("sum_of_peers", 0.80),
     _timing("staged", 0.85),
-    _probe("host time", "host_time real", "GPU", "MPI", "NCCL", most={"all_reduce, one array": 30}, seconds=120.0),
-    _probe(
-        "overhead",
-        "calls overhead",
-        *("MPI", "GPU", "NCCL"),
-        most={f"{ratio}_{size}": 1.05 for size in ("16MiB", "256MiB") for ratio in ("ratio", "ratio_out")},
-        **_NCCL,
+    *(
+        _probe(f"{name} of 2 ranks on {where}", *(words, "GPU", *needs), ranks=2, most=most, seconds=120.0)
+        for where, needs in (("2 GPUs", ("NCCL", "2 GPUs")), ("a GPU that they share", _BY_NCCL))
+        for name, words, most in (
+            ("host time", "host_time real", {"all_reduce, one array": 30}),
+            ("overhead", "calls overhead", {f"ratio{out}_{size}": 1.05 for size in ("16MiB", "256MiB") for out in _OUT}),
+            ("sums", "calls sums", {}),
+        )
     ),
-    _probe("sums of 2 ranks on 2 GPUs", "calls sums", "GPU", "NCCL", "2 GPUs", ranks=2, seconds=120.0),
-    _probe("sums of 2 ranks on a GPU that they share", "calls sums", "GPU", *_BY_NCCL, ranks=2, seconds=120.0),
     *(_conformance(transport, "1x2") for transport in TRANSPORTS),
     *(_conformance(transport, shape, "GPU") for transport in ("staged", "cuda_ipc") for shape in SHAPES),
     *(_strategy(shape) for shape in SHAPES),
