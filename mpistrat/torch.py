@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.arrays import Array, as_array, as_operand, like
 from mpistrat.communicator.communicator import average_leaves, job_communicator
 from mpistrat.communicator.interface import BaseCommunicator
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, UnavailableError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
 from mpistrat.structures import flatten, leaf_names, map_leaves
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["average", "average_gradients", "broadcast_state"]
 
-BUCKET_BYTES = 8 << 20
-"""Gradients that are reduced together, at most; a larger one is a bucket of its own."""
+HOST_BUCKET_BYTES, GPU_BUCKET_BYTES = 8 << 20, 25 << 20
+"""Gradients that are reduced together, at most; a larger one is a bucket of its own. DistributedDataParallel has 25 MiB."""
 
 
-def average_gradients(model: torch.nn.Module, communicator: BaseCommunicator | None = None) -> _AveragedGradients:
+def average_gradients(
+    model: torch.nn.Module, communicator: BaseCommunicator | None = None, options: CommunicationOptions | None = None
+) -> _AveragedGradients:
     """Return a context that leaves the gradients of `model` averaged over all ranks. Leaving it is a collective call.
 
     Put ``loss.backward()`` into it: gradients are reduced, in buckets, while those of earlier layers are still computed. When
@@ -40,6 +43,9 @@ def average_gradients(model: torch.nn.Module, communicator: BaseCommunicator | N
         With the same parameters on all ranks; those that require no gradient are left out.
     communicator : Communicator, optional
         Whose ranks average; by default all ranks of the job.
+    options : CommunicationOptions, optional
+        Of each all-reduce: ``intra_dtype="native"`` leaves bfloat16 as it is inside a node. Buckets have up to `bytes_per_pack`
+        bytes; 0 means 8 MiB in host memory and 25 MiB on GPUs.
 
     Raises
     ------
@@ -52,7 +58,7 @@ def average_gradients(model: torch.nn.Module, communicator: BaseCommunicator | N
     """
     communicator = job_communicator() if communicator is None else communicator
     _check_module("average_gradients", model, communicator)
-    return _AveragedGradients(model, communicator)
+    return _AveragedGradients(model, communicator, options)
 
 
 def average(value: Any, communicator: BaseCommunicator | None = None) -> Any:
@@ -138,8 +144,8 @@ class _Bucket:
 class _AveragedGradients:
     """What `average_gradients` returns."""
 
-    def __init__(self, model: torch.nn.Module, communicator: BaseCommunicator) -> None:
-        self._model, self._communicator = model, communicator
+    def __init__(self, model: torch.nn.Module, communicator: BaseCommunicator, options: CommunicationOptions | None) -> None:
+        self._model, self._communicator, self._options = model, communicator, options
         self._buckets: list[_Bucket] = []
         self._num_started = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -147,7 +153,8 @@ class _AveragedGradients:
 
     def __enter__(self) -> None:
         self._was_entered = True
-        self._buckets, self._num_started = _buckets_of(self._model), 0
+        bucket_bytes = 0 if self._options is None else self._options.bytes_per_pack
+        self._buckets, self._num_started = _buckets_of(self._model, bucket_bytes), 0
         # what is ready last has nothing to overlap with
         for bucket in self._buckets[:-1]:
             for name, parameter in bucket.named:
@@ -165,7 +172,7 @@ class _AveragedGradients:
                 continue
             arrays = self._gradients(bucket)
             if arrays:
-                self._communicator.all_reduce("mean", arrays, out=arrays)
+                self._communicator.all_reduce("mean", arrays, self._options, out=arrays)
             _hand_back(arrays, [parameter.grad for _, parameter in bucket.named if parameter.grad is not None])
 
     def __del__(self) -> None:
@@ -192,7 +199,7 @@ class _AveragedGradients:
             arrays = self._gradients(following)
             following.started = [parameter.grad for _, parameter in following.named if parameter.grad is not None]
             try:
-                following.work = self._communicator.start_all_reduce("mean", arrays, out=arrays)
+                following.work = self._communicator.start_all_reduce("mean", arrays, self._options, out=arrays)
             except UnavailableError:
                 self._wait()  # an earlier bucket has failed already: its error says why
                 raise
@@ -224,12 +231,13 @@ def _check_module(call: str, model: object, communicator: BaseCommunicator) -> N
         communicator.refuse(call, error)
 
 
-def _buckets_of(model: torch.nn.Module) -> list[_Bucket]:
+def _buckets_of(model: torch.nn.Module, bucket_bytes: int) -> list[_Bucket]:
     """Return the parameters in buckets, in about the order in which backward gets to them."""
     buckets = [_Bucket()]
     for name, parameter in reversed([each for each in model.named_parameters() if each[1].requires_grad]):
         nbytes = parameter.numel() * parameter.element_size()
-        if buckets[-1].named and buckets[-1].nbytes + nbytes > BUCKET_BYTES:
+        most = bucket_bytes or (GPU_BUCKET_BYTES if parameter.is_cuda else HOST_BUCKET_BYTES)
+        if buckets[-1].named and buckets[-1].nbytes + nbytes > most:
             buckets.append(_Bucket())
         buckets[-1].named.append((name, parameter))
         buckets[-1].nbytes += nbytes

@@ -604,11 +604,10 @@ def test_pytorch_waits_on_its_own_stream_for_what_was_written_to_its_tensors(nod
     model = _Tensor(node.up(given))
     model.named_parameters, model.named_buffers = (lambda: [("early", early), ("late", late)]), (lambda: [])
     early, late = _Parameter(model), _Parameter(_Tensor(node.up(given)))
-    monkeypatch.setattr("mpistrat.torch.BUCKET_BYTES", 1)
     for turn in range(8):
         early.grad, late.grad, model.array = _Tensor(node.up(given)), _Tensor(node.up(given)), node.up(given)
         early.grad = early.grad if turn % 2 else None  # then nothing follows what was started
-        with average_gradients(model, node.gpu):
+        with average_gradients(model, node.gpu, CommunicationOptions(bytes_per_pack=1)):
             held_call(node, lambda: late.accumulated(late))  # which starts its bucket
         with node.device.activate(of_torch):
             np.testing.assert_array_equal(node.device.get(late.grad.array), expected)

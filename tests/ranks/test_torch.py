@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, CollectiveError, UnsupportedDtypeError
 from mpistrat.execution.engine import Job, submit
 from tests.launches import on_ranks
 from tests.other_arrays import installed
 
 pytestmark = on_ranks(2)  # the library is heavy to start, and other numbers of ranks would tell nothing new
+
+SMALL_BUCKETS = CommunicationOptions(bytes_per_pack=1)  # one for each gradient
 
 
 @pytest.fixture
@@ -54,10 +57,9 @@ def _expected(torch, size, model_of=_model, repeat=1):
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 30, 4096, 1], ids=["one bucket", "two or three", "one for each"])
-def test_gradients_are_those_of_the_mean_loss_and_several_passes_add_up(torch, ours, communicator, monkeypatch, bucket_bytes):
-    monkeypatch.setattr(ours, "BUCKET_BYTES", bucket_bytes)
+def test_gradients_are_those_of_the_mean_loss_and_several_passes_add_up(torch, ours, communicator, bucket_bytes):
     model = _model(torch)
-    averaged = ours.average_gradients(model, communicator)
+    averaged = ours.average_gradients(model, communicator, CommunicationOptions(bytes_per_pack=bucket_bytes))
     for num_passes in (1, 3, 2):  # a block may be entered again
         model.zero_grad()
         with averaged:
@@ -69,10 +71,9 @@ def test_gradients_are_those_of_the_mean_loss_and_several_passes_add_up(torch, o
             torch.testing.assert_close(parameter.grad, expected)
 
 
-def test_gradients_may_be_dropped_between_two_passes(torch, ours, communicator, monkeypatch):
-    monkeypatch.setattr(ours, "BUCKET_BYTES", 1)
+def test_gradients_may_be_dropped_between_two_passes(torch, ours, communicator):
     model = _model(torch)
-    with ours.average_gradients(model, communicator):
+    with ours.average_gradients(model, communicator, SMALL_BUCKETS):
         model(_rows(torch, 9)).sum().backward()
         model.zero_grad()
         model(_rows(torch, communicator.rank)).square().mean().backward()
@@ -80,15 +81,14 @@ def test_gradients_may_be_dropped_between_two_passes(torch, ours, communicator, 
         torch.testing.assert_close(parameter.grad, expected)
 
 
-def test_hooks_may_run_on_a_thread_of_their_own(torch, ours, communicator, monkeypatch):
+def test_hooks_may_run_on_a_thread_of_their_own(torch, ours, communicator):
     """As PyTorch runs those of gradients on GPUs."""
-    monkeypatch.setattr(ours, "BUCKET_BYTES", 1)
     model, gate = _model(torch), threading.Event()
     for _ in range(2):
         model.zero_grad()
         gate.clear()
         submit(Job(gate.wait, str))  # what the hooks start has not ended when the loss is averaged
-        with ours.average_gradients(model, communicator):
+        with ours.average_gradients(model, communicator, SMALL_BUCKETS):
             loss = model(_rows(torch, communicator.rank)).square().mean()
             backward = threading.Thread(target=loss.backward)
             backward.start()
@@ -102,7 +102,6 @@ def test_hooks_may_run_on_a_thread_of_their_own(torch, ours, communicator, monke
 
 
 def test_buckets_start_while_backward_goes_on(torch, ours, communicator, monkeypatch):
-    monkeypatch.setattr(ours, "BUCKET_BYTES", 1)
     model, began = _model(torch), []
     start = communicator.start_all_reduce
 
@@ -111,7 +110,7 @@ def test_buckets_start_while_backward_goes_on(torch, ours, communicator, monkeyp
         return start(*arguments, **named)
 
     monkeypatch.setattr(communicator, "start_all_reduce", started)
-    with ours.average_gradients(model, communicator):
+    with ours.average_gradients(model, communicator, SMALL_BUCKETS):
         model(_rows(torch, communicator.rank)).square().mean().backward()
     assert began.count(True) >= 4, "before the first layer had a gradient"
 
@@ -121,7 +120,7 @@ def test_an_empty_block_averages_in_place_what_is_there(torch, ours, communicato
     for _ in range(2):
         model(_rows(torch, communicator.rank)).square().mean().backward()
     before = [parameter.grad for parameter in model.parameters()]
-    with ours.average_gradients(model, communicator):
+    with ours.average_gradients(model, communicator, SMALL_BUCKETS):
         pass
     assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), before, strict=True))
     for gradient, expected in zip(before, _expected(torch, communicator.size, repeat=2), strict=True):
@@ -141,12 +140,11 @@ def test_gradients_of_other_layouts_and_dtypes(torch, ours, communicator):
         assert set(parameter.grad.flatten().tolist()) == {(communicator.size + 1) / 2}
 
 
-def test_a_gradient_that_no_rank_has_stays_none(torch, ours, communicator, monkeypatch):
-    monkeypatch.setattr(ours, "BUCKET_BYTES", 1)
+def test_a_gradient_that_no_rank_has_stays_none(torch, ours, communicator):
     model = _model(torch)
     model.unused = torch.nn.Linear(2, 2)
     frozen = model[0].weight.requires_grad_(False)
-    with ours.average_gradients(model, communicator):
+    with ours.average_gradients(model, communicator, SMALL_BUCKETS):
         torch.nn.Sequential(*list(model)[:4])(_rows(torch, communicator.rank)).square().mean().backward()
     assert frozen.grad is None
     assert model.unused.weight.grad is None
@@ -154,13 +152,12 @@ def test_a_gradient_that_no_rank_has_stays_none(torch, ours, communicator, monke
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 30, 1])
-def test_a_gradient_that_some_ranks_lack_is_named(torch, ours, comm, monkeypatch, bucket_bytes):
-    monkeypatch.setattr(ours, "BUCKET_BYTES", bucket_bytes)
+def test_a_gradient_that_some_ranks_lack_is_named(torch, ours, comm, bucket_bytes):
     communicator = mpistrat.Communicator(comm)  # not closed: the rank that had started more cannot any more
     communicator.is_strict = False
     model = _model(torch)
     layers = list(model) if communicator.rank else [layer for layer in model if layer is not model[2]]
-    averaged = ours.average_gradients(model, communicator)
+    averaged = ours.average_gradients(model, communicator, CommunicationOptions(bytes_per_pack=bucket_bytes))
     with pytest.raises(AgreementError, match=r"without a gradient of 2\.bias"), averaged:
         torch.nn.Sequential(*layers)(_rows(torch, 0)).square().mean().backward()
     for bucket in averaged._buckets:  # nobody is to be told of what was started behind, at the end of the session
@@ -171,7 +168,7 @@ def test_a_gradient_that_some_ranks_lack_is_named(torch, ours, comm, monkeypatch
 def test_sparse_gradients_are_refused_by_name(torch, ours, communicator):
     model = torch.nn.Embedding(4, 2, sparse=True)
     model(torch.tensor([1])).sum().backward()
-    averaged = ours.average_gradients(model, communicator)
+    averaged = ours.average_gradients(model, communicator, SMALL_BUCKETS)
     with pytest.raises(UnsupportedDtypeError, match="the gradient of weight is sparse"), averaged:
         pass
 
@@ -184,7 +181,7 @@ def test_an_optimizer_with_a_line_search_needs_the_mean_loss(torch, ours, commun
     def closure():
         optimizer.zero_grad()
         loss = (model(rows) - rows.sum(1, keepdim=True)).square().mean()
-        with ours.average_gradients(model, communicator):
+        with ours.average_gradients(model, communicator, SMALL_BUCKETS):
             loss.backward()
         return ours.average(loss, communicator)
 
