@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -207,7 +207,10 @@ class Communicator(BaseCommunicator):
         results = None if known is None else self.run_known(known, given, targets)
         if results is None:
             sources, memory = self._read("all_reduce", given, targets, options)
-            results = self.try_fast_all_reduce(op, sources, options, memory)  # of what was a number or a tensor, say
+            if self._gpu is not None and self._gpu.may_capture and has_arrays(sources) and self._gpu.is_capturing():
+                results = self._reductions.capture(self._gpu, op, sources, options, memory)
+            else:
+                results = self.try_fast_all_reduce(op, sources, options, memory)  # of what was a number or a tensor, say
             if results is None:
                 results = self._reductions.reduce("all_reduce", op, sources, options, memory)
             results = alike(results, given, targets)
@@ -308,6 +311,31 @@ class Communicator(BaseCommunicator):
 
         call = partial(self.all_reduce, op, options=options)
         return self._start("start_all_reduce", call, arrays, out, options, start, structure)
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Let `all_reduce` be a part of CUDA graphs that are captured in this block. Entering it is a collective call.
+
+        Such a call gets `out`, which may be the arrays, and the program keeps them as long as the graph. Ranks compare it when
+        it is captured. A replay compares nothing and has no deadline: all ranks must replay their graphs in the same order. The
+        graph is captured on the current stream of CuPy.
+
+        Raises
+        ------
+        UnavailableError
+            If NCCL does not join the GPUs of all ranks: `path` says why.
+        """
+        self._require_open()
+        with self._active(), self._guard:
+            call, _ = self._guard.begin("capture", None, lambda _: "()", lambda _: self._reductions.check_capture(self._gpu))
+            self._guard.agree(call)
+            assert self._gpu is not None, "was checked"
+            self._guard.run(call, self._gpu.executor.settle())  # a graph cannot wait for what was enqueued before it
+        self._gpu.may_capture = True
+        try:
+            yield
+        finally:
+            self._gpu.may_capture = False
 
     def _start(
         self,
@@ -424,10 +452,9 @@ class Communicator(BaseCommunicator):
         self, verb: str, values: Sequence[Any], out: Any, options: CommunicationOptions | None
     ) -> tuple[list[Array], list[Array] | None]:
         sources, targets = super()._read(verb, values, out, options)
-        if self._gpu is not None and has_arrays(sources) and self._gpu.is_capturing():
-            why = (
-                "a CUDA graph is being captured on this stream, and a collective cannot be a part of it: ranks meet on the host"
-            )
+        can_capture = verb == "all_reduce" and self._gpu is not None and self._gpu.may_capture
+        if self._gpu is not None and has_arrays(sources) and self._gpu.is_capturing() and not can_capture:
+            why = "a CUDA graph is being captured on this stream: only all_reduce can be a part of it, in Communicator.capture"
             self.refuse(verb, InvalidArgumentError(f"{why}. Call {verb} before the capture or after it"), options)
         if targets is None and self._gpu is not None and has_arrays(sources):  # numbers go with the arrays
             sources = [source if source.ndim or is_on_device(source) else to_device(source) for source in sources]

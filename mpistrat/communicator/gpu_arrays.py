@@ -35,6 +35,7 @@ class GpuArrays:
         self.executor = DeviceExecutor(host, device)
         guard.deadlines.check_gpu = partial(self.executor.raise_failure, UNSEEN_SECONDS / 2)
         self.stream = device.stream()
+        self.may_capture = False
         self._caller: Stream | None = None  # of what is being enqueued on that stream, with what is kept for it
         self._kept: list[Any] = []
         self._under_way: deque[_End] = deque()

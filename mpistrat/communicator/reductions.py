@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from mpistrat.arrays import MALLOC_REUSES_BYTES, Array, is_on_device, new_array, part_bounds
 from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
-from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.options import NATIVE, WIRE_DTYPES, CommunicationOptions
 from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
 from mpistrat.communicator.programs import Programs, fits
-from mpistrat.communicator.validate import check_gather, check_target, copy_overlapping
-from mpistrat.errors import CollectiveError
+from mpistrat.communicator.validate import are_disjoint, check_gather, check_target, copy_overlapping
+from mpistrat.device.kernels import divide_kernel
+from mpistrat.errors import CollectiveError, InvalidArgumentError, UnavailableError
 from mpistrat.execution.comparison import Call
 from mpistrat.execution.engine import wait_for_gpu
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard
 from mpistrat.execution.program import Program
 from mpistrat.execution.work import Work
-from mpistrat.reduction import ReduceOp, quiet
+from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp, quiet
 from mpistrat.steps import Steps
 
 
@@ -81,6 +83,56 @@ class Reductions:
             results, sources = self._results_and_sources(arrays, out)
             self._guard.deadlines.drive(self._steps(program, sources, results))
             return results
+
+    def capture(
+        self,
+        gpu: GpuArrays,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions | None,
+        out: Sequence[Array] | None,
+    ) -> list[Array]:
+        """Make an all-reduce a part of the CUDA graph that is captured on the caller's stream. A collective call."""
+        verb, nccl = "all_reduce in a CUDA graph", gpu.executor.transports.everywhere
+        with self.active(), self._guard:
+            call, _ = self._guard.begin(
+                verb, options, lambda wanted: Reduction(op, arrays, wanted), partial(self._check_captured, out)
+            )
+            self._guard.agree(call)
+            assert nccl is not None, "was checked in capture"
+            assert out is not None, "was checked"
+            for dtype in sorted({array.dtype for array in arrays}, key=str):
+                pairs = [pair for pair in zip(arrays, out, strict=True) if pair[0].dtype == dtype]
+                sources, targets = zip(*pairs, strict=True)
+                nccl.capture(sources, targets, Fold(op, dtype, self._size if op is ReduceOp.MEAN else 1))
+            return list(out)
+
+    def check_capture(self, gpu: GpuArrays | None) -> None:
+        """Check that an all-reduce can be a part of a CUDA graph; load the kernels of means, which a capture cannot do."""
+        if gpu is None or gpu.executor.transports.everywhere is None:
+            where = "ranks compute on CPUs" if gpu is None else f"arrays on GPUs are reduced by {gpu.executor.transports}"
+            raise UnavailableError(f"a CUDA graph can have collectives where NCCL joins the GPUs of all ranks; here {where}")
+        for dtype in (*HALF_DTYPES, np.dtype(np.float32), np.dtype(np.float64)):
+            gpu.device.prepare(divide_kernel(dtype))
+
+    def _check_captured(self, out: Sequence[Array] | None, asked: Reduction) -> None:
+        options = asked.options
+        self.programs.check(replace(asked, options=replace(options, implementation="NCCL")))
+        if out is None:
+            raise InvalidArgumentError("an all_reduce in a CUDA graph needs out=, which may be the arrays themselves")
+        if options.deterministic or options.wire_dtype in WIRE_DTYPES:
+            raise InvalidArgumentError(
+                "in a CUDA graph NCCL sums arrays as they are: deterministic and wire_dtype cannot be had"
+            )
+        for array, target in zip(asked.arrays, out, strict=True):
+            check_target(target, array)
+            if array.dtype in HALF_DTYPES and options.intra_dtype != NATIVE:
+                raise InvalidArgumentError(
+                    f"{array.dtype} is summed in float32, in memory that a CUDA graph cannot hold; "
+                    "CommunicationOptions(intra_dtype='native') sums it as it is"
+                )
+            if not (array.flags.c_contiguous and (array is target or are_disjoint([array, target]))):
+                raise InvalidArgumentError("arrays in a CUDA graph are C-contiguous, and out is the arrays or apart from them")
 
     def start_all_reduce(
         self,

@@ -125,13 +125,15 @@ class NcclTransport(DeviceTransport):
 
     def all_reduce_arrays(self, arrays: FlatArrays, fold: Fold) -> Steps:
         """Combine arrays of the caller, after what its stream was given so far: ncclAllReduce of each, together."""
-        kind, width, native = self._native(arrays.targets[0], fold.op)
-        calls = [
-            ("allReduce", address(source), address(target), source.size * width, kind, native)
-            for source, target in zip(arrays.sources, arrays.targets, strict=True)
-        ]
-        yield from self._operation(calls, []).run()
+        yield from self._operation(self._all_reduce_calls(arrays.sources, arrays.targets, fold.op), []).run()
         for target in arrays.targets:
+            self._divide(target, fold.divisor)
+
+    def capture(self, sources: Sequence[DeviceArray], targets: Sequence[DeviceArray], fold: Fold) -> None:
+        """Make the same a part of the CUDA graph that the caller's stream captures; nothing watches over it when it runs."""
+        self._check()
+        self._issue(self._all_reduce_calls(sources, targets, fold.op), self.device.current_stream())
+        for target in targets:
             self._divide(target, fold.divisor)
 
     def all_reduce_in_order(self, buffer: DeviceArray, op: ReduceOp) -> Operation:
@@ -251,6 +253,13 @@ class NcclTransport(DeviceTransport):
             raise TransportError(f"{self.group.name}: {self.refusal(buffer.dtype, op)}; the transport cuda_ipc can")
         return getattr(self._nccl, f"NCCL_{native[0]}"), native[1], getattr(self._nccl, f"NCCL_{native[2]}")
 
+    def _all_reduce_calls(self, sources: Sequence[DeviceArray], targets: Sequence[DeviceArray], op: ReduceOp) -> list[_Call]:
+        kind, width, native = self._native(targets[0], op)
+        return [
+            ("allReduce", address(source), address(target), source.size * width, kind, native)
+            for source, target in zip(sources, targets, strict=True)
+        ]
+
     def _scatter_calls(self, source: DeviceArray, bounds: Sequence[int], target: int, op: ReduceOp) -> list[_Call]:
         """Return what combines sources, and writes this rank's part to an address: that of the part in the source, or apart."""
         kind, width, native = self._native(source, op)
@@ -298,9 +307,9 @@ class NcclTransport(DeviceTransport):
         if self.device.last_call not in (None, self._ended):  # of another communicator, say
             self._stream.wait(self.device.last_call)
 
-    def _issue(self, calls: Sequence[_Call]) -> None:
-        """Make calls, several of them as a group."""
-        stream = self._stream.pointer
+    def _issue(self, calls: Sequence[_Call], on: Stream | None = None) -> None:
+        """Make calls, several of them as a group, on the stream of the transport or another one."""
+        stream = (on or self._stream).pointer
         if len(calls) > 1:
             self._nccl.groupStart()
         try:

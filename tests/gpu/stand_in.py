@@ -89,6 +89,7 @@ class _Stream(Stream):
         self.waiting: deque[_Event | Callable[[], object]] = deque()
         self.filled = self.finished = 0
         self.captures = False
+        self.graph: list[Callable[[], object]] | None = None  # of work that is captured, where that is meant
 
     @property
     def pointer(self) -> int:
@@ -104,7 +105,7 @@ class _Stream(Stream):
 
     def record(self, event: Event | None = None) -> Event:
         assert self._device.is_active(), "an event of a thread that computes on another GPU"
-        assert not self.captures, "an event of a collective was captured"
+        assert not self.is_capturing(), "an event of a collective was captured"
         if event is None:
             return _Event(self._device, self, self.filled)
         assert isinstance(event, _Event)
@@ -117,7 +118,7 @@ class _Stream(Stream):
         self.put(_Event(self._device, event.stream, event.position))  # which may be recorded again
 
     def is_capturing(self) -> bool:
-        return self.captures
+        return self.captures or self.graph is not None
 
     def launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
         assert self._device.kernels is not None, "this device was given no kernels"
@@ -128,6 +129,10 @@ class _Stream(Stream):
 
     def put(self, work: _Event | Callable[[], object]) -> None:
         assert not self.captures, "work of a collective was captured"
+        if self.graph is not None:
+            assert not isinstance(work, _Event), "a graph waits for what was enqueued before it was captured"
+            self.graph.append(work)
+            return
         ends = time.monotonic() + STUCK_SECONDS
         while len(self.waiting) >= self._device.queue_depth:
             assert time.monotonic() < ends, "a launch waits for room on a stream that gets on no further"

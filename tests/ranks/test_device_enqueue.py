@@ -17,7 +17,7 @@ from mpi4py import MPI
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.device.abstract import address
-from mpistrat.errors import DeadlineExceededError, InvalidArgumentError, TransportError, UnavailableError
+from mpistrat.errors import AgreementError, DeadlineExceededError, InvalidArgumentError, TransportError, UnavailableError
 from mpistrat.execution.work import Work
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
@@ -138,6 +138,63 @@ def test_what_cannot_be_captured_raises_before_anything_is_enqueued(node):
             start(node.gpu, given)
         node.device.current_stream().captures = False
     assert not node.library.aborted
+
+
+@on_both_levels
+def test_an_all_reduce_may_be_a_part_of_a_graph_and_is_done_in_each_replay(node):
+    one, many = values(3000, np.float32, node.rank), [values(count, np.float64, node.rank) for count in (1, 70)]
+    half, native = values(5, np.float16, node.rank), CommunicationOptions(intra_dtype="native")
+    given, apart, halves = node.up(one), [node.up(array) for array in many], node.up(half)
+    stream, calls = node.device.current_stream(), dict(node.library.calls)
+    with node.gpu.capture():
+        node.gpu.all_reduce(SUM, node.up(one))  # not a part of it
+        stream.graph = []
+        sources = [given, *apart]
+        assert node.gpu.all_reduce(MEAN, given, out=given) is given
+        node.gpu.all_reduce(SUM, apart, out=apart)
+        node.gpu.all_reduce(SUM, halves, native, out=halves)
+        graph, stream.graph = stream.graph, None
+    assert node.library.calls["allReduce"] == calls["allReduce"] + 1 + 1 + 2 + 1
+    for array, value in zip([*sources, halves], [one, *many, half], strict=True):
+        assert np.array_equal(node.device.get(array), value), "nothing is done when it is captured"
+    expected = [node.host.all_reduce(MEAN, one), *node.host.all_reduce(SUM, many), node.host.all_reduce(SUM, half)]
+    for _ in range(3):
+        for array, value in zip([*sources, halves], [one, *many, half], strict=True):
+            array[...] = node.up(value)
+        for work in graph:
+            stream.put(work)
+        for array, wanted in zip([*sources, halves], expected, strict=True):
+            compare(node, array, wanted)
+        compare(node, node.gpu.all_reduce(SUM, node.up(one)), node.host.all_reduce(SUM, one))  # between replays
+
+
+def test_what_a_graph_cannot_do_raises_on_all_ranks(node):
+    given, words = node.up(values(30, np.float32, node.rank)), node.up(values(3, np.int16, node.rank))
+    half, stream = node.up(values(3, np.float16, node.rank)), node.device.current_stream()
+    gapped = node.up(values((4, 4), np.float32, node.rank)).T
+    refused = (
+        (lambda: node.gpu.all_reduce(SUM, given), "needs out="),
+        (lambda: node.gpu.all_reduce(SUM, gapped, out=node.up(np.empty((4, 4), np.float32))), "C-contiguous"),
+        (lambda: node.gpu.all_reduce(SUM, [given[:20]], out=[given[10:]]), "must be|apart"),
+        (lambda: node.gpu.all_reduce(SUM, half, out=half), "intra_dtype='native'"),
+        (lambda: node.gpu.all_reduce(SUM, given, CommunicationOptions(deterministic=True), out=given), "deterministic"),
+        (lambda: node.gpu.all_reduce(SUM, words, out=words), "NCCL does not combine int16"),
+        (lambda: node.gpu.start_all_reduce(SUM, given, out=given), "only all_reduce can be a part"),
+        (lambda: node.gpu.broadcast(given, out=given), "only all_reduce can be a part"),
+    )
+    with node.gpu.capture():
+        for call, why in refused:
+            stream.graph = []
+            with pytest.raises((InvalidArgumentError, TransportError), match=why):
+                call()
+            assert stream.graph == []
+            stream.graph = None
+    with pytest.raises(UnavailableError, match="here ranks compute on CPUs"), node.host.capture():
+        pass
+    stream.graph = [] if node.rank else None
+    with pytest.raises(AgreementError), node.gpu.capture():
+        node.gpu.all_reduce(SUM, given, out=given)
+    stream.graph = None
 
 
 def started(node):
