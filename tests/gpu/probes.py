@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -145,6 +145,21 @@ def _first_fault(transport: str, *needs: str) -> Probe:
     return _probe(f"first fault, by {transport}", "first_fault", "MPI", "GPU", *needs, most=most, seconds=150.0, **chosen)
 
 
+def _pool_reuse(transport: str) -> Iterator[Probe]:
+    least = {"reused": 1, "wrong_without_wait" if transport == "nccl" else "wrong_without_event": 1}
+    yield _on_nodes("pool reuse", "pool_reuse blocks", "1x2", transport, least=least)
+    yield _on_nodes("pool reuse, MemoryAsyncPool,", "pool_reuse async", "1x2", transport, least=least)
+    per_thread = {"CUPY_CUDA_PER_THREAD_DEFAULT_STREAM": "1"}
+    yield _on_nodes("pool reuse, a stream per thread,", "pool_reuse blocks", "1x2", transport, least=least, **per_thread)
+
+
+def _torch_backward(transport: str) -> Iterator[Probe]:
+    least = {"hooks_elsewhere": 1, "reused": 1}
+    yield _on_nodes("torch backward", "torch_backward", "1x2", transport, least=least, seconds=120.0)
+    least = {"wrong_without_wait": 1}
+    yield _on_nodes("torch backward without waits", "torch_backward wait", "1x2", transport, least=least, seconds=120.0)
+
+
 PROBES: tuple[Probe, ...] = (
     _timing("pack", 0.85),
     _timing("unpack", 0.85),
@@ -175,6 +190,8 @@ PROBES: tuple[Probe, ...] = (
         )
         for library in ("torch", "jax")
     ),
+    *_torch_backward("cuda_ipc"),
+    *_pool_reuse("cuda_ipc"),
     _probe(
         "sanitizer",
         "sanitizer",
@@ -193,6 +210,8 @@ PROBES: tuple[Probe, ...] = (
     _probe("nccl deadline", "deadline", "GPU", *_BY_NCCL, ranks=2, most={"seconds_late": 5.0}),
     _first_fault("nccl", *_BY_NCCL),
     _on_nodes("streams", "streams", "2x2", "nccl", seconds=120.0, **_IN_CHUNKS),
+    *_torch_backward("nccl"),
+    *_pool_reuse("nccl"),
     _open_close("nccl", 24),
     _soak("nccl", 250.0),
     *(

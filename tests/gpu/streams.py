@@ -37,8 +37,7 @@ extern "C" __global__ void delay(unsigned long long nanoseconds) {
 
 def main() -> dict[str, float]:
     """Try both kinds of call. A collective call."""
-    delay = lambda stream: _delay()((1,), (1,), (np.uint64(MILLISECONDS * 1_000_000),))  # noqa: E731
-    return with_strategy(lambda strategy: check(strategy, the_gpu(), delay, _drain))
+    return with_strategy(lambda strategy: check(strategy, the_gpu(), delay, drain))
 
 
 def check(
@@ -122,7 +121,7 @@ class _Late:
             if rank == size - 1:
                 self._delay(self._side)
             self._write(fresh)
-            with _without(removed, self._side):
+            with without(removed, self._side):
                 results = verb(self._arrays)
             added = sum(range(size)) + size * self._turn
             right = all(
@@ -144,7 +143,7 @@ class _Late:
         return int(total) == self._communicator.size
 
 
-def _without(removed: str, stream: Stream) -> Any:
+def without(removed: str, stream: Stream) -> Any:
     """Return a context in which streams do not wait, or every event counts as done; nothing is removed by an empty text."""
     if removed == "wait":
         return patch.object(type(stream), "wait", lambda self, event: None)
@@ -153,7 +152,13 @@ def _without(removed: str, stream: Stream) -> Any:
     return nullcontext()
 
 
-def _drain() -> None:
+def delay(_: Stream) -> None:
+    """Let a kernel take its time on the current stream, which is this one."""
+    _delay()((1,), (1,), (np.uint64(MILLISECONDS * 1_000_000),))
+
+
+def drain() -> None:
+    """Wait for all streams of the GPU."""
     import cupy
 
     cupy.cuda.Device().synchronize()

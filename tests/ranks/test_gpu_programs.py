@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
 import ml_dtypes
@@ -13,10 +14,11 @@ import mpistrat
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
-from tests.gpu import calls, host_time, interop, null_device, sanitizer, soak, streams, verbs_rank
+from tests.gpu import calls, host_time, interop, null_device, pool_reuse, sanitizer, soak, streams, torch_backward, verbs_rank
 from tests.gpu.bound import stand_in
 from tests.gpu.stand_in import UNFINISHED
 from tests.launches import on_ranks, up_to_ranks
+from tests.other_arrays import installed
 
 DELAY_TURNS = 400
 
@@ -79,23 +81,35 @@ def test_every_kernel_at_odd_offsets(comm):
         assert sanitizer.try_all(device) > 600
 
 
+def delay(stream):
+    left = iter(range(DELAY_TURNS))
+    stream.put(lambda: UNFINISHED if next(left, None) is not None else None)
+
+
 @on_ranks(2, 4)
 @pytest.mark.parametrize("algorithm", ["flat", "hierarchical"])
 def test_what_is_written_late_is_waited_for(comm, algorithm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_ALGORITHM", algorithm)
-
-    def delay(stream):
-        left = iter(range(DELAY_TURNS))
-        stream.put(lambda: UNFINISHED if next(left, None) is not None else None)
 
     with on_nodes(comm, {2: "1x2", 4: "2x2"}[comm.size], monkeypatch) as (strategy, device):
         found = streams.check(strategy, device, delay, device.drain, (4099, 128))
         assert found["right"] == 2 * streams.TURNS
         assert found["wrong_without_wait"] > 0
         assert found.get("wrong_without_event", 0) > 0 or comm.size == 2  # on one node NCCL's work is only enqueued
-        monkeypatch.setattr(streams, "_without", lambda *_: nullcontext())
+        monkeypatch.setattr(streams, "without", lambda *_: nullcontext())
         with pytest.raises(AssertionError, match="the delay proves nothing"):
             streams.check(strategy, device, delay, device.drain, (64,))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("transport", ["nccl", "cuda_ipc"])
+def test_memory_that_arrays_leave_is_given_to_others_when_collectives_are_through(comm, transport, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", transport)
+    with on_nodes(comm, "1x2", monkeypatch) as (strategy, device):
+        found = pool_reuse.check(strategy.extended.communicator, device, delay, device.drain, 4099)
+    assert found["right"] == 2 * len(pool_reuse.CASES) * pool_reuse.TURNS
+    assert found["reused"] > 0
+    assert found["wrong_without_wait" if transport == "nccl" else "wrong_without_event"] > 0
 
 
 @on_ranks(4)
@@ -144,3 +158,25 @@ def test_arrays_of_other_libraries_in_memory_of_the_host(comm, library, monkeypa
     with pytest.raises(AssertionError, match="24 of the cases failed"):
         interop.check(strategy, kind)
     strategy.close()
+
+
+@on_ranks(2)
+def test_gradients_that_pytorch_computes_on_another_thread(comm, monkeypatch):
+    installed("torch")
+
+    monkeypatch.setattr("mpistrat.torch.BUCKET_BYTES", 1024)
+    with mpistrat.Communicator(comm) as communicator, ThreadPoolExecutor(1) as thread:
+
+        def train(steps):
+            backward = lambda loss: thread.submit(loss.backward).result()  # noqa: E731
+            return torch_backward.train(communicator, "cpu", backward, width=24, steps=steps)
+
+        figures = torch_backward.right(*train(20))
+        assert figures["hooks_elsewhere"] == figures["steps"] == 20
+        assert figures["largest_difference"] < torch_backward.TOLERANCE / 10
+        monkeypatch.setattr("mpistrat.torch.average_gradients", lambda *_: nullcontext())
+        with pytest.raises(AssertionError, match=r"differ from those of the whole batch in 2 steps: step 0 by"):
+            torch_backward.right(*train(2))
+        monkeypatch.setattr("mpistrat.torch.BUCKET_BYTES", 1 << 20)
+        with pytest.raises(AssertionError, match="1 buckets"):
+            train(2)

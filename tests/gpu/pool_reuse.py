@@ -1,0 +1,217 @@
+"""Memory that arrays leave while a collective still works on it: CuPy's pools give it to the next array of its stream at once.
+
+    mpistrat run -n 2 -m tests.gpu.pool_reuse blocks --report FILE
+    mpistrat run -n 2 -m tests.gpu.pool_reuse async --report FILE
+
+The pool is CuPy's default one, or its MemoryAsyncPool. A kernel delays the stream of one rank, inputs and results are dropped
+as soon as the call has returned, and new arrays are made and written to on the same stream and on another one. Neither may the
+collective read what is written there, nor write over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import numpy as np
+from numpy.typing import NDArray
+
+import mpistrat
+from mpistrat.communicator.interface import BaseCommunicator
+from mpistrat.device.abstract import Device, Stream, address
+from tests.gpu.program import settle, the_gpu, with_strategy, write_report
+from tests.gpu.streams import delay, drain, without
+
+COUNT = 1 << 20
+NEW_ARRAYS = 6  # of each stream: more than the arrays of that size which a pool holds
+FILL = -1.0
+TURNS = 3  # in the first one plans are made, which may take longer than the delay
+
+T = TypeVar("T")
+
+
+def main(pool: str) -> dict[str, float]:
+    """Try the memory of a pool. A collective call."""
+
+    def measure(strategy: mpistrat.Strategy) -> dict[str, float]:
+        if pool == "async":
+            import cupy
+
+            cupy.cuda.set_allocator(cupy.cuda.MemoryAsyncPool().malloc)
+        return check(strategy.extended.communicator, the_gpu(), delay, drain)
+
+    assert pool in ("blocks", "async"), "blocks or async"
+    return with_strategy(measure)
+
+
+def check(
+    communicator: BaseCommunicator,
+    device: Device,
+    delay: Callable[[Stream], None],
+    drain: Callable[[], None],
+    count: int = COUNT,
+) -> dict[str, float]:
+    """Drop arrays of calls that are under way, and write to their memory. A collective call.
+
+    `drain` waits for all streams of the GPU: what a collective writes too late is to be seen.
+
+    Returns ``right``: the calls, all of which left and gave the right values; ``reused``: the new arrays that lay where an
+    input had been; ``wrong_without_wait``, or ``wrong_without_event`` where the host waits for the GPU: the kinds of call that
+    went wrong when the stream of the caller no longer waited, or every event counted as done.
+    """
+    removed = "wait" if communicator.path.startswith("nccl") else "event"
+    found: dict[str, float] = {"right": 0, "reused": 0, f"wrong_without_{removed}": 0}
+    default, side = device.current_stream(), device.stream()
+    with ThreadPoolExecutor(1) as thread:
+        for caller, other in ((default, side), (side, default)):
+            trial = _Trial(communicator, device, delay, drain, caller, other, thread, count)
+            without_wait = _without_wait(caller) if removed == "wait" else without(removed, caller)
+            for name, case in CASES.items():
+                for _ in range(TURNS):
+                    if not trial.is_right(case):
+                        raise AssertionError(f"{name}: memory that was left was given to another array too early")
+                    found["right"] += 1
+                found[f"wrong_without_{removed}"] += not trial.is_right(case, without_wait)
+            found["reused"] += trial.reused
+    return found
+
+
+class _Trial:
+    """Calls on one stream, whose arrays are dropped."""
+
+    def __init__(
+        self,
+        communicator: BaseCommunicator,
+        device: Device,
+        delay: Callable[[Stream], None],
+        drain: Callable[[], None],
+        caller: Stream,
+        other: Stream,
+        thread: ThreadPoolExecutor,
+        count: int,
+    ) -> None:
+        self.communicator, self.device, self._delay, self._drain = communicator, device, delay, drain
+        self._caller, self._other, self._thread, self._turn, self.reused = caller, other, thread, 0, 0
+        self._fill = device.array_module.asarray(np.full(count, FILL, np.float32))
+        settle(device)
+
+    def is_right(self, case: _Case, during_call: AbstractContextManager[Any] | None = None) -> bool:
+        """Return whether its result, and what is written to new arrays, are right on all ranks. A collective call."""
+        self._turn += 1
+        rank, size = self.communicator.rank, self.communicator.size
+        values = np.arange(self._fill.size, dtype=np.float32) % 97
+        with self.device.activate(self._caller):
+            fresh = self.device.array_module.asarray(values + rank + self._turn)
+            given = [self.device.array_module.empty(values.size, np.float32)]
+            left = address(given[0])
+            settle(self.device)
+            self.communicator.barrier()
+            if rank == size - 1:
+                self._delay(self._caller)
+            self._caller.copy(left, address(fresh), fresh.nbytes)
+            with during_call or nullcontext():
+                read = case(self, given)
+            written = self._written(self._caller), self._written(self._other)
+            is_right = read is None or np.array_equal(read(), values * size + sum(range(size)) + size * self._turn)
+            self.communicator.barrier()  # what was started has ended, or is enqueued
+            self._drain()
+        for stream, arrays in zip((self._caller, self._other), written, strict=True):
+            with self.device.activate(stream):
+                is_right = all([np.all(self.device.get(array) == FILL) for array in arrays]) and is_right
+        self.reused += left in map(address, written[0])
+        [total] = self.communicator.all_reduce("sum", [np.array(int(is_right))])
+        return int(total) == size
+
+    def on_other_stream(self, act: Callable[[], T]) -> T:
+        """Act with the other stream current."""
+        with self.device.activate(self._other):
+            return act()
+
+    def on_thread(self, act: Callable[[], T]) -> T:
+        """Act on a thread, with its default stream current."""
+
+        def run() -> T:
+            with self.device.activate():
+                return act()
+
+        return self._thread.submit(run).result()
+
+    def _written(self, stream: Stream) -> list[Any]:
+        """Return new arrays of a stream, that are written to on it."""
+        with self.device.activate(stream):
+            made = [self.device.array_module.empty(self._fill.size, np.float32) for _ in range(NEW_ARRAYS)]
+            for array in made:
+                stream.copy(address(array), address(self._fill), array.nbytes)
+        return made
+
+
+_Case = Callable[[_Trial, list[Any]], Callable[[], NDArray[Any]] | None]
+"""Makes a call on an array that it takes out of a list; returns what reads the result, or None if that is dropped."""
+
+
+def _new_result(trial: _Trial, given: list[Any]) -> Callable[[], NDArray[Any]]:
+    result = trial.communicator.all_reduce("sum", given.pop())
+    return lambda: trial.device.get(result)
+
+
+def _new_result_dropped(trial: _Trial, given: list[Any]) -> None:
+    trial.communicator.all_reduce("sum", given.pop())
+
+
+def _in_place_dropped(trial: _Trial, given: list[Any]) -> None:
+    array = given.pop()
+    trial.communicator.all_reduce("sum", array, out=array)
+
+
+def _started(trial: _Trial, given: list[Any]) -> Callable[[], NDArray[Any]]:
+    work = trial.communicator.start_all_reduce("sum", given.pop())
+    return lambda: trial.device.get(work.wait())
+
+
+def _started_dropped(trial: _Trial, given: list[Any]) -> None:
+    trial.communicator.start_all_reduce("sum", given.pop())
+
+
+def _started_in_place_dropped(trial: _Trial, given: list[Any]) -> None:
+    array = given.pop()
+    trial.communicator.start_all_reduce("sum", array, out=array).wait()
+
+
+def _started_waited_for_on_other_stream(trial: _Trial, given: list[Any]) -> Callable[[], NDArray[Any]]:
+    result = trial.on_other_stream(trial.communicator.start_all_reduce("sum", given.pop()).wait)
+    return lambda: trial.on_other_stream(lambda: trial.device.get(result))
+
+
+def _started_waited_for_on_thread(trial: _Trial, given: list[Any]) -> Callable[[], NDArray[Any]]:
+    result = trial.on_thread(trial.communicator.start_all_reduce("sum", given.pop()).wait)
+    return lambda: trial.on_thread(lambda: trial.device.get(result))
+
+
+CASES: dict[str, _Case] = {
+    "all_reduce": _new_result,
+    "all_reduce, its result dropped": _new_result_dropped,
+    "all_reduce in place, dropped": _in_place_dropped,
+    "start_all_reduce": _started,
+    "start_all_reduce, dropped": _started_dropped,
+    "start_all_reduce in place, dropped": _started_in_place_dropped,
+    "start_all_reduce, waited for on another stream": _started_waited_for_on_other_stream,
+    "start_all_reduce, waited for on a thread": _started_waited_for_on_thread,
+}
+
+
+def _without_wait(stream: Stream) -> AbstractContextManager[Any]:
+    """Return a context in which one stream does not wait; all others do."""
+    wait = type(stream).wait
+
+    def unless_it_is(self: Stream, event: Any) -> None:
+        if self.pointer != stream.pointer:
+            wait(self, event)
+
+    return patch.object(type(stream), "wait", unless_it_is)
+
+
+if __name__ == "__main__":
+    write_report(main)
