@@ -25,7 +25,7 @@ def read(value: Any, device: Device, name: str) -> DeviceArray | None:
     """Return `value` as an array of the device's library that shares its memory; None if it is not in GPU memory.
 
     Work on the current stream of the caller is ordered after work that the other library has enqueued on its own stream.
-    What is in the memory of another GPU is refused.
+    What is in the memory of another GPU is refused, and a tensor while PyTorch captures a CUDA graph.
     """
     module = device.array_module
     if not isinstance(value, module.ndarray):
@@ -33,6 +33,11 @@ def read(value: Any, device: Device, name: str) -> DeviceArray | None:
         if found is None:
             return None
         _check_index(found, device, name)
+        if is_a(value, "torch", "Tensor") and sys.modules["torch"].cuda.is_current_stream_capturing():
+            raise InvalidArgumentError(
+                f"PyTorch is capturing a CUDA graph, and {name} cannot be read in it: ranks meet on the host. Make the call "
+                "before the capture or after it"
+            )
         value = _imported(value, device)
     _check_index(value.device.id, device, name)
     return value
