@@ -13,7 +13,7 @@ import mpistrat
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
-from tests.gpu import calls, host_time, interop, null_device, sanitizer, soak, streams, verbs_rank
+from tests.gpu import calls, graphs, host_time, interop, null_device, sanitizer, soak, streams, verbs_rank
 from tests.gpu.bound import stand_in
 from tests.gpu.stand_in import UNFINISHED
 from tests.launches import on_ranks, up_to_ranks
@@ -104,6 +104,38 @@ def test_what_is_written_late_is_waited_for(comm, algorithm, monkeypatch):
         monkeypatch.setattr(streams, "_without", lambda *_: nullcontext())
         with pytest.raises(AssertionError, match="the delay proves nothing"):
             streams.check(strategy, device, delay, device.drain, (64,))
+
+
+class Graphs:
+    """What captures on the stand-in: nothing may be put on the stream meanwhile, and what came before has its values."""
+
+    def __init__(self, device, is_right=True):
+        self._device, self._is_right = device, is_right
+
+    def make(self, values):
+        return self._device.array_module.asarray(values)
+
+    def read(self, array):
+        return array.get()
+
+    def capture(self, act):
+        with self._device.activate(self._device.stream()):
+            stream = self._device.current_stream()
+            stream.captures = True
+            act()
+            stream.captures = False
+        return self._is_right
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("transport", ["nccl", "cuda_ipc"])
+def test_captures_beside_collectives_and_of_collectives(comm, transport, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", transport)
+    monkeypatch.setattr(graphs, "HELD_SECONDS", 0)
+    with on_nodes(comm, "1x2", monkeypatch) as (strategy, device):
+        assert graphs.check(strategy, {"it": Graphs(device)}, 5000, 4) == {"it_captured": 4, "it_refused": 2}
+        with pytest.raises(AssertionError, match="4 of 4 captures of it beside collectives failed: it computed wrong values"):
+            graphs.check(strategy, {"it": Graphs(device, is_right=False)}, 5000, 4)
 
 
 @on_ranks(4)
