@@ -130,7 +130,9 @@ def fake_torch() -> Any:
     def from_dlpack(array: Any) -> Tensor:
         return Tensor(array.get(), "cuda:0")
 
-    return SimpleNamespace(Tensor=Tensor, bfloat16=bfloat16, int16=int16, from_numpy=Tensor, from_dlpack=from_dlpack)
+    cuda = SimpleNamespace(is_current_stream_capturing=lambda: False)
+    names = {"bfloat16": bfloat16, "int16": int16, "from_numpy": Tensor, "from_dlpack": from_dlpack, "cuda": cuda}
+    return SimpleNamespace(Tensor=Tensor, **names)
 
 
 class _Device:

@@ -15,6 +15,7 @@ from mpistrat.communicator.options import NATIVE, WIRE_DTYPES, CommunicationOpti
 from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
 from mpistrat.communicator.programs import Programs, fits
 from mpistrat.communicator.validate import are_disjoint, check_gather, check_target, copy_overlapping
+from mpistrat.device.abstract import address
 from mpistrat.device.kernels import divide_kernel
 from mpistrat.errors import CollectiveError, InvalidArgumentError, UnavailableError
 from mpistrat.execution.comparison import Call
@@ -131,7 +132,8 @@ class Reductions:
                     f"{array.dtype} is summed in float32, in memory that a CUDA graph cannot hold; "
                     "CommunicationOptions(intra_dtype='native') sums it as it is"
                 )
-            if not (array.flags.c_contiguous and (array is target or are_disjoint([array, target]))):
+            is_in_place = array.size and address(array) == address(target)
+            if not (array.flags.c_contiguous and (is_in_place or are_disjoint([array, target]))):
                 raise InvalidArgumentError("arrays in a CUDA graph are C-contiguous, and out is the arrays or apart from them")
 
     def start_all_reduce(

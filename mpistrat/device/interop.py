@@ -33,6 +33,8 @@ def read(value: Any, device: Device, name: str) -> DeviceArray | None:
         if found is None:
             return None
         _check_index(found, device, name)
+        if is_a(value, "torch", "Tensor"):
+            _check_capture(sys.modules["torch"], device, name)
         value = _imported(value, device)
     _check_index(value.device.id, device, name)
     return value
@@ -73,6 +75,17 @@ def _imported_tensor(tensor: Any, module: Any) -> DeviceArray:
     if tensor.dtype is torch.bfloat16:  # not every CuPy accepts it through DLPack: reinterpret the bits
         return module.from_dlpack(tensor.view(torch.int16)).view(_BFLOAT16)
     return module.from_dlpack(tensor)
+
+
+def _check_capture(torch: Any, device: Device, name: str) -> None:
+    """Refuse a tensor that would have CuPy's current stream wait for another one, in a graph that PyTorch captures there."""
+    if torch.cuda.is_current_stream_capturing():
+        stream = torch.cuda.current_stream().cuda_stream
+        if stream != device.current_stream().pointer:
+            raise InvalidArgumentError(
+                f"PyTorch is capturing a CUDA graph, in which {name} can be read only on its stream: make the call before or "
+                "after, or in Communicator.capture with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)"
+            )
 
 
 def _check_index(found: int, device: Device, name: str) -> None:

@@ -26,7 +26,7 @@ from tests.gpu.program import settle, the_gpu, with_strategy, write_report
 from tests.gpu.streams import delay, drain, without
 
 COUNT = 1 << 20
-NEW_ARRAYS = 6  # of each stream: more than the arrays of that size which a pool holds
+NEW_ARRAYS = 6  # of each stream: nearly all that its pool has of that size, whichever of these it gives first
 FILL = -1.0
 TURNS = 3  # in the first one plans are made, which may take longer than the delay
 

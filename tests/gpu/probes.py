@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mpistrat.execution.select import TRANSPORTS
 from mpistrat.launch.mpiexec import command
+from tests.gpu.fault import FAULTS
 from tests.gpu.machine import Machine
 from tests.processes import TIMED_OUT, patient, run_bounded
 
@@ -139,10 +140,14 @@ def _open_close(transport: str, rounds: int) -> Probe:
     return _on_nodes("open and close", f"soak strategies {rounds}", "1x2", transport, most=most, seconds=150.0)
 
 
-def _first_fault(transport: str, *needs: str) -> Probe:
-    most = {"raise_seconds": 10, "kill_seconds": 10, "mib_left": 0}
+def _fault(when: str, transport: str, *needs: str) -> Probe:
+    most = {**{f"{fault}_seconds": 10 for fault in FAULTS[when]}, "mib_left": 0}
     chosen = {"MPISTRAT_INTRA_TRANSPORT": transport}
-    return _probe(f"first fault, by {transport}", "first_fault", "MPI", "GPU", *needs, most=most, seconds=150.0, **chosen)
+    return _probe(f"{when} fault, by {transport}", f"fault {when}", "MPI", "GPU", *needs, most=most, seconds=150.0, **chosen)
+
+
+def _graphs(transport: str) -> Probe:
+    return _on_nodes("graphs", "graphs", "1x2", transport, least={"disturbed_by_query": 1}, seconds=90.0)
 
 
 def _pool_reuse(transport: str) -> Iterator[Probe]:
@@ -182,6 +187,7 @@ PROBES: tuple[Probe, ...] = (
     *(_conformance("cuda_aware", shape, "GPU") for shape in SHAPES),
     _on_nodes("streams", "streams", "1x2", "cuda_ipc"),
     *(_on_nodes("streams", "streams", "2x2", transport, **_IN_CHUNKS) for transport in ("cuda_ipc", "staged")),
+    _graphs("cuda_ipc"),
     *(
         _on_nodes(
             *(f"interop {library}", f"interop {library}", "1x2", "cuda_ipc"),
@@ -199,7 +205,7 @@ PROBES: tuple[Probe, ...] = (
         most={f"{tool}_errors": 0 for tool in ("memcheck", "initcheck", "racecheck")},
         seconds=300.0,
     ),
-    _first_fault("cuda_ipc"),
+    *(_fault(when, "cuda_ipc") for when in ("first", "late")),
     _open_close("cuda_ipc", 100),
     _soak("cuda_ipc", 200.0),
     _probe("training", "training_pair 4 2x2", *("MPI", "GPU", "scikit-learn"), most={"largest_difference": 1e-3}, seconds=90.0),
@@ -208,10 +214,11 @@ PROBES: tuple[Probe, ...] = (
     _strategy("2x2", "nccl"),
     _strategy("2x2", "nccl", MPISTRAT_INTER_TRANSPORT="nccl"),
     _probe("nccl deadline", "deadline", "GPU", *_BY_NCCL, ranks=2, most={"seconds_late": 5.0}),
-    _first_fault("nccl", *_BY_NCCL),
+    *(_fault(when, "nccl", *_BY_NCCL) for when in ("first", "late")),
     _on_nodes("streams", "streams", "2x2", "nccl", seconds=120.0, **_IN_CHUNKS),
     *_torch_backward("nccl"),
     *_pool_reuse("nccl"),
+    _graphs("nccl"),
     _open_close("nccl", 24),
     _soak("nccl", 250.0),
     *(

@@ -655,6 +655,7 @@ def test_pytorch_waits_on_its_own_stream_for_what_was_written_to_its_tensors(nod
 
     torch = SimpleNamespace(Tensor=_Tensor, strided="strided", bfloat16="bfloat16", from_dlpack=from_dlpack)
     torch.nn = SimpleNamespace(Module=_Tensor)
+    torch.cuda = SimpleNamespace(is_current_stream_capturing=lambda: False)
     monkeypatch.setitem(sys.modules, "torch", torch)
     given = values((count,), np.float32, node.rank)
     expected, sent = node.host.all_reduce(MEAN, given), node.host.broadcast(given, 1)

@@ -12,9 +12,22 @@ import pytest
 
 import mpistrat
 from mpistrat.communicator.communicator import Communicator
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
-from tests.gpu import calls, host_time, interop, null_device, pool_reuse, sanitizer, soak, streams, torch_backward, verbs_rank
+from tests.gpu import (
+    calls,
+    graphs,
+    host_time,
+    interop,
+    null_device,
+    pool_reuse,
+    sanitizer,
+    soak,
+    streams,
+    torch_backward,
+    verbs_rank,
+)
 from tests.gpu.bound import stand_in
 from tests.gpu.stand_in import UNFINISHED
 from tests.launches import on_ranks, up_to_ranks
@@ -112,6 +125,46 @@ def test_memory_that_arrays_leave_is_given_to_others_when_collectives_are_throug
     assert found["wrong_without_wait" if transport == "nccl" else "wrong_without_event"] > 0
 
 
+class Graphs:
+    """What captures on the stand-in: nothing may be put on the stream meanwhile, and what came before has its values."""
+
+    def __init__(self, device, is_right=True):
+        self._device, self._is_right = device, is_right
+
+    def make(self, values):
+        return self._device.array_module.asarray(values)
+
+    def read(self, array):
+        return array.get()
+
+    def capture(self, act):
+        with self._device.activate(self._device.stream()):
+            stream = self._device.current_stream()
+            stream.captures = True
+            act()
+            stream.captures = False
+        return self._is_right
+
+    def graph(self, act):
+        stream = self._device.current_stream()
+        stream.graph = []
+        act()
+        work, stream.graph = stream.graph, None
+        return lambda: [stream.put(each) for each in work]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("transport", ["nccl", "cuda_ipc"])
+def test_captures_beside_collectives_and_of_collectives(comm, transport, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", transport)
+    monkeypatch.setattr(graphs, "HELD_SECONDS", 0)
+    with on_nodes(comm, "1x2", monkeypatch) as (strategy, device):
+        replayed = {"it_replayed": graphs.REPLAYS} if transport == "nccl" else {}
+        assert graphs.check(strategy, {"it": Graphs(device)}, 5000, 4) == {"it_captured": 4, "it_refused": 2, **replayed}
+        with pytest.raises(AssertionError, match="4 of 4 captures of it beside collectives failed: it computed wrong values"):
+            graphs.check(strategy, {"it": Graphs(device, is_right=False)}, 5000, 4)
+
+
 @on_ranks(4)
 def test_a_soak_finds_what_grows(comm, monkeypatch):
     held = iter([{"device_mib": 10.0}, {"device_mib": 12.5}])
@@ -164,7 +217,7 @@ def test_arrays_of_other_libraries_in_memory_of_the_host(comm, library, monkeypa
 def test_gradients_that_pytorch_computes_on_another_thread(comm, monkeypatch):
     installed("torch")
 
-    monkeypatch.setattr("mpistrat.torch.BUCKET_BYTES", 1024)
+    monkeypatch.setattr(torch_backward, "OPTIONS", CommunicationOptions(bytes_per_pack=1024))
     with mpistrat.Communicator(comm) as communicator, ThreadPoolExecutor(1) as thread:
 
         def train(steps):
@@ -177,6 +230,6 @@ def test_gradients_that_pytorch_computes_on_another_thread(comm, monkeypatch):
         monkeypatch.setattr("mpistrat.torch.average_gradients", lambda *_: nullcontext())
         with pytest.raises(AssertionError, match=r"differ from those of the whole batch in 2 steps: step 0 by"):
             torch_backward.right(*train(2))
-        monkeypatch.setattr("mpistrat.torch.BUCKET_BYTES", 1 << 20)
+        monkeypatch.setattr(torch_backward, "OPTIONS", CommunicationOptions(bytes_per_pack=1 << 20))
         with pytest.raises(AssertionError, match="1 buckets"):
             train(2)

@@ -91,6 +91,17 @@ def test_an_array_of_another_device_is_refused_with_both_and_the_cure(xp, elsewh
         as_array(xp.zeros(2, "f4,i4"), "x")
 
 
+def test_a_tensor_is_refused_while_a_graph_is_captured_on_another_stream(gpu, torch, monkeypatch):
+    streams = SimpleNamespace(cuda_stream=gpu.stream().pointer)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams, raising=False)
+    with pytest.raises(InvalidArgumentError, match="^PyTorch is capturing a CUDA graph, in which x can be read only on its"):
+        as_operand(torch.Tensor(np.zeros(2), "cuda:0"), "x")
+    streams.cuda_stream = gpu.current_stream().pointer
+    assert is_on_device(as_operand(torch.Tensor(np.zeros(2), "cuda:0"), "x"))
+    assert is_on_device(as_operand(gpu.array_module.zeros(2)))
+
+
 def test_an_array_of_the_gpu_is_refused_where_the_process_computes_on_its_cpu(elsewhere):
     with pytest.raises(InvalidArgumentError, match=r"^x is on cuda, this replica computes on /cpu:0; copy it"):
         as_array(elsewhere.array_module.zeros(3), "x")

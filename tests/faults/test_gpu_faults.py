@@ -1,0 +1,38 @@
+"""What is to be seen where a rank fails at a collective on a GPU: on CPUs, and on the stand-in, whose calls only enqueue."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.gpu import fault as fault_of
+
+STAND_IN = """
+import sys
+from mpistrat.launch.bootstrap import start
+from tests.gpu.bound import stand_in
+from tests.gpu.fault import be_rank
+from tests.gpu.stand_in import UNFINISHED
+
+with stand_in(start()) as device:
+    be_rank(*sys.argv[1:], delay=lambda: device.current_stream().put(lambda: UNFINISHED))
+"""
+
+
+@pytest.mark.parametrize("fault", fault_of.FAULTS["first"])
+def test_the_job_ends_and_names_the_rank(fault, monkeypatch):
+    environ = {**os.environ, "MPISTRAT_DEVICE": "cpu"}
+    assert fault_of.end(fault, "first", environ)[f"{fault}_seconds"] < 5
+    monkeypatch.setattr(fault_of, "FAULTY", 7)  # whom nobody names
+    with pytest.raises(AssertionError, match="nobody named rank 7"):
+        fault_of.end(fault, "first", environ)
+
+
+@pytest.mark.parametrize("fault", fault_of.FAULTS["late"])
+def test_a_rank_that_waits_for_the_gpu_of_the_faulty_one_is_ended(fault):
+    environ = {**os.environ, "MPISTRAT_ALLOW_SHARED_GPU": "1"}
+    figures = fault_of.end(fault, "late", environ, ("-c", STAND_IN))
+    assert figures[f"{fault}_seconds"] < 10
+    # a rank that has aborted NCCL for its deadline has a second to make its next call, which raises
+    assert fault == "stop" or not figures[f"{fault}_read_on"]
