@@ -77,12 +77,18 @@ class GpuArrays:
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return a new array, in memory of the caller's stream: CuPy gives that to nobody else before its turn there."""
+        return self._made(lambda: [self.device.array_module.empty(shape, dtype)])[0]
+
+    def new_like(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return new arrays in such memory, of the shapes and dtypes of others."""
+        return self._made(lambda: self.device.new_like(arrays))
+
+    def _made(self, make: Callable[[], list[Array]]) -> list[Array]:
         if self._caller is None:
-            made: Array = self.device.array_module.empty(shape, dtype)
-            return made
+            return make()
         with self.device.activate(self._caller):
-            made = self.device.array_module.empty(shape, dtype)
-        self._kept.append(made)
+            made = make()
+        self._kept += made
         return made
 
     def enqueue(self, call: Callable[..., T], arrays: Sequence[Array], out: Sequence[Array] | None) -> Work[T]:

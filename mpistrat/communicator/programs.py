@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -23,6 +23,7 @@ from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
 from mpistrat.communicator.validate import are_disjoint, own_memory
+from mpistrat.device.abstract import addresses
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.guard import Guard
 from mpistrat.execution.memory import MemoryReport
@@ -43,6 +44,19 @@ class Known:
     digest: int
     run: Blocking
     is_one_message: bool = False  # of the one array as it is, by MPI or shared memory, and nothing else
+    apart: list[int] = field(default_factory=list)  # the addresses of results on a GPU that were found to share no memory
+
+    def fit(self, out: Sequence[Array], arrays: Sequence[Array]) -> bool:
+        """Return whether results can be written to `out`; False also if that needs a closer look."""
+        if not len(set(map(id, out))) == len(out) == len(arrays) or not all(map(fits, out, arrays)):
+            return False
+        if not is_on_device(out[0]):
+            return own_memory(out) or are_disjoint(out)
+        if (found := addresses(out)) != self.apart:  # they have the same extents in each call
+            if not are_disjoint(out):
+                return False
+            self.apart[:] = found
+        return True
 
 
 class Programs:
@@ -140,7 +154,7 @@ class Programs:
             number = _DEFAULT if options is None else self._numbers[options.key]
             if len(arrays) != 1:
                 found = self._known.get((number, kind, *map(_SIGNATURE, arrays)))
-                return found if found is None or out is None or _fit(out, arrays) else None
+                return found if found is None or out is None or found.fit(out, arrays) else None
             [array] = arrays
             found = self._known.get((number, kind, array.shape, array.dtype, array.__class__))
             if found is None or out is None:
@@ -221,10 +235,3 @@ def fits(target: Array, array: Array) -> bool:
     if target is not array and (target.__class__ is not kind or target.dtype is not array.dtype or target.shape != array.shape):
         return False
     return target.flags.carray if kind is np.ndarray else target.flags.c_contiguous
-
-
-def _fit(out: Sequence[Array], arrays: Sequence[Array]) -> bool:
-    """Return whether results can be written to `out`; False also if that needs a closer look."""
-    if not len(set(map(id, out))) == len(out) == len(arrays) or not all(map(fits, out, arrays)):
-        return False
-    return own_memory(out) or are_disjoint(out)

@@ -241,6 +241,8 @@ class Reductions:
             results = list(out)
             return results, copy_overlapping(arrays, results)
         try:
+            if self._gpu is not None and len(arrays) > 1 and is_on_device(arrays[0]):  # they lie in one memory
+                return self._gpu.new_like(arrays), arrays
             return [self._empty(array, array.shape) for array in arrays], arrays
         except MemoryError as error:
             raise self._guard.no_memory(error) from None

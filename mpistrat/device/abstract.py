@@ -7,6 +7,7 @@ device-wide synchronisation during a collective would stall its peers, and so wo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
@@ -124,6 +125,10 @@ class Device(ABC):
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         """Return pinned host memory, which the device can copy to and from asynchronously."""
 
+    def new_like(self, arrays: Sequence[DeviceArray]) -> list[DeviceArray]:
+        """Return new arrays of the caller's current stream, of the shapes and dtypes of others."""
+        return [self.array_module.empty(array.shape, array.dtype) for array in arrays]
+
     @abstractmethod
     def prepare(self, kernel: str) -> None:
         """Compile a kernel of `kernels.cu` and load it, unless that has been done: before it is launched for the first time.
@@ -146,6 +151,14 @@ class Device(ABC):
     @abstractmethod
     def current_stream(self) -> Stream:
         """Return the current stream of the caller."""
+
+
+def addresses(arrays: Sequence[DeviceArray]) -> list[int]:
+    """Return the address of each array on a device: see `address`."""
+    try:
+        return [array.data.ptr for array in arrays]  # a third of the time
+    except (AttributeError, ValueError):  # as there
+        return list(map(address, arrays))
 
 
 def address(array: NDArray[Any] | DeviceArray) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
@@ -25,6 +25,7 @@ from mpistrat.errors import TransportError
 
 _SUCCESS, _NOT_READY = 0, 600  # of cudaError_t
 _EXCLUSIVE_PROCESS = 3  # of cudaComputeMode
+SHARED_BYTES, ALIGNMENT_BYTES = 64 << 10, 512  # of arrays that share an allocation; CuPy aligns its own so
 _RELAXED = 2  # of CUstreamCaptureMode
 _ALREADY = nullcontext()  # that needs no change of the current device
 
@@ -139,6 +140,12 @@ class CudaDevice(Device):
             memory: NDArray[np.uint8] = cupyx.empty_pinned(max(nbytes, 1), np.uint8)
         return memory[:nbytes]
 
+    def new_like(self, arrays: Sequence[DeviceArray]) -> list[DeviceArray]:
+        """Return new arrays; small ones lie in one allocation, which is freed with the last of them."""
+        import cupy
+
+        return in_one_block(arrays, cupy.cuda.alloc, cupy.ndarray)
+
     def prepare(self, kernel: str) -> None:
         with self.activate():
             _kernel(kernel)
@@ -230,6 +237,20 @@ class _CudaStream(Stream):
 
     def launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
         _kernel(kernel)((num_blocks,), (THREADS,), arguments, stream=self.native)
+
+
+def in_one_block(arrays: Sequence[DeviceArray], alloc: Callable[[int], Any], kind: type[Any]) -> list[DeviceArray]:
+    """Return new arrays like others: an allocation takes CuPy longer than a view, and one small array holds little memory."""
+    starts, total = [], 0
+    for array in arrays:
+        nbytes = array.nbytes
+        starts.append(total if nbytes < SHARED_BYTES else -1)
+        total += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES if nbytes < SHARED_BYTES else 0
+    block = alloc(total)
+    return [
+        kind(array.shape, array.dtype, block + start if start >= 0 else alloc(array.nbytes))
+        for start, array in zip(starts, arrays, strict=True)
+    ]
 
 
 class _Memory:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.device.abstract import Device, DeviceArray, Event, address
+from mpistrat.device.abstract import Device, DeviceArray, Event, address, addresses
 from mpistrat.device.kernels import Segment, SegmentTable, computed_in, move_kernel, real_dtype
 from mpistrat.packing.layout import Layout
 from mpistrat.steps import until
@@ -117,6 +117,7 @@ class _Launch:
         # of each segment, its place in the bucket, and its array and the first byte in it
         self._bucket_addresses = [address(place) for _, place in segments]
         self._starts = [(segment.array, segment.start * array_dtype.itemsize) for segment, _ in segments]
+        self._are_whole = self._starts == [(index, 0) for index in range(len(segments))]
         self._table = SegmentTable(counts, source, target)
         self._rows_bytes = self._table.rows.nbytes
         nbytes = self._rows_bytes + self._table.first_tile.nbytes
@@ -132,7 +133,9 @@ class _Launch:
     def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
         """Copy between the arrays and the bucket."""
         stream = self._device.current_stream()
-        array_addresses = [address(arrays[index]) + start_bytes for index, start_bytes in self._starts]
+        array_addresses = addresses(arrays)
+        if not self._are_whole or len(array_addresses) != len(self._starts):
+            array_addresses = [array_addresses[index] + start_bytes for index, start_bytes in self._starts]
         if array_addresses != self._array_addresses:
             table, sent = self._host[0]
             yield from () if sent is None else until(sent.done)

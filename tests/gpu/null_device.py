@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from mpistrat.device import binding
 from mpistrat.device.abstract import Device, DeviceArray, Event, Identity, Stream
+from mpistrat.device.cuda import in_one_block
 
 POOL_BYTES = 1 << 28
 _ALREADY = nullcontext()
@@ -102,9 +103,15 @@ class NullDevice(Device):
         nbytes = np.dtype(dtype).itemsize
         for extent in extents:
             nbytes *= extent
+        return self._array(extents, dtype, self._alloc(nbytes))
+
+    def new_like(self, arrays: Sequence[DeviceArray]) -> list[DeviceArray]:
+        return in_one_block(arrays, self._alloc, self._array)
+
+    def _alloc(self, nbytes: int) -> Any:
         start = 0 if self._at + nbytes > POOL_BYTES else self._at
         self._at = start + -(-nbytes // 512) * 512
-        return self._array(extents, dtype, self._pool + start)
+        return self._pool + start
 
     @property
     def array_module(self) -> ModuleType:
