@@ -1,4 +1,4 @@
-"""nccl: NVIDIA's collectives on a stream, over `cupy.cuda.nccl`.
+"""nccl: NVIDIA's collectives on a stream, over nccl4py or `cupy.cuda.nccl`.
 
 Parts of equal size use NCCL's own reduce-scatter and all-gather; unequal ones a group of reduces or broadcasts, which NCCL
 carries out together, as it does the sends and receives of an exchange. What moves without being combined moves as bytes.
@@ -15,7 +15,6 @@ import math
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
@@ -33,6 +32,7 @@ from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
 from mpistrat.steps import WAITING, Steps
 from mpistrat.text import ranks_by, ranks_text
 from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Watched
+from mpistrat.transports.nccl_bindings import find_binding, version_text
 from mpistrat.transports.nccl_watcher import NcclWatcher
 
 JOIN_SECONDS, ABORT_SECONDS = 120.0, 0.5
@@ -77,7 +77,7 @@ class NcclTransport(DeviceTransport):
 
     def __init__(self, group: Group, device: Device | None = None, library: Any = None) -> None:
         super().__init__(group, device)
-        self._nccl = library or _cupy_nccl()
+        self._nccl = library or find_binding()
         self._stream: Stream
         # recorded again by each operation: what the caller's stream was given before it, and the end of the operation
         self._given: Event | None = None
@@ -94,7 +94,7 @@ class NcclTransport(DeviceTransport):
     def probe(cls, group: Group) -> str:
         """Return why NCCL cannot join these ranks, or an empty text."""
         try:
-            available = bool(_cupy_nccl().available)
+            available = bool(find_binding().available)
         except ImportError as error:
             return f"CuPy cannot be imported ({error})"
         return "" if available else "CuPy finds no libnccl.so.2; pip install '.[cuda12]' in the checkout, or cuda13"
@@ -409,12 +409,12 @@ class NcclTransport(DeviceTransport):
         except RuntimeError as error:  # a TransportError, or CUDA's own
             problem = f"{error}"
         if os.environ.get("NCCL_COMM_BLOCKING") == "0":
-            problem = "NCCL_COMM_BLOCKING=0 is set, which CuPy cannot handle; unset it"
+            problem = "NCCL_COMM_BLOCKING=0 is set: calls would return before the GPU has them; unset it"
         problems, versions = zip(*self.group.comm.allgather((problem, version)), strict=True)
         problem = next(filter(None, problems), "")
         if not problem and len(set(versions)) > 1:
             ranks = ranks_by(zip(self.group.ranks, versions, strict=True))
-            listed = ", ".join(f"{_version(version)} on {ranks_text(members)}" for version, members in ranks.items())
+            listed = ", ".join(f"{version_text(version)} on {ranks_text(members)}" for version, members in ranks.items())
             problem = f"{self.group.name}: NCCL {listed}; install one version on all ranks"
         if problem:
             raise TransportError(problem)
@@ -468,14 +468,7 @@ class NcclTransport(DeviceTransport):
 
 
 _Call = tuple[Any, ...]
-"""The name of a method of CuPy's communicator, and its arguments but for the stream."""
-
-
-def _cupy_nccl() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # `probe` reports a missing NCCL
-        from cupy.cuda import nccl
-    return nccl
+"""The name of a method of the communicator, and its arguments but for the stream."""
 
 
 def _ranges(buffer: DeviceArray, bounds: Sequence[int]) -> list[tuple[int, int]]:
@@ -487,8 +480,3 @@ def _ranges(buffer: DeviceArray, bounds: Sequence[int]) -> list[tuple[int, int]]
 def _are_equal(bounds: Sequence[int], count: int) -> bool:
     sizes = {stop - start for start, stop in pairwise(bounds)}
     return len(sizes) == 1 and bounds[0] == 0 and bounds[-1] == count
-
-
-def _version(number: int) -> str:
-    """Return ``2.28.9`` for NCCL's 22809."""
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

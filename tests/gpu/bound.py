@@ -32,7 +32,7 @@ def stand_in(comm: MPI.Intracomm, has_nccl: bool = True) -> Iterator[StandInDevi
     library = StandInNccl(device, comm)
     library.available = has_nccl
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mpistrat.transports.nccl._cupy_nccl", lambda: library)
+        patch.setattr("mpistrat.transports.nccl.find_binding", lambda: library)
         patch.setattr("mpistrat.transports.nccl.TRIAL_BYTES", (1 << 9, 1 << 10))  # the stand-in sums on the host
         binding.bind(device)
         try:

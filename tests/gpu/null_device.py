@@ -188,7 +188,7 @@ def bound(num_ranks: int) -> Iterator[NullDevice]:
     )
     binding.bind(device)
     try:
-        with patch.multiple(nccl, _cupy_nccl=lambda: library, TRIAL_BYTES=()):
+        with patch.multiple(nccl, find_binding=lambda: library, TRIAL_BYTES=()):
             yield device
     finally:
         binding.bind(None)

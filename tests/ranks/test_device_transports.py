@@ -20,10 +20,12 @@ from mpistrat.transports import cuda_aware
 from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.nccl import NcclTransport
+from mpistrat.transports.nccl_bindings import NAMES
 from mpistrat.transports.ring import BoundRing
 from mpistrat.transports.staged import StagedTransport
 from tests.gpu import deadline, on_host
 from tests.gpu.bound import all_kernels
+from tests.gpu.fake_nccl4py import bound_by
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_nccl import StandInNccl
 from tests.launches import needs_ranks, up_to_ranks
@@ -38,6 +40,12 @@ def device(comm):
     device = StandInDevice(comm.rank)
     yield device
     device.close()
+
+
+@pytest.fixture(params=NAMES)
+def binding(request):
+    """Return the name of each binding of NCCL."""
+    return request.param
 
 
 @pytest.fixture
@@ -73,8 +81,8 @@ class _Available(NcclTransport):
         return ""  # the class asks CuPy, of which this machine may have none
 
 
-def test_nccl_passes_the_kit(group, device, comm):
-    library = StandInNccl(device, comm)
+def test_nccl_passes_the_kit(group, device, comm, binding):
+    library = bound_by(StandInNccl(device, comm), binding)
     assert check_transport(partial(_Available, device=device, library=library), group) > 300
 
 
@@ -89,9 +97,9 @@ def test_what_nccl_cannot_combine_is_refused_and_says_what_can(group, device, co
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
-def test_a_communicator_of_nccl_is_destroyed_once_and_by_its_owner(group, device, comm, is_aborted):
+def test_a_communicator_of_nccl_is_destroyed_once_and_by_its_owner(group, device, comm, binding, is_aborted):
     library = StandInNccl(device, comm)
-    transport = NcclTransport(group, device, library)
+    transport = NcclTransport(group, device, bound_by(library, binding))
     if is_aborted:
         transport.abort("planted")
     transport.close()
@@ -111,14 +119,14 @@ def test_a_communicator_of_nccl_is_destroyed_once_and_by_its_owner(group, device
     ],
     ids=["an error without a word", "no network", "it does not block"],
 )
-def test_an_nccl_that_cannot_join_is_refused_on_all_ranks(group, device, comm, monkeypatch, name, error, message):
+def test_an_nccl_that_cannot_join_is_refused_on_all_ranks(group, device, comm, monkeypatch, binding, name, error, message):
     library = StandInNccl(device, comm)
     if error is None:
         monkeypatch.setenv(name, "0")
     else:
         setattr(library, name, Mock(side_effect=error))
     with pytest.raises(TransportError, match=message):
-        NcclTransport(group, device, library)
+        NcclTransport(group, device, bound_by(library, binding))
 
 
 def test_wrong_first_sums_of_nccl_are_told_to_all(group, device, comm, monkeypatch):
@@ -155,19 +163,19 @@ def test_nccl_has_a_network_where_there_is_an_adapter_or_a_plugin(monkeypatch, t
 
 
 @needs_ranks(2)
-def test_mixed_versions_of_nccl_are_refused_on_all_ranks(group, device, comm):
-    library = StandInNccl(device, comm, version=23203 if comm.rank else 22809)
+def test_mixed_versions_of_nccl_are_refused_on_all_ranks(group, device, comm, binding):
+    library = bound_by(StandInNccl(device, comm, version=23203 if comm.rank else 22809), binding)
     with pytest.raises(TransportError, match=r"world: NCCL 2\.28\.9 on rank 0, 2\.32\.3 on rank"):
         NcclTransport(group, device, library)
 
 
 @needs_ranks(2)
-def test_a_failure_that_nccl_finds_by_itself_aborts_and_is_raised(group, device, comm):
+def test_a_failure_that_nccl_finds_by_itself_aborts_and_is_raised(group, device, comm, binding):
     library = StandInNccl(device, comm)
-    transport = NcclTransport(group, device, library)
+    transport = NcclTransport(group, device, bound_by(library, binding))
     operation = transport.all_reduce(transport.allocate(64).view(np.float32), ReduceOp.SUM)
     library.error = "planted: a peer's GPU fell off the bus"
-    with pytest.raises(TransportError, match="world: NCCL has failed: planted: a peer's GPU fell off the bus"):
+    with pytest.raises(TransportError, match="world: NCCL has failed: .*planted: a peer's GPU fell off the bus"):
         for _ in operation.run():
             pass
     assert library.aborted == 1
@@ -177,9 +185,9 @@ def test_a_failure_that_nccl_finds_by_itself_aborts_and_is_raised(group, device,
 
 
 @needs_ranks(2)
-def test_the_probe_of_a_deadline_sees_nccl_aborted_and_the_gpu_free(group, device, comm):
+def test_the_probe_of_a_deadline_sees_nccl_aborted_and_the_gpu_free(group, device, comm, binding):
     library = StandInNccl(device, comm)
-    found = deadline.check(group, partial(NcclTransport, device=device, library=library), 0.05)
+    found = deadline.check(group, partial(NcclTransport, device=device, library=bound_by(library, binding)), 0.05)
     assert found["seconds_late"] >= 0
     assert library.aborted == 1
 

@@ -1,0 +1,102 @@
+"""Bindings of NCCL: NVIDIA's own, nccl4py, under the names that CuPy's has, or CuPy's.
+
+nccl4py is called by its lower half, `nccl.bindings`: the upper one, `nccl.core`, looks for DLPack in every call.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+NAMES = ("nccl4py", "CuPy")
+_VERBS = {
+    "allReduce": "all_reduce",
+    "reduce": "reduce",
+    "broadcast": "broadcast",
+    "reduceScatter": "reduce_scatter",
+    "allGather": "all_gather",
+    "send": "send",
+    "recv": "recv",
+}
+
+
+@cache
+def find_binding() -> Any:
+    """Return nccl4py's binding, where that is installed and can be used, or else CuPy's; raise ImportError without CuPy."""
+    return cupy_binding() if nccl4py_refusal() else Nccl4py()
+
+
+def cupy_binding() -> Any:
+    """Return CuPy's binding, which has no NCCL if its `available` is False."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a missing NCCL, which `NcclTransport.probe` reports
+        from cupy.cuda import nccl
+    return nccl
+
+
+def nccl4py_refusal() -> str:
+    """Return why nccl4py cannot be used in this process, or an empty text."""
+    cupy = cupy_binding()
+    try:
+        found = Nccl4py().get_version()
+    except Exception as error:  # it may be too old, or find no libnccl
+        return f"{type(error).__name__}: {error}".strip()
+    known = cupy.get_version() if cupy.available else found
+    return "" if known == found else f"it finds NCCL {version_text(found)}, and CuPy {version_text(known)}"
+
+
+def version_text(number: int) -> str:
+    """Return ``2.28.9`` for NCCL's 22809."""
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+class Nccl4py:
+    """What `cupy.cuda.nccl` offers, by nccl4py."""
+
+    name, available = NAMES[0], True
+
+    def __init__(self) -> None:
+        from nccl.bindings import nccl
+
+        self._calls = nccl
+        for kind in (nccl.DataType, nccl.RedOp):
+            for name, member in kind.__members__.items():
+                setattr(self, f"NCCL_{name.upper()}", int(member))
+        self.get_version: Callable[[], int] = nccl.get_version
+        self.groupStart, self.groupEnd = nccl.group_start, nccl.group_end
+
+    def get_unique_id(self) -> bytes:
+        return bytes(self._calls.get_unique_id())
+
+    def NcclCommunicator(self, size: int, identifier: bytes, rank: int) -> _Communicator:  # noqa: N802 - CuPy's name
+        identifier = self._calls.UniqueId.from_buffer(bytearray(identifier))
+        return _Communicator(self._calls, self._calls.comm_init_rank(size, identifier, rank))
+
+
+class _Communicator:
+    """A communicator of NCCL; unlike CuPy's it is never destroyed by the garbage collector."""
+
+    def __init__(self, calls: Any, comm: Any) -> None:
+        self._calls, self._comm = calls, comm
+        for name, theirs in _VERBS.items():
+            setattr(self, name, _with_comm(getattr(calls, theirs), comm))
+
+    def check_async_error(self) -> None:
+        self._calls.check_status(self._calls.comm_get_async_error(self._comm))
+
+    def abort(self) -> None:
+        self._calls.comm_abort(self._comm)
+
+    def destroy(self) -> None:
+        self._calls.comm_destroy(self._comm)
+
+
+def _with_comm(call: Callable[..., None], comm: Any) -> Callable[..., None]:
+    """Return a verb that is called without the communicator, which nccl4py takes before the last argument, the stream."""
+
+    def issue(*arguments: int) -> None:
+        call(*arguments[:-1], comm, arguments[-1])
+
+    return issue
