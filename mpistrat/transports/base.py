@@ -144,6 +144,11 @@ class Transport(ABC):
         """Return why such values cannot be combined, or an empty text; binding a verb to them raises TransportError."""
         return ""
 
+    @property
+    def label(self) -> str:
+        """Its name, and by what it works if there is a choice, the same on all ranks of the group."""
+        return self.name
+
     def release(self) -> int:
         """Announce that this rank has read every result so far; return how often it has done so, for `fence`."""
         return 0

@@ -32,7 +32,7 @@ from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
 from mpistrat.steps import WAITING, Steps
 from mpistrat.text import ranks_by, ranks_text
 from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Watched
-from mpistrat.transports.nccl_bindings import find_binding, version_text
+from mpistrat.transports.nccl_bindings import Nccl4py, find_binding, version_text
 from mpistrat.transports.nccl_watcher import NcclWatcher
 
 JOIN_SECONDS, ABORT_SECONDS = 120.0, 0.5
@@ -89,6 +89,11 @@ class NcclTransport(DeviceTransport):
         self._comm: Any = None
         self._join()
         _undisposed.add(self._comm)
+
+    @property
+    def label(self) -> str:
+        """Return ``nccl by nccl4py``, where that binds NCCL on all ranks."""
+        return f"{self.name} by {Nccl4py.name}" if self._has_nccl4py else self.name
 
     @classmethod
     def probe(cls, group: Group) -> str:
@@ -410,7 +415,9 @@ class NcclTransport(DeviceTransport):
             problem = f"{error}"
         if os.environ.get("NCCL_COMM_BLOCKING") == "0":
             problem = "NCCL_COMM_BLOCKING=0 is set: calls would return before the GPU has them; unset it"
-        problems, versions = zip(*self.group.comm.allgather((problem, version)), strict=True)
+        answer = problem, version, isinstance(self._nccl, Nccl4py)
+        problems, versions, answers = zip(*self.group.comm.allgather(answer), strict=True)
+        self._has_nccl4py = all(answers)
         problem = next(filter(None, problems), "")
         if not problem and len(set(versions)) > 1:
             ranks = ranks_by(zip(self.group.ranks, versions, strict=True))
