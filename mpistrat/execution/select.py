@@ -115,6 +115,8 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
     taken = {each.node: each.label for each in found if not each.is_alone}
     everywhere, lacks = _join_all(hierarchy, device, intra)
     rails, between = _device_rails(hierarchy, device, host.rails, everywhere)
+    if any(isinstance(rail, CudaAwareTransport) for rail in rails.values()):
+        intra.has_windows = False
     if not between and taken and intra.one_shot_bytes is not None:
         between = f"one shot up to {format_bytes(intra.one_shot_bytes)} ({settings.ONE_SHOT_BYTES.name})"
     others = dict.fromkeys(each for each in found if not each.is_alone and each.kind != NcclTransport.name)

@@ -207,6 +207,8 @@ class DeviceTransport(Transport):
     """Whether peers read this rank's memory by themselves, so that copies to it must have completed before a barrier."""
     combines_halves: ClassVar[bool] = False
     """Whether 16-bit floats are combined in their own dtype."""
+    has_windows: bool = False
+    """Whether `allocate` returns memory of NCCL in windows, which MPI may not be able to send."""
     one_shot_bytes: int | None = None
     """The largest buffer that is summed in one shot, the same on all ranks, which may be set; None: it has no such choice."""
 

@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -23,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
+from mpistrat.device.abstract import Allocator, Device, DeviceArray, Event, Stream, address
 from mpistrat.device.kernels import PACKET_BYTES, computed_in, divide_kernel, fold_kernel, fold_name, num_blocks, real_dtype
 from mpistrat.errors import DeadlineExceededError, TransportError
-from mpistrat.groups.agreement import bcast_or_raise
+from mpistrat.groups.agreement import bcast_or_raise, gather_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
 from mpistrat.steps import WAITING, Steps
@@ -78,6 +79,7 @@ class NcclTransport(DeviceTransport):
     def __init__(self, group: Group, device: Device | None = None, library: Any = None) -> None:
         super().__init__(group, device)
         self._nccl = library or find_binding()
+        self._allocator: Allocator | None = self._nccl.allocator if isinstance(self._nccl, Nccl4py) else None
         self._stream: Stream
         # recorded again by each operation: what the caller's stream was given before it, and the end of the operation
         self._given: Event | None = None
@@ -86,6 +88,7 @@ class NcclTransport(DeviceTransport):
         self._connected: set[tuple[str, int]] = set()  # by point-to-point calls
         self._lock = threading.Lock()
         self._watcher: NcclWatcher | None = None
+        self._windows: list[tuple[Any, DeviceArray]] = []  # and their memory
         self._comm: Any = None
         self._join()
         _undisposed.add(self._comm)
@@ -116,6 +119,15 @@ class NcclTransport(DeviceTransport):
         except OSError:
             return f"there is no adapter for RDMA, and no plugin {name}"
         return ""
+
+    def allocate(self, nbytes: int) -> DeviceArray:
+        """Return memory of the device, in a window of NCCL where there are such; then all ranks raise what one lacks."""
+        if not self.has_windows:
+            return super().allocate(nbytes)
+        taken: list[DeviceArray] = []
+        gather_or_raise(self.group, lambda: taken.append(self.device.allocate(nbytes, self._allocator)))
+        self._register(taken[0])
+        return taken[0]
 
     def refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
         """Return what NCCL lacks to combine such values, or an empty text."""
@@ -232,10 +244,18 @@ class NcclTransport(DeviceTransport):
         with self._lock:
             self._abort(reason)
 
+    def close(self) -> None:
+        """Free the memory of windows, which nothing under way uses any more."""
+        if not self._failure:
+            for window, _ in self._windows:
+                self._comm.deregister(window)
+        self._windows.clear()
+
     def dispose(self) -> None:
         """Destroy the communicator, here and now: CuPy would do it when its object is collected, on whichever thread."""
         if self._watcher is not None:
             self._watcher.stop()
+        self.close()
         if not self._failure:
             self._failure = "it was closed"
             self._comm.destroy()
@@ -387,6 +407,9 @@ class NcclTransport(DeviceTransport):
         def join() -> None:
             self._comm = self._nccl.NcclCommunicator(self.group.size, identifier, self.group.rank)
             try:
+                if self._has_nccl4py:
+                    with suppress(Exception):  # an old NCCL has no windows, and one that has may have none here
+                        self._register(values)
                 self._try_verbs(values)
             except Exception:
                 self._comm.abort()  # its kernels would wait for peers for ever
@@ -395,7 +418,7 @@ class NcclTransport(DeviceTransport):
         thread, failures = self._start(join)
         thread.join(JOIN_SECONDS)
         problem = f"not all ranks had joined after {JOIN_SECONDS:g} s" if thread.is_alive() else "".join(failures)
-        problems = self.group.comm.allgather(problem)
+        problems, windows = zip(*self.group.comm.allgather((problem, bool(self._windows))), strict=True)
         failed = [rank for rank, text in zip(self.group.ranks, problems, strict=True) if text]
         if failed:
             if not problem:
@@ -404,18 +427,25 @@ class NcclTransport(DeviceTransport):
             raise TransportError(
                 f"{self.group.name}: NCCL could not join {ranks_text(failed)}: {text}. NCCL_DEBUG=WARN shows more"
             )
+        self.has_windows = all(windows)
+        self.close()
+
+    def _register(self, memory: DeviceArray) -> None:
+        """Register memory of NCCL in a window, if there can be one. A collective call."""
+        if window := self._comm.register(address(memory), memory.nbytes):
+            self._windows.append((window, memory))
 
     def _prepare(self) -> DeviceArray:
         """Make the stream, and return memory for the first calls: what one rank lacks, all must raise before they wait."""
         values, problem, version = None, "", 0
         try:
             self._stream, version = self.device.stream(), int(self._nccl.get_version())
-            values = self.device.allocate(max([8 * self.group.size, *TRIAL_BYTES])).view(np.int64)
+            values = self.device.allocate(max([8 * self.group.size, *TRIAL_BYTES]), self._allocator).view(np.int64)
         except RuntimeError as error:  # a TransportError, or CUDA's own
             problem = f"{error}"
         if os.environ.get("NCCL_COMM_BLOCKING") == "0":
             problem = "NCCL_COMM_BLOCKING=0 is set: calls would return before the GPU has them; unset it"
-        answer = problem, version, isinstance(self._nccl, Nccl4py)
+        answer = problem, version, self._allocator is not None
         problems, versions, answers = zip(*self.group.comm.allgather(answer), strict=True)
         self._has_nccl4py = all(answers)
         problem = next(filter(None, problems), "")

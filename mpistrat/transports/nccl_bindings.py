@@ -1,6 +1,8 @@
 """Bindings of NCCL: NVIDIA's own, nccl4py, under the names that CuPy's has, or CuPy's.
 
-nccl4py is called by its lower half, `nccl.bindings`: the upper one, `nccl.core`, looks for DLPack in every call.
+nccl4py is called by its lower half, `nccl.bindings`: the upper one, `nccl.core`, looks for DLPack in every call. Beyond what
+CuPy's binding has, it registers memory of NCCL in windows, which have the same layout on all ranks: NCCL has faster kernels for
+buffers there, and lets the switches of NVLink add.
 """
 
 from __future__ import annotations
@@ -10,7 +12,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from mpistrat.device.abstract import Allocator
+
 NAMES = ("nccl4py", "CuPy")
+_SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 _VERBS = {
     "allReduce": "all_reduce",
     "reduce": "reduce",
@@ -67,12 +72,20 @@ class Nccl4py:
         self.get_version: Callable[[], int] = nccl.get_version
         self.groupStart, self.groupEnd = nccl.group_start, nccl.group_end
 
+        self.allocator = Allocator(self._allocate, nccl.mem_free)
+
     def get_unique_id(self) -> bytes:
         return bytes(self._calls.get_unique_id())
 
     def NcclCommunicator(self, size: int, identifier: bytes, rank: int) -> _Communicator:  # noqa: N802 - CuPy's name
         identifier = self._calls.UniqueId.from_buffer(bytearray(identifier))
         return _Communicator(self._calls, self._calls.comm_init_rank(size, identifier, rank))
+
+    def _allocate(self, nbytes: int) -> int:
+        try:
+            return int(self._calls.mem_alloc(nbytes))
+        except self._calls.NCCLError as error:
+            raise MemoryError(f"{error}") from None
 
 
 class _Communicator:
@@ -85,6 +98,14 @@ class _Communicator:
 
     def check_async_error(self) -> None:
         self._calls.check_status(self._calls.comm_get_async_error(self._comm))
+
+    def register(self, start: int, nbytes: int) -> Any:
+        """Return a window on memory from the allocator, false where there can be none. A collective call of equal sizes."""
+        return self._calls.comm_window_register(self._comm, start, nbytes, _SYMMETRIC)
+
+    def deregister(self, window: Any) -> None:
+        """End a window, which nothing under way uses any more; it concerns this rank alone."""
+        self._calls.comm_window_deregister(self._comm, window)
 
     def abort(self) -> None:
         self._calls.comm_abort(self._comm)

@@ -12,10 +12,13 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+
 from mpistrat.transports.nccl_bindings import Nccl4py
+from tests.gpu.stand_in import RUBBISH
 from tests.gpu.stand_in_nccl import StandInNccl
 
-ID_BYTES, SUCCESS, FAILED = 128, 0, 3
+ID_BYTES, SUCCESS, FAILED, SYMMETRIC = 128, 0, 3, 1
 
 DataType = IntEnum("DataType", "Int8 Uint8 Int32 Uint32 Int64 Uint64 Float16 Float32 Float64 Bfloat16", start=0)
 RedOp = IntEnum("RedOp", "Sum Prod Max Min", start=0)
@@ -39,6 +42,16 @@ class UniqueId:
         return UniqueId(bytes(buffer))
 
 
+class Window:
+    """A window that a communicator has, unless it has ended; false where it could not be had."""
+
+    def __init__(self, comm: Any, start: int, is_there: bool) -> None:
+        self.comm, self.start, self._is_there = comm, start, is_there
+
+    def __bool__(self) -> bool:
+        return self._is_there
+
+
 class FakeNccl4py(ModuleType):
     """A module to put into `sys.modules`; `library` does the work, and counts it."""
 
@@ -47,6 +60,10 @@ class FakeNccl4py(ModuleType):
     def __init__(self, library: StandInNccl) -> None:
         super().__init__("nccl.bindings.nccl")
         self.library = library
+        self.memory: dict[int, np.ndarray] = {}
+        self.windows: list[Window] = []
+        self.registered = 0  # how often
+        self.most_bytes, self.has_windows, self.problem = 1 << 40, True, ""
         self.group_start, self.group_end, self.get_version = library.groupStart, library.groupEnd, library.get_version
 
     def get_unique_id(self) -> UniqueId:
@@ -71,6 +88,33 @@ class FakeNccl4py(ModuleType):
 
     def comm_destroy(self, comm: Any) -> None:
         comm.destroy()
+
+    def mem_alloc(self, size: int) -> int:
+        if size > self.most_bytes:
+            raise NCCLError("planted: out of memory")
+        self.library.device.keep(memory := np.full(size, RUBBISH, np.uint8))
+        self.memory[memory.ctypes.data] = memory
+        return memory.ctypes.data
+
+    def mem_free(self, ptr: int) -> None:
+        is_used = any(window.start == ptr and not window.comm.is_over for window in self.windows)
+        if is_used:  # nobody sees what a finalizer raises
+            self.library.device.errors.append("memory of a window was freed")
+        del self.memory[ptr]
+
+    def comm_window_register(self, comm: Any, buff: int, size: int, win_flags: int) -> Window:
+        assert win_flags == SYMMETRIC
+        assert self.memory[buff].nbytes == size, "only whole memory from mem_alloc is symmetric"
+        assert len(set(comm.comm.allgather(size))) == 1, "windows have one size on all ranks"
+        if self.problem:
+            raise NCCLError(self.problem)
+        self.registered += 1
+        self.windows += [window := Window(comm, buff, self.has_windows)] if self.has_windows else []
+        return window if self.has_windows else Window(comm, 0, False)
+
+    def comm_window_deregister(self, comm: Any, win: Window) -> None:
+        assert not comm.is_over, "a window of a communicator that has ended"
+        self.windows.remove(win)
 
     def all_reduce(self, sendbuff: int, recvbuff: int, count: int, datatype: int, op: int, comm: Any, stream: int) -> None:
         comm.allReduce(sendbuff, recvbuff, count, self._type(datatype), self._op(op), stream)

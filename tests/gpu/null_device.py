@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.device import binding
-from mpistrat.device.abstract import Device, DeviceArray, Event, Identity, Stream
+from mpistrat.device.abstract import Allocator, Device, DeviceArray, Event, Identity, Stream
 
 POOL_BYTES = 1 << 28
 _ALREADY = nullcontext()
@@ -117,7 +117,7 @@ class NullDevice(Device):
     def activate(self, stream: Stream | None = None) -> AbstractContextManager[None]:
         return _ALREADY
 
-    def allocate(self, nbytes: int) -> DeviceArray:
+    def allocate(self, nbytes: int, allocator: Allocator | None = None) -> DeviceArray:
         return self.empty(max(nbytes, 1), np.uint8)[:nbytes]
 
     def export(self, memory: DeviceArray) -> bytes:

@@ -337,7 +337,7 @@ def test_a_transport_that_one_rank_cannot_make_nobody_takes(comm, monkeypatch, a
     with stand_in(comm) as device:
         allocate, failed = device.allocate, []
 
-        def fail_once(nbytes):
+        def fail_once(nbytes, *_):
             if comm.rank == 1 and not failed:
                 failed.append(nbytes)
                 raise RuntimeError("planted: an error of CUDA's")

@@ -110,6 +110,67 @@ def test_a_communicator_of_nccl_is_destroyed_once_and_by_its_owner(group, device
         next(transport.all_reduce(device.allocate(64).view(np.float32), ReduceOp.SUM).run())
 
 
+@pytest.fixture
+def windows(device, comm):
+    """Give nccl4py's calls, which count windows, and a binding that makes them."""
+    library = bound_by(StandInNccl(device, comm), "nccl4py")
+    return library._calls, library
+
+
+def test_memory_of_nccl4py_lies_in_windows_until_it_is_given_back(group, device, windows):
+    calls, library = windows
+    transport = NcclTransport(group, device, library)
+    assert (transport.has_windows, calls.registered, calls.windows) == (True, 1, []), "the first sums were in a window too"
+    for _ in range(2):
+        buffer = transport.allocate(400).view(np.float32)
+        assert [window.start for window in calls.windows] == [buffer.ctypes.data]
+        device.put(buffer, np.full(100, group.rank, np.float32))
+        drive(transport.all_reduce(buffer, ReduceOp.SUM).run(), lambda: "a sum", 60.0)
+        assert (device.get(buffer) == sum(range(group.size))).all()
+        del buffer
+        assert len(calls.memory) == 1, "memory of a window is kept"
+        transport.close()
+        assert (calls.windows, calls.memory) == ([], {})
+    transport.allocate(400)
+    transport.dispose()
+    assert (calls.windows, calls.memory) == ([], {})
+
+
+@pytest.mark.parametrize("lacks", ["windows", "an error", "on one rank"])
+def test_without_windows_memory_is_that_of_cuda(group, device, windows, lacks):
+    calls, library = windows
+    if lacks == "windows":
+        calls.has_windows = False
+    elif lacks == "an error" or group.rank == 0:
+        calls.problem = "planted: unhandled system error"
+    transport = NcclTransport(group, device, library)
+    assert not transport.has_windows
+    assert not calls.windows
+    transport.allocate(400)
+    assert not calls.memory
+    transport.dispose()
+
+
+def test_a_window_for_which_a_rank_has_no_memory_is_refused_on_all(group, device, windows):
+    calls, library = windows
+    transport = NcclTransport(group, device, library)
+    device.most_bytes = 100 if group.rank == group.size - 1 else device.most_bytes
+    with pytest.raises(TransportError, match=f"rank {group.size - 1}: planted: no 400 bytes"):
+        transport.allocate(400)
+    assert not calls.windows
+    assert transport.allocate(50).nbytes == 50
+    transport.dispose()
+
+
+def test_windows_of_a_communicator_that_was_aborted_are_left_alone(group, device, windows):
+    calls, library = windows
+    transport = NcclTransport(group, device, library)
+    transport.allocate(400)
+    transport.abort("planted")
+    transport.dispose()
+    assert len(calls.windows) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
