@@ -14,7 +14,6 @@ from typing import Any
 
 from mpistrat.device.abstract import Allocator
 
-NAMES = ("nccl4py", "CuPy")
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 _VERBS = {
     "allReduce": "all_reduce",
@@ -30,7 +29,7 @@ _VERBS = {
 @cache
 def find_binding() -> Any:
     """Return nccl4py's binding, where that is installed and can be used, or else CuPy's; raise ImportError without CuPy."""
-    return cupy_binding() if nccl4py_refusal() else Nccl4py()
+    return BINDINGS["CuPy" if nccl4py_refusal() else Nccl4py.name]()
 
 
 def cupy_binding() -> Any:
@@ -60,7 +59,7 @@ def version_text(number: int) -> str:
 class Nccl4py:
     """What `cupy.cuda.nccl` offers, by nccl4py."""
 
-    name, available = NAMES[0], True
+    name, available = "nccl4py", True
 
     def __init__(self) -> None:
         from nccl.bindings import nccl
@@ -121,3 +120,6 @@ def _with_comm(call: Callable[..., None], comm: Any) -> Callable[..., None]:
         call(*arguments[:-1], comm, arguments[-1])
 
     return issue
+
+
+BINDINGS: dict[str, Callable[[], Any]] = {Nccl4py.name: Nccl4py, "CuPy": cupy_binding}

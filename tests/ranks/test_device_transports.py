@@ -20,7 +20,7 @@ from mpistrat.transports import cuda_aware
 from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.nccl import NcclTransport
-from mpistrat.transports.nccl_bindings import NAMES
+from mpistrat.transports.nccl_bindings import BINDINGS
 from mpistrat.transports.ring import BoundRing
 from mpistrat.transports.staged import StagedTransport
 from tests.gpu import deadline, on_host
@@ -42,7 +42,7 @@ def device(comm):
     device.close()
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=BINDINGS)
 def binding(request):
     """Return the name of each binding of NCCL."""
     return request.param

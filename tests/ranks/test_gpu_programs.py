@@ -13,8 +13,10 @@ import mpistrat
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
-from tests.gpu import calls, host_time, interop, null_device, sanitizer, soak, streams, verbs_rank
+from mpistrat.transports import nccl
+from tests.gpu import calls, host_time, interop, nccl4py, null_device, sanitizer, soak, streams, verbs_rank
 from tests.gpu.bound import stand_in
+from tests.gpu.fake_nccl4py import bound_by
 from tests.gpu.stand_in import UNFINISHED
 from tests.launches import on_ranks, up_to_ranks
 
@@ -137,6 +139,21 @@ def test_every_call_takes_arrays_of_cupy_itself(comm, monkeypatch):
     assert found["path"] == "nccl inside nodes"
     late = f"with a deadline, {host_time.BUSY_SECONDS * 1e3:g} ms of work on the GPU"
     assert {late, "reduce_scatter", "context.all_reduce, 161 arrays"} <= found.keys()
+
+
+@on_ranks(2)
+def test_nccl4py_beside_cupy_and_sums_in_its_windows(comm, monkeypatch):
+    monkeypatch.setattr(host_time, "CALLS", 3)
+    monkeypatch.setattr(nccl4py, "COUNTS", (1, 1000))
+    with stand_in(comm) as device:
+        cupy = nccl.find_binding()
+        ours = bound_by(cupy, "nccl4py")
+        monkeypatch.setattr(nccl4py, "BINDINGS", {"nccl4py": lambda: ours, "CuPy": lambda: cupy})
+        found = nccl4py.compare(comm, device)
+        assert (found["window"], found["has_windows"], found["sums"]) == ("registered", 1, 18)
+        ours._calls.has_windows = False
+        found = nccl4py.compare(comm, device)
+        assert (found["window"], found["has_windows"]) == ("none: NCCL has returned a null window", 0)
 
 
 @on_ranks(2)

@@ -19,6 +19,7 @@ def cupy(monkeypatch):
     """Let CuPy find an NCCL, and nccl4py the same."""
     cupy = SimpleNamespace(available=True, get_version=lambda: 23007)
     monkeypatch.setattr(nccl_bindings, "cupy_binding", lambda: cupy)
+    monkeypatch.setitem(nccl_bindings.BINDINGS, "CuPy", lambda: cupy)
     found = modules(Mock(get_version=lambda: 23007))
     for name, module in found.items():
         monkeypatch.setitem(sys.modules, name, module)
