@@ -7,6 +7,7 @@ buffers there, and lets the switches of NVLink add.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -14,6 +15,8 @@ from typing import Any
 
 from mpistrat.device.abstract import Allocator
 
+GRACE_SECONDS = 0.25  # in which peers learn that a communicator is given up
+_FIRST_WITH_REVOKE = 22807
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 _VERBS = {
     "allReduce": "all_reduce",
@@ -107,6 +110,13 @@ class _Communicator:
         self._calls.comm_window_deregister(self._comm, window)
 
     def abort(self) -> None:
+        """End what is under way, which waits for nobody, and free later what NCCL holds: kernels of the peers may still use it.
+
+        What has been enqueued, but not begun, ends when that is freed.
+        """
+        if self._calls.get_version() >= _FIRST_WITH_REVOKE:
+            self._calls.comm_revoke(self._comm, 0)
+            time.sleep(GRACE_SECONDS)
         self._calls.comm_abort(self._comm)
 
     def destroy(self) -> None:

@@ -63,6 +63,7 @@ class FakeNccl4py(ModuleType):
         self.memory: dict[int, np.ndarray] = {}
         self.windows: list[Window] = []
         self.registered = 0  # how often
+        self.ended: list[str] = []
         self.most_bytes, self.has_windows, self.problem = 1 << 40, True, ""
         self.group_start, self.group_end, self.get_version = library.groupStart, library.groupEnd, library.get_version
 
@@ -83,7 +84,13 @@ class FakeNccl4py(ModuleType):
         if status != SUCCESS:
             raise NCCLError(f"InternalError ({status}): {self.library.error}")
 
+    def comm_revoke(self, comm: Any, revoke_flags: int) -> None:
+        assert (revoke_flags, comm.is_over) == (0, False)
+        self.ended.append("revoked")
+        comm.is_over = True
+
     def comm_abort(self, comm: Any) -> None:
+        self.ended.append("aborted")
         comm.abort()
 
     def comm_destroy(self, comm: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial, reduce
 from itertools import repeat
 from unittest.mock import Mock, patch
@@ -169,6 +170,16 @@ def test_windows_of_a_communicator_that_was_aborted_are_left_alone(group, device
     transport.abort("planted")
     transport.dispose()
     assert len(calls.windows) == 1
+
+
+@pytest.mark.parametrize("version", [23007, 22703])
+def test_kernels_end_before_nccl_frees_what_those_of_peers_may_use(group, device, comm, version):
+    library = bound_by(StandInNccl(device, comm, version), "nccl4py")
+    NcclTransport(group, device, library).abort("planted")
+    ends = time.monotonic() + 10.0
+    while not library._calls.library.aborted and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert library._calls.ended == (["revoked", "aborted"] if version == 23007 else ["aborted"])
 
 
 @pytest.mark.parametrize(
