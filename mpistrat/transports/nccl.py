@@ -245,11 +245,11 @@ class NcclTransport(DeviceTransport):
             self._abort(reason)
 
     def close(self) -> None:
-        """Free the memory of windows, which nothing under way uses any more."""
+        """Free the memory of windows, which nothing under way uses; after a failure something may, and nothing is freed."""
         if not self._failure:
             for window, _ in self._windows:
                 self._comm.deregister(window)
-        self._windows.clear()
+            self._windows.clear()
 
     def dispose(self) -> None:
         """Destroy the communicator, here and now: CuPy would do it when its object is collected, on whichever thread."""

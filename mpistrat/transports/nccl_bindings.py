@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from mpistrat.device.abstract import Allocator
+from mpistrat.errors import TransportError
 
 GRACE_SECONDS = 0.25  # in which peers learn that a communicator is given up
 _FIRST_WITH_REVOKE = 22807
@@ -103,7 +104,12 @@ class _Communicator:
 
     def register(self, start: int, nbytes: int) -> Any:
         """Return a window on memory from the allocator, false where there can be none. A collective call of equal sizes."""
-        return self._calls.comm_window_register(self._comm, start, nbytes, _SYMMETRIC)
+        try:
+            return self._calls.comm_window_register(self._comm, start, nbytes, _SYMMETRIC)
+        except self._calls.NCCLError as error:
+            raise TransportError(
+                f"NCCL could not register {nbytes} bytes in a window: {error}; NCCL_WIN_ENABLE=0 leaves out windows"
+            ) from error
 
     def deregister(self, window: Any) -> None:
         """End a window, which nothing under way uses any more; it concerns this rank alone."""

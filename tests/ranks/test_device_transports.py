@@ -158,7 +158,13 @@ def test_a_window_for_which_a_rank_has_no_memory_is_refused_on_all(group, device
     device.most_bytes = 100 if group.rank == group.size - 1 else device.most_bytes
     with pytest.raises(TransportError, match=f"rank {group.size - 1}: planted: no 400 bytes"):
         transport.allocate(400)
+    calls.problem = "planted: no address space"
+    with pytest.raises(
+        TransportError, match="could not register 50 bytes in a window: planted: no address space; NCCL_WIN_ENABLE=0"
+    ):
+        transport.allocate(50)
     assert not calls.windows
+    calls.problem = ""
     assert transport.allocate(50).nbytes == 50
     transport.dispose()
 
