@@ -7,11 +7,11 @@ device-wide synchronisation during a collective would stall its peers, and so wo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +78,13 @@ class Identity:
     pci_bus_id: str  # such as 0000:17:00.0
 
 
+class Allocator(NamedTuple):
+    """Functions of another library that allocate memory of the current device: one raises MemoryError, one frees it."""
+
+    allocate: Callable[[int], int]
+    free: Callable[[int], None]
+
+
 class Device(ABC):
     """The GPU of this rank."""
 
@@ -104,8 +111,8 @@ class Device(ABC):
         """Return a context manager in which this is the current device of the calling thread, and `stream` its stream."""
 
     @abstractmethod
-    def allocate(self, nbytes: int) -> DeviceArray:
-        """Return device memory (uint8) in a separate allocation, which other processes can map.
+    def allocate(self, nbytes: int, allocator: Allocator | None = None) -> DeviceArray:
+        """Return device memory (uint8) in a separate allocation, which other processes can map if no allocator is given.
 
         Raises TransportError if the device is out of memory.
         """

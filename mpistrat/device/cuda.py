@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.device.abstract import Device, DeviceArray, Event, Identity, Stream, address
+from mpistrat.device.abstract import Allocator, Device, DeviceArray, Event, Identity, Stream, address
 from mpistrat.device.kernels import THREADS
 from mpistrat.errors import TransportError
 
@@ -93,14 +93,15 @@ class CudaDevice(Device):
         with cupy.cuda.Device(self.index), _ALREADY if stream is None else stream.native:
             yield
 
-    def allocate(self, nbytes: int) -> DeviceArray:
-        """Return memory from cudaMalloc, not from CuPy's pool: a CUDA IPC handle stands for a whole allocation."""
+    def allocate(self, nbytes: int, allocator: Allocator | None = None) -> DeviceArray:
+        """Return memory from cudaMalloc, or an allocator; not of CuPy's pool: a CUDA IPC handle is of a whole allocation."""
         from cupy.cuda import runtime
 
+        allocator = allocator or Allocator(runtime.malloc, runtime.free)
         with self.activate():
             try:
-                start = runtime.malloc(max(nbytes, 1))
-            except runtime.CUDARuntimeError as error:
+                start = allocator.allocate(max(nbytes, 1))
+            except (runtime.CUDARuntimeError, MemoryError) as error:
                 free, total = runtime.memGetInfo()
                 raise TransportError(
                     f"GPU {self.index} is out of memory: a buffer of {nbytes / 2**20:.3g} MiB for collectives was asked for "
@@ -108,7 +109,7 @@ class CudaDevice(Device):
                     "freed: call cupy.get_default_memory_pool().free_all_blocks(), or limit the pool (set_limit); or set "
                     "bytes_per_pack, which makes the buffers of collectives smaller"
                 ) from None
-            return self._array(_Memory(start, runtime.free, self), nbytes)
+            return self._array(_Memory(start, allocator.free, self), nbytes)
 
     def export(self, memory: DeviceArray) -> bytes:
         from cupy.cuda import runtime

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpistrat import settings
 from mpistrat.device.abstract import Device
@@ -83,8 +83,8 @@ def host_transports(hierarchy: Hierarchy) -> Transports:
     automatic = _INTRA if hierarchy.intra.size > 1 else (MpiTransport.name,)  # a single rank needs no shared memory
     inside, found = _inside_nodes(hierarchy, _kinds(TRANSPORTS, wanted, automatic))
     if inside is None:
-        raise _unusable(*next((f"intra {node}", why) for node, kind, why, _ in found if not kind), _INTRA)
-    if why := found[hierarchy.rank][2]:
+        raise _unusable(*next((f"intra {each.node}", each.why) for each in found if not each.kind), _INTRA)
+    if why := found[hierarchy.rank].why:
         warn_of_mpi(hierarchy.intra, why)
     kinds = _kinds(TRANSPORTS, between, _INTER)
     made, group, why = _first_usable(kinds, hierarchy.rails.values(), hierarchy.world_group)
@@ -110,15 +110,17 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
         raise _cannot_move(settings.INTRA_TRANSPORT, wanted, reasons, ("auto", *table))
     intra, found = _inside_nodes(hierarchy, _kinds(table, wanted, automatic), device)
     if intra is None:
-        reasons = dict.fromkeys(f"{node}: {why}" for node, kind, why, _ in found if not kind)
+        reasons = dict.fromkeys(f"{each.node}: {each.why}" for each in found if not each.kind)
         raise _cannot_move(settings.INTRA_TRANSPORT, wanted, reasons, ("auto", *table))
-    taken = {node: kind for node, kind, _, is_alone in found if not is_alone}
+    taken = {each.node: each.label for each in found if not each.is_alone}
     everywhere, lacks = _join_all(hierarchy, device, intra)
     rails, between = _device_rails(hierarchy, device, host.rails, everywhere)
+    if any(isinstance(rail, CudaAwareTransport) for rail in rails.values()):
+        intra.has_windows = False
     if not between and taken and intra.one_shot_bytes is not None:
         between = f"one shot up to {format_bytes(intra.one_shot_bytes)} ({settings.ONE_SHOT_BYTES.name})"
-    others = dict.fromkeys(each[:3] for each in found if not each[3] and each[1] != NcclTransport.name)
-    why = next((why for *_, why, _ in found if why), "")
+    others = dict.fromkeys(each for each in found if not each.is_alone and each.kind != NcclTransport.name)
+    why = next((each.why for each in found if each.why), "")
     if lacks and lacks not in why:
         between += f"; not by nccl: {lacks}"
     world_by_host, intra_by_host = _staged(world, device, {world: host.world, hierarchy.intra: None})
@@ -131,24 +133,23 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
         intra_by_host=intra_by_host,
         path=_path(taken, between),
         why=why,
-        lacks_nccl="; ".join(f"{node} uses {kind}{f' ({why})' if why else ''}" for node, kind, why in others),
+        lacks_nccl="; ".join(f"{each.node} uses {each.kind}{f' ({each.why})' if each.why else ''}" for each in others),
         has_channels=all(rail.has_channels for rail in rails.values()),
         everywhere=everywhere,
-        combine_halves=all(DEVICE_TRANSPORTS[kind].combines_halves for _, kind, *_ in found),
+        combine_halves=all(DEVICE_TRANSPORTS[each.kind].combines_halves for each in found),
     )
 
 
-def _inside_nodes(
-    hierarchy: Hierarchy, kinds: Sequence[type[Any]], *arguments: Device
-) -> tuple[Any, list[tuple[str, str, str, bool]]]:
-    """Return the transport inside this rank's node, or None on all ranks if a node has none. A collective call.
+def _inside_nodes(hierarchy: Hierarchy, kinds: Sequence[type[Any]], *arguments: Device) -> tuple[Any, list[_Found]]:
+    """Return the transport inside this rank's node, or None on all ranks if a node has none; and what each rank found.
 
-    And of each rank: its node, the transport there, why none of those before it, and whether the rank is alone.
+    A collective call.
     """
     made, _, why = _first_usable(kinds, [hierarchy.intra], hierarchy.intra, *arguments)
-    node, kind = hierarchy.world.nodes[hierarchy.place.node_index].name, made[0].name if made else ""
-    found = hierarchy.world_group.comm.allgather((node, kind, why, hierarchy.intra.size == 1))
-    if made and all(kind for _, kind, *_ in found):
+    node = hierarchy.world.nodes[hierarchy.place.node_index].name
+    kind, label = (made[0].name, made[0].label) if made else ("", "")
+    found = hierarchy.world_group.comm.allgather(_Found(node, kind, label, why, hierarchy.intra.size == 1))
+    if made and all(each.kind for each in found):
         return made[0], found
     for transport in made or ():
         transport.dispose()
@@ -278,7 +279,7 @@ def _device_rails(
         staged = _staged(hierarchy.world_group, device, {hierarchy.rails[shard]: rail for shard, rail in host.items()})
         rails = dict(zip(host, staged, strict=True))
         between = f"staged over {next(iter(host.values())).name} between nodes ({refusal})"
-    return rails, f"{everywhere.name} between nodes" if everywhere else between
+    return rails, f"{everywhere.label} between nodes" if everywhere else between
 
 
 def _cuda_aware(hierarchy: Hierarchy, device: Device) -> tuple[Mapping[int, DeviceTransport], str]:
@@ -362,6 +363,16 @@ def _cannot_move(
     return TransportError(
         f"{setting.name}={wanted} cannot move memory of GPUs here: {'; '.join(reasons)}. Accepted are {', '.join(accepted)}"
     )
+
+
+class _Found(NamedTuple):
+    """What a rank found inside its node."""
+
+    node: str
+    kind: str  # the name of its transport; empty: there is none
+    label: str
+    why: str  # none of those before it
+    is_alone: bool
 
 
 class _NcclOverAdapters(NcclTransport):

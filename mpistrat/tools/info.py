@@ -27,9 +27,11 @@ import json
 import cupy
 found = {"gpus": [cupy.cuda.runtime.getDeviceProperties(i)["name"].decode() for i in range(cupy.cuda.runtime.getDeviceCount())]}
 try:
-    from cupy.cuda import nccl
-    found["nccl"] = nccl.get_version()
-except ImportError as error:
+    from mpistrat.transports.nccl_bindings import find_binding, nccl4py_refusal
+    refusal = nccl4py_refusal()
+    found["nccl binding"] = f"CuPy's (nccl4py: {refusal})" if refusal else "nccl4py"
+    found["nccl"] = find_binding().get_version()
+except (ImportError, AttributeError) as error:
     found["nccl"] = str(error)
 print(json.dumps(found))
 """

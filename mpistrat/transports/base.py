@@ -144,6 +144,11 @@ class Transport(ABC):
         """Return why such values cannot be combined, or an empty text; binding a verb to them raises TransportError."""
         return ""
 
+    @property
+    def label(self) -> str:
+        """Its name, and by what it works if there is a choice, the same on all ranks of the group."""
+        return self.name
+
     def release(self) -> int:
         """Announce that this rank has read every result so far; return how often it has done so, for `fence`."""
         return 0
@@ -202,6 +207,8 @@ class DeviceTransport(Transport):
     """Whether peers read this rank's memory by themselves, so that copies to it must have completed before a barrier."""
     combines_halves: ClassVar[bool] = False
     """Whether 16-bit floats are combined in their own dtype."""
+    has_windows: bool = False
+    """Whether `allocate` returns memory of NCCL in windows, which MPI may not be able to send."""
     one_shot_bytes: int | None = None
     """The largest buffer that is summed in one shot, the same on all ranks, which may be set; None: it has no such choice."""
 

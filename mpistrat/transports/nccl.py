@@ -1,4 +1,4 @@
-"""nccl: NVIDIA's collectives on a stream, over `cupy.cuda.nccl`.
+"""nccl: NVIDIA's collectives on a stream, over nccl4py or `cupy.cuda.nccl`.
 
 Parts of equal size use NCCL's own reduce-scatter and all-gather; unequal ones a group of reduces or broadcasts, which NCCL
 carries out together, as it does the sends and receives of an exchange. What moves without being combined moves as bytes.
@@ -15,8 +15,8 @@ import math
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -24,15 +24,16 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
+from mpistrat.device.abstract import Allocator, Device, DeviceArray, Event, Stream, address
 from mpistrat.device.kernels import PACKET_BYTES, computed_in, divide_kernel, fold_kernel, fold_name, num_blocks, real_dtype
 from mpistrat.errors import DeadlineExceededError, TransportError
-from mpistrat.groups.agreement import bcast_or_raise
+from mpistrat.groups.agreement import bcast_or_raise, gather_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
 from mpistrat.steps import WAITING, Steps
 from mpistrat.text import ranks_by, ranks_text
 from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Watched
+from mpistrat.transports.nccl_bindings import Nccl4py, find_binding, version_text
 from mpistrat.transports.nccl_watcher import NcclWatcher
 
 JOIN_SECONDS, ABORT_SECONDS = 120.0, 0.5
@@ -77,7 +78,8 @@ class NcclTransport(DeviceTransport):
 
     def __init__(self, group: Group, device: Device | None = None, library: Any = None) -> None:
         super().__init__(group, device)
-        self._nccl = library or _cupy_nccl()
+        self._nccl = library or find_binding()
+        self._allocator: Allocator | None = self._nccl.allocator if isinstance(self._nccl, Nccl4py) else None
         self._stream: Stream
         # recorded again by each operation: what the caller's stream was given before it, and the end of the operation
         self._given: Event | None = None
@@ -86,15 +88,21 @@ class NcclTransport(DeviceTransport):
         self._connected: set[tuple[str, int]] = set()  # by point-to-point calls
         self._lock = threading.Lock()
         self._watcher: NcclWatcher | None = None
+        self._windows: list[tuple[Any, DeviceArray]] = []  # and their memory
         self._comm: Any = None
         self._join()
         _undisposed.add(self._comm)
+
+    @property
+    def label(self) -> str:
+        """Return ``nccl by nccl4py``, where that binds NCCL on all ranks."""
+        return f"{self.name} by {Nccl4py.name}" if self._has_nccl4py else self.name
 
     @classmethod
     def probe(cls, group: Group) -> str:
         """Return why NCCL cannot join these ranks, or an empty text."""
         try:
-            available = bool(_cupy_nccl().available)
+            available = bool(find_binding().available)
         except ImportError as error:
             return f"CuPy cannot be imported ({error})"
         return "" if available else "CuPy finds no libnccl.so.2; pip install '.[cuda12]' in the checkout, or cuda13"
@@ -111,6 +119,15 @@ class NcclTransport(DeviceTransport):
         except OSError:
             return f"there is no adapter for RDMA, and no plugin {name}"
         return ""
+
+    def allocate(self, nbytes: int) -> DeviceArray:
+        """Return memory of the device, in a window of NCCL where there are such; then all ranks raise what one lacks."""
+        if not self.has_windows:
+            return super().allocate(nbytes)
+        taken: list[DeviceArray] = []
+        gather_or_raise(self.group, lambda: taken.append(self.device.allocate(nbytes, self._allocator)))
+        self._register(taken[0])
+        return taken[0]
 
     def refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
         """Return what NCCL lacks to combine such values, or an empty text."""
@@ -229,10 +246,18 @@ class NcclTransport(DeviceTransport):
         with self._lock:
             self._abort(reason)
 
+    def close(self) -> None:
+        """Free the memory of windows, which nothing under way uses; after a failure something may, and nothing is freed."""
+        if not self._failure:
+            for window, _ in self._windows:
+                self._comm.deregister(window)
+            self._windows.clear()
+
     def dispose(self) -> None:
         """Destroy the communicator, here and now: CuPy would do it when its object is collected, on whichever thread."""
         if self._watcher is not None:
             self._watcher.stop()
+        self.close()
         if not self._failure:
             self._failure = "it was closed"
             self._comm.destroy()
@@ -391,6 +416,9 @@ class NcclTransport(DeviceTransport):
         def join() -> None:
             self._comm = self._nccl.NcclCommunicator(self.group.size, identifier, self.group.rank)
             try:
+                if self._has_nccl4py:
+                    with suppress(Exception):  # an old NCCL has no windows, and one that has may have none here
+                        self._register(values)
                 self._try_verbs(values)
             except Exception:
                 self._comm.abort()  # its kernels would wait for peers for ever
@@ -399,7 +427,7 @@ class NcclTransport(DeviceTransport):
         thread, failures = self._start(join)
         thread.join(JOIN_SECONDS)
         problem = f"not all ranks had joined after {JOIN_SECONDS:g} s" if thread.is_alive() else "".join(failures)
-        problems = self.group.comm.allgather(problem)
+        problems, windows = zip(*self.group.comm.allgather((problem, bool(self._windows))), strict=True)
         failed = [rank for rank, text in zip(self.group.ranks, problems, strict=True) if text]
         if failed:
             if not problem:
@@ -408,22 +436,31 @@ class NcclTransport(DeviceTransport):
             raise TransportError(
                 f"{self.group.name}: NCCL could not join {ranks_text(failed)}: {text}. NCCL_DEBUG=WARN shows more"
             )
+        self.has_windows = all(windows)
+        self.close()
+
+    def _register(self, memory: DeviceArray) -> None:
+        """Register memory of NCCL in a window, if there can be one. A collective call."""
+        if window := self._comm.register(address(memory), memory.nbytes):
+            self._windows.append((window, memory))
 
     def _prepare(self) -> DeviceArray:
         """Make the stream, and return memory for the first calls: what one rank lacks, all must raise before they wait."""
         values, problem, version = None, "", 0
         try:
             self._stream, version = self.device.stream(), int(self._nccl.get_version())
-            values = self.device.allocate(max([8 * self.group.size, *TRIAL_BYTES])).view(np.int64)
+            values = self.device.allocate(max([8 * self.group.size, *TRIAL_BYTES]), self._allocator).view(np.int64)
         except RuntimeError as error:  # a TransportError, or CUDA's own
             problem = f"{error}"
         if os.environ.get("NCCL_COMM_BLOCKING") == "0":
-            problem = "NCCL_COMM_BLOCKING=0 is set, which CuPy cannot handle; unset it"
-        problems, versions = zip(*self.group.comm.allgather((problem, version)), strict=True)
+            problem = "NCCL_COMM_BLOCKING=0 is set: calls would return before the GPU has them; unset it"
+        answer = problem, version, self._allocator is not None
+        problems, versions, answers = zip(*self.group.comm.allgather(answer), strict=True)
+        self._has_nccl4py = all(answers)
         problem = next(filter(None, problems), "")
         if not problem and len(set(versions)) > 1:
             ranks = ranks_by(zip(self.group.ranks, versions, strict=True))
-            listed = ", ".join(f"{_version(version)} on {ranks_text(members)}" for version, members in ranks.items())
+            listed = ", ".join(f"{version_text(version)} on {ranks_text(members)}" for version, members in ranks.items())
             problem = f"{self.group.name}: NCCL {listed}; install one version on all ranks"
         if problem:
             raise TransportError(problem)
@@ -477,14 +514,7 @@ class NcclTransport(DeviceTransport):
 
 
 _Call = tuple[Any, ...]
-"""The name of a method of CuPy's communicator, and its arguments but for the stream."""
-
-
-def _cupy_nccl() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # `probe` reports a missing NCCL
-        from cupy.cuda import nccl
-    return nccl
+"""The name of a method of the communicator, and its arguments but for the stream."""
 
 
 def _ranges(buffer: DeviceArray, bounds: Sequence[int]) -> list[tuple[int, int]]:
@@ -496,8 +526,3 @@ def _ranges(buffer: DeviceArray, bounds: Sequence[int]) -> list[tuple[int, int]]
 def _are_equal(bounds: Sequence[int], count: int) -> bool:
     sizes = {stop - start for start, stop in pairwise(bounds)}
     return len(sizes) == 1 and bounds[0] == 0 and bounds[-1] == count
-
-
-def _version(number: int) -> str:
-    """Return ``2.28.9`` for NCCL's 22809."""
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

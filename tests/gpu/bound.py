@@ -13,6 +13,7 @@ import pytest
 
 from mpistrat.device import binding
 from tests.gpu import on_host, sanitizer
+from tests.gpu.fake_nccl4py import bound_by
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_arrays import Namespace
 from tests.gpu.stand_in_nccl import StandInNccl
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def stand_in(comm: MPI.Intracomm, has_nccl: bool = True) -> Iterator[StandInDevice]:
-    """Bind a stand-in device, each rank to its own; NCCL may join any ranks. A collective call."""
+def stand_in(comm: MPI.Intracomm, has_nccl: bool = True, nccl_by: str = "CuPy") -> Iterator[StandInDevice]:
+    """Bind a stand-in device, each rank to its own, and an NCCL for any ranks, by CuPy or nccl4py. A collective call."""
     if on_host.missing():
         pytest.skip(on_host.missing())
     device = StandInDevice(comm.rank, index=comm.rank % 2)
@@ -31,8 +32,9 @@ def stand_in(comm: MPI.Intracomm, has_nccl: bool = True) -> Iterator[StandInDevi
     device.namespace = Namespace(device)
     library = StandInNccl(device, comm)
     library.available = has_nccl
+    bound = bound_by(library, nccl_by)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mpistrat.transports.nccl._cupy_nccl", lambda: library)
+        patch.setattr("mpistrat.transports.nccl.find_binding", lambda: bound)
         patch.setattr("mpistrat.transports.nccl.TRIAL_BYTES", (1 << 9, 1 << 10))  # the stand-in sums on the host
         binding.bind(device)
         try:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -144,15 +145,19 @@ def main(what: str) -> Mapping[str, float]:
     from cupy.cuda import nccl
 
     communicator = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
-    figures = overhead(communicator, device, raw_nccl(comm, nccl))
+    with raw_nccl(comm, nccl) as raw:
+        figures = overhead(communicator, device, raw)
     communicator.close()
     return figures
 
 
-def raw_nccl(comm: MPI.Intracomm, nccl: Any) -> Raw:
-    """Return a binding's own call, of a communicator that it has for itself. A collective call."""
+@contextmanager
+def raw_nccl(comm: MPI.Intracomm, nccl: Any) -> Iterator[Raw]:
+    """Give a binding's own call, of a communicator that it has for itself. A collective call."""
     bare = nccl.NcclCommunicator(comm.size, comm.bcast(nccl.get_unique_id() if comm.rank == 0 else None), comm.rank)
-    return lambda source, target, count, stream: bare.allReduce(source, target, count, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
+    kind, op = nccl.NCCL_FLOAT32, nccl.NCCL_SUM
+    yield lambda source, target, count, stream: bare.allReduce(source, target, count, kind, op, stream)
+    bare.destroy()
 
 
 if __name__ == "__main__":

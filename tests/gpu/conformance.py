@@ -9,7 +9,9 @@ one that works between nodes on every rail.
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
+from unittest.mock import patch
 
 from mpistrat.execution.select import TRANSPORTS
 from mpistrat.groups.agreement import bcast_or_raise
@@ -20,10 +22,12 @@ from mpistrat.launch.cuda_awareness import find_verdict
 from mpistrat.settings import INTER_TRANSPORT, INTRA_TRANSPORT
 from mpistrat.testing.transport_suite import check_transport
 from mpistrat.topology.discover import discover
+from mpistrat.transports import nccl
 from mpistrat.transports.base import Transport
 from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.nccl import NcclTransport
+from mpistrat.transports.nccl_bindings import BINDINGS
 from mpistrat.transports.staged import StagedTransport
 from tests.gpu.program import write_report
 
@@ -59,12 +63,18 @@ SUBJECTS: dict[str, Subject] = {
 
 
 def main(transport: str, shape: str, *more: str) -> dict[str, int | str]:
-    """Try a transport on nodes of a shape; with ``host-id-per-rank`` NCCL takes every rank for a host of its own."""
+    """Try a transport on nodes of a shape.
+
+    With ``host-id-per-rank`` NCCL takes every rank for a host of its own, with the name of a binding it is called by that.
+    """
     comm = start()  # MPISTRAT_DEVICE says whether it binds a GPU
-    if more:
+    if "host-id-per-rank" in more:
         os.environ["NCCL_HOSTID"] = f"rank{comm.Get_rank()}"  # NCCL asks for it once, when it is first used
     hierarchy = Hierarchy(comm, discover(comm, shape))
-    found = check(SUBJECTS[transport], hierarchy)
+    with ExitStack() as stack:
+        for name in BINDINGS.keys() & set(more):
+            stack.enter_context(patch.object(nccl, "find_binding", BINDINGS[name]))
+        found = check(SUBJECTS[transport], hierarchy)
     hierarchy.close()
     return found
 

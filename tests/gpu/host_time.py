@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.device.abstract import Device
+from mpistrat.device.abstract import Device, address
 from mpistrat.experimental import CommunicationOptions
 from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp
+from mpistrat.transports.nccl_bindings import cupy_binding
 from tests.gpu import null_device
 from tests.gpu.calls import raw_nccl
 from tests.gpu.program import settle, the_gpu, write_report
@@ -38,7 +39,7 @@ def measure(where: str) -> dict[str, Any]:
             return of_calls(comm, null)
     assert where == "real", "null or real"
     device = the_gpu()
-    return {**of_calls(comm, device, REAL_CALLS), "CuPy's allReduce": _bare(comm, device)}
+    return {**of_calls(comm, device, REAL_CALLS), "CuPy's allReduce": bare_all_reduce(comm, device, cupy_binding())}
 
 
 def of_calls(comm: Any, device: Device, calls: int = CALLS) -> dict[str, Any]:
@@ -138,13 +139,12 @@ def _microseconds(call: Callable[[], object], times: int, device: Device, barrie
     return round(float(np.percentile(spent, 10)) / 1e3, 1)
 
 
-def _bare(comm: Any, device: Device) -> float:
-    """Return the time of CuPy's own call of NCCL."""
-    from cupy.cuda import nccl
-
-    raw, x, stream = raw_nccl(comm, nccl), device.array_module.empty(COUNT, np.float32), device.current_stream().pointer
-    pointer = x.data.ptr
-    return _microseconds(lambda: raw(pointer, pointer, COUNT, stream), REAL_CALLS, device, comm.Barrier)
+def bare_all_reduce(comm: Any, device: Device, nccl: Any) -> float:
+    """Return the time of a binding's own call of NCCL."""
+    x, stream = device.array_module.empty(COUNT, np.float32), device.current_stream().pointer
+    pointer = address(x)
+    with raw_nccl(comm, nccl) as raw:
+        return _microseconds(lambda: raw(pointer, pointer, COUNT, stream), REAL_CALLS, device, comm.Barrier)
 
 
 if __name__ == "__main__":

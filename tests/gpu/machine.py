@@ -13,12 +13,14 @@ import re
 import shutil
 import sys
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 from mpistrat.device.cuda import count_visible
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpiexec import find_mpi
+from mpistrat.transports.nccl_bindings import nccl4py_refusal
 from tests.processes import run_bounded
 
 LOOK_SECONDS = 60.0
@@ -96,6 +98,10 @@ def _ask_cuda(machine: Machine, count: int) -> None:
         machine.versions["NCCL"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     else:
         machine.missing["NCCL"] = "CuPy finds no libnccl.so.2; pip install '.[cuda12]' in the checkout, or cuda13"
+    if why := nccl4py_refusal():
+        machine.missing["nccl4py"] = f"nccl4py cannot be used: {why}"
+    else:
+        machine.versions["nccl4py"] = version("nccl4py")
 
 
 if __name__ == "__main__":

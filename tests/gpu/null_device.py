@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.device import binding
-from mpistrat.device.abstract import Device, DeviceArray, Event, Identity, Stream
+from mpistrat.device.abstract import Allocator, Device, DeviceArray, Event, Identity, Stream
 from mpistrat.device.cuda import in_one_block
 
 POOL_BYTES = 1 << 28
@@ -124,7 +124,7 @@ class NullDevice(Device):
     def activate(self, stream: Stream | None = None) -> AbstractContextManager[None]:
         return _ALREADY
 
-    def allocate(self, nbytes: int) -> DeviceArray:
+    def allocate(self, nbytes: int, allocator: Allocator | None = None) -> DeviceArray:
         return self.empty(max(nbytes, 1), np.uint8)[:nbytes]
 
     def export(self, memory: DeviceArray) -> bytes:
@@ -195,7 +195,7 @@ def bound(num_ranks: int) -> Iterator[NullDevice]:
     )
     binding.bind(device)
     try:
-        with patch.multiple(nccl, _cupy_nccl=lambda: library, TRIAL_BYTES=()):
+        with patch.multiple(nccl, find_binding=lambda: library, TRIAL_BYTES=()):
             yield device
     finally:
         binding.bind(None)

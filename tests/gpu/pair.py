@@ -15,11 +15,11 @@ from tests.gpu.bound import stand_in
 class Pair:
     """The same collectives on a device and in host memory."""
 
-    def __init__(self, comm, world, has_nccl=True):
-        self.comm, self.world, self.has_nccl = comm, world, has_nccl
+    def __init__(self, comm, world, has_nccl=True, nccl_by="CuPy"):
+        self.comm, self.world, self.how = comm, world, (has_nccl, nccl_by)
 
     def __enter__(self):
-        self.bound = stand_in(self.comm, self.has_nccl)
+        self.bound = stand_in(self.comm, *self.how)
         self.device = self.bound.__enter__()
         self.gpu = Communicator(Hierarchy(self.comm, self.world))
         self.host = Communicator(Hierarchy(self.comm, self.world), uses_gpu=False)

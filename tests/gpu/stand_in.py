@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.device.abstract import Device, Event, Identity, Stream
+from mpistrat.device.abstract import Allocator, Device, Event, Identity, Stream
 from mpistrat.errors import TransportError
 from tests.gpu.on_host import HostKernels
 
@@ -188,9 +188,15 @@ class StandInDevice(Device):
         """Return one that no other process has."""
         return Identity("stand-in", f"{os.getpid():032x}", "0000:00:00.0")
 
-    def allocate(self, nbytes: int) -> StandInArray:
+    def allocate(self, nbytes: int, allocator: Allocator | None = None) -> StandInArray:
         if nbytes > self.most_bytes:
             raise TransportError(f"planted: no {nbytes} bytes are left")
+        if allocator is not None:
+            assert self.is_active(), "another library allocates memory of GPU 0"
+            start = allocator.allocate(nbytes)
+            lent = np.frombuffer((ctypes.c_char * nbytes).from_address(start), np.uint8)
+            weakref.finalize(lent, allocator.free, start).atexit = False
+            return lent.view(StandInArray)
         descriptor, path = tempfile.mkstemp(prefix="stand-in-device-", dir="/dev/shm")
         os.ftruncate(descriptor, max(nbytes, 1))
         memory = self._mapped(descriptor, nbytes)

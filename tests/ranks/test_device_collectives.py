@@ -337,7 +337,7 @@ def test_a_transport_that_one_rank_cannot_make_nobody_takes(comm, monkeypatch, a
     with stand_in(comm) as device:
         allocate, failed = device.allocate, []
 
-        def fail_once(nbytes):
+        def fail_once(nbytes, *_):
             if comm.rank == 1 and not failed:
                 failed.append(nbytes)
                 raise RuntimeError("planted: an error of CUDA's")
@@ -346,7 +346,7 @@ def test_a_transport_that_one_rank_cannot_make_nobody_takes(comm, monkeypatch, a
         if act == "allocate":
             monkeypatch.setattr(device, "allocate", fail_once)
         elif comm.rank == 1:
-            monkeypatch.setattr("mpistrat.transports.nccl._cupy_nccl", partial(fail_once, 0))
+            monkeypatch.setattr("mpistrat.transports.nccl.find_binding", partial(fail_once, 0))
         communicator = Communicator(Hierarchy(comm, world))
         assert re.match(
             r"cuda_ipc inside nodes, one shot up to .* \(nccl: (RuntimeError: )?planted: an error of CUDA's", communicator.path

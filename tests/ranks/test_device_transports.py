@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial, reduce
 from itertools import repeat
 from unittest.mock import Mock, patch
@@ -20,10 +21,12 @@ from mpistrat.transports import cuda_aware
 from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.nccl import NcclTransport
+from mpistrat.transports.nccl_bindings import BINDINGS
 from mpistrat.transports.ring import BoundRing
 from mpistrat.transports.staged import StagedTransport
 from tests.gpu import deadline, on_host
 from tests.gpu.bound import all_kernels
+from tests.gpu.fake_nccl4py import bound_by
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_nccl import StandInNccl
 from tests.launches import needs_ranks, up_to_ranks
@@ -38,6 +41,12 @@ def device(comm):
     device = StandInDevice(comm.rank)
     yield device
     device.close()
+
+
+@pytest.fixture(params=BINDINGS)
+def binding(request):
+    """Return the name of each binding of NCCL."""
+    return request.param
 
 
 @pytest.fixture
@@ -73,8 +82,8 @@ class _Available(NcclTransport):
         return ""  # the class asks CuPy, of which this machine may have none
 
 
-def test_nccl_passes_the_kit(group, device, comm):
-    library = StandInNccl(device, comm)
+def test_nccl_passes_the_kit(group, device, comm, binding):
+    library = bound_by(StandInNccl(device, comm), binding)
     assert check_transport(partial(_Available, device=device, library=library), group) > 300
 
 
@@ -89,9 +98,9 @@ def test_what_nccl_cannot_combine_is_refused_and_says_what_can(group, device, co
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
-def test_a_communicator_of_nccl_is_destroyed_once_and_by_its_owner(group, device, comm, is_aborted):
+def test_a_communicator_of_nccl_is_destroyed_once_and_by_its_owner(group, device, comm, binding, is_aborted):
     library = StandInNccl(device, comm)
-    transport = NcclTransport(group, device, library)
+    transport = NcclTransport(group, device, bound_by(library, binding))
     if is_aborted:
         transport.abort("planted")
     transport.close()
@@ -100,6 +109,83 @@ def test_a_communicator_of_nccl_is_destroyed_once_and_by_its_owner(group, device
     assert (library.destroyed, library.aborted) == ((0, 1) if is_aborted else (1, 0))
     with pytest.raises(TransportError, match="NCCL has failed: (planted|it was closed)"):
         next(transport.all_reduce(device.allocate(64).view(np.float32), ReduceOp.SUM).run())
+
+
+@pytest.fixture
+def windows(device, comm):
+    """Give nccl4py's calls, which count windows, and a binding that makes them."""
+    library = bound_by(StandInNccl(device, comm), "nccl4py")
+    return library._calls, library
+
+
+def test_memory_of_nccl4py_lies_in_windows_until_it_is_given_back(group, device, windows):
+    calls, library = windows
+    transport = NcclTransport(group, device, library)
+    assert (transport.has_windows, calls.registered, calls.windows) == (True, 1, []), "the first sums were in a window too"
+    for _ in range(2):
+        buffer = transport.allocate(400).view(np.float32)
+        assert [window.start for window in calls.windows] == [buffer.ctypes.data]
+        device.put(buffer, np.full(100, group.rank, np.float32))
+        drive(transport.all_reduce(buffer, ReduceOp.SUM).run(), lambda: "a sum", 60.0)
+        assert (device.get(buffer) == sum(range(group.size))).all()
+        del buffer
+        assert len(calls.memory) == 1, "memory of a window is kept"
+        transport.close()
+        assert (calls.windows, calls.memory) == ([], {})
+    transport.allocate(400)
+    transport.dispose()
+    assert (calls.windows, calls.memory) == ([], {})
+
+
+@pytest.mark.parametrize("lacks", ["windows", "an error", "on one rank"])
+def test_without_windows_memory_is_that_of_cuda(group, device, windows, lacks):
+    calls, library = windows
+    if lacks == "windows":
+        calls.has_windows = False
+    elif lacks == "an error" or group.rank == 0:
+        calls.problem = "planted: unhandled system error"
+    transport = NcclTransport(group, device, library)
+    assert not transport.has_windows
+    assert not calls.windows
+    transport.allocate(400)
+    assert not calls.memory
+    transport.dispose()
+
+
+def test_a_window_for_which_a_rank_has_no_memory_is_refused_on_all(group, device, windows):
+    calls, library = windows
+    transport = NcclTransport(group, device, library)
+    device.most_bytes = 100 if group.rank == group.size - 1 else device.most_bytes
+    with pytest.raises(TransportError, match=f"rank {group.size - 1}: planted: no 400 bytes"):
+        transport.allocate(400)
+    calls.problem = "planted: no address space"
+    with pytest.raises(
+        TransportError, match="could not register 50 bytes in a window: planted: no address space; NCCL_WIN_ENABLE=0"
+    ):
+        transport.allocate(50)
+    assert not calls.windows
+    calls.problem = ""
+    assert transport.allocate(50).nbytes == 50
+    transport.dispose()
+
+
+def test_windows_of_a_communicator_that_was_aborted_are_left_alone(group, device, windows):
+    calls, library = windows
+    transport = NcclTransport(group, device, library)
+    transport.allocate(400)
+    transport.abort("planted")
+    transport.dispose()
+    assert len(calls.windows) == 1
+
+
+@pytest.mark.parametrize("version", [23007, 22703])
+def test_kernels_end_before_nccl_frees_what_those_of_peers_may_use(group, device, comm, version):
+    library = bound_by(StandInNccl(device, comm, version), "nccl4py")
+    NcclTransport(group, device, library).abort("planted")
+    ends = time.monotonic() + 10.0
+    while not library._calls.library.aborted and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert library._calls.ended == (["revoked", "aborted"] if version == 23007 else ["aborted"])
 
 
 @pytest.mark.parametrize(
@@ -111,14 +197,14 @@ def test_a_communicator_of_nccl_is_destroyed_once_and_by_its_owner(group, device
     ],
     ids=["an error without a word", "no network", "it does not block"],
 )
-def test_an_nccl_that_cannot_join_is_refused_on_all_ranks(group, device, comm, monkeypatch, name, error, message):
+def test_an_nccl_that_cannot_join_is_refused_on_all_ranks(group, device, comm, monkeypatch, binding, name, error, message):
     library = StandInNccl(device, comm)
     if error is None:
         monkeypatch.setenv(name, "0")
     else:
         setattr(library, name, Mock(side_effect=error))
     with pytest.raises(TransportError, match=message):
-        NcclTransport(group, device, library)
+        NcclTransport(group, device, bound_by(library, binding))
 
 
 def test_wrong_first_sums_of_nccl_are_told_to_all(group, device, comm, monkeypatch):
@@ -155,19 +241,19 @@ def test_nccl_has_a_network_where_there_is_an_adapter_or_a_plugin(monkeypatch, t
 
 
 @needs_ranks(2)
-def test_mixed_versions_of_nccl_are_refused_on_all_ranks(group, device, comm):
-    library = StandInNccl(device, comm, version=23203 if comm.rank else 22809)
+def test_mixed_versions_of_nccl_are_refused_on_all_ranks(group, device, comm, binding):
+    library = bound_by(StandInNccl(device, comm, version=23203 if comm.rank else 22809), binding)
     with pytest.raises(TransportError, match=r"world: NCCL 2\.28\.9 on rank 0, 2\.32\.3 on rank"):
         NcclTransport(group, device, library)
 
 
 @needs_ranks(2)
-def test_a_failure_that_nccl_finds_by_itself_aborts_and_is_raised(group, device, comm):
+def test_a_failure_that_nccl_finds_by_itself_aborts_and_is_raised(group, device, comm, binding):
     library = StandInNccl(device, comm)
-    transport = NcclTransport(group, device, library)
+    transport = NcclTransport(group, device, bound_by(library, binding))
     operation = transport.all_reduce(transport.allocate(64).view(np.float32), ReduceOp.SUM)
     library.error = "planted: a peer's GPU fell off the bus"
-    with pytest.raises(TransportError, match="world: NCCL has failed: planted: a peer's GPU fell off the bus"):
+    with pytest.raises(TransportError, match="world: NCCL has failed: .*planted: a peer's GPU fell off the bus"):
         for _ in operation.run():
             pass
     assert library.aborted == 1
@@ -177,9 +263,9 @@ def test_a_failure_that_nccl_finds_by_itself_aborts_and_is_raised(group, device,
 
 
 @needs_ranks(2)
-def test_the_probe_of_a_deadline_sees_nccl_aborted_and_the_gpu_free(group, device, comm):
+def test_the_probe_of_a_deadline_sees_nccl_aborted_and_the_gpu_free(group, device, comm, binding):
     library = StandInNccl(device, comm)
-    found = deadline.check(group, partial(NcclTransport, device=device, library=library), 0.05)
+    found = deadline.check(group, partial(NcclTransport, device=device, library=bound_by(library, binding)), 0.05)
     assert found["seconds_late"] >= 0
     assert library.aborted == 1
 

@@ -15,11 +15,13 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
+from mpistrat.transports import nccl
 from tests.gpu import (
     calls,
     graphs,
     host_time,
     interop,
+    nccl4py,
     null_device,
     pool_reuse,
     sanitizer,
@@ -29,6 +31,7 @@ from tests.gpu import (
     verbs_rank,
 )
 from tests.gpu.bound import stand_in
+from tests.gpu.fake_nccl4py import bound_by
 from tests.gpu.stand_in import UNFINISHED
 from tests.launches import on_ranks, up_to_ranks
 from tests.other_arrays import installed
@@ -66,8 +69,8 @@ def test_every_verb_on_device_arrays(comm, monkeypatch):
 def test_calls_are_compared_with_those_of_a_binding(comm):
     with stand_in(comm) as device:
         communicator = Communicator(Hierarchy(comm, World.from_shape("1x2")))
-        raw = calls.raw_nccl(comm, communicator._gpu.executor.intra._nccl)
-        figures = calls.overhead(communicator, device, raw, {"4KiB": 4096}, rounds=2)
+        with calls.raw_nccl(comm, communicator._gpu.executor.intra._nccl) as raw:
+            figures = calls.overhead(communicator, device, raw, {"4KiB": 4096}, rounds=2)
         assert figures.keys() == {*(f"{way}_us_4KiB" for way in ("nccl", "call", "out")), "ratio_4KiB", "ratio_out_4KiB"}
         assert min(figures.values()) > 0
         with pytest.raises(AssertionError, match="nccl of 1024 elements of float32"):
@@ -196,6 +199,21 @@ def test_every_call_takes_arrays_of_cupy_itself(comm, monkeypatch):
     assert found["path"] == "nccl inside nodes"
     late = f"with a deadline, {host_time.BUSY_SECONDS * 1e3:g} ms of work on the GPU"
     assert {late, "reduce_scatter", "context.all_reduce, 161 arrays"} <= found.keys()
+
+
+@on_ranks(2)
+def test_nccl4py_beside_cupy_and_sums_in_its_windows(comm, monkeypatch):
+    monkeypatch.setattr(host_time, "REAL_CALLS", 3)
+    monkeypatch.setattr(nccl4py, "COUNTS", (1, 1000))
+    with stand_in(comm) as device:
+        cupy = nccl.find_binding()
+        ours = bound_by(cupy, "nccl4py")
+        monkeypatch.setattr(nccl4py, "BINDINGS", {"nccl4py": lambda: ours, "CuPy": lambda: cupy})
+        found = nccl4py.compare(comm, device)
+        assert (found["window"], found["has_windows"], found["sums"]) == ("registered", 1, 18)
+        ours._calls.has_windows = False
+        found = nccl4py.compare(comm, device)
+        assert (found["window"], found["has_windows"]) == ("none: NCCL has returned a null window", 0)
 
 
 @on_ranks(2)

@@ -149,7 +149,7 @@ def test_ranks_of_which_one_cannot_join_raise_together(comm, nodes, monkeypatch,
     with stand_in(comm):
         from mpistrat.transports import nccl
 
-        library = nccl._cupy_nccl()
+        library = nccl.find_binding()
         join = library.NcclCommunicator
 
         def fail(size, identifier, rank):

@@ -41,7 +41,7 @@ def test_without_a_gpu_those_of_host_memory_run(name):
 def test_without_a_gpu_all_others_say_why_they_are_left_out():
     refusals = [probe.refusal(Machine(missing={"GPU": "no GPU"})) for probe in PROBES]
     # whoever adds a probe counts here: one that is lost is not missed by itself
-    assert (refusals.count("no GPU"), refusals.count("")) == (64, len(ON_HOST))
+    assert (refusals.count("no GPU"), refusals.count("")) == (68, len(ON_HOST))
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,11 @@ def test_without_a_gpu_all_others_say_why_they_are_left_out():
         (H200, "nccl 1x4", "4 ranks with a GPU each need 4 GPUs; there is 1"),
         (OLD_NCCL, "nccl with several ranks on a GPU 1x2", "NCCL 2.28.9 lets no two ranks share a GPU; 2.30 does"),
         (replace(H200, missing={"NCCL": "no libnccl"}), "nccl 1x1", "no libnccl"),
+        (replace(H200, missing={"nccl4py": "not installed"}), "nccl by nccl4py 1x2", "not installed"),
         (replace(H200, missing={"MPI": "no MPI"}), "mpi 1x2", "no MPI"),
         (replace(H200, missing={"compute-sanitizer": "no toolkit"}), "sanitizer", "no toolkit"),
     ],
-    ids=["one GPU", "an old NCCL", "no NCCL", "no MPI", "no sanitizer"],
+    ids=["one GPU", "an old NCCL", "no NCCL", "no nccl4py", "no MPI", "no sanitizer"],
 )
 def test_a_machine_that_lacks_something_runs_the_rest(machine, name, reason):
     refusals = {probe.name: probe.refusal(machine) for probe in PROBES}

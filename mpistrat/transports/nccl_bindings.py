@@ -1,0 +1,141 @@
+"""Bindings of NCCL: NVIDIA's own, nccl4py, under the names that CuPy's has, or CuPy's.
+
+nccl4py is called by its lower half, `nccl.bindings`: the upper one, `nccl.core`, looks for DLPack in every call. Beyond what
+CuPy's binding has, it registers memory of NCCL in windows, which have the same layout on all ranks: NCCL has faster kernels for
+buffers there, and lets the switches of NVLink add.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from mpistrat.device.abstract import Allocator
+from mpistrat.errors import TransportError
+
+GRACE_SECONDS = 0.25  # in which peers learn that a communicator is given up
+_FIRST_WITH_REVOKE = 22807
+_SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
+_VERBS = {
+    "allReduce": "all_reduce",
+    "reduce": "reduce",
+    "broadcast": "broadcast",
+    "reduceScatter": "reduce_scatter",
+    "allGather": "all_gather",
+    "send": "send",
+    "recv": "recv",
+}
+
+
+@cache
+def find_binding() -> Any:
+    """Return nccl4py's binding, where that is installed and can be used, or else CuPy's; raise ImportError without CuPy."""
+    return BINDINGS["CuPy" if nccl4py_refusal() else Nccl4py.name]()
+
+
+def cupy_binding() -> Any:
+    """Return CuPy's binding, which has no NCCL if its `available` is False."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a missing NCCL, which `NcclTransport.probe` reports
+        from cupy.cuda import nccl
+    return nccl
+
+
+def nccl4py_refusal() -> str:
+    """Return why nccl4py cannot be used in this process, or an empty text."""
+    cupy = cupy_binding()
+    try:
+        found = Nccl4py().get_version()
+    except Exception as error:  # it may be too old, or find no libnccl
+        return f"{type(error).__name__}: {error}".strip()
+    known = cupy.get_version() if cupy.available else found
+    return "" if known == found else f"it finds NCCL {version_text(found)}, and CuPy {version_text(known)}"
+
+
+def version_text(number: int) -> str:
+    """Return ``2.28.9`` for NCCL's 22809."""
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+class Nccl4py:
+    """What `cupy.cuda.nccl` offers, by nccl4py."""
+
+    name, available = "nccl4py", True
+
+    def __init__(self) -> None:
+        from nccl.bindings import nccl
+
+        self._calls = nccl
+        for kind in (nccl.DataType, nccl.RedOp):
+            for name, member in kind.__members__.items():
+                setattr(self, f"NCCL_{name.upper()}", int(member))
+        self.get_version: Callable[[], int] = nccl.get_version
+        self.groupStart, self.groupEnd = nccl.group_start, nccl.group_end
+
+        self.allocator = Allocator(self._allocate, nccl.mem_free)
+
+    def get_unique_id(self) -> bytes:
+        return bytes(self._calls.get_unique_id())
+
+    def NcclCommunicator(self, size: int, identifier: bytes, rank: int) -> _Communicator:  # noqa: N802 - CuPy's name
+        identifier = self._calls.UniqueId.from_buffer(bytearray(identifier))
+        return _Communicator(self._calls, self._calls.comm_init_rank(size, identifier, rank))
+
+    def _allocate(self, nbytes: int) -> int:
+        try:
+            return int(self._calls.mem_alloc(nbytes))
+        except self._calls.NCCLError as error:
+            raise MemoryError(f"{error}") from None
+
+
+class _Communicator:
+    """A communicator of NCCL; unlike CuPy's it is never destroyed by the garbage collector."""
+
+    def __init__(self, calls: Any, comm: Any) -> None:
+        self._calls, self._comm = calls, comm
+        for name, theirs in _VERBS.items():
+            setattr(self, name, _with_comm(getattr(calls, theirs), comm))
+
+    def check_async_error(self) -> None:
+        self._calls.check_status(self._calls.comm_get_async_error(self._comm))
+
+    def register(self, start: int, nbytes: int) -> Any:
+        """Return a window on memory from the allocator, false where there can be none. A collective call of equal sizes."""
+        try:
+            return self._calls.comm_window_register(self._comm, start, nbytes, _SYMMETRIC)
+        except self._calls.NCCLError as error:
+            raise TransportError(
+                f"NCCL could not register {nbytes} bytes in a window: {error}; NCCL_WIN_ENABLE=0 leaves out windows"
+            ) from error
+
+    def deregister(self, window: Any) -> None:
+        """End a window, which nothing under way uses any more; it concerns this rank alone."""
+        self._calls.comm_window_deregister(self._comm, window)
+
+    def abort(self) -> None:
+        """End what is under way, which waits for nobody, and free later what NCCL holds: kernels of the peers may still use it.
+
+        What has been enqueued, but not begun, ends when that is freed.
+        """
+        if self._calls.get_version() >= _FIRST_WITH_REVOKE:
+            self._calls.comm_revoke(self._comm, 0)
+            time.sleep(GRACE_SECONDS)
+        self._calls.comm_abort(self._comm)
+
+    def destroy(self) -> None:
+        self._calls.comm_destroy(self._comm)
+
+
+def _with_comm(call: Callable[..., None], comm: Any) -> Callable[..., None]:
+    """Return a verb that is called without the communicator, which nccl4py takes before the last argument, the stream."""
+
+    def issue(*arguments: int) -> None:
+        call(*arguments[:-1], comm, arguments[-1])
+
+    return issue
+
+
+BINDINGS: dict[str, Callable[[], Any]] = {Nccl4py.name: Nccl4py, "CuPy": cupy_binding}

@@ -1,0 +1,35 @@
+"""Collectives on GPUs that nccl4py binds to NCCL."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.reduction import ReduceOp
+from mpistrat.topology.world import World
+from tests.gpu.pair import Pair, values
+
+SUM = ReduceOp.SUM
+
+
+@pytest.fixture
+def pair(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "nccl")
+    with Pair(comm, World.from_shape("1x2" if comm.size == 2 else "2x2"), nccl_by="nccl4py") as pair:
+        yield pair
+
+
+@pytest.mark.ranks(nodes=["1x2", "2x2"])
+def test_collectives_give_what_they_give_on_the_host_and_say_by_what(pair):
+    between = "" if pair.size == 2 else ", nccl by nccl4py between nodes"
+    assert pair.gpu.path == f"nccl by nccl4py inside nodes{between}"
+    many = [values(1000, np.float32, pair.rank), values((3, 5), np.int64, pair.rank), values(7, np.float16, pair.rank)]
+    for options in (CommunicationOptions(), CommunicationOptions(deterministic=True)):
+        for arrays in (many, many[:1], many[:1]):
+            pair.compare(SUM, arrays, options)
+    whole = values(6 * pair.size, np.float32, pair.rank)
+    for verb in ("reduce_scatter", "all_gather", "broadcast"):
+        arguments = (SUM,) if verb == "reduce_scatter" else ()
+        found = getattr(pair.gpu, verb)(*arguments, pair.up(whole))
+        np.testing.assert_array_equal(pair.download(found), getattr(pair.host, verb)(*arguments, whole))
