@@ -16,7 +16,7 @@ from mpistrat.launch.environment import detect
 from mpistrat.pytest.rank_session import shape_of
 
 NUM_RANKS = (1, 2, 3, 4, 8)
-MOST_RANKS = 4  # of a test that says nothing else: more are processes that share two cores
+MOST_RANKS = 3  # of a test that says nothing else: more are processes that share two cores
 
 
 def needs_ranks(minimum: int) -> pytest.MarkDecorator:
@@ -40,8 +40,8 @@ def is_one_rank(config: pytest.Config) -> bool:
     return bool(config.getoption("--with-mpi") or config.getoption("--only-mpi") or (view and view.rank is not None))
 
 
-def numbers_of_ranks(config: pytest.Config, test: pytest.Item) -> list[int]:
-    """Return the numbers of ranks that a test is to run on; if there are none, one that it would accept."""
+def numbers_of_ranks(config: pytest.Config, test: pytest.Item, most: int = MOST_RANKS) -> list[int]:
+    """Return the numbers of ranks that a test is to run on, by default up to `most`; if there are none, one that it accepts."""
     marks = [mark.kwargs for mark in test.iter_markers("mpi")]
     unknown = set().union(*marks) - {"min_size", "max_size", "sizes"}
     if unknown:
@@ -49,8 +49,9 @@ def numbers_of_ranks(config: pytest.Config, test: pytest.Item) -> list[int]:
     minima, maxima, sizes = ([mark[key] for mark in marks if key in mark] for key in ("min_size", "max_size", "sizes"))
     asked = _asked(config)
     candidates = sorted({*NUM_RANKS, *asked, *(number for each in sizes for number in each)})
-    most = min(maxima, default=candidates[-1] if sizes else MOST_RANKS)
-    accepted = [n for n in candidates if max(minima, default=1) <= n <= most and all(n in each for each in sizes)]
+    least = max(minima, default=1)
+    most = min(maxima, default=candidates[-1] if sizes else max(most, least))
+    accepted = [n for n in candidates if least <= n <= most and all(n in each for each in sizes)]
     return [number for number in accepted if number in asked] or accepted[:1]
 
 

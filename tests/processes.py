@@ -80,13 +80,13 @@ def kill_session(leader: int) -> None:
         remove_rendezvous_files(pid, os.environ)
 
 
-def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait until a condition holds, and return whether it does before the time is up."""
+def until(condition: Callable[[], bool], seconds: float, pause: float = 0.01) -> bool:
+    """Wait until a condition holds, looked at again after each pause, and return whether it does before the time is up."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.01)
+        time.sleep(pause)
     return True
 
 

@@ -108,7 +108,7 @@ def test_an_unknown_lane_cannot_be_required(session):
 
 def test_marks_say_on_which_numbers_of_ranks_a_test_runs(pytestconfig):
     for marks, numbers in (
-        ([], [1, 2, 3, 4]),
+        ([], [1, 2, 3]),
         ([needs_ranks(2), up_to_ranks(3)], [2, 3]),
         ([up_to_ranks(8)], [1, 2, 3, 4, 8]),
         ([on_ranks(2, 8)], [2, 8]),

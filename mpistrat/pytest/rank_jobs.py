@@ -23,7 +23,7 @@ import pytest
 
 from mpistrat.launch import abort
 from mpistrat.logger import StderrHandler, logger
-from mpistrat.pytest.rank_session import RankSession, shape_of
+from mpistrat.pytest.rank_session import RankSession, pause, shape_of
 
 START_SECONDS = 300.0  # until the ranks have collected the tests
 TERMINATE_SECONDS = 10.0
@@ -177,7 +177,7 @@ class RankJob:
 
     def _next(self, seconds: float, what: str) -> object:
         """Return the next document that rank 0 sends; after these seconds, end the job and say what it has not done."""
-        deadline = time.monotonic() + seconds
+        began = time.monotonic()
         while True:
             has_ended = self._process.poll() is not None  # before the last look
             self._line += self._reports.readline()
@@ -187,10 +187,10 @@ class RankJob:
             if has_ended:
                 reason = self._ended_because or f"ended with {self._process.returncode}"
                 raise JobError(f"the job of {self.num_ranks} ranks {reason}\n{self._output_text()}")
-            if time.monotonic() > deadline:
+            if time.monotonic() > began + seconds:
                 self._ended_because = f"{what} after {seconds:g} s"
                 self._stop()
-            time.sleep(_POLL_SECONDS)
+            pause(began, _POLL_SECONDS)
 
     def _output_text(self) -> str:
         """Return what the job has printed during the present test; nothing if that goes to the terminal."""
@@ -265,14 +265,14 @@ def _send(reports: TextIO, document: object) -> None:
 
 def _next_test(asked: TextIO, asker: int) -> tuple[str, str | None] | None:
     """Wait for the next test, and return it and the one that follows; None at the end, or if the asker is gone."""
-    line = ""
+    line = asked.readline()
     while not line.endswith("\n"):
-        line += asked.readline()
+        time.sleep(_POLL_SECONDS / 2)
         try:
             os.kill(asker, 0)
         except ProcessLookupError:
             return None
-        time.sleep(_POLL_SECONDS / 2)
+        line += asked.readline()
     found: tuple[str, str | None] | None = json.loads(line)
     return found
 

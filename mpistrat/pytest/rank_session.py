@@ -7,7 +7,6 @@ a moment, prints its message, and ends the job.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -34,7 +33,7 @@ HAS_FAILED = pytest.StashKey[bool]()
 
 # How long a rank that has failed waits for the others: longer than watchers need to find that those can never leave the test.
 STUCK_SECONDS = 10.0
-_PAUSE_SECONDS = 0.0002
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0002, 0.02
 _DIGEST_BYTES = 16
 
 
@@ -174,10 +173,9 @@ class RankSession:
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
         """Wait until all ranks have printed their results: the first one that exits after a failure ends the job."""
-        everybody = self._comm.Ibarrier()
-        deadline = time.monotonic() + STUCK_SECONDS
-        while not everybody.Test() and time.monotonic() < deadline:
-            time.sleep(_PAUSE_SECONDS)
+        everybody, began = self._comm.Ibarrier(), time.monotonic()
+        while not everybody.Test() and time.monotonic() < began + STUCK_SECONDS:
+            pause(began)
 
     def _meet(self, mine: _Outcome) -> bool:
         """Wait until every rank has come here, and return whether all have the same outcome of the same test.
@@ -187,27 +185,32 @@ class RankSession:
         """
         digests = bytearray(self._comm.size * _DIGEST_BYTES)
         everybody = self._comm.Iallgather(mine.digest, digests)
-        deadline = time.monotonic() + (STUCK_SECONDS if mine.outcome == "failed" else math.inf)
+        began = time.monotonic()
         watching = watcher()
         with suppress(CollectiveError), watched(f"the end of {mine.test} ({mine.when})"):
-            while not self._have_come(everybody, deadline, mine):
+            while not self._have_come(everybody, began, mine):
                 if watching is not None:
                     watching.raise_verdict()  # ranks that wait in another collective raise it too, and come here
-        while not self._have_come(everybody, deadline, mine):
+        while not self._have_come(everybody, began, mine):
             pass
         return digests == mine.digest * self._comm.size
 
-    def _have_come(self, everybody: MPI.Request, deadline: float, mine: _Outcome) -> bool:
-        """Return whether all ranks have come, or wait a moment for them; end the job after the deadline."""
+    def _have_come(self, everybody: MPI.Request, began: float, mine: _Outcome) -> bool:
+        """Return whether all ranks have come, or wait a moment for them; end the job if this one has failed long ago."""
         if everybody.Test():
             return True
-        if time.monotonic() > deadline:
+        if mine.outcome == "failed" and time.monotonic() > began + STUCK_SECONDS:
             message = f"{mine.test} ({mine.when}) failed here, and other ranks did not leave it\n{mine.text}"
             lines = [f"[rank {self._comm.rank}] {line}" for line in message.splitlines()]
             abort.say("\n".join(["", *lines, ""]))
             self._comm.Abort(1)
-        time.sleep(_PAUSE_SECONDS)
+        pause(began)
         return False
+
+
+def pause(began: float, shortest: float = _PAUSE_SECONDS) -> None:
+    """Sleep a part of the time since a wait began: who waits long leaves the cores to those who work."""
+    time.sleep(min(max(shortest, (time.monotonic() - began) / 20), _LONGEST_PAUSE_SECONDS))
 
 
 def _draw_equal_examples(config: pytest.Config) -> None:

@@ -17,7 +17,6 @@ from tests.processes import run_bounded, until
 _PROGRAM = Path(__file__).parent / "programs" / "all_reduce.py"
 _ROOT = Path(__file__).parents[2]
 _PLACEMENTS = {
-    "block": {"node0": [0, 1], "node1": [2, 3], "node2": [4, 5], "node3": [6, 7]},
     "random": {"node0": [1, 4], "node1": [6, 7], "node2": [0, 3], "node3": [2, 5]},
     "3+1+2+2": {"node0": [0, 1, 2], "node1": [3], "node2": [4, 5], "node3": [6, 7]},
 }

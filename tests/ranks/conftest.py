@@ -16,7 +16,7 @@ from mpistrat.launch.bootstrap import start
 from mpistrat.logger import StderrHandler, logger
 from mpistrat.topology.discover import discover
 from mpistrat.topology.world import World
-from tests.launches import numbers_of_ranks
+from tests.launches import MOST_RANKS, numbers_of_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -32,13 +32,14 @@ SHAPES = {
     2: ("1x2", "2x1"),
     3: ("1x3", "2+1", "3x1"),
     4: ("1x4", "3+1", "2x2:cyclic"),
-    8: ("2x4", "4x2:cyclic", "3+1+2+2"),
+    8: ("4x2:cyclic", "3+1+2+2"),
 }
+MOST_RANKS_IN_SHAPES = 4  # with fewer there are no several nodes of several ranks
 # One shape of each number of ranks in which everything takes part, for what does not depend on the shape.
 MIXED = {1: "1x1", 2: "2x1", 3: "2+1", 4: "3+1", 8: "3+1+2+2"}
 # What collectives on a stand-in device, whose streams dawdle, and strategies make of them hangs less on the shape.
 PAIR_SHAPES = {**SHAPES, 3: ("2+1",), 4: ("3+1",)}
-STRATEGY_SHAPES = {**SHAPES, 3: ("2+1",), 4: ("2x2", "3+1"), 8: ("2x4", "3+1+2+2")}
+STRATEGY_SHAPES = {**SHAPES, 3: ("2+1",), 4: ("2x2", "3+1"), 8: ("3+1+2+2",)}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -46,10 +47,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Have each test that names none run on its numbers of ranks, or on the node shapes of these."""
     if metafunc.definition.get_closest_marker("ranks"):
         return
-    numbers = numbers_of_ranks(metafunc.config, metafunc.definition)
     names = metafunc.fixturenames
     of_ranks = PAIR_SHAPES if "make_pair" in names else SHAPES
     table = STRATEGY_SHAPES if "strategy" in names else of_ranks if "shape" in names else None
+    most = MOST_RANKS if table is None else MOST_RANKS_IN_SHAPES
+    numbers = numbers_of_ranks(metafunc.config, metafunc.definition, most)
     if table is None:
         mark = pytest.mark.ranks(*numbers)
     else:

@@ -10,7 +10,7 @@ from tests.gpu.pair import values
 from tests.gpu.races import Races
 from tests.gpu.stand_in import _Stream
 
-TURNS = 12
+TURNS = 6
 COUNTS = (4099, 128, 64)
 
 pytestmark = [

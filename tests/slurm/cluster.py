@@ -18,6 +18,7 @@ _NUM_GPUS = 8
 _TOOLS = {**lab.TOOLS, "slurmctld": "slurmctld", "slurmd": "slurmd", "srun": "slurm-client", "munged": "munge"}
 # SLURM's pmix plugin opens libpmix.so, without a version: only the development package has that name.
 _LIBPMIX = ("/usr/lib/*/pmix*/lib/libpmix.so", "/usr/lib/*/libpmix.so", "/usr/lib64/libpmix.so")
+_PAUSE_SECONDS = 0.25  # each look starts several processes
 _ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "PREEMPTED")
 
 
@@ -80,7 +81,7 @@ class Cluster:
 
         `sbatch --wait` would look every 8 s only.
         """
-        if not until(lambda: self.state(job) in _ENDED, timeout):
+        if not until(lambda: self.state(job) in _ENDED, timeout, _PAUSE_SECONDS):
             state = self.state(job)
             self.run(["scancel", str(job)])
             raise ClusterError(f"job {job} is still {state} after {timeout:g} s\n{self.logs()}")
@@ -88,7 +89,7 @@ class Cluster:
 
     def restart(self, job: int, *changes: str) -> None:
         """Start a job at once that was put back into the queue, with changes; SLURM would let it wait for two minutes."""
-        if not until(lambda: self.state(job) == "PENDING" and self._is_idle(), 60):
+        if not until(lambda: self.state(job) == "PENDING" and self._is_idle(), 60, _PAUSE_SECONDS):
             raise ClusterError(f"job {job} is {self.state(job)}, not back in the queue\n{self.logs()}")
         time.sleep(6.0)  # for a while after its end SLURM revokes its credentials, and ends steps of the same number
         done = self.run(["scontrol", "update", f"jobid={job}", *changes, "StartTime=now"])
@@ -130,7 +131,7 @@ class Cluster:
         self._daemon("login", ["slurmctld", "-D"])
         for node in self.nodes:
             self._daemon(node, ["slurmd", "-D", "-N", node])
-        if not until(self._is_idle, 40):
+        if not until(self._is_idle, 40, _PAUSE_SECONDS):
             raise ClusterError(f"the nodes are not idle\n{self.logs()}")
 
     def _daemon(self, host: str, argv: Sequence[str]) -> None:
