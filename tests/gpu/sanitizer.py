@@ -32,6 +32,7 @@ from tests.processes import run_bounded
 
 TOOLS = ("memcheck", "initcheck", "racecheck")
 OPTIONS = ("--report-api-errors", "no")  # what CUDA refuses, such as a query, is no access to memory
+PADDING = ("--padding", "1024")  # CUDA puts one allocation behind the other: what is written beyond one lies in the next
 TOOL_SECONDS = 70.0  # four of them end before the probe does
 COUNTS = (1, 33, 4099)
 PEERS = 3
@@ -97,7 +98,8 @@ def _be_subject(has_fault: bool) -> None:
 
 def _watched(tool: str, *more: str) -> int:
     program = [sys.executable, "-m", "tests.gpu.sanitizer", "subject", *more]
-    done = run_bounded([find_sanitizer(), "--tool", tool, *OPTIONS, *program], TOOL_SECONDS, cwd=_ROOT)
+    options = (*OPTIONS, *(PADDING if tool == "memcheck" else ()))
+    done = run_bounded([find_sanitizer(), "--tool", tool, *options, *program], TOOL_SECONDS, cwd=_ROOT)
     found = errors_in(done.stdout + done.stderr)
     if more and not found:
         raise AssertionError(f"{tool} overlooks a write beyond the end of an array: that it finds nothing else shows nothing")
