@@ -74,7 +74,6 @@ class Nccl4py:
                 setattr(self, f"NCCL_{name.upper()}", int(member))
         self.get_version: Callable[[], int] = nccl.get_version
         self.groupStart, self.groupEnd = nccl.group_start, nccl.group_end
-
         self.allocator = Allocator(self._allocate, nccl.mem_free)
 
     def get_unique_id(self) -> bytes:

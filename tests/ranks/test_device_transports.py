@@ -17,7 +17,7 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.settings import Snapshot
 from mpistrat.steps import WAITING, drive
 from mpistrat.testing.transport_suite import check_transport
-from mpistrat.transports import cuda_aware
+from mpistrat.transports import cuda_aware, nccl_bindings
 from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.nccl import NcclTransport
@@ -44,8 +44,9 @@ def device(comm):
 
 
 @pytest.fixture(params=BINDINGS)
-def binding(request):
+def binding(request, monkeypatch):
     """Return the name of each binding of NCCL."""
+    monkeypatch.setattr(nccl_bindings, "GRACE_SECONDS", 0.0)
     return request.param
 
 

@@ -33,3 +33,15 @@ def test_collectives_give_what_they_give_on_the_host_and_say_by_what(pair):
         arguments = (SUM,) if verb == "reduce_scatter" else ()
         found = getattr(pair.gpu, verb)(*arguments, pair.up(whole))
         np.testing.assert_array_equal(pair.download(found), getattr(pair.host, verb)(*arguments, whole))
+
+
+@pytest.mark.ranks(nodes=["2x2"])
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_what_mpi_is_to_send_lies_in_no_window(comm, monkeypatch, is_direct):
+    monkeypatch.setenv("MPISTRAT_MPI_GPU", "on" if is_direct else "off")
+    with Pair(comm, World.from_shape("2x2"), nccl_by="nccl4py") as pair:
+        assert ("cuda_aware between nodes" in pair.gpu.path) == is_direct
+        pair.compare(SUM, [values(3000, np.float32, pair.rank)], CommunicationOptions(algorithm="hierarchical"))
+        windows = pair.nccl._nccl._calls.windows
+        assert len(windows) == (0 if is_direct else 1)
+    assert not windows
