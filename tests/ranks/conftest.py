@@ -31,7 +31,7 @@ SHAPES = {
     1: ("1x1",),
     2: ("1x2", "2x1"),
     3: ("1x3", "2+1", "3x1"),
-    4: ("1x4", "3+1", "2x2:cyclic"),
+    4: ("3+1", "2x2:cyclic"),
     8: ("4x2:cyclic", "3+1+2+2"),
 }
 MOST_RANKS_IN_SHAPES = 4  # with fewer there are no several nodes of several ranks

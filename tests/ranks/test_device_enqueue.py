@@ -33,10 +33,12 @@ from tests.gpu.pair import values
 from tests.gpu.stand_in import UNFINISHED
 
 pytestmark = pytest.mark.ranks(nodes=["1x2", "2x1"])
+on_one_node, on_two_nodes = pytest.mark.ranks(nodes="1x2"), pytest.mark.ranks(nodes="2x1")
 on_both_levels = pytest.mark.ranks(nodes=["1x2", "2x2"])
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 SOON_SECONDS = 5.0
+AT_LEISURE = CommunicationOptions(timeout_seconds=60.0)  # of the calls before one that is to miss its deadline
 
 
 @pytest.fixture
@@ -244,15 +246,17 @@ def test_a_program_may_wait_for_what_it_has_started(node):
         compare(node, out, expected)
 
 
+@on_one_node
 def test_waiting_for_what_was_started_keeps_to_the_deadline_of_the_call(make_pair, world):
     node = make_pair(world, TIMEOUT_SECONDS="0.5", INTER_TRANSPORT="nccl")
-    given, options = node.up(values(3000, np.float32, node.rank)), CommunicationOptions(timeout_seconds=60.0)
-    node.gpu.start_all_reduce(SUM, given, options).wait(host=True)
-    expected = node.host.all_reduce(SUM, node.device.get(given), CommunicationOptions(timeout_seconds=60.0))
+    given = node.up(values(3000, np.float32, node.rank))
+    node.gpu.start_all_reduce(SUM, given, AT_LEISURE).wait(host=True)
+    expected = node.host.all_reduce(SUM, node.device.get(given), AT_LEISURE)
     node.hold(node.nccl._stream, 1.0)
-    compare(node, node.gpu.start_all_reduce(SUM, given, options).wait(host=True), expected)
+    compare(node, node.gpu.start_all_reduce(SUM, given, AT_LEISURE).wait(host=True), expected)
 
 
+@on_one_node
 def test_memory_of_what_was_started_is_given_to_nobody_before_it_has_ended(node):
     """The program drops arrays, results and handle at once; other arrays are made, and written, where those were."""
     for name, start, arrays, expected in started(node):
@@ -378,7 +382,7 @@ def stuck(node, monkeypatch):
 def test_a_deadline_that_passes_on_the_gpu_is_raised_by_the_next_call_of_each_rank(node, stuck):
     given, options = node.up(values(100, np.float32, node.rank)), CommunicationOptions(timeout_seconds=0.5)
     for _ in range(3):
-        node.gpu.all_reduce(SUM, given, options)
+        node.gpu.all_reduce(SUM, given, AT_LEISURE)
     node.device.get(given)
     node.comm.Barrier()
     stuck()
@@ -393,11 +397,12 @@ def test_a_deadline_that_passes_on_the_gpu_is_raised_by_the_next_call_of_each_ra
     assert any(told)
 
 
+@on_two_nodes
 @pytest.mark.parametrize("is_overdue", [False, True])
 def test_what_was_started_raises_what_ends_it_on_the_gpu(node, stuck, is_overdue):
     given = node.up(values(100, np.float32, node.rank))
     options = CommunicationOptions(timeout_seconds=1 if is_overdue else 60)
-    node.gpu.start_all_reduce(SUM, given, options).wait()
+    node.gpu.start_all_reduce(SUM, given, AT_LEISURE).wait(host=True)
     node.comm.Barrier()
     stuck()
     work = node.gpu.start_all_reduce(SUM, given, options)
@@ -410,10 +415,12 @@ def test_what_was_started_raises_what_ends_it_on_the_gpu(node, stuck, is_overdue
             again()
 
 
+@on_two_nodes
 def test_a_rank_that_waits_for_the_next_call_raises_what_ends_the_one_before_on_the_gpu(node, stuck):
     given, options = node.up(values(100, np.float32, node.rank)), CommunicationOptions(timeout_seconds=1.0)
     for _ in range(2):
-        node.gpu.all_reduce(SUM, given, options)
+        node.gpu.all_reduce(SUM, given, AT_LEISURE)
+    node.device.get(given)
     node.comm.Barrier()
     stuck()
     node.gpu.all_reduce(SUM, given, options)
@@ -469,6 +476,7 @@ def test_a_communicator_that_is_dropped_is_not_destroyed_on_one_rank_alone(node)
     assert not node.device.errors
 
 
+@on_two_nodes
 def test_what_comes_later_does_not_make_a_call_miss_its_deadline(node, monkeypatch):
     given, options = node.up(values(100, np.float32, node.rank)), CommunicationOptions(timeout_seconds=1.0)
     node.gpu.all_reduce(SUM, given, options)
@@ -559,7 +567,7 @@ def test_the_first_sums_of_a_communicator_begin_when_kernels_of_another_have_end
     other.dispose()
 
 
-@pytest.mark.ranks(nodes=["1x2"])
+@on_one_node
 def test_closing_waits_for_what_was_enqueued(comm, make_pair):
     pair = make_pair(STRICT="0")
     communicator = Communicator(Hierarchy(comm, pair.world))
@@ -598,7 +606,7 @@ def test_a_call_of_mpi4py_returns_when_its_result_may_be_read_on_any_stream(node
     communicator.close()
 
 
-@pytest.mark.ranks(nodes=["1x2"])
+@on_one_node
 def test_datatypes_with_gaps_are_refused_for_memory_of_a_gpu(node):
     """MPI would pack them, and crash where it is not CUDA-aware."""
     pairs = MPI.FLOAT.Create_vector(2, 1, 2).Commit()

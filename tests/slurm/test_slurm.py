@@ -198,15 +198,12 @@ def test_a_wrong_mpi_type_is_caught_with_the_right_advice(submit, request, mpi, 
         assert "formed worlds of 1" in output
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"), [("raise ValueError('planted')", "ValueError: planted"), ("import sys; sys.exit(7)", _ON_TWO)]
-)
-def test_a_rank_that_fails_ends_the_job(submit, openmpi_bin, tmp_path, fault, said):
-    program = f"{_PROGRAM.read_text()}\nif comm.rank == 3:\n    {fault}\ncomm.Barrier()\n"
+def test_a_rank_that_fails_ends_the_job(submit, openmpi_bin, tmp_path):
+    program = f"{_PROGRAM.read_text()}\nif comm.rank == 3:\n    raise ValueError('planted')\ncomm.Barrier()\n"
     (tmp_path / "train.py").write_text(program)
     state, output = submit("many_nodes.sbatch", openmpi_bin, _PMIX, _TWO)
     assert state == "FAILED"
-    assert output.count(said) == 1
+    assert output.count("ValueError: planted") == 1
 
 
 def test_pytest_runs_under_srun_too(cluster, openmpi_bin):

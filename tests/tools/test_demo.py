@@ -132,14 +132,6 @@ def test_a_demo_that_was_interrupted_goes_on(tmp_path):
     assert f"all {last} epochs were in {saved}: test accuracy 0." in done.stdout
 
 
-def test_failing_rank_gives_the_exit_code(tmp_path):
-    (tmp_path / "training.png").mkdir()
-    done = start_demo(tmp_path, "--ranks", "2", "--epochs", "1")
-    assert done.returncode == 1
-    assert "[rank 0 on " in done.stderr
-    assert "IsADirectoryError" in done.stderr
-
-
 def test_missing_packages_are_named_before_anything_starts(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "start", lambda *job: pytest.fail(f"started {job}"))
     monkeypatch.setattr(demo, "NEEDED", {**demo.NEEDED, "no_such_module": "no-such-package"})

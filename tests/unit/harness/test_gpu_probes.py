@@ -31,9 +31,8 @@ def program(tmp_path, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("name", ON_HOST)
-def test_without_a_gpu_those_of_host_memory_run(name):
-    [probe] = [probe for probe in PROBES if probe.name == name]
+def test_without_a_gpu_those_of_host_memory_run():
+    [probe] = [probe for probe in PROBES if probe.name == ON_HOST[0]]
     assert not probe.refusal(Machine(missing={"GPU": "no GPU"}))
     assert probe.run()["checks"] > 500
 
