@@ -252,6 +252,9 @@ class DevicePlanner(Planner):
             return Choice(plan, "nccl joins all ranks, and chooses how")
         if options.deterministic:
             choice = super()._choice(op, count, dtype, options, wire)
+        elif is_summed and self.executor.orders(dtype, op):
+            reason = f"NCCL does not combine {dtype} by {op.name} as NumPy does: GPUs exchange and combine them"
+            choice = Choice(self._plan_in_order(op, count, dtype), reason)
         else:
             buffer, wire_itemsize = (self._world, count, dtype.itemsize), wire.dtype.itemsize if wire else 0
             choice = choose_on_gpus(*buffer, options.algorithm or "auto", self._chunk_bytes, wire_itemsize)

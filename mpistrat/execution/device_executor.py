@@ -105,6 +105,11 @@ class DeviceExecutor(Executor):
         # a product of complex numbers may be rounded once on a GPU where NumPy rounds twice
         return self.intra.adds_in_order and not (dtype.kind == "c" and op is ReduceOp.PROD)
 
+    def orders(self, dtype: np.dtype[Any], op: ReduceOp) -> bool:
+        """Return whether GPUs combine in the order of the ranks what NCCL, which joins all of them, does not combine."""
+        nccl = self.transports.everywhere
+        return nccl is not None and bool(nccl.refusal(dtype, op)) and self.adds_in_order(dtype, op)
+
     def nccl_refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
         """Return why NCCL is not used on some nodes or cannot combine these values, or an empty text: the same on all ranks."""
         return self.transports.lacks_nccl or nccl_refusal(dtype, op)
@@ -205,10 +210,13 @@ class DeviceExecutor(Executor):
             transport.watch(watched)
 
     def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> Operation:
-        """Bind an ordered all-reduce in host memory, between copies of the whole buffer; casts are made on the GPU.
+        """Bind an ordered all-reduce: by NCCL where that joins all ranks, else in host memory, between copies of the buffer.
 
-        Those with error feedback are made on the host, which keeps the errors.
+        Casts are made on the GPU, but for those with error feedback: the host keeps the errors.
         """
+        nccl = self.transports.everywhere
+        if nccl is not None and caster is None and group is self.hierarchy.world_group and self.adds_in_order(buffer.dtype, op):
+            return nccl.all_reduce_in_order(buffer, op)
 
         def through_host(whole: Array, cast: Caster | None) -> Operation:
             return self.transports.world_by_host.via_host(

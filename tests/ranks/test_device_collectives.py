@@ -498,7 +498,9 @@ def test_min_max_and_prod_of_what_nccl_has_are_its_own(make_pair):
         assert bool(nccl_refusal(accumulation_dtype(op, dtype), op)) == refused
         calls = pair.library.calls.copy()
         pair.compare(op, [values(257, dtype, pair.rank, op)])
-        assert (pair.library.calls == calls) == refused, f"{op} of {dtype}"
+        by_host = refused and dtype.kind == "c"  # NumPy rounds a product of complex numbers twice
+        assert (pair.library.calls == calls) == by_host, f"{op} of {dtype}"
+        assert (pair.library.calls["send"] > calls["send"]) == (refused and not by_host), f"{op} of {dtype}"
 
 
 @up_to_ranks(2)

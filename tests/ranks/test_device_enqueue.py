@@ -36,7 +36,7 @@ pytestmark = pytest.mark.ranks(nodes=["1x2", "2x1"])
 on_one_node, on_two_nodes = pytest.mark.ranks(nodes="1x2"), pytest.mark.ranks(nodes="2x1")
 on_both_levels = pytest.mark.ranks(nodes=["1x2", "2x2"])
 
-SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
+SUM, MEAN, MAX = ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX
 SOON_SECONDS = 5.0
 AT_LEISURE = CommunicationOptions(timeout_seconds=60.0)  # of the calls before one that is to miss its deadline
 
@@ -140,6 +140,18 @@ def test_what_cannot_be_captured_raises_before_anything_is_enqueued(node):
             start(node.gpu, given)
         node.device.current_stream().captures = False
     assert not node.library.aborted
+
+
+@on_both_levels
+def test_gpus_exchange_what_nccl_does_not_combine_and_what_is_added_in_order(node):
+    floats = np.random.default_rng(node.rank).standard_normal(1003, np.float32)
+    gapped, in_order = np.where(np.arange(1003) % 7 == node.rank, np.nan, floats), CommunicationOptions(deterministic=True)
+    for op, array, options in ((MAX, gapped, None), (SUM, floats.astype(np.int16), None), (SUM, floats, in_order)):
+        sent = node.library.calls["send"]
+        for _ in range(2):
+            found = node.device.get(node.gpu.all_reduce(op, node.up(array), options))
+            np.testing.assert_array_equal(found, node.host.all_reduce(op, array, options))
+        assert node.library.calls["send"] == sent + 2 * (node.size - 1)
 
 
 @on_both_levels
