@@ -80,7 +80,8 @@ def play_strategy(field: Any, rng: np.random.Generator) -> Callable[[], None]:
             return strategy.reduce(op, per_replica, None, options)
         if verb == "gather":
             return strategy.gather(per_replica, 0, options)
-        pairs = [(leaf, leaf) for leaf in leaves(per_replica)]
+        # a number, which one replica has as it is, stands for no replicas
+        pairs = [(leaf, leaf if size > 1 or hasattr(leaf, "dtype") else "rank:0") for leaf in leaves(per_replica)]
         return nest(strategy.local(strategy.extended.batch_reduce_to(op, pairs, options)))
 
     def check_one(operand: Operand, result: Any) -> None:

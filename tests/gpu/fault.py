@@ -25,7 +25,7 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.launch.mpiexec import command
 from tests.gpu.program import write_report
 from tests.gpu.streams import DELAY
-from tests.processes import TIMED_OUT, run_bounded
+from tests.processes import TIMED_OUT, patient, run_bounded
 
 FAULTS = {"first": ("raise", "kill"), "late": ("raise", "kill", "stop")}
 FAULTY, NUM_RANKS = 1, 2
@@ -60,10 +60,11 @@ def end(fault: str, when: str, environ: Mapping[str, str] | None = None, program
     result of the collective that never ended.
     """
     argv, extra = command(NUM_RANKS, [sys.executable, *program, fault, when])
-    done = run_bounded(argv, LIMIT_SECONDS, {**(os.environ if environ is None else environ), **extra}, _ROOT)
+    limit = patient(LIMIT_SECONDS)
+    done = run_bounded(argv, limit, {**(os.environ if environ is None else environ), **extra}, _ROOT)
     now, said = time.time(), done.stdout + done.stderr
     if done.returncode == TIMED_OUT:
-        raise AssertionError(f"{fault}: the job went on for {LIMIT_SECONDS:g} s\n{said}")
+        raise AssertionError(f"{fault}: the job went on for {limit:g} s\n{said}")
     if not done.returncode:
         raise AssertionError(f"{fault}: the job ended as if all had been well\n{said}")
     faults = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("fault at ")]
@@ -88,11 +89,11 @@ def be_rank(fault: str, when: str, delay: Callable[[], None]) -> None:
         array = strategy.array_module.asarray(np.ones(1 << 20, np.float32))
         for _ in range(CALLS_BEFORE[when]):
             to_host(context.all_reduce("sum", array))
-        options = CommunicationOptions(timeout_seconds=DEADLINE_SECONDS if fault == "stop" else None)
+        options = CommunicationOptions(timeout_seconds=patient(DEADLINE_SECONDS) if fault == "stop" else None)
         if context.replica_id_in_sync_group != FAULTY:
             to_host(context.all_reduce("sum", array, options))
             print(READ_ON, flush=True)
-            time.sleep(LIMIT_SECONDS)
+            time.sleep(DELAY_SECONDS)
         if when == "late" and strategy.communicator.path.startswith("nccl"):  # calls only enqueue
             delay()
             context.all_reduce("sum", array, options)
