@@ -330,12 +330,12 @@ class Communicator(BaseCommunicator):
             call, _ = self._guard.begin("capture", None, lambda _: "()", lambda _: self._reductions.check_capture(self._gpu))
             self._guard.agree(call)
             assert self._gpu is not None, "was checked"
-            self._guard.run(call, self._gpu.executor.settle())  # a graph cannot wait for what was enqueued before it
-        self._gpu.may_capture = True
+            self._guard.run(call, self._reductions.prepare_capture(self._gpu))
+        before, self._gpu.may_capture = self._gpu.may_capture, True
         try:
             yield
         finally:
-            self._gpu.may_capture = False
+            self._gpu.may_capture = before
 
     def _start(
         self,
