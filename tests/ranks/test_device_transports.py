@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import threading
 import time
 from functools import partial, reduce
 from itertools import repeat
@@ -13,11 +15,12 @@ import pytest
 from mpistrat.device.binding import bind
 from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups import group as groups
-from mpistrat.reduction import ReduceOp
+from mpistrat.logger import StderrHandler, logger
+from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.settings import Snapshot
 from mpistrat.steps import WAITING, drive
 from mpistrat.testing.transport_suite import check_transport
-from mpistrat.transports import cuda_aware, nccl_bindings
+from mpistrat.transports import cuda_aware, nccl, nccl_bindings
 from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.nccl import NcclTransport
@@ -28,7 +31,7 @@ from tests.gpu import deadline, on_host
 from tests.gpu.bound import all_kernels
 from tests.gpu.fake_nccl4py import bound_by
 from tests.gpu.stand_in import StandInDevice
-from tests.gpu.stand_in_nccl import StandInNccl
+from tests.gpu.stand_in_nccl import StandInNccl, _Communicator
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = up_to_ranks(3)
@@ -117,6 +120,28 @@ def windows(device, comm):
     """Give nccl4py's calls, which count windows, and a binding that makes them."""
     library = bound_by(StandInNccl(device, comm), "nccl4py")
     return library._calls, library
+
+
+def test_a_communicator_whose_calls_a_graph_has_is_destroyed_when_that_is_gone(group, device, comm, binding, monkeypatch):
+    monkeypatch.setattr(nccl, "DESTROY_SECONDS", 0.1)
+    library, is_gone, said = StandInNccl(device, comm), threading.Event(), io.StringIO()
+    transport = NcclTransport(group, device, bound_by(library, binding))
+    memory = device.allocate(64).view(np.float32)
+    device.current_stream().graph = []
+    transport.capture([memory], [memory], Fold(ReduceOp.SUM, memory.dtype, 1))
+    device.current_stream().graph = None
+    destroy = _Communicator.destroy
+    monkeypatch.setattr(_Communicator, "destroy", lambda self: (is_gone.wait(20.0), destroy(self)))
+    monkeypatch.setattr(logger, "handlers", [StderrHandler(said)])
+    transport.dispose()
+    assert "world: NCCL's communicator keeps its memory until the CUDA graphs" in said.getvalue()
+    assert not library.destroyed
+    is_gone.set()
+    ends = time.monotonic() + 10.0
+    while not library.destroyed and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert library.destroyed == 1
+    comm.Barrier()
 
 
 def test_memory_of_nccl4py_lies_in_windows_until_it_is_given_back(group, device, windows):
