@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,6 +101,17 @@ def test_a_tensor_is_refused_while_a_graph_is_captured_on_another_stream(gpu, to
     streams.cuda_stream = gpu.current_stream().pointer
     assert is_on_device(as_operand(torch.Tensor(np.zeros(2), "cuda:0"), "x"))
     assert is_on_device(as_operand(gpu.array_module.zeros(2)))
+
+
+def test_a_thread_that_computes_on_another_gpu_may_read_a_tensor_in_a_capture(gpu, torch, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    streams = SimpleNamespace(cuda_stream=gpu.current_stream().pointer)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams, raising=False)
+    found, tensor = [], torch.Tensor(np.zeros(2), "cuda:0")
+    thread = threading.Thread(target=lambda: found.append(as_operand(tensor, "x")))
+    thread.start()
+    thread.join()
+    assert is_on_device(found[0])
 
 
 def test_an_array_of_the_gpu_is_refused_where_the_process_computes_on_its_cpu(elsewhere):
