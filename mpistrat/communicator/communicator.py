@@ -188,7 +188,8 @@ class Communicator(BaseCommunicator):
         Returns
         -------
         ndarray or list of ndarray
-            `out`, or new arrays; never views of `arrays`.
+            `out`, or new arrays; never views of `arrays`. Of a list on a GPU, small ones share allocations of up to 1 MiB, which
+            are freed with the last array in them: copy what is to be kept for long.
 
         Raises
         ------

@@ -14,6 +14,7 @@ import pytest
 
 from mpistrat.arrays import array_module, as_array, as_operand, in_dtype, is_on_device, like, to_device, to_host
 from mpistrat.context.values import Mirrored, PerReplica
+from mpistrat.device.cuda import in_blocks
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from tests.gpu.stand_in import UNFINISHED, StandInDevice
 from tests.gpu.stand_in_arrays import Namespace, stand_in_gpu
@@ -112,6 +113,13 @@ def test_a_thread_that_computes_on_another_gpu_may_read_a_tensor_in_a_capture(gp
     thread.start()
     thread.join()
     assert is_on_device(found[0])
+
+
+def test_small_new_arrays_share_allocations_that_are_not_large():
+    given, asked = [np.empty(nbytes, np.uint8) for nbytes in (1, 512, 0, (1 << 20) - 1024, 1, 5 << 20, 3)], []
+    starts = in_blocks(given, lambda nbytes: asked.append(nbytes) or len(asked) << 30, lambda shape, dtype, start: start)
+    assert asked == [1 << 20, 512, 5 << 20, 512]
+    assert starts == [1 << 30, (1 << 30) + 512, (1 << 30) + 1024, (1 << 30) + 1024, 2 << 30, 3 << 30, 4 << 30]
 
 
 def test_an_array_of_the_gpu_is_refused_where_the_process_computes_on_its_cpu(elsewhere):
