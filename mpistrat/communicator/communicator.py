@@ -188,7 +188,7 @@ class Communicator(BaseCommunicator):
         Returns
         -------
         ndarray or list of ndarray
-            `out`, or new arrays; never views of `arrays`. Of a list on a GPU, small ones share allocations of up to 1 MiB, which
+            `out`, or new arrays; never views of `arrays`. Small ones of a list on a GPU share allocations of up to 1 MiB, which
             are freed with the last array in them: copy what is to be kept for long.
 
         Raises
@@ -317,9 +317,10 @@ class Communicator(BaseCommunicator):
     def capture(self) -> Iterator[None]:
         """Let `all_reduce` be a part of CUDA graphs that are captured in this block. Entering it is a collective call.
 
-        Such a call gets `out`, which may be the arrays, and the program keeps them as long as the graph. Ranks compare it when
-        it is captured. A replay compares nothing and has no deadline: all ranks must replay their graphs in the same order. The
-        graph is captured on the current stream of CuPy.
+        Capture on CuPy's current stream, and begin within the block. `all_reduce` needs `out` there, which may be the arrays;
+        keep these as long as the graph, and delete the graph before the communicator is closed. Ranks compare the calls when
+        these are captured. Replays are not compared and have no deadline: all ranks must launch their graphs in the same order,
+        also among other collectives.
 
         Raises
         ------
