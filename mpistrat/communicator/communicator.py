@@ -188,7 +188,8 @@ class Communicator(BaseCommunicator):
         Returns
         -------
         ndarray or list of ndarray
-            `out`, or new arrays; never views of `arrays`.
+            `out`, or new arrays; never views of `arrays`. Small ones of a list on a GPU share allocations of up to 1 MiB, which
+            are freed with the last array in them: copy what is to be kept for long.
 
         Raises
         ------
@@ -316,9 +317,10 @@ class Communicator(BaseCommunicator):
     def capture(self) -> Iterator[None]:
         """Let `all_reduce` be a part of CUDA graphs that are captured in this block. Entering it is a collective call.
 
-        Such a call gets `out`, which may be the arrays, and the program keeps them as long as the graph. Ranks compare it when
-        it is captured. A replay compares nothing and has no deadline: all ranks must replay their graphs in the same order. The
-        graph is captured on the current stream of CuPy.
+        Capture on CuPy's current stream, and begin within the block. `all_reduce` needs `out` there, which may be the arrays;
+        keep these as long as the graph, and delete the graph before the communicator is closed. Ranks compare the calls when
+        these are captured. Replays are not compared and have no deadline: all ranks must launch their graphs in the same order,
+        also among other collectives.
 
         Raises
         ------
@@ -330,12 +332,12 @@ class Communicator(BaseCommunicator):
             call, _ = self._guard.begin("capture", None, lambda _: "()", lambda _: self._reductions.check_capture(self._gpu))
             self._guard.agree(call)
             assert self._gpu is not None, "was checked"
-            self._guard.run(call, self._gpu.executor.settle())  # a graph cannot wait for what was enqueued before it
-        self._gpu.may_capture = True
+            self._guard.run(call, self._reductions.prepare_capture(self._gpu))
+        before, self._gpu.may_capture = self._gpu.may_capture, True
         try:
             yield
         finally:
-            self._gpu.may_capture = False
+            self._gpu.may_capture = before
 
     def _start(
         self,

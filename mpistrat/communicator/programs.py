@@ -50,7 +50,7 @@ class Known:
         """Return whether results can be written to `out`; False also if that needs a closer look."""
         if not len(set(map(id, out))) == len(out) == len(arrays) or not all(map(fits, out, arrays)):
             return False
-        if not is_on_device(out[0]):
+        if not (out and is_on_device(out[0])):
             return own_memory(out) or are_disjoint(out)
         if (found := addresses(out)) != self.apart:  # they have the same extents in each call
             if not are_disjoint(out):

@@ -102,19 +102,29 @@ class Reductions:
             self._guard.agree(call)
             assert nccl is not None, "was checked in capture"
             assert out is not None, "was checked"
-            for dtype in sorted({array.dtype for array in arrays}, key=str):
-                pairs = [pair for pair in zip(arrays, out, strict=True) if pair[0].dtype == dtype]
-                sources, targets = zip(*pairs, strict=True)
-                nccl.capture(sources, targets, Fold(op, dtype, self._size if op is ReduceOp.MEAN else 1))
-            return list(out)
+            results = list(out)
+
+            def enqueue() -> Steps:
+                for dtype in sorted({array.dtype for array in arrays}, key=str):
+                    pairs = [pair for pair in zip(arrays, results, strict=True) if pair[0].dtype == dtype]
+                    sources, targets = zip(*pairs, strict=True)
+                    nccl.capture(sources, targets, Fold(op, dtype, self._size if op is ReduceOp.MEAN else 1))
+                yield from ()
+
+            self._guard.run(call, gpu.abort_on_error(enqueue()))  # replays of the others would wait for a rank that fails here
+            return results
 
     def check_capture(self, gpu: GpuArrays | None) -> None:
-        """Check that an all-reduce can be a part of a CUDA graph; load the kernels of means, which a capture cannot do."""
+        """Check that an all-reduce can be a part of a CUDA graph."""
         if gpu is None or gpu.executor.transports.everywhere is None:
             where = "ranks compute on CPUs" if gpu is None else f"arrays on GPUs are reduced by {gpu.executor.transports}"
             raise UnavailableError(f"a CUDA graph can have collectives where NCCL joins the GPUs of all ranks; here {where}")
+
+    def prepare_capture(self, gpu: GpuArrays) -> Steps:
+        """Load the kernels of means, and wait for what was enqueued: neither can be done while a graph is captured."""
         for dtype in (*HALF_DTYPES, np.dtype(np.float32), np.dtype(np.float64)):
             gpu.device.prepare(divide_kernel(dtype))
+        yield from gpu.executor.settle()
 
     def _check_captured(self, out: Sequence[Array] | None, asked: Reduction) -> None:
         options = asked.options
@@ -132,9 +142,11 @@ class Reductions:
                     f"{array.dtype} is summed in float32, in memory that a CUDA graph cannot hold; "
                     "CommunicationOptions(intra_dtype='native') sums it as it is"
                 )
-            is_in_place = array.size and address(array) == address(target)
-            if not (array.flags.c_contiguous and (is_in_place or are_disjoint([array, target]))):
-                raise InvalidArgumentError("arrays in a CUDA graph are C-contiguous, and out is the arrays or apart from them")
+        apart = [array for array, target in zip(asked.arrays, out, strict=True) if address(array) != address(target)]
+        if not (all(array.flags.c_contiguous for array in asked.arrays) and are_disjoint([*out, *apart])):
+            raise InvalidArgumentError(
+                "arrays in a CUDA graph are C-contiguous and share no memory, and out is the arrays or apart from all of them"
+            )
 
     def start_all_reduce(
         self,

@@ -25,7 +25,7 @@ from mpistrat.errors import TransportError
 
 _SUCCESS, _NOT_READY = 0, 600  # of cudaError_t
 _EXCLUSIVE_PROCESS = 3  # of cudaComputeMode
-SHARED_BYTES, ALIGNMENT_BYTES = 64 << 10, 512  # of arrays that share an allocation; CuPy aligns its own so
+BLOCK_BYTES, ALIGNMENT_BYTES = 1 << 20, 512  # of arrays that share an allocation; CuPy aligns its own so
 _RELAXED = 2  # of CUstreamCaptureMode
 _ALREADY = nullcontext()  # that needs no change of the current device
 
@@ -142,10 +142,10 @@ class CudaDevice(Device):
         return memory[:nbytes]
 
     def new_like(self, arrays: Sequence[DeviceArray]) -> list[DeviceArray]:
-        """Return new arrays; small ones lie in one allocation, which is freed with the last of them."""
+        """Return new arrays; small ones share allocations, each of which is freed with the last of them."""
         import cupy
 
-        return in_one_block(arrays, cupy.cuda.alloc, cupy.ndarray)
+        return in_blocks(arrays, cupy.cuda.alloc, cupy.ndarray)
 
     def prepare(self, kernel: str) -> None:
         with self.activate():
@@ -240,18 +240,20 @@ class _CudaStream(Stream):
         _kernel(kernel)((num_blocks,), (THREADS,), arguments, stream=self.native)
 
 
-def in_one_block(arrays: Sequence[DeviceArray], alloc: Callable[[int], Any], kind: type[Any]) -> list[DeviceArray]:
-    """Return new arrays like others: an allocation takes CuPy longer than a view, and one small array holds little memory."""
-    starts, total = [], 0
+def in_blocks(arrays: Sequence[DeviceArray], alloc: Callable[[int], Any], kind: type[Any]) -> list[DeviceArray]:
+    """Return new arrays like others, in allocations of up to 1 MiB or one array: each takes CuPy longer than a view.
+
+    One array that is kept keeps its whole allocation: that must not be large.
+    """
+    sizes, places = [0], []
     for array in arrays:
-        nbytes = array.nbytes
-        starts.append(total if nbytes < SHARED_BYTES else -1)
-        total += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES if nbytes < SHARED_BYTES else 0
-    block = alloc(total)
-    return [
-        kind(array.shape, array.dtype, block + start if start >= 0 else alloc(array.nbytes))
-        for start, array in zip(starts, arrays, strict=True)
-    ]
+        nbytes = -(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if sizes[-1] + nbytes > BLOCK_BYTES:
+            sizes.append(0)
+        places.append((len(sizes) - 1, sizes[-1]))
+        sizes[-1] += nbytes
+    blocks = list(map(alloc, sizes))
+    return [kind(array.shape, array.dtype, blocks[index] + start) for (index, start), array in zip(places, arrays, strict=True)]
 
 
 class _Memory:

@@ -33,9 +33,7 @@ def read(value: Any, device: Device, name: str) -> DeviceArray | None:
         if found is None:
             return None
         _check_index(found, device, name)
-        if is_a(value, "torch", "Tensor"):
-            _check_capture(sys.modules["torch"], device, name)
-        value = _imported(value, device)
+        value = _imported(value, device, name)
     _check_index(value.device.id, device, name)
     return value
 
@@ -62,10 +60,11 @@ def _gpu_of(value: Any) -> int | None:
     return -1 if hasattr(value, "__cuda_array_interface__") else None
 
 
-def _imported(value: Any, device: Device) -> DeviceArray:
+def _imported(value: Any, device: Device, name: str) -> DeviceArray:
     module = device.array_module
     with device.activate():
         if is_a(value, "torch", "Tensor"):
+            _check_capture(sys.modules["torch"], device, name)
             return _imported_tensor(value.detach().resolve_conj().resolve_neg(), module)
         return module.from_dlpack(value) if hasattr(value, "__dlpack__") else module.asarray(value)
 

@@ -29,6 +29,7 @@ from mpistrat.device.kernels import PACKET_BYTES, computed_in, divide_kernel, fo
 from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups.agreement import bcast_or_raise, gather_or_raise
 from mpistrat.groups.group import Group
+from mpistrat.logger import logger
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
 from mpistrat.steps import WAITING, Steps
 from mpistrat.text import ranks_by, ranks_text
@@ -36,7 +37,7 @@ from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Par
 from mpistrat.transports.nccl_bindings import Nccl4py, find_binding, version_text
 from mpistrat.transports.nccl_watcher import NcclWatcher
 
-JOIN_SECONDS, ABORT_SECONDS = 120.0, 0.5
+JOIN_SECONDS, ABORT_SECONDS, DESTROY_SECONDS = 120.0, 0.5, 5.0
 TRIAL_BYTES = (1 << 20, 64 << 20)
 """Of the first sums besides one of few bytes: NCCL connects ranks anew for each of its algorithms, which depend on the size."""
 POLLS_PER_CHECK = 64
@@ -89,6 +90,7 @@ class NcclTransport(DeviceTransport):
         self._lock = threading.Lock()
         self._watcher: NcclWatcher | None = None
         self._windows: list[tuple[Any, DeviceArray]] = []  # and their memory
+        self._is_captured = False  # so that there may be CUDA graphs with its calls
         self._comm: Any = None
         self._join()
         _undisposed.add(self._comm)
@@ -149,6 +151,7 @@ class NcclTransport(DeviceTransport):
     def capture(self, sources: Sequence[DeviceArray], targets: Sequence[DeviceArray], fold: Fold) -> None:
         """Make the same a part of the CUDA graph that the caller's stream captures; nothing watches over it when it runs."""
         self._check()
+        self._is_captured = True
         self._issue(self._all_reduce_calls(sources, targets, fold.op), self.device.current_stream())
         for target in targets:
             self._divide(target, fold.divisor)
@@ -254,13 +257,19 @@ class NcclTransport(DeviceTransport):
             self._windows.clear()
 
     def dispose(self) -> None:
-        """Destroy the communicator, here and now: CuPy would do it when its object is collected, on whichever thread."""
+        """Destroy the communicator, here and now: CuPy would do it when its object is collected, on whichever thread.
+
+        NCCL waits until graphs that contain its calls are gone; the program may keep some, and is not to wait for itself.
+        """
         if self._watcher is not None:
             self._watcher.stop()
         self.close()
         if not self._failure:
             self._failure = "it was closed"
-            self._comm.destroy()
+            if self._is_captured:
+                self._destroy_apart()
+            else:
+                self._comm.destroy()
         _undisposed.discard(self._comm)
         self._comm = None
 
@@ -405,6 +414,16 @@ class NcclTransport(DeviceTransport):
         """Abort on a thread of its own, as NCCL may wait there for peers that have stopped, and the caller is to raise."""
         thread, _ = self._start(self._comm.abort)
         thread.join(ABORT_SECONDS)
+
+    def _destroy_apart(self) -> None:
+        """Destroy the communicator on a thread of its own, and warn if that takes long."""
+        thread, _ = self._start(self._comm.destroy)
+        thread.join(DESTROY_SECONDS)
+        if thread.is_alive():
+            logger.warning(
+                f"{self.group.name}: NCCL's communicator keeps its memory until the CUDA graphs that contain its collectives "
+                "are deleted, on all ranks: delete them before its owner is closed"
+            )
 
     def _join(self) -> None:
         """Make the communicator, on a thread of its own."""

@@ -119,10 +119,12 @@ class _Communicator:
 
         What has been enqueued, but not begun, ends when that is freed.
         """
-        if self._calls.get_version() >= _FIRST_WITH_REVOKE:
-            self._calls.comm_revoke(self._comm, 0)
-            time.sleep(GRACE_SECONDS)
-        self._calls.comm_abort(self._comm)
+        try:
+            if self._calls.get_version() >= _FIRST_WITH_REVOKE:
+                self._calls.comm_revoke(self._comm, 0)
+                time.sleep(GRACE_SECONDS)
+        finally:
+            self._calls.comm_abort(self._comm)
 
     def destroy(self) -> None:
         self._calls.comm_destroy(self._comm)

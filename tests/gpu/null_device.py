@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mpistrat.device import binding
 from mpistrat.device.abstract import Allocator, Device, DeviceArray, Event, Identity, Stream
-from mpistrat.device.cuda import in_one_block
+from mpistrat.device.cuda import in_blocks
 
 POOL_BYTES = 1 << 28
 _ALREADY = nullcontext()
@@ -106,7 +106,7 @@ class NullDevice(Device):
         return self._array(extents, dtype, self._alloc(nbytes))
 
     def new_like(self, arrays: Sequence[DeviceArray]) -> list[DeviceArray]:
-        return in_one_block(arrays, self._alloc, self._array)
+        return in_blocks(arrays, self._alloc, self._array)
 
     def _alloc(self, nbytes: int) -> Any:
         start = 0 if self._at + nbytes > POOL_BYTES else self._at

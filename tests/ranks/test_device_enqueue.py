@@ -9,6 +9,7 @@ import time
 import weakref
 from contextlib import suppress
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -190,6 +191,7 @@ def test_what_a_graph_cannot_do_raises_on_all_ranks(node):
         (lambda: node.gpu.all_reduce(SUM, given), "needs out="),
         (lambda: node.gpu.all_reduce(SUM, gapped, out=node.up(np.empty((4, 4), np.float32))), "C-contiguous"),
         (lambda: node.gpu.all_reduce(SUM, [given[:20]], out=[given[10:]]), "must be|apart"),
+        (lambda: node.gpu.all_reduce(SUM, [given[:15], given[15:]], out=[given[15:], given[:15]]), "share no memory"),
         (lambda: node.gpu.all_reduce(SUM, half, out=half), "intra_dtype='native'"),
         (lambda: node.gpu.all_reduce(SUM, given, CommunicationOptions(deterministic=True), out=given), "deterministic"),
         (lambda: node.gpu.all_reduce(SUM, words, out=words), "NCCL does not combine int16"),
@@ -209,6 +211,42 @@ def test_what_a_graph_cannot_do_raises_on_all_ranks(node):
     with pytest.raises(AgreementError), node.gpu.capture():
         node.gpu.all_reduce(SUM, given, out=given)
     stream.graph = None
+
+
+def test_what_is_captured_in_one_block_in_another_does_not_end_that(node):
+    given, stream = node.up(values(30, np.float32, node.rank)), node.device.current_stream()
+    with node.gpu.capture():
+        with node.gpu.capture():
+            pass
+        stream.graph = []
+        node.gpu.all_reduce(SUM, given, out=given)
+        assert stream.graph
+        stream.graph = None
+    stream.captures = True
+    with pytest.raises(InvalidArgumentError, match="only all_reduce can be a part of it, in Communicator.capture"):
+        node.gpu.all_reduce(SUM, given, out=given)
+    stream.captures = False
+
+
+@pytest.mark.parametrize("fails", ["as it is captured", "as the capture is prepared"])
+def test_a_rank_that_fails_in_a_capture_is_waited_for_by_none(node, monkeypatch, fails):
+    given, stream, error = node.up(values(30, np.float32, node.rank)), node.device.current_stream(), OSError("planted")
+    if node.rank == 0:
+        where, name = (node.nccl, "capture") if fails == "as it is captured" else (node.device, "prepare")
+        monkeypatch.setattr(where, name, Mock(side_effect=error))
+
+    def call_all():
+        with node.gpu.capture():
+            stream.graph = []
+            node.gpu.all_reduce(SUM, given, out=given)
+            stream.graph = None
+            node.gpu.all_reduce(SUM, given)
+
+    with pytest.raises((OSError, UnavailableError), match="planted" if node.rank == 0 else "rank 0"):
+        call_all()
+    stream.graph = None
+    if node.rank == 0 and fails == "as it is captured":
+        wait_until(lambda: node.library.aborted)
 
 
 def started(node):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import threading
 import time
 from functools import partial, reduce
 from itertools import repeat
@@ -13,11 +15,12 @@ import pytest
 from mpistrat.device.binding import bind
 from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups import group as groups
-from mpistrat.reduction import ReduceOp
+from mpistrat.logger import StderrHandler, logger
+from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.settings import Snapshot
 from mpistrat.steps import WAITING, drive
 from mpistrat.testing.transport_suite import check_transport
-from mpistrat.transports import cuda_aware, nccl_bindings
+from mpistrat.transports import cuda_aware, nccl, nccl_bindings
 from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.nccl import NcclTransport
@@ -28,7 +31,7 @@ from tests.gpu import deadline, on_host
 from tests.gpu.bound import all_kernels
 from tests.gpu.fake_nccl4py import bound_by
 from tests.gpu.stand_in import StandInDevice
-from tests.gpu.stand_in_nccl import StandInNccl
+from tests.gpu.stand_in_nccl import StandInNccl, _Communicator
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = up_to_ranks(3)
@@ -119,6 +122,28 @@ def windows(device, comm):
     return library._calls, library
 
 
+def test_a_communicator_whose_calls_a_graph_has_is_destroyed_when_that_is_gone(group, device, comm, binding, monkeypatch):
+    monkeypatch.setattr(nccl, "DESTROY_SECONDS", 0.1)
+    library, is_gone, said = StandInNccl(device, comm), threading.Event(), io.StringIO()
+    transport = NcclTransport(group, device, bound_by(library, binding))
+    memory = device.allocate(64).view(np.float32)
+    device.current_stream().graph = []
+    transport.capture([memory], [memory], Fold(ReduceOp.SUM, memory.dtype, 1))
+    device.current_stream().graph = None
+    destroy = _Communicator.destroy
+    monkeypatch.setattr(_Communicator, "destroy", lambda self: (is_gone.wait(20.0), destroy(self)))
+    monkeypatch.setattr(logger, "handlers", [StderrHandler(said)])
+    transport.dispose()
+    assert "world: NCCL's communicator keeps its memory until the CUDA graphs" in said.getvalue()
+    assert not library.destroyed
+    is_gone.set()
+    ends = time.monotonic() + 10.0
+    while not library.destroyed and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert library.destroyed == 1
+    comm.Barrier()
+
+
 def test_memory_of_nccl4py_lies_in_windows_until_it_is_given_back(group, device, windows):
     calls, library = windows
     transport = NcclTransport(group, device, library)
@@ -179,14 +204,17 @@ def test_windows_of_a_communicator_that_was_aborted_are_left_alone(group, device
     assert len(calls.windows) == 1
 
 
-@pytest.mark.parametrize("version", [23007, 22703])
-def test_kernels_end_before_nccl_frees_what_those_of_peers_may_use(group, device, comm, version):
+@pytest.mark.parametrize(("version", "ended"), [(23007, ["revoked", "aborted"]), (22703, ["aborted"]), (23007, ["aborted"])])
+def test_kernels_end_before_nccl_frees_what_those_of_peers_may_use(group, device, comm, monkeypatch, version, ended):
     library = bound_by(StandInNccl(device, comm, version), "nccl4py")
-    NcclTransport(group, device, library).abort("planted")
+    transport = NcclTransport(group, device, library)
+    if len(ended) == 1:  # of a new one, that has failed
+        monkeypatch.setattr(library._calls, "comm_revoke", Mock(side_effect=library._calls.NCCLError("planted")))
+    transport.abort("planted")
     ends = time.monotonic() + 10.0
     while not library._calls.library.aborted and time.monotonic() < ends:
         time.sleep(0.01)
-    assert library._calls.ended == (["revoked", "aborted"] if version == 23007 else ["aborted"])
+    assert library._calls.ended == ended
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from mpistrat.arrays import array_module, as_array, as_operand, in_dtype, is_on_device, like, to_device, to_host
 from mpistrat.context.values import Mirrored, PerReplica
+from mpistrat.device.cuda import in_blocks
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from tests.gpu.stand_in import UNFINISHED, StandInDevice
 from tests.gpu.stand_in_arrays import Namespace, stand_in_gpu
@@ -100,6 +102,24 @@ def test_a_tensor_is_refused_while_a_graph_is_captured_on_another_stream(gpu, to
     streams.cuda_stream = gpu.current_stream().pointer
     assert is_on_device(as_operand(torch.Tensor(np.zeros(2), "cuda:0"), "x"))
     assert is_on_device(as_operand(gpu.array_module.zeros(2)))
+
+
+def test_a_thread_that_computes_on_another_gpu_may_read_a_tensor_in_a_capture(gpu, torch, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    streams = SimpleNamespace(cuda_stream=gpu.current_stream().pointer)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams, raising=False)
+    found, tensor = [], torch.Tensor(np.zeros(2), "cuda:0")
+    thread = threading.Thread(target=lambda: found.append(as_operand(tensor, "x")))
+    thread.start()
+    thread.join()
+    assert is_on_device(found[0])
+
+
+def test_small_new_arrays_share_allocations_that_are_not_large():
+    given, asked = [np.empty(nbytes, np.uint8) for nbytes in (1, 512, 0, (1 << 20) - 1024, 1, 5 << 20, 3)], []
+    starts = in_blocks(given, lambda nbytes: asked.append(nbytes) or len(asked) << 30, lambda shape, dtype, start: start)
+    assert asked == [1 << 20, 512, 5 << 20, 512]
+    assert starts == [1 << 30, (1 << 30) + 512, (1 << 30) + 1024, (1 << 30) + 1024, 2 << 30, 3 << 30, 4 << 30]
 
 
 def test_an_array_of_the_gpu_is_refused_where_the_process_computes_on_its_cpu(elsewhere):
