@@ -315,15 +315,11 @@ def _make() -> FlightRecorder:
         job = folder.job_name()
         for base in folder.bases():
             with suppress(OSError):
-                place = folder.make_job(base, job)
+                path = folder.make_job(base, job) / f"{folder.RANK}{rank}"
                 folder.remove_old_jobs(base)
-                return FlightRecorder(_free(place / f"rank-{rank}"), rank, size)
+                # where a running process has it, a rank has started this one, with its variables
+                return FlightRecorder(None if folder.has_owner(path) else path, rank, size)
     return FlightRecorder(None)
-
-
-def _free(path: Path) -> Path:
-    """Return a path, or another one if a running process has it: then a rank has started this process, with its variables."""
-    return path.with_name(f"process-{os.getpid()}") if folder.has_owner(path) else path
 
 
 def _close_at_exit() -> None:

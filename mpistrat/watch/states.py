@@ -104,7 +104,7 @@ class Neighbours:
         found: dict[str, tuple[int, RankFile]] = {}
         with suppress(OSError):
             for entry in os.scandir(self.job):
-                if not entry.name.startswith("rank-"):
+                if not entry.name.startswith(folder.RANK):
                     continue
                 known = self._files.get(entry.name)
                 with suppress(OSError, ValueError):
