@@ -47,10 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Measure, print and write, or show; return the exit code. Measuring is a collective call.
-
-    With -n, outside of a job, the ranks of a job of its own measure.
-    """
+    """Measure, here or with -n on ranks of a job, print and write, or show; return the exit code."""
     if arguments.show:
         view = detect()
         if view is None or not view.rank:  # if several ranks run this, the first one does it
@@ -78,17 +75,13 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def measure(comm: MPI.Intracomm, world: World, max_bytes: int) -> Seconds:
-    """Return the time of each algorithm on a world, from 16 bytes to about `max_bytes`. A collective call.
-
-    Sizes increase by a factor of 4; where the fastest algorithm changes, the size between is measured too.
-    """
+    """Return the time of each algorithm on a world, from 16 bytes to about `max_bytes`. A collective call."""
     with Communicator(Hierarchy(comm, world), measured=NOTHING, uses_gpu=False) as communicator:
         sizes = _sizes(max_bytes)
         found = _seconds(communicator, sizes)
         fastest = [min(found[size], key=lambda name: found[size][name]) for size in sizes]
-        found |= _seconds(
-            communicator, [2 * sizes[i] for i, (one, next_one) in enumerate(pairwise(fastest)) if one != next_one]
-        )
+        changes = [2 * size for size, (one, following) in zip(sizes, pairwise(fastest), strict=False) if one != following]
+        found |= _seconds(communicator, changes)
     by_name = {name: {size: found[size][name] for size in sorted(found) if name in found[size]} for name in PLANNERS}
     return {name: seconds for name, seconds in by_name.items() if seconds}
 

@@ -31,10 +31,7 @@ def bases() -> list[Path]:
 
 
 def make_job(base: Path, job: str) -> Path:
-    """Make the folder of a job, unless another rank has, and return it.
-
-    Raises OSError if it cannot be made, or another user can write to it.
-    """
+    """Make the folder of a job, unless another rank has, and return it; an OSError if another user can write to it."""
     for folder in (base, base / job):
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -107,11 +104,7 @@ def has_owner(path: Path) -> bool:
 
 
 def job_name(environ: Mapping[str, str] | None = None, pid: int | None = None) -> str:
-    """Return a name that the ranks of a job on this node find alike, without communication, and no other job has.
-
-    It consists of the launcher's name of the job, and the launcher process that started the ranks of this node. `environ` and
-    `pid` are those of a rank, by default of this process.
-    """
+    """Return a name that the ranks of a job on this node find alike, without communication, and no other job has."""
     environ, pid = os.environ if environ is None else environ, os.getpid() if pid is None else pid
     own, launcher = process.find(pid), environment.launcher_of(environ)
     if own is None or launcher is None:
