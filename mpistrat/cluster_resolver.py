@@ -468,11 +468,7 @@ def training_role(resolver: ClusterResolver) -> Role:
 
 
 def chief_rank(roles: Sequence[Role]) -> int:
-    """Return the lowest rank whose task is the chief; rank 0 if there is no cluster, or no such task in it.
-
-    `roles` are those of all ranks, in one cluster. Several may have the same task, which is then a node; a task that trains and
-    has no rank is a LaunchError on every rank.
-    """
+    """Return the lowest rank whose task is the chief, of all ranks' roles; rank 0 if there is no cluster, or no such task."""
     spec = roles[0].spec
     if not spec:
         return 0

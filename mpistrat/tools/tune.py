@@ -53,7 +53,9 @@ def execute(arguments: argparse.Namespace) -> int:
         if view is None or not view.rank:  # if several ranks run this, the first one does it
             _show()
         return 0
-    max_bytes = _size(arguments.max_bytes)
+    max_bytes = parse_bytes(arguments.max_bytes)
+    if max_bytes < LEAST_BYTES:
+        raise InvalidArgumentError(f"--max-bytes {max_bytes} is too small: accepted are sizes of at least {LEAST_BYTES} bytes")
     code = run.start_own_ranks(arguments)
     if code is not None:
         return code
@@ -137,10 +139,3 @@ def _show() -> None:
         shown = f"\n{describe(tuning, world_like(tuning.conditions), path)}" if tuning else f"ignored: {problem}"
         print(f"{path}\n{shown}\n")
     print(f"{format_count(len(found), 'file')} of mpistrat tune in {folder()}")
-
-
-def _size(text: str) -> int:
-    num_bytes = parse_bytes(text)
-    if num_bytes < LEAST_BYTES:
-        raise InvalidArgumentError(f"--max-bytes {num_bytes} is too small: accepted are sizes of at least {LEAST_BYTES} bytes")
-    return num_bytes
