@@ -93,11 +93,6 @@ class SimpleClusterResolver(ClusterResolver):
         The attributes, see `ClusterResolver`.
     num_accelerators : dict, optional
         Kind of accelerator -> number that each task has.
-
-    Raises
-    ------
-    TypeError
-        If `cluster_spec` is not a ClusterSpec, or `master` not a string.
     """
 
     def __init__(
@@ -149,13 +144,6 @@ class UnionResolver(ClusterResolver):
         At least one.
     rpc_layer, task_type, task_id : str, str, int
         Instead of those of the first resolver.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If there is no resolver.
-    TypeError
-        If one is not a ClusterResolver.
     """
 
     def __init__(
@@ -468,11 +456,7 @@ def training_role(resolver: ClusterResolver) -> Role:
 
 
 def chief_rank(roles: Sequence[Role]) -> int:
-    """Return the lowest rank whose task is the chief; rank 0 if there is no cluster, or no such task in it.
-
-    `roles` are those of all ranks, in one cluster. Several may have the same task, which is then a node; a task that trains and
-    has no rank is a LaunchError on every rank.
-    """
+    """Return the lowest rank whose task is the chief, of all ranks' roles; rank 0 if there is no cluster, or no such task."""
     spec = roles[0].spec
     if not spec:
         return 0

@@ -30,9 +30,8 @@ from mpistrat.errors import CheckpointError, InvalidArgumentError, MpistratError
 from mpistrat.groups.group import keep_alive_for_peers
 from mpistrat.launch import abort
 from mpistrat.launch.abort import RESTART_EXIT_CODE
+from mpistrat.launch.end_of_job import ENDING, Signals, seconds_left
 from mpistrat.launch.environment import detect
-from mpistrat.launch.signals import ENDING, Signals
-from mpistrat.launch.time_limit import seconds_left
 from mpistrat.logger import logger
 from mpistrat.steps import drive, until
 from mpistrat.watch import watcher

@@ -366,6 +366,4 @@ def _part_of(dataset: Dataset, policy: AutoShardPolicy, pipeline: int, num_pipel
             f"AutoShardPolicy.FILE shards files, and {dataset!r} has none; use AutoShardPolicy.DATA for it, or a "
             "mpistrat.FileDataset"
         )
-    if policy is HINT:
-        return dataset.settled(num_pipelines, pipeline), OFF
-    return (dataset.shard(num_pipelines, pipeline), OFF) if policy is FILE else (dataset, policy)
+    return (dataset.shard(num_pipelines, pipeline), OFF) if policy in (FILE, HINT) else (dataset, policy)

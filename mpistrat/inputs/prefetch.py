@@ -27,11 +27,7 @@ from mpistrat.structures import Structure, flatten
 
 
 class Prefetcher(Iterator[Any]):
-    """Iterates over the elements of `source`, which a thread reads ahead. Errors of the source are raised in order.
-
-    The thread ends when the source does, when this is closed, or when it is garbage-collected; an element that is being
-    read is still completed.
-    """
+    """Iterates over the elements of `source`, which a thread reads ahead. Errors of the source are raised in order."""
 
     def __init__(self, source: Iterator[Any], buffer_size: int) -> None:
         self._made: SimpleQueue[_Made] = SimpleQueue()

@@ -40,10 +40,7 @@ def own_parts(virtual_replicas: Any, rank: int, num_ranks: int) -> range:
 
 
 def share_sizes(num_rows: int, replica: int, num_replicas: int) -> list[int]:
-    """Return the sizes of the shares of a batch, rotated to begin with that of a replica.
-
-    If all replicas batch their own data by these sizes, cyclically, they have as many rows together in each step as a batch.
-    """
+    """Return the sizes of the shares of a batch, rotated to begin with that of a replica: together they are always a batch."""
     bounds = part_bounds(num_rows, num_replicas)
     sizes = [stop - start for start, stop in pairwise(bounds)]
     return sizes[replica:] + sizes[:replica]
@@ -97,10 +94,7 @@ def shares(batch: Any, replica: int, num_replicas: int) -> Iterator[Any]:
 
 
 def batched(parts: Iterable[Any], sizes: Iterable[int], drop_remainder: bool) -> Iterator[Any]:
-    """Yield the rows of `parts` in batches of these sizes, cyclically; the last may have fewer rows, or is dropped.
-
-    A batch within one part is a view of it. Rows that are left over are copied, because the next part may reuse the memory.
-    """
+    """Yield the rows of `parts` in batches of these sizes, cyclically; the last may have fewer rows, or is dropped."""
     kept: list[Any] = []
     coming = cycle(sizes)
     missing = next(coming)
@@ -109,7 +103,7 @@ def batched(parts: Iterable[Any], sizes: Iterable[int], drop_remainder: bool) ->
         while end - first >= missing:
             yield _join([*kept, _cut(part, first, first + missing)])
             kept, first, missing = [], first + missing, next(coming)
-        if first < end:
+        if first < end:  # copied, because the next part may reuse the memory
             kept.append(map_leaves(_copy, _cut(part, first, end)))
             missing -= end - first
     if kept and not drop_remainder:

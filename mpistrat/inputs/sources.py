@@ -89,13 +89,9 @@ class Dataset(Resumable):
         num_shards = checked_int(num_shards, "num_shards", 1)
         if checked_int(index, "index", 0) >= num_shards:
             raise InvalidArgumentError(f"index must be one of 0 to {num_shards - 1}; got {index}")
-        return self._part(num_shards, index)
-
-    def settled(self, num_shards: int, index: int) -> Self:
-        """Return the dataset sharded by these numbers, in place of `SHARD_HINT`."""
-        hinted = copy.copy(self)
-        hinted.is_hinted = False
-        return hinted.shard(num_shards, index)
+        part = self._part(num_shards, index)
+        part.is_hinted = False
+        return part
 
     @abstractmethod
     def _part(self, num_shards: int, index: int) -> Self:
@@ -312,15 +308,11 @@ class MapDataset(RowDataset):
 def stack(samples: list[Any]) -> Any:
     """Return a batch of samples: a nest of arrays with one row per sample."""
     try:
-        return map_leaves(_stack, *samples)
+        return map_leaves(lambda *leaves: like(np.stack(list(map(as_array, leaves))), leaves[0]), *samples)
     except ValueError as error:
         raise InvalidArgumentError(
             f"samples of different shapes or structures cannot be stacked: {error}. Pad them, or pass a collate_fn that does"
         ) from None
-
-
-def _stack(*leaves: Any) -> Any:
-    return like(np.stack([as_array(leaf) for leaf in leaves]), leaves[0])
 
 
 class FileDataset(BatchedDataset):

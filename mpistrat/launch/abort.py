@@ -54,13 +54,8 @@ _tell_others: Callable[[int], None] | None = None
 
 
 def install(comm: MPI.Intracomm) -> None:
-    """Install the hooks: an uncaught exception of any thread prints a traceback with rank and host, and ends the job.
-
-    `comm` is COMM_WORLD; nothing is sent on it. A non-zero exit code ends the job too, with this code; Ctrl-C ends it with 130.
-    In a job of one rank nothing is installed: no other rank waits for it, and in an interactive session an error should not end
-    anything.
-    """
-    if comm.size == 1:
+    """Have an uncaught exception of any thread, or a non-zero exit code, end the job; nothing is sent on its `comm`."""
+    if comm.size == 1:  # no other rank waits for it, and in an interactive session an error should not end anything
         return
     hooks = _Hooks(comm)
     ending.at(ending.Stage.FAIL, hooks.on_exit)
@@ -71,13 +66,10 @@ def install(comm: MPI.Intracomm) -> None:
 
 
 def end(error: BaseException) -> NoReturn:
-    """End this process, and with it the job, with code 1, because of an error in an exit handler.
-
-    In a job of one rank, exit handlers that were registered earlier are not called any more: Python offers no other way to
-    change the exit code at this point.
-    """
+    """End this process, and with it the job, with code 1, because of an error in an exit handler."""
     sys.excepthook(type(error), error, error.__traceback__)
     flush_output()
+    # where that has not ended the job: nothing else changes the exit code now, so handlers registered earlier are not called
     os._exit(1)
 
 
@@ -146,11 +138,7 @@ def flush_output() -> None:
 
 
 def format_exception(error: BaseException, label: str) -> str:
-    """Return the traceback of an exception, beginning with the user's script, each line prefixed by ``[label]``.
-
-    Frames of this library are left out, unless MPISTRAT_TRACEBACK is ``full``. An error that the library did not raise by a
-    ``raise`` statement, a TypeError for example, may be a bug in it: then all frames are shown.
-    """
+    """Return the traceback of an exception, beginning with the user's script, each line prefixed by ``[label]``."""
     text = traceback.TracebackException(type(error), error, _without_runner(error.__traceback__))
     wants_all = settings.TRACEBACK.read_or_default() == "full"
     is_folded = False if wants_all or _may_be_bug(error, text) else _fold(text)
@@ -274,6 +262,7 @@ def _without_runner(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _may_be_bug(error: BaseException, text: traceback.TracebackException) -> bool:
+    """Return whether the library did not raise an error by a ``raise`` statement, a TypeError for example."""
     if isinstance(error, MpistratError) or not text.stack:
         return False
     innermost = text.stack[-1]

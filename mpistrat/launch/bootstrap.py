@@ -37,10 +37,7 @@ _is_child = False
 def start() -> MPI.Intracomm:
     """Start MPI unless it runs already, and return COMM_WORLD, which callers must duplicate and never use itself.
 
-    The first call is collective if it starts MPI. Before that it binds this process's GPU by the local rank that the launcher
-    has set; `check_gpu_assignment` compares the GPUs of all ranks later. Then it compares the number of ranks with the number
-    that the launcher started, and installs the hooks of `abort` unless MPISTRAT_ABORT is off. Later calls, from any thread,
-    return the same communicator. A LaunchError says that MPI is missing, not running, or lacks threads or ranks.
+    A LaunchError says that MPI is missing, not running, or lacks threads or ranks.
     """
     global _world
     with _lock:
@@ -52,10 +49,7 @@ def start() -> MPI.Intracomm:
 
 
 def check_launched_size(view: environment.LauncherView | None, size: int, vendor: str, version: str) -> None:
-    """Check that MPI joined as many ranks as the launcher's variables say that it started.
-
-    If COMM_WORLD has fewer, MPI does not understand this launcher, and each rank or group would compute alone: a LaunchError.
-    """
+    """Check that MPI joined all ranks that the launcher says it started: else it does not understand this launcher."""
     if view is None or view.size is None or view.size <= size:
         return
     found = (
@@ -138,10 +132,7 @@ def _check_running() -> None:
 
 
 def _forget_launcher(environ: MutableMapping[str, str]) -> None:
-    """Remove the launcher's variables if this process has inherited them from a rank, and log that.
-
-    Raises LaunchError if this process has started MPI with them already.
-    """
+    """Remove the launcher's variables if this process has inherited them from a rank, and log that."""
     pid, _, checksum = environ.get(MARK, "").partition(":")
     if not pid.isdigit() or int(pid) == os.getpid() or checksum != _checksum(environ) or _is_launched_by(int(pid)):
         return

@@ -102,19 +102,15 @@ def follow(
     timeout: float = math.inf,
     on_timeout: Callable[[int], None] | None = None,
 ) -> Ended:
-    """Run a command, forward signals to it, and return how it has ended.
-
-    Its code is 130 after Ctrl-C, 143 after SIGTERM unless the program ended with a code of its own, and TIMED_OUT after so many
-    seconds. If this process is killed, the command gets SIGTERM. `on_timeout` is called with the pid of the command, before it
-    is ended.
-    """
+    """Run a command, forward signals to it, and return how it has ended; `on_timeout` gets its pid before a timeout ends it."""
     # under nohup, or in the background of a shell, some of them are ignored
     signals = [signal.SIGCHLD, *(number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN)]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     library = ctypes.CDLL(None)
 
     def begin() -> None:
-        library.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # refers to the forking thread, which is the one that waits
+        # if this process is killed; refers to the forking thread, which is the one that waits
+        library.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         openmpi.remove_rendezvous_files(os.getpid(), environ)  # this process will become mpiexec
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -228,10 +224,8 @@ class Banners:
 
 
 def relay_stderr(source: int, target: int, banners: Banners) -> None:
-    """Copy bytes as they arrive, through `banners`, until there are no more or nobody reads them.
-
-    `source` is closed, so that its writers see if nobody reads `target`.
-    """
+    """Copy bytes as they arrive, through `banners`, until there are no more or nobody reads them."""
+    # `source` is closed, so that its writers see if nobody reads `target`
     with suppress(OSError), os.fdopen(source, "rb", buffering=0) as stream:
         while data := stream.read(_READ_BYTES):
             while (

@@ -71,18 +71,14 @@ def command(
     mpi: Mpi | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the mpiexec command that runs a program on a number of ranks, and the variables to add to its environment.
-
-    Inside a SLURM allocation mpiexec gets the hosts, and the number of slots on each, from SLURM, unless there is a hostfile.
-    Variables that are set in `environ` are not changed. With `survive` the other ranks go on when one is lost.
-    """
+    """Return the mpiexec command that runs a program on a number of ranks, and the variables to add to its environment."""
     if num_ranks < 1:
         raise InvalidArgumentError(f"a job needs at least 1 rank; {num_ranks} were asked for")
     environ = os.environ if environ is None else environ
     mpi = find_mpi() if mpi is None else mpi
     if survive:
         survival.check_supported(mpi.flavour.name, mpi.version, mpi.mpiexec)
-    in_slurm = in_slurm_allocation(environ)
+    in_slurm = in_slurm_allocation(environ)  # which tells mpiexec the hosts and their slots, unless there is a hostfile
     oversubscribed = not in_slurm and hostfile is None and num_ranks > openmpi.num_cores()
     wanted = {
         **dict(mpi.flavour.root_environ if os.geteuid() == 0 else ()),

@@ -74,11 +74,8 @@ def yields_when_idle(environ: Mapping[str, str]) -> bool:
 
 
 def num_cores(cpus: Iterable[int] | None = None, system: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Return the number of physical cores that the ranks of this node share; hyperthreads of one core count once.
-
-    By default `cpus` are those that this process or its parent may run on: a launcher may bind each rank to its own core, but
-    does not bind itself.
-    """
+    """Return the number of physical cores that the ranks of this node share; hyperthreads of one core count once."""
+    # the parent's too: a launcher may bind each rank to its own core, but does not bind itself
     cpus = os.sched_getaffinity(0) | os.sched_getaffinity(os.getppid()) if cpus is None else cpus
     return len({_core(cpu, system) for cpu in cpus})
 

@@ -41,10 +41,9 @@ def run_again(
     shared: Path | None,
     say: Callable[[str], None],
 ) -> int:
-    """Start a job, and again up to `most` times when it fails, `delay` seconds later; return the last exit code.
+    """Start a job by `start`, and again up to `most` times when it fails; return the last exit code.
 
-    `start` starts it with these variables besides, waits, and returns how it has ended and why; `say` prints a line. All hosts,
-    if there are several, share the folder `shared`.
+    Of several hosts, all share the folder `shared`.
     """
     failed_at: tuple[int, int] | None = None
     has_limit, first_start = bool(settings.TIME_LIMIT.read()), str(time.time())

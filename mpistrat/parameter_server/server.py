@@ -20,7 +20,7 @@ from mpistrat.arrays import Array
 from mpistrat.errors import OutOfRangeError, UnavailableError
 from mpistrat.groups.agreement import pause
 from mpistrat.groups.group import keep_alive_for_peers
-from mpistrat.launch.signals import ENDING, Signals
+from mpistrat.launch.end_of_job import ENDING, Signals
 from mpistrat.parameter_server import messages
 from mpistrat.parameter_server.client import Client
 from mpistrat.parameter_server.functions import dumps, dumps_error, loads, loads_on

@@ -1,15 +1,5 @@
 """How variables of all kinds are changed: the methods, the checks of what they are given, and what they do to arrays.
 
-================  ============================================================
-`scatter_add`     adds each row
-`scatter_sub`     subtracts it
-`scatter_mul`     multiplies by it
-`scatter_div`     divides by it
-`scatter_min`     keeps the elementwise minimum of the row and the array
-`scatter_max`     keeps the elementwise maximum
-`scatter_update`  replaces the row of the array; the last one stays
-================  ============================================================
-
 Rows with the same index are applied one after another; none is lost.
 """
 
@@ -114,10 +104,7 @@ def check_equal(call: str, arrays: tuple[Array, ...], communicator: BaseCommunic
 
 
 def checksum(arrays: Iterable[Array], most_bytes: int | None = None, start: int = 0) -> int:
-    """Return a hash of the bits of arrays, below 2**62; of a larger array than `most_bytes`, of evenly spaced elements.
-
-    `start`, any number that is not negative, says from which element on: other numbers, other elements.
-    """
+    """Return a hash of the bits of arrays, below 2**62; of those above `most_bytes`, of spaced elements, from `start` on."""
     digest = blake2b(digest_size=8)
     for array in arrays:
         if most_bytes is not None and array.nbytes > most_bytes:

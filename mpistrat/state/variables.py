@@ -289,11 +289,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
     def update_component(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Return ``fn(variable, *args, **kwargs)`` for this rank, in the update context of ``extended.update``.
-
-        There `fn` reads and assigns this replica's array. Mirrored values among the arguments, at any depth, are replaced by
-        their components.
-        """
+        """Return ``fn(variable, *args, **kwargs)`` for this rank, in the update context of ``extended.update``."""
         return fn(self, *select_replica(tuple(args)), **select_replica(dict(kwargs or {})))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
@@ -352,10 +348,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         raise self._refusal("per-replica value", method)
 
     def _compare(self, method: str, scope: Participants, *arrays: Array) -> None:
-        """Compare a call on all ranks that take part, with the next collective; outside ``run`` also the arrays.
-
-        With MPISTRAT_STRICT the arrays are compared at once, which is a collective call.
-        """
+        """Compare a call on all ranks that take part, with the next collective; outside ``run`` also the arrays."""
         if not self._concerns_others(scope):
             return
         communicator, call = self._communicator, f"{self!r}.{method}"

@@ -46,10 +46,7 @@ def reduce_locally(
 
 
 def check_ambiguous(part: LocalReduction, communicator: BaseCommunicator, options: CommunicationOptions | None = None) -> None:
-    """Check that all `ambiguous` arrays are zero on all replicas. A collective call, if there are any.
-
-    It is collective because they may be zero on some replicas only, and then all replicas must raise.
-    """
+    """Check that all `ambiguous` arrays are zero on all replicas. A collective call, if there are any."""
     if not part.ambiguous:
         return
     mine = np.asarray(any(rows_of(component).any() for component in part.ambiguous), np.int64)
@@ -166,10 +163,7 @@ def _number(number: Array, dtype: np.dtype[Any]) -> Any:
 def weighted_part(
     op: ReduceOp, arrays: Sequence[Any], weight: Any, out: Any = None
 ) -> tuple[list[Array], Callable[[list[Array]], list[Array]]]:
-    """Return the arrays to sum across replicas for a weighted mean, and a function that computes the means from the sums.
-
-    The weight is summed in the same batch as the weighted arrays. 16-bit floats are summed in float32.
-    """
+    """Return the arrays to sum across replicas for a weighted mean, and a function that computes the means from the sums."""
     if op is not ReduceOp.MEAN:
         raise InvalidArgumentError(f"weight= is for MEAN, got {op.name}: use MEAN, or multiply the value by the weight")
     if out is not None:

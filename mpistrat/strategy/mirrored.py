@@ -208,10 +208,7 @@ class CentralStorageExtended(StrategyExtended):
         self.root = root
 
     def _arguments_of_update(self, given: Any) -> Any:
-        """Return arguments of `update`, with what was reduced to the variable as a value of all ranks. A collective call.
-
-        Such a value has one component, as the variable has, but all ranks compute the change.
-        """
+        """Return arguments of `update`, with what was reduced to the variable as a value of all ranks. A collective call."""
         with self.communicator.refusing("extended.update"):
             for leaf in flatten(given)[0]:
                 mirrored = isinstance(leaf, Mirrored) and not self.variable_created_in_scope(leaf)

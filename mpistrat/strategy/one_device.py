@@ -34,17 +34,12 @@ class OneDeviceStrategy(Strategy):
     def __init__(self, device: str | None = None) -> None:
         communicator = LocalCommunicator()
         if device is None or parse_device(device).kind == "GPU":
-            _bind()
+            bind_device(detect())  # as starting MPI does; a GPU that is already bound is kept
+            bound = what_is_bound()
+            if bound is not None and bound.problem:
+                raise LaunchError(f"{bound.problem}. Set MPISTRAT_DEVICE=cpu to compute in host memory")
         ranks_of(own_device() if device is None else device, communicator.world)
         super().__init__(StrategyExtended(communicator))
-
-
-def _bind() -> None:
-    """Bind a GPU to this process, as starting MPI does; a GPU that is already bound is kept."""
-    bind_device(detect())
-    bound = what_is_bound()
-    if bound is not None and bound.problem:
-        raise LaunchError(f"{bound.problem}. Set MPISTRAT_DEVICE=cpu to compute in host memory")
 
 
 _WITHOUT_COMMUNICATION = ("merge_call", "update")
@@ -52,28 +47,24 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 class DefaultReplicaContext(ReplicaContext):
-    """The replica context of the default strategy. As in TensorFlow, its collectives return the value of this rank.
+    """The replica context of the default strategy, whose collectives return the value of this rank, as in TensorFlow.
 
     In a job of several ranks that is rarely intended: the first collective warns, and with MPISTRAT_STRICT every one raises.
-    The number of ranks is read from the launcher's variables, so that MPI is not started for it.
     """
 
     _has_checked_peers = False
 
     def _require_current(self, method: str) -> None:
         super()._require_current(method)
-        if not self._has_checked_peers and method not in _WITHOUT_COMMUNICATION:
-            self._check_peers(method)
-
-    def _check_peers(self, method: str) -> None:
-        view = detect()
-        if view is None or not view.has_peers:
-            self._has_checked_peers = True
+        if self._has_checked_peers or method in _WITHOUT_COMMUNICATION:
             return
-        if settings.STRICT.read():
-            raise RuntimeError(_text(method, view))
+        view = detect()  # does not start MPI
+        text = _text(method, view) if view is not None and view.has_peers else ""
+        if text and settings.STRICT.read():
+            raise RuntimeError(text)
         self._has_checked_peers = True
-        warnings.warn(_text(method, view), UserWarning, stacklevel=_levels_to_user())
+        if text:
+            warnings.warn(text, UserWarning, stacklevel=_levels_to_user())
 
 
 @register_default

@@ -31,11 +31,6 @@ class Strategy:
 
     `Communicator` documents the collectives. The options of a call override those of the strategy. Methods raise RuntimeError
     if they are called in the scope of another strategy; all but `run`, `local` and `explain` also inside `run`.
-
-    Parameters
-    ----------
-    extended : StrategyExtended
-        The part that communicates; the subclasses of this package create it themselves.
     """
 
     _accepts_per_replica = False  # whether `distribute_datasets_from_function` accepts InputReplicationMode.PER_REPLICA
@@ -127,11 +122,6 @@ class Strategy:
         -------
         nest
             What `fn` returned, with each leaf as a per-replica value; with one replica, unchanged.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If `args` is neither a list nor a tuple.
         """
         if not isinstance(args, (list, tuple)):
             raise InvalidArgumentError(f"args must be a list or tuple, for example args=(batch,); got {type(args).__name__}")

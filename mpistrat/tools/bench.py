@@ -75,10 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Check all arguments, then start MPI, measure and print; return the exit code. A collective call.
-
-    With -n, outside of a job, the ranks of a job of its own do that.
-    """
+    """Check all arguments, then start MPI, or with -n ranks of a job, measure and print; return the exit code."""
     sizes = _sizes(arguments)
     code = run.start_own_ranks(arguments)
     if code is not None:
@@ -182,10 +179,7 @@ def _document(communicator: Communicator, rows: list[Row]) -> dict[str, Any]:
 
 
 def check_sum(comm: MPI.Intracomm, run: Callable[[], object], target: Array) -> None:
-    """Run once on a target filled with NaN, and compare with the exact sum of 1 to the number of ranks. A collective call.
-
-    If an element is wrong on any rank, a CollectiveError is raised on every one.
-    """
+    """Run once on a target filled with NaN; a CollectiveError on every rank, unless all elements are the exact sum on all."""
     from mpi4py import MPI
 
     target.fill(np.nan)
@@ -196,11 +190,7 @@ def check_sum(comm: MPI.Intracomm, run: Callable[[], object], target: Array) -> 
 
 
 class Race:
-    """Times collective calls that do the same in alternating blocks, so that drift of the machine favours none.
-
-    A block begins with untimed calls: a real program repeats one call, and finds its own data in the cache. It has `min_rounds`
-    or more; with less than 3 there are no untimed ones. Making one makes each call once, and is a collective call.
-    """
+    """Times collective calls that do the same in alternating blocks, so that drift of the machine favours none."""
 
     def __init__(self, comm: MPI.Intracomm, calls: Sequence[Callable[[], object]], min_rounds: int = MIN_ROUNDS) -> None:
         self._comm, self._calls = comm, calls
@@ -222,7 +212,7 @@ class Race:
     def run_block(self) -> None:
         """Time a block of each call. A collective call."""
         for call, found in zip(self._calls, self._times, strict=True):
-            for _ in range(self._rounds // 3):
+            for _ in range(self._rounds // 3):  # a real program repeats one call, and finds its own data in the cache
                 self._comm.Barrier()
                 call()
             found += slowest_seconds(self._comm, call, self._rounds)

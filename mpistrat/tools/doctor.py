@@ -144,10 +144,7 @@ def _chosen(jobs: Sequence[JobReport], wanted: str) -> list[JobReport]:
 
 
 def _of_process(jobs: Sequence[JobReport], pid: int) -> list[JobReport]:
-    """Return the jobs for which a process is a rank or has started one; if there is none, the last job that had this pid.
-
-    A killed job counts only in the second case, because pids are reused.
-    """
+    """Return the jobs for which a process is a rank or has started one; if there is none, the last job that had this pid."""
     there = [job for job in jobs if job.has_process(pid)]
     return there or [job for job in jobs if any(state.pid == pid for state in job.states)][:1]
 

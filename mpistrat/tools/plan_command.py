@@ -48,15 +48,12 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _report(choice: Choice, shape: str, dtype: str) -> str:
+    world = choice.plan.world
+    counts = ((world.size, "rank"), (world.num_nodes, "node"), (world.num_shards, "shard"))
     heading = [
-        ("world", f"{shape}: {_size(choice.plan.world)}"),
+        ("world", f"{shape}: {', '.join(format_count(*each) for each in counts)}"),
         ("buffer", f"{format_bytes(choice.plan.num_bytes)} of {dtype}: {chunks_text(choice.plan)}"),
         ("algorithm", choice.plan.algorithm),
         ("why", choice.reason),
     ]
     return "\n\n".join([format_table(heading), phases_text(choice.plan)])
-
-
-def _size(world: World) -> str:
-    counts = ((world.size, "rank"), (world.num_nodes, "node"), (world.num_shards, "shard"))
-    return ", ".join(format_count(count, noun) for count, noun in counts)

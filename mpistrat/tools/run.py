@@ -154,10 +154,7 @@ def _count_ranks(ranks: int | None, nodes: str) -> int:
 
 
 def start_own_ranks(arguments: argparse.Namespace) -> int | None:
-    """Run the same command, its `words`, on the ranks that -n and --nodes ask for, and return its exit code.
-
-    None if nothing was started: there is neither option, or this process is one of these ranks.
-    """
+    """Run this command on the ranks that -n and --nodes ask for; return its code, or None without them, or on these ranks."""
     if arguments.ranks is None and not arguments.nodes:
         return None
     num_ranks = _count_ranks(arguments.ranks, arguments.nodes)

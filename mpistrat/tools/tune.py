@@ -47,16 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Measure, print and write, or show; return the exit code. Measuring is a collective call.
-
-    With -n, outside of a job, the ranks of a job of its own measure.
-    """
+    """Measure, here or with -n on ranks of a job, print and write, or show; return the exit code."""
     if arguments.show:
         view = detect()
         if view is None or not view.rank:  # if several ranks run this, the first one does it
             _show()
         return 0
-    max_bytes = _size(arguments.max_bytes)
+    max_bytes = parse_bytes(arguments.max_bytes)
+    if max_bytes < LEAST_BYTES:
+        raise InvalidArgumentError(f"--max-bytes {max_bytes} is too small: accepted are sizes of at least {LEAST_BYTES} bytes")
     code = run.start_own_ranks(arguments)
     if code is not None:
         return code
@@ -78,17 +77,13 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def measure(comm: MPI.Intracomm, world: World, max_bytes: int) -> Seconds:
-    """Return the time of each algorithm on a world, from 16 bytes to about `max_bytes`. A collective call.
-
-    Sizes increase by a factor of 4; where the fastest algorithm changes, the size between is measured too.
-    """
+    """Return the time of each algorithm on a world, from 16 bytes to about `max_bytes`. A collective call."""
     with Communicator(Hierarchy(comm, world), measured=NOTHING, uses_gpu=False) as communicator:
         sizes = _sizes(max_bytes)
         found = _seconds(communicator, sizes)
         fastest = [min(found[size], key=lambda name: found[size][name]) for size in sizes]
-        found |= _seconds(
-            communicator, [2 * sizes[i] for i, (one, next_one) in enumerate(pairwise(fastest)) if one != next_one]
-        )
+        changes = [2 * size for size, (one, following) in zip(sizes, pairwise(fastest), strict=False) if one != following]
+        found |= _seconds(communicator, changes)
     by_name = {name: {size: found[size][name] for size in sorted(found) if name in found[size]} for name in PLANNERS}
     return {name: seconds for name, seconds in by_name.items() if seconds}
 
@@ -144,10 +139,3 @@ def _show() -> None:
         shown = f"\n{describe(tuning, world_like(tuning.conditions), path)}" if tuning else f"ignored: {problem}"
         print(f"{path}\n{shown}\n")
     print(f"{format_count(len(found), 'file')} of mpistrat tune in {folder()}")
-
-
-def _size(text: str) -> int:
-    num_bytes = parse_bytes(text)
-    if num_bytes < LEAST_BYTES:
-        raise InvalidArgumentError(f"--max-bytes {num_bytes} is too small: accepted are sizes of at least {LEAST_BYTES} bytes")
-    return num_bytes

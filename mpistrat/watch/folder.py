@@ -20,9 +20,8 @@ from mpistrat.watch.record import HEADER, RECORD, State
 
 # records of killed jobs are kept for this long, up to this size, and up to this share of the file system
 KEEP_SECONDS, KEEP_BYTES, KEEP_SHARE = 24 * 3600.0, 32 << 20, 1 / 16
-# how the names of records begin; other files of a job are notices, and what is being written
-_RANK = "rank-"
-_RECORDS = (_RANK, "process-")
+RANK = "rank-"
+"""How the names of records begin; other files of a job are notices, and what is being written."""
 
 
 def bases() -> list[Path]:
@@ -32,10 +31,7 @@ def bases() -> list[Path]:
 
 
 def make_job(base: Path, job: str) -> Path:
-    """Make the folder of a job, unless another rank has, and return it.
-
-    Raises OSError if it cannot be made, or another user can write to it.
-    """
+    """Make the folder of a job, unless another rank has, and return it; an OSError if another user can write to it."""
     for folder in (base, base / job):
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -52,14 +48,11 @@ def jobs() -> Iterator[Path]:
 
 
 def remove(file: Path) -> None:
-    """Remove the record of a process; with the last one all else, and the folder unless a rank that starts writes to it.
-
-    Those of killed ranks are kept, those of killed processes that a rank has started are not.
-    """
+    """Remove the record of a process; with the last one all else, and the folder unless a rank that starts writes to it."""
     with suppress(OSError):
         file.unlink()
         left = list(file.parent.iterdir())
-        if not any(path.name.startswith(_RANK) or has_owner(path) for path in _records(left)):
+        if not _records(left):
             for path in left:
                 if not path.name.startswith("."):
                     path.unlink()
@@ -69,7 +62,7 @@ def remove(file: Path) -> None:
 def mark_killed(pid: int) -> tuple[int, str] | None:
     """Write to its record that a process was killed; return its rank and the name of its job, or None if it has no record."""
     for job in sorted(jobs(), key=lambda job: job.stat().st_mtime, reverse=True):  # pids are reused
-        for path in sorted(job.glob(f"{_RANK}*")):
+        for path in sorted(job.glob(f"{RANK}*")):
             with suppress(OSError, IndexError):
                 header = np.fromfile(path, HEADER, 1)[0]
                 if header["pid"] == pid and header["state"] == State.RUNNING:
@@ -111,11 +104,7 @@ def has_owner(path: Path) -> bool:
 
 
 def job_name(environ: Mapping[str, str] | None = None, pid: int | None = None) -> str:
-    """Return a name that the ranks of a job on this node find alike, without communication, and no other job has.
-
-    It consists of the launcher's name of the job, and the launcher process that started the ranks of this node. `environ` and
-    `pid` are those of a rank, by default of this process.
-    """
+    """Return a name that the ranks of a job on this node find alike, without communication, and no other job has."""
     environ, pid = os.environ if environ is None else environ, os.getpid() if pid is None else pid
     own, launcher = process.find(pid), environment.launcher_of(environ)
     if own is None or launcher is None:
@@ -129,7 +118,7 @@ def job_name(environ: Mapping[str, str] | None = None, pid: int | None = None) -
 
 
 def _records(files: Sequence[Path]) -> list[Path]:
-    return [path for path in files if path.name.startswith(_RECORDS)]
+    return [path for path in files if path.name.startswith(RANK)]
 
 
 def _safe(name: str) -> str:

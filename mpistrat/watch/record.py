@@ -106,10 +106,7 @@ class RecordedCall:
 
 
 class RankFile:
-    """The record of a rank, read from its bytes.
-
-    Raises ValueError if it is not a record file, has another version, or is damaged.
-    """
+    """The record of a rank, read from its bytes; a ValueError if they are no record, of another version, or damaged."""
 
     def __init__(self, memory: memoryview) -> None:
         if len(memory) < RECORD.itemsize:

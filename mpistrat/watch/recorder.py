@@ -88,8 +88,7 @@ class FlightRecorder:
     def intern(self, text: str, nbytes: int = 0, call_digest: int | None = None, ranks: str = "") -> int:
         """Return the index of the description of a call, written unless it is among the 256 in the file.
 
-        Text and digest, by default that of the text, are the same on all ranks; `nbytes` is what this rank passes, and `ranks`
-        those of the job that take part, as `spans_text` writes them; empty for all.
+        Text and digest are the same on all ranks; `ranks`, empty for all, are those that take part, as `spans_text` writes.
         """
         key = f"{ranks}\0{text}"
         call_digest = hash_of(text) if call_digest is None else call_digest
@@ -244,10 +243,7 @@ def recorder() -> FlightRecorder:
 
 @contextmanager
 def watched(text: str, members: str = "") -> Iterator[None]:
-    """Record a collective that no communicator makes, such as creating a strategy; `members` are its ranks, empty for all.
-
-    Where they are too many to be listed, nothing is recorded.
-    """
+    """Record a collective that no communicator makes, such as creating a strategy; `members` are its ranks, empty for all."""
     if members == NOT_LISTED:
         yield
         return
@@ -315,15 +311,11 @@ def _make() -> FlightRecorder:
         job = folder.job_name()
         for base in folder.bases():
             with suppress(OSError):
-                place = folder.make_job(base, job)
+                path = folder.make_job(base, job) / f"{folder.RANK}{rank}"
                 folder.remove_old_jobs(base)
-                return FlightRecorder(_free(place / f"rank-{rank}"), rank, size)
+                # where a running process has it, a rank has started this one, with its variables
+                return FlightRecorder(None if folder.has_owner(path) else path, rank, size)
     return FlightRecorder(None)
-
-
-def _free(path: Path) -> Path:
-    """Return a path, or another one if a running process has it: then a rank has started this process, with its variables."""
-    return path.with_name(f"process-{os.getpid()}") if folder.has_owner(path) else path
 
 
 def _close_at_exit() -> None:
@@ -349,14 +341,11 @@ def _anonymous() -> mmap.mmap:
 
 
 def _mapped(path: Path) -> mmap.mmap:
-    """Make a file, replacing an existing one, and map it.
-
-    Raises OSError if the file system has no room for it: a write to a mapped page without room would kill the process.
-    """
+    """Make a file, replacing an existing one, and map it."""
     new = path.with_name(f".new-{os.getpid()}")
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, RECORD.itemsize)
+        os.posix_fallocate(descriptor, 0, RECORD.itemsize)  # a write to a mapped page without room would kill the process
         mapped = mmap.mmap(descriptor, RECORD.itemsize)
         new.replace(path)
     except OSError:

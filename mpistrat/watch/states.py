@@ -33,9 +33,8 @@ class RankState:
     node: str = ""
     pid: int = 0
     state: str = "unknown"
-    calls: tuple[
-        RecordedCall, ...
-    ] = ()  # those that it is inside, the last one first; the last one left; those that were looked up
+    # those that it is inside, the last one first; the last one left; those that were looked up
+    calls: tuple[RecordedCall, ...] = ()
     now_at: str = ""  # the line at which its main thread was seen
     seen_seconds_ago: float = 0.0
     is_silent: bool = False  # its watching thread is blocked: a call in C holds the interpreter lock, or no core is free
@@ -104,7 +103,7 @@ class Neighbours:
         found: dict[str, tuple[int, RankFile]] = {}
         with suppress(OSError):
             for entry in os.scandir(self.job):
-                if not entry.name.startswith("rank-"):
+                if not entry.name.startswith(folder.RANK):
                     continue
                 known = self._files.get(entry.name)
                 with suppress(OSError, ValueError):

@@ -56,10 +56,7 @@ class Finding:
 
 
 def judge(states: Sequence[RankState], looked_up: Collection[Key]) -> Finding | None:
-    """Return the deadlock or mismatch that the states of all ranks show; None if there is none for certain.
-
-    A rank whose state lacks a collective that was looked up has not entered it.
-    """
+    """Return the deadlock or mismatch that the states of all ranks show; None if there is none for certain."""
     return _different(states) or _stuck(states, looked_up)
 
 

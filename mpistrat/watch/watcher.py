@@ -66,10 +66,7 @@ after_end: list[Callable[[], None]] = []
 
 
 class Survey:
-    """One round of questions.
-
-    It is made by whoever wants to know, begun and taken further by the watching thread, and `done` then.
-    """
+    """One round of questions: made by whoever wants to know, begun, taken further and `done` by the watching thread."""
 
     _numbers = iter(range(1, 2**62))
 
@@ -218,10 +215,7 @@ class Watcher:
         self.verdict = None
 
     def join(self, comm: MPI.Intracomm) -> None:
-        """Exchange messages with the other hosts from now on. A collective call, made once.
-
-        `comm` has all ranks of the job; the watcher keeps it. It is unused where the job survives the loss of ranks.
-        """
+        """Exchange messages with the other hosts from now on, on a communicator of all ranks. A collective call, made once."""
         own = self._recorder
         own.note(rank=comm.Get_rank(), size=comm.Get_size())
         self._size = comm.Get_size()
@@ -245,10 +239,7 @@ class Watcher:
         return self._messages is not None
 
     def compare(self, timeout_seconds: float = 2.0, ranks: Sequence[int] | None = None) -> list[RankState]:
-        """Ask all ranks for their states, and return those of `ranks` of the job, or of all, in rank order.
-
-        Those whose host does not answer in time are ``unknown``.
-        """
+        """Ask all ranks for their states, and return those of `ranks` of the job, or of all, in rank order."""
         own = self._own.last()
         survey = Survey({own.key} if own else (), timeout_seconds)
         self._asked.append(survey)

@@ -14,7 +14,7 @@ import mpistrat
 from mpistrat.checkpoint import preemption, writer
 from mpistrat.errors import CheckpointError, InvalidArgumentError
 from mpistrat.experimental import PreemptionCheckpointHandler, TerminationConfig
-from mpistrat.launch import signals, time_limit
+from mpistrat.launch import end_of_job
 from mpistrat.logger import logger
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -137,8 +137,9 @@ def test_a_watcher_function_tells_too_and_signals_may_be_others(make, handlers):
 def clock(monkeypatch):
     """Give a clock that only the test moves on."""
     found = SimpleNamespace(now=1000.0)
-    for module in (preemption, signals):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: found.now))
+    still = SimpleNamespace(**{**vars(time), "monotonic": lambda: found.now})
+    for module in (preemption, end_of_job):
+        monkeypatch.setattr(module, "time", still)
     return found
 
 
@@ -294,12 +295,12 @@ def test_a_checkpoint_needs_a_directory_and_a_manager_has_one(tmp_path):
 
 
 def test_the_time_that_is_left_is_the_least_of_what_is_known(monkeypatch, tmp_path):
-    assert time_limit.seconds_left({}) == np.inf
-    age = time_limit._age_seconds()
-    assert time_limit.seconds_left({"MPISTRAT_TIME_LIMIT": "1:00:00"}) == pytest.approx(3600 - age, abs=1.0)
+    assert end_of_job.seconds_left({}) == np.inf
+    age = end_of_job._age_seconds()
+    assert end_of_job.seconds_left({"MPISTRAT_TIME_LIMIT": "1:00:00"}) == pytest.approx(3600 - age, abs=1.0)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 100)}
-    assert time_limit.seconds_left(slurm) == pytest.approx(100, abs=2.0)
-    assert time_limit.seconds_left({**slurm, "MPISTRAT_TIME_LIMIT": f"{60 + age}"}) == pytest.approx(60, abs=1.0)
+    assert end_of_job.seconds_left(slurm) == pytest.approx(100, abs=2.0)
+    assert end_of_job.seconds_left({**slurm, "MPISTRAT_TIME_LIMIT": f"{60 + age}"}) == pytest.approx(60, abs=1.0)
 
 
 @pytest.mark.parametrize(
@@ -329,6 +330,6 @@ def test_squeue_is_asked_where_slurm_has_set_no_end(monkeypatch, tmp_path, caplo
         asked = f"--noheader --format=%L --jobs={job}"
         (tmp_path / "squeue").write_text(f'#!/bin/sh\n[ "$*" = "{asked}" ] && printf "{answer}"\n')
         (tmp_path / "squeue").chmod(0o755)
-    assert time_limit.seconds_left({"SLURM_JOB_ID": "7", **environ}) == seconds
+    assert end_of_job.seconds_left({"SLURM_JOB_ID": "7", **environ}) == seconds
     assert said in caplog.text
     assert bool(said) == bool(caplog.text)

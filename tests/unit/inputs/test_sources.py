@@ -352,7 +352,7 @@ def test_a_marked_dataset_waits_for_its_numbers():
     assert (marked.is_hinted, dataset.is_hinted) == (True, False)
     with pytest.raises(InvalidArgumentError, match=r"was sharded by SHARD_HINT.*auto_shard_policy=AutoShardPolicy.HINT"):
         iter(marked)
-    assert rows_of(marked.settled(2, 1)) == [[1, 3]]
+    assert rows_of(marked.shard(2, 1)) == [[1, 3]]
 
 
 @pytest.mark.parametrize(

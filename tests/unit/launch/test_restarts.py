@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from mpistrat.launch.abort import RESTART_EXIT_CODE
+from mpistrat.launch.end_of_job import seconds_left
 from mpistrat.launch.job import TIMED_OUT, Ended
 from mpistrat.launch.restarts import COUNT, PROGRESS, note_saved, run_again
-from mpistrat.launch.time_limit import seconds_left
 from tests.processes import started
 
 FAILS, PREEMPTED = Ended(1), Ended(RESTART_EXIT_CODE)

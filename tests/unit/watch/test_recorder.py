@@ -228,15 +228,15 @@ def test_a_forked_child_writes_nothing_into_its_parents_file(tmp_path: Path) -> 
 
 def test_a_process_that_a_rank_starts_does_not_take_its_file() -> None:
     program = (
-        "import subprocess, sys; from mpistrat.watch.recorder import recorder; mine = recorder(); print(mine.path.name)\n"
+        "import subprocess, sys; from mpistrat.watch.recorder import recorder; mine = recorder()\n"
+        "print(mine.path and mine.path.name)\n"
         "if len(sys.argv) == 1: subprocess.run([sys.executable, '-c', sys.orig_argv[3], 'child'], check=True)\n"
-        "print(mine.path.exists()); mine.close()"
+        "print(mine.path and mine.path.exists()); mine.close()"
     )
     variables = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": f"test-{os.getpid()}"}
     done = python(program, "-u", **variables)
     names = done.stdout.split()
-    assert (names[0], names[2], names[3]) == ("rank-1", "True", "True"), done.stderr
-    assert names[1].startswith("process-")
+    assert names == ["rank-1", "None", "None", "True"], done.stderr
 
 
 @pytest.mark.parametrize(("end", "is_kept"), [("", False), ("1 // 0", True)])
@@ -246,16 +246,6 @@ def test_only_a_program_that_fails_leaves_its_record(end: str, is_kept: bool) ->
     record = Path(done.stdout.strip())
     assert (record.name, record.exists(), record.parent.exists()) == ("rank-0", is_kept, is_kept), done.stderr
     folder.remove(record)
-
-
-def test_records_of_killed_processes_that_a_rank_has_started_go_with_its_own(tmp_path: Path) -> None:
-    job = folder.make_job(tmp_path / "base", "job")
-    rank, runs, killed = (FlightRecorder(job / name) for name in ("rank-0", "process-1", "process-2"))
-    killed._header["started"] = 1
-    rank.close()
-    assert (job / "process-1").exists()
-    runs.close()
-    assert not job.exists()
 
 
 def test_ranks_of_one_launcher_agree_on_the_name_of_their_job() -> None:

@@ -1,19 +1,52 @@
-"""The time at which the scheduler ends this job: as MPISTRAT_TIME_LIMIT or SLURM say."""
+"""How a process learns that its job will be ended: by signals of queues and launchers, and by the scheduler's time limit."""
 
 from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mpistrat import settings
 from mpistrat.launch import environment, process
 from mpistrat.launch.restarts import FIRST_START
 from mpistrat.logger import logger
 
-_ANSWER_SECONDS = 20.0
+ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""What queues and launchers send before they end a job."""
+_ANSWER_SECONDS = 20.0  # of SLURM
+
+
+class Signals:
+    """The first of some signals that this process gets, and when. A handler, on the main thread, only notes it."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.first: tuple[int, float] | None = None
+        self._pid = os.getpid()
+        self._previous: dict[int, Any] = {}
+        for number in numbers:
+            self._previous[number] = signal.signal(number, self._hear)
+
+    def ignore(self) -> None:
+        """Ignore them from now on: while the program ends, the interpreter would let them kill the process."""
+        for number in self._previous:
+            signal.signal(number, signal.SIG_IGN)
+
+    def restore(self) -> None:
+        """Handle them as before."""
+        while self._previous:
+            number, previous = self._previous.popitem()
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)  # None: it was not set by Python
+
+    def _hear(self, number: int, frame: object) -> None:
+        if os.getpid() != self._pid:  # a forked child, which somebody waits for after Process.terminate
+            self.restore()
+            signal.raise_signal(number)
+        elif self.first is None:
+            self.first = number, time.monotonic()
 
 
 def seconds_left(environ: Mapping[str, str]) -> float:
