@@ -132,6 +132,11 @@ class BaseCommunicator(ABC):
         """
         return None
 
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Let `all_reduce` be a part of CUDA graphs that are captured in this block: see `mpistrat.Communicator.capture`."""
+        yield
+
     @abstractmethod
     def start_all_reduce(
         self,

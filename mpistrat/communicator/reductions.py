@@ -100,15 +100,18 @@ class Reductions:
                 verb, options, lambda wanted: Reduction(op, arrays, wanted), partial(self._check_captured, out)
             )
             self._guard.agree(call)
-            assert nccl is not None, "was checked in capture"
             assert out is not None, "was checked"
             results = list(out)
 
             def enqueue() -> Steps:
                 for dtype in sorted({array.dtype for array in arrays}, key=str):
                     pairs = [pair for pair in zip(arrays, results, strict=True) if pair[0].dtype == dtype]
-                    sources, targets = zip(*pairs, strict=True)
-                    nccl.capture(sources, targets, Fold(op, dtype, self._size if op is ReduceOp.MEAN else 1))
+                    if nccl is not None:
+                        sources, targets = zip(*pairs, strict=True)
+                        nccl.capture(sources, targets, Fold(op, dtype, self._size if op is ReduceOp.MEAN else 1))
+                        continue
+                    for source, target in pairs:  # of a rank alone
+                        target[...] = source
                 yield from ()
 
             self._guard.run(call, gpu.abort_on_error(enqueue()))  # replays of the others would wait for a rank that fails here
@@ -116,7 +119,7 @@ class Reductions:
 
     def check_capture(self, gpu: GpuArrays | None) -> None:
         """Check that an all-reduce can be a part of a CUDA graph."""
-        if gpu is None or gpu.executor.transports.everywhere is None:
+        if gpu is None or (gpu.executor.transports.everywhere is None and self._size > 1):
             where = "ranks compute on CPUs" if gpu is None else f"arrays on GPUs are reduced by {gpu.executor.transports}"
             raise UnavailableError(f"a CUDA graph can have collectives where NCCL joins the GPUs of all ranks; here {where}")
 
@@ -128,7 +131,7 @@ class Reductions:
 
     def _check_captured(self, out: Sequence[Array] | None, asked: Reduction) -> None:
         options = asked.options
-        self.programs.check(replace(asked, options=replace(options, implementation="NCCL")))
+        self.programs.check(replace(asked, options=replace(options, implementation="NCCL")) if self._size > 1 else asked)
         if out is None:
             raise InvalidArgumentError("an all_reduce in a CUDA graph needs out=, which may be the arrays themselves")
         if options.deterministic or options.wire_dtype in WIRE_DTYPES:

@@ -477,6 +477,21 @@ def test_nccl_works_on_the_arrays_themselves(comm, make_pair, counts):
         np.testing.assert_array_equal(pair.device.get(array), wanted)
 
 
+@up_to_ranks(1)
+def test_a_rank_alone_captures_copies(make_pair):
+    pair = make_pair()
+    (given, out), stream = (pair.up(np.arange(5.0) + more) for more in (0, 9)), pair.device.current_stream()
+    with pair.gpu.capture():
+        stream.graph = []
+        pair.gpu.all_reduce(ReduceOp.MEAN, [given], out=[out])
+        pair.gpu.all_reduce(ReduceOp.SUM, given, out=given)
+        graph, stream.graph = stream.graph, None
+    for work in graph:
+        stream.put(work)
+    for array in (given, out):
+        np.testing.assert_array_equal(pair.device.get(array), np.arange(5.0))
+
+
 @needs_ranks(2)
 def test_min_max_and_prod_of_what_nccl_has_are_its_own(make_pair):
     """Of one array, which is not copied; NCCL has no int16, and its minimum and maximum of floats pass NaN over."""
