@@ -93,6 +93,11 @@ class SimpleClusterResolver(ClusterResolver):
         The attributes, see `ClusterResolver`.
     num_accelerators : dict, optional
         Kind of accelerator -> number that each task has.
+
+    Raises
+    ------
+    TypeError
+        If `cluster_spec` is not a ClusterSpec, or `master` not a string.
     """
 
     def __init__(
@@ -144,6 +149,13 @@ class UnionResolver(ClusterResolver):
         At least one.
     rpc_layer, task_type, task_id : str, str, int
         Instead of those of the first resolver.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If there is no resolver.
+    TypeError
+        If one is not a ClusterResolver.
     """
 
     def __init__(

@@ -1,5 +1,15 @@
 """How variables of all kinds are changed: the methods, the checks of what they are given, and what they do to arrays.
 
+================  ============================================================
+`scatter_add`     adds each row
+`scatter_sub`     subtracts it
+`scatter_mul`     multiplies by it
+`scatter_div`     divides by it
+`scatter_min`     keeps the elementwise minimum of the row and the array
+`scatter_max`     keeps the elementwise maximum
+`scatter_update`  replaces the row of the array; the last one stays
+================  ============================================================
+
 Rows with the same index are applied one after another; none is lost.
 """
 

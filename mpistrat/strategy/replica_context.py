@@ -38,6 +38,13 @@ class ReplicaContext:
     the library that the arguments belong to: CuPy for CuPy, PyTorch for PyTorch, NumPy for NumPy and numbers. A variable stands
     for its array on this replica. `Communicator` documents the collectives; options of a call override those of the strategy.
     Calls raise RuntimeError if this replica context is not the current one.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        The strategy of the replica.
+    replica_id_in_sync_group : int, integer array or None
+        The index of the replica over all nodes; None: the rank.
     """
 
     def __init__(self, strategy: Any, replica_id_in_sync_group: Any = None) -> None:
@@ -52,7 +59,7 @@ class ReplicaContext:
         self._ops = None if type(ops) is HierarchicalAllReduce and ops.num_packs is None else ops
         if replica_id_in_sync_group is None:
             replica_id_in_sync_group = self._communicator.rank
-        self._replica_id = _checked_id(replica_id_in_sync_group, self._communicator.size)
+        self._replica_id = checked_id(replica_id_in_sync_group, self._communicator.size)
         self.mode = Mode(strategy, self)
 
     @property
@@ -324,7 +331,7 @@ def read_out(out: Any, structure: Structure, leaves: Sequence[Any], arrays: Sequ
     return memory, [each if target is leaf else array for target, leaf, each, array in given]
 
 
-def _checked_id(replica_id: Any, num_replicas: int) -> int:
+def checked_id(replica_id: Any, num_replicas: int) -> int:
     """Return the index of a replica as an int."""
     try:
         index = operator.index(replica_id)

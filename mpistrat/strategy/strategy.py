@@ -122,6 +122,11 @@ class Strategy:
         -------
         nest
             What `fn` returned, with each leaf as a per-replica value; with one replica, unchanged.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If `args` is neither a list nor a tuple.
         """
         if not isinstance(args, (list, tuple)):
             raise InvalidArgumentError(f"args must be a list or tuple, for example args=(batch,); got {type(args).__name__}")
