@@ -1,7 +1,7 @@
 """The lanes: what kinds of tests there are, what each needs, and the last word of a session: how many of each ran, how long.
 
-A session of all tests has three workers of pytest-xdist, if there are several cores: one runs the jobs of tests/ranks, one
-begins with SLURM, which mostly waits, and the rest is taken file by file; `faults` comes last, and all take it test by test.
+A session of all tests has two workers of pytest-xdist, if there are several cores: one runs the jobs of tests/ranks while the
+other takes what needs one core, file by file; what mostly waits comes last, and both take it test by test.
 
 A lane is a folder of tests/; tests directly in it are the lane `quality`. A lane that cannot run on this machine says why,
 and that is a failure where MPISTRAT_REQUIRE_LANES (names joined by commas) demands the lane. A lane that runs nothing for
@@ -40,7 +40,7 @@ LANES: dict[str, Callable[[], str]] = {
 }
 
 
-_ORDER = ("ranks", "slurm", "docs", "quality", "unit", "tools", "hosts", "gpu", "faults")
+_ORDER = ("ranks", "docs", "quality", "unit", "tools", "hosts", "slurm", "gpu", "faults")
 _SHARED = ("tests/faults/test_doctor.py", "tests/faults/test_stall_report.py")  # tests of which share the jobs of a fixture
 
 
@@ -64,7 +64,7 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
     is_live = option.usepdb or option.capture == "no" or option.numprocesses is not None
     is_first = not (is_one_rank(config) or hasattr(config, "workerinput"))
     if is_first and not is_live and not is_selection(config) and len(os.sched_getaffinity(0)) > 1:
-        option.numprocesses, option.dist, option.loadscopereorder = 3, "loadfile", False
+        option.numprocesses, option.dist, option.loadscopereorder = 2, "loadfile", False
     return (yield)
 
 
@@ -92,7 +92,7 @@ def scope_of(nodeid: str) -> str:
     """Return what a test is handed to a worker with: mostly its file.
 
     The tests of one number of ranks share a job. Those of the last lane start jobs of their own, and are handed out one by one:
-    so all workers end at the same time.
+    so both workers end at the same time.
     """
     lane = lane_of(nodeid)
     if lane == _ORDER[-1] and not nodeid.startswith(_SHARED):
