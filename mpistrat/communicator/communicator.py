@@ -132,7 +132,9 @@ class Communicator(BaseCommunicator):
         self._guard = Guard(self.hierarchy, agreement, self._executor.intra.window, self._options, self)
         last_calls.watch(self._guard)
         self._owned.callback(last_calls.forget, self._guard)
-        self._recorder, self._current = recorder(), self.hierarchy.call
+        self._recorder, self._current, self._own = recorder(), self.hierarchy.call, self._guard.thread.own
+        # for `run_known`; both change in a forked child only, which makes no calls
+        self._entry = self._recorder.slots.__next__, self._recorder.places, self._recorder.memory, self._recorder.words
         self._verbose = self.rank == 0 and self.hierarchy.settings[settings.VERBOSE]
         self._say(f"{self.world}: {', '.join(f'{node.name} has ranks {node.ranks}' for node in self.world.nodes)}")
         measured = shared_measurements(self.hierarchy) if measured is None else measured
@@ -239,7 +241,7 @@ class Communicator(BaseCommunicator):
             return None
         if self.timeline.enabled or guard.refusal:
             return None
-        free = guard.thread.own.free
+        free = self._own.free
         try:
             free.pop()  # as `CallingThread.lock`, which would cost a call
         except IndexError:
@@ -250,18 +252,18 @@ class Communicator(BaseCommunicator):
             guard.signature = call = known.signature
             self._current.digest = key = known.digest ^ (guard.take_noted_digest(noted) if guard.noted else noted)
             index = guard.indexes.get(key) or guard.index(key, call.text_after(key ^ call.digest), call.nbytes)
-            record = self._recorder
+            next_slot, places, memory, words = self._entry
             try:
                 frame = _frame_at(frames)
             except ValueError:  # the call itself is an exit handler, with no frame of Python beneath
                 frame = _frame_at()
-            line = record.places.get((id(frame.f_code), frame.f_lasti)) or record.find_line(frame)
-            start, slot = next(record.slots)
-            write_entry(record.memory, start, number, guard.communicator, index, line, monotonic_ns())
+            line = places.get((id(frame.f_code), frame.f_lasti)) or self._recorder.find_line(frame)
+            start, slot = next_slot()
+            write_entry(memory, start, number, guard.communicator, index, line, monotonic_ns())
             if self._current.unconfirmed:
                 self._current.count()
             results = known.run(arrays, out)
-            record.words[slot] = monotonic_ns()
+            words[slot] = monotonic_ns()
             return results
         except BaseException as error:
             if slot:

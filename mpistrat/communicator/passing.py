@@ -55,22 +55,33 @@ class Passing:
         from mpi4py import MPI
 
         guard, present, timeline = self._guard, self._executor.hierarchy.call, self._executor.timeline
-        passed, own, communicator = self._programs.passed, guard.thread.own, guard.communicator
+        programs, own, communicator = self._programs, guard.thread.own, guard.communicator
         in_place, ndarray, may_share_memory, record = MPI.IN_PLACE, np.ndarray, np.may_share_memory, recorder()
         add_call = present.calls.append
         frame_at, places, find_line, next_slot = sys._getframe, record.places, record.find_line, record.slots.__next__
         memory, words = record.memory, record.words
 
+        # the last call, and what was found for it: most calls are like the one before
+        last_op: MPI.Op | None = None
+        last_dtype: np.dtype[Any] | None = None
+        last_passed: object = None
+        last_found: Any = None
         last_code: CodeType | None = None
-        last_instruction = last_line = 0
+        last_instruction = last_line = last_size = 0
 
         def all_reduce(sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:
-            nonlocal last_code, last_instruction, last_line
+            nonlocal last_op, last_dtype, last_size, last_passed, last_found, last_code, last_instruction, last_line
             if type(recvbuf) is not ndarray and type(recvbuf := unwrapped(recvbuf)) is not ndarray:
                 return otherwise(sendbuf, recvbuf, op)
             dtype, size, flags = recvbuf.dtype, recvbuf.size, recvbuf.flags.num
-            found = passed.get((op.handle, size, dtype))
-            if found is None or flags & _WRITABLE != _WRITABLE:
+            if op is last_op and dtype is last_dtype and size == last_size and programs.passed is last_passed:
+                found = last_found
+            else:
+                found = programs.passed.get((op.handle, size, dtype))
+                if found is None:
+                    return otherwise(sendbuf, recvbuf, op)
+                last_op, last_dtype, last_size, last_passed, last_found = op, dtype, size, programs.passed, found
+            if flags & _WRITABLE != _WRITABLE:
                 return otherwise(sendbuf, recvbuf, op)
             known, signature, digest, index, calls, mpi_call, native, datatype = found
             given: Any
@@ -101,7 +112,6 @@ class Passing:
             slot = 0
             try:
                 guard.number = number = guard.number + 1
-                guard.signature, present.digest = signature, digest
                 try:
                     frame = frame_at(1)
                 except ValueError:  # the call itself is an exit handler, with no frame of Python beneath
@@ -118,11 +128,13 @@ class Passing:
                     mpi_call(given, (recvbuf, size, datatype), native)
                     add_call(digest)
                 else:
+                    guard.signature, present.digest = signature, digest
                     present.count()
                     mpi_call(given, (recvbuf, size, datatype), native)
                     present.add_unconfirmed(recvbuf.nbytes)
                 words[slot] = monotonic_ns()
             except BaseException as error:
+                guard.signature, present.digest = signature, digest
                 if slot:
                     record.fail(slot)
                 raise guard.fail_current(error) from None

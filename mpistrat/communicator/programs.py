@@ -22,7 +22,7 @@ from mpistrat.arrays import Array, is_on_device, retained_bytes
 from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
-from mpistrat.communicator.validate import are_disjoint, own_memory
+from mpistrat.communicator.validate import are_disjoint
 from mpistrat.device.abstract import addresses
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.guard import Guard
@@ -48,15 +48,15 @@ class Known:
 
     def fit(self, out: Sequence[Array], arrays: Sequence[Array]) -> bool:
         """Return whether results can be written to `out`; False also if that needs a closer look."""
-        if not len(set(map(id, out))) == len(out) == len(arrays) or not all(map(fits, out, arrays)):
+        if len(out) != len(arrays) or not all(map(fits, out, arrays)):
             return False
-        if not (out and is_on_device(out[0])):
-            return own_memory(out) or are_disjoint(out)
-        if (found := addresses(out)) != self.apart:  # they have the same extents in each call
-            if not are_disjoint(out):
-                return False
+        found = addresses(out) if out and is_on_device(out[0]) else None
+        if found is not None and found == self.apart:  # they have the same extents in each call
+            return True
+        are_apart = are_disjoint(out)
+        if are_apart and found is not None:
             self.apart[:] = found
-        return True
+        return are_apart
 
 
 class Programs:
@@ -195,7 +195,7 @@ class Programs:
     def forget_calls(self) -> None:
         """Forget what is known of calls: each is looked at again."""
         self._known.clear()
-        self.passed.clear()
+        self.passed = {}  # a new one: callers remember what they have found in it
         self._numbers = {self._options.key: _DEFAULT}
 
     def clear(self) -> None:

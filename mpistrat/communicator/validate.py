@@ -93,31 +93,23 @@ def check_target(target: Array, array: Array, shape: tuple[int, ...] | None = No
         raise InvalidArgumentError(f"out must lie where the array does: the array is {where[0]}, out {where[1]}")
 
 
-def own_memory(arrays: Sequence[Array]) -> bool:
-    """Return whether each array owns its memory: one without a base may still lie in memory of another library."""
-    return all(array.__class__ is np.ndarray and array.flags.owndata for array in arrays)
-
-
 def are_disjoint(arrays: Sequence[Array]) -> bool:
     """Return whether no two arrays share memory."""
+    # one without a base may still lie in memory of another library
+    if len(set(map(id, arrays))) == len(arrays) and all(each.__class__ is np.ndarray and each.flags.owndata for each in arrays):
+        return True
     bounds = sorted(_bounds(array) for array in arrays if array.size)
     return all(stop <= start for (_, stop), (start, _) in pairwise(bounds))
 
 
+def are_apart(arrays: Sequence[Array], out: Sequence[Array]) -> bool:
+    """Return whether no array shares memory with another one's target, nor two targets; an array may be its own target."""
+    return are_disjoint([*out, *(array for array, target in zip(arrays, out, strict=True) if array is not target)])
+
+
 def copy_overlapping(arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
     """Return `arrays`, copied if one overlaps with the target of another, which may be written before the array is read."""
-    if all(map(operator.is_, arrays, out)):
-        return list(arrays)
-    apart = [*out, *(array for array, target in zip(arrays, out, strict=True) if array is not target)]
-    if own_memory(apart) and len(set(map(id, apart))) == len(apart):
-        return list(arrays)
-    ranges = [_bounds(target) for target in out if target.size]
-    ranges += [_bounds(array) for index, array in enumerate(arrays) if array.size and array is not out[index]]
-    last, overlaps = 0, False
-    for start, stop in sorted(ranges):
-        overlaps = overlaps or start < last
-        last = max(last, stop)
-    if not overlaps:
+    if all(map(operator.is_, arrays, out)) or are_apart(arrays, out):
         return list(arrays)
     return [array if array is out[index] else array.copy() for index, array in enumerate(arrays)]
 
