@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial, reduce
 from itertools import repeat
 from unittest.mock import Mock, patch
@@ -192,6 +193,30 @@ def test_a_window_for_which_a_rank_has_no_memory_is_refused_on_all(group, device
     assert not calls.windows
     calls.problem = ""
     assert transport.allocate(50).nbytes == 50
+    transport.dispose()
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("problem", ["", "planted: no address space"])
+def test_what_one_rank_cannot_register_is_in_a_window_on_none(group, device, windows, problem):
+    calls, library = windows
+    transport = NcclTransport(group, device, library)
+    kept = transport.allocate(400)
+    if group.rank == 0:
+        calls.has_windows, calls.problem = False, problem
+    refused = pytest.raises(TransportError, match=f"rank 0: NCCL could not register 50 bytes in a window: {problem}")
+    with refused if problem else nullcontext():
+        assert transport.allocate(50).nbytes == 50
+    assert [window.start for window in calls.windows] == [kept.ctypes.data]
+    transport.dispose()
+
+
+@needs_ranks(2)
+def test_where_nccl_has_no_windows_on_one_rank_none_waits_for_it(group, device, windows, monkeypatch):
+    calls, library = windows
+    monkeypatch.setenv("NCCL_WIN_ENABLE", "0" if group.rank == 0 else "1")
+    transport = NcclTransport(group, device, library)
+    assert (transport.has_windows, calls.registered) == (False, 0)
     transport.dispose()
 
 
