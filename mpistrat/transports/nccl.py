@@ -15,8 +15,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -432,10 +432,7 @@ class NcclTransport(DeviceTransport):
 
     def _join(self) -> None:
         """Make the communicator, on a thread of its own."""
-        values = self._prepare()
-        # NCCL connects ranks where it is first used: here, on that thread
-        os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
-        identifier = self._identifier()
+        values, identifier = self._prepare(), self._identifier()
 
         def join() -> None:
             self._comm = self._nccl.NcclCommunicator(self.group.size, identifier, self.group.rank)
@@ -448,8 +445,9 @@ class NcclTransport(DeviceTransport):
                 self._comm.abort()  # its kernels would wait for peers for ever
                 raise
 
-        thread, failures = self._start(join)
-        thread.join(JOIN_SECONDS)
+        with _connecting_first():
+            thread, failures = self._start(join)
+            thread.join(JOIN_SECONDS)
         problem = f"not all ranks had joined after {JOIN_SECONDS:g} s" if thread.is_alive() else "".join(failures)
         problems, windows = zip(*self.group.comm.allgather((problem, bool(self._windows))), strict=True)
         failed = [rank for rank, text in zip(self.group.ranks, problems, strict=True) if text]
@@ -544,6 +542,20 @@ class NcclTransport(DeviceTransport):
                 ) from error
 
         return bcast_or_raise(self.group.comm, find)
+
+
+@contextmanager
+def _connecting_first() -> Iterator[None]:
+    """Have NCCL connect ranks where they join, and not where it is first used; jobs that this process starts are their own."""
+    name = "NCCL_RUNTIME_CONNECT"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 _Call = tuple[Any, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
 import time
 from contextlib import nullcontext
@@ -149,6 +150,7 @@ def test_memory_of_nccl4py_lies_in_windows_until_it_is_given_back(group, device,
     calls, library = windows
     transport = NcclTransport(group, device, library)
     assert (transport.has_windows, calls.registered, calls.windows) == (True, 1, []), "the first sums were in a window too"
+    assert "NCCL_RUNTIME_CONNECT" not in os.environ, "what NCCL is told as it joins is not told to jobs of this process"
     for _ in range(2):
         buffer = transport.allocate(400).view(np.float32)
         assert [window.start for window in calls.windows] == [buffer.ctypes.data]
