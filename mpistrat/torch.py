@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.arrays import Array, as_array, as_operand, like
 from mpistrat.communicator.communicator import average_leaves, job_communicator
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.errors import InvalidArgumentError, UnavailableError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
 from mpistrat.structures import flatten, leaf_names, map_leaves
@@ -54,10 +54,20 @@ def average_gradients(
     UnsupportedDtypeError
         If a gradient is sparse.
     TypeError
-        If `model` is not a module.
+        If `model` is not a module, or `communicator` not a communicator.
+    InvalidArgumentError
+        If `options` are not CommunicationOptions.
     """
+    if not isinstance(communicator, (BaseCommunicator, type(None))):
+        raise TypeError(
+            f"average_gradients takes a Communicator, or None for all ranks of the job; got {type(communicator).__name__}.\n"
+            "    incorrect:  average_gradients(model, options); average_gradients(model, MPI.COMM_WORLD)\n"
+            "    correct:    average_gradients(model, options=options); average_gradients(model, mpistrat.Communicator(comm))"
+        )
     communicator = job_communicator() if communicator is None else communicator
     _check_module("average_gradients", model, communicator)
+    with communicator.refusing("average_gradients"):
+        check_options(options)
     return _AveragedGradients(model, communicator, options)
 
 

@@ -130,7 +130,7 @@ def fake_torch() -> Any:
     def from_dlpack(array: Any) -> Tensor:
         return Tensor(array.get(), "cuda:0")
 
-    cuda = SimpleNamespace(is_current_stream_capturing=lambda: False)
+    cuda = SimpleNamespace(is_initialized=lambda: True, is_current_stream_capturing=lambda: False)
     names = {"bfloat16": bfloat16, "int16": int16, "from_numpy": Tensor, "from_dlpack": from_dlpack, "cuda": cuda}
     return SimpleNamespace(Tensor=Tensor, **names)
 

@@ -292,6 +292,7 @@ class _Votes:
 
             self._maximum, self._guard, self._members = MPI.MAX, communicator._guard, communicator.hierarchy.members
             self._comm = communicator.hierarchy.world_group.comm.Dup()
+            self._among = f"votes, communicator {communicator.hierarchy.number}, collective {communicator.num_collectives}"
             self.are_of_whole_job = communicator.size == MPI.COMM_WORLD.Get_size()
 
     def exchange(self, number: int) -> int:
@@ -317,7 +318,7 @@ class _Votes:
     def _complete(self, what: str) -> int:
         """Wait for what was started, as long as all can still come to it, and return it; 0 if nothing was."""
         what = f"PreemptionCheckpointHandler: {what}"
-        with watched(what, self._members):
+        with watched(what, self._members, self._among):
             if self._request is None:
                 return 0
             if not self._request.Test():

@@ -58,6 +58,7 @@ class Writer:
         if isinstance(communicator, Communicator) and self.size > 1:
             self._comm = communicator.hierarchy.world_group.comm.Dup()
             self._members = communicator.hierarchy.members
+            self._among = f"saves, communicator {communicator.hierarchy.number}"
         self._thread: threading.Thread | None = None
         self._error = ""
         self._when_durable: Callable[[], None] = lambda: None
@@ -75,7 +76,7 @@ class Writer:
         """Wait until what was started is durable; raise CheckpointError on all ranks, if one of them could not write."""
         if self._thread is None:
             return
-        with watched("Checkpoint: a save", self._members) if self._comm is not None else nullcontext():
+        with watched("Checkpoint: a save", self._members, self._among) if self._comm is not None else nullcontext():
             self._thread.join()
         self._thread = None
         _started.remove(self)

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, is_on_device
 from mpistrat.device.abstract import Device, Event, Stream
+from mpistrat.device.interop import is_captured_elsewhere
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard
@@ -50,9 +51,9 @@ class GpuArrays:
         return all([array.device.id == index for array in every]) and not self.is_capturing()
 
     def is_capturing(self) -> bool:
-        """Return whether a CUDA graph is being captured on the caller's stream."""
+        """Return whether a CUDA graph is being captured, on the caller's stream or by PyTorch on another one."""
         with self.device.activate():
-            return self.device.current_stream().is_capturing()
+            return self.device.current_stream().is_capturing() or is_captured_elsewhere(self.device)
 
     def barrier(self) -> Steps:
         """Return the steps that wait until all ranks have entered and have their memory, and compare their calls.

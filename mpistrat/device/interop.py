@@ -25,17 +25,33 @@ def read(value: Any, device: Device, name: str) -> DeviceArray | None:
     """Return `value` as an array of the device's library that shares its memory; None if it is not in GPU memory.
 
     Work on the current stream of the caller is ordered after work that the other library has enqueued on its own stream.
-    What is in the memory of another GPU is refused.
+    What is in the memory of another GPU is refused, and what PyTorch would not capture in its CUDA graph.
     """
     module = device.array_module
-    if not isinstance(value, module.ndarray):
-        found = _gpu_of(value)
-        if found is None:
-            return None
-        _check_index(found, device, name)
-        value = _imported(value, device, name)
+    is_own = isinstance(value, module.ndarray)
+    found = value.device.id if is_own else _gpu_of(value)
+    if found is None:
+        return None
+    _check_index(found, device, name)
+    with device.activate():
+        if is_captured_elsewhere(device):
+            raise InvalidArgumentError(
+                f"PyTorch is capturing a CUDA graph, in which {name} can be read only on its stream: make the call before or "
+                "after, or in Communicator.capture with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)"
+            )
+        if is_own:
+            return value
+        value = _imported(value, module)
     _check_index(value.device.id, device, name)
     return value
+
+
+def is_captured_elsewhere(device: Device) -> bool:
+    """Return whether PyTorch captures a CUDA graph on another stream than the current one, whose work is no part of it."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not (cuda.is_initialized() and cuda.is_current_stream_capturing()):
+        return False
+    return bool(cuda.current_stream().cuda_stream != device.current_stream().pointer)
 
 
 def export(result: DeviceArray, original: Any) -> Any:
@@ -60,13 +76,10 @@ def _gpu_of(value: Any) -> int | None:
     return -1 if hasattr(value, "__cuda_array_interface__") else None
 
 
-def _imported(value: Any, device: Device, name: str) -> DeviceArray:
-    module = device.array_module
-    with device.activate():
-        if is_a(value, "torch", "Tensor"):
-            _check_capture(sys.modules["torch"], device, name)
-            return _imported_tensor(value.detach().resolve_conj().resolve_neg(), module)
-        return module.from_dlpack(value) if hasattr(value, "__dlpack__") else module.asarray(value)
+def _imported(value: Any, module: Any) -> DeviceArray:
+    if is_a(value, "torch", "Tensor"):
+        return _imported_tensor(value.detach().resolve_conj().resolve_neg(), module)
+    return module.from_dlpack(value) if hasattr(value, "__dlpack__") else module.asarray(value)
 
 
 def _imported_tensor(tensor: Any, module: Any) -> DeviceArray:
@@ -74,17 +87,6 @@ def _imported_tensor(tensor: Any, module: Any) -> DeviceArray:
     if tensor.dtype is torch.bfloat16:  # not every CuPy accepts it through DLPack: reinterpret the bits
         return module.from_dlpack(tensor.view(torch.int16)).view(_BFLOAT16)
     return module.from_dlpack(tensor)
-
-
-def _check_capture(torch: Any, device: Device, name: str) -> None:
-    """Refuse a tensor that would have CuPy's current stream wait for another one, in a graph that PyTorch captures there."""
-    if torch.cuda.is_current_stream_capturing():
-        stream = torch.cuda.current_stream().cuda_stream
-        if stream != device.current_stream().pointer:
-            raise InvalidArgumentError(
-                f"PyTorch is capturing a CUDA graph, in which {name} can be read only on its stream: make the call before or "
-                "after, or in Communicator.capture with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)"
-            )
 
 
 def _check_index(found: int, device: Device, name: str) -> None:

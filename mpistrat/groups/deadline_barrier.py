@@ -91,6 +91,8 @@ class DeadlineBarrier:
         deadline, grace_ends = time.monotonic() + seconds if seconds else math.inf, math.inf
         while not test():
             self._listen()
+            if self._failed:  # a failed rank is not waited for, nor who else is missing
+                raise self.given_up(what())
             now = time.monotonic()
             if grace_ends < math.inf:
                 if now > grace_ends or (self._gone and not self._silent()):

@@ -82,10 +82,12 @@ def _start() -> MPI.Intracomm:
     view = environment.detect()
     launcher = process.find_launcher(os.environ)
     gpu_binding.bind_device(view)
+    chosen: dict[str, str] = {}
     if "mpi4py.MPI" not in sys.modules:
         openmpi.set_home(os.environ)
         oversubscribed = view is not None and (view.local_size or 1) > openmpi.num_cores()
-        os.environ.update(openmpi.parameters(os.environ, oversubscribed, alone=view is None))
+        chosen = openmpi.parameters(os.environ, oversubscribed, alone=view is None)
+        os.environ.update(chosen)
     try:
         import mpi4py
 
@@ -94,6 +96,8 @@ def _start() -> MPI.Intracomm:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises either, depending on where its search ends
         raise LaunchError(no_library(str(error))) from error
+    for name in chosen if view is None else ():  # MPI has read them, and a job that this process starts is not alone
+        os.environ.pop(name, None)
     _check_running()
     check_launched_size(view, MPI.COMM_WORLD.size, *_vendor())
     abort.watch_exit()

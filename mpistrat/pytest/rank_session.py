@@ -187,7 +187,7 @@ class RankSession:
         everybody = self._comm.Iallgather(mine.digest, digests)
         began = time.monotonic()
         watching = watcher()
-        with suppress(CollectiveError), watched(f"the end of {mine.test} ({mine.when})"):
+        with suppress(CollectiveError), watched(f"the end of {mine.test} ({mine.when})", among="tests"):
             while not self._have_come(everybody, began, mine):
                 if watching is not None:
                     watching.raise_verdict()  # ranks that wait in another collective raise it too, and come here

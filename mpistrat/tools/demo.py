@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import shutil
 import socket
 import sys
@@ -79,9 +78,9 @@ def execute(arguments: argparse.Namespace) -> int:
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidArgumentError(f"--out {arguments.out} cannot be created as a folder: {error.strerror}") from None
-    os.environ[settings.TIMELINE.name] = str(arguments.out / "timeline.json")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    return run.start(["-m", "mpistrat.tools.demo", "--width", str(width), *arguments.words[1:]], world.size, nodes)
+    program = ["-m", "mpistrat.tools.demo", "--width", str(width), *arguments.words[1:]]
+    return run.start(program, world.size, nodes, {settings.TIMELINE.name: str(arguments.out / "timeline.json")})
 
 
 class Step(NamedTuple):

@@ -98,17 +98,16 @@ def execute(arguments: argparse.Namespace) -> int:
         return _follow(*command(), timeout)[0].code
 
     def start(variables: Mapping[str, str]) -> tuple[Ended, str]:
-        os.environ.update(variables)
-        return _follow(*command(), timeout)
+        return _follow(*command(variables=variables), timeout)
 
     several_hosts = arguments.hostfile is not None or environment.in_slurm_allocation(os.environ)
     shared = Path.cwd() if several_hosts and os.access(Path.cwd(), os.W_OK) else None
     return restarts.run_again(start, arguments.max_restarts, delay, shared, _say)
 
 
-def start(program: Sequence[str], num_ranks: int, nodes: str = "") -> int:
-    """Start a job, wait for its end, and return its exit code, as `follow` does."""
-    return _follow(*_command(program, num_ranks, nodes))[0].code
+def start(program: Sequence[str], num_ranks: int, nodes: str = "", variables: Mapping[str, str] | None = None) -> int:
+    """Start a job, wait for its end, and return its exit code, as `follow` does; its ranks see `variables` too."""
+    return _follow(*_command(program, num_ranks, nodes, variables=variables))[0].code
 
 
 def _follow(command: Sequence[str], extra: Mapping[str, str], timeout: float = math.inf) -> tuple[Ended, str]:
@@ -124,7 +123,12 @@ def _follow(command: Sequence[str], extra: Mapping[str, str], timeout: float = m
 
 
 def _command(
-    program: Sequence[str], num_ranks: int, nodes: str, hostfile: Path | None = None, **options: Any
+    program: Sequence[str],
+    num_ranks: int,
+    nodes: str,
+    hostfile: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command of a job, and the variables to add to its environment."""
     view = environment.detect()
@@ -135,10 +139,11 @@ def _command(
         )
     # with python -m mpi4py, a rank that fails before it has made a strategy ends the job, too (afterwards `launch.abort` does)
     python = [sys.executable, "-m", "mpi4py", *program]
-    command, extra = mpiexec.command(num_ranks, python, nodes, hostfile=hostfile, **options)
+    given = {**(variables or {})}
+    command, extra = mpiexec.command(num_ranks, python, nodes, hostfile=hostfile, environ={**os.environ, **given}, **options)
     if hostfile is None and not environment.in_slurm_allocation(os.environ):
         extra |= _share_of_cores(num_ranks)
-    return command, extra
+    return command, given | extra
 
 
 def _count_ranks(ranks: int | None, nodes: str) -> int:

@@ -15,8 +15,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +40,8 @@ from mpistrat.transports.nccl_watcher import NcclWatcher
 JOIN_SECONDS, ABORT_SECONDS, DESTROY_SECONDS = 120.0, 0.5, 5.0
 TRIAL_BYTES = (1 << 20, 64 << 20)
 """Of the first sums besides one of few bytes: NCCL connects ranks anew for each of its algorithms, which depend on the size."""
+_OF_WINDOWS = "NCCL_WIN_ENABLE", "NCCL_CUMEM_ENABLE"
+"""Switches of NCCL: where they are off, it returns from the registration that it waits in for all ranks elsewhere."""
 POLLS_PER_CHECK = 64
 _POLL_SECONDS = 1e-4
 
@@ -123,12 +125,17 @@ class NcclTransport(DeviceTransport):
         return ""
 
     def allocate(self, nbytes: int) -> DeviceArray:
-        """Return memory of the device, in a window of NCCL where there are such; then all ranks raise what one lacks."""
+        """Return memory of the device, in a window of NCCL if all ranks get one; then all ranks raise what one lacks."""
         if not self.has_windows:
             return super().allocate(nbytes)
         taken: list[DeviceArray] = []
         gather_or_raise(self.group, lambda: taken.append(self.device.allocate(nbytes, self._allocator)))
-        self._register(taken[0])
+        before, are_everywhere = len(self._windows), False
+        try:
+            are_everywhere = all(gather_or_raise(self.group, lambda: self._register(taken[0])))
+        finally:
+            if not are_everywhere:  # NCCL would choose kernels for windows on some ranks only
+                self._end_windows(before)
         return taken[0]
 
     def refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
@@ -252,9 +259,7 @@ class NcclTransport(DeviceTransport):
     def close(self) -> None:
         """Free the memory of windows, which nothing under way uses; after a failure something may, and nothing is freed."""
         if not self._failure:
-            for window, _ in self._windows:
-                self._comm.deregister(window)
-            self._windows.clear()
+            self._end_windows()
 
     def dispose(self) -> None:
         """Destroy the communicator, here and now: CuPy would do it when its object is collected, on whichever thread.
@@ -427,15 +432,12 @@ class NcclTransport(DeviceTransport):
 
     def _join(self) -> None:
         """Make the communicator, on a thread of its own."""
-        values = self._prepare()
-        # NCCL connects ranks where it is first used: here, on that thread
-        os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
-        identifier = self._identifier()
+        values, identifier = self._prepare(), self._identifier()
 
         def join() -> None:
             self._comm = self._nccl.NcclCommunicator(self.group.size, identifier, self.group.rank)
             try:
-                if self._has_nccl4py:
+                if self._tries_windows:
                     with suppress(Exception):  # an old NCCL has no windows, and one that has may have none here
                         self._register(values)
                 self._try_verbs(values)
@@ -443,8 +445,9 @@ class NcclTransport(DeviceTransport):
                 self._comm.abort()  # its kernels would wait for peers for ever
                 raise
 
-        thread, failures = self._start(join)
-        thread.join(JOIN_SECONDS)
+        with _connecting_first():
+            thread, failures = self._start(join)
+            thread.join(JOIN_SECONDS)
         problem = f"not all ranks had joined after {JOIN_SECONDS:g} s" if thread.is_alive() else "".join(failures)
         problems, windows = zip(*self.group.comm.allgather((problem, bool(self._windows))), strict=True)
         failed = [rank for rank, text in zip(self.group.ranks, problems, strict=True) if text]
@@ -458,10 +461,17 @@ class NcclTransport(DeviceTransport):
         self.has_windows = all(windows)
         self.close()
 
-    def _register(self, memory: DeviceArray) -> None:
-        """Register memory of NCCL in a window, if there can be one. A collective call."""
+    def _register(self, memory: DeviceArray) -> bool:
+        """Register memory of NCCL in a window, and return whether there can be one. A collective call."""
         if window := self._comm.register(address(memory), memory.nbytes):
             self._windows.append((window, memory))
+        return bool(window)
+
+    def _end_windows(self, first: int = 0) -> None:
+        """End the windows from the `first` one on."""
+        for window, _ in self._windows[first:]:
+            self._comm.deregister(window)
+        del self._windows[first:]
 
     def _prepare(self) -> DeviceArray:
         """Make the stream, and return memory for the first calls: what one rank lacks, all must raise before they wait."""
@@ -473,9 +483,11 @@ class NcclTransport(DeviceTransport):
             problem = f"{error}"
         if os.environ.get("NCCL_COMM_BLOCKING") == "0":
             problem = "NCCL_COMM_BLOCKING=0 is set: calls would return before the GPU has them; unset it"
-        answer = problem, version, self._allocator is not None
-        problems, versions, answers = zip(*self.group.comm.allgather(answer), strict=True)
-        self._has_nccl4py = all(answers)
+        switches = [os.environ.get(name) for name in _OF_WINDOWS]
+        answers = self.group.comm.allgather((problem, version, self._allocator is not None, switches))
+        problems, versions, allocators, every = zip(*answers, strict=True)
+        self._has_nccl4py = all(allocators)
+        self._tries_windows = self._has_nccl4py and all(switches == others for others in every)
         problem = next(filter(None, problems), "")
         if not problem and len(set(versions)) > 1:
             ranks = ranks_by(zip(self.group.ranks, versions, strict=True))
@@ -530,6 +542,20 @@ class NcclTransport(DeviceTransport):
                 ) from error
 
         return bcast_or_raise(self.group.comm, find)
+
+
+@contextmanager
+def _connecting_first() -> Iterator[None]:
+    """Have NCCL connect ranks where they join, and not where it is first used; jobs that this process starts are their own."""
+    name = "NCCL_RUNTIME_CONNECT"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 _Call = tuple[Any, ...]

@@ -52,8 +52,8 @@ _LINE = 3  # the word `line` of a record
 write_entry = struct.Struct("=5Q").pack_into
 _frame_at = sys._getframe
 
-_SOME_RANKS = 1 << 63  # begins the numbers of groups that have no communicator yet; those of communicators are lower
-_numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
+_NO_COMMUNICATOR = 1 << 63  # begins the numbers of what no communicator counts; those of communicators are lower
+_numbers: defaultdict[tuple[str, str], Iterator[int]] = defaultdict(count)
 
 # standard-library modules that may lie on the stack between the program and this library
 _BETWEEN = ("threading", "contextlib")
@@ -242,15 +242,19 @@ def recorder() -> FlightRecorder:
 
 
 @contextmanager
-def watched(text: str, members: str = "") -> Iterator[None]:
-    """Record a collective that no communicator makes, such as creating a strategy; `members` are its ranks, empty for all."""
+def watched(text: str, members: str = "", among: str = "") -> Iterator[None]:
+    """Record a collective that no communicator makes, such as creating a strategy; `members` are its ranks, empty for all.
+
+    It is counted `among` others that these ranks make in one order. A rank that leaves them, because it has given one up, is
+    out of step with its peers there; with a name of their own, it is not elsewhere.
+    """
     if members == NOT_LISTED:
         yield
         return
     mine = recorder()
-    communicator = _SOME_RANKS | crc32(members.encode()) if members else 0
+    communicator = _NO_COMMUNICATOR | crc32(f"{members} {among}".encode()) if members or among else 0
     index = mine.intern(text, ranks=members)
-    slot = mine.enter(communicator, next(_numbers[members]), index)
+    slot = mine.enter(communicator, next(_numbers[members, among]), index)
     try:
         yield
     except BaseException:

@@ -5,6 +5,7 @@ Communicators are handles, types and operations are numbers, as there.
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from enum import IntEnum
@@ -16,7 +17,7 @@ import numpy as np
 
 from mpistrat.transports.nccl_bindings import Nccl4py
 from tests.gpu.stand_in import RUBBISH
-from tests.gpu.stand_in_nccl import StandInNccl
+from tests.gpu.stand_in_nccl import StandInNccl, await_peers
 
 ID_BYTES, SUCCESS, FAILED, SYMMETRIC = 128, 0, 3, 1
 
@@ -112,7 +113,11 @@ class FakeNccl4py(ModuleType):
     def comm_window_register(self, comm: Any, buff: int, size: int, win_flags: int) -> Window:
         assert win_flags == SYMMETRIC
         assert self.memory[buff].nbytes == size, "only whole memory from mem_alloc is symmetric"
-        assert len(set(comm.comm.allgather(size))) == 1, "windows have one size on all ranks"
+        if os.environ.get("NCCL_WIN_ENABLE") == "0":
+            return Window(comm, 0, False)
+        sizes = np.empty(comm.comm.size, np.int64)
+        await_peers([comm.comm.Iallgather(np.array([size]), sizes)], "window")
+        assert len(set(sizes)) == 1, "windows have one size on all ranks"
         if self.problem:
             raise NCCLError(self.problem)
         self.registered += 1

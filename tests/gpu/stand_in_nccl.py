@@ -63,13 +63,13 @@ class StandInNccl:
     def groupEnd(self) -> None:  # noqa: N802
         calls, self.grouped = self.grouped, None
         assert calls, "an empty group"
-        _await_peers(self.unconnected, "exchange")
+        await_peers(self.unconnected, "exchange")
         [(stream, comm)] = {(stream, comm) for stream, comm, _ in calls}
         self._put(stream, comm, [start for *_, start in calls])
 
     def issue(self, stream: int, comm: _Communicator, start: Callable[[], MPI.Request]) -> None:
         if self.grouped is None:
-            _await_peers(self.unconnected, "call")
+            await_peers(self.unconnected, "call")
             self._put(stream, comm, [start])
         else:
             self.grouped.append((stream, comm, start))
@@ -103,13 +103,13 @@ class StandInNccl:
         ranks, tag = np.full(size, self.comm.rank), _JOIN_TAG + number
         if self.comm.rank != root:
             told = np.array([rank, self.comm.rank])
-            _await_peers([self.comm.Isend(told, root, tag), self.comm.Irecv(ranks, root, tag)], "communicator")
+            await_peers([self.comm.Isend(told, root, tag), self.comm.Irecv(ranks, root, tag)], "communicator")
             return ranks
         for _ in range(size - 1):
             told = np.empty(2, np.int64)
-            _await_peers([self.comm.Irecv(told, MPI.ANY_SOURCE, tag)], "communicator")
+            await_peers([self.comm.Irecv(told, MPI.ANY_SOURCE, tag)], "communicator")
             ranks[told[0]] = told[1]
-        _await_peers([self.comm.Isend(ranks, peer, tag) for peer in ranks if peer != root], "communicator")
+        await_peers([self.comm.Isend(ranks, peer, tag) for peer in ranks if peer != root], "communicator")
         return ranks
 
 
@@ -135,7 +135,7 @@ class _Communicator:
     def destroy(self) -> None:
         self._require_open()
         self._library.destroyed += 1
-        _await_peers([self._ends.Ibarrier()], "destroy")
+        await_peers([self._ends.Ibarrier()], "destroy")
         self.is_over = True
 
     def __del__(self) -> None:
@@ -150,7 +150,7 @@ class _Communicator:
         self._require_open()
         self._library.calls[verb] += 1
         if verb not in self._connected:
-            _await_peers([self.comm.Ibarrier()], verb)
+            await_peers([self.comm.Ibarrier()], verb)
             self._connected.add(verb)
 
     def allReduce(self, send: int, receive: int, count: int, kind: Any, op: Any, stream: int) -> None:  # noqa: N802
@@ -224,7 +224,7 @@ def _check_places(whole: int, part: int, whole_bytes: int, part_bytes: int, own_
     assert part == whole + own_bytes or is_apart, "NCCL gives wrong values where memory overlaps otherwise"
 
 
-def _await_peers(requests: list[MPI.Request], verb: str) -> None:
+def await_peers(requests: list[MPI.Request], verb: str) -> None:
     """Wait on the host, and forget the requests."""
     ends = time.monotonic() + CONNECT_SECONDS
     while not MPI.Request.Testall(requests):

@@ -121,6 +121,16 @@ def test_the_first_call_of_a_shape_has_the_deadline_too(comm, monkeypatch, stric
 
 
 @on_ranks(4)
+def test_those_that_wait_for_a_rank_that_has_failed_do_not_call_it_late(comm):
+    ops = make(comm)
+    if comm.rank == 0:
+        time.sleep(PATIENCE_SECONDS / 4)  # by now the others are in the exchange of all ranks
+        ops._guard.deadlines.barrier.give_up()
+    with late(comm, ops, 0), pytest.raises(UnavailableError, match=r"cannot complete: rank.* gave up because it failed there"):
+        ops.barrier(within(PATIENCE_SECONDS))
+
+
+@on_ranks(4)
 def test_several_that_are_missing_are_all_named(comm):
     ops = make(comm)
     message = r"comes too late: rank 0 .node0. gave up waiting|missing rank 1 \(node0\), rank"

@@ -228,6 +228,33 @@ def test_what_is_captured_in_one_block_in_another_does_not_end_that(node):
     stream.captures = False
 
 
+def test_what_pytorch_captures_on_another_stream_takes_no_arrays_of_cupy(node, monkeypatch):
+    given, expected = node.up(values(30, np.float32, node.rank)), node.host.all_reduce(SUM, values(30, np.float32, node.rank))
+    made, out = node.gpu.all_reduce(SUM, given), node.up(np.empty(30, np.float32))  # both calls are known from now on
+    node.gpu.all_reduce(SUM, given, out=out)
+    of_torch = node.device.stream()
+    cuda = SimpleNamespace(is_initialized=lambda: True, is_current_stream_capturing=lambda: True)
+    cuda.current_stream = lambda: SimpleNamespace(cuda_stream=of_torch.pointer)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    calls = (
+        lambda: node.gpu.all_reduce(SUM, given),
+        lambda: node.gpu.all_reduce(SUM, given, out=out),
+        lambda: node.gpu.start_all_reduce(SUM, given),
+        lambda: node.gpu.broadcast(given),
+    )
+    for call in calls:
+        with pytest.raises(InvalidArgumentError, match="PyTorch is capturing a CUDA graph"):
+            call()
+        with node.gpu.capture(), pytest.raises(InvalidArgumentError, match="PyTorch is capturing a CUDA graph"):
+            call()
+    compare(node, made, expected)
+    with node.device.activate(of_torch), node.gpu.capture():
+        of_torch.graph = []
+        node.gpu.all_reduce(SUM, given, out=out)
+        assert of_torch.graph
+        of_torch.graph = None
+
+
 @pytest.mark.parametrize("fails", ["as it is captured", "as the capture is prepared"])
 def test_a_rank_that_fails_in_a_capture_is_waited_for_by_none(node, monkeypatch, fails):
     given, stream, error = node.up(values(30, np.float32, node.rank)), node.device.current_stream(), OSError("planted")
@@ -714,7 +741,7 @@ def test_pytorch_waits_on_its_own_stream_for_what_was_written_to_its_tensors(nod
 
     torch = SimpleNamespace(Tensor=_Tensor, strided="strided", bfloat16="bfloat16", from_dlpack=from_dlpack)
     torch.nn = SimpleNamespace(Module=_Tensor)
-    torch.cuda = SimpleNamespace(is_current_stream_capturing=lambda: False)
+    torch.cuda = SimpleNamespace(is_initialized=lambda: True, is_current_stream_capturing=lambda: False)
     monkeypatch.setitem(sys.modules, "torch", torch)
     given = values((count,), np.float32, node.rank)
     expected, sent = node.host.all_reduce(MEAN, given), node.host.broadcast(given, 1)

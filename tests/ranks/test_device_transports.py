@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial, reduce
 from itertools import repeat
 from unittest.mock import Mock, patch
@@ -148,6 +150,7 @@ def test_memory_of_nccl4py_lies_in_windows_until_it_is_given_back(group, device,
     calls, library = windows
     transport = NcclTransport(group, device, library)
     assert (transport.has_windows, calls.registered, calls.windows) == (True, 1, []), "the first sums were in a window too"
+    assert "NCCL_RUNTIME_CONNECT" not in os.environ, "what NCCL is told as it joins is not told to jobs of this process"
     for _ in range(2):
         buffer = transport.allocate(400).view(np.float32)
         assert [window.start for window in calls.windows] == [buffer.ctypes.data]
@@ -192,6 +195,30 @@ def test_a_window_for_which_a_rank_has_no_memory_is_refused_on_all(group, device
     assert not calls.windows
     calls.problem = ""
     assert transport.allocate(50).nbytes == 50
+    transport.dispose()
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("problem", ["", "planted: no address space"])
+def test_what_one_rank_cannot_register_is_in_a_window_on_none(group, device, windows, problem):
+    calls, library = windows
+    transport = NcclTransport(group, device, library)
+    kept = transport.allocate(400)
+    if group.rank == 0:
+        calls.has_windows, calls.problem = False, problem
+    refused = pytest.raises(TransportError, match=f"rank 0: NCCL could not register 50 bytes in a window: {problem}")
+    with refused if problem else nullcontext():
+        assert transport.allocate(50).nbytes == 50
+    assert [window.start for window in calls.windows] == [kept.ctypes.data]
+    transport.dispose()
+
+
+@needs_ranks(2)
+def test_where_nccl_has_no_windows_on_one_rank_none_waits_for_it(group, device, windows, monkeypatch):
+    calls, library = windows
+    monkeypatch.setenv("NCCL_WIN_ENABLE", "0" if group.rank == 0 else "1")
+    transport = NcclTransport(group, device, library)
+    assert (transport.has_windows, calls.registered) == (False, 0)
     transport.dispose()
 
 

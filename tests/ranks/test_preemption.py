@@ -13,6 +13,7 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, CheckpointError, CollectiveError, DeadlineExceededError
 from mpistrat.experimental import PreemptionCheckpointHandler, TerminationConfig
 from mpistrat.watch import watcher
+from mpistrat.watch.watcher import PATIENCE_SECONDS, WAKE_SECONDS
 from tests.launches import on_ranks
 from tests.ranks.test_checkpoint import strategy_of
 
@@ -144,3 +145,18 @@ def test_a_step_has_the_deadline_of_the_communicator(comm, make):
         with pytest.raises(DeadlineExceededError, match="PreemptionCheckpointHandler: a step did not end within 1.5 s"):
             handler.run(int)
     abandon(make)
+
+
+@on_ranks(2)
+def test_a_rank_that_has_given_up_a_step_is_in_step_with_the_others_in_what_follows(comm, make):
+    handler = make(CommunicationOptions(timeout_seconds=0.5))
+    handler.run(int)
+    if comm.rank == 0:
+        handler.run(int)
+        with pytest.raises(DeadlineExceededError):
+            handler.run(int)
+    abandon(make)
+    comm.Barrier()
+    if comm.rank == 0:  # it has come further than the other one, which waits so long that it looks what this one does
+        time.sleep(PATIENCE_SECONDS + 3 * WAKE_SECONDS)
+    mpistrat.MultiWorkerMirroredStrategy().close()

@@ -10,7 +10,7 @@ import pytest
 
 import mpistrat
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import AgreementError, CollectiveError, UnsupportedDtypeError
+from mpistrat.errors import AgreementError, CollectiveError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.execution.engine import Job, submit
 from tests.launches import on_ranks
 from tests.other_arrays import installed
@@ -204,6 +204,14 @@ def test_what_is_no_module_is_refused_by_name(torch, ours, communicator):
         ours.average_gradients(model.parameters(), communicator)
     with pytest.raises(TypeError, match=r"broadcast_state takes a torch.nn.Module"):
         ours.broadcast_state(model.state_dict(), communicator=communicator)
+
+
+def test_what_is_no_communicator_or_no_options_is_refused_when_the_block_begins(torch, ours, communicator):
+    model = _model(torch)
+    with pytest.raises(TypeError, match=r"got CommunicationOptions.\n(.|\n)*correct: .*\(model, options=options"):
+        ours.average_gradients(model, SMALL_BUCKETS)
+    with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got 25"):
+        ours.average_gradients(model, communicator, 25)
 
 
 def test_a_call_without_a_block_is_told(torch, ours, communicator):

@@ -101,12 +101,14 @@ def test_nodes_of_another_shape(tmp_path):
     ("ranks", "size", "nodes"), [(None, 4, "2+2"), (1, 1, "1x1"), (2, 2, "1+1"), (5, 5, "3+2")], ids=["none", "1", "2", "5"]
 )
 def test_ranks_alone_make_two_nodes(tmp_path, monkeypatch, ranks, size, nodes):
-    started = []
+    started, before = [], dict(os.environ)
     monkeypatch.setattr(run, "start", lambda *job: started.append(job) or 7)
     chosen = [] if ranks is None else ["-n", str(ranks)]
     assert cli.main(["demo", "--epochs", "3", "--out", str(tmp_path), *chosen]) == 7
-    [(program, num_ranks, shape)] = started
+    [(program, num_ranks, shape, variables)] = started
     assert (num_ranks, shape) == (size, nodes)
+    assert variables == {"MPISTRAT_TIMELINE": str(tmp_path / "timeline.json")}
+    assert os.environ == before, "other jobs of this process have no timeline"
     assert program[:6] == ["-m", "mpistrat.tools.demo", "--width", "0", "--epochs", "3"]
 
 

@@ -99,6 +99,8 @@ def test_a_tensor_is_refused_while_a_graph_is_captured_on_another_stream(gpu, to
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams, raising=False)
     with pytest.raises(InvalidArgumentError, match="^PyTorch is capturing a CUDA graph, in which x can be read only on its"):
         as_operand(torch.Tensor(np.zeros(2), "cuda:0"), "x")
+    with pytest.raises(InvalidArgumentError, match="^PyTorch is capturing a CUDA graph, in which x can be read only on its"):
+        as_operand(gpu.array_module.zeros(2), "x")
     streams.cuda_stream = gpu.current_stream().pointer
     assert is_on_device(as_operand(torch.Tensor(np.zeros(2), "cuda:0"), "x"))
     assert is_on_device(as_operand(gpu.array_module.zeros(2)))

@@ -138,6 +138,11 @@ atexit.register(lambda: print(re.findall("/dev/shm/\\\\S+", Path("/proc/self/map
     assert start_here(program) == "[]"
 
 
+def test_one_process_alone_leaves_no_words_for_the_jobs_that_it_starts() -> None:
+    program = "import atexit, os; before = {*os.environ}; atexit.register(lambda: print({*os.environ} - before))"
+    assert start_here(program) == "set()"
+
+
 def test_words_of_the_user_reach_mpi_before_ours() -> None:
     program = "import atexit, os; atexit.register(lambda: print(os.environ['OMPI_MCA_btl']))"
     assert start_here(program, OMPI_MCA_btl="self,sm") == "self,sm"

@@ -112,7 +112,7 @@ def test_a_timeout_is_reported_with_what_the_ranks_do(
 
 def test_a_restart_says_how_the_job_has_ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     ends = [Ended(124, timed_out=True), Ended(42), Ended(1, failed="rank 3 on vm"), Ended(139, killed=Killed(7, "other", 11))]
-    counts = []
+    counts, before = [], dict(os.environ)
     monkeypatch.setattr(
         run, "follow", lambda _argv, environ, *_: counts.append(environ["MPISTRAT_RESTART_COUNT"]) or ends[len(counts) - 1]
     )
@@ -129,6 +129,7 @@ def test_a_restart_says_how_the_job_has_ended(monkeypatch: pytest.MonkeyPatch, c
         "mpistrat run: process 7 on other was ended by signal 11 (Segmentation fault), and the other ranks with it",
         f"mpistrat run: restart 1 of 9: process 7 on other was ended by signal 11; {none}",
     ]
+    assert dict(os.environ) == before, "the next job of this process is not one that is started again"
 
 
 def test_ranks_on_other_hosts_are_told_where_progress_is(monkeypatch: pytest.MonkeyPatch, script: Path) -> None:
