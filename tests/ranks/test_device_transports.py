@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import threading
-import time
 from functools import partial, reduce
 from itertools import repeat
 from unittest.mock import Mock, patch
@@ -27,12 +26,13 @@ from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.nccl_bindings import BINDINGS
 from mpistrat.transports.ring import BoundRing
 from mpistrat.transports.staged import StagedTransport
-from tests.gpu import deadline, on_host
-from tests.gpu.bound import all_kernels
+from tests.gpu import deadline, on_host, stand_in_nccl
+from tests.gpu.bound import TRIAL_BYTES, all_kernels
 from tests.gpu.fake_nccl4py import bound_by
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_nccl import StandInNccl, _Communicator
 from tests.launches import needs_ranks, up_to_ranks
+from tests.processes import until
 
 pytestmark = up_to_ranks(3)
 
@@ -40,7 +40,9 @@ CHUNK_BYTES = {"many chunks": 4096, "one chunk": 1 << 22}
 
 
 @pytest.fixture
-def device(comm):
+def device(comm, monkeypatch):
+    monkeypatch.setattr(nccl, "TRIAL_BYTES", TRIAL_BYTES)
+    monkeypatch.setattr(stand_in_nccl, "ABORT_SECONDS", 0.2)
     device = StandInDevice(comm.rank)
     yield device
     device.close()
@@ -137,10 +139,7 @@ def test_a_communicator_whose_calls_a_graph_has_is_destroyed_when_that_is_gone(g
     assert "world: NCCL's communicator keeps its memory until the CUDA graphs" in said.getvalue()
     assert not library.destroyed
     is_gone.set()
-    ends = time.monotonic() + 10.0
-    while not library.destroyed and time.monotonic() < ends:
-        time.sleep(0.01)
-    assert library.destroyed == 1
+    assert until(lambda: library.destroyed == 1, 10.0)
     comm.Barrier()
 
 
@@ -211,9 +210,7 @@ def test_kernels_end_before_nccl_frees_what_those_of_peers_may_use(group, device
     if len(ended) == 1:  # of a new one, that has failed
         monkeypatch.setattr(library._calls, "comm_revoke", Mock(side_effect=library._calls.NCCLError("planted")))
     transport.abort("planted")
-    ends = time.monotonic() + 10.0
-    while not library._calls.library.aborted and time.monotonic() < ends:
-        time.sleep(0.01)
+    assert until(lambda: library._calls.library.aborted, 10.0)
     assert library._calls.ended == ended
 
 

@@ -8,13 +8,11 @@ import pytest
 
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.device.kernels import TYPES
 from mpistrat.errors import AgreementError, TransportError
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.reduction import ReduceOp, accumulation_dtype
-from mpistrat.testing.transport_cases import operations
+from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
-from mpistrat.transports.nccl import NcclTransport, nccl_refusal
+from mpistrat.transports.nccl import NcclTransport
 from tests.gpu import stand_in_nccl
 from tests.gpu.bound import stand_in
 from tests.gpu.pair import Pair, values
@@ -36,43 +34,6 @@ def nodes(request, monkeypatch):
 @pytest.fixture
 def pair(make_pair, nodes):
     return make_pair(nodes)
-
-
-def reductions(pair):
-    """Return how often NCCL has reduced: what it refuses to reduce it gathers all the same."""
-    return {verb: count for verb, count in pair.library.calls.items() if "reduce" in verb.lower()}
-
-
-def test_every_operation_on_every_dtype_in_and_out_of_place(pair):
-    for op in ReduceOp:
-        for is_refused in (False, True):
-            dtypes = [one for one in TYPES if op in operations(one) and is_refused == bool(refusal(one, op))]
-            arrays = [
-                values(shape, dtype, pair.rank, op) * np.array(pair.size if op is MEAN else 1).astype(dtype)
-                for dtype in dtypes
-                for shape in ((5, 3), (0,), (257,))
-            ]
-            calls = reductions(pair)
-            expected, given = pair.host.all_reduce(op, arrays), list(map(pair.up, arrays))
-            for out in (None, given):
-                for found, wanted in zip(pair.gpu.all_reduce(op, given, out=out), expected, strict=True):
-                    np.testing.assert_array_equal(pair.device.get(found), wanted)
-            assert dtypes or is_refused
-            assert is_refused == (reductions(pair) == calls), f"{op} of {dtypes}"
-
-
-def refusal(dtype, op):
-    return nccl_refusal(accumulation_dtype(op, dtype), op)
-
-
-def test_calls_with_a_deadline_started_ones_and_those_in_order(pair):
-    given = [values(3000, np.float32, pair.rank), values(7, np.float64, pair.rank)]
-    for options in (CommunicationOptions(timeout_seconds=60.0), CommunicationOptions(deterministic=True)):
-        pair.compare(SUM, given, options)
-    for _ in range(2):
-        works = [pair.gpu.start_all_reduce(SUM, pair.up(array)) for array in given]
-        for work, array in zip(works, given, strict=True):
-            np.testing.assert_array_equal(pair.device.get(work.wait()), pair.host.all_reduce(SUM, array))
 
 
 def test_casts_between_nodes_stay(pair):
