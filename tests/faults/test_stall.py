@@ -68,12 +68,6 @@ def has_two_reports(stderr: str) -> bool:
 # what rank 1 does, what all have done before, what the others do; what is told of rank 1
 KINDS = {
     "asleep": ("time.sleep(1000)", MADE, "strategy.run(step)", "alive; last collective .*; now at .*job.py:LINE (odd)"),
-    "stopped": (
-        "os.kill(os.getpid(), signal.SIGSTOP)",
-        MADE,
-        "strategy.run(step)",
-        "stopped .*; last collective .*; last seen ",
-    ),
     "before its first strategy": ("time.sleep(1000)", "pass", MAKE, "alive, and has made no strategy yet"),
     "in C": ("re.match('(a+)+$', 40 * 'a' + 'b')", MADE, "strategy.run(step)", "alive, but its Python does not run"),
 }

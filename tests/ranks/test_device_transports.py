@@ -26,7 +26,7 @@ from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.nccl_bindings import BINDINGS
 from mpistrat.transports.ring import BoundRing
 from mpistrat.transports.staged import StagedTransport
-from tests.gpu import deadline, on_host, stand_in_nccl
+from tests.gpu import on_host, stand_in_nccl
 from tests.gpu.bound import TRIAL_BYTES, all_kernels
 from tests.gpu.fake_nccl4py import bound_by
 from tests.gpu.stand_in import StandInDevice
@@ -286,14 +286,6 @@ def test_a_failure_that_nccl_finds_by_itself_aborts_and_is_raised(group, device,
     with pytest.raises(TransportError, match="NCCL has failed"):
         next(operation.run())
     comm.Barrier()
-
-
-@needs_ranks(2)
-def test_the_probe_of_a_deadline_sees_nccl_aborted_and_the_gpu_free(group, device, comm, binding):
-    library = StandInNccl(device, comm)
-    found = deadline.check(group, partial(NcclTransport, device=device, library=bound_by(library, binding)), 0.05)
-    assert found["seconds_late"] >= 0
-    assert library.aborted == 1
 
 
 def test_cuda_ipc_passes_the_kit(group, device, kernels):

@@ -14,8 +14,10 @@ from mpistrat.steps import drive
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.testing.transport_cases import operations
+from mpistrat.transports import nccl
 from mpistrat.transports.nccl import NcclTransport, nccl_refusal
 from tests.gpu import stand_in_arrays, verbs_rank
+from tests.gpu.bound import TRIAL_BYTES
 from tests.gpu.pair import Pair, values
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_nccl import StandInNccl
@@ -201,8 +203,9 @@ def test_a_rank_without_memory_keeps_the_others_from_waiting_in_nccl(comm, make_
 
 
 @needs_ranks(2)
-def test_a_deadline_ends_a_first_exchange_while_nccl_connects(comm):
+def test_a_deadline_ends_a_first_exchange_while_nccl_connects(comm, monkeypatch):
     """It waits on the host for its peers then, on a thread of its own."""
+    monkeypatch.setattr(nccl, "TRIAL_BYTES", TRIAL_BYTES)
     group, device = Group(comm.Dup(), "world", tuple(range(comm.size))), StandInDevice(comm.rank)
     library = StandInNccl(device, comm)
     transport = NcclTransport(group, device, library)

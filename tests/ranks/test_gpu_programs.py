@@ -15,13 +15,11 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
-from mpistrat.transports import nccl
 from tests.gpu import (
     calls,
     graphs,
     host_time,
     interop,
-    nccl4py,
     null_device,
     sanitizer,
     soak,
@@ -30,7 +28,6 @@ from tests.gpu import (
     verbs_rank,
 )
 from tests.gpu.bound import stand_in
-from tests.gpu.fake_nccl4py import bound_by
 from tests.gpu.stand_in import UNFINISHED
 from tests.launches import on_ranks, up_to_ranks
 from tests.other_arrays import installed
@@ -189,21 +186,6 @@ def test_every_call_takes_arrays_of_cupy_itself(comm, monkeypatch):
         found = host_time.of_calls(comm, device, 5)
     assert found["path"] == "nccl inside nodes"
     assert {"reduce_scatter", "context.all_reduce, 161 arrays"} <= found.keys()
-
-
-@on_ranks(2)
-def test_nccl4py_beside_cupy_and_sums_in_its_windows(comm, monkeypatch):
-    monkeypatch.setattr(host_time, "REAL_CALLS", 3)
-    monkeypatch.setattr(nccl4py, "COUNTS", (1, 1000))
-    with stand_in(comm) as device:
-        cupy = nccl.find_binding()
-        ours = bound_by(cupy, "nccl4py")
-        monkeypatch.setattr(nccl4py, "BINDINGS", {"nccl4py": lambda: ours, "CuPy": lambda: cupy})
-        found = nccl4py.compare(comm, device)
-        assert (found["window"], found["has_windows"], found["sums"]) == ("registered", 1, 18)
-        ours._calls.has_windows = False
-        found = nccl4py.compare(comm, device)
-        assert (found["window"], found["has_windows"]) == ("none: NCCL has returned a null window", 0)
 
 
 @on_ranks(2)

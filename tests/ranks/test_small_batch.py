@@ -68,17 +68,6 @@ def test_the_short_way_gives_the_bits_of_the_long_one(ops, fast_paths, op):
                 assert not np.shares_memory(other, array)
 
 
-def test_results_of_two_calls_share_no_memory_and_arrays_need_not_be_contiguous(ops, fast_paths):
-    arrays = [np.arange(8.0).reshape(2, 4).T + ops.rank, np.ones(7)[::2]]
-    results = [ops.all_reduce(ReduceOp.SUM, arrays) for _ in range(3)]
-    assert fast_paths == [2, 2]
-    offset = sum(range(ops.size))
-    for total, count in results:
-        assert total.tolist() == (np.arange(8.0).reshape(2, 4).T * ops.size + offset).tolist()
-        assert count.tolist() == [ops.size] * 4
-        total.fill(np.nan)
-
-
 @needs_ranks(2)
 def test_one_rank_may_take_the_slow_path(ops):
     arrays = [np.full(3, ops.rank), np.full(2, 2 * ops.rank)]

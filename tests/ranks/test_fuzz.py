@@ -1,0 +1,26 @@
+"""Random legal programs (see `tests.fuzz`) on every node shape: what they compute is what NumPy makes of it."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+from mpistrat import settings
+from tests.fuzz.cases import Field
+from tests.launches import up_to_ranks
+
+
+@up_to_ranks(8)
+def test_random_programs_are_right(comm, shape, monkeypatch):
+    monkeypatch.setenv(settings.VIRTUAL_NODES.name, shape)
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    field = Field(comm.Dup(), crc32(shape.encode()))
+    for number in range(10 + 40 // comm.size):
+        problem = ""
+        try:
+            field.play(number)
+        except AssertionError as error:
+            problem = f"case {number} on rank {comm.rank}: {field.note}\n    {error}"
+        problems = list(filter(None, comm.allgather(problem)))  # one that is wrong on one rank is wrong on all
+        assert not problems, "\n".join(problems)
+    field.close()
+    field.comm.Free()
