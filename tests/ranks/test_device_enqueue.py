@@ -32,6 +32,7 @@ from mpistrat.transports.nccl import NcclTransport
 from tests.gpu import stand_in, stand_in_nccl
 from tests.gpu.pair import values
 from tests.gpu.stand_in import UNFINISHED
+from tests.processes import until
 
 pytestmark = pytest.mark.ranks(nodes=["1x2", "2x1"])
 on_one_node, on_two_nodes = pytest.mark.ranks(nodes="1x2"), pytest.mark.ranks(nodes="2x1")
@@ -52,10 +53,7 @@ def node(make_pair, world, monkeypatch):
 
 
 def wait_until(condition):
-    ends = time.monotonic() + SOON_SECONDS
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.001)
+    assert until(condition, SOON_SECONDS, 0.001)
 
 
 def held_call(pair, call, stream=None):

@@ -151,24 +151,6 @@ def test_variables(kind, comm, strategy):
 
 
 @two_ranks
-def test_training_a_model_of_pytorch(torch, comm, strategy):
-    model = torch.nn.Linear(2, 1, bias=False)
-    torch.nn.init.ones_(model.weight)
-    data = torch.full((4, 2), float(comm.rank + 1))
-
-    def step(context):
-        model(data).sum().backward()
-        parameters = list(model.parameters())
-        gradients = context.all_reduce("mean", [parameter.grad for parameter in parameters])
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter -= 0.5 * gradient
-
-    _run(strategy, step)
-    assert model.weight.tolist() == [[1 - 0.5 * 4 * (comm.size + 1) / 2] * 2]
-
-
-@two_ranks
 def test_arrays_that_cannot_be_written_are_refused_as_targets(kind, strategy):
     value, numbers = kind.make(np.ones(2, np.float32)), [kind.make(np.ones(2, np.float32)), np.ones(2)]
     tensor, plain = strategy.communicator.all_reduce("sum", numbers)
