@@ -39,10 +39,10 @@ class Field:
         is_usable = settings.ALGORITHM.read() in ("auto", *self.algorithms[self.half])
         self._is_half_usable = comm.allreduce(is_usable, MPI.LAND)  # the halves of an odd number of ranks differ
 
-    def play(self, number: int) -> None:
-        """Play a case; raise AssertionError if something is wrong."""
+    def play(self, number: int, evenly: bool = False) -> None:
+        """Play a case, each kind in turn or at random; raise AssertionError if something is wrong."""
         rng = np.random.default_rng((self.seed, number))
-        act = _ACTS[rng.choice(len(_ACTS), p=_WEIGHTS)]
+        act = _ACTS[number % len(_ACTS) if evenly else rng.choice(len(_ACTS), p=_WEIGHTS)]
         self.note = act.__name__
         run = act(self, rng)
         if rng.random() < 0.1:

@@ -1,4 +1,4 @@
-"""Arrays written late on a stream of the caller's, and dropped at once: no call reads them before, nor others' memory after.
+"""Arrays that a stream writes late, and the program drops at once: calls read them when they are written, and not afterwards.
 
     mpistrat run -n 2 -m tests.gpu.streams blocks --report FILE
     mpistrat run -n 2 -m tests.gpu.streams async --report FILE

@@ -3,9 +3,6 @@
 Every host has its own network, host name, shared memory and boot id; a switch joins them, and a token bucket shapes what
 each host sends. All of it lives in namespaces without names below one process, which the kernel ends together with the
 process that asked for the lab: nothing outside is touched, any number of labs run side by side, and none outlives a crash.
-
-A placement is ``block`` (consecutive ranks share a host), ``cyclic`` (consecutive ranks sit on different hosts), ``random`` (a
-shuffle, always the same) or the number of ranks on each host, such as ``3+1+2+2``.
 """
 
 from __future__ import annotations
@@ -141,7 +138,6 @@ class Lab:
         argv: Sequence[str],
         timeout: float = 120,
         env: Mapping[str, str] | None = None,
-        capture: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         """Run an MPI program with Open MPI's mpirun, started on the first host.
 
@@ -150,19 +146,18 @@ class Lab:
         num_ranks : int
             Ranks in all.
         placement : str
-            ``block``, ``cyclic``, ``random``, or the number of ranks on each host: ``3+1+2+2``.
+            ``block`` (consecutive ranks share a host), ``cyclic`` (consecutive ranks sit on different hosts), ``random`` (a
+            shuffle, always the same) or the number of ranks on each host, such as ``3+1+2+2``.
         argv : sequence of str
             The program of a rank.
         timeout : float
             Seconds after which all of it is killed; the return code is then 124.
         env : mapping, optional
             Further environment of the ranks.
-        capture : bool
-            Whether the output is returned rather than shown.
         """
         command, variables = self.mpirun(num_ranks, placement, argv)
         environ = self.environment(**{**variables, **(env or {})})
-        return run_bounded(self.on(self.hosts[0], command), timeout, environ, capture=capture)
+        return run_bounded(self.on(self.hosts[0], command), timeout, environ)
 
     def mpirun(self, num_ranks: int, placement: str, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Return the command that starts a program with Open MPI's mpirun on the first host, and the variables it needs."""

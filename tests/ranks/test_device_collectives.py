@@ -32,7 +32,7 @@ from mpistrat.tools import bench
 from mpistrat.topology.world import World
 from mpistrat.transports.nccl import nccl_refusal
 from tests.gpu.bound import stand_in
-from tests.gpu.pair import values
+from tests.gpu.pair import Pair, values
 from tests.launches import needs_ranks, on_ranks, up_to_ranks
 
 pytestmark = on_ranks(1, 2, 4)
@@ -568,3 +568,27 @@ def test_two_communicators_on_a_gpu_work_in_the_order_of_the_program(uneven, mon
             ended.append("called")
             assert ended == ["started", "called"]
             np.testing.assert_array_equal(uneven.device.get(work.wait()[0]), np.full(5, uneven.size))
+
+
+@pytest.mark.ranks(nodes=["1x2", "2x2"])
+def test_collectives_by_nccl4py_give_what_they_give_on_the_host_and_say_by_what(comm, world, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "nccl")
+    between = "" if comm.size == 2 else ", nccl by nccl4py between nodes"
+    many = [values(1000, np.float32, comm.rank), values((3, 5), np.int64, comm.rank), values(7, np.float16, comm.rank)]
+    with Pair(comm, world, nccl_by="nccl4py") as pair:
+        assert pair.gpu.path == f"nccl by nccl4py inside nodes{between}"
+        for options in (CommunicationOptions(), CommunicationOptions(deterministic=True)):
+            for arrays in (many, many[:1], many[:1]):
+                pair.compare(SUM, arrays, options)
+
+
+@pytest.mark.ranks(nodes=["2x2"])
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_what_mpi_is_to_send_lies_in_no_window(comm, world, monkeypatch, is_direct):
+    monkeypatch.setenv("MPISTRAT_MPI_GPU", "on" if is_direct else "off")
+    with Pair(comm, world, nccl_by="nccl4py") as pair:
+        assert ("cuda_aware between nodes" in pair.gpu.path) == is_direct
+        pair.compare(SUM, [values(3000, np.float32, pair.rank)], CommunicationOptions(algorithm="hierarchical"))
+        windows = pair.nccl._nccl._calls.windows
+        assert len(windows) == (0 if is_direct else 1)
+    assert not windows

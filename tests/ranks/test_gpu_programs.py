@@ -33,7 +33,6 @@ from tests.launches import on_ranks, up_to_ranks
 from tests.other_arrays import installed
 
 DELAY_TURNS = 400
-SHAPES = ((), (1,), (3, 5), (0, 4), (33, 17), (5001,))  # of the arrays of all verbs
 
 
 @contextmanager
@@ -52,7 +51,7 @@ def on_nodes(comm, shape, monkeypatch) -> Iterator[tuple]:
 def test_every_verb_on_device_arrays(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", "2x2")
     monkeypatch.setenv("MPISTRAT_ALLOW_SHARED_GPU", "1")
-    monkeypatch.setattr(verbs_rank, "SHAPES", SHAPES)
+    monkeypatch.setattr(verbs_rank, "SHAPES", verbs_rank.SMALL_SHAPES)
     monkeypatch.setattr(verbs_rank, "DTYPES", ("float32", "int16", ml_dtypes.bfloat16))
     with stand_in(comm):
         strategy = mpistrat.MultiWorkerMirroredStrategy()
@@ -191,7 +190,7 @@ def test_every_call_takes_arrays_of_cupy_itself(comm, monkeypatch):
 @on_ranks(2)
 @pytest.mark.parametrize("library", interop.KINDS)
 def test_arrays_of_other_libraries_in_memory_of_the_host(comm, library, monkeypatch):
-    monkeypatch.setattr(verbs_rank, "SHAPES", SHAPES)
+    monkeypatch.setattr(verbs_rank, "SHAPES", verbs_rank.SMALL_SHAPES)
     kind = interop.KINDS[library]("cpu")
     if kind.missing():
         pytest.skip(kind.missing())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -23,7 +22,6 @@ from tests.launches import needs_ranks, up_to_ranks
 pytestmark = [needs_ranks(4), up_to_ranks(4)]
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
-BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @pytest.fixture(params=["2x2", "3+1"])

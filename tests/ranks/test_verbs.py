@@ -8,13 +8,19 @@ import pytest
 
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, InvalidArgumentError
-from mpistrat.reduction import HALF_DTYPES, ReduceOp
-from mpistrat.testing.transport_cases import DTYPES
+from mpistrat.reduction import ReduceOp
+from tests.gpu import verbs_rank
 from tests.launches import needs_ranks, up_to_ranks
 from tests.ranks.test_all_reduce import same_bits
 
-ALL_DTYPES = (*DTYPES, *HALF_DTYPES)
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
+
+
+@up_to_ranks(8)
+def test_every_verb_gives_what_numpy_makes_of_all_arrays(strategy, monkeypatch):
+    monkeypatch.setattr(verbs_rank, "SHAPES", verbs_rank.SMALL_SHAPES)
+    monkeypatch.setattr(verbs_rank, "DTYPES", ("float32", "int16", "complex64", ml_dtypes.bfloat16))
+    assert strategy.local(strategy.run(verbs_rank._try_all, args=(strategy,))) > 200
 
 
 def test_the_number_of_an_axis_may_be_of_any_type(mixed):
