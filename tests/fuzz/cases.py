@@ -42,7 +42,7 @@ class Field:
     def play(self, number: int, evenly: bool = False) -> None:
         """Play a case, each kind in turn or at random; raise AssertionError if something is wrong."""
         rng = np.random.default_rng((self.seed, number))
-        act = _ACTS[number % len(_ACTS) if evenly else rng.choice(len(_ACTS), p=_WEIGHTS)]
+        act = _ACTS[number % NUM_KINDS if evenly else rng.choice(len(_ACTS), p=_WEIGHTS)]
         self.note = act.__name__
         run = act(self, rng)
         if rng.random() < 0.1:
@@ -481,4 +481,5 @@ _CHANCES = {
     _wrapped: 10,
 }
 _ACTS = list(_CHANCES)
+NUM_KINDS = len(_ACTS)
 _WEIGHTS = np.array(list(_CHANCES.values())) / sum(_CHANCES.values())
