@@ -28,7 +28,7 @@ def codes_after_loss(own: int) -> set[int]:
 
 
 def run_bounded(
-    argv: Sequence[str], timeout: float, env: Mapping[str, str] | None = None, cwd: Path | None = None, capture: bool = True
+    argv: Sequence[str], timeout: float, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a command with an empty stdin, and kill all its remaining processes when it ends or its deadline passes.
 
@@ -42,10 +42,8 @@ def run_bounded(
         The whole environment; this process's by default.
     cwd : Path, optional
         Where to run it.
-    capture : bool
-        Whether to return its output instead of printing it.
     """
-    pipe = subprocess.PIPE if capture else None
+    pipe = subprocess.PIPE
     with started(argv, stdout=pipe, stderr=pipe, text=True, errors="replace", env=env, cwd=cwd) as process:
         try:
             out, err = process.communicate(timeout=timeout)
@@ -53,8 +51,8 @@ def run_bounded(
         except subprocess.TimeoutExpired:
             kill_session(process.pid)
             out, err = process.communicate()
-            code, err = TIMED_OUT, f"{err or ''}\nkilled: still running after {timeout:g} s\n"
-    return subprocess.CompletedProcess(list(argv), code, out or "", err or "")
+            code, err = TIMED_OUT, f"{err}\nkilled: still running after {timeout:g} s\n"
+    return subprocess.CompletedProcess(list(argv), code, out, err)
 
 
 @contextlib.contextmanager

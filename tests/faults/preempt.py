@@ -3,8 +3,6 @@
 A training is told to end again and again, by a signal to one, some or all ranks, often by a second one soon after, in
 collectives and between them, in the data pipeline, and while it saves. Each job must save at one step on all ranks and end with
 the code within its grace period. The last one ends by itself, with the weights of a training that nobody has disturbed.
-
-With ``--hosts`` the nodes of a shape are hosts of a lab (`tests.hosts.lab`), with names, networks and memory of their own.
 """
 
 from __future__ import annotations
@@ -19,17 +17,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpistrat import RESTART_EXIT_CODE
 from mpistrat.launch.mpiexec import command
 from mpistrat.topology.world import World
-from tests.hosts.lab import Lab, LabError
 from tests.processes import patient, started, until
 
-_ROOT = Path(__file__).parents[2]
 SHAPES = ("2x2", "2x1", "1x2", "3+1")
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _GRACE_SECONDS = 2.0
@@ -94,16 +90,14 @@ class Counts:
     least_rest: float = field(default=_GRACE_SECONDS)  # of the grace period, where there was one
 
 
-def preempt(
-    shape: str, num_jobs: int, seed: int, steps: int = 400, counts: Counts | None = None, lab: Lab | None = None
-) -> Iterator[str]:
-    """Preempt so many jobs of a shape, whose nodes are those of a lab if there is one; yield what was wrong."""
+def preempt(shape: str, num_jobs: int, seed: int, steps: int = 400, counts: Counts | None = None) -> Iterator[str]:
+    """Preempt so many jobs of a shape; yield what was wrong."""
     counts, rng = counts or Counts(), random.Random(f"{seed} {shape}")
     with tempfile.TemporaryDirectory() as name:
-        wanted = _Training(shape, Path(name), steps, lab).run_to_end()
+        wanted = _Training(shape, Path(name), steps).run_to_end()
     while num_jobs > 0:
         with tempfile.TemporaryDirectory() as name:
-            training, begun = _Training(shape, Path(name), steps, lab), counts.preempted
+            training, begun = _Training(shape, Path(name), steps), counts.preempted
             while counts.preempted < begun + min(num_jobs, _JOBS_OF_A_TRAINING):
                 before = counts.preempted
                 yield from (f"{shape}, job {before}, seed {seed}: {text}" for text in training.preempt(rng, counts))
@@ -119,10 +113,9 @@ def preempt(
 class _Training:
     """A training in a folder, which is started again and again."""
 
-    def __init__(self, shape: str, folder: Path, steps: int, lab: Lab | None) -> None:
-        self._world, self._folder, self._steps, self._lab = World.from_shape(shape), folder, steps, lab
-        self._size = self._world.size
-        self._shape, self.result, self.has_ended, self._last = shape, "", False, 0
+    def __init__(self, shape: str, folder: Path, steps: int) -> None:
+        self._shape, self._size, self._folder, self._steps = shape, World.from_shape(shape).size, folder, steps
+        self.result, self.has_ended, self._last = "", False, 0
         (folder / "train.py").write_text(PROGRAM)
 
     def run_to_end(self) -> str:
@@ -148,7 +141,9 @@ class _Training:
             for instant, rank in instants:
                 time.sleep(max(0.0, began + instant - time.time()))
                 first = first or time.time()
-                if not self._kill(pids[rank], rng.choice(_SIGNALS)):  # it has left
+                try:
+                    os.kill(pids[rank], rng.choice(_SIGNALS))
+                except ProcessLookupError:  # it has left
                     break
             said = self._end(process)
         left = [path.read_text().split() for path in sorted(self._folder.glob("left-*"))]
@@ -184,30 +179,13 @@ class _Training:
     def _start(self, grace: float) -> Iterator[subprocess.Popen[bytes]]:
         for path in [*self._folder.glob("watches-*"), *self._folder.glob("left-*")]:
             path.unlink()
-        program, lab = [sys.executable, "train.py", str(grace), str(self._steps)], self._lab
-        if lab is None:
-            argv, extra = command(self._size, program)
-            environ = {**os.environ, **extra, "MPISTRAT_VIRTUAL_NODES": self._shape, "MPISTRAT_DEVICE": "cpu"}
-        else:
-            on_each = "+".join(str(len(node.ranks)) for node in self._world.nodes)
-            argv, extra = lab.mpirun(self._size, on_each, ["env", f"--chdir={self._folder}", *program])
-            argv, environ = lab.on(lab.hosts[0], argv), lab.environment(**extra, MPISTRAT_DEVICE="cpu", PYTHONPATH=str(_ROOT))
+        argv, extra = command(self._size, [sys.executable, "train.py", str(grace), str(self._steps)])
+        environ = {**os.environ, **extra, "MPISTRAT_VIRTUAL_NODES": self._shape, "MPISTRAT_DEVICE": "cpu"}
         with (
             (self._folder / "out").open("wb") as out,
             started(argv, stdout=out, stderr=subprocess.STDOUT, env=environ, cwd=self._folder) as process,
         ):
             yield process
-
-    def _kill(self, pid: int, number: signal.Signals) -> bool:
-        """Send a signal to a rank; return whether it was there."""
-        try:
-            if self._lab is None:
-                os.kill(pid, number)
-            else:  # its number is one of the lab's
-                self._lab.output(self._lab.hosts[0], ["kill", f"-{number.value}", str(pid)])
-        except (ProcessLookupError, LabError):
-            return False
-        return True
 
     def _end(self, process: subprocess.Popen[bytes]) -> str:
         """Wait for the end of a job, keep its result, and return what it has said."""
@@ -223,14 +201,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=20, help="in each shape (default: 20)")
     parser.add_argument("--shape", action="append", help=f"again for more (default: {' '.join(SHAPES)})")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--hosts", action="store_true", help="nodes are hosts of a lab, which needs root")
     arguments, wrong = parser.parse_args(argv), 0
     for shape in arguments.shape or SHAPES:
         counts, began = Counts(), time.monotonic()
-        with Lab(World.from_shape(shape).num_nodes) if arguments.hosts else nullcontext() as lab:
-            for text in preempt(shape, arguments.jobs, arguments.seed, counts=counts, lab=lab):
-                wrong += 1
-                print(f"--- {text}", flush=True)
+        for text in preempt(shape, arguments.jobs, arguments.seed, counts=counts):
+            wrong += 1
+            print(f"--- {text}", flush=True)
         print(f"{shape}: {counts} in {time.monotonic() - began:.0f} s, {wrong} wrong so far", flush=True)
     return 1 if wrong else 0
 

@@ -23,12 +23,14 @@ with stand_in(start()) as device:
 
 
 @pytest.mark.parametrize("fault", fault_of.FAULTS["first"])
-def test_the_job_ends_and_names_the_rank(fault, monkeypatch):
-    environ = {**os.environ, "MPISTRAT_DEVICE": "cpu"}
-    assert fault_of.end(fault, "first", environ)[f"{fault}_seconds"] < patient(5)
-    monkeypatch.setattr(fault_of, "FAULTY", 7)  # whom nobody names
+def test_the_job_ends_and_names_the_rank(fault):
+    assert fault_of.end(fault, "first", {**os.environ, "MPISTRAT_DEVICE": "cpu"})[f"{fault}_seconds"] < patient(5)
+
+
+def test_a_rank_that_nobody_names_is_missed(monkeypatch):
+    monkeypatch.setattr(fault_of, "FAULTY", 7)
     with pytest.raises(AssertionError, match="nobody named rank 7"):
-        fault_of.end(fault, "first", environ)
+        fault_of.end("kill", "first", {**os.environ, "MPISTRAT_DEVICE": "cpu"})
 
 
 @pytest.mark.parametrize("fault", fault_of.FAULTS["late"])

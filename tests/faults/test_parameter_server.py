@@ -16,15 +16,7 @@ def program(chief: str) -> str:
     return with_servers(f"with strategy.scope():\n    number = mpistrat.Variable(1.0)\n{chief}\n")
 
 
-@pytest.mark.parametrize(
-    "chief",
-    [
-        "strategy.close()",
-        "pass",
-        "for _ in range(100): coordinator.schedule(time.sleep, (0.01,))",
-        "del strategy, coordinator",
-    ],
-)
+@pytest.mark.parametrize("chief", ["strategy.close()", "for _ in range(100): coordinator.schedule(time.sleep, (0.01,))"])
 def test_servers_end_with_the_chief(job: Job, chief: str) -> None:
     ended = job(3, program(chief))
     ended.check(0)
@@ -34,12 +26,9 @@ def test_servers_end_with_the_chief(job: Job, chief: str) -> None:
 @pytest.mark.parametrize(
     ("chief", "code", "said", "survive"),
     [
-        ("note_fault(); raise KeyError('of the chief')", 1, "KeyError: 'of the chief'", False),
         ("note_fault(); raise KeyError('of the chief')", 1, "KeyError: 'of the chief'", True),
-        ("note_fault(); sys.exit(3)", 3, "", False),
         ("coordinator.schedule(time.sleep, (1000,)); note_fault(); sys.exit(4)", 4, "", True),
         ("note_fault(); coordinator.schedule(lambda: 1 // 0).fetch()", 1, "ZeroDivisionError", False),
-        ("note_fault(); coordinator.schedule(sys.exit, (5,)).fetch()", 5, "", True),
         ("note_fault(); strategy.extended.update(number, lambda variable: sys.exit(6))", 6, "", True),
     ],
 )
@@ -80,7 +69,7 @@ def test_a_chief_that_raises_without_the_hooks_ends_the_servers(job: Job) -> Non
     assert not ended.leftovers()
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2], ids=["chief", "ps", "worker"])
+@pytest.mark.parametrize("victim", [1, 2], ids=["ps", "worker"])
 def test_a_task_that_is_killed_ends_the_job(job: Job, victim: int) -> None:
     limit = patient(5.0)
     chief = f"coordinator.schedule(time.sleep, (1000,)); note_fault(); os.kill(pids[{victim}], 9)\ncoordinator.join()"
@@ -90,9 +79,8 @@ def test_a_task_that_is_killed_ends_the_job(job: Job, victim: int) -> None:
     assert not ended.leftovers()
 
 
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
-def test_a_chief_that_is_told_to_end_saves_when_all_ranks_are_told(job: Job, name: str) -> None:
-    chief = f"""
+def test_a_chief_that_is_told_to_end_saves_when_all_ranks_are_told(job: Job) -> None:
+    chief = """
 with strategy.scope():
     checkpoint = mpistrat.Checkpoint(number=number)
 handler = mpistrat.experimental.PreemptionCheckpointHandler(None, checkpoint, "checkpoints")
@@ -108,13 +96,13 @@ assert coordinator.schedule(terminated).fetch() == -signal.SIGTERM
 coordinator.schedule(number.assign, (2.0,))
 note_fault()
 for pid in pids[::-1]:
-    os.kill(pid, signal.{name})
+    os.kill(pid, signal.SIGTERM)
 coordinator.join()
 handler.run(time.sleep, 0.2)
 """
     ended = job(3, program(chief))
     ended.check(42)
-    assert f"after step 1, which is saved: rank 0 has received {name}" in ended.stderr
+    assert "after step 1, which is saved: rank 0 has received SIGTERM" in ended.stderr
 
 
 def test_a_chief_that_does_not_save_dies_of_a_signal_to_all_ranks(job: Job) -> None:
@@ -144,13 +132,6 @@ def test_a_server_that_does_not_answer_in_time_is_named(job: Job) -> None:
     assert "waited 0.5 s for an answer of ps 0 (rank 1 on " in ended.stderr
 
 
-def test_what_a_chief_waits_for_is_told(job: Job) -> None:
-    chief = "coordinator.schedule(time.sleep, (1.8,))\ncoordinator.join()"
-    ended = job(3, program(chief), MPISTRAT_STALL_SECONDS="1")
-    assert ended.code == 0
-    assert "has waited 1 s for the scheduled functions; 1 are at worker 0 (rank 2 on " in ended.stderr
-
-
 def test_a_stall_report_tells_what_each_task_does(job: Job) -> None:
     chief = """
 def slow(variable): time.sleep(2)
@@ -161,7 +142,7 @@ coordinator.join()
     ended = job(3, program(chief), MPISTRAT_STALL_SECONDS="1")
     assert ended.code == 0, ended.stderr
     _, _, report = ended.stderr.partition("chief 0 (rank 0 on ")
-    assert "waited 1 s for the scheduled functions; 1 are at worker 0" in report
+    assert "has waited 1 s for the scheduled functions; 1 are at worker 0 (rank 2 on " in report
     assert re.search(r"meanwhile: rank 1 \(.*\): alive; ps 0 runs slow on Variable; now at .*\(slow\)", report), report
     waits = r"worker 0 runs step \(function 0\), waits for an answer of ps 0 \(rank 1 on .*\): call of slow of Variable"
     assert re.search(rf"meanwhile: rank 2 \(.*\): alive; {waits}; now at .*\(step\)", report), report

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import PROLOGUE, Ended, Job
+from tests.faults.jobs import LIMIT_SECONDS, PROLOGUE, Ended, Job
 from tests.processes import patient
 
 HOST = socket.gethostname()
@@ -68,12 +68,6 @@ def has_two_reports(stderr: str) -> bool:
 # what rank 1 does, what all have done before, what the others do; what is told of rank 1
 KINDS = {
     "asleep": ("time.sleep(1000)", MADE, "strategy.run(step)", "alive; last collective .*; now at .*job.py:LINE (odd)"),
-    "stopped": (
-        "os.kill(os.getpid(), signal.SIGSTOP)",
-        MADE,
-        "strategy.run(step)",
-        "stopped .*; last collective .*; last seen ",
-    ),
     "before its first strategy": ("time.sleep(1000)", "pass", MAKE, "alive, and has made no strategy yet"),
     "in C": ("re.match('(a+)+$', 40 * 'a' + 'b')", MADE, "strategy.run(step)", "alive, but its Python does not run"),
 }
@@ -97,6 +91,16 @@ def test_one_rank_tells_who_is_missing(job: Job, kind: str) -> None:
     lines = (PROLOGUE + textwrap.dedent(text)).splitlines()
     wanted = re.escape(found).replace(r"\.\*", ".*").replace("LINE", str(1 + lines.index(f"    {fault}")))
     assert re.search(rf"missing: rank 1 \({HOST}, pid {ended.pids[1]}\): {wanted}", blocks[1][2]), blocks[1]
+
+
+def test_under_a_deadline_a_rank_that_is_stopped_ends_the_job(job: Job) -> None:
+    text = program("os.kill(os.getpid(), signal.SIGSTOP)", seconds=LIMIT_SECONDS)
+    ended = job(2, text, MPISTRAT_TIMEOUT_SECONDS="1.5")
+    assert ended.code != 0
+    assert ended.seconds < LIMIT_SECONDS
+    assert "DeadlineExceededError: rank " in ended.marked[-1]
+    assert f"did not end within 1.5 s; not all ranks have arrived: missing rank 1 ({HOST})" in ended.marked[-1]
+    assert not ended.leftovers()
 
 
 INTERRUPTED = """

@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from mpi4py import MPI
@@ -13,11 +14,12 @@ from mpi4py import MPI
 import mpistrat
 import mpistrat.mpi4py
 from mpistrat import settings
+from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.errors import MpistratError
 from mpistrat.experimental import CommunicationOptions
 from tests.fuzz.operands import OPS, Operand, Operands, draw_targets, is_refused, overlaps, told
+from tests.fuzz.reference import UFUNCS, check
 from tests.fuzz.strategy_cases import make_strategy, play_strategy, play_variable
-from tests.ranks.test_properties import ALGORITHMS, UFUNCS, check
 
 _MOST_REPEATS = 3
 
@@ -32,18 +34,15 @@ class Field:
         self._halves = comm.Split(comm.rank % 2, comm.rank)
         self.half = mpistrat.Communicator(self._halves)
         self.wrapped = mpistrat.mpi4py.wrap(comm)
-        self.algorithms = {
-            communicator: [name for name in ALGORITHMS if name != "deterministic"]
-            for communicator in (self.communicator, self.half)
-        }
+        self.algorithms = {communicator: ["auto", *PLANNERS] for communicator in (self.communicator, self.half)}
         self.note = ""
         is_usable = settings.ALGORITHM.read() in ("auto", *self.algorithms[self.half])
         self._is_half_usable = comm.allreduce(is_usable, MPI.LAND)  # the halves of an odd number of ranks differ
 
-    def play(self, number: int) -> None:
-        """Play a case; raise AssertionError if something is wrong."""
+    def play(self, number: int, evenly: bool = False) -> None:
+        """Play a case, each kind in turn or at random; raise AssertionError if something is wrong."""
         rng = np.random.default_rng((self.seed, number))
-        act = _ACTS[rng.choice(len(_ACTS), p=_WEIGHTS)]
+        act = _ACTS[number % NUM_KINDS if evenly else rng.choice(len(_ACTS), p=_WEIGHTS)]
         self.note = act.__name__
         run = act(self, rng)
         if rng.random() < 0.1:
@@ -55,9 +54,12 @@ class Field:
 
     def close(self) -> None:
         """Close what cases share."""
+        if self.wrapped._communicator is not None:
+            self.wrapped._communicator.close()
         self.half.close()
         self.communicator.close()
         self.strategy.close()
+        self._halves.Free()
 
     def pick(self, rng: np.random.Generator) -> Any:
         """Return one of the communicators."""
@@ -114,6 +116,9 @@ def _all_reduce(field: Field, rng: np.random.Generator) -> Callable[[], None]:
     options, repeats = field.options(rng, communicator), int(rng.integers(1, _MOST_REPEATS + 1))
     is_started, reshapes = rng.random() < 0.15, rng.random() < 0.1
     refused = is_refused(targets, operands)
+    is_exact = rng.random() < 0.7 or bool(options and options.wire_dtype)
+    if not is_exact:
+        operands.be_inexact()
     field.note = f"all_reduce {op} {operands} out={kind} {told(options)} x{repeats} started={is_started}"
 
     def call() -> Any:
@@ -136,6 +141,9 @@ def _all_reduce(field: Field, rng: np.random.Generator) -> Callable[[], None]:
             results = operands.results(call())
             for operand, result in zip(operands, results, strict=True):
                 operand.check(result, communicator.size)
+            if not is_exact:
+                bits = np.array(crc32(b"".join(np.asarray(each).tobytes() for each in results if each.dtype.kind != "c")))
+                assert communicator.all_reduce("max", bits) == bits == communicator.all_reduce("min", bits), "ranks differ"
             if targets is not None:
                 assert all(result is target for result, target in zip(results, targets, strict=True)), "not out"
             else:
@@ -473,4 +481,5 @@ _CHANCES = {
     _wrapped: 10,
 }
 _ACTS = list(_CHANCES)
+NUM_KINDS = len(_ACTS)
 _WEIGHTS = np.array(list(_CHANCES.values())) / sum(_CHANCES.values())

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.experimental import CommunicationOptions
-from tests.ranks.test_properties import DTYPES, LAYOUTS, NO_OPS, _values, check, reference
+from tests.fuzz.reference import DTYPES, LAYOUTS, NO_OPS, check, random_values, reference
 
 OPS = ("SUM", "MEAN", "MIN", "MAX", "PROD")
 
@@ -52,6 +52,7 @@ class Operand:
         # the mean of float16's largest is finite, but for what half-width messages round
         overflows = op == "SUM" or (op == "MEAN" and self.dtype.itemsize > 2)
         self.is_huge = self.dtype.kind == "f" and overflows and rng.random() < 0.05
+        self.is_exact = True  # whether every order of combining makes the same bits
         self.array = self.part(rank)
         self.shape = np.shape(self.array)  # Fortran's arrays have an axis
 
@@ -63,7 +64,7 @@ class Operand:
             if self.is_huge:
                 largest = np.finfo(self.dtype).max if self.dtype.kind == "f" else 1
                 return _LAYOUTS[self.layout](np.full(shape, largest, self.dtype))
-            return _LAYOUTS[self.layout](np.array(_values(rng, self.dtype, shape, self.op, True)))
+            return _LAYOUTS[self.layout](np.array(random_values(rng, self.dtype, shape, self.op, self.is_exact)))
 
     def renew(self) -> None:
         """Give the same array new values, where it can be written to."""
@@ -80,7 +81,7 @@ class Operand:
     def reduced(self, size: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return what the arrays of all ranks are reduced to, and by how much a result may differ."""
         with np.errstate(all="ignore"):
-            return reference(self.op, [np.asarray(self.part(rank)) for rank in range(size)], True)
+            return reference(self.op, [np.asarray(self.part(rank)) for rank in range(size)], self.is_exact)
 
     def check(self, found: Any, size: int) -> None:
         """Check the result of an all-reduce."""
@@ -89,7 +90,8 @@ class Operand:
             check(np.asarray(found), wanted, bound, self.dtype)
 
     def __repr__(self) -> str:
-        return f"{self.dtype.name} {self.shape} {self.layout}{' huge' if self.is_huge else ''}"
+        kind = " huge" if self.is_huge else "" if self.is_exact else " inexact"
+        return f"{self.dtype.name} {self.shape} {self.layout}{kind}"
 
 
 def _shape(rng: np.random.Generator) -> tuple[int, ...]:
@@ -128,6 +130,12 @@ class Operands(list[Operand]):
         """Give all of them new values."""
         for operand in self:
             operand.renew()
+
+    def be_inexact(self) -> None:
+        """Have values whose combination is rounded, as the order has it."""
+        for operand in self:
+            operand.is_exact = operand.is_huge
+        self.renew()
 
     def snapshot(self) -> list[bytes]:
         """Return the bytes of all arrays."""

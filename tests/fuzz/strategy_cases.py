@@ -10,7 +10,7 @@ import numpy as np
 import mpistrat
 from mpistrat.experimental import CommunicationOptions
 from tests.fuzz.operands import OPS, Operand, Operands, told
-from tests.ranks.test_properties import check
+from tests.fuzz.reference import check
 
 _MOST_REPEATS = 3
 _CROSS_REPLICA = ("reduce", "gather", "batch_reduce")

@@ -21,6 +21,8 @@ from tests.gpu.stand_in_nccl import StandInNccl
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+TRIAL_BYTES = (1 << 9, 1 << 10)  # the stand-in sums on the host
+
 
 @contextmanager
 def stand_in(comm: MPI.Intracomm, has_nccl: bool = True, nccl_by: str = "CuPy") -> Iterator[StandInDevice]:
@@ -35,7 +37,7 @@ def stand_in(comm: MPI.Intracomm, has_nccl: bool = True, nccl_by: str = "CuPy") 
     bound = bound_by(library, nccl_by)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mpistrat.transports.nccl.find_binding", lambda: bound)
-        patch.setattr("mpistrat.transports.nccl.TRIAL_BYTES", (1 << 9, 1 << 10))  # the stand-in sums on the host
+        patch.setattr("mpistrat.transports.nccl.TRIAL_BYTES", TRIAL_BYTES)
         binding.bind(device)
         try:
             yield device

@@ -17,7 +17,6 @@ import numpy as np
 
 import mpistrat
 from mpistrat.device.abstract import Device, address
-from mpistrat.experimental import CommunicationOptions
 from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.nccl_bindings import cupy_binding
@@ -26,9 +25,8 @@ from tests.gpu.calls import raw_nccl
 from tests.gpu.program import settle, the_gpu, write_report
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
-ARRAYS, COUNT, CALLS, SHAPES = 161, 1000, 2000, 100
+ARRAYS, COUNT, CALLS = 161, 1000, 2000
 REAL_CALLS = 200  # no more than a GPU queues: the host would wait for ranks that take turns on it
-BUSY_SECONDS = 1e-3  # of a call, where the GPU works
 
 
 def measure(where: str) -> dict[str, Any]:
@@ -43,7 +41,7 @@ def measure(where: str) -> dict[str, Any]:
 
 
 def of_calls(comm: Any, device: Device, calls: int = CALLS) -> dict[str, Any]:
-    """Return the time of each kind of call, made so often; on a null device also of calls while that is busy."""
+    """Return the time of each kind of call, made so often."""
     strategy = mpistrat.MultiWorkerMirroredStrategy()
     communicator = strategy.extended.communicator
     found: dict[str, Any] = {"path": communicator.path}
@@ -52,8 +50,6 @@ def of_calls(comm: Any, device: Device, calls: int = CALLS) -> dict[str, Any]:
     for name, call in _in_context(device).items():
         measured = strategy.run(_microseconds, (call, _times(name, calls), device, comm.Barrier))
         [found[name]] = strategy.experimental_local_results(measured)
-    if isinstance(device, null_device.NullDevice):
-        found |= _busy(communicator, device, comm.Barrier)
     strategy.close()
     return found
 
@@ -89,33 +85,6 @@ def _in_context(device: Device) -> dict[str, Callable[[], object]]:
     return {
         "context.all_reduce, one array": lambda: context().all_reduce("sum", x),
         f"context.all_reduce, {ARRAYS} arrays": lambda: context().all_reduce("sum", many),
-    }
-
-
-def _busy(communicator: Any, device: null_device.NullDevice, barrier: Callable[[], None]) -> dict[str, float]:
-    """Return the time by the clock of calls while the GPU works: of new shapes, and with a deadline."""
-    device.work_seconds = BUSY_SECONDS
-    shapes = [device.empty(COUNT + extra) for extra in range(SHAPES)]
-    limited, x = CommunicationOptions(timeout_seconds=60.0), shapes[0]
-
-    def clock(call: Callable[[int], object], times: int) -> float:
-        barrier()
-        spent = []
-        for index in range(times):
-            begun = time.perf_counter()
-            call(index)
-            spent.append(time.perf_counter() - begun)
-        return round(float(np.median(spent)) * 1e6, 1)
-
-    new = clock(lambda index: communicator.all_reduce(SUM, shapes[index]), SHAPES)
-    cycle = clock(lambda index: communicator.all_reduce(SUM, shapes[index]), SHAPES)
-    with_deadline = clock(lambda _: communicator.all_reduce(SUM, x, limited), 50)
-    device.work_seconds = 0.0
-    busy = f"{BUSY_SECONDS * 1e3:g} ms of work on the GPU"
-    return {
-        f"a new shape, {busy}": new,
-        f"{SHAPES} shapes in a cycle, {busy}": cycle,
-        f"with a deadline, {busy}": with_deadline,
     }
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,15 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 import mpistrat
+from tests.gpu import verbs_rank
 from tests.gpu.program import with_strategy, write_report
 
 DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
-COUNTS = (1, 1000, 1_000_003)
 DELAY_CYCLES = 200_000_000  # about a tenth of a second
 
 
 class Kind(ABC):
     """A library whose arrays are tried."""
+
+    can_be_written = True
 
     def __init__(self, device: str = "gpu") -> None:
         self.device = device
@@ -105,6 +106,8 @@ class Torch(Kind):
 class Jax(Kind):
     """JAX."""
 
+    can_be_written = False
+
     def missing(self) -> str:
         if importlib.util.find_spec("jax") is None:
             return "JAX is not installed"
@@ -156,54 +159,32 @@ def main(library: str) -> dict[str, Any]:
 
 
 def check(strategy: mpistrat.Strategy, kind: Kind) -> dict[str, float]:
-    """Send arrays of a library through the verbs that combine and move them. A collective call.
+    """Send arrays of a library through all verbs, also such as are written late. A collective call.
 
     Returns ``compared``: the results.
     """
 
     def run() -> tuple[int, list[str]]:
         compared, problems = 0, []
-        for what, send, wanted in _cases(kind):
-            try:
-                found = kind.read(send())
-                compared += 1
-                if found.dtype != wanted.dtype or found.shape != wanted.shape or found.tobytes() != wanted.tobytes():
-                    problems.append(f"{what}: got {found.dtype} {found.shape} {found[:3]}, not {wanted.dtype} {wanted[:3]}")
-            except Exception as error:  # the next case may tell more
-                where = traceback.extract_tb(error.__traceback__)[-1]
-                problems.append(f"{what}: {type(error).__name__}: {error} ({where.filename}:{where.lineno})")
+        for way, make, where in (
+            ("", kind.make, nullcontext()),
+            (", written late", kind.late, nullcontext()),
+            (", written late on another stream", kind.late, kind.on_stream()),
+        ):
+            for dtype in DTYPES:
+                for what, call, expected in verbs_rank.cases(strategy, dtype, make, kind.can_be_written):
+                    try:
+                        with where:
+                            compared += verbs_rank.compare(what, call(), expected, kind.read)
+                    except Exception as error:  # the next case may tell more
+                        place = traceback.extract_tb(error.__traceback__)[-1]
+                        problems.append(f"{what}{way}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})")
         return compared, problems
 
     [(compared, problems)] = strategy.experimental_local_results(strategy.run(run))
     if problems:
         raise AssertionError("\n".join([f"{len(problems)} of the cases failed:", *problems]))
     return {"compared": compared}
-
-
-def _cases(kind: Kind) -> Iterator[tuple[str, Callable[[], Any], NDArray[Any]]]:
-    """Return what is called, the call, and what it should return."""
-    context = mpistrat.get_replica_context()
-    size, me = context.num_replicas_in_sync, context.replica_id_in_sync_group
-    for dtype in DTYPES:
-        for count in COUNTS:
-            every = [(np.arange(count) % 7 + rank).astype(dtype) for rank in range(size)]
-            total = np.sum([one.astype(np.float32) for one in every], axis=0).astype(dtype)
-            text, mine = f"{count} of {dtype}", every[me]
-            yield f"all_reduce of {text}", lambda mine=mine: context.all_reduce("sum", kind.make(mine)), total
-            yield (
-                f"start_all_reduce of {text}",
-                lambda mine=mine: context.start_all_reduce("sum", kind.make(mine)).wait(),
-                total,
-            )
-            yield f"all_reduce of {text}, written late", lambda mine=mine: context.all_reduce("sum", kind.late(mine)), total
-            yield f"broadcast of {text}", lambda mine=mine: context.broadcast(kind.make(mine), size - 1), every[-1]
-            yield f"all_gather of {text}", lambda mine=mine: context.all_gather(kind.make(mine), 0), np.concatenate(every)
-            with kind.on_stream():
-                yield (
-                    f"all_reduce of {text}, written late on another stream",
-                    lambda mine=mine: context.all_reduce("sum", kind.late(mine)),
-                    total,
-                )
 
 
 if __name__ == "__main__":

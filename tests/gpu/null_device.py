@@ -1,12 +1,8 @@
-"""A GPU and an NCCL that do nothing, for what a call costs the host: arrays are CuPy's own, over memory of the host.
-
-The device is busy for `work_seconds` after each call of NCCL, so that events are done later, as those of a real one.
-"""
+"""A GPU and an NCCL that do nothing, for what a call costs the host: arrays are CuPy's own, over memory of the host."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
@@ -25,44 +21,30 @@ _ALREADY = nullcontext()
 
 
 class _Event(Event):
-    def __init__(self, device: NullDevice) -> None:
-        self._device, self.ready = device, 0.0
-
     def done(self) -> bool:
-        return time.monotonic() >= self.ready
+        return True
 
 
 class _Stream(Stream):
-    """Counts what it is given, in `calls` of its device."""
-
     pointer = 0
 
-    def __init__(self, device: NullDevice) -> None:
-        self._device = device
-
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        self._device.calls["copy"] += 1
+        pass
 
     def clear(self, target: int, nbytes: int) -> None:
-        self._device.calls["clear"] += 1
+        pass
 
     def record(self, event: Event | None = None) -> Event:
-        if event is None:
-            self._device.calls["new event"] += 1
-            event = _Event(self._device)
-        self._device.calls["record"] += 1
-        assert isinstance(event, _Event)
-        event.ready = self._device.busy_until
-        return event
+        return event or _Event()
 
     def wait(self, event: Event) -> None:
-        self._device.calls["wait"] += 1
+        pass
 
     def is_capturing(self) -> bool:
         return False
 
     def launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
-        self._device.calls["launch"] += 1
+        pass
 
 
 def _quiet_arrays(cupy: ModuleType) -> Any:
@@ -92,10 +74,8 @@ class NullDevice(Device):
         self._host, self._at, self._num_ranks = np.zeros(POOL_BYTES, np.uint8), 0, num_ranks
         memory = cupy.cuda.UnownedMemory(self._host.ctypes.data, POOL_BYTES, self._host, 0)
         self._pool, self._array = cupy.cuda.MemoryPointer(memory, 0), _quiet_arrays(cupy)
-        self._current = _Stream(self)
+        self._current = _Stream()
         self._module: Any = SimpleNamespace(ndarray=self._array, empty=self.empty, asarray=lambda array: array)
-        self.work_seconds = self.busy_until = 0.0
-        self.calls: dict[str, int] = dict.fromkeys(("copy", "clear", "record", "new event", "wait", "launch", "nccl"), 0)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> DeviceArray:
         """Return an array."""
@@ -147,34 +127,18 @@ class NullDevice(Device):
         return np.full(source.shape, self._num_ranks**3, source.dtype)
 
     def stream(self) -> Stream:
-        return _Stream(self)
+        return _Stream()
 
     def current_stream(self) -> Stream:
         return self._current
 
 
 class _Communicator:
-    """Every verb keeps the device busy, and does nothing."""
-
-    def __init__(self, device: NullDevice) -> None:
-        self._device = device
-        for verb in ("allReduce", "reduce", "broadcast", "reduceScatter", "allGather", "send", "recv"):
-            setattr(self, verb, self._enqueue)
-
-    def _enqueue(self, *_: object) -> None:
-        device = self._device
-        device.calls["nccl"] += 1
-        if device.work_seconds:
-            device.busy_until = max(time.monotonic(), device.busy_until) + device.work_seconds
-
-    def check_async_error(self) -> None:
+    def _do_nothing(self, *_: object) -> None:
         pass
 
-    def abort(self) -> None:
-        pass
-
-    def destroy(self) -> None:
-        pass
+    allReduce = reduce = broadcast = reduceScatter = allGather = send = recv = _do_nothing  # noqa: N815 - NCCL's names
+    check_async_error = abort = destroy = _do_nothing
 
 
 @contextmanager
@@ -188,7 +152,7 @@ def bound(num_ranks: int) -> Iterator[NullDevice]:
         available=True,
         get_version=lambda: 23203,
         get_unique_id=lambda: 1,
-        NcclCommunicator=lambda *_: _Communicator(device),
+        NcclCommunicator=lambda *_: _Communicator(),
         groupStart=lambda: None,
         groupEnd=lambda: None,
         **types,

@@ -150,12 +150,13 @@ def _graphs(transport: str) -> Probe:
     return _on_nodes("graphs", "graphs", "1x2", transport, least={"disturbed_by_query": 1}, seconds=90.0)
 
 
-def _pool_reuse(transport: str) -> Iterator[Probe]:
+def _streams(transport: str) -> Iterator[Probe]:
     least = {"reused": 1, "wrong_without_wait" if transport == "nccl" else "wrong_without_event": 1}
-    yield _on_nodes("pool reuse", "pool_reuse blocks", "1x2", transport, least=least)
-    yield _on_nodes("pool reuse, MemoryAsyncPool,", "pool_reuse async", "1x2", transport, least=least)
+    yield _on_nodes("streams", "streams blocks", "1x2", transport, least=least)
+    yield _on_nodes("streams, MemoryAsyncPool,", "streams async", "1x2", transport, least=least)
     per_thread = {"CUPY_CUDA_PER_THREAD_DEFAULT_STREAM": "1"}
-    yield _on_nodes("pool reuse, a stream per thread,", "pool_reuse blocks", "1x2", transport, least=least, **per_thread)
+    yield _on_nodes("streams, a stream per thread,", "streams blocks", "1x2", transport, least=least, **per_thread)
+    yield _on_nodes("streams", "streams blocks", "2x2", transport, least={"reused": 1}, seconds=120.0, **_IN_CHUNKS)
 
 
 def _torch_backward(transport: str) -> Iterator[Probe]:
@@ -185,8 +186,8 @@ PROBES: tuple[Probe, ...] = (
     *(_strategy(shape) for shape in SHAPES),
     _strategy("2x2", "staged"),
     *(_conformance("cuda_aware", shape, "GPU") for shape in SHAPES),
-    _on_nodes("streams", "streams", "1x2", "cuda_ipc"),
-    *(_on_nodes("streams", "streams", "2x2", transport, **_IN_CHUNKS) for transport in ("cuda_ipc", "staged")),
+    *_streams("cuda_ipc"),
+    _on_nodes("streams", "streams blocks", "2x2", "staged", least={"reused": 1}, seconds=120.0, **_IN_CHUNKS),
     _graphs("cuda_ipc"),
     *(
         _on_nodes(
@@ -197,7 +198,6 @@ PROBES: tuple[Probe, ...] = (
         for library in ("torch", "jax")
     ),
     *_torch_backward("cuda_ipc"),
-    *_pool_reuse("cuda_ipc"),
     _probe(
         "sanitizer",
         "sanitizer",
@@ -211,16 +211,13 @@ PROBES: tuple[Probe, ...] = (
     _probe("training", "training_pair 4 2x2", *("MPI", "GPU", "scikit-learn"), most={"largest_difference": 1e-3}, seconds=90.0),
     *(_conformance("nccl", f"1x{number}", "GPU", "NCCL", f"{number} GPUs") for number in (1, 2, 4)),
     *(_conformance("nccl", shape, "GPU", *_BY_NCCL, way="with several ranks on a GPU", more="CuPy") for shape in SHAPES),
-    _probe("nccl4py of a rank alone", "nccl4py", "GPU", "MPI", "NCCL", "nccl4py", seconds=120.0),
-    _probe("nccl4py of 2 ranks on a GPU", "nccl4py", "GPU", *_BY_NCCL, "nccl4py", ranks=2, seconds=120.0),
+    _conformance("nccl", "1x1", "GPU", "NCCL", "nccl4py", way="by nccl4py", more="nccl4py"),
     *(_conformance("nccl", shape, "GPU", *_BY_NCCL, "nccl4py", way="by nccl4py", more="nccl4py") for shape in ("1x2", "2x2")),
     _strategy("2x2", "nccl"),
     _strategy("2x2", "nccl", MPISTRAT_INTER_TRANSPORT="nccl"),
-    _probe("nccl deadline", "deadline", "GPU", *_BY_NCCL, ranks=2, most={"seconds_late": 5.0}),
     *(_fault(when, "nccl", *_BY_NCCL) for when in ("first", "late")),
-    _on_nodes("streams", "streams", "2x2", "nccl", seconds=120.0, **_IN_CHUNKS),
+    *_streams("nccl"),
     *_torch_backward("nccl"),
-    *_pool_reuse("nccl"),
     _graphs("nccl"),
     _open_close("nccl", 24),
     _soak("nccl", 250.0),

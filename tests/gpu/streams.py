@@ -1,29 +1,36 @@
-"""Arrays written late on a stream of the caller's: a collective must not read them before, nor hand out its result too early.
+"""Arrays that a stream writes late, and the program drops at once: calls read them when they are written, and not afterwards.
 
-    mpistrat run -n 2 -m tests.gpu.streams --report FILE
+    mpistrat run -n 2 -m tests.gpu.streams blocks --report FILE
+    mpistrat run -n 2 -m tests.gpu.streams async --report FILE
 
-A kernel delays the stream of one rank before its arrays are written there; the collective is called with that stream current,
-and the results are read on it. That nothing went wrong shows little, unless it goes wrong where one wait is taken away.
+A kernel delays the stream of one rank before its array is written there. CuPy's pools give memory that an array leaves to the
+next array of its stream at once, the default pool or its MemoryAsyncPool: inputs and results are dropped as soon as the call
+has returned, and new arrays are made and written to on the same stream and on another one. Neither may the collective read what
+is written there, nor write over it. That nothing went wrong shows little, unless it goes wrong where one wait is taken away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
+from numpy.typing import NDArray
 
 import mpistrat
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.device.abstract import Device, Stream, address
 from tests.gpu.program import settle, the_gpu, with_strategy, write_report
 
-COUNTS = (1 << 20, 1 << 18)
+COUNT = 1 << 20
 MILLISECONDS = 100
-STALE = -1.0
-TURNS = 5
+NEW_ARRAYS = 6  # of each stream: nearly all that its pool has of that size, whichever of these it gives first
+FILL = -1.0
+TURNS = 3  # in the first one plans are made, which may take longer than the delay
 
 DELAY = r"""
 extern "C" __global__ void delay(unsigned long long nanoseconds) {
@@ -34,113 +41,206 @@ extern "C" __global__ void delay(unsigned long long nanoseconds) {
 }
 """
 
+T = TypeVar("T")
 
-def main() -> dict[str, float]:
-    """Try both kinds of call. A collective call."""
-    return with_strategy(lambda strategy: check(strategy, the_gpu(), delay, drain))
+
+def main(pool: str) -> dict[str, float]:
+    """Try the memory of a pool. A collective call."""
+
+    def measure(strategy: mpistrat.Strategy) -> dict[str, float]:
+        if pool == "async":
+            import cupy
+
+            cupy.cuda.set_allocator(cupy.cuda.MemoryAsyncPool().malloc)
+        return check(strategy.extended.communicator, the_gpu(), delay, drain)
+
+    assert pool in ("blocks", "async"), "blocks or async"
+    return with_strategy(measure)
 
 
 def check(
-    strategy: mpistrat.Strategy,
+    communicator: BaseCommunicator,
     device: Device,
     delay: Callable[[Stream], None],
     drain: Callable[[], None],
-    counts: Sequence[int] = COUNTS,
+    count: int = COUNT,
 ) -> dict[str, float]:
-    """Call collectives on arrays that are written late. A collective call.
+    """Make calls on arrays that are written late, drop these, and write to their memory. A collective call.
 
-    `drain` waits for all streams of the GPU, after a call without a wait: what that left under way would still work on the
-    bucket of the next call, which nothing orders behind it.
+    `drain` waits for all streams of the GPU: what a collective writes too late is to be seen.
 
-    Returns ``right``: the calls, all of which gave the right results; ``wrong_without_event`` and ``wrong_without_wait``:
-    those that did not after a wait was taken away, of the verb where there were fewer. No event is waited for where the
-    work of NCCL is only enqueued.
+    Returns ``right``: the calls, all of which left and gave the right values; ``reused``: the new arrays that lay where an
+    input had been; ``wrong_without_wait``, or ``wrong_without_event`` where the host waits for the GPU: the kinds of call that
+    went wrong when the stream of the caller no longer waited, or every event counted as done.
     """
-    late = _Late(strategy, device, delay, drain, counts)
-    communicator = strategy.communicator
     # on one node NCCL's work is enqueued, and the host waits for no event
-    is_enqueued = communicator.world.num_nodes == 1 and communicator.path.startswith("nccl")
-    verbs: dict[str, tuple[Callable[[Any], Any], str]] = {
-        "all_reduce": (
-            lambda arrays: mpistrat.get_replica_context().all_reduce("sum", arrays),
-            "wait" if is_enqueued else "event",
-        ),
-        "start_all_reduce": (lambda arrays: mpistrat.get_replica_context().start_all_reduce("sum", arrays).wait(), "wait"),
-    }
-
-    def run() -> dict[str, float]:
-        found: dict[str, float] = {"right": 0}
-        for name, (verb, wait) in verbs.items():
-            late.is_right(verb)  # plans are made, and kernels compiled
-            for _ in range(TURNS):
-                if not late.is_right(verb):
-                    raise AssertionError(f"{name} read an array before it was written, or gave out its result too early")
-                found["right"] += 1
-            wrong = sum(not late.is_right(verb, wait) for _ in range(TURNS))
-            found[f"wrong_without_{wait}"] = min(wrong, found.get(f"wrong_without_{wait}", TURNS))
-            if not wrong:
-                raise AssertionError(f"{name} gave the right result without the {wait}: the delay proves nothing")
-            if not late.is_right(verb):
-                raise AssertionError(f"{name} gave a wrong result after one whose {wait} was missing")
-        return found
-
-    [found] = strategy.experimental_local_results(strategy.run(run))
+    removed = "wait" if communicator.world.num_nodes == 1 and communicator.path.startswith("nccl") else "event"
+    found: dict[str, float] = {"right": 0, "reused": 0, f"wrong_without_{removed}": 0}
+    default, side = device.current_stream(), device.stream()
+    with ThreadPoolExecutor(1) as thread:
+        for caller, other in ((default, side), (side, default)):
+            trial = _Trial(communicator, device, delay, drain, caller, other, thread, count)
+            without_wait = _without_wait(caller) if removed == "wait" else without(removed, caller)
+            for name, case in CASES.items():
+                for _ in range(TURNS):
+                    if not trial.is_right(case):
+                        raise AssertionError(f"{name}: an array was read too early, or its memory given to another one")
+                    found["right"] += 1
+                found[f"wrong_without_{removed}"] += not trial.is_right(case, without_wait)
+            found["reused"] += trial.reused
+    if not found[f"wrong_without_{removed}"]:
+        raise AssertionError(f"everything was right without the {removed}: the delay proves nothing")
     return found
 
 
-class _Late:
-    """Arrays that one rank writes late, on a stream that is not the one it computes on otherwise."""
+class _Trial:
+    """Calls on one stream, whose arrays are dropped."""
 
     def __init__(
         self,
-        strategy: mpistrat.Strategy,
+        communicator: BaseCommunicator,
         device: Device,
         delay: Callable[[Stream], None],
         drain: Callable[[], None],
-        counts: Sequence[int],
+        caller: Stream,
+        other: Stream,
+        thread: ThreadPoolExecutor,
+        count: int,
     ) -> None:
-        self._communicator, self._device, self._delay, self._drain = strategy.extended.communicator, device, delay, drain
-        self._side = device.stream()
-        self._turn = 0
-        module = device.array_module
-        self._arrays = [module.asarray(np.full(count, STALE, np.float32)) for count in counts]
-        self._stale = [module.asarray(np.full(count, STALE, np.float32)) for count in counts]
+        self.communicator, self.device, self._delay, self._drain = communicator, device, delay, drain
+        self._caller, self._other, self._thread, self._turn, self.reused = caller, other, thread, 0, 0
+        self.fill = device.array_module.asarray(np.full(count, FILL, np.float32))
+        settle(device)
 
-    def is_right(self, verb: Callable[[Any], Any], removed: str = "") -> bool:
-        """Return whether a verb gives the right results on all ranks, with a kind of wait removed. A collective call."""
+    def is_right(self, case: _Case, during_call: AbstractContextManager[Any] | None = None) -> bool:
+        """Return whether its result, and what is written to new arrays, are right on all ranks. A collective call."""
         self._turn += 1
-        rank, size = self._communicator.rank, self._communicator.size
-        with self._device.activate(self._side):
-            fresh = [
-                self._device.array_module.asarray(np.arange(array.size, dtype=np.float32) % 97 + rank + self._turn)
-                for array in self._arrays
-            ]
-            self._write(self._stale)
-            settle(self._device)
-            self._communicator.barrier()
+        rank, size = self.communicator.rank, self.communicator.size
+        values = np.arange(self.fill.size, dtype=np.float32) % 97
+        with self.device.activate(self._caller):
+            fresh = self.device.array_module.asarray(values + rank + self._turn)
+            given = [self.device.array_module.empty(values.size, np.float32)]
+            left = address(given[0])
+            settle(self.device)
+            self.communicator.barrier()
             if rank == size - 1:
-                self._delay(self._side)
-            self._write(fresh)
-            with without(removed, self._side):
-                results = verb(self._arrays)
-            added = sum(range(size)) + size * self._turn
-            right = all(
-                np.array_equal(self._device.get(result), np.arange(result.size, dtype=np.float32) % 97 * size + added)
-                for result in results
-            )
-            settle(self._device)
-            if removed:
-                self._drain()
-        return self._all(right)
+                self._delay(self._caller)
+            self._caller.copy(left, address(fresh), fresh.nbytes)
+            with during_call or nullcontext():
+                read = case(self, given)
+            written = self._written(self._caller), self._written(self._other)
+            is_right = read is None or np.array_equal(read(), values * size + sum(range(size)) + size * self._turn)
+            self.communicator.barrier()  # what was started has ended, or is enqueued
+            self._drain()
+        for stream, arrays in zip((self._caller, self._other), written, strict=True):
+            with self.device.activate(stream):
+                is_right = all([np.all(self.device.get(array) == FILL) for array in arrays]) and is_right
+        self.reused += left in map(address, written[0])
+        [total] = self.communicator.all_reduce("sum", [np.array(int(is_right))])
+        return int(total) == size
 
-    def _write(self, values: Sequence[Any]) -> None:
-        for array, value in zip(self._arrays, values, strict=True):
-            self._side.copy(address(array), address(value), array.nbytes)
+    def on_other_stream(self, act: Callable[[], T]) -> T:
+        """Act with the other stream current."""
+        with self.device.activate(self._other):
+            return act()
 
-    def _all(self, right: bool) -> bool:
-        """Return whether all ranks found the right results. A collective call."""
-        [total] = self._communicator.all_reduce("sum", [np.array(int(right))])
-        return int(total) == self._communicator.size
+    def on_thread(self, act: Callable[[], T]) -> T:
+        """Act on a thread, with its default stream current."""
+
+        def run() -> T:
+            with self.device.activate():
+                return act()
+
+        return self._thread.submit(run).result()
+
+    def _written(self, stream: Stream) -> list[Any]:
+        """Return new arrays of a stream, that are written to on it."""
+        with self.device.activate(stream):
+            made = [self.device.array_module.empty(self.fill.size, np.float32) for _ in range(NEW_ARRAYS)]
+            for array in made:
+                stream.copy(address(array), address(self.fill), array.nbytes)
+        return made
+
+
+_Case = Callable[[_Trial, list[Any]], Callable[[], NDArray[Any]] | None]
+"""Makes a call on an array that it takes out of a list; returns what reads the result, or None if that is dropped."""
+
+
+def _new_result(trial: _Trial, given: list[Any]) -> Callable[[], NDArray[Any]]:
+    result = trial.communicator.all_reduce("sum", given.pop())
+    return lambda: trial.device.get(result)
+
+
+def _beside_another(trial: _Trial, given: list[Any]) -> Callable[[], NDArray[Any]]:
+    result, _ = trial.communicator.all_reduce("sum", [given.pop(), trial.fill])
+    return lambda: trial.device.get(result)
+
+
+def _new_result_dropped(trial: _Trial, given: list[Any]) -> None:
+    trial.communicator.all_reduce("sum", given.pop())
+
+
+def _in_place_dropped(trial: _Trial, given: list[Any]) -> None:
+    array = given.pop()
+    trial.communicator.all_reduce("sum", array, out=array)
+
+
+def _started(trial: _Trial, given: list[Any]) -> Callable[[], NDArray[Any]]:
+    work = trial.communicator.start_all_reduce("sum", given.pop())
+    return lambda: trial.device.get(work.wait())
+
+
+def _started_dropped(trial: _Trial, given: list[Any]) -> None:
+    trial.communicator.start_all_reduce("sum", given.pop())
+
+
+def _started_in_place_dropped(trial: _Trial, given: list[Any]) -> None:
+    array = given.pop()
+    trial.communicator.start_all_reduce("sum", array, out=array).wait()
+
+
+def _started_waited_for_on_other_stream(trial: _Trial, given: list[Any]) -> Callable[[], NDArray[Any]]:
+    result = trial.on_other_stream(trial.communicator.start_all_reduce("sum", given.pop()).wait)
+    return lambda: trial.on_other_stream(lambda: trial.device.get(result))
+
+
+def _started_waited_for_on_thread(trial: _Trial, given: list[Any]) -> Callable[[], NDArray[Any]]:
+    result = trial.on_thread(trial.communicator.start_all_reduce("sum", given.pop()).wait)
+    return lambda: trial.on_thread(lambda: trial.device.get(result))
+
+
+def _started_parts_dropped(trial: _Trial, given: list[Any]) -> None:
+    trial.communicator.start_reduce_scatter("sum", given.pop())
+
+
+def _started_gathering_dropped(trial: _Trial, given: list[Any]) -> None:
+    trial.communicator.start_all_gather(given.pop())
+
+
+CASES: dict[str, _Case] = {
+    "all_reduce": _new_result,
+    "all_reduce of two arrays": _beside_another,
+    "all_reduce, its result dropped": _new_result_dropped,
+    "all_reduce in place, dropped": _in_place_dropped,
+    "start_all_reduce": _started,
+    "start_all_reduce, dropped": _started_dropped,
+    "start_all_reduce in place, dropped": _started_in_place_dropped,
+    "start_reduce_scatter, dropped": _started_parts_dropped,
+    "start_all_gather, dropped": _started_gathering_dropped,
+    "start_all_reduce, waited for on another stream": _started_waited_for_on_other_stream,
+    "start_all_reduce, waited for on a thread": _started_waited_for_on_thread,
+}
+
+
+def _without_wait(stream: Stream) -> AbstractContextManager[Any]:
+    """Return a context in which one stream does not wait; all others do."""
+    wait = type(stream).wait
+
+    def unless_it_is(self: Stream, event: Any) -> None:
+        if self.pointer != stream.pointer:
+            wait(self, event)
+
+    return patch.object(type(stream), "wait", unless_it_is)
 
 
 def without(removed: str, stream: Stream) -> Any:

@@ -1,4 +1,4 @@
-"""Every verb of a replica context on this rank's arrays, compared with what NumPy makes of the arrays of all ranks.
+"""Every verb on arrays of some kind, through a strategy, compared with what NumPy makes of the arrays of all ranks.
 
     mpistrat run -n 4 --nodes 2x2 -m tests.gpu.verbs_rank --report FILE
 
@@ -22,7 +22,8 @@ from mpistrat.experimental import CommunicationOptions
 from tests.gpu.program import with_strategy, write_report
 
 DTYPES = ("float32", "float64", "int32", "int64", "int16", "complex64", "float16", ml_dtypes.bfloat16)
-SHAPES = ((), (1,), (3, 5), (0, 4), (257, 129), (300_001,))
+SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (3, 5), (0, 4), (257, 129), (300_001,))
+SMALL_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (3, 5), (0, 4), (33, 17), (5001,))  # in their place, where that is slow
 OPS: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
     "sum": lambda rows: rows.sum(axis=0, dtype=rows.dtype),
     "mean": lambda rows: (rows.sum(axis=0, dtype=rows.dtype) / len(rows)).astype(rows.dtype),
@@ -30,6 +31,9 @@ OPS: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
     "max": lambda rows: rows.max(axis=0),
 }
 LARGEST = 7  # sums of the narrowest dtype stay exact
+
+Case = tuple[str, Callable[[], Sequence[Any]], Sequence[NDArray[Any]]]
+"""What is called, what calls it and returns arrays, and what these should be."""
 
 
 def check(strategy: mpistrat.Strategy) -> dict[str, Any]:
@@ -47,53 +51,77 @@ def _path(strategy: mpistrat.Strategy) -> str:
 def _try_all(strategy: mpistrat.Strategy) -> int:
     """Return how many results were compared."""
     compared = 0
-    for what, found, expected in _results(strategy):
-        for array, wanted in zip(map(_on_host, found), expected, strict=True):
-            compared += 1
-            if array.shape != wanted.shape or array.dtype != wanted.dtype or array.tobytes() != wanted.tobytes():
-                raise AssertionError(f"{what}: got {array.dtype} {array.shape}, and not what NumPy makes of it")
+    for dtype in map(np.dtype, DTYPES):
+        for what, call, expected in cases(strategy, dtype, strategy.array_module.asarray):
+            for turn in range(2):  # the second call finds its plan
+                compared += compare(f"{what}, call {turn}", call(), expected, _on_host)
     return compared
 
 
-def _results(strategy: mpistrat.Strategy) -> Iterator[tuple[str, Sequence[Any], Sequence[NDArray[Any]]]]:
-    """Return what was called, what came, and what should have come, each as a list of arrays."""
-    context, module = mpistrat.get_replica_context(), strategy.array_module
+def compare(what: str, found: Sequence[Any], expected: Sequence[NDArray[Any]], read: Callable[[Any], NDArray[Any]]) -> int:
+    """Compare arrays, which are read first, and return how many."""
+    for array, wanted in zip(map(read, found), expected, strict=True):
+        if array.shape != wanted.shape or array.dtype != wanted.dtype or array.tobytes() != wanted.tobytes():
+            raise AssertionError(f"{what}: got {array.dtype} {array.shape}, and not what NumPy makes of it")
+    return len(expected)
+
+
+def cases(
+    strategy: mpistrat.Strategy, dtype: np.dtype[Any], make: Callable[[NDArray[Any]], Any], can_be_written: bool = True
+) -> Iterator[Case]:
+    """Return cases of all verbs in a replica context; each makes its arrays when it is called."""
+    context, communicator = mpistrat.get_replica_context(), strategy.communicator
     size, me = strategy.num_replicas_in_sync, context.replica_id_in_sync_group
-    for seed, kind in enumerate(DTYPES):
-        dtype = np.dtype(kind)
-        every = [_rows(dtype, shape, size, seed) for shape in SHAPES]
-        mine = [module.asarray(rows[me]) for rows in every]
-        for op, combine in OPS.items():
-            if dtype.kind == "c" and op in ("min", "max"):
-                continue
-            expected = [combine(rows) for rows in every]
-            for turn in range(2):  # the second call finds its plan
-                yield f"all_reduce({op}, {dtype}), call {turn}", context.all_reduce(op, mine), expected
-            yield f"start_all_reduce({op}, {dtype})", context.start_all_reduce(op, mine).wait(), expected
-        last = size - 1
-        yield f"broadcast({dtype})", [context.broadcast(mine[4], last)], [every[4][last]]
-        yield f"all_gather({dtype})", [context.all_gather(mine[2], 0)], [np.concatenate(list(every[2]))]
-        for op, rows in (("sum", every[4]), ("mean", every[2])):
-            part = np.array_split(OPS[op](rows), size)[me]
-            yield f"reduce_scatter({op}, {dtype})", [context.reduce_scatter(op, module.asarray(rows[me]))], [part]
-        # rank r sends r + i rows to rank i
-        sends = [module.asarray(every[4][me][: me + peer]) for peer in range(size)]
-        yield f"all_to_all({dtype})", context.all_to_all(sends), [every[4][peer][: me + peer] for peer in range(size)]
-        uneven = [every[4][peer][: peer + 1] for peer in range(size)]
-        yield (
-            f"all_gather({dtype}) of unequal arrays",
-            [context.all_gather(module.asarray(uneven[me]), 0)],
-            [np.concatenate(uneven)],
-        )
-        gathered = strategy.communicator.gather(mine[2], last)
-        yield f"gather({dtype})", gathered or [], list(every[2]) if me == last else []
-        targets = [module.asarray(array) for array in (every[4][me], every[5][me])]
-        expected = [OPS["sum"](every[4]), OPS["sum"](every[5])]
-        yield f"all_reduce({dtype}) in place", context.all_reduce("sum", targets, out=targets), expected
-    options = CommunicationOptions(deterministic=True)
-    rows = _rows(np.dtype(np.float32), (1001,), size, 99)
-    found = context.all_reduce("sum", module.asarray(rows[me]), options)
-    yield "all_reduce, deterministic", [found], [OPS["sum"](rows)]
+    every, last = [_rows(dtype, shape, size, seed) for seed, shape in enumerate(SHAPES)], size - 1
+    small, large = every[2], every[4]
+    in_order = CommunicationOptions(deterministic=True)
+    # rank r gathers r + 1 columns, and sends r + i rows to rank i
+    columns, sent = (
+        [rows[:, : rank + 1] for rank, rows in enumerate(large)],
+        [rows[: me + rank] for rank, rows in enumerate(large)],
+    )
+    together, parts = np.concatenate(columns, 1), [np.array_split(rows, size)[me] for rows in large]
+
+    def mine(rows: Sequence[NDArray[Any]] | NDArray[Any]) -> Any:
+        return make(np.array(rows[me]))  # a copy, which calls may write to
+
+    def all_mine() -> list[Any]:
+        return [mine(rows) for rows in every]
+
+    def into(call: Callable[[Any], Any], *targets: Any) -> Sequence[Any]:
+        for found, target in zip(call(list(targets)), targets, strict=True):
+            assert found is target, "another array came back"
+        return targets
+
+    def reduced(op: str, axis: int) -> Iterator[Case]:
+        expected, part = [OPS[op](rows) for rows in every], np.array_split(OPS[op](large), size, axis)[me]
+        yield f"all_reduce({op}, {dtype})", lambda: context.all_reduce(op, all_mine()), expected
+        yield f"start_all_reduce({op}, {dtype})", lambda: context.start_all_reduce(op, all_mine()).wait(), expected
+        yield f"reduce_scatter({op}, {dtype}, {axis})", lambda: [context.reduce_scatter(op, mine(large), axis)], [part]
+
+    def of_root(root: int) -> Iterator[Case]:
+        gathered = list(small) if me == root else []
+        yield f"broadcast({dtype}, {root})", lambda: [context.broadcast(mine(large), root)], [large[root]]
+        yield f"gather({dtype}, {root})", lambda: communicator.gather(mine(small), root) or [], gathered
+
+    for index, op in enumerate(OPS if dtype.kind != "c" else ("sum", "mean")):
+        yield from reduced(op, index % 2)
+    for root in {0, last}:
+        yield from of_root(root)
+    total, whole = OPS["sum"](large), np.concatenate(list(small))
+    yield f"all_reduce({dtype}), deterministic", lambda: [context.all_reduce("sum", mine(large), in_order)], [total]
+    yield f"all_gather({dtype})", lambda: [context.all_gather(mine(small), 0)], [whole]
+    yield f"all_gather({dtype}) of unequal arrays", lambda: [context.all_gather(mine(columns), 1)], [together]
+    yield f"all_to_all({dtype})", lambda: context.all_to_all([make(large[me][: me + peer]) for peer in range(size)]), sent
+    yield f"all_to_all({dtype}) of one array", lambda: [communicator.all_to_all(mine(large))], [np.concatenate(parts)]
+    if not can_be_written:
+        return
+    in_place = lambda arrays: communicator.all_reduce("sum", arrays, out=arrays)  # noqa: E731
+    gather = lambda targets: communicator.all_gather([mine(columns)], 1, out=targets)  # noqa: E731
+    receive = lambda arrays: communicator.broadcast(arrays, last, out=arrays)  # noqa: E731
+    yield f"all_reduce({dtype}) in place", lambda: into(in_place, *all_mine()), [OPS["sum"](rows) for rows in every]
+    yield f"all_gather({dtype}) into an array", lambda: into(gather, make(np.zeros_like(together))), [together]
+    yield f"broadcast({dtype}) in place", lambda: into(receive, mine(large)), [large[last]]
 
 
 def _on_host(array: Any) -> NDArray[Any]:

@@ -3,22 +3,11 @@
 Every host has its own network, host name, shared memory and boot id; a switch joins them, and a token bucket shapes what
 each host sends. All of it lives in namespaces without names below one process, which the kernel ends together with the
 process that asked for the lab: nothing outside is touched, any number of labs run side by side, and none outlives a crash.
-
-From the command line, in the top folder of a checkout::
-
-    python -m tests.hosts.lab run --hosts 4 --ranks 8 --rate 1gbit --placement block -- python script.py
-    python -m tests.hosts.lab goodput --rate 1gbit
-
-``--placement`` is ``block`` (consecutive ranks share a host), ``cyclic`` (consecutive ranks sit on different hosts),
-``random`` (a shuffle, always the same) or the number of ranks on each host, such as ``3+1+2+2``. ``run --goodput`` measures
-the links first, and hands the figure to the program as LAB_GOODPUT_BITS.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import random
 import shlex
@@ -149,7 +138,6 @@ class Lab:
         argv: Sequence[str],
         timeout: float = 120,
         env: Mapping[str, str] | None = None,
-        capture: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         """Run an MPI program with Open MPI's mpirun, started on the first host.
 
@@ -158,19 +146,18 @@ class Lab:
         num_ranks : int
             Ranks in all.
         placement : str
-            ``block``, ``cyclic``, ``random``, or the number of ranks on each host: ``3+1+2+2``.
+            ``block`` (consecutive ranks share a host), ``cyclic`` (consecutive ranks sit on different hosts), ``random`` (a
+            shuffle, always the same) or the number of ranks on each host, such as ``3+1+2+2``.
         argv : sequence of str
             The program of a rank.
         timeout : float
             Seconds after which all of it is killed; the return code is then 124.
         env : mapping, optional
             Further environment of the ranks.
-        capture : bool
-            Whether the output is returned rather than shown.
         """
         command, variables = self.mpirun(num_ranks, placement, argv)
         environ = self.environment(**{**variables, **(env or {})})
-        return run_bounded(self.on(self.hosts[0], command), timeout, environ, capture=capture)
+        return run_bounded(self.on(self.hosts[0], command), timeout, environ)
 
     def mpirun(self, num_ranks: int, placement: str, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Return the command that starts a program with Open MPI's mpirun on the first host, and the variables it needs."""
@@ -253,45 +240,6 @@ def parse_bytes_sent(net_dev: str, device: str = "eth0") -> int:
     raise LabError(f"no device {device} in {net_dev!r}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Bring a lab up, run one command in it, and take it down."""
-    arguments = _parser().parse_args(argv)
-    reason = missing()
-    if reason:
-        print(f"lab: {reason}", file=sys.stderr)
-        return 2
-    with Lab(arguments.hosts, arguments.rate) as lab:
-        env = {}
-        if arguments.command == "goodput" or arguments.goodput:
-            bits = lab.goodput_bits()
-            print(f"goodput {bits / 1e6:.0f} Mbit/s each way", flush=True)
-            env["LAB_GOODPUT_BITS"] = str(bits)
-        if arguments.command == "goodput":
-            return 0
-        before = lab.bytes_sent()
-        done = lab.run(arguments.ranks, arguments.placement, arguments.argv, arguments.timeout, env, capture=False)
-        if arguments.bytes:
-            print(json.dumps({host: sent - before[host] for host, sent in lab.bytes_sent().items()}))
-        return done.returncode
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.hosts.lab", description="Several hosts on one machine.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--hosts", type=int, default=4)
-    shared.add_argument("--rate", default="1gbit", help="as tc writes it, or: unlimited")
-    commands.add_parser("goodput", parents=[shared], help="measure what two hosts move between each other")
-    run = commands.add_parser("run", parents=[shared], help="run an MPI program")
-    run.add_argument("--ranks", type=int, default=8)
-    run.add_argument("--placement", default="block", help="block, cyclic, random, or ranks per host: 3+1+2+2")
-    run.add_argument("--timeout", type=float, default=600)
-    run.add_argument("--goodput", action="store_true", help="measure the links first")
-    run.add_argument("--bytes", action="store_true", help="print what each host sent")
-    run.add_argument("argv", nargs="+", metavar="COMMAND")
-    return parser
-
-
 def _mpirun() -> str:
     mpi = find_mpi()
     if mpi.flavour.name != "Open MPI" or mpi.version.startswith("4"):
@@ -301,7 +249,3 @@ def _mpirun() -> str:
 
 def _environment() -> dict[str, str]:
     return {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

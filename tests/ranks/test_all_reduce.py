@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from mpistrat.algorithms.choose import PLANNERS
-from mpistrat.communicator import programs
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError
@@ -120,49 +119,6 @@ def test_one_node_works_between_lists_of_arrays(comm, make_ops, reads, dtype):
                 assert (result == (np.arange(count) % 7 + (comm.size - 1) / 2).astype(dtype)).all(), counts
 
 
-def test_results_may_be_written_over_the_arrays(ops, world):
-    for algorithm in PLANNERS:
-        for counts in ([1000], [40_000], [7, 0, 50]):
-            given = [rows(np.dtype(np.float32), SUM, count, world.size, count) for count in counts]
-            arrays = [values[ops.rank].copy() for values in given]
-            results = ops.all_reduce(SUM, arrays, by_name(algorithm), out=arrays)
-            for result, array, values in zip(results, arrays, given, strict=True):
-                assert result is array
-                assert same_bits(result, expected(SUM, values)), algorithm
-
-
-def test_the_mean_is_one_division_at_the_end(ops, world):
-    # by level, 3+1 ranks would divide by 3 and by 2; integers are truncated towards zero
-    arrays = [np.full(3, ops.rank, np.float64), np.array([-7, 7, -1]) * (ops.rank == 0), np.full(2, -128, np.int8)]
-    for algorithm in PLANNERS:
-        mean, truncated, narrow = ops.all_reduce(MEAN, arrays, by_name(algorithm))
-        assert mean.tolist() == [(world.size - 1) / 2] * 3
-        assert truncated.tolist() == [int(value / world.size) for value in (-7, 7, -1)]
-        assert narrow.tolist() == [-128] * 2, "summed in 64 bits"
-
-
-def test_16_bit_floats_are_summed_in_32_bits(mixed):
-    for algorithm in PLANNERS:
-        # the sum of these is beyond the largest float16
-        [mean] = mixed.all_reduce(MEAN, [np.full(5, 60_000, np.float16)], by_name(algorithm))
-        assert mean.tolist() == [60_000] * 5
-        # 256 + 1 is 256 in bfloat16, as often as it is done
-        small = np.array([256 if mixed.rank == 0 else 1], BFLOAT16)
-        [total] = mixed.all_reduce(SUM, [small], by_name(algorithm))
-        assert total == np.float32(256 + mixed.size - 1).astype(BFLOAT16)
-        assert mixed.size < 3 or total > 256
-
-
-def test_nan_wins(mixed):
-    for algorithm in PLANNERS:
-        for op in (ReduceOp.MIN, MAX, SUM, MEAN):
-            arrays = [np.zeros(mixed.size + 1, dtype) for dtype in (np.float32, np.float64, np.float16, BFLOAT16)]
-            for array in arrays:
-                array[mixed.rank] = np.nan
-            for result in mixed.all_reduce(op, arrays, by_name(algorithm)):
-                assert np.isnan(result.astype(np.float64)).tolist() == [True] * mixed.size + [False]
-
-
 @up_to_ranks(3)
 @needs_ranks(2)
 @pytest.mark.parametrize("dtype", ["float32", "float16", BFLOAT16, "complex64"])
@@ -208,38 +164,6 @@ def test_ranks_make_the_same_call_whatever_their_arrays_are_like(comm, monkeypat
                     for out in (np.empty(count, "L"), np.empty(count, "Q"), None):
                         found = ops.all_reduce("sum", source, None, out)
                         assert np.array_equal(found, np.arange(count) * ops.size)
-
-
-def test_packs_follow_the_rule(mixed):
-    arrays = [np.ones(count, np.uint8) for count in (10, 20, 30, 40)]
-    mixed.all_reduce(SUM, arrays, CommunicationOptions(bytes_per_pack=25))
-    [program] = mixed._programs._programs.values()
-    assert [bucket.indices for bucket in program.buckets] == [(3,), (2,), (1, 0)], "the last arrays first"
-
-
-def test_a_repeated_call_uses_what_it_has(mixed):
-    options = by_name("hierarchical")
-    small, large = [np.ones(10, np.int32)], [np.ones(3000, np.int32), np.ones(5)]
-    for arrays in (small, large, small, large):
-        mixed.all_reduce(SUM, arrays, options)
-    generation = mixed._executor.generation
-    programs = list(mixed._programs._programs.values())
-    for turn in range(6):
-        for arrays in (small, large):
-            sums = mixed.all_reduce(SUM, [array * (turn + mixed.rank) for array in arrays], options)
-            total = mixed.size * turn + sum(range(mixed.size))
-            assert all((result == total).all() for result in sums)
-    assert mixed._executor.generation == generation, "the scratch memory was allocated again"
-    assert all(now is before for now, before in zip(mixed._programs._programs.values(), programs, strict=True))
-
-
-@up_to_ranks(2)  # ranks keep plans each for itself
-def test_more_signatures_than_are_kept(mixed):
-    kept = programs.PROGRAMS_KEPT
-    for count in [*range(1, kept + 20), 1, 2, kept]:
-        [result] = mixed.all_reduce(SUM, [np.full(count, mixed.rank)], by_name("hierarchical"))
-        assert result.tolist() == [sum(range(mixed.size))] * count
-    assert len(mixed._programs._programs) <= kept
 
 
 def test_a_started_all_reduce_goes_on_while_it_is_asked(mixed):

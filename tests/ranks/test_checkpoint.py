@@ -2,8 +2,6 @@
 
 import errno
 import importlib.util
-import shutil
-import subprocess
 import threading
 from pathlib import Path
 
@@ -281,49 +279,6 @@ def test_whichever_call_fails_all_ranks_are_told_and_the_job_goes_on(comm, folde
     strategy.close()
     assert not list(filter(None, texts))
     assert len(texts) > 20
-
-
-@pytest.fixture
-def disk(comm, folder):
-    """Give a small disk, and what mounts it again with other options."""
-
-    def mount(options):
-        command = ["mount", "-t", "tmpfs", "-o", f"size=512k,{options}", "none", str(folder / "disk")]
-        return comm.bcast(subprocess.run(command, check=False, capture_output=True).returncode if comm.rank == 0 else None)
-
-    (folder / "disk").mkdir(exist_ok=True)
-    comm.Barrier()
-    if mount("rw"):
-        pytest.skip("needs root, to mount a disk")
-    yield folder / "disk", mount
-    comm.Barrier()
-    if comm.rank == 0:
-        subprocess.run(["umount", "--lazy", str(folder / "disk")], check=True)
-
-
-@on_ranks(2)
-def test_a_disk_that_is_full_or_read_only_fails_a_save_on_all_and_the_next_one_succeeds(comm, two, disk):
-    (checkpoint, state), (path, mount) = two, disk
-    manager = mpistrat.CheckpointManager(checkpoint, path, max_to_keep=1)
-    manager.save(1, wait=True)
-    state["big"] = np.zeros(1 << 17)
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        manager.save(2, wait=True)
-    assert len(list(path.iterdir())) == 1
-    del state["big"]
-    assert manager.restore() == 1
-    manager.save(2, wait=True)
-    assert not mount("remount,ro")
-    with pytest.raises(CheckpointError, match=r"rank 0: .*Read-only file system"):
-        manager.save(3)
-    assert manager.restore() == 2
-    assert not mount("remount,rw")
-    shutil.rmtree(path / "ckpt-00000002") if comm.rank == 0 else None
-    comm.Barrier()
-    with pytest.raises(CheckpointError, match=r"ckpt-00000002.* does not exist"):
-        manager.restore()
-    manager.save(3, wait=True)
-    assert manager.restore() == 3
 
 
 @on_ranks(2)

@@ -24,13 +24,6 @@ def whole(comm):
         yield communicator
 
 
-def test_three_lines_are_enough(comm):
-    with mpistrat.Communicator(MPI.COMM_WORLD) as communicator:
-        total = communicator.all_reduce("sum", np.arange(4.0) + comm.rank)
-    assert total.tolist() == [comm.size * n + comm.size * (comm.size - 1) / 2 for n in range(4)]
-    assert MPI.COMM_WORLD.allreduce(1) == comm.size, "the user's communicator goes on"
-
-
 def test_it_knows_who_and_where_it_is(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", f"{comm.size - 1}+1" if comm.size > 1 else "1x1")
     with mpistrat.Communicator(comm) as communicator:
@@ -38,45 +31,6 @@ def test_it_knows_who_and_where_it_is(comm, monkeypatch):
         is_last = comm.rank == comm.size - 1 and comm.size > 1
         assert (communicator.node, communicator.local_rank) == ((1, 0) if is_last else (0, comm.rank))
         assert communicator.world.num_nodes == min(comm.size, 2)
-
-
-def test_every_verb_takes_an_array_or_a_list(whole):
-    rank, size = whole.rank, whole.size
-    one, two = np.full(3, rank + 1.0), np.arange(2 * size) + rank
-    ones, twos = sum(range(size + 1)), size * np.arange(2 * size) + size * (size - 1) // 2
-    for op in ("sum", "SUM", mpistrat.ReduceOp.SUM):
-        assert whole.all_reduce(op, one).tolist() == [ones] * 3
-    for _ in range(2):  # the second time by the fast path
-        found = whole.all_reduce("sum", [one, two])
-        assert isinstance(found, list)
-        assert [array.tolist() for array in found] == [[ones] * 3, twos.tolist()]
-    assert whole.start_all_reduce("sum", one).wait().tolist() == [ones] * 3
-    assert [array.tolist() for array in whole.start_all_reduce("sum", [one, two]).wait()] == [[ones] * 3, twos.tolist()]
-    part = twos[2 * rank : 2 * rank + 2].tolist()
-    assert whole.reduce_scatter("sum", two).tolist() == part
-    assert [array.tolist() for array in whole.reduce_scatter("sum", [two, two])] == [part, part]
-    assert whole.all_gather(np.array([rank])).tolist() == list(range(size))
-    assert [array.tolist() for array in whole.all_gather([np.array([rank]), np.array([-rank])])] == [
-        list(range(size)),
-        [-each for each in range(size)],
-    ]
-    gathered = whole.gather([one, two], root=size - 1)
-    assert (gathered == [None, None]) if rank < size - 1 else ([len(each) for each in gathered] == [size, size])
-    assert whole.broadcast(np.array([rank]), root=size - 1).tolist() == [size - 1]
-    assert [array.item() for array in whole.broadcast([np.array(rank), np.array(7 * rank)], root=size - 1)] == [
-        size - 1,
-        7 * (size - 1),
-    ]
-    whole.barrier()
-
-
-def test_all_to_all_of_one_array_divides_it_along_its_first_axis(whole):
-    rank, size = whole.rank, whole.size
-    rows = np.arange(size * size).reshape(size * size, 1) + 1000 * rank
-    found = whole.all_to_all(rows)
-    assert found.tolist() == [[1000 * peer + size * rank + index] for peer in range(size) for index in range(size)]
-    arrived = whole.all_to_all([np.array([rank, peer]) for peer in range(size)])
-    assert [array.tolist() for array in arrived] == [[peer, rank] for peer in range(size)]
 
 
 @needs_ranks(2)
@@ -251,29 +205,12 @@ def test_an_error_passes_a_with_block_that_leaves_the_communicator_open(comm):
     communicator.close()
 
 
-def test_it_explains_what_it_does(whole):
-    given = np.ones(100_000, np.float32)
-    whole.all_reduce("sum", given)
-    assert "of float32 from 1 array" in str(whole.explain(given))
-    assert whole.memory_report().rank == whole.rank
-    with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got 'sum'"):
-        whole.explain(given, "sum")
-
-
 def test_a_strategy_hands_its_communicator_out(strategy, comm):
     communicator = strategy.communicator
     assert isinstance(communicator, mpistrat.Communicator)
     assert communicator.all_reduce("sum", np.ones(2)).tolist() == [comm.size] * 2
     inside = strategy.run(lambda: strategy.communicator.all_gather(np.array([comm.rank])))
     assert np.asarray(strategy.experimental_local_results(inside)[0]).tolist() == list(range(comm.size))
-
-
-def test_a_strategy_of_one_device_has_the_same_verbs():
-    communicator = mpistrat.OneDeviceStrategy().communicator
-    assert communicator.all_reduce("mean", [np.ones(2)])[0].tolist() == [1, 1]
-    assert communicator.reduce_scatter("sum", np.ones(2), out=np.empty(2)).tolist() == [1, 1]
-    assert communicator.all_to_all(np.ones(2)).tolist() == [1, 1]
-    assert (communicator.node, communicator.local_rank) == (0, 0)
 
 
 def test_objects_of_any_kind_and_size(whole):

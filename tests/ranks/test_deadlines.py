@@ -300,6 +300,14 @@ def test_the_deadline_of_what_was_started_counts_from_its_turn(comm, monkeypatch
     ops.close()
 
 
+@two_ranks
+def test_the_deadline_of_what_was_started_ends_with_it(comm):
+    ops = make(comm)
+    ops.start_all_reduce(SUM, [ONES], within(ENOUGH_SECONDS)).wait()
+    time.sleep(3 * ENOUGH_SECONDS * comm.rank)
+    ops.close()
+
+
 def _made(comm, monkeypatch, strict):
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", SHAPES[comm.size])

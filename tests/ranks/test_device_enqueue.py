@@ -32,6 +32,7 @@ from mpistrat.transports.nccl import NcclTransport
 from tests.gpu import stand_in, stand_in_nccl
 from tests.gpu.pair import values
 from tests.gpu.stand_in import UNFINISHED
+from tests.processes import until
 
 pytestmark = pytest.mark.ranks(nodes=["1x2", "2x1"])
 on_one_node, on_two_nodes = pytest.mark.ranks(nodes="1x2"), pytest.mark.ranks(nodes="2x1")
@@ -52,10 +53,7 @@ def node(make_pair, world, monkeypatch):
 
 
 def wait_until(condition):
-    ends = time.monotonic() + SOON_SECONDS
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.001)
+    assert until(condition, SOON_SECONDS, 0.001)
 
 
 def held_call(pair, call, stream=None):
@@ -334,24 +332,6 @@ def test_waiting_for_what_was_started_keeps_to_the_deadline_of_the_call(make_pai
     compare(node, node.gpu.start_all_reduce(SUM, given, AT_LEISURE).wait(host=True), expected)
 
 
-@on_one_node
-def test_memory_of_what_was_started_is_given_to_nobody_before_it_has_ended(node):
-    """The program drops arrays, results and handle at once; other arrays are made, and written, where those were."""
-    for name, start, arrays, expected in started(node):
-        start(node.gpu, bring(node, arrays)).wait(host=True)
-        for keeps_handle in (False, True):
-            node.comm.Barrier()
-            release = node.hold(node.of_nccl, 0.3)
-            kept = [start(node.gpu, bring(node, arrays))]
-            kept = kept if keeps_handle else []
-            others = [bring(node, np.full(count, 77, np.float32)) for count in (3000, 8 * node.size, 8 * node.size**2) * 4]
-            release.join()
-            node.device.drain()
-            for work in kept:
-                compare(node, work.wait(), expected)
-            assert all((node.device.get(other) == 77).all() for other in others), name
-
-
 def test_memory_of_what_was_started_is_free_when_its_stream_waits_for_the_end_or_that_has_come(node):
     def wait_elsewhere(work):
         with node.device.activate(node.device.stream()):
@@ -386,21 +366,6 @@ def test_a_result_that_was_dropped_is_read_to_the_end_before_what_another_stream
             device.held = None
         with device.activate(one):
             compare(node, into.view(np.float32), node.host.all_reduce(SUM, given))
-
-
-def test_what_is_started_and_what_is_called_follow_each_other_on_all_streams(node):
-    array = [values(3000, np.float32, node.rank), values(40, np.float32, node.rank)]
-    expected = node.host.all_reduce(SUM, array)
-    streams = [node.device.current_stream(), node.device.stream(), node.device.stream()]
-    found = []
-    for turn in range(30):
-        with node.device.activate(streams[turn % 3]):
-            given = bring(node, array)
-            found.append((node.gpu.all_reduce(SUM, given), node.gpu.start_all_reduce(SUM, given).wait(), streams[turn % 3]))
-    for called, waited, stream in found:
-        with node.device.activate(stream):
-            compare(node, called, expected)
-            compare(node, waited, expected)
 
 
 @on_both_levels

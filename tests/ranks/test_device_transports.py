@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import threading
-import time
 from contextlib import nullcontext
 from functools import partial, reduce
 from itertools import repeat
@@ -29,12 +28,13 @@ from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.nccl_bindings import BINDINGS
 from mpistrat.transports.ring import BoundRing
 from mpistrat.transports.staged import StagedTransport
-from tests.gpu import deadline, on_host
-from tests.gpu.bound import all_kernels
+from tests.gpu import on_host, stand_in_nccl
+from tests.gpu.bound import TRIAL_BYTES, all_kernels
 from tests.gpu.fake_nccl4py import bound_by
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_nccl import StandInNccl, _Communicator
 from tests.launches import needs_ranks, up_to_ranks
+from tests.processes import until
 
 pytestmark = up_to_ranks(3)
 
@@ -42,7 +42,9 @@ CHUNK_BYTES = {"many chunks": 4096, "one chunk": 1 << 22}
 
 
 @pytest.fixture
-def device(comm):
+def device(comm, monkeypatch):
+    monkeypatch.setattr(nccl, "TRIAL_BYTES", TRIAL_BYTES)
+    monkeypatch.setattr(stand_in_nccl, "ABORT_SECONDS", 0.2)
     device = StandInDevice(comm.rank)
     yield device
     device.close()
@@ -139,10 +141,7 @@ def test_a_communicator_whose_calls_a_graph_has_is_destroyed_when_that_is_gone(g
     assert "world: NCCL's communicator keeps its memory until the CUDA graphs" in said.getvalue()
     assert not library.destroyed
     is_gone.set()
-    ends = time.monotonic() + 10.0
-    while not library.destroyed and time.monotonic() < ends:
-        time.sleep(0.01)
-    assert library.destroyed == 1
+    assert until(lambda: library.destroyed == 1, 10.0)
     comm.Barrier()
 
 
@@ -238,9 +237,7 @@ def test_kernels_end_before_nccl_frees_what_those_of_peers_may_use(group, device
     if len(ended) == 1:  # of a new one, that has failed
         monkeypatch.setattr(library._calls, "comm_revoke", Mock(side_effect=library._calls.NCCLError("planted")))
     transport.abort("planted")
-    ends = time.monotonic() + 10.0
-    while not library._calls.library.aborted and time.monotonic() < ends:
-        time.sleep(0.01)
+    assert until(lambda: library._calls.library.aborted, 10.0)
     assert library._calls.ended == ended
 
 
@@ -316,14 +313,6 @@ def test_a_failure_that_nccl_finds_by_itself_aborts_and_is_raised(group, device,
     with pytest.raises(TransportError, match="NCCL has failed"):
         next(operation.run())
     comm.Barrier()
-
-
-@needs_ranks(2)
-def test_the_probe_of_a_deadline_sees_nccl_aborted_and_the_gpu_free(group, device, comm, binding):
-    library = StandInNccl(device, comm)
-    found = deadline.check(group, partial(NcclTransport, device=device, library=bound_by(library, binding)), 0.05)
-    assert found["seconds_late"] >= 0
-    assert library.aborted == 1
 
 
 def test_cuda_ipc_passes_the_kit(group, device, kernels):

@@ -11,9 +11,13 @@ from mpistrat.errors import AgreementError, DeadlineExceededError, InvalidArgume
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.steps import drive
+from mpistrat.strategy.extended import StrategyExtended
+from mpistrat.strategy.strategy import Strategy
 from mpistrat.testing.transport_cases import operations
+from mpistrat.transports import nccl
 from mpistrat.transports.nccl import NcclTransport, nccl_refusal
-from tests.gpu import stand_in_arrays
+from tests.gpu import stand_in_arrays, verbs_rank
+from tests.gpu.bound import TRIAL_BYTES
 from tests.gpu.pair import Pair, values
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_nccl import StandInNccl
@@ -58,38 +62,16 @@ def same(pair, found, expected):
 
 
 @up_to_ranks(2)
-def test_arrays_of_every_dtype_are_moved(on_device):
-    for dtype in TYPES if on_device.world.num_nodes == 1 else list(TYPES)[::3]:  # as bytes, by the same code
-        check_that_arrays_are_moved(on_device, on_device.gpu, dtype)
+def test_arrays_of_every_dtype_are_combined_and_moved(on_device, monkeypatch):
+    monkeypatch.setattr(verbs_rank, "SHAPES", verbs_rank.SMALL_SHAPES)
+    strategy, put = Strategy(StrategyExtended(on_device.gpu)), on_device.up
 
+    def step():
+        for dtype in map(np.dtype, verbs_rank.DTYPES):
+            for what, call, expected in verbs_rank.cases(strategy, dtype, put):
+                verbs_rank.compare(what, call(), expected, on_device.download)
 
-def check_that_arrays_are_moved(pair, gpu, dtype):
-    rank, size = pair.rank, pair.size
-    of_rank = [values((2 + peer, 3), dtype, peer) for peer in range(size)]
-    for axis in (0, 1):
-        rows = [array if axis == 0 else array.T for array in of_rank]
-        whole = np.concatenate(rows, axis)
-        same(pair, gpu.all_gather(pair.up(rows[rank]), axis), whole)
-        target = pair.up(np.zeros(whole.shape, dtype))
-        assert gpu.all_gather(pair.up(rows[rank]), axis, out=target) is target
-        same(pair, target, whole)
-    equal = [values((4, 3), dtype, peer) for peer in range(size)]
-    same(pair, gpu.all_gather(pair.up(equal[rank])), np.concatenate(equal))
-    for root in range(size):
-        same(pair, gpu.broadcast(pair.up(of_rank[rank]), root), of_rank[root])
-        target = pair.up(equal[rank])
-        assert gpu.broadcast(target, root, out=target) is target
-        same(pair, target, equal[root])
-        gathered = gpu.gather(pair.up(equal[rank]), root)
-        assert (gathered is None) == (rank != root)
-        for found, wanted in zip(gathered or [], equal, strict=rank == root):
-            same(pair, found, wanted)
-    # what goes from rank r to rank i has r + i rows, so some have none
-    arrived = gpu.all_to_all([pair.up(values((rank + peer, 2), dtype, 10 * rank + peer)) for peer in range(size)])
-    for peer, found in enumerate(arrived):
-        same(pair, found, values((rank + peer, 2), dtype, 10 * peer + rank))
-    parts = [np.array_split(values((2 * size + 1, 2), dtype, peer), size)[rank] for peer in range(size)]
-    same(pair, gpu.all_to_all(pair.up(values((2 * size + 1, 2), dtype, rank))), np.concatenate(parts))
+    strategy.run(step)
 
 
 @up_to_ranks(2)
@@ -198,26 +180,32 @@ def test_known_calls_are_compared_before_nccl_is_called(comm, joined, monkeypatc
 
 
 @needs_ranks(2)
-def test_a_rank_without_memory_keeps_the_others_from_waiting_in_nccl(make_pair, joined, monkeypatch):
+@pytest.mark.parametrize("verb", ["all_reduce", "all_gather"])
+def test_a_rank_without_memory_keeps_the_others_from_waiting_in_nccl(comm, make_pair, joined, monkeypatch, verb):
     def full(*_):
         raise MemoryError("planted")
 
-    pair = make_pair(joined)
-    given, calls = pair.up(values(10, np.float32, 0)), pair.library.calls.copy()
+    def call():
+        return pair.gpu.all_reduce(SUM, given) if verb == "all_reduce" else pair.gpu.all_gather(given)
+
+    pair = make_pair(joined, STRICT="0")
+    given = pair.up(values(10, np.float32, 0))
+    call()
+    comm.Barrier()  # a rank that gives up aborts calls that have not ended
     if pair.rank == 0:
         monkeypatch.setattr(pair.device.array_module, "empty", full)
-    with pytest.raises(
-        (TransportError, UnavailableError), match=r"no memory for the results \(planted\)|gave up because it failed there"
-    ):
-        pair.gpu.all_gather(given)
-    assert pair.library.calls == calls
-    with pytest.raises(UnavailableError, match="an earlier all_gather did not end"):
-        pair.gpu.all_gather(given)
+    told = r"no memory for the results \(planted\)|gave up because it failed there|has given up"
+    with pytest.raises((TransportError, UnavailableError), match=told):
+        call()
+    for again in (call, lambda: pair.gpu.all_reduce(SUM, np.ones(1))):
+        with pytest.raises(UnavailableError, match=f"an earlier {verb} did not end"):
+            again()
 
 
 @needs_ranks(2)
-def test_a_deadline_ends_a_first_exchange_while_nccl_connects(comm):
+def test_a_deadline_ends_a_first_exchange_while_nccl_connects(comm, monkeypatch):
     """It waits on the host for its peers then, on a thread of its own."""
+    monkeypatch.setattr(nccl, "TRIAL_BYTES", TRIAL_BYTES)
     group, device = Group(comm.Dup(), "world", tuple(range(comm.size))), StandInDevice(comm.rank)
     library = StandInNccl(device, comm)
     transport = NcclTransport(group, device, library)

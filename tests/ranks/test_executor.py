@@ -133,31 +133,11 @@ def test_large_arrays_of_several_sizes_share_slots(uneven):
         assert uneven.generation == 1
 
 
-def test_an_empty_buffer_is_nothing_to_do(uneven):
-    bound = bind(uneven, "hierarchical", [0, 0])
-    assert [target.size for target in run(bound, [np.empty(0, np.float32)] * 2)] == [0, 0]
-
-
 def test_shared_memory_inside_nodes_and_rings_between(uneven):
     # a rank that is alone on its node shares nothing
     assert uneven.intra.name == ("shared_memory" if uneven.hierarchy.intra.size > 1 else "mpi")
     assert {rail.name for rail in uneven.rails.values()} <= {"mpi_ring"}
     assert list(uneven.rails) == list(uneven.hierarchy.rails)
-
-
-@up_to_ranks(8)
-def test_any_transport_will_do(comm, world, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "mpi")
-    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "mpi")
-    hierarchy = Hierarchy(comm, world)
-    executor = Executor(hierarchy)
-    assert executor.intra.name == "mpi"
-    assert {rail.name for rail in executor.rails.values()} <= {"mpi"}
-    for bound in bind_all(executor, [5, 1000], chunk_bytes=700):
-        for target in run(bound, [np.full(count, comm.rank, np.float32) for count in (5, 1000)]):
-            assert (target == sum(range(world.size))).all(), bound.plan
-    executor.close()
-    hierarchy.close()
 
 
 class OfSomebodyElse(MpiTransport):
@@ -290,20 +270,6 @@ def test_nothing_blocks_inside_a_node(one_node, comm):
             drive(steps, lambda: "the sum", 0.02)
     comm.Barrier()
     executor.close()
-
-
-def test_recording_shows_chunks_phases_and_bytes(uneven):
-    bound = bind(uneven, "hierarchical", [10, 11])
-    run(bound, [np.ones(10, np.float32), np.ones(11, np.float32)])
-    assert uneven.timeline.events == []
-    uneven.timeline.enabled = True
-    run(bound, [np.ones(10, np.float32), np.ones(11, np.float32)])
-    names = [event.name for event in uneven.timeline.events]
-    assert (names[0], names[-1]) == ("copy in", "copy out")
-    lanes = {event.name.split()[0]: event.lane for event in uneven.timeline.events[1:-1]}
-    assert all(lane.split()[0] == scope for scope, lane in lanes.items())
-    padded = -(-21 // uneven.hierarchy.world.num_shards) * uneven.hierarchy.world.num_shards * 4
-    assert {event.nbytes for event in uneven.timeline.events} == {padded}
 
 
 class Little:

@@ -17,30 +17,6 @@ from tests.launches import needs_ranks, on_ranks
 
 pytestmark = on_ranks(1, 3)
 
-VALUE = {"b": np.ones(3, np.float16), "w": np.ones((256, 4), np.float32), "x": np.ones(7, np.float32)}
-
-
-@needs_ranks(2)
-def test_packs_and_plans(strategy):
-    options = mpistrat.experimental.CommunicationOptions(algorithm="hierarchical")
-    before = strategy.explain(VALUE, options)
-    assert sorted(index for pack in before.packs for index in pack.indices) == [0, 1, 2]
-    assert {pack.choice.plan.algorithm for pack in before.packs} == {"hierarchical"}
-    assert before.predicted_seconds is None, "nothing was measured"
-    total = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", VALUE, options))
-    after = strategy.explain(VALUE, options)
-    assert after.packs == before.packs
-    assert strategy.explain({"v": VALUE}, options).packs == after.packs, "shapes and dtypes decide"
-    assert strategy.explain(total, options).packs == after.packs, "of a per-replica value our component"
-    text = str(after)
-    for part in (
-        f"world  {strategy.extended.communicator.world}\n",
-        "\ntransport  ",
-        "\nwhy        hierarchical was asked for by name; auto would choose ",
-        "\nphase ",
-    ):
-        assert part in text
-
 
 @pytest.fixture
 def carried_out(monkeypatch):

@@ -15,15 +15,12 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
-from mpistrat.transports import nccl
 from tests.gpu import (
     calls,
     graphs,
     host_time,
     interop,
-    nccl4py,
     null_device,
-    pool_reuse,
     sanitizer,
     soak,
     streams,
@@ -31,7 +28,6 @@ from tests.gpu import (
     verbs_rank,
 )
 from tests.gpu.bound import stand_in
-from tests.gpu.fake_nccl4py import bound_by
 from tests.gpu.stand_in import UNFINISHED
 from tests.launches import on_ranks, up_to_ranks
 from tests.other_arrays import installed
@@ -55,7 +51,7 @@ def on_nodes(comm, shape, monkeypatch) -> Iterator[tuple]:
 def test_every_verb_on_device_arrays(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", "2x2")
     monkeypatch.setenv("MPISTRAT_ALLOW_SHARED_GPU", "1")
-    monkeypatch.setattr(verbs_rank, "SHAPES", ((), (1,), (3, 5), (0, 4), (33, 17), (5001,)))
+    monkeypatch.setattr(verbs_rank, "SHAPES", verbs_rank.SMALL_SHAPES)
     monkeypatch.setattr(verbs_rank, "DTYPES", ("float32", "int16", ml_dtypes.bfloat16))
     with stand_in(comm):
         strategy = mpistrat.MultiWorkerMirroredStrategy()
@@ -102,30 +98,21 @@ def delay(stream):
     stream.put(lambda: UNFINISHED if next(left, None) is not None else None)
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("algorithm", ["flat", "hierarchical"])
-def test_what_is_written_late_is_waited_for(comm, algorithm, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_ALGORITHM", algorithm)
-
-    with on_nodes(comm, {2: "1x2", 4: "2x2"}[comm.size], monkeypatch) as (strategy, device):
-        found = streams.check(strategy, device, delay, device.drain, (4099, 128))
-        assert found["right"] == 2 * streams.TURNS
-        assert found["wrong_without_wait"] > 0
-        assert found.get("wrong_without_event", 0) > 0 or comm.size == 2  # on one node NCCL's work is only enqueued
-        monkeypatch.setattr(streams, "without", lambda *_: nullcontext())
-        with pytest.raises(AssertionError, match="the delay proves nothing"):
-            streams.check(strategy, device, delay, device.drain, (64,))
-
-
-@on_ranks(2)
+@pytest.mark.ranks(nodes=["1x2", "2x2"])
 @pytest.mark.parametrize("transport", ["nccl", "cuda_ipc"])
-def test_memory_that_arrays_leave_is_given_to_others_when_collectives_are_through(comm, transport, monkeypatch):
+def test_arrays_are_read_when_they_are_written_and_their_memory_is_given_to_others_afterwards(comm, transport, monkeypatch):
     monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", transport)
-    with on_nodes(comm, "1x2", monkeypatch) as (strategy, device):
-        found = pool_reuse.check(strategy.extended.communicator, device, delay, device.drain, 4099)
-    assert found["right"] == 2 * len(pool_reuse.CASES) * pool_reuse.TURNS
-    assert found["reused"] > 0
-    assert found["wrong_without_wait" if transport == "nccl" else "wrong_without_event"] > 0
+    monkeypatch.setenv("MPISTRAT_ALGORITHM", "hierarchical")
+    with on_nodes(comm, "1x2" if comm.size == 2 else "2x2", monkeypatch) as (strategy, device):
+        communicator = strategy.extended.communicator
+        found = streams.check(communicator, device, delay, device.drain, 4099)
+        assert found["right"] == 2 * len(streams.CASES) * streams.TURNS
+        assert found["reused"] > 0
+        monkeypatch.setattr(streams, "without", lambda *_: nullcontext())
+        monkeypatch.setattr(streams, "_without_wait", lambda *_: nullcontext())
+        monkeypatch.setattr(streams, "CASES", {"all_reduce": streams.CASES["all_reduce"]})
+        with pytest.raises(AssertionError, match="the delay proves nothing"):
+            streams.check(communicator, device, delay, device.drain, 64)
 
 
 class Graphs:
@@ -197,36 +184,20 @@ def test_every_call_takes_arrays_of_cupy_itself(comm, monkeypatch):
     with null_device.bound(comm.size) as device:
         found = host_time.of_calls(comm, device, 5)
     assert found["path"] == "nccl inside nodes"
-    late = f"with a deadline, {host_time.BUSY_SECONDS * 1e3:g} ms of work on the GPU"
-    assert {late, "reduce_scatter", "context.all_reduce, 161 arrays"} <= found.keys()
-
-
-@on_ranks(2)
-def test_nccl4py_beside_cupy_and_sums_in_its_windows(comm, monkeypatch):
-    monkeypatch.setattr(host_time, "REAL_CALLS", 3)
-    monkeypatch.setattr(nccl4py, "COUNTS", (1, 1000))
-    with stand_in(comm) as device:
-        cupy = nccl.find_binding()
-        ours = bound_by(cupy, "nccl4py")
-        monkeypatch.setattr(nccl4py, "BINDINGS", {"nccl4py": lambda: ours, "CuPy": lambda: cupy})
-        found = nccl4py.compare(comm, device)
-        assert (found["window"], found["has_windows"], found["sums"]) == ("registered", 1, 18)
-        ours._calls.has_windows = False
-        found = nccl4py.compare(comm, device)
-        assert (found["window"], found["has_windows"]) == ("none: NCCL has returned a null window", 0)
+    assert {"reduce_scatter", "context.all_reduce, 161 arrays"} <= found.keys()
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("library", interop.KINDS)
 def test_arrays_of_other_libraries_in_memory_of_the_host(comm, library, monkeypatch):
-    monkeypatch.setattr(interop, "COUNTS", (1, 1000))
+    monkeypatch.setattr(verbs_rank, "SHAPES", verbs_rank.SMALL_SHAPES)
     kind = interop.KINDS[library]("cpu")
     if kind.missing():
         pytest.skip(kind.missing())
     strategy = mpistrat.MultiWorkerMirroredStrategy()
-    assert interop.check(strategy, kind) == {"compared": 2 * 2 * 6}
+    assert interop.check(strategy, kind)["compared"] > 300
     monkeypatch.setattr(kind, "read", lambda array: np.asarray(interop.KINDS[library].read(kind, array) + 1))
-    with pytest.raises(AssertionError, match="24 of the cases failed"):
+    with pytest.raises(AssertionError, match=r"\d{3} of the cases failed:\nall_reduce\(sum, float32\): AssertionError"):
         interop.check(strategy, kind)
     strategy.close()
 

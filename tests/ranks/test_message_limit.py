@@ -1,21 +1,15 @@
-"""Messages longer than MPI may be handed at once: every verb, with a limit of a few hundred bytes, and with any limit."""
+"""Messages longer than MPI may be handed at once: every verb, with a limit of a few hundred bytes."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from mpistrat.algorithms.choose import PLANNERS
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports import mpi, ring
 from tests.launches import up_to_ranks
-from tests.ranks.test_properties import NO_OPS, UFUNCS, check_examples
 
 pytestmark = up_to_ranks(4)
 
@@ -79,89 +73,3 @@ def test_what_moves_is_cut(limited):
     for rank, array in enumerate(arrived):
         np.testing.assert_array_equal(array, given(rank)[: COUNT - ops.rank])
     np.testing.assert_array_equal(ops.broadcast(mine, ops.size - 1), given(ops.size - 1))
-
-
-class Cut(NamedTuple):
-    """How arrays are cut into chunks, chunks into messages, and what sends these."""
-
-    chunk_bytes: int
-    messages: int
-    inter: str
-    intra: str
-
-    @property
-    def limit_bytes(self) -> int:
-        return max(self.chunk_bytes // self.messages, 1)
-
-
-CUTS = st.builds(
-    Cut,
-    st.sampled_from([256, 4096, 65536, 140_000]),
-    st.integers(1, 12) | st.integers(13, 70),
-    st.sampled_from(["auto", "mpi", "mpi_ring"]),
-    st.sampled_from(["auto", "auto", "mpi"]),
-)
-CALLS = st.lists(
-    st.tuples(
-        st.sampled_from(list(UFUNCS)),
-        st.sampled_from(["int8", "uint16", "int64", "float16", "float32", "complex128", "bfloat16"]),
-        st.integers(0, 9),  # chunks
-        st.integers(0, 99),  # bytes besides
-        st.sampled_from(["", "deterministic", "wire", "scatter", "started", "two"]),
-        st.integers(0, 2**16),
-    ),
-    min_size=1,
-    max_size=3,
-)
-
-
-@pytest.mark.ranks(nodes=["1x2", "2+1"])
-def test_sums_are_right_whatever_the_limit(comm, shape, world, monkeypatch):
-    names = ["auto", *PLANNERS]
-
-    def check_one(cut, algorithm, calls):
-        monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", str(cut.chunk_bytes))
-        monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", str(cut.limit_bytes))
-        monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", cut.inter)
-        monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", cut.intra)
-        ops = Communicator(Hierarchy(comm, world))
-        try:
-            for call in calls:
-                check_call(ops, algorithm, cut, *call)
-        finally:
-            ops.close()
-
-    check_examples(comm, shape, check_one, CUTS, st.sampled_from(names), CALLS)
-
-
-def check_call(ops, algorithm, cut, op_name, dtype_name, chunks, besides, way, number):
-    dtype, op = np.dtype(dtype_name), ReduceOp[op_name]
-    if dtype.kind == "c" and op_name in NO_OPS["c"]:
-        op_name, op = "SUM", SUM
-    shape = ((chunks * cut.chunk_bytes + besides) // dtype.itemsize,)
-    parts = [np.random.default_rng((number, rank)).integers(1, 4, shape).astype(dtype) for rank in range(ops.size)]
-    total = UFUNCS[op_name].reduce([part.astype(np.complex128) for part in parts])  # small integers: exact in every dtype
-    wanted = (
-        total.real.astype(np.int64) // ops.size
-        if op is MEAN and dtype.kind in "iu"
-        else total / (ops.size if op is MEAN else 1)
-    )
-    options = CommunicationOptions(
-        algorithm=algorithm,
-        deterministic=way == "deterministic",
-        wire_dtype="bfloat16" if way == "wire" and algorithm != "flat" else None,
-    )
-    for _ in range(2):  # the second time what was bound runs again
-        if way == "scatter":
-            results, wanted_here = (
-                [ops.reduce_scatter(op, parts[ops.rank], options=options)],
-                np.array_split(wanted, ops.size)[ops.rank],
-            )
-        elif way == "started":
-            works = [ops.start_all_reduce(op, [parts[ops.rank]], options) for _ in range(2)]
-            results, wanted_here = [array for work in works for array in work.wait()], wanted
-        else:
-            results, wanted_here = ops.all_reduce(op, [parts[ops.rank]] * (2 if way == "two" else 1), options), wanted
-        for found in results:
-            assert (found.dtype, found.shape) == (dtype, wanted_here.shape)
-            np.testing.assert_allclose(found.astype(np.complex128), wanted_here, rtol=1e-2 if op is MEAN else 0)

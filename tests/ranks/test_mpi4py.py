@@ -76,31 +76,6 @@ def test_allreduce_of_every_dtype(wrapped, passing, dtype):
     assert wrapped._communicator.num_collectives > before, "made by MPI"
 
 
-@pytest.mark.parametrize(
-    ("op", "expected"),
-    [
-        (MPI.SUM, lambda all_: all_.sum(0)),
-        (MPI.PROD, lambda all_: all_.prod(0)),
-        (MPI.MIN, lambda all_: all_.min(0)),
-        (MPI.MAX, lambda all_: all_.max(0)),
-    ],
-    ids=["sum", "prod", "min", "max"],
-)
-def test_every_operation_on_every_node_shape(comm, shape, monkeypatch, op, expected):
-    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
-    wrapped = mpistrat.mpi4py.wrap(comm)
-    every = np.array([np.arange(24.0) % 3 + rank + 1 for rank in range(comm.size)])
-    received = np.empty(24)
-    wrapped.Allreduce(every[comm.rank], received, op)
-    assert np.array_equal(received, expected(every))
-    part = np.empty(24 // comm.size if 24 % comm.size == 0 else 1)
-    sent = every[comm.rank][: len(part) * comm.size].copy()
-    wrapped.Reduce_scatter_block(sent, part, op=op)
-    first = comm.rank * len(part)
-    assert np.array_equal(part, expected(every)[first : first + len(part)])
-    wrapped._communicator.close()
-
-
 def _specifications(length):
     """Return what a buffer of so many doubles may be given as, each with the array that it is about."""
     doubles = [np.zeros(length) for _ in range(9)]

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.device.kernels import TYPES
 from mpistrat.errors import AgreementError, TransportError
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.reduction import ReduceOp, accumulation_dtype
-from mpistrat.testing.transport_cases import operations
+from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
-from mpistrat.transports.nccl import NcclTransport, nccl_refusal
+from mpistrat.transports import nccl
+from mpistrat.transports.nccl import NcclTransport
 from tests.gpu import stand_in_nccl
 from tests.gpu.bound import stand_in
 from tests.gpu.pair import Pair, values
+from tests.gpu.stand_in_nccl import StandInNccl
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = [needs_ranks(4), up_to_ranks(4)]
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
-BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @pytest.fixture(params=["2x2", "3+1"])
@@ -38,41 +36,21 @@ def pair(make_pair, nodes):
     return make_pair(nodes)
 
 
-def reductions(pair):
-    """Return how often NCCL has reduced: what it refuses to reduce it gathers all the same."""
-    return {verb: count for verb, count in pair.library.calls.items() if "reduce" in verb.lower()}
+@pytest.fixture
+def cannot_join(comm, monkeypatch):
+    """Give a function that has a rank fail to make communicators of so many ranks."""
+    join = StandInNccl.NcclCommunicator
 
+    def plant(patch, who, num_ranks):
+        def fail(library, size, *arguments):
+            if (comm.rank, size) == (who, num_ranks):
+                raise RuntimeError("planted: no queue pair")
+            return join(library, size, *arguments)
 
-def test_every_operation_on_every_dtype_in_and_out_of_place(pair):
-    for op in ReduceOp:
-        for is_refused in (False, True):
-            dtypes = [one for one in TYPES if op in operations(one) and is_refused == bool(refusal(one, op))]
-            arrays = [
-                values(shape, dtype, pair.rank, op) * np.array(pair.size if op is MEAN else 1).astype(dtype)
-                for dtype in dtypes
-                for shape in ((5, 3), (0,), (257,))
-            ]
-            calls = reductions(pair)
-            expected, given = pair.host.all_reduce(op, arrays), list(map(pair.up, arrays))
-            for out in (None, given):
-                for found, wanted in zip(pair.gpu.all_reduce(op, given, out=out), expected, strict=True):
-                    np.testing.assert_array_equal(pair.device.get(found), wanted)
-            assert dtypes or is_refused
-            assert is_refused == (reductions(pair) == calls), f"{op} of {dtypes}"
+        patch.setattr(stand_in_nccl, "CONNECT_SECONDS", 0.5)
+        patch.setattr(StandInNccl, "NcclCommunicator", fail)
 
-
-def refusal(dtype, op):
-    return nccl_refusal(accumulation_dtype(op, dtype), op)
-
-
-def test_calls_with_a_deadline_started_ones_and_those_in_order(pair):
-    given = [values(3000, np.float32, pair.rank), values(7, np.float64, pair.rank)]
-    for options in (CommunicationOptions(timeout_seconds=60.0), CommunicationOptions(deterministic=True)):
-        pair.compare(SUM, given, options)
-    for _ in range(2):
-        works = [pair.gpu.start_all_reduce(SUM, pair.up(array)) for array in given]
-        for work, array in zip(works, given, strict=True):
-            np.testing.assert_array_equal(pair.device.get(work.wait()), pair.host.all_reduce(SUM, array))
+    return plant
 
 
 def test_casts_between_nodes_stay(pair):
@@ -83,21 +61,13 @@ def test_casts_between_nodes_stay(pair):
         np.testing.assert_array_equal(pair.device.get(found), expected[: found.shape[0]])
 
 
-def test_ranks_of_which_one_cannot_join_its_rail_raise_together(make_pair, monkeypatch):
-    monkeypatch.setattr(stand_in_nccl, "CONNECT_SECONDS", 0.5)
+def test_ranks_of_which_one_cannot_join_its_rail_raise_together(make_pair, monkeypatch, cannot_join):
     pair = make_pair("2x2", INTER_TRANSPORT="nccl")
-    join, given = pair.library.NcclCommunicator, [values(100, np.float32, pair.rank)]
-
-    def fail(*arguments):
-        raise RuntimeError("planted: no memory of the GPU is left")
-
-    options = CommunicationOptions(algorithm="hierarchical")
+    given, options = [values(100, np.float32, pair.rank)], CommunicationOptions(algorithm="hierarchical")
     with monkeypatch.context() as patch:
-        if pair.rank == 3:
-            patch.setattr(pair.library, "NcclCommunicator", fail)
+        cannot_join(patch, 3, 2)
         with pytest.raises(TransportError, match=r"cannot move memory of GPUs here: rail 1: NCCL could not join.*Accepted"):
             pair.gpu.all_reduce(SUM, list(map(pair.up, given)), options)
-    assert pair.library.NcclCommunicator == join
     pair.compare(SUM, given)  # nothing is out of step
     pair.compare(SUM, given, options)
 
@@ -124,18 +94,10 @@ def test_auto_takes_it_where_all_ranks_have_an_adapter(comm, monkeypatch):
         assert "not by nccl: CuPy finds no libnccl.so.2" in pair.gpu.path
 
 
-def test_auto_goes_on_without_it_if_one_rank_cannot_join(comm, monkeypatch):
+def test_auto_goes_on_without_it_if_one_rank_cannot_join(comm, monkeypatch, cannot_join):
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "off")
-    monkeypatch.setattr(stand_in_nccl, "CONNECT_SECONDS", 0.5)
     monkeypatch.setattr(NcclTransport, "network_refusal", lambda: "")
-    join = stand_in_nccl.StandInNccl.NcclCommunicator
-
-    def fail(library, size, *arguments):
-        if size == comm.size and comm.rank == 3:
-            raise RuntimeError("planted: no queue pair")
-        return join(library, size, *arguments)
-
-    monkeypatch.setattr(stand_in_nccl.StandInNccl, "NcclCommunicator", fail)
+    cannot_join(monkeypatch, 3, comm.size)
     with Pair(comm, World.from_shape("2x2")) as pair:
         assert "staged over mpi_ring between nodes" in pair.gpu.path
         assert "not by nccl: world: NCCL could not join" in pair.gpu.path
@@ -143,26 +105,14 @@ def test_auto_goes_on_without_it_if_one_rank_cannot_join(comm, monkeypatch):
 
 
 @pytest.mark.parametrize("who", [0, 3])
-def test_ranks_of_which_one_cannot_join_raise_together(comm, nodes, monkeypatch, who):
-    monkeypatch.setattr(stand_in_nccl, "CONNECT_SECONDS", 0.5)
+def test_ranks_of_which_one_cannot_join_raise_together(comm, nodes, monkeypatch, cannot_join, who):
+    cannot_join(monkeypatch, who, comm.size)
     hierarchy = Hierarchy(comm, nodes)
+    told = r"INTER_TRANSPORT=nccl cannot move memory of GPUs here: world: NCCL could not join.*Accepted are auto, mpi_ring, mpi"
     with stand_in(comm):
-        from mpistrat.transports import nccl
-
         library = nccl.find_binding()
-        join = library.NcclCommunicator
-
-        def fail(size, identifier, rank):
-            if size == comm.size and comm.rank == who:
-                raise RuntimeError("planted: no network adapter")
-            return join(size, identifier, rank)
-
-        library.NcclCommunicator = fail
-        with pytest.raises(
-            TransportError, match=r"MPISTRAT_INTER_TRANSPORT=nccl cannot move memory of GPUs here: world: NCCL could not join"
-        ) as raised:
+        with pytest.raises(TransportError, match=told):
             Communicator(hierarchy)
-        assert "Accepted are auto, mpi_ring, mpi" in str(raised.value)
         assert library.aborted == len(library.communicators), "no rank keeps a communicator"
 
 

@@ -49,12 +49,13 @@ def on_gpu(gpu):
 
 
 @on_ranks(2)
-def test_training_on_gpus_gives_the_weights_of_the_host(comm, on_gpu, xp):
-    weights, accuracy, losses = train(on_gpu, epochs=1, hidden=16, batch_size=512)
+def test_training_on_gpus_gives_the_weights_of_the_host(comm, on_gpu, xp, monkeypatch):
+    monkeypatch.setattr("mpistrat.tools.train_digits.TRAINING_IMAGES", 512)
+    weights, accuracy, losses = train(on_gpu, epochs=1, hidden=16, batch_size=128)
     device = binding.bound_device()
     binding.bind(None)
     expected, expected_accuracy, expected_losses = train(
-        mpistrat.OneDeviceStrategy("/cpu:0"), epochs=1, hidden=16, batch_size=512
+        mpistrat.OneDeviceStrategy("/cpu:0"), epochs=1, hidden=16, batch_size=128
     )
     binding.bind(device)
     bound = len(losses) * np.finfo(np.float32).eps

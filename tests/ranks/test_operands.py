@@ -16,6 +16,8 @@ import pytest
 import mpistrat
 from mpistrat.errors import MpistratError
 from mpistrat.structures import flatten
+from tests.fuzz.operands import unaligned
+from tests.fuzz.reference import LAYOUTS
 from tests.launches import up_to_ranks
 
 pytestmark = up_to_ranks(3)
@@ -26,25 +28,14 @@ class Named(np.ndarray):
     """A subclass."""
 
 
-def _unaligned(array: np.ndarray) -> np.ndarray:
-    memory = np.zeros(array.nbytes + 1, np.uint8)[1:].view(array.dtype)
-    memory[:] = array
-    return memory
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    array.flags.writeable = False
-    return array
-
-
 RECORDS = np.dtype([("x", "f8"), ("y", "i4")])
 # by the rank; what is not refused is read as `numpy.asarray` does, or as a nest by contexts and strategies
 TAKEN = {
     "matrix": lambda rank: (np.arange(6.0).reshape(2, 3) + rank).view(np.matrix),
     "subclass": lambda rank: (np.arange(5) + rank).view(Named),
-    "read-only": lambda rank: _read_only(np.arange(4.0) + rank),
-    "unaligned": lambda rank: _unaligned(np.arange(4.0) + rank),
-    "unaligned and large": lambda rank: _unaligned(np.arange(100_000.0) + rank),
+    "read-only": lambda rank: LAYOUTS["read-only"](np.arange(4.0) + rank),
+    "unaligned": lambda rank: unaligned(np.arange(4.0) + rank),
+    "unaligned and large": lambda rank: unaligned(np.arange(100_000.0) + rank),
     "backwards": lambda rank: (np.arange(4.0) + rank)[::-1],
     "Fortran order": lambda rank: np.asfortranarray(np.arange(6, dtype="f4").reshape(3, 2) + rank),
     "no axes": lambda rank: np.array(1.5 + rank),
@@ -203,8 +194,8 @@ WITH_OUT = {
 }
 # of a value and an `out` that would fit, what does not
 MISFITS = {
-    "read-only": lambda x, out: (x, _read_only(out)),
-    "unaligned": lambda x, out: (x, _unaligned(out)),
+    "read-only": lambda x, out: (x, LAYOUTS["read-only"](out)),
+    "unaligned": lambda x, out: (x, unaligned(out)),
     "strided": lambda x, out: (x, np.repeat(out, 2)[::2]),
     "another dtype": lambda x, out: (x, out.astype("f4")),
     "another length": lambda x, out: (x, np.append(out, out)),

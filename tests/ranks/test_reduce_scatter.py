@@ -15,7 +15,7 @@ from mpistrat.errors import AgreementError
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
 from mpistrat.testing.transport_cases import DTYPES, operations
 from mpistrat.transports import shared_memory
-from tests.launches import needs_ranks, on_ranks, up_to_ranks
+from tests.launches import needs_ranks, up_to_ranks
 from tests.ranks.test_all_reduce import expected, rows, same_bits
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
@@ -50,7 +50,7 @@ def own_phases(world):
     return inside | ({"inter reduce_scatter"} if world.num_nodes > 1 else set())
 
 
-@on_ranks(1, 2, 3, 8)
+@pytest.mark.ranks(nodes=["1x2", "2x1", "2+1", "4x2:cyclic"])
 @pytest.mark.parametrize("extent", [1, 1033])
 def test_every_operation_and_dtype_gives_the_part_of_a_sum(ops, world, extent):
     # many ranks divide arrays otherwise, but add as few do

@@ -188,14 +188,6 @@ def test_arrays_that_do_not_fit_are_refused_on_every_rank(mixed, strict):
             call()
 
 
-def test_foreign_bytes_are_refused_without_strict_mode(mixed):
-    mixed.is_strict = False
-    for _ in range(2):
-        assert mixed.all_reduce(SUM, [np.ones(5, np.float32)])[0][0] == mixed.size
-        with pytest.raises(UnsupportedDtypeError, match="non-native byte order"):
-            mixed.all_reduce(SUM, [np.ones(5, ">f4")])
-
-
 def test_foreign_bytes_of_the_root_are_refused_on_all_ranks(mixed):
     mixed.is_strict = False
     for _ in range(2):
