@@ -90,3 +90,9 @@ METHODS = ["Strategy.reduce", "Strategy.gather", "StrategyExtended.reduce_to", "
 def test_methods_that_take_options_take_hints(name):
     method = operator.attrgetter(name)(mpistrat)
     assert "experimental_hints" in inspect.signature(method, follow_wrapped=False).parameters
+
+
+def test_an_all_reduce_of_a_replica_takes_hints():
+    hints = {"experimental_hints": mpistrat.experimental.CommunicationOptions(1)}
+    with pytest.warns(DeprecationWarning, match="experimental_hints= is deprecated; use options="):
+        assert mpistrat.OneDeviceStrategy().run(lambda: mpistrat.get_replica_context().all_reduce("sum", 1.0, **hints)) == 1
