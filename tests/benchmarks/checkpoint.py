@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import math
 import statistics
-from typing import Any
 
 from mpistrat.text import format_bytes
 from tests.benchmarks.pages import Table, spread
 from tests.benchmarks.session import Session, answers_of
+from tests.gradients import resnet50
 
 NUM_BYTES, ROUNDS = 256 << 20, 4
 QUICK = 16 << 20, 1
@@ -21,12 +23,13 @@ def run(session: Session) -> dict[str, Table]:
     num_bytes, rounds = QUICK if session.quick else (NUM_BYTES, ROUNDS)
     heads = ["arrays", "what", "step waits", "of a copy", "whole save", "plain write / save", "restore", "steps meanwhile"]
     lines = [heads]
-    program = ("checkpoint_ranks.py", "many,few", str(num_bytes), str(rounds))
+    shares = [[math.prod(shape) for shape in resnet50()], [1] * 8]
+    program = ("checkpoint_ranks.py", json.dumps(shares), str(num_bytes), str(rounds))
     for answer in answers_of(2, *program, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"):
         arrays = f"{answer['arrays']} of {format_bytes(answer['bytes'])}"
         beside = answer["seconds"].pop("beside")
         copy, write = (statistics.median(beside[what]) for what in ("copy", "write"))
-        alone = [_spread(beside["copy"]), "1.00", _spread(beside["write"]), "1.00", "", ""]
+        alone = [spread(beside["copy"]), "1.00", spread(beside["write"]), "1.00", "", ""]
         lines.append([arrays, "a copy, and a plain write", *alone])
         for name, seconds in answer["seconds"].items():
             lines.append([arrays, _NAMES[name], *_cells(seconds, copy, write, name == "savez")])
@@ -38,14 +41,10 @@ def _cells(seconds: dict[str, list[float]], copy: float, write: float, stands_st
     middle = {what: statistics.median(each) for what, each in seconds.items()}
     slower = [meanwhile / step - 1 for step, meanwhile in zip(seconds["step"], seconds["step meanwhile"], strict=True)]
     return [
-        _spread(seconds["wait"]),
+        spread(seconds["wait"]),
         f"{middle['wait'] / copy:.2f}",
-        _spread(seconds["save"]),
+        spread(seconds["save"]),
         f"{write / middle['save']:.2f}",
-        _spread(seconds["restore"]),
+        spread(seconds["restore"]),
         "stand still" if stands_still else f"{statistics.median(slower):+.0%}",
     ]
-
-
-def _spread(seconds: list[Any]) -> str:
-    return spread(statistics.median(seconds), min(seconds), max(seconds))

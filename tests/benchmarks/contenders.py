@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.benchmarks.contest import Contender, Contest
-from tests.benchmarks.session import Session
+from tests.benchmarks.session import PEERS, Session
 from tests.hosts.lab import Lab
 
 OURS, WRAPPED = "mpistrat", "mpi4py, wrapped"
 # Who competes where nothing else is said.
 NAMES = (OURS, "Open MPI", "Open MPI, no HAN", "MPICH", "gloo", "TensorFlow")
-_PROGRAMS = Path(__file__).parent / "peers"
 _ROOT = Path(__file__).parents[2]
 
 
@@ -30,6 +30,11 @@ def competing(
         session.environments.missing.update(left_out)
 
 
+def all_reduces(nbytes: int, kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, Mapping[str, Any]]]:
+    """Return what `Contest.alternate` is told of our all-reduces of so many bytes, with options of several kinds."""
+    return {name: (OURS, {"kind": "all_reduce", "nbytes": nbytes, "options": fields}) for name, fields in kinds.items()}
+
+
 def _contenders(session: Session, names: tuple[str, ...], env: dict[str, str]) -> Iterator[Contender]:
     """Return those that are installed, or could be."""
     for name in names:
@@ -37,7 +42,7 @@ def _contenders(session: Session, names: tuple[str, ...], env: dict[str, str]) -
         python = session.environments.python(environment) if environment else sys.executable
         if python:
             own = variables | (env if launcher == "openmpi" else {})
-            yield Contender(name, launcher, [python, str(_PROGRAMS / program)], own)
+            yield Contender(name, launcher, [python, str(PEERS / program)], own)
 
 
 # In the order of tables: who starts the ranks, the environment that they need, their program, and further variables of theirs.

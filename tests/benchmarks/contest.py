@@ -51,17 +51,18 @@ class Contender:
 class Measured:
     """What one program took for one task."""
 
-    # median, least and most over the repetitions of the slowest rank's time
-    seconds: float
-    best_seconds: float
-    worst_seconds: float
-    repeats: int  # how many were timed
+    times: list[float]  # of the slowest rank, in each repetition
     # bytes that the hosts sent, over the least that any algorithm must send; 0 where that was not looked at
     sent_share: float
     facts: dict[str, Any]  # what the program says of the task, such as the plan that it chose
 
+    @property
+    def seconds(self) -> float:
+        """The median of the repetitions."""
+        return statistics.median(self.times)
+
     def __str__(self) -> str:
-        return spread(self.seconds, self.best_seconds, self.worst_seconds)
+        return spread(self.times)
 
 
 class Contest:
@@ -106,17 +107,10 @@ class Contest:
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def compare(
-        self, task: Mapping[str, Any], seconds: float, share: float = 1.0, names: Iterable[str] | None = None
-    ) -> dict[str, Measured]:
-        """Time a task with all programs, in blocks that take turns."""
-        chosen = self.names if names is None else [name for name in names if name in self._lines]
-        return self.alternate({name: (name, task) for name in chosen}, seconds, share)
-
     def alternate(
         self, entries: Mapping[str, tuple[str, Mapping[str, Any]]], seconds: float, share: float = 1.0
     ) -> dict[str, Measured]:
-        """Time several tasks, in blocks that take turns: `compare` for programs that do different things."""
+        """Time tasks of programs, in blocks that take turns."""
         entries = {label: entry for label, entry in entries.items() if entry[0] in self._lines}
         for program in {name for name, _ in entries.values()}:
             with contextlib.suppress(SilentError):
@@ -134,25 +128,10 @@ class Contest:
                     times[label] += some
                     sent[label].append(share_sent)
         return {
-            label: Measured(
-                statistics.median(times[label]),
-                min(times[label]),
-                max(times[label]),
-                len(times[label]),
-                min(sent[label]),
-                first[label]["facts"],
-            )
+            label: Measured(times[label], min(sent[label]), first[label]["facts"])
             for label in first
             if entries[label][0] in self._lines
         }
-
-    def in_turns(self, tasks: dict[str, dict[str, Any]], turns: int, seconds: float) -> dict[str, list[Measured]]:
-        """Time tasks one after the other, as often as there are turns, every second time in reverse."""
-        found: dict[str, list[Measured]] = {name: [] for name in tasks}
-        for turn in range(turns):
-            for name in reversed(tasks) if turn % 2 else tasks:
-                found[name] += self.compare(tasks[name], seconds).values()
-        return found
 
     def call(self, contender: str, function: str, **arguments: Any) -> list[Any]:
         """Call a function of a program on all its ranks; return what each returned."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import statistics
 from typing import Any
 
 from mpistrat.text import format_bytes, format_seconds
-from tests.benchmarks.contenders import competing
+from tests.benchmarks.contenders import OURS, all_reduces, competing
 from tests.benchmarks.messages import shape_of
 from tests.benchmarks.pages import Table
-from tests.benchmarks.session import Session, answers_of
+from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -19,7 +17,7 @@ KINDS: dict[str, dict[str, Any]] = {DEFAULT: {}, IN_ORDER: {"deterministic": Tru
 # hosts, ranks, link, sizes
 CASES = ((1, 2, "unlimited", (64 * KIB, MIB, 16 * MIB)), (4, 8, "1gbit", (64 * KIB, MIB, 16 * MIB)))
 QUICK = ((1, 2, "unlimited", (MIB,)),)
-SHAPES, NUM_RANKS, ROUNDS = ("1x4", "2x2", "2x2:cyclic", "3+1", "4x1"), 4, 2
+SHAPES, NUM_RANKS = ("1x4", "2x2", "2x2:cyclic", "3+1", "4x1"), 4
 
 
 def run(session: Session) -> dict[str, Table]:
@@ -28,13 +26,12 @@ def run(session: Session) -> dict[str, Table]:
     for hosts, ranks, rate, sizes in QUICK if session.quick else CASES:
         with Lab(hosts, rate) as lab, competing(session, lab, ranks) as contest:
             for nbytes in sizes:
-                tasks = {name: {"kind": "all_reduce", "nbytes": nbytes, "options": fields} for name, fields in KINDS.items()}
-                found = contest.in_turns(tasks, ROUNDS, 0.4)
-                seconds = {name: statistics.median(one.seconds for one in some) for name, some in found.items()}
-                cells = [f"{format_seconds(seconds[name])} ({found[name][0].facts['plan']})" for name in KINDS]
-                ratio = f"{seconds[IN_ORDER] / seconds[DEFAULT]:.2f}"
+                found = contest.alternate(all_reduces(nbytes, KINDS), 0.8)
+                cells = [f"{format_seconds(one.seconds)} ({one.facts['plan']})" for one in found.values()]
+                ratio = f"{found[IN_ORDER].seconds / found[DEFAULT].seconds:.2f}"
                 times.append([shape_of(hosts, ranks), format_bytes(nbytes), *cells, ratio])
                 session.say(", ".join(times[-1]))
-    [digests] = answers_of(NUM_RANKS, "deterministic_ranks.py", json.dumps(SHAPES), json.dumps(KINDS))
-    hashes = [[shape, *(f"`{found[name][:16]}`" for name in KINDS)] for shape, found in digests.items()]
+    with Lab(1, "unlimited") as lab, competing(session, lab, NUM_RANKS) as contest:
+        [digests, *_] = contest.call(OURS, "digests", shapes=SHAPES, kinds=KINDS)
+    hashes = [[shape, *(f"`{digest[:16]}`" for digest in found)] for shape, found in digests.items()]
     return {"": times, "bits": [["nodes of the same four replicas", *(f"SHA-256, {name}" for name in KINDS)], *hashes]}

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from tests.benchmarks import (
     checkpoint,
-    choosing,
     data_parallel,
     deterministic,
     many_arrays,
@@ -18,7 +17,6 @@ from tests.benchmarks import (
     reduce_scatter,
     safety,
     safety_cost,
-    safety_hangs,
     wire_dtype,
 )
 from tests.benchmarks.pages import Table
@@ -37,11 +35,10 @@ EXPERIMENTS: dict[str, Callable[[Session], dict[str, Table]]] = {
     "from_mpi4py": messages.from_mpi4py,
     "data_parallel": data_parallel.run,
     "memory": memory.run,
-    "choosing": choosing.run,
     "parameter_server": parameter_server.run,
     "checkpoint": checkpoint.run,
     "safety": safety.run,
     "safety_programs": safety.run_drawn,
-    "safety_hangs": safety_hangs.run,
+    "safety_hangs": safety.run_hangs,
     "safety_cost": safety_cost.run,
 }

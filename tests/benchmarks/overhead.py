@@ -31,8 +31,7 @@ def run(session: Session) -> dict[str, Table]:
         for nbytes in FORM_SIZES:
             runs = [contest.call(OURS, "forms", nbytes=nbytes, calls=20)[0] for _ in range(min(times, 5))]
             for form in runs[0]:
-                seconds = [run[form] for run in runs]
-                forms.setdefault(form, []).append(spread(statistics.median(seconds), min(seconds), max(seconds)))
+                forms.setdefault(form, []).append(spread([run[form] for run in runs]))
             session.say(f"every form of a call with {format_bytes(nbytes)}")
     return {
         "": nests,

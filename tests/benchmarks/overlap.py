@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from mpistrat.text import format_bytes, format_seconds
+from tests.benchmarks.contenders import OURS, competing
 from tests.benchmarks.pages import Table
-from tests.benchmarks.session import Session, answers_of
+from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
 
 MIB = 1 << 20
@@ -23,11 +24,8 @@ def run(session: Session) -> dict[str, Table]:
     """Measure every case, on two hosts of one rank."""
     lines = [["link", "gradients", "computing", "computing alone", "reducing alone", "both", "both / the longer"]]
     for rate, nbytes, buckets, kind in QUICK if session.quick else CASES:
-        with Lab(2, rate) as lab:
-            # computing has one core, as its rank has: a library's own threads would take that of the other
-            arguments = map(str, (nbytes, buckets, kind))
-            [found] = answers_of(2, "overlap_ranks.py", *arguments, lab=lab, OPENBLAS_NUM_THREADS="1")
-        times = [found[name] for name in ("compute", "communicate", "overlap")]
+        with Lab(2, rate) as lab, competing(session, lab, 2) as contest:
+            [times, *_] = contest.call(OURS, "overlap", nbytes=nbytes, num_buckets=buckets, kind=kind)
         ratio = f"{times[-1] / max(times[:-1]):.2f}"
         lines.append([rate, f"{format_bytes(nbytes)} in {buckets}", kind, *map(format_seconds, times), ratio])
         session.say(", ".join(lines[-1]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import re
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 from mpistrat.text import format_seconds
@@ -13,9 +15,10 @@ Table = list[list[str]]  # the first row has the heads
 _PART = re.compile(r"(<!-- measured: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def spread(seconds: float, best: float, worst: float) -> str:
+def spread(seconds: Sequence[float]) -> str:
     """Return the median of some times, with the least and the most of them."""
-    return f"{format_seconds(seconds)} ({format_seconds(best)} to {format_seconds(worst)})"
+    middle, best, worst = map(format_seconds, (statistics.median(seconds), min(seconds), max(seconds)))
+    return f"{middle} ({best} to {worst})"
 
 
 def write_table(path: Path, said: str, table: Table, keep: bool = False) -> None:

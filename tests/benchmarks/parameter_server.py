@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from pathlib import Path
 
 from mpistrat.launch.mpiexec import command
 from mpistrat.text import format_bytes, format_seconds
+from tests.benchmarks.contenders import OURS, competing
 from tests.benchmarks.pages import Table
-from tests.benchmarks.session import Session, answers_of
-from tests.processes import run_bounded
+from tests.benchmarks.session import PEERS, Session, answers
+from tests.hosts.lab import Lab
 
 KIB, MIB = 1 << 10, 1 << 20
 # bytes of an array, and how often each worker sends or receives it
@@ -19,8 +18,6 @@ CASES = ((KIB, 3000), (64 * KIB, 1500), (MIB, 200), (4 * MIB, 60))
 QUICK = ((KIB, 100), (64 * KIB, 50))
 WORKERS = 2  # beside one chief and one ps
 MOST_WORKERS = (1, 2, 4)
-_LIMIT_SECONDS = 600.0
-_PEERS = Path(__file__).parent / "peers"
 
 
 def run(session: Session) -> dict[str, Table]:
@@ -31,19 +28,18 @@ def run(session: Session) -> dict[str, Table]:
     for workers in (WORKERS,) if session.quick else MOST_WORKERS:
         arguments = [str(workers), json.dumps(cases if workers == WORKERS else [])]
         for name, (program, environ) in _programs(session, workers, arguments).items():
-            done = run_bounded(program, _LIMIT_SECONDS, {**os.environ, **environ})
-            if done.returncode:
-                raise RuntimeError(f"{name} with {workers} workers failed: {done.stderr}")
-            one = found[name, workers] = json.loads(done.stdout.splitlines()[-1])
+            [one] = answers(program, environ)
+            found[name, workers] = one
             functions.append([name, str(workers), format_seconds(one["seconds"]), f"{one['functions']:.0f}"])
             session.say(", ".join(functions[-1]))
-    ours, theirs = found["mpistrat", WORKERS], found.get(("TensorFlow", WORKERS))
+    ours, theirs = found[OURS, WORKERS], found.get(("TensorFlow", WORKERS))
     lines = [_line(name, ours, theirs) for name in ours if name.partition(" ")[0] in ("pull", "push")]
-    [synchronous] = answers_of(WORKERS, "synchronous_ranks.py", json.dumps(cases))
-    steps = [
-        [format_bytes(int(name.partition(" ")[2])), f"{ours[name]:.0f}", f"{rate:.0f}", f"{rate / ours[name]:.1f}"]
-        for name, rate in synchronous.items()
-    ]
+    steps = []
+    with Lab(1, "unlimited") as lab, competing(session, lab, WORKERS) as contest:
+        for nbytes, times in cases:
+            rates = contest.call(OURS, "steps_per_second", nbytes=nbytes, times=times)
+            served, synchronous = ours[f"step {nbytes}"], sum(rates)
+            steps.append([format_bytes(nbytes), f"{served:.0f}", f"{synchronous:.0f}", f"{synchronous / served:.1f}"])
     return {
         "": [["per second, two workers together", "mpistrat", "TensorFlow", "times as many"], *lines],
         "functions": functions,
@@ -53,12 +49,12 @@ def run(session: Session) -> dict[str, Table]:
 
 def _programs(session: Session, workers: int, arguments: list[str]) -> dict[str, tuple[list[str], dict[str, str]]]:
     """Return what starts ours and TensorFlow's, where that is installed, each with further environment."""
-    found = {"mpistrat": command(workers + 2, [sys.executable, str(_PEERS / "parameter_server_ranks.py"), *arguments])}
+    found = {OURS: command(workers + 2, [sys.executable, str(PEERS / "parameter_server_ranks.py"), *arguments])}
     if python := session.environments.python("tensorflow"):
         session.versions["TensorFlow"] = "2.21.0"
         # its processes find their GPUs, and say a lot, by themselves
         quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-        found["TensorFlow"] = ([python, str(_PEERS / "tf_parameter_server.py"), *arguments], quiet)
+        found["TensorFlow"] = ([python, str(PEERS / "tf_parameter_server.py"), *arguments], quiet)
     return found
 
 

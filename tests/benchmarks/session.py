@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tests.hosts.lab import Lab
 from tests.processes import run_bounded
 
 _ROOT = Path(__file__).parents[2]
-_PEERS = Path(__file__).parent / "peers"
+PEERS = Path(__file__).parent / "peers"
 _LIMIT_SECONDS = 600.0
 
 
@@ -65,16 +65,23 @@ class Session:
         return f"{self._date}, commit {self.commit}, {command_line}; {_machine()}; {versions}{missing}"
 
 
+def answers(program: Sequence[str], environ: Mapping[str, str]) -> list[Any]:
+    """Return the lines of JSON that a program prints, with further environment."""
+    return _lines_of(run_bounded([*program], _LIMIT_SECONDS, {**os.environ, **environ}))
+
+
 def answers_of(num_ranks: int, script: str, *arguments: str, lab: Lab | None = None, **env: str) -> list[Any]:
-    """Return what a program of this many ranks, one of the folder ``peers``, prints, here or in a lab: lines of JSON."""
-    program = [sys.executable, str(_PEERS / script), *arguments]
-    if lab is None:
-        argv, variables = command(num_ranks, program)
-        done = run_bounded(argv, _LIMIT_SECONDS, {**os.environ, **variables, **env})
-    else:
-        done = lab.run(num_ranks, "block", program, timeout=_LIMIT_SECONDS, env=env)
+    """Return what a program of this many ranks, one of the folder ``peers``, prints, here or in a lab."""
+    program = [sys.executable, str(PEERS / script), *arguments]
+    if lab is not None:
+        return _lines_of(lab.run(num_ranks, "block", program, timeout=_LIMIT_SECONDS, env=env))
+    argv, variables = command(num_ranks, program)
+    return answers(argv, {**variables, **env})
+
+
+def _lines_of(done: subprocess.CompletedProcess[str]) -> list[Any]:
     if done.returncode:
-        raise RuntimeError(f"{script} on {num_ranks} ranks failed: {done.stderr}")
+        raise RuntimeError(f"{' '.join(map(str, done.args))} failed: {done.stderr}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 

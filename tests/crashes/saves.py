@@ -25,8 +25,7 @@ from mpistrat.strategy.strategy import Strategy
 from mpistrat.topology.world import World
 from tests.crashes.disk import Recorder, Step, after_stop, cuts, write_state
 
-NUM_SAVES = 3
-_SIZE = 40
+_NUM_SAVES = 3
 _KEPT = 1  # so that each save removes the one before
 # how files fail, and whether they do so until somebody mends it
 ERRORS = ((errno.ENOSPC, True), (errno.EDQUOT, False), (errno.EROFS, True), (errno.EIO, False))
@@ -35,8 +34,8 @@ ERRORS = ((errno.ENOSPC, True), (errno.EDQUOT, False), (errno.EROFS, True), (err
 class State:
     """What is saved: values that all tell their step."""
 
-    def __init__(self, size: int = _SIZE) -> None:
-        self.values = {"step": 0, "big": np.zeros(size), "small": [np.zeros(3, np.int32), np.zeros((), np.float32)]}
+    def __init__(self) -> None:
+        self.values = {"step": 0, "big": np.zeros(40), "small": [np.zeros(3, np.int32), np.zeros((), np.float32)]}
 
     def set(self, step: int) -> None:
         """Set all values to those of a step."""
@@ -58,11 +57,9 @@ def strategy_of(comm: Any, shape: str, options: CommunicationOptions | None = No
     return Strategy(StrategyExtended(Communicator(Hierarchy(comm, World.from_shape(shape)), options)))
 
 
-def manager_of(
-    strategy: Strategy, directory: Path, most: int = _KEPT, size: int = _SIZE
-) -> tuple[State, mpistrat.CheckpointManager]:
+def manager_of(strategy: Strategy, directory: Path, most: int = _KEPT) -> tuple[State, mpistrat.CheckpointManager]:
     """Return values, and what saves them to a directory."""
-    state = State(size)
+    state = State()
     with strategy.scope():
         return state, mpistrat.CheckpointManager(mpistrat.Checkpoint(state=state.values), directory, max_to_keep=most)
 
@@ -72,7 +69,7 @@ def record(comm: Any, strategy: Strategy, root: Path) -> list[list[Step]]:
     with pytest.MonkeyPatch.context() as patch:
         recorder = Recorder(patch, root)
         state, manager = manager_of(strategy, root / "run" / "all")
-        for step in range(1, NUM_SAVES + 1):
+        for step in range(1, _NUM_SAVES + 1):
             state.set(step)
             recorder.add("begun", value=step)
             manager.save(step, wait=True)

@@ -20,7 +20,7 @@ from mpistrat.tools import cli
 from tests.benchmarks.pages import markdown, with_results
 from tests.docs.pages import ROOT, Command, blocks, pages
 from tests.docs.surface import api_names, described, home
-from tests.docs.tf_names import ABSENT, DIFFERENT, SAME, Name, named
+from tests.docs.tf_names import ABSENT, DIFFERENT, SAME, Name
 
 _NOTE = "<!-- Written by python -m tests.docs.generate; edit the code instead. -->\n"
 
@@ -133,11 +133,11 @@ def _api() -> str:
 
 
 def _tf_names() -> str:
-    different = [(_spellings(named(names)), remark) for remark, names in DIFFERENT]
-    absent = [(_spellings(named(names)), reason) for reason, names in ABSENT]
+    different = [(_spellings(names), remark) for remark, names in DIFFERENT]
+    absent = [(_spellings(names), reason) for reason, names in ABSENT]
     return (
         "# Names of tf.distribute\n\nA program for `tf.distribute` keeps its names. This page lists, without that prefix, "
-        f"those that differ, and those that are not here. {len(named(SAME))} more are the same, also those that TensorFlow has "
+        f"those that differ, and those that are not here. {len(SAME)} more are the same, also those that TensorFlow has "
         "deprecated, which warn; what each does is in the [API](api.md).\n\nThree rules explain most differences:\n\n"
         "- One rank is one replica. So there is one component of each value, and one input pipeline, on each rank.\n"
         "- Every collective is a call of all ranks, with the same arguments; where they differ, all ranks raise.\n"

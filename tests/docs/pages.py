@@ -95,12 +95,6 @@ def links(text: str) -> list[str]:
     return [match["target"] for line in _prose(text) for match in _LINK.finditer(line)]
 
 
-def anchors(text: str) -> set[str]:
-    """Return what a link to a heading of this page may name behind #."""
-    headings = [line.lstrip("# ").strip() for line in _prose(text) if re.match(r"#+ ", line)]
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
 def _ranks(line: str) -> tuple[int, ...]:
     match = _RANKS.search(line)
     return tuple(int(number) for number in re.findall(r"\d+", match["ranks"])) if match else ()

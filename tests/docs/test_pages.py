@@ -1,4 +1,4 @@
-"""Every snippet runs, every command prints what is shown, every link resolves, every generated part is current."""
+"""Every snippet runs, every command prints what is shown, every generated part is current. For links see test_site."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.generate import stale
-from tests.docs.pages import ROOT, Command, anchors, blocks, links, pages
+from tests.docs.pages import ROOT, Command, blocks, pages
 from tests.processes import run_bounded
 
 SECONDS = 120.0
@@ -57,26 +57,6 @@ def test_snippets_run_and_print_what_is_shown(name, tmp_path):
             assert command.matches(done.stdout), f"{where}: {command.line} printed\n{done.stdout}\nshown is\n{command.output}"
             unused = {file for file in unused if file not in command.line}
     assert not unused, f"{name} shows {', '.join(unused)} and no command that runs it"
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_links_resolve(name):
-    page = ROOT / name
-    for target in links(page.read_text()):
-        if re.match(r"https?://", target):
-            continue
-        path, _, anchor = target.partition("#")
-        aim = (page.parent / path).resolve() if path else page
-        assert aim.exists(), f"{name}: {target} leads nowhere"
-        if anchor:
-            assert anchor in anchors(aim.read_text()), f"{name}: {target}: no such heading in {aim.relative_to(ROOT)}"
-
-
-def test_every_page_can_be_found_from_the_index():
-    index = ROOT / "docs" / "index.md"
-    linked = {(index.parent / target.partition("#")[0]).resolve() for target in links(index.read_text())}
-    lost = [page for page in (ROOT / "docs").glob("**/*.md") if page not in linked | {index}]
-    assert not lost, f"docs/index.md does not link {', '.join(str(page.relative_to(ROOT)) for page in lost)}"
 
 
 def test_generated_parts_are_current():

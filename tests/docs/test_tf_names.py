@@ -8,11 +8,11 @@ import re
 import pytest
 
 from tests.docs.surface import resolve
-from tests.docs.tf_names import ABSENT, DIFFERENT, SAME, Name, named
+from tests.docs.tf_names import ABSENT, DIFFERENT, SAME, Name
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-HERE = [*named(SAME), *(name for remark, names in DIFFERENT for name in named(names, remark))]
-GONE = [name for remark, names in ABSENT for name in named(names, remark)]
+HERE = [*SAME, *(name for _, names in DIFFERENT for name in names)]
+GONE = [name for _, names in ABSENT for name in names]
 
 
 def spelled(name: Name) -> str:

@@ -16,7 +16,6 @@ from mpistrat.context.values import Mirrored
 from mpistrat.device.binding import bind
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from tests.other_arrays import (
-    CPU,
     CUDA,
     PINNED,
     SpeaksArrayInterface,
@@ -203,15 +202,6 @@ def test_how_to_copy_is_said_where_it_is_known(torch: Any, jax: Any, cupy: Any) 
     message = r'^x is on cuda:3, .*; copy it first, jax\.device_put\(x, jax\.devices\("cpu"\)\[0\]\)$'
     with pytest.raises(InvalidArgumentError, match=message):
         as_array(jax.Array(0, CUDA, 3), "x")
-
-
-def test_a_jax_array_comes_back_on_its_device(jax: Any) -> None:
-    original = jax.Array(np.arange(3.0), CPU, 1)
-    array = as_array(original)
-    assert np.shares_memory(array, original._array)
-    result = like(array, original)
-    assert (type(result), result.device) == (jax.Array, (CPU, 1))
-    assert np.shares_memory(result._array, array)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """One rank of saves and restores: mpistrat, PyTorch's distributed checkpoint on gloo, and `numpy.savez` of the chief, in turns.
 
-``mpistrat run -n 2 tests/benchmarks/peers/checkpoint_ranks.py many,few 268435456 5``: kinds of arrays, bytes, and rounds.
-Of each kind rank 0 prints what all took in each round, on the slowest rank; beside that a copy of its share, and a plain write.
+``mpistrat run -n 2 tests/benchmarks/peers/checkpoint_ranks.py '[[3, 1], [1]]' 268435456 5``: how the bytes are divided into
+arrays, in one way or several, how many bytes, and rounds. For each division rank 0 prints what all took in each round, on the
+slowest rank; beside that a copy of its share, and a plain write.
 """
 
 from __future__ import annotations
@@ -25,25 +26,24 @@ from data_parallel_ranks import join_gloo
 from mpi4py import MPI
 
 import mpistrat
+from mpistrat.tools.bench import slowest_seconds
 
 _CHUNK_BYTES = 1 << 20
 _POLL_SECONDS = 0.001
-_FEW = 8
 
 
 def main() -> None:
-    """Time all for each kind of arrays."""
-    kinds, num_bytes, rounds = sys.argv[1].split(","), int(sys.argv[2]), int(sys.argv[3])
+    """Time all for each division into arrays."""
+    divisions, num_bytes, rounds = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     logging.getLogger("mpistrat").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD.Dup()
     join_gloo(comm)
     root = Path(comm.bcast(tempfile.mkdtemp(prefix="checkpoints-")))
     try:
-        for kind in kinds:
-            sizes = _sizes_of_resnet50() if kind == "many" else [1] * _FEW
+        for sizes in divisions:
             arrays = [np.ones(size * (num_bytes // 4) // sum(sizes), np.float32) for size in sizes]
-            _Race(comm, root, arrays).run(kind, rounds)
+            _Race(comm, root, arrays).run(rounds)
     finally:
         comm.Barrier()
         shutil.rmtree(root, ignore_errors=True)
@@ -106,7 +106,7 @@ class _Race:
         self._ready = {name: make(arrays, comm) for name, make in self._savers.items()}
         self._communicator = mpistrat.MultiWorkerMirroredStrategy().extended.communicator
 
-    def run(self, kind: str, rounds: int) -> None:
+    def run(self, rounds: int) -> None:
         """Print the seconds of each round but for the first."""
         found: dict[str, dict[str, list[float]]] = {}
         for turn in range(rounds + 1):
@@ -117,13 +117,14 @@ class _Race:
                         slowest = self._comm.allreduce(seconds, MPI.MAX)
                         found.setdefault(name, {}).setdefault(what, []).append(slowest)
         if self._comm.rank == 0:
-            facts = {"kind": kind, "arrays": len(self._arrays), "bytes": sum(array.nbytes for array in self._arrays)}
+            facts = {"arrays": len(self._arrays), "bytes": sum(array.nbytes for array in self._arrays)}
             print(json.dumps({**facts, "seconds": found}), flush=True)
 
     def _beside(self) -> dict[str, float]:
         path = self._root / "plain"
-        copy = self._seconds(lambda: np.copyto(self._copy, self._share))
-        return {"copy": copy, "write": self._seconds(lambda: self._write(path))}
+        [copy] = slowest_seconds(self._comm, lambda: np.copyto(self._copy, self._share), 1)
+        [write] = slowest_seconds(self._comm, lambda: self._write(path), 1)
+        return {"copy": copy, "write": write}
 
     def _write(self, path: Path) -> None:
         """Write all bytes as the chief, one after the other, and wait until they are durable."""
@@ -152,7 +153,7 @@ class _Race:
         for array in self._arrays:
             array[...] = 0
         self._forget(path)
-        found["restore"] = self._seconds(lambda: saver.restore(path))
+        [found["restore"]] = slowest_seconds(self._comm, lambda: saver.restore(path), 1)
         assert [array[-1] for array in self._arrays] == wanted, name
         self._remove(path)
 
@@ -174,12 +175,6 @@ class _Race:
             count += 1
         return (time.perf_counter() - started) / count, count
 
-    def _seconds(self, call: Callable[[], object]) -> float:
-        self._comm.Barrier()
-        started = time.perf_counter()
-        call()
-        return time.perf_counter() - started
-
     def _all(self, is_done: bool) -> bool:
         return bool(self._comm.allreduce(is_done, MPI.LAND))
 
@@ -196,17 +191,6 @@ class _Race:
         if self._comm.rank == 0:
             shutil.rmtree(path)
         self._comm.Barrier()
-
-
-def _sizes_of_resnet50() -> list[int]:
-    """Return the elements of the parameters of ResNet-50."""
-    sizes, channels = [64 * 3 * 49, 64, 64], 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            sizes += [channels * width, width, width, 9 * width * width, width, width, 4 * width * width, 4 * width, 4 * width]
-            sizes += [] if block else [4 * channels * width, 4 * width, 4 * width]
-            channels = 4 * width
-    return [*sizes, 2048 * 1000, 1000]
 
 
 if __name__ == "__main__":

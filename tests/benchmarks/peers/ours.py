@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import statistics
+import time
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -13,9 +17,12 @@ from turns import Task, is_right, serve
 
 import mpistrat
 import mpistrat.mpi4py
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
-from mpistrat.tools.bench import Race
+from mpistrat.tools.bench import Race, slowest_seconds
+from mpistrat.topology.world import World
 
 strategy = mpistrat.MultiWorkerMirroredStrategy()
 communicator = strategy.extended.communicator
@@ -133,12 +140,71 @@ def memory(counts: list[int], options: dict[str, Any]) -> dict[str, Any]:
     return {**asdict(report), "total_bytes": report.total_bytes, "grown_bytes": after - before, "peak_bytes": peak - before}
 
 
-CALLS = {
-    "copy_bytes_per_second": copy_bytes_per_second,
-    "forms": forms,
-    "memory": memory,
-    "overhead": overhead,
-}
+def digests(shapes: list[str], kinds: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """Return, for virtual nodes of each shape, the SHA-256 of the sum of the same values with options of each kind."""
+    values = np.random.default_rng(comm.rank).normal(size=1_000_000).astype(np.float32)
+    found: dict[str, list[str]] = {}
+    for shape in shapes:
+        on_shape = Communicator(Hierarchy(comm, World.from_shape(shape)))
+        sums = [on_shape.all_reduce(ReduceOp.SUM, values, CommunicationOptions(**fields)) for fields in kinds.values()]
+        found[shape] = [hashlib.sha256(total.tobytes()).hexdigest() for total in sums]
+        on_shape.close()
+    return found
+
+
+def overlap(nbytes: int, num_buckets: int, kind: str) -> list[float]:
+    """Return the seconds of computing, of as long a sum of so many buckets, and of both at once."""
+    buckets = [np.ones(nbytes // 4 // num_buckets, np.float32) for _ in range(num_buckets)]
+    totals = [np.empty_like(bucket) for bucket in buckets]
+    piece, pieces = _piece(kind), 1
+
+    def compute() -> None:
+        for _ in range(num_buckets * pieces):
+            piece()
+
+    def communicate() -> None:
+        for bucket, total in zip(buckets, totals, strict=True):
+            communicator.all_reduce(ReduceOp.SUM, [bucket], out=[total])
+
+    def both() -> None:
+        works = []
+        for bucket, total in zip(buckets, totals, strict=True):
+            for _ in range(pieces):
+                piece()
+            works.append(communicator.start_all_reduce(ReduceOp.SUM, [bucket], out=[total]))
+        for work in works:
+            work.wait()
+
+    both()
+    assert all((total == comm.size).all() for total in totals), "the sums are wrong"
+    a_piece = statistics.median(slowest_seconds(comm, compute, 10)) / num_buckets
+    pieces = max(1, round(statistics.median(slowest_seconds(comm, communicate, 5)) / a_piece / num_buckets))
+    turns = [[slowest_seconds(comm, run, 1)[0] for run in (compute, communicate, both)] for _ in range(5)]
+    return [statistics.median(times) for times in zip(*turns, strict=True)]
+
+
+def _piece(kind: str) -> Callable[[], object]:
+    """Return a piece of computing that takes some tens to hundreds of microseconds."""
+    if kind == "matmul":
+        matrix = np.random.default_rng(0).random((192, 192), np.float32)
+        product = np.empty_like(matrix)
+        return lambda: np.matmul(matrix, matrix, out=product)
+    line = np.ones(1 << 16, np.float32)
+    return lambda: np.multiply(line, np.float32(1), out=line)
+
+
+def steps_per_second(nbytes: int, times: int) -> float:
+    """Return how many steps of synchronous training a replica makes: each reduces a gradient, and changes the weights."""
+    weights, gradient, started = np.zeros(nbytes // 4, np.float32), np.ones(nbytes // 4, np.float32), 0.0
+    for step in range(-3, times):
+        if step == 0:
+            started = time.perf_counter()
+        weights -= context().all_reduce("mean", gradient)
+    assert (weights == -(times + 3)).all(), "a step is missing"
+    return times / (time.perf_counter() - started)
+
+
+CALLS = {call.__name__: call for call in (copy_bytes_per_second, digests, forms, memory, overhead, overlap, steps_per_second)}
 
 if __name__ == "__main__":
     tasks = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "many": many}

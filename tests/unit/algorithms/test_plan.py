@@ -1,7 +1,8 @@
-"""Planners: their phases, when they decline, how they cut a buffer, and what is written about them."""
+"""Planners: their phases, when they decline, how they cut a buffer, and what is told and written about them."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from mpistrat.algorithms import plan as plans
 from mpistrat.algorithms import planners
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.algorithms.plan import Plan
+from mpistrat.algorithms.plan_report import phase_bytes
 from mpistrat.algorithms.planners import flat, hierarchical
 from mpistrat.topology.world import World
 from tests.unit.worlds import random_worlds
@@ -136,3 +138,27 @@ def test_the_reference_page_has_the_limits_of_the_table() -> None:
     assert f"begin and end at {rule.end_bytes // KIB} KiB" in text
     assert f"double up to {rule.max_bytes // MIB} MiB" in text
     assert f"chunks are of {planners.pipeline_rule(World.from_shape('1x2')).max_bytes // MIB} MiB, which stay" in text
+
+
+@pytest.mark.parametrize(
+    ("plan", "sent", "over_the_link"),
+    [
+        (flat(World.from_shape("4x2"), 1000, 8), [14000], [12000]),
+        (hierarchical(World.from_shape("4x2"), 1000, 8), [4000, 6000, 4000], [0, 12000, 0]),
+        (hierarchical(World.from_shape("3+1"), 900, 8), [4800, 7200, 4800], [0, 7200, 0]),
+        (hierarchical(World.from_shape("1x4"), 1000, 8), [6000, 6000], [0, 0]),
+        (hierarchical(World.from_shape("1x2"), 1000, 8), [8000], [0]),
+        (hierarchical(World.from_shape("4x1"), 1000, 8), [12000], [12000]),
+    ],
+    ids=str,
+)
+def test_bytes_of_each_phase(plan: Plan, sent: list[int], over_the_link: list[int]) -> None:
+    found = [phase_bytes(plan, phase) for phase in plan.phases]
+    assert found == list(zip(sent, over_the_link, strict=True))
+    cut = dataclasses.replace(plan, chunk_count=plan.padded(100), depth=2)
+    assert [phase_bytes(cut, phase) for phase in plan.phases] == found
+
+
+def test_what_is_cast_between_nodes_is_shorter_there() -> None:
+    plan = dataclasses.replace(hierarchical(World.from_shape("4x2"), 1000, 4), wire_itemsize=2)
+    assert [phase_bytes(plan, phase) for phase in plan.phases] == [(2000, 0), (1500, 3000), (2000, 0)]

@@ -42,23 +42,6 @@ def test_scope_makes_a_strategy_current():
     assert not mpistrat.has_strategy()
 
 
-def test_run_and_merge_call_switch_contexts():
-    strategy = OneDeviceStrategy()
-
-    def where():
-        return mpistrat.get_strategy() is strategy, mpistrat.in_cross_replica_context(), mpistrat.get_replica_context()
-
-    def step():
-        context = mpistrat.get_replica_context()
-        inside = context.merge_call(lambda merged: (merged is strategy, *where()))
-        return where(), inside, context
-
-    before, merged, context = strategy.run(step)
-    assert before == (True, False, context)
-    assert merged == (True, True, True, None)
-    assert not mpistrat.has_strategy()
-
-
 def test_the_default_scope_changes_nothing():
     default = mpistrat.get_strategy()
     with default.scope() as entered:

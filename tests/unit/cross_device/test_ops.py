@@ -471,25 +471,6 @@ def test_what_a_subclass_overrides_sees_every_reduction(family: Any, batch: list
     assert on_replicas(3, program) == [([("MAX", 1), *batch, *batch], [[2], [3], [3], [3]], [3, 3, 3])] * 3
 
 
-def test_in_a_replica_results_are_new_arrays_and_the_context_comes_back() -> None:
-    def program(strategy):
-        array = np.ones(2)
-
-        def step():
-            context = mpistrat.get_replica_context()
-            [result] = HierarchicalAllReduce().all_reduce_in_replica(ReduceOp.SUM, [array])
-            assert not np.shares_memory(result, array)
-            assert mpistrat.get_replica_context() is context
-            return result
-
-        return strategy.run(step)
-
-    assert [result.values[0].tolist() for result in on_replicas(2, program)] == [[2, 2]] * 2
-    assert on_replicas(1, program)[0].tolist() == [1, 1]
-    [result] = HierarchicalAllReduce().all_reduce_in_replica(ReduceOp.MEAN, [np.ones(1)])
-    assert result.tolist() == [1]
-
-
 def test_an_accumulation_function_takes_the_place_of_summing() -> None:
     def program(rank):
         calls = []

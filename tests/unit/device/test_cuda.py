@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import threading
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
@@ -198,19 +197,3 @@ def test_memory_is_given_back_on_its_own_gpu():
     memory = cuda._Memory(4096, lambda start: steps.append(start), Device())
     del memory
     assert steps == ["in", 4096, "out"]
-
-
-def test_the_stand_in_knows_which_threads_compute_on_it():
-    device, seen = StandInDevice(), []
-
-    def work():
-        seen.append(device.is_active())
-        with device.activate():
-            seen.append(device.is_active())
-        seen.append(device.is_active())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [False, True, False]
-    assert device.is_active()

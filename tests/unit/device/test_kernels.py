@@ -1,4 +1,4 @@
-"""The kernels of the device, run on the host: what they compute, for every alignment, length and dtype."""
+"""The kernels of the device: what they compute, on the host, for every alignment, length and dtype; and that they compile."""
 
 from __future__ import annotations
 
@@ -133,16 +133,6 @@ def test_a_cast_rounds_as_ml_dtypes_and_numpy_do(kernels, half):
     assert np.isnan(cast.astype(F32)[is_nan]).all()
 
 
-def test_a_mean_is_divided_once_and_integers_are_truncated(kernels):
-    total, mean = np.array([-7, 7, 9, -9, 0], I64), np.empty(5, I32)
-    _move(kernels, [total], [mean], divisor=4)
-    assert mean.tolist() == [-1, 1, 2, -2, 0]
-    values = _values(F32, 1001)
-    divided = np.empty_like(values)
-    _move(kernels, [values], [divided], divisor=3)
-    np.testing.assert_array_equal(divided, values / np.float32(3))
-
-
 @pytest.mark.parametrize(("dtype", "op"), FOLDS, ids=lambda value: str(value))
 @pytest.mark.parametrize("num_peers", [1, 2, 5, 16])
 def test_a_shard_of_all_peers_is_folded_in_rank_order(kernels, dtype, op, num_peers):
@@ -209,3 +199,48 @@ def test_a_nan_on_any_rank_wins(kernels, op):
     _fold(kernels, [np.array([np.nan, 1, 2], F32), np.array([0, np.nan, 5], F32)], 0, target, op)
     assert np.isnan(target[:2]).all()
     assert target[2] == {MIN: 2, MAX: 5}[op]
+
+
+ARCHITECTURES = (70, 75, 80, 86, 89, 90, 100)
+KERNELS = [
+    "move_segments<float, bfloat16>",
+    "move_segments<float16, float>",
+    "move_segments<bfloat16, bfloat16>",
+    "divide_values<float16>",
+    "divide_values<long long>",
+    "fold_peers<float, Sum>",
+    "fold_peers<bfloat16, Max>",
+    "fold_into<float, Sum>",
+    "fold_into<bfloat16, Max>",
+    "fold_into<Complex<double>, Prod>",
+]
+
+
+@pytest.fixture(scope="module")
+def nvrtc():
+    pytest.importorskip("cupy_backends", reason="missing CuPy; pip install '.[kernels]'", exc_type=ImportError)
+    from cupy_backends.cuda.libs import nvrtc
+
+    try:
+        nvrtc.getVersion()
+    except RuntimeError as error:
+        pytest.skip(f"missing NVIDIA's compiler library ({error}); pip install '.[kernels]'")
+    return nvrtc
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_kernels_compile_without_spilling_registers(nvrtc, architecture):
+    source = (files("mpistrat.device") / "kernels.cu").read_text()
+    program = nvrtc.createProgram(source, "kernels.cu", (), ())
+    for kernel in KERNELS:
+        nvrtc.addNameExpression(program, kernel)
+    options = (f"-arch=sm_{architecture}", "-std=c++17", "--ptxas-options=-v")
+    try:
+        nvrtc.compileProgram(program, options)
+    except Exception:
+        pytest.fail(nvrtc.getProgramLog(program))
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", nvrtc.getProgramLog(program))
+    assert len(spills) >= len(KERNELS)
+    assert {*spills} == {("0", "0")}
+    assert len(nvrtc.getCUBIN(program)) > 1000
+    nvrtc.destroyProgram(program)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,8 @@ import pytest
 
 from tests.disagreements.calls import Call
 from tests.disagreements.deviations import MAY_BE_RIGHT, ORDERS, RIGHT, TOLD, TOLD_OR_REPORTED, Calls, outcomes
-from tests.disagreements.drawing import DIFFERENCES, draw, with_difference
 from tests.disagreements.hangs import HANGS, WAITS
-from tests.disagreements.kinds import KINDS, LARGE, all_plans, drawn_plans, kind_of, quick_plans, table
+from tests.disagreements.kinds import KINDS, LARGE, all_plans, drawn_plans, quick_plans, table
 from tests.disagreements.memory import Memory, Neighbours, changed
 from tests.disagreements.verdicts import Evidence, judge, missing_in_report, ranks_named
 
@@ -103,27 +101,6 @@ def test_what_is_written_beside_an_array_is_found_from_outside(tmp_path) -> None
     assert neighbours.changed() == []
     neighbours._kept[2][5] = 0
     assert neighbours.changed() == ["1 bytes of an array that takes part in nothing"]
-
-
-@pytest.mark.parametrize("difference", DIFFERENCES)
-def test_a_random_program_differs_in_one_place(difference: str) -> None:
-    found = 0
-    for seed in range(100):
-        random_ = random.Random(seed)
-        usual = [draw(random_, 4, 1000) for _ in range(10)]
-        odd = with_difference(random_, usual, difference, 4, 1000)
-        assert abs(len(odd) - len(usual)) <= 1
-        assert sum(one != other for one, other in zip(usual, odd, strict=False)) <= 2 or len(odd) != len(usual)
-        found += odd != usual
-    assert found
-
-
-@pytest.mark.parametrize("name", ["drawn_program", "drawn_pair"])
-def test_all_ranks_draw_the_same(name: str) -> None:
-    for plan in drawn_plans(name, 4, 100, 1000):
-        kind, again = kind_of(plan, 4), kind_of(plan, 4)
-        assert (kind.usual, kind.odd) == (again.usual, again.odd)
-        assert kind.outcomes == TOLD or name == "drawn_pair"
 
 
 def reduce(count: int = 5, **arguments: Any) -> Call:

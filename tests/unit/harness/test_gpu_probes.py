@@ -1,4 +1,4 @@
-"""The probes of a GPU where there is none: what is left out says why, and what fails or hangs is told and ended."""
+"""What gathers evidence on a GPU, where there is none: what is left out says why; what fails, hangs or overlooks is told."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import sys
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from mpistrat.execution.select import TRANSPORTS
+from tests.gpu import sanitizer, timings
 from tests.gpu.machine import Machine, driver_version
+from tests.gpu.on_host import HostKernels
 from tests.gpu.probes import PROBES, Probe
+from tests.gpu.stand_in import StandInDevice
+from tests.gpu.timings import TIMINGS, Sizes
 
 H200 = Machine(["NVIDIA H200"], {"CuPy": "14.2.0", "NCCL": "2.32.3", "Open MPI": "5.0.11"})
 OLD_NCCL = replace(H200, versions={"NCCL": "2.28.9"})
@@ -95,3 +100,58 @@ def test_a_probe_that_hangs_is_killed(program, monkeypatch):
     with pytest.raises(AssertionError, match=rf"it was killed after {busy / os.cpu_count():g} s\njoining"):
         program("report.write_text('{\"cut'); print('joining', flush=True); time.sleep(600)", seconds=1.0).run()
     assert time.monotonic() - begun < 300
+
+
+CLEAN, FOUND = "========= ERROR SUMMARY: 0 errors", "========= ERROR SUMMARY: 3 errors"
+
+
+@pytest.fixture
+def says(tmp_path, monkeypatch):
+    """Give a function that has the sanitizer say one thing of the kernels and another one of the planted error."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    def say(of_kernels, of_planted):
+        program = tmp_path / "compute-sanitizer"
+        text = f'case "$*" in *planted*) echo "{of_planted}"; exit 1;; *) echo "{of_kernels}";; esac'
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+        return sanitizer.main()
+
+    return say
+
+
+def test_errors_are_counted_for_each_tool(says):
+    tools = ("memcheck_errors", "initcheck_errors", "racecheck_errors")
+    assert says(CLEAN, FOUND) == {**dict.fromkeys(tools, 0), "planted_errors": 3}
+    assert says(FOUND, FOUND)["memcheck_errors"] == 3
+    assert sanitizer.errors_in("========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)") == 2
+    assert sanitizer.errors_in("========= ERROR SUMMARY: 1 error") == 1
+
+
+def test_a_sanitizer_that_overlooks_the_planted_error_proves_nothing(says):
+    with pytest.raises(AssertionError, match="overlooks a write beyond the end"):
+        says(CLEAN, CLEAN)
+    with pytest.raises(AssertionError, match="says nothing of errors"):
+        says("Device not supported", FOUND)
+
+
+MOVES = ["move_segments<float, bfloat16>", "move_segments<bfloat16, float>", "move_segments<float, float>"]
+FOLDS = ["fold_peers<float, Sum>"]
+SMALL = Sizes(nbytes=1 << 13, shapes=((3, 5), (7,), ()), sets=2, runs=1, fillers=2, rounds=2)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    return HostKernels.build(tmp_path_factory.mktemp("kernels"), MOVES, FOLDS)
+
+
+@pytest.mark.parametrize("name", TIMINGS)
+def test_a_timing_gives_the_figures_that_have_goals(kernels, name):
+    device = StandInDevice()
+    device.kernels = kernels
+    figures = TIMINGS[name](timings._Bench(device, SMALL))
+    [probe] = [probe for probe in PROBES if probe.command[:2] == ("tests.gpu.timings", name)]
+    assert probe.least
+    assert probe.least.keys() <= figures.keys()
+    assert all(np.isfinite(value) for value in figures.values())
+    device.close()

@@ -60,11 +60,6 @@ def batches_of(rows, batch_size):
     return [rows[first : first + batch_size] for first in range(0, len(rows), batch_size)]
 
 
-TABLE = [
-    (6, 2, [[[0, 1], [2, 3]], [[4], [5]]]),
-    (4, 5, [[[0], [1], [2], [3], []]]),
-    (8, 3, [[[0, 1], [2], [3]], [[4, 5], [6], [7]]]),
-]
 SOURCES = {
     "arrays": lambda rows, size=4, **options: ArrayDataset(rows, size, **options),
     "samples": lambda rows, size=4, **options: MapDataset(list(rows), size, **options),
@@ -72,16 +67,6 @@ SOURCES = {
     "generator": lambda rows, size=4: iter(batches_of(rows, size)),
     "files": lambda rows, size=4: FileDataset(["all"], lambda _: rows, size),
 }
-
-
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize(("rows", "num_replicas", "expected"), TABLE)
-@pytest.mark.parametrize("buffer_size", [0, 1, 2])
-def test_global_batches_of_four_are_shared_as_equally_as_can_be(source, rows, num_replicas, expected, buffer_size):
-    data = np.arange(rows, dtype=np.int16)
-    steps = handed_out(num_replicas, lambda: SOURCES[source](data), DATA, buffer_size)
-    assert rows_of(steps) == expected
-    assert {share.dtype.name for step in steps for share in step} == {"int16"}
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -93,30 +78,6 @@ def test_without_sharding_each_replica_sees_all_rows(source):
     steps = rows_of(handed_out(3, lambda: SOURCES[source](np.arange(8)), OFF))
     assert [[row for step in steps for row in step[replica]] for replica in range(3)] == [list(range(8))] * 3
     assert [sum(map(len, step)) for step in steps] == [4] * 6
-
-
-@pytest.mark.parametrize("source", ["arrays", "samples", "files"])
-@pytest.mark.parametrize(
-    ("rows", "batch_size", "num_replicas", "lengths"),
-    [(12, 8, 2, [[4, 4, 4]] * 2), (9, 7, 4, [[2, 2, 2, 1, 2, 0], [2, 2, 1, 2, 2, 0], [2, 1, 2, 2, 2, 0], [1, 2, 2, 2, 1, 1]])],
-)
-def test_without_sharding_batches_are_cut_anew_across_their_bounds(source, rows, batch_size, num_replicas, lengths):
-    steps = rows_of(handed_out(num_replicas, lambda: SOURCES[source](np.arange(rows), batch_size), OFF))
-    assert [[len(step[replica]) for step in steps] for replica in range(num_replicas)] == lengths
-
-
-@pytest.mark.parametrize("drop_remainder", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 2, 5, 7, 40])
-def test_without_sharding_no_row_is_lost(batch_size, drop_remainder):
-    def make():
-        return ArrayDataset(np.arange(37), batch_size, drop_remainder=drop_remainder)
-
-    for num_replicas in (1, 2, 3, 4):
-        steps = rows_of(handed_out(num_replicas, make, OFF))
-        expected = list(range(37 // batch_size * batch_size if drop_remainder else 37))
-        assert [[row for step in steps for row in step[replica]] for replica in range(num_replicas)] == [
-            expected
-        ] * num_replicas
 
 
 def test_replicas_read_files_of_their_own():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 
@@ -13,10 +12,8 @@ import pytest
 import mpistrat
 from mpistrat.inputs.distribute import distribute_from_function
 from mpistrat.inputs.prefetch import Fetcher
-from mpistrat.inputs.rebatch import ArraySpec
 from tests.gpu.stand_in_arrays import stand_in_gpu
 from tests.other_arrays import StandardArray, fake_torch
-from tests.unit.inputs.test_prefetch import is_idle, threads
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 BUFFERS = pytest.mark.parametrize("buffer_size", [0, 1, 3])
@@ -139,31 +136,8 @@ def test_an_error_of_the_source_comes_where_it_falls_due(gpu, buffer_size):
         next(fetcher)
 
 
-def test_the_thread_ends_with_the_iteration(gpu):
-    fetchers = [Fetcher(iter([np.zeros(1)] * 9), 1, gpu) for _ in range(2)]
-    assert len(threads()) == 2
-    next(fetchers[0])
-    fetchers[0].close()
-    assert list(fetchers[0]) == []
-    fetchers.clear()
-    gc.collect()
-    assert is_idle()
-
-
 def _fed(dataset, options=None):
     return mpistrat.OneDeviceStrategy().experimental_distribute_dataset(dataset, options)
-
-
-def test_a_dataset_feeds_the_gpu(gpu):
-    x = np.arange(10.0)
-    dataset = _fed(mpistrat.ArrayDataset((x, 2 * x), 4))
-    assert dataset.element_spec[0] == ArraySpec((None,), np.dtype(float))
-    for _ in range(2):
-        found = list(dataset)
-        assert [[leaf.tolist() for leaf in batch] for batch in found] == [
-            [x[rows].tolist(), (2 * x)[rows].tolist()] for rows in (slice(4), slice(4, 8), slice(8, 10))
-        ]
-        assert all(isinstance(leaf, gpu.array_module.ndarray) for batch in found for leaf in batch)
 
 
 def test_rows_may_be_on_the_gpu_from_the_start(gpu):

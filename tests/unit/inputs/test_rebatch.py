@@ -82,6 +82,7 @@ def test_what_replicas_cut_across_batches_adds_up_to_a_batch_in_each_step(sizes,
         assert len(seen[-1][0] if seen[-1] else ()) <= shares[0]
         if sizes and min(sizes):
             assert num_batches_of(num_rows, shares) == len(seen[-1])
+        assert num_batches_of(0, shares) == 0
     whole = num_rows // batch_size * num_replicas
     for step in zip(*(cut[:whole] for cut in seen), strict=True):
         assert sum(map(len, step)) == batch_size

@@ -157,13 +157,6 @@ def test_rows_of_files_become_global_batches():
     assert rows_of(FileDataset(*files_of(3, 4), 2, drop_remainder=True)) == [[0, 1], [2, 100], [101, 102]]
 
 
-def test_files_are_read_from_disk_again_in_each_epoch(tmp_path):
-    for index in range(3):
-        np.save(tmp_path / f"{index}.npy", np.arange(4 * index, 4 * index + 4))
-    dataset = FileDataset(sorted(tmp_path.glob("*.npy")), np.load, 6)
-    assert [rows_of(dataset) for _ in range(2)] == [[list(range(6)), list(range(6, 12))]] * 2
-
-
 def test_a_file_may_come_in_parts():
     def parts(name):
         for first in (0, 5):

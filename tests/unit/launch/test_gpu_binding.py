@@ -38,15 +38,6 @@ def test_the_device_is_chosen_by_the_place_on_the_node(local_rank, local_size, n
     assert choose_device(local_rank, local_size, num_visible) == (index, why)
 
 
-def test_a_gpu_is_bound_by_the_launchers_local_rank(fake):
-    fake.show(0, 1, 2, 3)
-    bind_device(LauncherView("srun", 6, 8, 2, 4))
-    assert bound_device().index == 2
-    assert fake.used == [2]
-    bound = what_is_bound()
-    assert (bound.place, bound.launcher, bound.num_visible, bound.problem) == ((2, 4), "srun", 4, "")
-
-
 def test_the_first_is_assumed_where_nobody_tells_and_the_peers_correct_it(fake):
     fake.show(0, 1)
     for view in (None, LauncherView("a PMIx launcher", 1)):
@@ -61,15 +52,6 @@ def test_a_launcher_that_counts_no_ranks_of_the_node(fake):
     fake.show(0, 1, 2)
     bind_device(LauncherView("a launcher", 2, 4, 2))
     assert (bound_device().index, what_is_bound().place) == (2, (2, 3))
-
-
-def test_what_has_been_bound_stays(fake):
-    fake.show(0, 1)
-    mine = StandInDevice()
-    bind(mine)
-    bind_device(LauncherView("srun", 1, 2, 1, 2))
-    assert bound_device() is mine
-    assert what_is_bound() is None
 
 
 def test_on_cpus_by_request_nobody_looks_for_a_gpu(fake, monkeypatch):

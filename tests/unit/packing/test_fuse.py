@@ -74,12 +74,6 @@ def test_addends_are_folded(op: ReduceOp, divisor: int, expected: float, dtype: 
     assert [addend[0] for addend in addends] == [1, 10, 100], "peers' memory is only read"
 
 
-def test_integers_are_divided_towards_zero() -> None:
-    target = np.empty(4, np.int8)
-    finish(CopyOut(Layout([4]), 0, 4, [(0, 4, (np.array([-7, 7, -128, -1], np.int8),))], MEAN, 2).run([target]))
-    assert target.tolist() == [-3, 3, -64, 0]
-
-
 def test_a_result_may_overwrite_its_source() -> None:
     array, buffer = np.arange(50.0), np.empty(50)
     layout = Layout([50])

@@ -6,27 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.device.kernels import Segment
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.packing.layout import Layout, pack_by_bytes, split_evenly
 
 counts = st.lists(st.integers(0, 40), max_size=10)
-
-
-@pytest.mark.parametrize(
-    ("start", "stop", "longest", "expected"),
-    [
-        (0, 9, 100, [Segment(0, 0, 4, 0), Segment(2, 0, 3, 4), Segment(3, 0, 2, 7)]),
-        (2, 8, 100, [Segment(0, 2, 4, 0), Segment(2, 0, 3, 2), Segment(3, 0, 1, 5)]),
-        (0, 4, 3, [Segment(0, 0, 3, 0), Segment(0, 3, 4, 3)]),
-        (4, 7, 100, [Segment(2, 0, 3, 0)]),
-        (5, 6, 100, [Segment(2, 1, 2, 0)]),
-        (3, 3, 100, []),
-        (9, 9, 100, []),
-    ],
-)
-def test_examples(start: int, stop: int, longest: int, expected: list[Segment]) -> None:
-    assert Layout([4, 0, 3, 2]).segments(start, stop, longest) == expected
 
 
 @given(counts, st.data())

@@ -1,4 +1,4 @@
-"""Variable: creation, reading and assigning, in every context, at several replicas."""
+"""Variable: creation, reading and assigning, in every context, at several replicas; every cell of `tests.variable_matrix`."""
 
 import copy
 
@@ -13,9 +13,11 @@ from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.strategy.extended import StrategyExtended
 from tests.other_arrays import installed, jax_array, tensor
 from tests.unit.replicas import on_replicas
+from tests.variable_matrix import ALONE, CELLS, METHODS, Refused, check_cell, check_per_replica, check_plain, check_refused
 
 AGGREGATION = mpistrat.VariableAggregation
 SYNCHRONIZATION = mpistrat.VariableSynchronization
+SYNCHRONIZATIONS = [SYNCHRONIZATION.ON_WRITE, SYNCHRONIZATION.ON_READ]
 
 
 def made(strategy, *arguments, **keywords):
@@ -97,16 +99,6 @@ def test_the_arrays_of_an_on_read_variable_can_be_combined_in_another_way():
     assert on_replicas(3, program) == [([replica + 1], [6, 2, 3, 2, 2], [1, 2, 3]) for replica in range(3)]
 
 
-def test_an_on_write_variable_is_equal_on_all_replicas_where_values_are_combined():
-    def program(strategy):
-        variable = made(strategy, [2.0])
-        with pytest.raises(InvalidArgumentError, match="is ambiguous with 3 replicas"):
-            strategy.reduce("sum", variable, axis=None)
-        return strategy.reduce("mean", variable, axis=None).tolist()
-
-    assert on_replicas(3, program) == [[2]] * 3
-
-
 @pytest.mark.parametrize(("value", "dtype"), [(6, np.float32), (7, np.int8), (-7, np.int64), (200, np.uint8)])
 def test_on_read_sum_reads_back_what_was_assigned(value, dtype):
     def program(strategy):
@@ -118,22 +110,6 @@ def test_on_read_sum_reads_back_what_was_assigned(value, dtype):
     assert [total for _, total in results] == [value] * 3
     if value == 6:
         assert [part for part, _ in results] == [2, 2, 2]
-
-
-def test_booleans_of_replicas_are_not_summed_into_a_variable():
-    def program(strategy):
-        on_read = made(strategy, False, synchronization=SYNCHRONIZATION.ON_READ, aggregation=AGGREGATION.SUM)
-        on_write = made(strategy, False, aggregation=AGGREGATION.SUM)
-        message = "SUM is not defined for array 0 of dtype bool across replicas"
-        with pytest.raises(UnsupportedDtypeError, match=message):
-            on_read.numpy()
-        with pytest.raises(UnsupportedDtypeError, match=message):
-            strategy.run(lambda: on_write.assign(True))
-        first = made(strategy, False, aggregation=AGGREGATION.ONLY_FIRST_REPLICA)
-        strategy.run(lambda: first.assign(strategy.rank == 0))
-        return bool(first)
-
-    assert on_replicas(2, program) == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -182,23 +158,6 @@ def test_a_variable_of_a_strategy_is_updated_in_its_run_only():
         return unchanged, float(weights), float(plain)
 
     assert on_replicas(2, program) == [(1, 2, 2)] * 2
-
-
-def test_inside_extended_update_a_variable_is_its_component():
-    def program(strategy):
-        weights = made(strategy, [1.0, 2.0], name="w")
-        slot = made(strategy, [0.0, 0.0], trainable=False)
-        gradient = Mirrored(np.array([0.5, 1.0]))
-
-        def step(variable, gradient, rate):
-            assert type(gradient) is np.ndarray
-            slot.assign(0.5 * slot + gradient)
-            return variable.assign_sub(rate * slot)
-
-        assert strategy.extended.update(weights, step, (gradient,), {"rate": 2.0}, group=False)[0] is weights
-        return weights.numpy().tolist(), slot.numpy().tolist()
-
-    assert on_replicas(2, program) == [([0, 0], [0.5, 1])] * 2
 
 
 def test_a_variable_belongs_to_its_strategy():
@@ -313,23 +272,18 @@ def test_updates_that_do_not_fit_are_refused(start, method, delta, kind, message
     assert variable.numpy().tolist() == np.asarray(start).tolist()
 
 
-def test_under_central_storage_the_array_of_the_root_counts_and_on_read_acts_as_on_write(monkeypatch):
+def test_under_central_storage_on_read_acts_as_on_write(monkeypatch):
     monkeypatch.setattr(StrategyExtended, "is_central", True, raising=False)
     monkeypatch.setattr(StrategyExtended, "root", 1, raising=False)
 
     def program(strategy):
-        variable = made(strategy, [1.0, 1.0])
-        number = strategy.extended.communicator.rank + 1.0
-        seen = [variable.assign([number] * 2).numpy().tolist()]
-        seen += [variable.scatter_add(IndexedSlices([number], [1])).numpy().tolist()]
-        strategy.extended.update(variable, lambda var: var.assign_add([number] * 2))
         on_read = made(strategy, 1.0, synchronization=SYNCHRONIZATION.ON_READ, aggregation=AGGREGATION.SUM)
         strategy.run(lambda: on_read.assign_add(2.0))
         inside = strategy.run(lambda: float(on_read)).values[0]
         on_read.assign_add(1.0)
-        return [*seen, variable.numpy().tolist(), inside, float(on_read)]
+        return inside, float(on_read)
 
-    assert on_replicas(3, program) == [[[2, 2], [2, 4], [4, 6], 7, 8]] * 3
+    assert on_replicas(3, program) == [(7, 8)] * 3
 
 
 # -------------------------------------------------------------------------------------- names that programs for TensorFlow use
@@ -462,44 +416,20 @@ def test_assignments_take_the_other_arguments_of_tensorflow():
 # ------------------------------------------------------------------------------------------- per-replica values in ``run``
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
-@pytest.mark.parametrize(
-    ("synchronization", "aggregation", "expected"),
-    [
-        ("ON_WRITE", AGGREGATION.SUM, lambda n: n * (n + 1) / 2),
-        ("ON_WRITE", AGGREGATION.MEAN, lambda n: (n + 1) / 2),
-        ("ON_WRITE", AGGREGATION.ONLY_FIRST_REPLICA, lambda n: 1),
-        ("ON_READ", AGGREGATION.SUM, lambda n: n * (n + 1) / 2),
-        ("ON_READ", AGGREGATION.MEAN, lambda n: (n + 1) / 2),
-    ],
-)
-def test_a_per_replica_value_from_outside_stands_for_the_part_of_this_replica(
-    num_replicas, synchronization, aggregation, expected
-):
+@pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
+def test_a_per_replica_value_from_outside_stands_for_the_part_of_this_replica(synchronization):
     def program(strategy):
-        value = strategy.run(lambda: np.array([mpistrat.get_replica_context().replica_id_in_sync_group + 1.0]))
-        rows = strategy.run(lambda: IndexedSlices([mpistrat.get_replica_context().replica_id_in_sync_group + 1.0], [0]))
-        variable = made(strategy, [0.0], synchronization=SYNCHRONIZATION[synchronization], aggregation=aggregation)
-        strategy.run(lambda: variable.assign(value))
-        assigned = variable.numpy().tolist()
-        strategy.run(lambda: variable.assign_add(value))
-        added = variable.numpy().tolist()
+        number = strategy.rank + 1.0
+        value, rows = PerReplica(np.array([number])), PerReplica(IndexedSlices([number], [0]))
+        variable = made(strategy, [0.0], synchronization=SYNCHRONIZATION[synchronization], aggregation=AGGREGATION.SUM)
+        changes = [lambda: variable.assign(value), lambda: variable.assign_add(value), lambda: variable.assign_sub(value)]
         if synchronization == "ON_WRITE":
-            strategy.run(lambda: variable.assign_sub(value))
-            strategy.run(lambda: variable.scatter_add(rows))
-        return assigned, added, variable.numpy().tolist()
+            equal = PerReplica(np.array([7.0]))  # in a merge call it is the value of this replica
+            merge = lambda: mpistrat.get_replica_context().merge_call(lambda _: variable.assign(equal))  # noqa: E731
+            changes += [lambda: variable.scatter_add(rows), merge]
+        return [strategy.run(change) and float(variable.numpy()[0]) for change in changes]
 
-    total = [expected(num_replicas)]
-    assert on_replicas(num_replicas, program) == [(total, [2 * total[0]], [2 * total[0]])] * num_replicas
-
-
-def test_a_per_replica_value_in_a_merge_call_stands_for_the_part_of_this_replica():
-    def program(strategy):
-        value, variable = PerReplica(1.0), made(strategy, 0.0, aggregation=AGGREGATION.SUM)
-        strategy.run(lambda: mpistrat.get_replica_context().merge_call(lambda _: variable.assign(value)))
-        return float(variable)
-
-    assert on_replicas(2, program) == [1, 1]
+    assert on_replicas(3, program) == [[6, 12, 6, 12, 7] if synchronization == "ON_WRITE" else [6, 12, 6]] * 3
 
 
 def test_no_variable_is_made_in_a_scope_inside_that_of_the_default_strategy():
@@ -510,3 +440,51 @@ def test_no_variable_is_made_in_a_scope_inside_that_of_the_default_strategy():
             with strategy.scope(), pytest.raises(RuntimeError, match=r"two strategies cannot be mixed(.|\n)*correct: "):
                 mpistrat.Variable(1.0)
     assert made(strategy, 1.0).distribute_strategy is strategy
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_replicas(num_replicas, cell):
+    on_replicas(num_replicas, lambda strategy: check_cell(strategy, cell))
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_one_device(cell):
+    check_cell(mpistrat.OneDeviceStrategy(), cell)
+
+
+@pytest.mark.parametrize("operation", ALONE)
+@pytest.mark.parametrize("synchronization", SYNCHRONIZATIONS)
+@pytest.mark.parametrize("aggregation", mpistrat.VariableAggregation)
+def test_outside_all_scopes(operation, synchronization, aggregation):
+    check_plain(operation, synchronization, aggregation, lambda fn: fn())
+    check_plain(operation, synchronization, aggregation, mpistrat.get_strategy().run)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("synchronization", SYNCHRONIZATIONS)
+@pytest.mark.parametrize("where", ["scope", "update"])
+def test_per_replica_values_outside_run(method, synchronization, where):
+    check_per_replica(mpistrat.OneDeviceStrategy(), method, synchronization, where)
+    on_replicas(2, lambda strategy: check_per_replica(strategy, method, synchronization, where))
+
+
+@pytest.mark.parametrize("synchronization", SYNCHRONIZATIONS)
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64"])
+def test_a_mean_of_integers_is_refused_when_the_variable_is_made(synchronization, dtype):
+    def make(strategy):
+        with strategy.scope():
+            array = np.zeros(2, dtype)
+            mpistrat.Variable(array, name="v", synchronization=synchronization, aggregation=mpistrat.VariableAggregation.MEAN)
+
+    refused = Refused(InvalidArgumentError, (f"v has dtype {dtype}, which cannot hold a mean", "use aggregation SUM"))
+    check_refused(refused, lambda: make(mpistrat.OneDeviceStrategy()))
+    check_refused(refused, lambda: make(mpistrat.get_strategy()))
+    check_refused(refused, lambda: on_replicas(2, make))
+
+
+def test_no_cell_is_missing():
+    aggregations = len(mpistrat.VariableAggregation)
+    operations, contexts = len(METHODS) + 1, len(["run", "scope", "update"])
+    assert len({str(cell) for cell in CELLS}) == len(CELLS) == operations * contexts * len(SYNCHRONIZATIONS) * aggregations
+    assert operations == len(ALONE)

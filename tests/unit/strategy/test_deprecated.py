@@ -1,5 +1,7 @@
 """Old names: each warns, and does what the present one does."""
 
+import inspect
+import operator
 from types import SimpleNamespace
 
 import numpy as np
@@ -79,3 +81,18 @@ def test_options_win_over_hints():
     for given in (lambda: call(0, second, experimental_hints=first), lambda: call(0, options=second, experimental_hints=first)):
         with pytest.warns(DeprecationWarning, match="experimental_hints= is deprecated; use options="):
             assert given() == mpistrat.experimental.CommunicationOptions(3, 2.0)
+
+
+METHODS = ["Strategy.reduce", "Strategy.gather", "StrategyExtended.reduce_to", "StrategyExtended.batch_reduce_to"]
+
+
+@pytest.mark.parametrize("name", [*METHODS, "ReplicaContext.all_reduce", "ReplicaContext.all_gather"])
+def test_methods_that_take_options_take_hints(name):
+    method = operator.attrgetter(name)(mpistrat)
+    assert "experimental_hints" in inspect.signature(method, follow_wrapped=False).parameters
+
+
+def test_an_all_reduce_of_a_replica_takes_hints():
+    hints = {"experimental_hints": mpistrat.experimental.CommunicationOptions(1)}
+    with pytest.warns(DeprecationWarning, match="experimental_hints= is deprecated; use options="):
+        assert mpistrat.OneDeviceStrategy().run(lambda: mpistrat.get_replica_context().all_reduce("sum", 1.0, **hints)) == 1

@@ -20,31 +20,6 @@ def rank_of(strategy):
     return strategy.extended.communicator.rank
 
 
-def test_hints_are_options_under_an_old_name():
-    hints = CommunicationOptions(bytes_per_pack=8)
-    seen = []
-
-    class Spy(CrossDeviceOps):
-        def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
-            seen.append(options)
-            return per_replica_value.values[0]
-
-    def program(strategy):
-        strategy = Strategy(StrategyExtended(strategy.extended.communicator, Spy()))
-        value = PerReplica(np.ones(1))
-        for call in (
-            lambda **hinted: strategy.extended.reduce_to("sum", value, value, **hinted),
-            lambda **hinted: strategy.extended.batch_reduce_to("sum", [(value, value)], **hinted),
-            lambda **hinted: strategy.reduce("sum", value, axis=None, **hinted),
-            lambda **hinted: strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", 1.0, **hinted)),
-        ):
-            with pytest.warns(DeprecationWarning, match="experimental_hints= is deprecated; use options="):
-                call(experimental_hints=hints)
-
-    on_replicas(2, program)
-    assert seen == [hints] * 8
-
-
 def test_every_reduction_of_a_strategy_goes_through_its_cross_device_ops():
     class Spy(CrossDeviceOps):
         def __init__(self):

@@ -1,7 +1,5 @@
 """ReplicaContext: weighted means, handles, and the collective calls that TensorFlow does not have."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -60,17 +58,9 @@ def reducing(op, value, error, message):
 OPTIONS, WEIGHT = "options must be CommunicationOptions or None; got 'RING'", "weight must be one finite number"
 REFUSED = [
     (lambda c: c.all_reduce("mean", [np.ones(2)], out=np.ones(2)), InvalidArgumentError, "out must have the structure of"),
-    (
-        lambda c: c.all_reduce("mean", [1.0], out=[2.0]),
-        InvalidArgumentError,
-        r"out\[0\] must be an array to .*; got float",
-    ),
+    (lambda c: c.all_reduce("mean", [1.0], out=[2.0]), InvalidArgumentError, r"out\[0\] must be an array to .*; got float"),
     (lambda c: c.all_reduce("mean", np.ones(2), out=np.ones(3)), InvalidArgumentError, "out must be a writable, C-contiguous"),
-    (
-        lambda c: c.all_reduce("mean", [1.0], out=[1.0], weight=1),
-        InvalidArgumentError,
-        "out= is for reductions without",
-    ),
+    (lambda c: c.all_reduce("mean", [1.0], out=[1.0], weight=1), InvalidArgumentError, "out= is for reductions without"),
     (weighted(1.0, 1, "sum"), InvalidArgumentError, "weight= is for MEAN, got SUM: use MEAN"),
     (weighted(1.0, -1), InvalidArgumentError, f"{WEIGHT} that is not negative; got -1"),
     *((weighted(1.0, weight), InvalidArgumentError, WEIGHT) for weight in (np.nan, np.inf, [1, 2], 1j)),
@@ -145,17 +135,6 @@ def test_a_replica_calls_in_its_own_context_only(method):
         call(*_CALLS[method])
     with pytest.raises(RuntimeError, match="must be called in the replica context it belongs to"):
         mpistrat.OneDeviceStrategy().run(call, args=_CALLS[method])
-
-
-def test_another_thread_is_in_another_context():
-    def step():
-        context = mpistrat.get_replica_context()
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(context.merge_call, print).result()
-
-    message = "ReplicaContext.merge_call must be called in the replica context it belongs to, but this is outside all"
-    with pytest.raises(RuntimeError, match=message):
-        mpistrat.OneDeviceStrategy().run(step)
 
 
 def test_a_replica_context_is_entered_and_left_in_order():

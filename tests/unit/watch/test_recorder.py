@@ -199,20 +199,6 @@ def test_a_number_that_was_given_out_again_or_of_another_container_is_another_pr
         read(written).process()
 
 
-def test_a_stopped_process_is_told() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        child.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
-        found = process.find(child.pid)
-        assert found is not None
-        assert (found.is_stopped, found.parent) == (True, os.getpid())
-    finally:
-        child.kill()
-        child.wait()
-    assert process.find(child.pid) is None
-
-
 def test_a_forked_child_writes_nothing_into_its_parents_file(tmp_path: Path) -> None:
     program = (
         "import os, sys; from mpistrat.watch.recorder import recorder; from mpistrat.watch.record import RankFile\n"
@@ -310,14 +296,6 @@ def test_what_jobs_left_a_day_ago_is_removed_unless_they_run(tmp_path: Path) -> 
     folder.remove_old_jobs(tmp_path / "base")
     assert sorted(path.name for path in (tmp_path / "base").iterdir()) == ["new", "running"]
     running.close()
-
-
-def test_what_jobs_left_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "KEEP_BYTES", 2 * RECORD.itemsize)
-    for hours in range(1, 5):
-        left_behind(tmp_path / "base", f"{hours} hours ago", hours)
-    folder.remove_old_jobs(tmp_path / "base")
-    assert sorted(path.name for path in (tmp_path / "base").iterdir()) == ["1 hours ago", "2 hours ago"]
 
 
 def test_notices_keep_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
