@@ -26,8 +26,7 @@ from zlib import crc32
 import ml_dtypes  # noqa: F401 - NumPy knows its dtypes by name then
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, as_target, is_aligned, is_on_device, like, to_device
-from mpistrat.device.interop import is_a
+from mpistrat.arrays import Array, as_array, as_target, is_a, is_aligned, is_on_device, like, to_device
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.inputs.position import DatasetIterator, Resumable
 from mpistrat.state.changes import checksum
