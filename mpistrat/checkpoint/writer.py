@@ -16,7 +16,7 @@ from mpistrat.checkpoint.files import Manifest, Piece, file_name, remove, write_
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.errors import CheckpointError
-from mpistrat.launch import abort, restarts
+from mpistrat.launch import abort, end_of_job
 from mpistrat.logger import logger
 from mpistrat.text import format_bytes, format_seconds
 from mpistrat.watch.recorder import watched
@@ -107,7 +107,7 @@ class Writer:
             return
         manifest, waited = save.manifest, format_seconds(save.seconds_waited)
         amount, rate = format_bytes(manifest.num_bytes), format_bytes(int(manifest.num_bytes / seconds))
-        restarts.note_saved(manifest.step)
+        end_of_job.note_saved(manifest.step)
         logger.info(f"step {manifest.step}: {amount} in {save.folder}, at {rate}/s; the step waited {waited}")
         for each in save.outdated:
             try:

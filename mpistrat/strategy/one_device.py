@@ -16,7 +16,7 @@ from mpistrat.launch.gpu_binding import bind_device, what_is_bound
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.replica_context import ReplicaContext
 from mpistrat.strategy.strategy import Strategy
-from mpistrat.topology.devices import parse_device, ranks_of
+from mpistrat.topology.world import parse_device, ranks_of
 
 
 class OneDeviceStrategy(Strategy):
