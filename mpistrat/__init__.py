@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from mpistrat.strategy.extended import StrategyExtended as StrategyExtended
     from mpistrat.strategy.mirrored import MirroredStrategy as MirroredStrategy
     from mpistrat.strategy.mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
-    from mpistrat.strategy.one_device import OneDeviceStrategy as OneDeviceStrategy
     from mpistrat.strategy.replica_context import ReplicaContext as ReplicaContext
+    from mpistrat.strategy.strategy import OneDeviceStrategy as OneDeviceStrategy
     from mpistrat.strategy.strategy import Strategy as Strategy
 
 _names = PublicNames(__name__)

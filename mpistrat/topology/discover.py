@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mpistrat import settings
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import LaunchError, MpistratError, SettingError, TopologyError
-from mpistrat.launch.gpu_binding import Bound, bind_again, what_is_bound
+from mpistrat.launch.bootstrap import Bound, bind_again, what_is_bound
 from mpistrat.logger import logger
 from mpistrat.text import ranks_by, ranks_text
 from mpistrat.topology.world import World

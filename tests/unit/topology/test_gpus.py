@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from mpistrat.errors import TopologyError
-from mpistrat.launch.gpu_binding import Bound
+from mpistrat.launch.bootstrap import Bound
 from mpistrat.topology.discover import Answer, Gpu, check_answers
 
 
