@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from mpistrat import settings
 from mpistrat.errors import LaunchError
-from mpistrat.launch import abort, environment, openmpi, process, survival
+from mpistrat.launch import abort, environment, openmpi, process
 from mpistrat.launch.libraries import FLAVOURS, no_library, recognise
 from mpistrat.logger import logger
 
@@ -99,7 +99,7 @@ def _start() -> MPI.Intracomm:
     try:
         import mpi4py
 
-        if survival.is_on(os.environ):
+        if abort.survives_losses(os.environ):
             mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises either, depending on where its search ends

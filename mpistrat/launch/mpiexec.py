@@ -27,9 +27,13 @@ from pathlib import Path
 
 from mpistrat import settings
 from mpistrat.errors import InvalidArgumentError, LaunchError
-from mpistrat.launch import openmpi, survival
+from mpistrat.launch import openmpi
 from mpistrat.launch.environment import in_slurm_allocation
 from mpistrat.launch.libraries import FLAVOURS, MpiFlavour, no_library, recognise
+
+# how a job survives the loss of ranks; the variable is for programs that import mpi4py before this library
+_SURVIVAL_OPTIONS, _SURVIVAL_ENVIRON = ("--with-ft", "ulfm"), {"MPI4PY_RC_FINALIZE": "0"}
+_ULFM = "options:ft_mpi_support:yes"
 
 
 @dataclass(frozen=True)
@@ -90,20 +94,20 @@ def command(
     environ = os.environ if environ is None else environ
     mpi = find_mpi() if mpi is None else mpi
     if survive:
-        survival.check_supported(mpi.flavour.name, mpi.version, mpi.mpiexec)
+        _check_survival(mpi)
     in_slurm = in_slurm_allocation(environ)  # which tells mpiexec the hosts and their slots, unless there is a hostfile
     oversubscribed = not in_slurm and hostfile is None and num_ranks > openmpi.num_cores()
     wanted = {
         **dict(mpi.flavour.root_environ if os.geteuid() == 0 else ()),
         **dict(mpi.flavour.slurm_environ if in_slurm else ()),
         **(openmpi.parameters(environ, oversubscribed) if mpi.flavour.name == "Open MPI" else {}),
-        **(survival.ENVIRON if survive else {}),
+        **(_SURVIVAL_ENVIRON if survive else {}),
     }
     extra = {name: value for name, value in wanted.items() if name not in environ}
     if virtual_nodes:
         extra[settings.VIRTUAL_NODES.name] = virtual_nodes
     options = [
-        *(survival.OPTIONS if survive else ()),
+        *(_SURVIVAL_OPTIONS if survive else ()),
         *(mpi.flavour.oversubscribe_options if oversubscribed else ()),
         *(_tag_options(mpi) if tag_output else ()),
         *(_host_options(mpi, hostfile, {**environ, **extra}) if hostfile else ()),
@@ -122,6 +126,21 @@ def _host_options(mpi: Mpi, hostfile: Path, environ: Mapping[str, str]) -> list[
         forwarded = [name for name in sorted(environ) if name.startswith(("MPISTRAT_", "MPI4PY_"))]
         options += [word for name in forwarded for word in ("-x", name)]
     return options
+
+
+def _check_survival(mpi: Mpi) -> None:
+    """Check that an MPI has ULFM, or raise a LaunchError; ``ompi_info`` lies beside its mpiexec."""
+    needed = "--survive needs User-Level Failure Mitigation (ULFM), which Open MPI 5 has where it was built with it"
+    advice = "pip install openmpi gets one. Without --survive the job ends with the first rank that is lost"
+    if mpi.flavour.name != "Open MPI":
+        raise LaunchError(f"{needed}, but mpi4py loads {mpi.flavour.name} {mpi.version}: {advice}")
+    info = Path(mpi.mpiexec).with_name("ompi_info")
+    try:
+        features = subprocess.run([str(info), "--parsable"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{needed}; whether {mpi.mpiexec} has it cannot be found out: {error}") from error
+    if _ULFM not in features.splitlines():
+        raise LaunchError(f"{needed}, but {info} does not say {_ULFM!r} of Open MPI {mpi.version}: {advice}")
 
 
 def belongs(flavour: MpiFlavour, version: str, version_text: str) -> bool:
