@@ -219,10 +219,8 @@ class Watcher:
         own = self._recorder
         own.note(rank=comm.Get_rank(), size=comm.Get_size())
         self._size = comm.Get_size()
-        if abort.survives_losses(
-            os.environ
-        ):  # messages to all, and the barrier at the end, fail with the first rank that is lost
-            return
+        if abort.survives_losses(os.environ):
+            return  # messages to all, and the barrier at the end, fail with the first rank that is lost
         place = ""
         if own.path is not None:
             found = own.path.parent.stat()
