@@ -25,7 +25,7 @@ import numpy as np
 
 from mpistrat import ending
 from mpistrat.arrays import Array, as_bytes
-from mpistrat.checkpoint.tree import Node, Spec
+from mpistrat.checkpoint.tree import KINDS, Node, Spec, below
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.errors import CheckpointError
@@ -295,17 +295,12 @@ def _check(manifest: Manifest) -> None:
 
 def _names(node: Node) -> Iterator[str]:
     """Yield the names of the arrays of a document."""
-    if not isinstance(node, list):
-        return
-    kind, content, *_ = node
-    if kind in ("array", "variable"):
-        yield content
-    elif kind in ("dict", "list", "tuple", "state", "generator"):
-        below = [each for _, each in content] if kind == "dict" else [content] if kind in ("state", "generator") else content
-        for each in below:
-            yield from _names(each)
-    else:
-        raise ValueError(f"a node is of kind {kind!r}")
+    if isinstance(node, list) and node[0] not in KINDS:
+        raise ValueError(f"a node is of kind {node[0]!r}")
+    if isinstance(node, list) and node[0] in ("array", "variable"):
+        yield node[1]
+    for _, each in below(node):
+        yield from _names(each)
 
 
 def _sync(path: Path) -> None:

@@ -99,10 +99,10 @@ def test_arrays_of_jax_come_back_in_a_dict(tmp_path):
 
 def test_all_that_does_not_fit_is_told_and_nothing_is_changed(tmp_path):
     data, rng = mpistrat.ArrayDataset(np.arange(4), 2), np.random.default_rng(0)
-    one = mpistrat.Checkpoint(w=np.ones(3), gone=np.ones(2), d={"a": np.ones(2)}, data=data, rng=rng, kind={})
+    one = mpistrat.Checkpoint(w=np.ones(3), gone=np.ones(2), d={"a": np.ones(2), "t": (rng,)}, data=data, rng=rng, kind={})
     path = one.save(tmp_path / "one", wait=True)
-    w, nest = np.zeros(3), {"a": np.zeros((2, 1)), "b": np.zeros(1)}
     old = np.random.Generator(np.random.MT19937(5))
+    w, nest = np.zeros(3), {"a": np.zeros((2, 1)), "b": np.zeros(1), "t": (old,)}
     other = mpistrat.Checkpoint(w=w, d=nest, new=np.zeros(1), rng=old, kind=np.zeros(1))
     with pytest.raises(CheckpointError) as told:
         other.restore(path)
@@ -110,6 +110,7 @@ def test_all_that_does_not_fit_is_told_and_nothing_is_changed(tmp_path):
     assert sorted(lines) == [
         "d/a has float64 (2, 1) here, and float64 (2,) there",
         "d/b is missing there",
+        "d/t/0 is a generator MT19937 here, and PCG64 there",
         "data is unexpected: nothing here has this name",
         "gone is unexpected: nothing here has this name",
         "kind is missing there",
