@@ -19,22 +19,19 @@ import sys
 import threading
 import zlib
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from mpistrat import settings
-from mpistrat.errors import LaunchError
+from mpistrat.device import binding, cuda
+from mpistrat.errors import LaunchError, SettingError
 from mpistrat.launch import abort, environment, openmpi, process
 from mpistrat.launch.libraries import FLAVOURS, no_library, recognise
 from mpistrat.logger import logger
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-from dataclasses import dataclass
-
-from mpistrat.device import binding, cuda
-from mpistrat.errors import SettingError
-from mpistrat.launch.environment import LauncherView
 
 # the mark: the pid of the rank, and a checksum of the variables that identify rank and job
 MARK = "MPISTRAT_RANK_PID"
@@ -197,7 +194,7 @@ class Bound:
 _bound: Bound | None = None
 
 
-def bind_device(view: LauncherView | None) -> None:
+def bind_device(view: environment.LauncherView | None) -> None:
     """Bind the GPU of this process's local rank, unless a device has been bound before."""
     global _bound
     if binding.bound_device() is None:
@@ -207,7 +204,7 @@ def bind_device(view: LauncherView | None) -> None:
 def bind_again(local_rank: int, local_size: int) -> None:
     """Bind another GPU, when no launcher has set the local rank and local rank 0 was assumed."""
     binding.bind(None)
-    bind_device(LauncherView("the ranks that share memory", local_rank=local_rank, local_size=local_size))
+    bind_device(environment.LauncherView("the ranks that share memory", local_rank=local_rank, local_size=local_size))
 
 
 def what_is_bound() -> Bound | None:
@@ -225,7 +222,7 @@ def choose_device(local_rank: int, local_size: int, num_visible: int) -> tuple[i
     return local_rank % num_visible, f"{place} shares {num_visible} GPUs: {local_rank} mod {num_visible}"
 
 
-def _bind(view: LauncherView | None) -> Bound:
+def _bind(view: environment.LauncherView | None) -> Bound:
     try:
         wanted = settings.DEVICE.read()
     except SettingError as error:
