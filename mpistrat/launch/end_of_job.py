@@ -35,14 +35,14 @@ COUNT, PROGRESS, FIRST_START = "MPISTRAT_RESTART_COUNT", "MPISTRAT_PROGRESS_FILE
 
 
 class Signals:
-    """The first of some signals that this process gets, and when. A handler, on the main thread, only notes it."""
+    """Handles some signals, on the main thread: by default it only notes the first one that comes, and when."""
 
-    def __init__(self, numbers: Sequence[int]) -> None:
+    def __init__(self, numbers: Sequence[int], handler: Callable[[int, object], object] | None = None) -> None:
         self.first: tuple[int, float] | None = None
         self._pid = os.getpid()
         self._previous: dict[int, Any] = {}
         for number in numbers:
-            self._previous[number] = signal.signal(number, self._hear)
+            self._previous[number] = signal.signal(number, handler or self._hear)
 
     def ignore(self) -> None:
         """Ignore them from now on: while the program ends, the interpreter would let them kill the process."""
@@ -158,10 +158,8 @@ def _exiting_on_signals() -> Iterator[dict[int, int]]:
     ending = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     numbers = [number for number in ending if signal.getsignal(number) == signal.SIG_DFL]
     codes = {int(number): 128 + number for number in numbers}
-    for number in numbers:
-        signal.signal(number, lambda number, _: sys.exit(codes[number]))
+    signals = Signals(numbers, lambda number, _: sys.exit(codes[number]))
     try:
         yield codes
     finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+        signals.restore()
