@@ -6,9 +6,9 @@ imported when the name is first used: the imports below are for type checkers, a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mpistrat.lazy import PublicNames
+from mpistrat.lazy import publish
 
 if TYPE_CHECKING:
     from mpistrat import cluster_resolver as cluster_resolver
@@ -59,18 +59,9 @@ if TYPE_CHECKING:
     from mpistrat.strategy.extended import StrategyExtended as StrategyExtended
     from mpistrat.strategy.mirrored import MirroredStrategy as MirroredStrategy
     from mpistrat.strategy.mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
-    from mpistrat.strategy.one_device import OneDeviceStrategy as OneDeviceStrategy
     from mpistrat.strategy.replica_context import ReplicaContext as ReplicaContext
+    from mpistrat.strategy.strategy import OneDeviceStrategy as OneDeviceStrategy
     from mpistrat.strategy.strategy import Strategy as Strategy
 
-_names = PublicNames(__name__)
-__all__ = sorted(_names.homes)  # noqa: PLE0605 - a list, computed so that no name is written twice
+publish(__name__)
 __version__ = "0.1.0"
-
-
-def __getattr__(name: str) -> Any:
-    return _names.find(name)
-
-
-def __dir__() -> list[str]:
-    return [*__all__, "__version__"]

@@ -6,15 +6,15 @@ import math
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.device import interop
+from mpistrat.device.abstract import Device
 from mpistrat.device.binding import bound_device, own_device, why_cpu
-from mpistrat.device.interop import is_a
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
 from mpistrat.reduction import ACCEPTED, quiet
 
@@ -157,12 +157,15 @@ def like(result: Array, original: Any) -> Any:
     device = bound_device()
     if device is not None and isinstance(original, device.array_module.ndarray):
         return to_device(result)
-    if is_on_device(result):
-        return interop.export(result, original)
+    on_device = is_on_device(result)
     if is_a(original, "torch", "Tensor"):
-        return _tensor(result) if original.device.type == "cpu" else _tensor(result).to(original.device)
+        tensor = _tensor(result)
+        return tensor if on_device or original.device.type == "cpu" else tensor.to(original.device)
     if is_a(original, "jax", "Array"):
-        return sys.modules["jax"].device_put(result, original.device, may_alias=True)
+        jax = sys.modules["jax"]
+        return jax.dlpack.from_dlpack(result) if on_device else jax.device_put(result, original.device, may_alias=True)
+    if on_device:
+        return result
     if device is not None and type(result) is np.ndarray and not result.ndim:
         return result[()]
     if hasattr(original, "__array_namespace__"):
@@ -170,17 +173,31 @@ def like(result: Array, original: Any) -> Any:
     return result
 
 
+def is_a(value: Any, module: str, name: str) -> bool:
+    """Return whether `value` is an instance of a class, without importing its module: if nobody did, there is no instance."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
 def _read(value: Any, name: str) -> Array:
     if isinstance(value, Readable):
         return value.read()
     device = bound_device()
+    if device is not None and isinstance(value, device.array_module.ndarray):
+        _check_index(value.device.id, device, name)
+        _check_capture(device, name)
+        return cast("Array", value)
     try:
-        found = None if device is None else interop.read(value, device, name)
-        if found is not None:
-            return cast("Array", found)
-        _check_device(value, name)
+        place = _device_of(value)
+        if device is not None and place.startswith("cuda"):
+            return _read_on_device(value, place, device, name)
+        if place:
+            copied = _COPIES.get(_library(value))
+            advice = f"copy it first, {copied[0].format(name=name)}" if copied else "copy it to host memory first"
+            why = f" ({why_cpu()})" if place.startswith("cuda") and why_cpu() else ""
+            raise InvalidArgumentError(f"{name} is on {place}, this replica computes on {own_device()}{why}; {advice}")
         if is_a(value, "torch", "Tensor"):
-            return _memory_of_tensor(value)
+            return _array_of(value, lambda tensor: tensor.numpy(force=True))  # copies only tensors with a lazy conjugation
         if is_a(value, "numpy.ma", "MaskedArray"):
             raise TypeError("it has a mask, which would be lost; fill in a value for the masked elements, x.filled(0)")
         return _memory(value)
@@ -199,39 +216,69 @@ def _memory(value: Any) -> Array:
         raise TypeError(error) from None
 
 
-def _memory_of_tensor(tensor: Any) -> Array:
-    torch = sys.modules["torch"]
-    if tensor.dtype is torch.bfloat16:  # NumPy itself has no such dtype: reinterpret the bits
-        return _memory_of_tensor(tensor.view(torch.int16)).view(_BFLOAT16)
-    array: Array = tensor.numpy(force=True)  # copies only tensors with a lazy conjugation
+def _read_on_device(value: Any, place: str, device: Device, name: str) -> Array:
+    """Return a value in GPU memory as an array of CuPy that shares it; what is in the memory of another GPU is refused.
+
+    Work on the current stream of the caller is ordered after work that the other library has enqueued on its own stream.
+    """
+    index = place.partition(":")[2]
+    _check_index(int(index) if index else device.index, device, name)
+    _check_capture(device, name)
+    module = device.array_module
+    with device.activate():
+        if is_a(value, "torch", "Tensor"):
+            array = _array_of(value.detach().resolve_conj().resolve_neg(), module.from_dlpack)
+        else:
+            array = module.from_dlpack(value) if hasattr(value, "__dlpack__") else module.asarray(value)
+    _check_index(cast("Any", array).device.id, device, name)
     return array
 
 
-def _tensor(array: Array) -> Any:
+def is_captured_elsewhere(device: Device) -> bool:
+    """Return whether PyTorch captures a CUDA graph on another stream than the current one, whose work is no part of it."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return False
+    with device.activate():
+        return bool(cuda.is_current_stream_capturing() and cuda.current_stream().cuda_stream != device.current_stream().pointer)
+
+
+def _check_capture(device: Device, name: str) -> None:
+    if is_captured_elsewhere(device):
+        raise InvalidArgumentError(
+            f"PyTorch is capturing a CUDA graph, in which {name} can be read only on its stream: make the call before or "
+            "after, or in Communicator.capture with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)"
+        )
+
+
+def _check_index(found: int, device: Device, name: str) -> None:
+    if found != device.index:
+        raise InvalidArgumentError(
+            f"{name} is on GPU {found}, this replica computes on GPU {device.index}; copy it first, "
+            f"with cupy.cuda.Device({device.index}): {name} = cupy.array({name})"
+        )
+
+
+def _array_of(tensor: Any, convert: Callable[[Any], Array]) -> Array:
+    """Return a tensor as a function converts it; NumPy has no bfloat16 of its own, nor every CuPy: reinterpret the bits."""
     torch = sys.modules["torch"]
-    if not array.flags.writeable:  # PyTorch has no read-only tensors
+    return convert(tensor.view(torch.int16)).view(_BFLOAT16) if tensor.dtype is torch.bfloat16 else convert(tensor)
+
+
+def _tensor(array: Array) -> Any:
+    torch, on_device = sys.modules["torch"], is_on_device(array)
+    if not (on_device or array.flags.writeable):  # PyTorch has no read-only tensors
         array = array.copy()
-    if array.dtype == _BFLOAT16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    convert = torch.from_dlpack if on_device else torch.from_numpy
+    return convert(array.view(np.int16)).view(torch.bfloat16) if array.dtype == _BFLOAT16 else convert(array)
 
 
 def _library(value: Any) -> str:
     return type(value).__module__.partition(".")[0]
 
 
-def _check_device(value: Any, name: str) -> None:
-    device = _foreign_device(value)
-    if not device:
-        return
-    copied = _COPIES.get(_library(value))
-    advice = f"copy it first, {copied[0].format(name=name)}" if copied else "copy it to host memory first"
-    why = f" ({why_cpu()})" if device.startswith("cuda") and why_cpu() else ""
-    raise InvalidArgumentError(f"{name} is on {device}, this replica computes on {own_device()}{why}; {advice}")
-
-
-def _foreign_device(value: Any) -> str:
-    """Return the name of the device whose memory `value` is in; an empty string for host memory."""
+def _device_of(value: Any) -> str:
+    """Return the device whose memory `value` is in, ``cuda:1`` or without an index; an empty string for host memory."""
     if is_a(value, "torch", "Tensor"):
         return "" if value.device.type == "cpu" else str(value.device)
     if hasattr(value, "__dlpack_device__"):

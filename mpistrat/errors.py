@@ -2,24 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "AgreementError",
-    "CancelledError",
-    "CheckpointError",
-    "CollectiveError",
-    "DeadlineExceededError",
-    "InvalidArgumentError",
-    "LaunchError",
-    "MpistratError",
-    "OutOfRangeError",
-    "SettingError",
-    "TopologyError",
-    "TransportError",
-    "UnavailableError",
-    "Unsuitable",
-    "UnsupportedDtypeError",
-]
-
 
 class MpistratError(Exception):
     """Base of every exception that this library defines.
@@ -102,3 +84,6 @@ class DeadlineExceededError(CollectiveError, TimeoutError):
 
 class UnavailableError(CollectiveError):
     """A rank of a collective has exited, or has left it with an error; or a server, the chief, or all workers are lost."""
+
+
+__all__ = sorted(name for name, found in vars().items() if isinstance(found, type))  # noqa: PLE0605 - no name is written twice

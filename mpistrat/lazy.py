@@ -14,23 +14,23 @@ from typing import Any
 _IMPORT = re.compile(r"^    from (\S+) import (\w+) as (\w+)", re.MULTILINE)
 
 
-class PublicNames:
-    def __init__(self, package: str) -> None:
-        globals_ = vars(sys.modules[package])
-        source = "".join(linecache.getlines(globals_["__file__"], globals_))
-        self.homes = {public: (module, name) for module, name, public in _IMPORT.findall(source)}
-        self._package = package
+def publish(package: str) -> None:
+    """Give a package its ``__all__``, and what finds these names and lists them."""
+    namespace = vars(sys.modules[package])
+    source = "".join(linecache.getlines(namespace["__file__"], namespace))
+    homes = {public: (module, name) for module, name, public in _IMPORT.findall(source)}
+    names = sorted(homes)
 
-    def find(self, name: str) -> Any:
-        """Return what a name stands for, and keep it in the package; for its ``__getattr__``."""
-        if name not in self.homes:
-            listed = ", ".join(sorted(self.homes))
-            raise AttributeError(f"module {self._package!r} has no attribute {name!r}; it has {listed}")
-        module, there = self.homes[name]
-        if module == self._package:
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(names)}")
+        module, there = homes[name]
+        if module == package:
             found: Any = importlib.import_module(f"{module}.{there}")
         else:
             importlib.import_module("mpistrat.strategy")  # which registers the default strategy
             found = getattr(importlib.import_module(module), there)
-        setattr(sys.modules[self._package], name, found)
+        namespace[name] = found
         return found
+
+    namespace.update(__all__=names, __getattr__=find, __dir__=lambda: [*names, *({"__version__"} & namespace.keys())])

@@ -14,9 +14,8 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_bytes, flat, is_on_device
 from mpistrat.checkpoint import files
-from mpistrat.checkpoint.files import Manifest, Piece
+from mpistrat.checkpoint.files import Manifest, Piece, Save, Writer
 from mpistrat.checkpoint.tree import Node, Spec, Tree
-from mpistrat.checkpoint.writer import Save, Writer
 from mpistrat.communicator.communicator import job_communicator
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.context.stack import default_mode, get_strategy, has_strategy, in_cross_replica_context, misplaced

@@ -26,8 +26,7 @@ from zlib import crc32
 import ml_dtypes  # noqa: F401 - NumPy knows its dtypes by name then
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, as_target, is_aligned, is_on_device, like, to_device
-from mpistrat.device.interop import is_a
+from mpistrat.arrays import Array, as_array, as_target, is_a, is_aligned, is_on_device, like, to_device
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.inputs.position import DatasetIterator, Resumable
 from mpistrat.state.changes import checksum
@@ -35,6 +34,7 @@ from mpistrat.state.variables import Variable
 
 Node = Any
 _PLAIN = (type(None), bool, int, float, str)
+KINDS = ("array", "variable", "state", "generator", "dict", "list", "tuple")
 _SHOWN = 20  # reasons why a checkpoint does not fit
 _ACCEPTED = (
     "accepted are variables, arrays, objects with state_dict and load_state_dict, generators of NumPy, numbers, texts, and "
@@ -114,7 +114,7 @@ class Tree:
             for name in mine
             if saved.get(name, mine[name]) != mine[name]
         ]
-        texts += [text for name in nodes if name in self._objects for text in _misfits(self._objects[name], nodes[name], name)]
+        texts += [text for name in nodes if name in self._objects for text in _misfits(nodes[name], self._objects[name], name)]
         if is_strict:
             texts += [f"{name} is missing there" for name in self._others(self._objects, mine, nodes, saved)]
             others = self._others(nodes, saved, self._objects, mine)
@@ -126,7 +126,7 @@ class Tree:
     def targets(self, document: Node) -> dict[str, Array]:
         """Return the memory of the arrays to which `restore` writes what has their names, where that is host memory."""
         nodes = [(node, self._objects[name]) for name, node in document[1] if name in self._objects]
-        found = {name: memory for node, old in nodes for name, memory in _targets(node, old)}
+        found = {name: memory for each in nodes for name, memory in _targets(*each)}
         return {name: memory for name, memory in found.items() if self.specs[name] == Spec(str(memory.dtype), memory.shape)}
 
     def restore(self, document: Node, values: Mapping[str, Array]) -> None:
@@ -213,21 +213,31 @@ def _in_classes(value: Any, model: Any) -> Any:
     return found
 
 
+def below(node: Node) -> list[tuple[Any, Node]]:
+    """Return the nodes that one holds, each with its key or number; that of an object with a state has none."""
+    kind, content, *_ = node if isinstance(node, list) else ("plain value", node)
+    if kind in ("state", "generator"):
+        return [(None, content)]
+    return content if kind == "dict" else list(enumerate(content)) if kind in ("list", "tuple") else []
+
+
+def _pairs(node: Node, old: Any, name: str = "") -> Iterator[tuple[Node, Any, str]]:
+    """Yield a node, what it is restored to, and the name of that; then what both hold, where they are nests of one kind."""
+    yield node, old, name
+    if isinstance(node, list) and node[0] == _kind(old) and node[0] in ("dict", "list", "tuple"):
+        olds = old if node[0] == "dict" else dict(enumerate(old))
+        for key, each in below(node):
+            if key in olds:
+                yield from _pairs(each, olds[key], f"{name}/{key}")
+
+
 def _targets(node: Node, old: Any) -> Iterator[tuple[str, Array]]:
     """Yield the names and the memory of arrays to which `restored` writes, but for those of objects with a state."""
-    if not isinstance(node, list) or isinstance(old, Variable):
-        return
-    kind, content, *library = node
-    if kind == "dict" and isinstance(old, Mapping):
-        for key, each in content:
-            yield from _targets(each, old.get(key))
-    elif kind in ("list", "tuple") and isinstance(old, (list, tuple)):
-        for each, one in zip(content, old, strict=False):
-            yield from _targets(each, one)
-    elif kind == "array" and is_array(old) and library != ["scalar"]:
-        memory = _memory(old)
-        if memory is not None and not is_on_device(memory) and memory.flags.c_contiguous and is_aligned(memory):
-            yield content, memory
+    for each, one, _ in _pairs(node, old):
+        if isinstance(each, list) and each[0] == "array" and each[2:] != ["scalar"] and _kind(one) == "array" and is_array(one):
+            memory = _memory(one)
+            if memory is not None and not is_on_device(memory) and memory.flags.c_contiguous and is_aligned(memory):
+                yield each[1], memory
 
 
 def is_array(value: Any) -> bool:
@@ -249,30 +259,23 @@ def _kind(value: Any) -> str:
     return "tuple" if isinstance(value, tuple) else "list" if isinstance(value, list) else "array"
 
 
-def _misfits(value: Any, node: Node, name: str, can_change: bool = False) -> Iterator[str]:
-    """Yield why a value cannot be restored from a node, unless another one can take its place."""
-    wanted = _kind(value).replace("variable", "array")
-    kind, content, *_ = node if isinstance(node, list) else ["plain value", node]
-    kind = kind.replace("variable", "array")
-    if wanted != kind:
-        if not can_change or wanted in ("generator", "state"):
-            yield f"{name} is of kind {wanted} here, and {kind} there"
-    elif kind == "dict":
-        for key, each in content:
-            if key in value:
-                yield from _misfits(value[key], each, f"{name}/{key}", can_change=True)
-    elif kind == "list":
-        for index, (one, each) in enumerate(zip(value, content, strict=False)):
-            yield from _misfits(one, each, f"{name}/{index}", can_change=True)
-    elif kind == "generator":
-        mine, saved = value.bit_generator.state["bit_generator"], dict(content[1])["bit_generator"]
-        if mine != saved:
-            yield f"{name} is a generator {mine} here, and {saved} there"
-    elif isinstance(value, (DatasetIterator, Resumable)):
-        try:
-            value.check_position(restored(content, {}))
-        except InvalidArgumentError as error:
-            yield f"{name}: {error}"
+def _misfits(node: Node, value: Any, root: str) -> Iterator[str]:
+    """Yield why a value cannot be restored from a node; below it another value can take the place of most."""
+    for each, old, name in _pairs(node, value, root):
+        kind = each[0] if isinstance(each, list) else "plain value"
+        wanted, kind = _kind(old).replace("variable", "array"), kind.replace("variable", "array")
+        if wanted != kind:
+            if name == root or wanted in ("generator", "state"):
+                yield f"{name} is of kind {wanted} here, and {kind} there"
+        elif kind == "generator":
+            mine, saved = old.bit_generator.state["bit_generator"], dict(each[1][1])["bit_generator"]
+            if mine != saved:
+                yield f"{name} is a generator {mine} here, and {saved} there"
+        elif isinstance(old, (DatasetIterator, Resumable)):
+            try:
+                old.check_position(restored(each[1], {}))
+            except InvalidArgumentError as error:
+                yield f"{name}: {error}"
 
 
 def _memory(value: Any) -> Array | None:

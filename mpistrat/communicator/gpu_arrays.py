@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpistrat.arrays import Array, is_on_device
+from mpistrat.arrays import Array, is_captured_elsewhere, is_on_device
 from mpistrat.device.abstract import Device, Event, Stream
-from mpistrat.device.interop import is_captured_elsewhere
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard

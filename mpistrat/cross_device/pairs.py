@@ -15,7 +15,7 @@ from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, in_
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.text import ranks_text
-from mpistrat.topology.devices import ranks_of
+from mpistrat.topology.world import ranks_of
 
 # the reduction of equal components is the component itself
 _IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)

@@ -5,9 +5,9 @@ The module of a name is imported when the name is first used.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mpistrat.lazy import PublicNames
+from mpistrat.lazy import publish
 
 if TYPE_CHECKING:
     from mpistrat.checkpoint.preemption import PreemptionCheckpointHandler as PreemptionCheckpointHandler
@@ -27,13 +27,4 @@ if TYPE_CHECKING:
     from mpistrat.strategy.mirrored import CentralStorageStrategy as CentralStorageStrategy
     from mpistrat.strategy.mirrored import ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy  # noqa: F401
 
-_names = PublicNames(__name__)
-__all__ = sorted(_names.homes)  # noqa: PLE0605 - a list, computed so that no name is written twice
-
-
-def __getattr__(name: str) -> Any:
-    return _names.find(name)
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+publish(__name__)

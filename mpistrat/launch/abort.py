@@ -3,6 +3,10 @@
 Without this a rank that raises would wait in MPI_Finalize for the others, which wait for it in their next collective. The hooks
 run before the interpreter's exit handlers, and MPI_Abort does not return, so MPI_Finalize is never entered. A program that
 exits with a code, ``sys.exit(3)``, runs its exit handlers first; then mpi4py aborts the job instead of finalizing MPI.
+
+Where ranks go on when one of them is lost, as Open MPI's ``mpirun --with-ft ulfm`` allows, MPI is neither finalized nor
+aborted: MPI_Finalize waits for all ranks, and after a loss it may wait for ever; MPI_Abort of Open MPI 5 may not return there,
+may end no other rank, and mpirun may then exit with 0. There a rank that fails tells the others to end by a message.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -36,6 +40,7 @@ HEAD_START_SECONDS = 0.5
 HEAD_START_SECONDS_RAISED_EVERYWHERE = 2.0
 # Output of a rank reaches the terminal through its launcher, which may drop it after MPI_Abort: wait until it has been relayed.
 RELAY_SECONDS = 0.2
+_LISTEN_SECONDS, _TELL_SECONDS = 0.1, 1.0
 
 INTERRUPTED = 128 + signal.SIGINT
 RESTART_EXIT_CODE = 42
@@ -50,7 +55,7 @@ _agreed_code = 0
 before_end: list[Callable[[], None]] = []
 """What to call when this rank is about to end the job by itself, because of an exception."""
 _stream: TextIO | None = None
-_tell_others: Callable[[int], None] | None = None
+_survivors: MPI.Intracomm | None = None  # on which ranks tell each other to end, where the job survives the loss of ranks
 
 
 def install(comm: MPI.Intracomm) -> None:
@@ -73,10 +78,27 @@ def end(error: BaseException) -> NoReturn:
     os._exit(1)
 
 
-def instead_of_abort(tell_others: Callable[[int], None]) -> None:
-    """Have a function tell the other ranks to end with an exit code, after which this one exits; no rank calls MPI_Abort."""
-    global _tell_others
-    _tell_others = tell_others
+def survives_losses(environ: Mapping[str, str]) -> bool:
+    """Return whether the job of this environment was started so that it survives the loss of ranks."""
+    return environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "on")
+
+
+def end_together(comm: MPI.Intracomm) -> None:
+    """Have a rank that fails end all others, by a message with its exit code. A collective call the first time."""
+    global _survivors
+    if _survivors is None:
+        _survivors = comm.Dup()
+        threading.Thread(target=_listen, args=(_survivors,), name="mpistrat end of the job", daemon=True).start()
+
+
+def acknowledge_losses(comm: MPI.Comm) -> set[int]:
+    """Return which ranks are lost, and acknowledge it: otherwise nothing can be received from any rank."""
+    failed, everybody = comm.Get_failed(), comm.Get_group()
+    lost = failed.Translate_ranks(None, everybody)
+    comm.Ack_failed(len(lost))
+    failed.Free()
+    everybody.Free()
+    return set(lost)
 
 
 def say_on(stream: TextIO) -> None:
@@ -184,9 +206,9 @@ class _Hooks:
 
         flush_output()
         time.sleep(RELAY_SECONDS)
-        if _tell_others is not None:
-            _tell_others(code)
-        MPI._set_abort_status(0 if _tell_others else code)
+        if _survivors is not None:
+            _tell(_survivors, code)
+        MPI._set_abort_status(code if _survivors is None else 0)
 
     def _label(self) -> str:
         return f"rank {self._comm.rank} on {self._host}"
@@ -204,11 +226,42 @@ class _Hooks:
             for call in before_end:
                 call()
         finally:  # even after Ctrl-C or with a closed stderr
-            if _tell_others is not None:
-                _tell_others(code)
+            if _survivors is not None:
+                _tell(_survivors, code)
                 flush_output()
                 os._exit(code)
             self._comm.Abort(code)
+
+
+def _tell(comm: MPI.Intracomm, code: int) -> None:
+    from mpi4py import MPI
+
+    told, requests = bytes([code]), list[MPI.Request]()
+    for rank in set(range(comm.size)) - {comm.rank}:
+        with suppress(MPI.Exception):  # it is lost
+            requests.append(comm.Isend(told, rank))
+    deadline = time.monotonic() + _TELL_SECONDS
+    for request in requests:
+        with suppress(MPI.Exception):
+            while not request.Test() and time.monotonic() < deadline:
+                time.sleep(_TELL_SECONDS / 1000)
+
+
+def _listen(comm: MPI.Intracomm) -> None:
+    """End this rank, whatever it is doing, when another one that fails says so."""
+    from mpi4py import MPI
+
+    code = bytearray(1)
+    while True:
+        try:
+            if comm.Iprobe():
+                comm.Recv(code)
+                break
+        except MPI.Exception:
+            acknowledge_losses(comm)
+        time.sleep(_LISTEN_SECONDS)
+    flush_output()
+    os._exit(code[0])
 
 
 def _head_start(rank: int, error: BaseException) -> float:

@@ -1,9 +1,14 @@
 """Bind the GPU, start MPI once, check the number of ranks against the launcher's, and install the hooks for a clean end.
 
+The GPU is chosen by local rank, and bound before MPI starts, because a CUDA-aware MPI uses the device that is current then.
+
 Processes that a rank forks or starts are not ranks, and end without affecting the job. A forked child has a copy of its
 parent's MPI in memory, with its connections: if it finalized MPI at exit it would tell the launcher that the parent had. A
 program that a rank starts inherits the launcher's variables: a rank marks its environment with its pid, and a process that
 finds the mark of another pid, for the same rank of the same job, forgets them.
+
+Invariant: ``CUDA_VISIBLE_DEVICES`` is never written. Binding raises nothing either: if one rank failed before MPI starts, the
+others would wait for it in MPI_Init; errors are kept until all ranks can raise them together.
 """
 
 from __future__ import annotations
@@ -14,12 +19,14 @@ import sys
 import threading
 import zlib
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from mpistrat import settings
-from mpistrat.errors import LaunchError
-from mpistrat.launch import abort, environment, gpu_binding, openmpi, process, survival
+from mpistrat.device import binding, cuda
+from mpistrat.errors import LaunchError, SettingError
+from mpistrat.launch import abort, environment, openmpi, process
 from mpistrat.launch.libraries import FLAVOURS, no_library, recognise
 from mpistrat.logger import logger
 
@@ -81,7 +88,7 @@ def _start() -> MPI.Intracomm:
     _forget_launcher(os.environ)
     view = environment.detect()
     launcher = process.find_launcher(os.environ)
-    gpu_binding.bind_device(view)
+    bind_device(view)
     chosen: dict[str, str] = {}
     if "mpi4py.MPI" not in sys.modules:
         openmpi.set_home(os.environ)
@@ -91,7 +98,7 @@ def _start() -> MPI.Intracomm:
     try:
         import mpi4py
 
-        if survival.is_on(os.environ):
+        if abort.survives_losses(os.environ):
             mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises either, depending on where its search ends
@@ -175,3 +182,67 @@ def _begin_child() -> None:
 def _end_child() -> None:
     abort.flush_output()
     os._exit(abort.ending_code())
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The device that this process has bound, and why."""
+
+    why: str  # this GPU, or none
+    place: tuple[int, int] | None = None  # local rank and size by which it was chosen; None if no GPU is bound
+    launcher: str = ""  # that set the local rank; empty if none did, so that local rank 0 was assumed
+    num_visible: int = 0  # GPUs that the process sees
+    problem: str = ""  # the error that all ranks raise later, together
+
+
+_bound: Bound | None = None
+
+
+def bind_device(view: environment.LauncherView | None) -> None:
+    """Bind the GPU of this process's local rank, unless a device has been bound before."""
+    global _bound
+    if binding.bound_device() is None:
+        _bound = _bind(view)
+
+
+def bind_again(local_rank: int, local_size: int) -> None:
+    """Bind another GPU, when no launcher has set the local rank and local rank 0 was assumed."""
+    binding.bind(None)
+    bind_device(environment.LauncherView("the ranks that share memory", local_rank=local_rank, local_size=local_size))
+
+
+def what_is_bound() -> Bound | None:
+    """Return the result of `bind_device`; None if it was not called, or a device had been bound before."""
+    return _bound
+
+
+def choose_device(local_rank: int, local_size: int, num_visible: int) -> tuple[int, str]:
+    """Return the index of the GPU of a rank among the visible ones, of which there is at least one, and why."""
+    if num_visible == 1:
+        return 0, "the only GPU that this process sees"
+    place = f"local rank {local_rank} of {local_size}"
+    if local_size <= num_visible:
+        return local_rank, f"{place} on a node with {num_visible} GPUs"
+    return local_rank % num_visible, f"{place} shares {num_visible} GPUs: {local_rank} mod {num_visible}"
+
+
+def _bind(view: environment.LauncherView | None) -> Bound:
+    try:
+        wanted = settings.DEVICE.read()
+    except SettingError as error:
+        return Bound("", problem=str(error))
+    num_visible, missing = (0, f"{settings.DEVICE.name}=cpu") if wanted == "cpu" else cuda.count_visible()
+    if not num_visible:
+        binding.bind(None, missing)
+        return Bound(missing, problem=f"{settings.DEVICE.name}=gpu was set, but {missing}" if wanted == "gpu" else "")
+    place, launcher = (0, 1), ""
+    if view is not None and view.local_rank is not None:
+        place, launcher = (view.local_rank, view.local_size or view.local_rank + 1), view.launcher
+    index, why = choose_device(*place, num_visible)
+    device = cuda.CudaDevice(index)
+    try:
+        device.use()
+    except RuntimeError as error:
+        return Bound(why, problem=f"device {index} ({why}) cannot be used: {error}")
+    binding.bind(device)
+    return Bound(why, place, launcher, num_visible)

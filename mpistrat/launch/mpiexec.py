@@ -1,22 +1,39 @@
-"""Find the mpiexec of the MPI that mpi4py loads, and build its command for this machine."""
+"""Find the mpiexec of the MPI that mpi4py loads, build its command for this machine, run it, and wait for it.
+
+Signals are forwarded, it may have a time limit, and its exit code is made reliable. What it and its ranks print to stderr is
+handed on at once, but for Open MPI's banners of a job that fails, which may come before the traceback of the rank that has
+called MPI_Abort. They are left out if a rank has said why it ends the job, and come last, each once, if none has. Open MPI also
+ends its messages with a NUL byte, for which grep takes a whole log to be binary.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
 import re
+import select
 import shutil
+import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from mpistrat import settings
 from mpistrat.errors import InvalidArgumentError, LaunchError
-from mpistrat.launch import openmpi, survival
+from mpistrat.launch import openmpi
 from mpistrat.launch.environment import in_slurm_allocation
 from mpistrat.launch.libraries import FLAVOURS, MpiFlavour, no_library, recognise
+
+# how a job survives the loss of ranks; the variable is for programs that import mpi4py before this library
+_SURVIVAL_OPTIONS, _SURVIVAL_ENVIRON = ("--with-ft", "ulfm"), {"MPI4PY_RC_FINALIZE": "0"}
+_ULFM = "options:ft_mpi_support:yes"
 
 
 @dataclass(frozen=True)
@@ -77,20 +94,20 @@ def command(
     environ = os.environ if environ is None else environ
     mpi = find_mpi() if mpi is None else mpi
     if survive:
-        survival.check_supported(mpi.flavour.name, mpi.version, mpi.mpiexec)
+        _check_survival(mpi)
     in_slurm = in_slurm_allocation(environ)  # which tells mpiexec the hosts and their slots, unless there is a hostfile
     oversubscribed = not in_slurm and hostfile is None and num_ranks > openmpi.num_cores()
     wanted = {
         **dict(mpi.flavour.root_environ if os.geteuid() == 0 else ()),
         **dict(mpi.flavour.slurm_environ if in_slurm else ()),
         **(openmpi.parameters(environ, oversubscribed) if mpi.flavour.name == "Open MPI" else {}),
-        **(survival.ENVIRON if survive else {}),
+        **(_SURVIVAL_ENVIRON if survive else {}),
     }
     extra = {name: value for name, value in wanted.items() if name not in environ}
     if virtual_nodes:
         extra[settings.VIRTUAL_NODES.name] = virtual_nodes
     options = [
-        *(survival.OPTIONS if survive else ()),
+        *(_SURVIVAL_OPTIONS if survive else ()),
         *(mpi.flavour.oversubscribe_options if oversubscribed else ()),
         *(_tag_options(mpi) if tag_output else ()),
         *(_host_options(mpi, hostfile, {**environ, **extra}) if hostfile else ()),
@@ -109,6 +126,21 @@ def _host_options(mpi: Mpi, hostfile: Path, environ: Mapping[str, str]) -> list[
         forwarded = [name for name in sorted(environ) if name.startswith(("MPISTRAT_", "MPI4PY_"))]
         options += [word for name in forwarded for word in ("-x", name)]
     return options
+
+
+def _check_survival(mpi: Mpi) -> None:
+    """Check that an MPI has ULFM, or raise a LaunchError; ``ompi_info`` lies beside its mpiexec."""
+    needed = "--survive needs User-Level Failure Mitigation (ULFM), which Open MPI 5 has where it was built with it"
+    advice = "pip install openmpi gets one. Without --survive the job ends with the first rank that is lost"
+    if mpi.flavour.name != "Open MPI":
+        raise LaunchError(f"{needed}, but mpi4py loads {mpi.flavour.name} {mpi.version}: {advice}")
+    info = Path(mpi.mpiexec).with_name("ompi_info")
+    try:
+        features = subprocess.run([str(info), "--parsable"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{needed}; whether {mpi.mpiexec} has it cannot be found out: {error}") from error
+    if _ULFM not in features.splitlines():
+        raise LaunchError(f"{needed}, but {info} does not say {_ULFM!r} of Open MPI {mpi.version}: {advice}")
 
 
 def belongs(flavour: MpiFlavour, version: str, version_text: str) -> bool:
@@ -160,3 +192,226 @@ def _version_text(program: Path) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip()
+
+
+TIMED_OUT = 124
+"""The exit code of a job that has reached its limit, as timeout(1) returns it."""
+
+# signals to forward to mpiexec; the terminal sends some of them to both processes
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+# those that end a job; SLURM sends SIGTERM at its time limit
+_ENDING: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended by SIGTERM", signal.SIGHUP: "ended by SIGHUP"}
+# how long to wait for mpiexec to end by itself before a signal is forwarded: the terminal may have sent it to mpiexec too
+_FORWARD_SECONDS = 1.0
+# how long mpiexec may take to end the ranks of a job that has reached its limit, before it is killed
+_END_SECONDS = 10.0
+# how long what mpiexec has printed may take to arrive after its end: what it has started may keep the pipe open
+_RELAY_SECONDS = 2.0
+# how often to look whether mpiexec has ended: between two waits another thread of this process may take its SIGCHLD
+_POLL_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
+
+# what mpiexec puts before each line of a rank with its option for that
+_TAG = rb"(?:\[[\d,]+\]<stderr>: ?)?"
+_LINE = b"-" * 74 + b"\n"
+_KIND = rb"(?P<kind>MPI_ABORT was invoked|\w+ has exited due to process rank|\w+ detected that one or more processes exited)"
+# mpiexec loses a rank that ends while it ends the others; the line may also stand inside the banner
+_LOST = rb"\[[^\]\n]+\] PMIX ERROR: PMIX_ERR_UNREACH [^\n]*\n"
+_BANNER = re.compile(
+    _TAG + _LINE + rb"(?:" + _LOST + rb")*" + _TAG + _KIND + rb".*?\n" + _TAG + _LINE + rb"|(?P<lost>" + _LOST + rb")",
+    re.DOTALL,
+)
+_NUL = re.compile(_TAG + rb"\0")
+# how `abort`, a preempted job, or a command that the ranks run, says why a rank ends the job
+_REASON = re.compile(
+    rb"\[(?P<who>rank \d+ on [^\],\n]*)[^\]\n]*\] (?:Traceback|interrupted|sys\.exit)|"
+    rb"mpistrat (?:bench|tune): |mpistrat: the job stops after"
+)
+# how Open MPI and MPICH say that a signal has ended a process
+_KILLED = re.compile(
+    rb"PID (?P<pid>\d+) (?:on node|RUNNING AT) (?P<node>\S+)"
+    rb"(?: exited on\s+|[^\0]{1,600}?EXIT STRING:[^\n]*\()signal (?P<number>\d+)\D"
+)
+# how Open MPI says that srun has ended its daemons; it returns this wait status itself, so 0
+_DAEMONS = re.compile(rb"srun returned non-zero exit status \((?P<status>\d+)\) from launching")
+_LONGEST_MESSAGE = 1000
+
+_READ_BYTES = 1 << 16
+# how long a line of dashes, with which messages of Open MPI begin, waits for the rest
+_PATIENCE_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Killed:
+    """A process that a signal has ended, as mpiexec reports it: its pid on a node, and the number of the signal."""
+
+    pid: int
+    node: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job has ended, as far as this process knows."""
+
+    code: int
+    timed_out: bool = False
+    killed: Killed | None = None  # the first process that a signal has ended, unless that was sent to this one
+    failed: str = ""  # the first rank that has said why it ends the job, and its host
+    signals: frozenset[int] = frozenset()  # that were sent to this process, and forwarded
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the user, or a scheduler, has told this process to end it."""
+        return not self.signals.isdisjoint((*_ENDING, signal.SIGQUIT))
+
+
+def follow(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    timeout: float = math.inf,
+    on_timeout: Callable[[int], None] | None = None,
+) -> Ended:
+    """Run a command, forward signals to it, and return how it has ended; `on_timeout` gets its pid before a timeout ends it."""
+    # under nohup, or in the background of a shell, some of them are ignored
+    signals = [signal.SIGCHLD, *(number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN)]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    library = ctypes.CDLL(None)
+
+    def begin() -> None:
+        # if this process is killed; refers to the forking thread, which is the one that waits
+        library.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        openmpi.remove_rendezvous_files(os.getpid(), environ)  # this process will become mpiexec
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    source, stderr = os.pipe()
+    process = subprocess.Popen(list(argv), env=dict(environ), stderr=stderr, preexec_fn=begin)
+    os.close(stderr)
+    printed = Banners()
+    relay = threading.Thread(target=relay_stderr, args=(source, 2, printed), name="mpistrat stderr", daemon=True)
+    relay.start()
+    job = _Followed(process, timeout, on_timeout)
+    job.wait(signals)
+    relay.join(_RELAY_SECONDS)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return Ended(
+        _code(job) or printed.daemons_code,
+        job.timed_out,
+        None if job.ended_by else printed.killed,
+        printed.failed,
+        frozenset(job.signals),
+    )
+
+
+def _code(job: _Followed) -> int:
+    code = job.process.returncode
+    if job.timed_out:
+        return TIMED_OUT
+    # told to end, mpiexec returns 1 or dies; another code after SIGTERM is the program's own
+    ends = code != 0 if job.ended_by == signal.SIGINT else code in (1, -job.ended_by)
+    if job.ended_by and ends:
+        print(f"mpistrat run: {_ENDING[job.ended_by]}", file=sys.stderr, flush=True)
+        return 128 + job.ended_by
+    return code if code >= 0 else 128 - code
+
+
+class _Followed:
+    def __init__(self, process: subprocess.Popen[bytes], timeout: float, on_timeout: Callable[[int], None] | None) -> None:
+        self.process, self._on_timeout = process, on_timeout
+        self.signals = set[int]()
+        self._forward: list[int] = []
+        self._forward_at = math.inf
+        self._end_at = time.monotonic() + timeout
+        self.timed_out, self.ended_by = False, 0
+        self._segments: set[Path] = set()
+
+    def wait(self, signals: Sequence[int]) -> None:
+        """Wait until mpiexec has exited; `signals`, of which SIGCHLD is one, are blocked."""
+        while self.process.poll() is None:
+            seconds = min(self._forward_at, self._end_at) - time.monotonic()
+            received = signal.sigtimedwait(signals, min(max(seconds, 0.0), _POLL_SECONDS))
+            if received is not None and received.si_signo != signal.SIGCHLD:
+                self._forward.append(received.si_signo)
+                self.signals.add(received.si_signo)
+                self._forward_at = time.monotonic() + _FORWARD_SECONDS
+                if received.si_signo in _ENDING:
+                    self._segments |= openmpi.mapped_segments(self.process.pid)
+                    self.ended_by = self.ended_by or received.si_signo
+            if time.monotonic() >= self._forward_at:  # the signal was sent to this process alone
+                for number in self._forward:
+                    self.process.send_signal(number)
+                self._forward.clear()
+                self._forward_at = math.inf
+            if time.monotonic() >= self._end_at:
+                self._end()
+        for path in self._segments:
+            path.unlink(missing_ok=True)
+
+    def _end(self) -> None:
+        if self.timed_out:
+            self.process.kill()
+            self._end_at = math.inf
+            return
+        self.timed_out = True
+        self._segments |= openmpi.mapped_segments(self.process.pid)
+        if self._on_timeout is not None:
+            self._on_timeout(self.process.pid)
+        self.process.terminate()
+        self._end_at = time.monotonic() + _END_SECONDS
+
+
+class Banners:
+    """Hold back the banners of an aborted job until its end, and note which rank has failed or was killed first."""
+
+    def __init__(self) -> None:
+        self._seen, self._held = b"", dict[bytes, bytes]()
+        self._has_message = self._has_reason = False
+        self.killed: Killed | None = None
+        self.failed = ""
+        self.daemons_code = 0  # that srun has returned, which has started the daemons of mpiexec
+
+    def feed(self, data: bytes) -> bytes:
+        """Return what is to be printed after these bytes have arrived; note why the job ends, and which process was killed."""
+        self._seen = self._seen[-_LONGEST_MESSAGE:] + data
+        if not self._has_reason and (reason := _REASON.search(self._seen)):
+            self._has_reason, self.failed = True, (reason["who"] or b"").decode(errors="replace")
+        if self.killed is None and (found := _KILLED.search(self._seen)):
+            self.killed = Killed(int(found["pid"]), found["node"].decode(errors="replace"), int(found["number"]))
+        if found := _DAEMONS.search(self._seen):
+            self.daemons_code = int(found["status"]) >> 8 or 1
+        self._has_message = self._has_message or _LINE in data
+        if self._has_message or b"PMIX ERROR" in data:
+            # MPI_ABORT's own is printed once for each rank that calls it: the first is the one to read
+            for banner in _BANNER.finditer(data):
+                self._held.setdefault(banner["kind"] or b"lost", banner[0])
+            data = _BANNER.sub(b"", data)
+        # only messages of mpiexec have a line of dashes before; what a program prints otherwise stays as it is
+        return _NUL.sub(b"", data) if self._has_message and b"\0" in data else data
+
+    def end(self) -> bytes:
+        """Return what is left when there is no more: the banners, unless a rank has given the reason."""
+        return b"" if self._has_reason else b"".join(self._held.values())
+
+
+def relay_stderr(source: int, target: int, banners: Banners) -> None:
+    """Copy bytes as they arrive, through `banners`, until there are no more or nobody reads them."""
+    # `source` is closed, so that its writers see if nobody reads `target`
+    with suppress(OSError), os.fdopen(source, "rb", buffering=0) as stream:
+        while data := stream.read(_READ_BYTES):
+            while (
+                data.count(_LINE) % 2 and len(data) < _LONGEST_MESSAGE and select.select([stream], [], [], _PATIENCE_SECONDS)[0]
+            ):
+                more = stream.read(_READ_BYTES)  # a message may come in pieces
+                data += more
+                if not more:
+                    break
+            _write(target, banners.feed(data))
+        _write(target, banners.end())
+
+
+def _write(target: int, data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(target, data) :]
+        except BlockingIOError:  # mpiexec sets its stdout to non-blocking, which may be the same terminal
+            select.select([], [target], [])

@@ -24,7 +24,7 @@ from mpistrat import settings
 from mpistrat.errors import DeadlineExceededError, UnavailableError
 from mpistrat.groups.agreement import pause
 from mpistrat.groups.group import keep_alive_for_peers
-from mpistrat.launch import survival
+from mpistrat.launch.abort import acknowledge_losses, survives_losses
 from mpistrat.launch.openmpi import num_cores, yields_when_idle
 from mpistrat.logger import logger
 from mpistrat.parameter_server.tasks import TaskGroup
@@ -170,7 +170,7 @@ class Channel:
         self.group, self.comm, self.failure = group, group.comm, MPI.Exception
         self.name = group.names[self.comm.Get_rank()]
         self.activity = Activity(self.name.partition(" (")[0])
-        self.survives = survival.is_on(os.environ)  # the loss of ranks
+        self.survives = survives_losses(os.environ)  # the loss of ranks
         self.inline_bytes = _INLINE_BYTES_WHERE_RANKS_ARE_LOST if self.survives else _INLINE_BYTES
         self.lost: frozenset[int] = frozenset()  # as far as this rank knows
         self._seconds = group.settings[settings.TIMEOUT_SECONDS]
@@ -307,22 +307,13 @@ class Channel:
             raise error
         known, deadline = self.lost, time.monotonic() + _NOTIFIED_WITHIN_SECONDS
         is_certain = error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
-        self._find_lost()
+        self.lost |= acknowledge_losses(self.comm)
         while not is_certain and self.lost == known and time.monotonic() < deadline:
             time.sleep(_NOTIFIED_WITHIN_SECONDS / 1000)
-            self._find_lost()
+            self.lost |= acknowledge_losses(self.comm)
         if not self.lost:
             raise error
         return self.lost_error(sorted(self.lost))
-
-    def _find_lost(self) -> None:
-        """Find out which ranks are lost, and acknowledge it: otherwise nothing can be received from any rank."""
-        failed, everybody = self.comm.Get_failed(), self.comm.Get_group()
-        ranks = failed.Translate_ranks(None, everybody)
-        self.comm.Ack_failed(len(ranks))
-        self.lost |= set(ranks)
-        failed.Free()
-        everybody.Free()
 
     def _meanwhile(self) -> str:
         """Return what the other ranks of the job do, on lines of their own."""

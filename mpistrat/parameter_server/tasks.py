@@ -15,7 +15,7 @@ from mpistrat.cluster import ClusterSpec, check_role
 from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.groups.rendezvous import rendezvous
-from mpistrat.launch import survival
+from mpistrat.launch import abort
 from mpistrat.settings import MAX_MESSAGE_BYTES, Snapshot
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ def join_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | Non
         job.agree(f"joining the parameter servers of {cluster!r}, {limit}", check)
         played: list[tuple[str, int]] = job.comm.allgather((task_type, task_id))
         _check_played(cluster, played)
-        if survival.is_on(os.environ):
-            survival.end_together(job.comm)
+        if abort.survives_losses(os.environ):
+            abort.end_together(job.comm)
         is_outside = task_type == EVALUATOR
         comm = job.comm.Split(MPI.UNDEFINED if is_outside else 0, job.rank)
         nodes = [job.world.nodes[job.world.place(rank).node_index].name for rank in range(len(played))]

@@ -28,8 +28,7 @@ from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.structures import flatten, map_leaves
 from mpistrat.text import format_count
-from mpistrat.topology.devices import device_name, ranks_of
-from mpistrat.topology.world import World
+from mpistrat.topology.world import World, device_name, ranks_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI

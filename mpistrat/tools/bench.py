@@ -26,8 +26,7 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import CollectiveError, InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.launch.bootstrap import library_version, start
-from mpistrat.launch.gpu_binding import what_is_bound
+from mpistrat.launch.bootstrap import library_version, start, what_is_bound
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
 from mpistrat.steps import drive, until

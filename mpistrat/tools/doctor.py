@@ -14,7 +14,7 @@ from typing import Any
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.launch import process
 from mpistrat.text import format_count, format_elapsed, format_table, ranks_by, ranks_text
-from mpistrat.watch import folder
+from mpistrat.watch.record import job_folders
 from mpistrat.watch.states import Neighbours, RankState, encode
 from mpistrat.watch.verdict import judge, waits_for
 
@@ -62,7 +62,7 @@ def describe(pid: int) -> str:
 
 def _all_jobs() -> Iterator[tuple[float, JobReport]]:
     """Return jobs, each with the time at which a rank last began to record."""
-    for path in folder.jobs():
+    for path in job_folders():
         with suppress(OSError):  # it has just ended
             found = examine(path)
             if found is not None:

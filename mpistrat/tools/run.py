@@ -16,9 +16,10 @@ from typing import Any
 
 from mpistrat import settings
 from mpistrat.errors import InvalidArgumentError, LaunchError
-from mpistrat.launch import environment, mpiexec, openmpi, restarts
+from mpistrat.launch import environment, mpiexec, openmpi
 from mpistrat.launch.abort import RESTART_EXIT_CODE
-from mpistrat.launch.job import Ended, Killed, follow
+from mpistrat.launch.end_of_job import run_again
+from mpistrat.launch.mpiexec import Ended, Killed, follow
 from mpistrat.text import format_count, format_elapsed
 from mpistrat.topology.world import World
 
@@ -102,7 +103,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
     several_hosts = arguments.hostfile is not None or environment.in_slurm_allocation(os.environ)
     shared = Path.cwd() if several_hosts and os.access(Path.cwd(), os.W_OK) else None
-    return restarts.run_again(start, arguments.max_restarts, delay, shared, _say)
+    return run_again(start, arguments.max_restarts, delay, shared, _say)
 
 
 def start(program: Sequence[str], num_ranks: int, nodes: str = "", variables: Mapping[str, str] | None = None) -> int:
@@ -201,7 +202,7 @@ def _report_timeout(seconds: float, mpiexec_pid: int) -> None:
 
 def _report_killed(killed: Killed) -> str:
     """Say which process was killed, and return it without the advice."""
-    from mpistrat.watch.folder import mark_killed  # as above
+    from mpistrat.watch.record import mark_killed  # as above
 
     found = mark_killed(killed.pid) if killed.node.partition(".")[0] == socket.gethostname().partition(".")[0] else None
     who, advice = f"process {killed.pid} on {killed.node}", ""

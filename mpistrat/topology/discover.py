@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mpistrat import settings
+from mpistrat.device.abstract import Identity
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import LaunchError, MpistratError, SettingError, TopologyError
-from mpistrat.launch.gpu_binding import Bound, bind_again, what_is_bound
+from mpistrat.launch.bootstrap import Bound, bind_again, what_is_bound
 from mpistrat.logger import logger
 from mpistrat.text import ranks_by, ranks_text
 from mpistrat.topology.world import World
@@ -68,21 +69,20 @@ def real_nodes(comm: MPI.Intracomm) -> tuple[list[int], list[str]]:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A rank's GPU, with identifiers that are valid in every process; `index` is CUDA's in its own."""
+    """A rank's GPU; `index` is CUDA's in its own process."""
 
     node: str
-    uuid: str  # of the GPU, or of the MIG instance, in hexadecimal
-    pci_bus_id: str
-    name: str
     index: int
+    identity: Identity
 
     @property
     def key(self) -> str:
         """A unique key: machine, PCI bus id, and UUID, which distinguishes MIG instances."""
-        return f"{self.node} {self.pci_bus_id} {self.uuid}"
+        return f"{self.node} {self.identity.pci_bus_id} {self.identity.uuid}"
 
     def __str__(self) -> str:
-        return f"{self.name} {self.pci_bus_id} on {self.node} (device {self.index}, UUID {self.uuid[:8]}…)"
+        own = self.identity
+        return f"{own.name} {own.pci_bus_id} on {self.node} (device {self.index}, UUID {own.uuid[:8]}…)"
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def _answer(comm: MPI.Intracomm) -> Answer:
     if device is None:
         return Answer(node, place, bound)
     try:
-        gpu = Gpu(node, index=device.index, **asdict(device.identity()))
+        gpu = Gpu(node, device.index, device.identity())
     except RuntimeError as error:  # raised by CUDA
         return Answer(node, place, replace(bound, problem=f"device {device.index} cannot be identified: {error}"))
     return Answer(node, place, bound, gpu)

@@ -31,19 +31,25 @@ from numpy.typing import NDArray
 from mpistrat import ending
 from mpistrat.errors import LaunchError
 from mpistrat.launch import abort, environment, process
-from mpistrat.watch import folder
 from mpistrat.watch.record import (
     FAILED_BIT,
     HEADER,
     LINES,
     MAGIC,
     NOT_LISTED,
+    RANK_PREFIX,
     RECORD,
     RING,
     RING_RECORDS,
     STARTED_BIT,
     VERSION,
     State,
+    bases,
+    has_owner,
+    job_name,
+    make_job,
+    remove_old_jobs,
+    remove_record,
     write_text,
 )
 
@@ -145,7 +151,7 @@ class FlightRecorder:
     def close(self) -> None:
         """Remove the file, and the folder of the job with the last one; later records cannot be read by other processes."""
         if self.path is not None:
-            folder.remove(self.path)
+            remove_record(self.path)
             self.path = None
 
     def leave_to_parent(self) -> None:
@@ -312,13 +318,13 @@ def _make() -> FlightRecorder:
     with suppress(LaunchError):
         view = environment.detect()
         rank, size = (view.rank or 0, view.size or 1) if view else (0, 1)
-        job = folder.job_name()
-        for base in folder.bases():
+        job = job_name()
+        for base in bases():
             with suppress(OSError):
-                path = folder.make_job(base, job) / f"{folder.RANK}{rank}"
-                folder.remove_old_jobs(base)
+                path = make_job(base, job) / f"{RANK_PREFIX}{rank}"
+                remove_old_jobs(base)
                 # where a running process has it, a rank has started this one, with its variables
-                return FlightRecorder(None if folder.has_owner(path) else path, rank, size)
+                return FlightRecorder(None if has_owner(path) else path, rank, size)
     return FlightRecorder(None)
 
 

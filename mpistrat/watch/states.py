@@ -12,8 +12,7 @@ from typing import Any
 
 from mpistrat.launch import environment, process
 from mpistrat.text import format_elapsed, ranks_text
-from mpistrat.watch import folder
-from mpistrat.watch.record import Key, RankFile, RecordedCall, State
+from mpistrat.watch.record import RANK_PREFIX, Key, RankFile, RecordedCall, State, job_name
 
 # a watching thread that has not woken for this long is blocked
 SILENT_SECONDS = 3.0
@@ -103,7 +102,7 @@ class Neighbours:
         found: dict[str, tuple[int, RankFile]] = {}
         with suppress(OSError):
             for entry in os.scandir(self.job):
-                if not entry.name.startswith(folder.RANK):
+                if not entry.name.startswith(RANK_PREFIX):
                     continue
                 known = self._files.get(entry.name)
                 with suppress(OSError, ValueError):
@@ -201,7 +200,7 @@ def _absent(job: Path, ranks: Collection[int]) -> list[RankState]:
             continue
         launcher = environment.launcher_of(variables)
         text = variables[launcher.rank] if launcher else ""
-        if not text.isdigit() or int(text) not in ranks or folder.job_name(variables, seen.pid) != job.name:
+        if not text.isdigit() or int(text) not in ranks or job_name(variables, seen.pid) != job.name:
             continue
         before = found.get(int(text))
         if before is None or before.pid < seen.pid:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat import ending, settings, timeline
 from mpistrat.errors import AgreementError, CollectiveError, LaunchError
-from mpistrat.launch import abort, environment, survival
+from mpistrat.launch import abort, environment
 from mpistrat.logger import logger, warn_once
 from mpistrat.text import ranks_by
 from mpistrat.timeline import Timeline, TimelineEvent
@@ -219,8 +219,8 @@ class Watcher:
         own = self._recorder
         own.note(rank=comm.Get_rank(), size=comm.Get_size())
         self._size = comm.Get_size()
-        if survival.is_on(os.environ):  # messages to all, and the barrier at the end, fail with the first rank that is lost
-            return
+        if abort.survives_losses(os.environ):
+            return  # messages to all, and the barrier at the end, fail with the first rank that is lost
         place = ""
         if own.path is not None:
             found = own.path.parent.stat()

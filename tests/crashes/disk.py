@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mpistrat.checkpoint import writer
+from mpistrat.checkpoint import files
 
 State = dict[str, bytes | None]  # files with what they hold, and folders
 _MOST_SUBSETS = 6  # of so many changes each subset may be lost
@@ -39,9 +39,9 @@ class Recorder:
         opened = Path.open
         patch.setattr(Path, "open", lambda path, *given, **named: self._opened(path, opened(path, *given, **named), *given))
         for name in ("_send", "_receive"):
-            patch.setattr(writer.Writer, name, self._meeting(name[1:], getattr(writer.Writer, name)))
-        start = writer.Writer.start
-        patch.setattr(writer.Writer, "start", lambda each, *given: self.add("start") or start(each, *given))
+            patch.setattr(files.Writer, name, self._meeting(name[1:], getattr(files.Writer, name)))
+        start = files.Writer.start
+        patch.setattr(files.Writer, "start", lambda each, *given: self.add("start") or start(each, *given))
 
     def add(self, kind: str, path: str = "", value: Any = None) -> None:
         """Write a step down."""

@@ -97,9 +97,8 @@ strategy.communicator.barrier()
 def test_an_mpiexec_that_has_to_be_killed_leaves_no_shared_memory(folder: Path) -> None:
     program = "print(*re.findall(r'/dev/shm/sm_segment\\S+', open('/proc/self/maps').read()), flush=True)\ntime.sleep(1000)"
     (folder / "job.py").write_text("import re\n" + PROLOGUE + program)
-    run = (
-        "from mpistrat.launch import job; from mpistrat.tools.cli import main; job._END_SECONDS = 0.0; raise SystemExit(main())"
-    )
+    patched = "from mpistrat.launch import mpiexec; mpiexec._END_SECONDS = 0.0; "
+    run = f"{patched}from mpistrat.tools.cli import main; raise SystemExit(main())"
     done = run_bounded([sys.executable, "-c", run, "run", "-n", "2", "--timeout", str(patient(3.0)), "job.py"], SECONDS)
     assert done.returncode == 124, done.stderr
     segments = set(map(Path, done.stdout.split()))

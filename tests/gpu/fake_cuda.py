@@ -6,7 +6,7 @@ import pytest
 
 from mpistrat.device import binding as device_binding
 from mpistrat.device.abstract import Identity
-from mpistrat.launch import gpu_binding
+from mpistrat.launch import bootstrap
 from tests.gpu.stand_in import StandInDevice
 
 
@@ -20,7 +20,7 @@ class FakeCuda:
         monkeypatch.setattr("mpistrat.device.cuda.count_visible", lambda: (len(self.numbers), self.missing))
         monkeypatch.setattr("mpistrat.device.cuda.CudaDevice", self.device)
         monkeypatch.setattr(device_binding, "_bound", None)
-        monkeypatch.setattr(gpu_binding, "_bound", None)
+        monkeypatch.setattr(bootstrap, "_bound", None)
         monkeypatch.setenv("MPISTRAT_DEVICE", "auto")
 
     def show(self, *numbers: int) -> None:

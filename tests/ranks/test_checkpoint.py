@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.checkpoint import files, writer
+from mpistrat.checkpoint import files
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.errors import AgreementError, CheckpointError, InvalidArgumentError
 from mpistrat.experimental import ParameterServerStrategy
@@ -240,14 +240,14 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(comm, two, folder, monke
             raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "write_pieces", full)
+        patch.setattr(files, "write_pieces", full)
         with pytest.raises(CheckpointError, match=r"rank 1: .*No space left on device.*The last checkpoint before it is whole"):
             checkpoint.save(folder / "second", wait=True)
         assert not (folder / "second").exists()
         checkpoint.save(folder / "second")
         with pytest.raises(CheckpointError, match="No space"):  # by the next call
             checkpoint.restore(first)
-        patch.setattr(writer, "write_pieces", lambda path, *given: files.remove(path.parent) or write(path, *given))
+        patch.setattr(files, "write_pieces", lambda path, *given: files.remove(path.parent) or write(path, *given))
         with pytest.raises(CheckpointError, match=r"rank \d: .* cannot be written"):
             checkpoint.save(folder / "removed", wait=True)
         patch.setattr(checkpoint, "_stage", on_one(comm, 1, None, checkpoint._stage))
@@ -325,7 +325,7 @@ def test_a_step_goes_on_while_ranks_write_and_the_next_save_waits(comm, two, fol
     checkpoint, state = two
     manager = mpistrat.CheckpointManager(checkpoint, folder / "all")
     go_on, write = threading.Event(), files.write_pieces
-    monkeypatch.setattr(writer, "write_pieces", lambda *given: go_on.wait(20) and write(*given))
+    monkeypatch.setattr(files, "write_pieces", lambda *given: go_on.wait(20) and write(*given))
     first = manager.save(1)
     state["w"][:] = state["step"] = 2  # after the values were copied
     assert checkpoint._communicator.all_reduce("sum", np.ones(1)) == comm.size

@@ -23,7 +23,7 @@ from mpistrat.execution.work import Work
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.mpi4py import wrap
-from mpistrat.mpi4py.buffers import Buffer
+from mpistrat.mpi4py.intracomm import Buffer
 from mpistrat.packing import fuse_device
 from mpistrat.reduction import ReduceOp
 from mpistrat.torch import average_gradients, broadcast_state

@@ -9,8 +9,8 @@ import pytest
 from mpistrat.device.binding import bind, bound_device
 from mpistrat.errors import LaunchError, SettingError, TopologyError
 from mpistrat.groups.rendezvous import rendezvous
+from mpistrat.launch.bootstrap import bind_device
 from mpistrat.launch.environment import LauncherView, detect
-from mpistrat.launch.gpu_binding import bind_device
 from mpistrat.text import ranks_text
 from mpistrat.topology.discover import check_gpu_assignment
 from tests.gpu.fake_cuda import FakeCuda

@@ -24,7 +24,7 @@ from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy import mirrored
 from mpistrat.strategy.mirrored import CentralStorageStrategy, ExperimentalMultiWorkerMirroredStrategy
-from mpistrat.topology.devices import device_name
+from mpistrat.topology.world import device_name
 from tests.launches import needs_ranks, on_ranks
 
 pytestmark = on_ranks(1, 3)

@@ -216,7 +216,7 @@ def test_everything_else_comes_back_as_a_numpy_array(original: Any) -> None:
     assert like(result, original) is result
 
 
-dtypes = st.sampled_from("?bhilqBHILQefdFD")  # NumPy hands out no bfloat16: test_interop has it
+dtypes = st.sampled_from("?bhilqBHILQefdFD")  # NumPy hands out no bfloat16: test_other_arrays has it
 shapes = st.lists(st.integers(0, 3), max_size=4).map(tuple)
 kinds = st.sampled_from([np.asarray, SpeaksDlpack, SpeaksArrayInterface, StandardArray])
 

@@ -28,7 +28,7 @@ PLAN = "from mpistrat.tools.cli import main; main(['plan', '--world', '4x8', '--
             (f"import mpistrat.launch.{module}", ["mpi4py"])
             for module in ("environment", "bootstrap", "mpiexec", "openmpi", "abort")
         ),
-        ("import mpistrat.topology.devices", ["mpi4py", "cupy"]),
+        ("import mpistrat.topology.world", ["mpi4py", "cupy"]),
         (ONE_DEVICE, ["mpi4py", "cupy"]),
         (ARRAYS, ["torch", "jax", "cupy"]),
         (INFO, ["mpi4py.MPI"]),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.checkpoint import writer
+from mpistrat.checkpoint import files
 from mpistrat.checkpoint.files import write_pieces
 from mpistrat.checkpoint.tree import Tree
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
@@ -99,10 +99,10 @@ def test_arrays_of_jax_come_back_in_a_dict(tmp_path):
 
 def test_all_that_does_not_fit_is_told_and_nothing_is_changed(tmp_path):
     data, rng = mpistrat.ArrayDataset(np.arange(4), 2), np.random.default_rng(0)
-    one = mpistrat.Checkpoint(w=np.ones(3), gone=np.ones(2), d={"a": np.ones(2)}, data=data, rng=rng, kind={})
+    one = mpistrat.Checkpoint(w=np.ones(3), gone=np.ones(2), d={"a": np.ones(2), "t": (rng,)}, data=data, rng=rng, kind={})
     path = one.save(tmp_path / "one", wait=True)
-    w, nest = np.zeros(3), {"a": np.zeros((2, 1)), "b": np.zeros(1)}
     old = np.random.Generator(np.random.MT19937(5))
+    w, nest = np.zeros(3), {"a": np.zeros((2, 1)), "b": np.zeros(1), "t": (old,)}
     other = mpistrat.Checkpoint(w=w, d=nest, new=np.zeros(1), rng=old, kind=np.zeros(1))
     with pytest.raises(CheckpointError) as told:
         other.restore(path)
@@ -110,6 +110,7 @@ def test_all_that_does_not_fit_is_told_and_nothing_is_changed(tmp_path):
     assert sorted(lines) == [
         "d/a has float64 (2, 1) here, and float64 (2,) there",
         "d/b is missing there",
+        "d/t/0 is a generator MT19937 here, and PCG64 there",
         "data is unexpected: nothing here has this name",
         "gone is unexpected: nothing here has this name",
         "kind is missing there",
@@ -155,7 +156,7 @@ def test_what_cannot_be_saved_or_restored_in_place_is_refused(tmp_path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_ends_before_it_has_written_fails_the_save(tmp_path, monkeypatch):
     manager = mpistrat.CheckpointManager(mpistrat.Checkpoint(w=np.ones(1)), tmp_path)
-    monkeypatch.setattr(writer, "write_pieces", lambda *given: sys.exit())
+    monkeypatch.setattr(files, "write_pieces", lambda *given: sys.exit())
     with pytest.raises(CheckpointError, match=r"rank 0: the thread that writes has ended\. The last"):
         manager.save(1, wait=True)
     assert manager.latest_checkpoint is None
@@ -168,12 +169,12 @@ def test_the_thread_that_writes_leaves_the_cores_to_the_steps(tmp_path, monkeypa
         niceness.append(os.getpriority(os.PRIO_PROCESS, 0))
         return write_pieces(*given)
 
-    monkeypatch.setattr(writer, "write_pieces", write)
+    monkeypatch.setattr(files, "write_pieces", write)
     before = os.getpriority(os.PRIO_PROCESS, 0)
     checkpoint = mpistrat.Checkpoint(x=np.ones(3))
     checkpoint.save(tmp_path / "one")
     checkpoint.save(tmp_path / "two", wait=True)  # there are no steps meanwhile
-    assert niceness == [min(before + writer._NICER, 19), before]
+    assert niceness == [min(before + files._NICER, 19), before]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 

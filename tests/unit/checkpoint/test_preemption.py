@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.checkpoint import preemption, writer
+from mpistrat.checkpoint import files, preemption
 from mpistrat.errors import CheckpointError, InvalidArgumentError
 from mpistrat.experimental import PreemptionCheckpointHandler, TerminationConfig
 from mpistrat.launch import end_of_job
@@ -255,7 +255,7 @@ def test_a_failed_save_before_is_told_and_does_not_keep_it_from_saving(make, tmp
     monkeypatch.setattr(logger, "propagate", True)
     handler = make()
     with monkeypatch.context() as patched:
-        patched.setattr(writer, "write_pieces", lambda *given: 1 // 0)
+        patched.setattr(files, "write_pieces", lambda *given: 1 // 0)
         handler._manager.save(0)
         handler._checkpoint._writer._thread.join()
     take(handler, 2, at=1)

@@ -6,7 +6,7 @@ import pytest
 
 import mpistrat
 from mpistrat.context.stack import default_mode, enter_or_assert_strategy, get_update_replica_id, updating
-from mpistrat.strategy.one_device import OneDeviceStrategy
+from mpistrat.strategy.strategy import OneDeviceStrategy
 
 
 def default_strategy():

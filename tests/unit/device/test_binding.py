@@ -11,7 +11,7 @@ import pytest
 import mpistrat
 from mpistrat.device import cuda
 from mpistrat.errors import InvalidArgumentError, LaunchError, UnsupportedDtypeError
-from mpistrat.launch import gpu_binding
+from mpistrat.launch import bootstrap
 from tests.gpu.stand_in_arrays import stand_in_gpu
 
 
@@ -52,7 +52,7 @@ def test_devices_are_named_by_what_ranks_drive(gpu):
 def test_one_device_binds_the_gpu_and_says_why_it_cannot(monkeypatch):
     monkeypatch.setenv("MPISTRAT_DEVICE", "gpu")
     monkeypatch.setattr(cuda, "count_visible", lambda: (0, "planted: no GPU"))
-    monkeypatch.setattr(gpu_binding, "_bound", None)
+    monkeypatch.setattr(bootstrap, "_bound", None)
     with pytest.raises(LaunchError, match="^MPISTRAT_DEVICE=gpu was set, but planted: no GPU. Set MPISTRAT_DEVICE=cpu"):
         mpistrat.OneDeviceStrategy()
     assert mpistrat.OneDeviceStrategy("/cpu:0").extended.worker_devices == ("/cpu:0",)

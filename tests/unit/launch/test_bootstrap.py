@@ -122,8 +122,8 @@ assert count == [1] and bootstrap.start() is bootstrap.start(), count
 def test_the_gpu_is_bound_before_mpi_starts() -> None:
     program = """
 import sys
-from mpistrat.launch import gpu_binding
-gpu_binding.bind_device = lambda view: print("MPI is there:", "mpi4py.MPI" in sys.modules, view.local_rank, file=sys.stderr)
+from mpistrat.launch import bootstrap
+bootstrap.bind_device = lambda view: print("MPI is there:", "mpi4py.MPI" in sys.modules, view.local_rank, file=sys.stderr)
 """
     srun = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "3"}
     assert start_here(program, **srun) == "MPI is there: False 3"

@@ -12,8 +12,8 @@ from mpistrat.arrays import as_array
 from mpistrat.device import cuda
 from mpistrat.device.binding import bind, bound_device
 from mpistrat.errors import InvalidArgumentError
+from mpistrat.launch.bootstrap import bind_again, bind_device, choose_device, what_is_bound
 from mpistrat.launch.environment import LauncherView
-from mpistrat.launch.gpu_binding import bind_again, bind_device, choose_device, what_is_bound
 from tests.gpu.fake_cuda import FakeCuda
 from tests.gpu.stand_in import StandInDevice
 from tests.other_arrays import CUDA, SpeaksDlpack

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from mpistrat.launch import job
-from mpistrat.launch.job import TIMED_OUT, Banners, Ended, Killed, follow, relay_stderr
+from mpistrat.launch import mpiexec
+from mpistrat.launch.mpiexec import TIMED_OUT, Banners, Ended, Killed, follow, relay_stderr
 from tests.processes import TAKES_CTRL_C, run_bounded
 
 # other tests of this process may have imported JAX, which warns of every fork
@@ -55,7 +55,7 @@ def test_why_a_job_has_ended_is_known(capfd: pytest.CaptureFixture[str]) -> None
 )
 def test_a_signal_that_ends_the_job_is_told_and_is_its_code(name: str, code: int, returned: int, said: str) -> None:
     command = f"trap 'exit {code}' {name}; kill -{name} $PPID; while :; do sleep 0.05; done"
-    program = f"import os; from mpistrat.launch.job import follow; ended = follow(['sh', '-c', {command!r}], os.environ); "
+    program = f"import os; from mpistrat.launch.mpiexec import follow; ended = follow(['sh', '-c', {command!r}], os.environ); "
     program += "print(*ended.signals, ended.was_stopped); raise SystemExit(ended.code)"
     done = run_bounded([*TAKES_CTRL_C, sys.executable, "-c", program], 60.0)
     assert (done.returncode, done.stderr) == (returned, f"mpistrat run: {said}\n" if said else "")
@@ -74,14 +74,14 @@ def test_a_limit_ends_the_job_after_the_report(capfd: pytest.CaptureFixture[str]
 
 
 def test_what_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "_END_SECONDS", 0.2)
+    monkeypatch.setattr(mpiexec, "_END_SECONDS", 0.2)
     started = time.monotonic()
     assert follow(shell("trap '' TERM; exec sleep 60"), os.environ, 0.2).code == TIMED_OUT
     assert time.monotonic() - started < 30
 
 
 def test_what_keeps_stderr_open_does_not_keep_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "_RELAY_SECONDS", 0.2)
+    monkeypatch.setattr(mpiexec, "_RELAY_SECONDS", 0.2)
     started = time.monotonic()
     assert follow(shell("sleep 5 & exit 4"), os.environ).code == 4
     assert time.monotonic() - started < 4
@@ -216,7 +216,7 @@ def test_a_banner_may_come_in_pieces(relayed: Relayed) -> None:
 
 
 def test_writers_see_that_nobody_reads(relayed: Relayed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "_READ_BYTES", 10)
+    monkeypatch.setattr(mpiexec, "_READ_BYTES", 10)
     writer, reader, thread = relayed
     os.close(reader)
     os.write(writer, b"x")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.errors import InvalidArgumentError, LaunchError
-from mpistrat.launch import mpiexec, openmpi, survival
+from mpistrat.launch import abort, mpiexec, openmpi
 from mpistrat.launch.libraries import FLAVOURS, MpiFlavour, recognise
 from mpistrat.launch.mpiexec import Mpi, belongs, command, find_mpi
 
@@ -216,7 +216,7 @@ def test_a_hostfile_names_the_hosts_and_their_slots(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("value", "is_on"), [(None, False), ("0", False), ("false", False), ("1", True), ("true", True)])
 def test_the_launcher_says_whether_it_does(value: str | None, is_on: bool) -> None:
-    assert survival.is_on({} if value is None else {"OMPI_MCA_mpi_ft_enable": value}) is is_on
+    assert abort.survives_losses({} if value is None else {"OMPI_MCA_mpi_ft_enable": value}) is is_on
 
 
 @pytest.fixture

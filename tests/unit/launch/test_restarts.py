@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from mpistrat.launch.abort import RESTART_EXIT_CODE
-from mpistrat.launch.end_of_job import seconds_left
-from mpistrat.launch.job import TIMED_OUT, Ended
-from mpistrat.launch.restarts import COUNT, PROGRESS, note_saved, run_again
+from mpistrat.launch.end_of_job import COUNT, PROGRESS, note_saved, run_again, seconds_left
+from mpistrat.launch.mpiexec import TIMED_OUT, Ended
 from tests.processes import started
 
 FAILS, PREEMPTED = Ended(1), Ended(RESTART_EXIT_CODE)
@@ -146,8 +145,8 @@ def test_a_signal_between_two_jobs_leaves_nothing_behind(tmp_path: Path, name: s
     program = """
 import sys
 from pathlib import Path
-from mpistrat.launch.job import Ended
-from mpistrat.launch.restarts import run_again
+from mpistrat.launch.mpiexec import Ended
+from mpistrat.launch.end_of_job import run_again
 def start(variables):
     if sys.argv[1] == "a":
         Path(variables["MPISTRAT_PROGRESS_FILE"]).write_text("0\\n")

@@ -13,7 +13,7 @@ import pytest
 
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.tools import cli, doctor
-from mpistrat.watch import folder
+from mpistrat.watch import record as records
 from mpistrat.watch.record import HEADER, RecordedCall
 from mpistrat.watch.recorder import FlightRecorder
 from mpistrat.watch.states import RankState
@@ -24,7 +24,7 @@ Record = Callable[..., None]
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
     """Write the record of a job of one rank: of this process, or of one of its number that was killed so many seconds ago."""
-    monkeypatch.setattr(folder, "bases", lambda: [tmp_path])
+    monkeypatch.setattr(records, "bases", lambda: [tmp_path])
     tmp_path.chmod(0o700)
 
     def write(name: str, killed: int | None = None) -> None:
@@ -89,7 +89,7 @@ def test_running_jobs_come_first_and_few_that_have_ended(record: Record, capsys:
 
 
 def test_without_jobs_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(folder, "bases", lambda: [tmp_path / "none"])
+    monkeypatch.setattr(records, "bases", lambda: [tmp_path / "none"])
     assert cli.main(["doctor"]) == 1
     assert capsys.readouterr().out.startswith("no mpistrat job of this user is running on this host")
     assert cli.main(["doctor", "no-such-job"]) == 2

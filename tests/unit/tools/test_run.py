@@ -10,8 +10,8 @@ import pytest
 
 from mpistrat.errors import LaunchError
 from mpistrat.launch import environment, mpiexec, openmpi
-from mpistrat.launch.job import Ended, Killed
 from mpistrat.launch.libraries import FLAVOURS
+from mpistrat.launch.mpiexec import Ended, Killed
 from mpistrat.tools import cli, doctor, run
 
 EXTRA = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx", "OMP_NUM_THREADS": "2"}

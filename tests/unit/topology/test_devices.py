@@ -6,8 +6,7 @@ import pytest
 
 from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.topology.devices import DeviceSpec, device_name, parse_device, ranks_of
-from mpistrat.topology.world import World
+from mpistrat.topology.world import DeviceSpec, World, device_name, parse_device, ranks_of
 
 OWN = DeviceSpec("CPU")
 

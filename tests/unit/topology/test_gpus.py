@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from mpistrat.device.abstract import Identity
 from mpistrat.errors import TopologyError
-from mpistrat.launch.gpu_binding import Bound
+from mpistrat.launch.bootstrap import Bound
 from mpistrat.topology.discover import Answer, Gpu, check_answers
 
 
@@ -16,7 +17,7 @@ def check_gpus(gpus: Sequence[Gpu | None], allow_shared: bool) -> None:
 
 
 def _gpu(node="node0", uuid="a" * 32, index=0):
-    return Gpu(node, uuid, "0000:17:00.0", "NVIDIA H200", index)
+    return Gpu(node, index, Identity("NVIDIA H200", uuid, "0000:17:00.0"))
 
 
 def test_one_gpu_for_each_rank_is_accepted():
@@ -27,7 +28,7 @@ def test_one_gpu_for_each_rank_is_accepted():
 
 
 def test_gpus_without_a_uuid_are_told_apart_by_their_place():
-    twins = [Gpu(node, "0" * 32, bus, "GRID", 0) for node, bus in (("node0", "a"), ("node0", "b"), ("node1", "a"))]
+    twins = [Gpu(node, 0, Identity("GRID", "0" * 32, bus)) for node, bus in (("node0", "a"), ("node0", "b"), ("node1", "a"))]
     check_gpus(twins, allow_shared=False)
     check_gpus([*twins, twins[0]], allow_shared=True)
     named = r"ranks 0, 3 drive the same GPU, GRID a on node0 \(.*--gpu-bind=none.*MPISTRAT_ALLOW_SHARED_GPU=1"

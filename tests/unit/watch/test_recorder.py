@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.launch import process
-from mpistrat.watch import folder
+from mpistrat.watch import record as records
 from mpistrat.watch.record import OVERWRITTEN, RECORD, RankFile, RecordedCall, State
 from mpistrat.watch.recorder import FlightRecorder, collection_paused, hash_of
 from mpistrat.watch.verdict import Notice, Notices
@@ -97,9 +97,9 @@ def test_the_ring_keeps_the_last_4096(written: FlightRecorder) -> None:
     index = call(written)
     for number in range(RING_RECORDS + 5):
         written.leave(written.enter(0, number, index))
-    records = read(written).calls()
-    assert [record.number for record in records] == list(range(RING_RECORDS + 4, 4, -1))
-    assert {record.text for record in records} == {TEXT}
+    calls = read(written).calls()
+    assert [record.number for record in calls] == list(range(RING_RECORDS + 4, 4, -1))
+    assert {record.text for record in calls} == {TEXT}
     assert read(written).find((0, 4)) == []
     assert [call.number for call in read(written).find((0, 5))] == [5]
 
@@ -231,13 +231,13 @@ def test_only_a_program_that_fails_leaves_its_record(end: str, is_kept: bool) ->
     done = python(program)
     record = Path(done.stdout.strip())
     assert (record.name, record.exists(), record.parent.exists()) == ("rank-0", is_kept, is_kept), done.stderr
-    folder.remove(record)
+    records.remove_record(record)
 
 
 def test_ranks_of_one_launcher_agree_on_the_name_of_their_job() -> None:
     program = (
         "import os, subprocess, sys\n"
-        "script = 'from mpistrat.watch.folder import job_name; print(job_name())'\n"
+        "script = 'from mpistrat.watch.record import job_name; print(job_name())'\n"
         "for rank in '01':\n"
         "    environ = {**os.environ, 'PMI_RANK': rank, 'PMI_SIZE': '2', 'MPI_LOCALRANKID': rank}\n"
         "    shell = [] if rank == '0' else ['sh', '-c', 'exec_by=sh; \"$@\"; true', 'sh']\n"
@@ -254,8 +254,8 @@ def test_ranks_of_one_launcher_agree_on_the_name_of_their_job() -> None:
 
 def test_a_batch_script_of_slurm_is_no_rank() -> None:
     batch = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": str(2**32 - 5), "SLURM_PROCID": "0"}
-    assert folder.job_name(batch).startswith(f"process-{os.getpid()}-")
-    assert folder.job_name(batch | {"SLURM_STEP_ID": "0"}).startswith("slurm-7.0")
+    assert records.job_name(batch).startswith(f"process-{os.getpid()}-")
+    assert records.job_name(batch | {"SLURM_STEP_ID": "0"}).startswith("slurm-7.0")
 
 
 @pytest.mark.parametrize("spoil", ["mode", "link"])
@@ -267,11 +267,11 @@ def test_a_folder_that_others_have_a_hand_in_is_refused(tmp_path: Path, spoil: s
         (tmp_path / "elsewhere").mkdir(mode=0o700)
         base.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PermissionError, match="not a private folder of this user"):
-        folder.make_job(base, "job")
+        records.make_job(base, "job")
 
 
 def test_the_files_are_the_users_alone(tmp_path: Path) -> None:
-    made = FlightRecorder(folder.make_job(tmp_path / "base", "job") / "rank-0")
+    made = FlightRecorder(records.make_job(tmp_path / "base", "job") / "rank-0")
     assert made.path is not None
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (made.path, made.path.parent, tmp_path / "base")]
     assert modes == [0o600, 0o700, 0o700]
@@ -281,7 +281,7 @@ def test_the_files_are_the_users_alone(tmp_path: Path) -> None:
 
 def left_behind(base: Path, name: str, hours: float) -> Path:
     """Make what a job leaves whose process was killed so long ago."""
-    made = FlightRecorder(folder.make_job(base, name) / "rank-0")
+    made = FlightRecorder(records.make_job(base, name) / "rank-0")
     assert made.path is not None
     made._header["started"] = 1
     os.utime(made.path.parent, (time.time() - hours * 3600,) * 2)
@@ -293,23 +293,23 @@ def test_what_jobs_left_a_day_ago_is_removed_unless_they_run(tmp_path: Path) -> 
         job = left_behind(tmp_path / "base", name, hours)
     running = FlightRecorder(job / "rank-0")
     os.utime(job, (time.time() - 25 * 3600,) * 2)
-    folder.remove_old_jobs(tmp_path / "base")
+    records.remove_old_jobs(tmp_path / "base")
     assert sorted(path.name for path in (tmp_path / "base").iterdir()) == ["new", "running"]
     running.close()
 
 
 def test_notices_keep_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = FlightRecorder(folder.make_job(tmp_path / "base", "ended") / "rank-0")
+    ended = FlightRecorder(records.make_job(tmp_path / "base", "ended") / "rank-0")
     assert ended.path is not None
     Notices(ended.path.parent).post(Notice(0, 7, "they wait for each other", True))
     ended.close()
     assert list((tmp_path / "base").iterdir()) == []
-    monkeypatch.setattr(folder, "KEEP_BYTES", RECORD.itemsize)
+    monkeypatch.setattr(records, "KEEP_BYTES", RECORD.itemsize)
     for hours in (1, 2, 25):
         killed = left_behind(tmp_path / "base", f"{hours} hours ago", hours)
         Notices(killed).post(Notice(0, 7, "they wait for each other", True))
         os.utime(killed, (time.time() - hours * 3600,) * 2)
-    folder.remove_old_jobs(tmp_path / "base")
+    records.remove_old_jobs(tmp_path / "base")
     assert [path.name for path in (tmp_path / "base").iterdir()] == ["1 hours ago"]
 
 
@@ -321,7 +321,7 @@ def test_a_record_of_another_container_is_kept_for_a_day(
     own._header["namespace"] = 1
     own._header["looked"] = 10**15
     monkeypatch.setattr(time, "monotonic_ns", lambda: 10**15 + hours * 3600 * 10**9)
-    assert folder.has_owner(tmp_path / "rank-0") is is_running
+    assert records.has_owner(tmp_path / "rank-0") is is_running
     own.close()
 
 
