@@ -14,17 +14,22 @@ from typing import Any
 _IMPORT = re.compile(r"^    from (\S+) import (\w+) as (\w+)", re.MULTILINE)
 
 
-def publish(package: str) -> None:
-    """Give a package its ``__all__``, and what finds these names and lists them."""
+def homes(package: str) -> dict[str, tuple[str, str]]:
+    """Return the module and the name there of each public name of a package."""
     namespace = vars(sys.modules[package])
     source = "".join(linecache.getlines(namespace["__file__"], namespace))
-    homes = {public: (module, name) for module, name, public in _IMPORT.findall(source)}
-    names = sorted(homes)
+    return {public: (module, name) for module, name, public in _IMPORT.findall(source)}
+
+
+def publish(package: str) -> None:
+    """Give a package its ``__all__``, and what finds these names and lists them."""
+    namespace, found_in = vars(sys.modules[package]), homes(package)
+    names = sorted(found_in)
 
     def find(name: str) -> Any:
-        if name not in homes:
+        if name not in found_in:
             raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(names)}")
-        module, there = homes[name]
+        module, there = found_in[name]
         if module == package:
             found: Any = importlib.import_module(f"{module}.{there}")
         else:

@@ -13,7 +13,7 @@ import numpy as np
 from mpistrat.algorithms import planners
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.text import format_bytes, format_seconds
+from mpistrat.text import format_bytes, format_seconds, format_table
 from mpistrat.topology.world import World
 
 PLANNERS: dict[str, Callable[[World, int, int, int], Plan]] = {
@@ -111,3 +111,10 @@ def _check(count: int, itemsize: int, algorithm: str, chunk_bytes: int) -> None:
     for name, value, least in (("count", count, 0), ("itemsize", itemsize, 1), ("chunk_bytes", chunk_bytes, 0)):
         if value < least:
             raise InvalidArgumentError(f"{name} must be at least {least}; got {value}")
+
+
+def measured_text(choice: Choice) -> str:
+    """Return the time of every algorithm that was measured, as a table."""
+    chosen = choice.plan.algorithm
+    rows = [(name, format_seconds(time), "chosen" if name == chosen else "") for name, time in choice.seconds.items()]
+    return format_table([("algorithm", "as measured", ""), *rows])

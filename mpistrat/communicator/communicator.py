@@ -30,7 +30,7 @@ from mpistrat.communicator.planning import Planner, Reduction
 from mpistrat.communicator.programs import Known
 from mpistrat.communicator.reductions import Reductions
 from mpistrat.communicator.validate import alike, read_arrays
-from mpistrat.device.binding import bound_device
+from mpistrat.device.abstract import bound_device
 from mpistrat.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
@@ -320,7 +320,8 @@ class Communicator(BaseCommunicator):
         """Let `all_reduce` be a part of CUDA graphs that are captured in this block. Entering it is a collective call.
 
         Capture on CuPy's current stream, and begin within the block. `all_reduce` needs `out` there, which may be the arrays;
-        keep these as long as the graph, and delete the graph before the communicator is closed. Ranks compare the calls when
+        NCCL sums these as they are, all of a dtype together, whatever `algorithm`, `bytes_per_pack` and `num_packs` say. Keep
+        them as long as the graph, and delete the graph before the communicator is closed. Ranks compare the calls when
         these are captured. Replays are not compared and have no deadline: all ranks must launch their graphs in the same order,
         also among other collectives.
 

@@ -376,13 +376,9 @@ class BaseCommunicator(ABC):
         """
         raise error
 
-    @contextmanager
-    def refusing(self, call: str, options: CommunicationOptions | None = None) -> Iterator[None]:
+    def refusing(self, call: str, options: CommunicationOptions | None = None) -> AbstractContextManager[None]:
         """Return a context that refuses a call, as by `refuse`, if what is in it raises."""
-        try:
-            yield
-        except Exception as error:  # reading a value of the program may raise anything
-            self.refuse(call, error, options)
+        return _Refusing(self, call, options)
 
     def agree_on(self, call: str, make: Callable[[], tuple[T, str]]) -> T:
         """Return the first of what `make` returns, after comparing the second, a text, on all replicas. A collective call.
@@ -486,3 +482,20 @@ class BaseCommunicator(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}({self.size}), world={self.world.shape})"
+
+
+class _Refusing:
+    """A context that refuses a call if what is in it raises, which reading a value of the program may; see `refusing`.
+
+    A generator would take a microsecond.
+    """
+
+    def __init__(self, communicator: BaseCommunicator, call: str, options: CommunicationOptions | None) -> None:
+        self._communicator, self._call, self._options = communicator, call, options
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            self._communicator.refuse(self._call, error, self._options)

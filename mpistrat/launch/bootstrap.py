@@ -24,7 +24,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from mpistrat import settings
-from mpistrat.device import binding, cuda
+from mpistrat.device import abstract, cuda
 from mpistrat.errors import LaunchError, SettingError
 from mpistrat.launch import abort, environment, openmpi, process
 from mpistrat.launch.libraries import FLAVOURS, no_library, recognise
@@ -201,13 +201,13 @@ _bound: Bound | None = None
 def bind_device(view: environment.LauncherView | None) -> None:
     """Bind the GPU of this process's local rank, unless a device has been bound before."""
     global _bound
-    if binding.bound_device() is None:
+    if abstract.bound_device() is None:
         _bound = _bind(view)
 
 
 def bind_again(local_rank: int, local_size: int) -> None:
     """Bind another GPU, when no launcher has set the local rank and local rank 0 was assumed."""
-    binding.bind(None)
+    abstract.bind(None)
     bind_device(environment.LauncherView("the ranks that share memory", local_rank=local_rank, local_size=local_size))
 
 
@@ -233,7 +233,7 @@ def _bind(view: environment.LauncherView | None) -> Bound:
         return Bound("", problem=str(error))
     num_visible, missing = (0, f"{settings.DEVICE.name}=cpu") if wanted == "cpu" else cuda.count_visible()
     if not num_visible:
-        binding.bind(None, missing)
+        abstract.bind(None, missing)
         return Bound(missing, problem=f"{settings.DEVICE.name}=gpu was set, but {missing}" if wanted == "gpu" else "")
     place, launcher = (0, 1), ""
     if view is not None and view.local_rank is not None:
@@ -244,5 +244,5 @@ def _bind(view: environment.LauncherView | None) -> Bound:
         device.use()
     except RuntimeError as error:
         return Bound(why, problem=f"device {index} ({why}) cannot be used: {error}")
-    binding.bind(device)
+    abstract.bind(device)
     return Bound(why, place, launcher, num_visible)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial, wraps
 from operator import index
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 from mpi4py import MPI
@@ -19,7 +19,7 @@ from mpistrat.arrays import Array, as_array, is_aligned, is_on_device
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.passing import Passing
-from mpistrat.errors import CollectiveError, InvalidArgumentError, MpistratError, UnsupportedDtypeError
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.steps import until, yield_core
@@ -98,7 +98,7 @@ class WrappedIntracomm(MPI.Intracomm):
         communicator = self._communicator
         if communicator is None:
             return super().Iallreduce(sendbuf, recvbuf, op)
-        with _RefuseOnError(communicator, "Iallreduce"):
+        with communicator.refusing("Iallreduce"):
             operands = self._operands(sendbuf, recvbuf, op)
         if operands is None:
             communicator.note("Iallreduce by MPI")  # compared with the next collective: to compare it now would wait
@@ -117,7 +117,7 @@ class WrappedIntracomm(MPI.Intracomm):
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:  # noqa: N802
         """Gather the elements of all ranks, in rank order, in `recvbuf` of each. A collective call."""
         communicator = self.open()
-        with _RefuseOnError(communicator, "Allgather"):
+        with communicator.refusing("Allgather"):
             target = Buffer(recvbuf, self.size)
             memory = target.receive_memory()
             share = len(memory) // self.size
@@ -135,7 +135,7 @@ class WrappedIntracomm(MPI.Intracomm):
     def Bcast(self, buf: Any, root: int = 0) -> None:  # noqa: N802
         """Send the elements of rank `root` to `buf` of all. A collective call."""
         communicator = self.open()
-        with _RefuseOnError(communicator, "Bcast"):
+        with communicator.refusing("Bcast"):
             buffer = Buffer(buf)
             memory = buffer.contents(self) if self.rank == root else buffer.receive_memory()
         communicator.broadcast(memory, root, out=None if self.rank == root else memory)
@@ -163,7 +163,7 @@ class WrappedIntracomm(MPI.Intracomm):
     ) -> Array | None:
         """Combine arrays by a verb of the communicator, and return the result; None if ranks have agreed that MPI does."""
         communicator = self.open()
-        with _RefuseOnError(communicator, name):
+        with communicator.refusing(name):
             operands = self._operands(sendbuf, recvbuf, op, blocks)
         if operands is None:
             communicator.agree(f"{name} by MPI")
@@ -241,21 +241,6 @@ class WorkRequest(MPI.Grequest):
 
 def _nothing(*_: object) -> None:
     """Free or cancel nothing: what was started goes on."""
-
-
-class _RefuseOnError:
-    """A context that refuses a call on all ranks if this one raises before it; a generator would be slower."""
-
-    def __init__(self, communicator: Communicator, verb: str) -> None:
-        self._communicator, self._verb = communicator, verb
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        is_own = isinstance(error, (MpistratError, ValueError, TypeError, KeyError, BufferError))
-        if is_own and not isinstance(error, CollectiveError):
-            self._communicator.refuse(self._verb, cast("Exception", error))
 
 
 def wrapped(comm: MPI.Intracomm, options: CommunicationOptions | None) -> WrappedIntracomm:

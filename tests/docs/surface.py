@@ -10,6 +10,7 @@ import itertools
 from typing import Any
 
 import mpistrat
+from mpistrat.lazy import homes
 
 FACES = ("experimental", "experimental.coordinator", "experimental.partitioners", "cluster_resolver", "mpi4py", "torch", "jax")
 
@@ -40,15 +41,15 @@ def api_names() -> dict[str, Any]:
 
 def described(name: str) -> str:
     """Return in one line what is at a public name."""
-    if name in vars(mpistrat)["_names"].homes and not callable(resolve(name)):
+    if name in homes("mpistrat") and not callable(resolve(name)):
         return _constant(name)
     return (inspect.getdoc(resolve(name)) or "").partition("\n")[0].replace("``", "`")
 
 
 def home(name: str) -> str:
     """Return the module that a public name comes from."""
-    homes = vars(mpistrat)["_names"].homes
-    return homes[name][0] if name in homes else str(resolve(name).__module__)
+    public = homes("mpistrat")
+    return public[name][0] if name in public else str(resolve(name).__module__)
 
 
 def _constant(name: str) -> str:

@@ -658,6 +658,16 @@ def test_datatypes_with_gaps_are_refused_for_memory_of_a_gpu(node):
     pairs.Free()
 
 
+class _Place(SimpleNamespace):
+    """A device of PyTorch."""
+
+    def __init__(self, index):
+        super().__init__(type="cuda", index=index)
+
+    def __str__(self):
+        return f"{self.type}:{self.index}"
+
+
 class _Tensor:
     """A tensor of PyTorch on the stand-in GPU, as far as its gradient is averaged."""
 
@@ -669,7 +679,7 @@ class _Tensor:
 
     @property
     def device(self):
-        return SimpleNamespace(type="cuda", index=self.array.device.id)
+        return _Place(self.array.device.id)
 
     def detach(self):
         return self

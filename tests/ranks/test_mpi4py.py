@@ -423,10 +423,9 @@ def test_one_array_in_both_places_is_in_place(passing, monkeypatch):
     array, size = np.ones(2), passing.size
     both = [array, MPI.DOUBLE]
     passing.Allreduce(np.ones(2), np.ones(2))  # from now on such calls are MPI's
-    [(key, known)] = passing._communicator._programs.passed.items()
-    monkeypatch.setitem(
-        passing._communicator._programs.passed, key, (*known[:5], lambda sent, *_: given.append(sent), *known[6:])
-    )
+    programs = passing._communicator._programs
+    [(key, known)] = programs.passed.items()
+    monkeypatch.setattr(programs, "passed", {key: (*known[:5], lambda sent, *_: given.append(sent), *known[6:])})
     for buffers in ((array, array), ([array, MPI.DOUBLE], [array, MPI.DOUBLE]), (both, both), (array, both), (both, array)):
         passing.Allreduce(*buffers)
         passing._communicator.hierarchy.call.calls.pop()

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from mpistrat.algorithms import plan as plans
 from mpistrat.algorithms import planners
 from mpistrat.algorithms.choose import PLANNERS
-from mpistrat.algorithms.plan import Plan
-from mpistrat.algorithms.plan_report import phase_bytes
+from mpistrat.algorithms.plan import Plan, phase_bytes
 from mpistrat.algorithms.planners import flat, hierarchical
 from mpistrat.topology.world import World
 from tests.unit.worlds import random_worlds
