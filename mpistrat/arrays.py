@@ -7,13 +7,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.device.abstract import Device, bound_device, own_device, why_cpu
+from mpistrat.device.abstract import Device
+from mpistrat.device.binding import bound_device, own_device, why_cpu
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
 from mpistrat.reduction import ACCEPTED, quiet
 
@@ -184,7 +186,6 @@ def _read(value: Any, name: str) -> Array:
     device = bound_device()
     if device is not None and isinstance(value, device.array_module.ndarray):
         _check_index(value.device.id, device, name)
-        _check_capture(device, name)
         return cast("Array", value)
     try:
         place = _device_of(value)
@@ -222,7 +223,7 @@ def _read_on_device(value: Any, place: str, device: Device, name: str) -> Array:
     """
     index = place.partition(":")[2]
     _check_index(int(index) if index else device.index, device, name)
-    _check_capture(device, name)
+    check_capture(device, name)
     module = device.array_module
     with device.activate():
         if is_a(value, "torch", "Tensor"):
@@ -238,11 +239,16 @@ def is_captured_elsewhere(device: Device) -> bool:
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_initialized():
         return False
-    with device.activate():
+    with (
+        device.activate(),
+        suppress(RuntimeError),
+    ):  # PyTorch cannot tell, where CuPy captures
         return bool(cuda.is_current_stream_capturing() and cuda.current_stream().cuda_stream != device.current_stream().pointer)
+    return False
 
 
-def _check_capture(device: Device, name: str) -> None:
+def check_capture(device: Device, name: str) -> None:
+    """Refuse to use an array on the current stream, if PyTorch captures a CUDA graph on another one."""
     if is_captured_elsewhere(device):
         raise InvalidArgumentError(
             f"PyTorch is capturing a CUDA graph, in which {name} can be read only on its stream: make the call before or "

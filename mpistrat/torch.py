@@ -58,13 +58,7 @@ def average_gradients(
     InvalidArgumentError
         If `options` are not CommunicationOptions.
     """
-    if not isinstance(communicator, (BaseCommunicator, type(None))):
-        raise TypeError(
-            f"average_gradients takes a Communicator, or None for all ranks of the job; got {type(communicator).__name__}.\n"
-            "    incorrect:  average_gradients(model, options); average_gradients(model, MPI.COMM_WORLD)\n"
-            "    correct:    average_gradients(model, options=options); average_gradients(model, mpistrat.Communicator(comm))"
-        )
-    communicator = job_communicator() if communicator is None else communicator
+    communicator = _communicator("average_gradients", communicator)
     _check_module("average_gradients", model, communicator)
     with communicator.refusing("average_gradients"):
         check_options(options)
@@ -92,7 +86,9 @@ def average(value: Any, communicator: BaseCommunicator | None = None) -> Any:
         If a leaf is not an array of floats.
     """
     leaves, structure = flatten(value)
-    return structure.unflatten(average_leaves(leaves, lambda: leaf_names(value), structure, communicator))
+    return structure.unflatten(
+        average_leaves(leaves, lambda: leaf_names(value), structure, _communicator("average", communicator))
+    )
 
 
 def broadcast_state(
@@ -124,7 +120,7 @@ def broadcast_state(
     TypeError
         If `model` is not a module.
     """
-    communicator = job_communicator() if communicator is None else communicator
+    communicator = _communicator("broadcast_state", communicator)
     _check_module("broadcast_state", model, communicator)
     named = [*model.named_parameters(), *model.named_buffers()]
     communicator.note(f"broadcast_state of {', '.join(name for name, _ in named)}")
@@ -227,6 +223,16 @@ class _AveragedGradients:
             self._communicator.note(f"average_gradients without a gradient of {', '.join(missing)}")
         with self._communicator.refusing("average_gradients"):
             return [_gradient(name, parameter) for name, parameter in bucket.named if parameter.grad is not None]
+
+
+def _communicator(call: str, communicator: BaseCommunicator | None) -> BaseCommunicator:
+    if not isinstance(communicator, (BaseCommunicator, type(None))):
+        raise TypeError(
+            f"{call} takes a Communicator, or None for all ranks of the job; got {type(communicator).__name__}.\n"
+            f"    incorrect:  {call}(…, MPI.COMM_WORLD); average_gradients(model, options)\n"
+            f"    correct:    {call}(…, communicator=mpistrat.Communicator(comm)); average_gradients(model, options=options)"
+        )
+    return job_communicator() if communicator is None else communicator
 
 
 def _check_module(call: str, model: object, communicator: BaseCommunicator) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from mpistrat import settings
 from mpistrat.algorithms.choose import Choice, Measured
-from mpistrat.arrays import Array, as_operand, is_on_device, like, to_device
+from mpistrat.arrays import Array, as_operand, check_capture, is_on_device, like, to_device
 from mpistrat.communicator.construction import build_hierarchy
 from mpistrat.communicator.data_movement import DataMovement
 from mpistrat.communicator.explain import Explanation
@@ -30,7 +30,7 @@ from mpistrat.communicator.planning import Planner, Reduction
 from mpistrat.communicator.programs import Known
 from mpistrat.communicator.reductions import Reductions
 from mpistrat.communicator.validate import alike, read_arrays
-from mpistrat.device.abstract import bound_device
+from mpistrat.device.binding import bound_device
 from mpistrat.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
@@ -457,11 +457,14 @@ class Communicator(BaseCommunicator):
         self, verb: str, values: Sequence[Any], out: Any, options: CommunicationOptions | None
     ) -> tuple[list[Array], list[Array] | None]:
         sources, targets = super()._read(verb, values, out, options)
-        can_capture = verb == "all_reduce" and self._gpu is not None and self._gpu.may_capture
-        if self._gpu is not None and has_arrays(sources) and self._gpu.is_capturing() and not can_capture:
+        if self._gpu is None or not has_arrays(sources):
+            return sources, targets
+        with self.refusing(verb, options):
+            check_capture(self._gpu.device, "arrays")
+        if self._gpu.is_capturing() and not (verb == "all_reduce" and self._gpu.may_capture):
             why = "a CUDA graph is being captured on this stream: only all_reduce can be a part of it, in Communicator.capture"
             self.refuse(verb, InvalidArgumentError(f"{why}. Call {verb} before the capture or after it"), options)
-        if targets is None and self._gpu is not None and has_arrays(sources):  # numbers go with the arrays
+        if targets is None:  # numbers go with the arrays
             sources = [source if source.ndim or is_on_device(source) else to_device(source) for source in sources]
         return sources, targets
 

@@ -61,26 +61,23 @@ class Passing:
         frame_at, places, find_line, next_slot = sys._getframe, record.places, record.find_line, record.slots.__next__
         memory, words = record.memory, record.words
 
-        # the last call, and what was found for it: most calls are like the one before
-        last_op: MPI.Op | None = None
-        last_dtype: np.dtype[Any] | None = None
-        last_passed: object = None
-        last_found: Any = None
+        # of the last call that was MPI's, and what was found for it: most are like the one before; set at once, for all threads
+        last: tuple[Any, ...] = (None,) * 5
         last_code: CodeType | None = None
-        last_instruction = last_line = last_size = 0
+        last_instruction = last_line = 0
 
         def all_reduce(sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:
-            nonlocal last_op, last_dtype, last_size, last_passed, last_found, last_code, last_instruction, last_line
+            nonlocal last, last_code, last_instruction, last_line
             if type(recvbuf) is not ndarray and type(recvbuf := unwrapped(recvbuf)) is not ndarray:
                 return otherwise(sendbuf, recvbuf, op)
             dtype, size, flags = recvbuf.dtype, recvbuf.size, recvbuf.flags.num
-            if op is last_op and dtype is last_dtype and size == last_size and programs.passed is last_passed:
-                found = last_found
-            else:
+            last_op, last_dtype, last_size, last_passed, found = last
+            if not (op is last_op and dtype is last_dtype and size == last_size and programs.passed is last_passed):
                 found = programs.passed.get((op.handle, size, dtype))
                 if found is None:
                     return otherwise(sendbuf, recvbuf, op)
-                last_op, last_dtype, last_size, last_passed, last_found = op, dtype, size, programs.passed, found
+                if found[5] is not None:  # others have memory, which is not to be kept
+                    last = op, dtype, size, programs.passed, found
             if flags & _WRITABLE != _WRITABLE:
                 return otherwise(sendbuf, recvbuf, op)
             known, signature, digest, index, calls, mpi_call, native, datatype = found

@@ -15,6 +15,7 @@ from mpistrat.communicator.options import NATIVE, WIRE_DTYPES, CommunicationOpti
 from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
 from mpistrat.communicator.programs import Programs, fits
 from mpistrat.communicator.validate import are_apart, check_gather, check_target, copy_overlapping
+from mpistrat.device.abstract import address
 from mpistrat.device.kernels import divide_kernel
 from mpistrat.errors import CollectiveError, InvalidArgumentError, UnavailableError
 from mpistrat.execution.comparison import Call
@@ -144,7 +145,9 @@ class Reductions:
                     f"{array.dtype} is summed in float32, in memory that a CUDA graph cannot hold; "
                     "CommunicationOptions(intra_dtype='native') sums it as it is"
                 )
-        if not (all(array.flags.c_contiguous for array in asked.arrays) and are_apart(asked.arrays, out)):
+        # another view of its target is its target too
+        own = [target if address(array) == address(target) else array for array, target in zip(asked.arrays, out, strict=True)]
+        if not (all(array.flags.c_contiguous for array in asked.arrays) and are_apart(own, out)):
             raise InvalidArgumentError(
                 "arrays in a CUDA graph are C-contiguous and share no memory, and out is the arrays or apart from all of them"
             )

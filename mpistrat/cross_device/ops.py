@@ -25,7 +25,7 @@ from mpistrat.cross_device.pairs import (
     deliver,
     resolve,
 )
-from mpistrat.device.abstract import bound_device
+from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, TransportError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, combine, divide, quiet
 

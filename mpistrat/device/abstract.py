@@ -1,4 +1,4 @@
-"""Device: the interface of a GPU that transports and packing use, and the one that this process computes on.
+"""Device: the interface of a GPU that transports and packing use.
 
 Invariant: nothing here waits but `Device.get`. Work is enqueued on streams, and its completion is polled with events. A
 device-wide synchronisation during a collective would stall its peers, and so would allocating or freeing device memory.
@@ -15,9 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-_bound: Device | None = None  # once, before MPI starts
-_why_cpu = ""
 
 DeviceArray = Any
 """A one-dimensional array in device memory: has `size`, `dtype`, `nbytes`, slices, and supports
@@ -179,24 +176,3 @@ def address(array: NDArray[Any] | DeviceArray) -> int:
         return int(array.data.ptr)  # CuPy: some microseconds faster than the whole interface
     except (AttributeError, ValueError):  # NumPy's `data` raises for dtypes such as bfloat16
         return int(array.__cuda_array_interface__["data"][0])
-
-
-def bind(device: Device | None, why_cpu: str = "") -> None:
-    """Set the GPU that this process computes on; None: its CPU, and why."""
-    global _bound, _why_cpu
-    _bound, _why_cpu = device, why_cpu
-
-
-def bound_device() -> Device | None:
-    """Return the GPU of this process; None if it computes on its CPU."""
-    return _bound
-
-
-def own_device() -> str:
-    """Return TensorFlow's name of this process's device: ``/gpu:0``, whichever GPU that is, or ``/cpu:0``."""
-    return "/cpu:0" if _bound is None else "/gpu:0"
-
-
-def why_cpu() -> str:
-    """Return why this process computes on its CPU: CuPy is not installed, say; empty if it has a GPU, or MPI is not started."""
-    return _why_cpu

@@ -51,9 +51,9 @@ class Guard:
     `options` are the defaults of calls, CommunicationOptions; `is_strict` tells whether every call is compared before it
     returns, and `checks` whether any is to which nothing else has to be exchanged: unless MPISTRAT_CHECK is off.
 
-    `number` is that of the last call, and `signature` that of the current or last one; `noted` is the hash of what was
-    noted since. `refusal` says why no call can begin at once. `thread` is the one that made the last call, and the lock of
-    calls; only its calls may be known ones. `communicator` is the number by which the records of ranks tell
+    `number` is that of the last call, and `signature` that of the current or last one that `Passing` did not make; `noted` is
+    the hash of what was noted since. `refusal` says why no call can begin at once. `thread` is the one that made the last call,
+    and the lock of calls; only its calls may be known ones. `communicator` is the number by which the records of ranks tell
     communicators apart, and `indexes` has that of a call's description in this rank's record, by its digest.
     """
 
@@ -127,6 +127,7 @@ class Guard:
             if self.thread.is_this() and not is_within_call():
                 # an exception of a signal handler has left it locked
                 why = "a signal handler raised an exception while it began or ended"
+                self.signature = Signature("which had not begun there")
                 self._fail_and_notify("collective", InterruptedError(why))
                 self.raise_if_failed()
             raise self._unavailable(_SAME_THREAD if self.thread.is_this() else _OTHER_THREAD)

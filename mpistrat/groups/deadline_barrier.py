@@ -102,6 +102,8 @@ class DeadlineBarrier:
                 grace_ends = now + _grace(seconds)
             yield WAITING
         if grace_ends < math.inf and self._listen():
+            if self._failed:
+                raise self.given_up(what())
             raise self._not_all_entered(what, seconds, time.monotonic() > deadline, absent)
 
     def raise_if_given_up(self, what: Callable[[], str], turn: float = math.inf) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.context.stack import default_mode, in_replica_context_of
 from mpistrat.context.values import regroup
-from mpistrat.device.abstract import bound_device, own_device
+from mpistrat.device.binding import bound_device, own_device
 from mpistrat.errors import InvalidArgumentError, OutOfRangeError
 from mpistrat.inputs.input_options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode, read_options
 from mpistrat.inputs.position import DatasetIterator, Resumable

@@ -24,7 +24,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from mpistrat import settings
-from mpistrat.device import abstract, cuda
+from mpistrat.device import binding, cuda
 from mpistrat.errors import LaunchError, SettingError
 from mpistrat.launch import abort, environment, openmpi, process
 from mpistrat.launch.libraries import FLAVOURS, no_library, recognise
@@ -103,7 +103,8 @@ def _start() -> MPI.Intracomm:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises either, depending on where its search ends
         raise LaunchError(no_library(str(error))) from error
-    for name in chosen if view is None else ():  # MPI has read them, and a job that this process starts is not alone
+    # MPI has read them, and a job that this process starts is not alone
+    for name in chosen if view is None and MPI.Is_initialized() else ():
         os.environ.pop(name, None)
     _check_running()
     check_launched_size(view, MPI.COMM_WORLD.size, *_vendor())
@@ -201,13 +202,13 @@ _bound: Bound | None = None
 def bind_device(view: environment.LauncherView | None) -> None:
     """Bind the GPU of this process's local rank, unless a device has been bound before."""
     global _bound
-    if abstract.bound_device() is None:
+    if binding.bound_device() is None:
         _bound = _bind(view)
 
 
 def bind_again(local_rank: int, local_size: int) -> None:
     """Bind another GPU, when no launcher has set the local rank and local rank 0 was assumed."""
-    abstract.bind(None)
+    binding.bind(None)
     bind_device(environment.LauncherView("the ranks that share memory", local_rank=local_rank, local_size=local_size))
 
 
@@ -233,7 +234,7 @@ def _bind(view: environment.LauncherView | None) -> Bound:
         return Bound("", problem=str(error))
     num_visible, missing = (0, f"{settings.DEVICE.name}=cpu") if wanted == "cpu" else cuda.count_visible()
     if not num_visible:
-        abstract.bind(None, missing)
+        binding.bind(None, missing)
         return Bound(missing, problem=f"{settings.DEVICE.name}=gpu was set, but {missing}" if wanted == "gpu" else "")
     place, launcher = (0, 1), ""
     if view is not None and view.local_rank is not None:
@@ -244,5 +245,5 @@ def _bind(view: environment.LauncherView | None) -> Bound:
         device.use()
     except RuntimeError as error:
         return Bound(why, problem=f"device {index} ({why}) cannot be used: {error}")
-    abstract.bind(device)
+    binding.bind(device)
     return Bound(why, place, launcher, num_visible)

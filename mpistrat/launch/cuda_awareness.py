@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from mpistrat import settings
-from mpistrat.device.abstract import bound_device
+from mpistrat.device.binding import bound_device
 from mpistrat.launch.bootstrap import library_version
 from mpistrat.launch.environment import without_launcher
 

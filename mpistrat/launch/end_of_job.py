@@ -17,15 +17,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpistrat import settings
 from mpistrat.launch import environment, process
 from mpistrat.launch.abort import RESTART_EXIT_CODE
 from mpistrat.launch.environment import in_slurm_allocation
-from mpistrat.launch.mpiexec import Ended
 from mpistrat.logger import logger
 from mpistrat.text import format_elapsed
+
+if TYPE_CHECKING:
+    from mpistrat.launch.mpiexec import Ended
 
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What queues and launchers send before they end a job."""

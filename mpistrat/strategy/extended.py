@@ -24,7 +24,7 @@ from mpistrat.context.stack import (
 from mpistrat.context.values import PerReplica, across_replicas_of, container_of, in_replica, select_replica
 from mpistrat.cross_device.ops import CrossDeviceOps, HierarchicalAllReduce
 from mpistrat.cross_device.pairs import OnSomeReplicas
-from mpistrat.device.abstract import own_device
+from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp

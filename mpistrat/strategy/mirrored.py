@@ -19,7 +19,7 @@ from mpistrat.communicator.options import CommunicationImplementation, Communica
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.ops import CrossDeviceOps, ReductionToOneDevice
 from mpistrat.cross_device.pairs import OnSomeReplicas
-from mpistrat.device.abstract import own_device
+from mpistrat.device.binding import own_device
 from mpistrat.errors import CollectiveError, DeadlineExceededError, InvalidArgumentError, LaunchError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.rendezvous import Rendezvous, rendezvous

@@ -16,7 +16,7 @@ from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.context.stack import Mode, current, entered, in_replica_context_of, misplaced, pop, push
 from mpistrat.context.values import assignable, regroup, select_replica
 from mpistrat.cross_device.ops import HierarchicalAllReduce
-from mpistrat.device.abstract import bound_device
+from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import digest_of

@@ -17,7 +17,7 @@ from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.context.stack import EXAMPLES, Mode, StrategyScope, default_mode, register_default
 from mpistrat.context.values import across_replicas, across_replicas_of, in_replica, regroup, select_replica
-from mpistrat.device.abstract import own_device
+from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.inputs.distribute import distribute_dataset, distribute_from_function

@@ -23,7 +23,7 @@ from mpistrat.arrays import Array, array_module
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.device.abstract import bound_device
+from mpistrat.device.binding import bound_device
 from mpistrat.errors import CollectiveError, InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import library_version, start, what_is_bound

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mpistrat import settings
-from mpistrat.device.abstract import Identity, bound_device
+from mpistrat.device.abstract import Identity
+from mpistrat.device.binding import bound_device
 from mpistrat.errors import LaunchError, MpistratError, SettingError, TopologyError
 from mpistrat.launch.bootstrap import Bound, bind_again, what_is_bound
 from mpistrat.logger import logger

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mpistrat.device.abstract import own_device
+from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError, TopologyError
 from mpistrat.launch.environment import MOST_RANKS
 from mpistrat.text import format_count, ranks_by

@@ -11,7 +11,7 @@ from zlib import crc32
 
 import pytest
 
-from mpistrat.device import abstract
+from mpistrat.device import binding
 from tests.gpu import on_host, sanitizer
 from tests.gpu.fake_nccl4py import bound_by
 from tests.gpu.stand_in import StandInDevice
@@ -38,11 +38,11 @@ def stand_in(comm: MPI.Intracomm, has_nccl: bool = True, nccl_by: str = "CuPy") 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mpistrat.transports.nccl.find_binding", lambda: bound)
         patch.setattr("mpistrat.transports.nccl.TRIAL_BYTES", TRIAL_BYTES)
-        abstract.bind(device)
+        binding.bind(device)
         try:
             yield device
         finally:
-            abstract.bind(None)
+            binding.bind(None)
             device.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpistrat.device import abstract
+from mpistrat.device import binding
 from mpistrat.device.abstract import Identity
 from mpistrat.launch import bootstrap
 from tests.gpu.stand_in import StandInDevice
@@ -19,7 +19,7 @@ class FakeCuda:
         self.used: list[int] = []
         monkeypatch.setattr("mpistrat.device.cuda.count_visible", lambda: (len(self.numbers), self.missing))
         monkeypatch.setattr("mpistrat.device.cuda.CudaDevice", self.device)
-        monkeypatch.setattr(abstract, "_bound", None)
+        monkeypatch.setattr(binding, "_bound", None)
         monkeypatch.setattr(bootstrap, "_bound", None)
         monkeypatch.setenv("MPISTRAT_DEVICE", "auto")
 

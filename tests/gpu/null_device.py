@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.device import abstract
+from mpistrat.device import binding
 from mpistrat.device.abstract import Allocator, Device, DeviceArray, Event, Identity, Stream
 from mpistrat.device.cuda import in_blocks
 
@@ -157,9 +157,9 @@ def bound(num_ranks: int) -> Iterator[NullDevice]:
         groupEnd=lambda: None,
         **types,
     )
-    abstract.bind(device)
+    binding.bind(device)
     try:
         with patch.multiple(nccl, find_binding=lambda: library, TRIAL_BYTES=()):
             yield device
     finally:
-        abstract.bind(None)
+        binding.bind(None)

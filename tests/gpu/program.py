@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import mpistrat
-from mpistrat.device.abstract import Device, bound_device
+from mpistrat.device.abstract import Device
+from mpistrat.device.binding import bound_device
 from mpistrat.errors import LaunchError
 from mpistrat.launch.environment import detect
 

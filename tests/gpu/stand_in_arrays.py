@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import optree
 
-from mpistrat.device.abstract import bind, bound_device
+from mpistrat.device.binding import bind, bound_device
 from tests.gpu.stand_in import StandInDevice
 
 _SCALARS = (bool, int, float, complex, np.generic)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpistrat.device import abstract
+from mpistrat.device import binding
 from mpistrat.device.cuda import CudaDevice
 from tests.unit.device.test_binding import *  # noqa: F403
 from tests.unit.inputs.test_fetch import *  # noqa: F403
@@ -17,6 +17,6 @@ def gpu() -> Iterator[CudaDevice]:
     """Take the place of the fixture that binds a stand-in."""
     device = CudaDevice()
     device.use()
-    abstract.bind(device)
+    binding.bind(device)
     yield device
-    abstract.bind(None)
+    binding.bind(None)

@@ -15,7 +15,7 @@ from typing import Any
 
 import mpistrat
 from mpistrat import settings
-from mpistrat.device.abstract import bound_device
+from mpistrat.device.binding import bound_device
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpiexec import command
 from mpistrat.tools import train_digits

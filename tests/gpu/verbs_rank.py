@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import mpistrat
 from mpistrat.arrays import is_on_device
-from mpistrat.device.abstract import bound_device
+from mpistrat.device.binding import bound_device
 from mpistrat.experimental import CommunicationOptions
 from tests.gpu.program import with_strategy, write_report
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.device.abstract import Identity, bind
+from mpistrat.device.abstract import Identity
+from mpistrat.device.binding import bind
 from mpistrat.errors import SettingError
 from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.launch import cuda_awareness, environment

@@ -13,7 +13,7 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 
-from mpistrat.device.abstract import bind
+from mpistrat.device.binding import bind
 from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups import group as groups
 from mpistrat.logger import StderrHandler, logger

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mpistrat.device.abstract import bind, bound_device
+from mpistrat.device.binding import bind, bound_device
 from mpistrat.errors import LaunchError, SettingError, TopologyError
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.launch.bootstrap import bind_device

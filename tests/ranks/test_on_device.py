@@ -10,7 +10,7 @@ import pytest
 
 import mpistrat
 from mpistrat.context.values import PerReplica
-from mpistrat.device import abstract
+from mpistrat.device import binding
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.tools.train_digits import train
 from tests.gpu.bound import stand_in
@@ -52,12 +52,12 @@ def on_gpu(gpu):
 def test_training_on_gpus_gives_the_weights_of_the_host(comm, on_gpu, xp, monkeypatch):
     monkeypatch.setattr("mpistrat.tools.train_digits.TRAINING_IMAGES", 512)
     weights, accuracy, losses = train(on_gpu, epochs=1, hidden=16, batch_size=128)
-    device = abstract.bound_device()
-    abstract.bind(None)
+    device = binding.bound_device()
+    binding.bind(None)
     expected, expected_accuracy, expected_losses = train(
         mpistrat.OneDeviceStrategy("/cpu:0"), epochs=1, hidden=16, batch_size=128
     )
-    abstract.bind(device)
+    binding.bind(device)
     bound = len(losses) * np.finfo(np.float32).eps
     for name, value in weights.items():
         assert type(value) is np.ndarray

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mpistrat.arrays import as_array, as_operand, like
 from mpistrat.context.values import Mirrored
-from mpistrat.device.abstract import bind
+from mpistrat.device.binding import bind
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from tests.other_arrays import (
     CUDA,

@@ -7,12 +7,23 @@ import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from mpistrat.arrays import array_module, as_array, as_operand, in_dtype, is_on_device, like, to_device, to_host
+from mpistrat.arrays import (
+    array_module,
+    as_array,
+    as_operand,
+    in_dtype,
+    is_captured_elsewhere,
+    is_on_device,
+    like,
+    to_device,
+    to_host,
+)
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.device.cuda import in_blocks
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
@@ -99,11 +110,15 @@ def test_a_tensor_is_refused_while_a_graph_is_captured_on_another_stream(gpu, to
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams, raising=False)
     with pytest.raises(InvalidArgumentError, match="^PyTorch is capturing a CUDA graph, in which x can be read only on its"):
         as_operand(torch.Tensor(np.zeros(2), "cuda:0"), "x")
-    with pytest.raises(InvalidArgumentError, match="^PyTorch is capturing a CUDA graph, in which x can be read only on its"):
-        as_operand(gpu.array_module.zeros(2), "x")
+    assert is_on_device(as_operand(gpu.array_module.zeros(2))), "nothing is ordered for an array of CuPy"
     streams.cuda_stream = gpu.current_stream().pointer
     assert is_on_device(as_operand(torch.Tensor(np.zeros(2), "cuda:0"), "x"))
-    assert is_on_device(as_operand(gpu.array_module.zeros(2)))
+
+
+def test_pytorch_cannot_tell_where_cupy_captures_on_a_stream_that_the_default_one_waits_for(gpu, torch, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", Mock(side_effect=RuntimeError("implicit capture")))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=gpu.stream().pointer), raising=False)
+    assert not is_captured_elsewhere(gpu)
 
 
 def test_a_thread_that_computes_on_another_gpu_may_read_a_tensor_in_a_capture(gpu, torch, monkeypatch):

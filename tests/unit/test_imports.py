@@ -29,6 +29,7 @@ PLAN = "from mpistrat.tools.cli import main; main(['plan', '--world', '4x8', '--
             for module in ("environment", "bootstrap", "mpiexec", "openmpi", "abort")
         ),
         ("import mpistrat.topology.world", ["mpi4py", "cupy"]),
+        ("import mpistrat.tools.run", ["mpi4py", "numpy"]),
         (ONE_DEVICE, ["mpi4py", "cupy"]),
         (ARRAYS, ["torch", "jax", "cupy"]),
         (INFO, ["mpi4py.MPI"]),

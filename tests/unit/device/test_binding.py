@@ -132,7 +132,7 @@ def test_reduce_gives_what_it_gives_on_the_host(strategy, xp, op, axis, dtype):
 
 
 def _reduced_on_the_host(op, host, axis):
-    from mpistrat.device.abstract import bind, bound_device
+    from mpistrat.device.binding import bind, bound_device
 
     device = bound_device()
     bind(None)

@@ -10,7 +10,7 @@ import pytest
 
 from mpistrat.arrays import as_array
 from mpistrat.device import cuda
-from mpistrat.device.abstract import bind, bound_device
+from mpistrat.device.binding import bind, bound_device
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.launch.bootstrap import bind_again, bind_device, choose_device, what_is_bound
 from mpistrat.launch.environment import LauncherView

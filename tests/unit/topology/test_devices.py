@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mpistrat.device.abstract import own_device
+from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.topology.world import DeviceSpec, World, device_name, parse_device, ranks_of
 
