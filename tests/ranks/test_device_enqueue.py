@@ -165,7 +165,7 @@ def test_an_all_reduce_may_be_a_part_of_a_graph_and_is_done_in_each_replay(node)
         sources = [given, *apart]
         assert node.gpu.all_reduce(MEAN, given, out=given) is given
         node.gpu.all_reduce(SUM, apart, out=apart)
-        node.gpu.all_reduce(SUM, halves, native, out=halves)
+        node.gpu.all_reduce(SUM, halves[:], native, out=halves)  # another view of it is it
         graph, stream.graph = stream.graph, None
     assert node.library.calls["allReduce"] == calls["allReduce"] + 1 + 1 + 2 + 1
     for array, value in zip([*sources, halves], [one, *many, half], strict=True):
