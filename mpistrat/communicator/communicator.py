@@ -133,7 +133,7 @@ class Communicator(BaseCommunicator):
         last_calls.watch(self._guard)
         self._owned.callback(last_calls.forget, self._guard)
         self._recorder, self._current, self._own = recorder(), self.hierarchy.call, self._guard.thread.own
-        # for `run_known`; both change in a forked child only, which makes no calls
+        # for `run_known`; a forked child gets others, but makes no calls
         self._entry = self._recorder.slots.__next__, self._recorder.places, self._recorder.memory, self._recorder.words
         self._verbose = self.rank == 0 and self.hierarchy.settings[settings.VERBOSE]
         self._say(f"{self.world}: {', '.join(f'{node.name} has ranks {node.ranks}' for node in self.world.nodes)}")

@@ -427,7 +427,7 @@ class BaseCommunicator(ABC):
         self._require_open()
         try:
             return read_arrays(values, out)
-        except Exception as error:  # not `refusing`, which costs a microsecond
+        except Exception as error:  # not `refusing`, which takes four calls of Python more
             self.refuse(verb, error, options)
 
     def _each(
