@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array, is_on_device, part_bounds
 from mpistrat.communicator.explain import Explanation, Pack
 from mpistrat.communicator.options import DEFAULTS, NATIVE, WIRE_DTYPES, CommunicationImplementation, CommunicationOptions
-from mpistrat.communicator.validate import describe
 from mpistrat.errors import InvalidArgumentError, TransportError, Unsuitable
 from mpistrat.execution import compile as compiled
 from mpistrat.execution.device_executor import DeviceExecutor
@@ -36,6 +36,8 @@ _SHAPING = (
     *(field.name for field in fields(CommunicationOptions) if field.name not in (*_ALWAYS_TOLD, *_MAY_DIFFER)),
 )
 
+_TEXTS_KEPT = 256
+
 _LaidOut = tuple[np.dtype[Any], tuple[int, ...], Layout]
 """Arrays that share a bucket: the dtype that they are combined in, their indices, and their layout."""
 
@@ -54,19 +56,33 @@ class Reduction:
         """What the calls that a rank remembers are told apart by, besides arrays and options."""
         return self.op._value_ if self.axis is None else (self.op._value_, self.axis)
 
-    @property
+    @cached_property
     def key(self) -> tuple[Any, ...]:
         """What has a program of its own, the same on all ranks: they may differ in the options that shape none."""
-        options, axis = self.options, None if self.axis is None else self.axis % self.arrays[0].ndim
-        shaping = [getattr(options, name) for name in _SHAPING]
-        on_gpu = sum(map(is_on_device, self.arrays))
-        return (self.op, *shaping, axis, on_gpu, *[(each.shape, each.dtype) for each in self.arrays])
+        return (None if self.axis is None else self.axis % self.arrays[0].ndim, *self._parts)
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The operation and the values of the options that shape a program, and what is told of the arrays."""
+        shaping = (self.op, *[getattr(self.options, name) for name in _SHAPING])
+        return shaping, tuple([(each.dtype, each.shape, is_on_device(each)) for each in self.arrays])
 
     def __str__(self) -> str:
-        found = [(name, getattr(self.options, name)) for name in _SHAPING]
-        told = [f"{name}={value}" for name, value in found if name in _ALWAYS_TOLD or value != getattr(DEFAULTS, name)]
+        arrays, options = _texts(*self._parts)
         along = "" if self.axis is None else f"axis={self.axis}, "
-        return f"({self.op.name}, [{describe(self.arrays)}], {along}{', '.join(told)})"
+        return f"({self.op.name}, [{arrays}], {along}{options})"
+
+
+@lru_cache(_TEXTS_KEPT)
+def _texts(shaping: tuple[Any, ...], arrays: tuple[Any, ...]) -> tuple[str, str]:
+    """Return the texts of arrays and of options, from the parts of a `Reduction`."""
+    told = [f"{dtype} {shape}{' on a GPU' if on_gpu else ''}" for dtype, shape, on_gpu in arrays]
+    options = [
+        f"{name}={value}"
+        for name, value in zip(_SHAPING, shaping[1:], strict=True)
+        if name in _ALWAYS_TOLD or value != getattr(DEFAULTS, name)
+    ]
+    return ", ".join(told), ", ".join(options)
 
 
 class Planner:

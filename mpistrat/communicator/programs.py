@@ -156,11 +156,16 @@ class Programs:
                 found = self._known.get((number, kind, *map(_SIGNATURE, arrays)))
                 return found if found is None or out is None or found.fit(out, arrays) else None
             [array] = arrays
-            found = self._known.get((number, kind, array.shape, array.dtype, array.__class__))
+            shape, dtype, library = array.shape, array.dtype, array.__class__
+            found = self._known.get((number, kind, shape, dtype, library))
             if found is None or out is None:
                 return found
             [target] = out
-            return found if fits(target, array) else None
+            if library is not np.ndarray:
+                return found if fits(target, array) else None
+            # as `fits`, without a call of Python
+            is_alike = target is array or (target.__class__ is library and target.dtype is dtype and target.shape == shape)
+            return found if is_alike and target.flags.carray else None
         except (AttributeError, KeyError, TypeError, ValueError):  # new options, or no arrays: the slow path raises the error
             return None
 

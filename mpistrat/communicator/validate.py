@@ -120,11 +120,6 @@ def name_of(dtype: np.dtype[Any]) -> str:
     return str(dtype)
 
 
-def describe(arrays: Sequence[Array]) -> str:
-    """Return the dtypes and shapes of arrays, and which of them are on a GPU."""
-    return ", ".join(f"{name_of(array.dtype)} {array.shape}{' on a GPU' if is_on_device(array) else ''}" for array in arrays)
-
-
 def _read(value: Any, name: str) -> Array:
     if isinstance(value, (list, tuple)):
         raise UnsupportedDtypeError("a communicator takes an array or a list of arrays; got a list in a list: use a strategy")
