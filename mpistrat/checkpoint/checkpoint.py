@@ -18,6 +18,7 @@ from mpistrat.checkpoint.files import Manifest, Piece, Save, Writer
 from mpistrat.checkpoint.tree import Node, Spec, Tree
 from mpistrat.communicator.communicator import job_communicator
 from mpistrat.communicator.interface import BaseCommunicator
+from mpistrat.communicator.validate import name_of
 from mpistrat.context.stack import default_mode, get_strategy, has_strategy, in_cross_replica_context, misplaced
 from mpistrat.device.abstract import address
 from mpistrat.device.binding import bound_device
@@ -30,7 +31,6 @@ from mpistrat.launch.environment import detect
 from mpistrat.parameter_server.client import open_clients
 from mpistrat.state.variables import Variable
 
-_ALIGNMENT = 64
 _RESERVED = "__metadata__"
 _BROADCAST_BYTES = 8 << 20  # of small arrays at once: few enough to be copied out of a cache
 _COMPARED_BYTES = 1 << 9  # of each array, before ranks save parts of it together: each element is a cache miss
@@ -138,11 +138,11 @@ class Checkpoint:
             document[1].extend(nodes)
             specs.update(others)
         with self._failing_together():
-            staged = self._stage(pieces, arrays)
+            memory, places = self._stage(pieces, arrays)
             made_in = files.prepare(folder) if communicator.rank == 0 else []
         manifest = Manifest(step, communicator.size, sys.modules["mpistrat"].__version__, document, specs, {})
         waited = time.perf_counter() - started
-        self._writer.start(Save(folder, manifest, pieces, staged, made_in, outdated, when_durable, waited, wait))
+        self._writer.start(Save(folder, manifest, pieces, memory, places, made_in, outdated, when_durable, waited, wait))
         if wait:
             self._writer.finish()
         return str(folder)
@@ -257,13 +257,17 @@ class Checkpoint:
         own = [name.removesuffix(_of_rank("", self._communicator.rank)) for name in self._own]
         return None, ", ".join([*self._common, *(f"{name} of each rank" for name in own)])
 
-    def _stage(self, pieces: Sequence[Piece], arrays: dict[str, Array]) -> list[Array]:
-        """Return copies of pieces in host memory, which the next save uses again; what lies on a GPU gets there by DMA."""
+    def _stage(self, pieces: Sequence[Piece], arrays: dict[str, Array]) -> tuple[Array, list[slice]]:
+        """Return a file in host memory, which the next save uses again, and where the pieces lie in it.
+
+        What lies on a GPU gets there by DMA.
+        """
         parts = [flat(arrays[piece.name])[piece.start : piece.stop] for piece in pieces]
-        begins, device, staged = self._reserve([part.nbytes for part in parts]), bound_device(), list[Array]()
-        for begin, part in zip(begins, parts, strict=False):
-            target = self._memory[begin : begin + part.nbytes].view(part.dtype)
-            staged.append(target)
+        header, _, places = files.layout(pieces, [name_of(part.dtype) for part in parts])
+        memory, device = self._reserve(max([len(header), *(place.stop for place in places)])), bound_device()
+        memory[: len(header)] = np.frombuffer(header, np.uint8)
+        for place, part in zip(places, parts, strict=True):
+            target = memory[place].view(part.dtype)
             if device is None or not is_on_device(part):
                 target[...] = part
             else:
@@ -272,7 +276,7 @@ class Checkpoint:
             event = device.current_stream().record()
             while not event.done():
                 time.sleep(0)
-        return staged
+        return memory, places
 
     def _read(self, folder: Path, manifest: Manifest, targets: dict[str, Array]) -> dict[str, Array]:
         """Return the arrays, which are `targets` or new: each rank reads its share of the files, and broadcasts what they hold.
@@ -283,35 +287,35 @@ class Checkpoint:
         mine: dict[str, Array] = {}
         with self._failing_together():
             paths = [folder / name for name in list(manifest.pieces)[communicator.rank :: communicator.size]]
-            sizes = [files.size_of(path, manifest) for path in paths]
-            for path, begin, size in zip(paths, self._reserve(sizes), sizes, strict=False):
-                mine[path.name] = self._memory[begin : begin + size]
-                files.read_pieces(path, manifest, mine[path.name])
+            ends = np.cumsum([files.size_of(path, manifest) for path in paths], dtype=int).tolist()
+            memory = self._reserve(ends[-1] if ends else 0)
+            for path, begin, end in zip(paths, [0, *ends], ends, strict=False):
+                mine[path.name] = memory[begin:end]
+                files.read_file(path, manifest, mine[path.name])
         with self._failing_together():  # memory is allocated only once the files are known to have these sizes
             specs = {name: spec for name, spec in manifest.arrays.items() if name not in targets}
             found = {name: np.empty(spec.shape, np.dtype(spec.dtype)) for name, spec in specs.items()} | targets
             received = np.empty(_BROADCAST_BYTES if manifest.pieces else 0, np.uint8)
         for number, name in enumerate(manifest.pieces):
-            root, begin = number % communicator.size, 0
-            for pieces in files.in_groups(name, manifest, _BROADCAST_BYTES):
+            root = number % communicator.size
+            for pieces, span in files.in_groups(name, manifest, _BROADCAST_BYTES):
                 parts = [as_bytes(found[piece.name].reshape(-1)[piece.start : piece.stop]) for piece in pieces]
                 ends = np.cumsum([part.nbytes for part in parts]).tolist()
                 source = received[: ends[-1]] if len(parts) > 1 else parts[0]
                 if root == communicator.rank:
-                    source, begin = mine[name][begin : begin + ends[-1]], begin + ends[-1]
+                    source = mine[name][span]
                 communicator.broadcast(source, root, out=source)
                 for part, end in zip(parts, ends, strict=True):
                     if part is not source:
                         part[...] = source[end - part.nbytes : end]
         return found
 
-    def _reserve(self, sizes: Sequence[int]) -> list[int]:
-        """Return where parts of the memory begin that have so many bytes, and where the last one ends."""
-        begins: list[int] = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]).tolist()
-        device = bound_device()
-        if self._memory.nbytes < begins[-1]:
-            self._memory = np.empty(begins[-1], np.uint8) if device is None else device.pinned(begins[-1])
-        return begins
+    def _reserve(self, num_bytes: int) -> Array:
+        """Return memory of so many bytes, and what is left up to the next multiple of the alignment."""
+        num_bytes, device = files.aligned(num_bytes), bound_device()
+        if self._memory.nbytes < num_bytes:
+            self._memory = files.new_memory(num_bytes, files.new_bytes if device is None else device.pinned)
+        return self._memory[:num_bytes]
 
 
 def _in_no_scope(why: str) -> InvalidArgumentError:

@@ -18,16 +18,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from errno import EFAULT, EINVAL
+from fcntl import F_GETFL, F_SETFL, fcntl
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpistrat import ending
-from mpistrat.arrays import Array, as_bytes
-from mpistrat.checkpoint.tree import KINDS, Node, Spec, below
+from mpistrat.arrays import Array
+from mpistrat.checkpoint.tree import KINDS, Node, Spec, below, itemsize_of
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.interface import BaseCommunicator
+from mpistrat.device.abstract import address
 from mpistrat.errors import CheckpointError
 from mpistrat.launch import abort, end_of_job
 from mpistrat.logger import logger
@@ -39,7 +42,7 @@ try:
 except ImportError:  # the same checksums, in eight times as long
     from zlib import crc32
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"ckpt-(\d+)(?:\.(\d+))?")
 _ARRAYS = re.compile(r"arrays-\d+\.safetensors")
@@ -49,8 +52,9 @@ _STORED = {
     **{f"{kind}{bits}": f"{letter}{bits}" for kind, letter in (("int", "I"), ("uint", "U")) for bits in (8, 16, 32, 64)},
     **{"bool": "BOOL", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"},
 }
-_CHUNK_BYTES = 1 << 20
-_SENT_BYTES = 8 << 20  # to the disk, while more is written
+ALIGNMENT = 1 << 12
+"""Of memory that a disk reads by itself, and of where it writes that in a file, in bytes."""
+_MOVED_BYTES = 8 << 20  # at a time
 _POLL_SECONDS = 0.002
 _NICER = 10
 """By how much the thread that writes is nicer than the program: where steps take all cores, they lose a quarter less to it."""
@@ -102,91 +106,128 @@ def file_name(rank: int) -> str:
     return f"arrays-{rank:05d}.safetensors"
 
 
-def write_pieces(path: Path, pieces: Sequence[Piece], arrays: Sequence[Array]) -> list[Piece]:
-    """Write a durable file, if there are any pieces; return them with checksums.
+def write_file(path: Path, memory: Array, places: Sequence[slice]) -> list[int]:
+    """Write what lies in aligned memory to a durable file, if there is anything; return the checksums of these places.
 
-    The library would write to a file of another name, which stays there if the job is stopped, and compute no checksums.
+    There is room in the memory up to the next multiple of the alignment. The library would write to a file of another name,
+    which stays there if the job is stopped, and compute no checksums.
     """
-    if not pieces:
+    if not places:
         return []
-    header, order = _layout(pieces, [str(array.dtype) for array in arrays])
-    sent, checksums = 0, [0] * len(pieces)
-    with path.open("wb") as file:
-        file.write(header)
-        for place in order:
-            data = as_bytes(arrays[place]).data
-            for begin in range(0, len(data), _CHUNK_BYTES):
-                chunk = data[begin : begin + _CHUNK_BYTES]
-                checksums[place] = crc32(chunk, checksums[place])
-                file.write(chunk)
-                if (written := file.tell()) - sent >= _SENT_BYTES:
-                    os.posix_fadvise(file.fileno(), sent, written - sent, os.POSIX_FADV_DONTNEED)
-                    sent = written
+    with _opened(path, "wb") as file:
+        _move(file, file.write, memory)
+        file.truncate(max(place.stop for place in places))
         file.flush()
         os.fsync(file.fileno())
-    return [piece._replace(checksum=checksum) for piece, checksum in zip(pieces, checksums, strict=True)]
+    return [crc32(memory[place]) for place in places]
 
 
 def size_of(path: Path, manifest: Manifest) -> int:
-    """Return how many bytes of arrays a file has by its manifest; raise CheckpointError if the file is shorter."""
-    num_bytes = sum((piece.stop - piece.start) * manifest.arrays[piece.name].itemsize for piece in manifest.pieces[path.name])
+    """Return the bytes of a file by its manifest, rounded up to the alignment; raise CheckpointError if it has others."""
+    num_bytes = max(place.stop for place in _layout_of(path.name, manifest)[2])
     with _reading(path):
-        if (found := path.stat().st_size) < num_bytes:
-            raise EOFError(f"it has {found} bytes, and its arrays {num_bytes}")
-    return num_bytes
+        if (found := path.stat().st_size) != num_bytes:
+            raise EOFError(f"it has {found} bytes, and was written with {num_bytes}")
+    return aligned(num_bytes)
 
 
-def read_pieces(path: Path, manifest: Manifest, memory: Array | None = None) -> None:
-    """Read a file, and compare its bytes with what was written; `memory` of `size_of` bytes gets the pieces, in their order."""
-    pieces = manifest.pieces[path.name]
-    header, order = _layout(pieces, [manifest.arrays[piece.name].dtype for piece in pieces])
-    scratch, begin = np.empty(_CHUNK_BYTES, np.uint8), 0
-    with _reading(path), path.open("rb") as file:
-        if file.read(len(header)) != header:
-            raise CheckpointError(f"{path}: the bytes of its header are not those that were written")
-        for place in order:
-            piece, checksum = pieces[place], 0
-            end = begin + (piece.stop - piece.start) * manifest.arrays[piece.name].itemsize
-            for start in range(begin, end, _CHUNK_BYTES):
-                size = min(end - start, _CHUNK_BYTES)
-                chunk = (scratch[:size] if memory is None else memory[start : start + size]).data
-                if file.readinto(chunk) != size:
-                    raise EOFError(f"it ends within {piece.name}")
-                checksum = crc32(chunk, checksum)
-            if checksum != piece.checksum:
-                raise CheckpointError(f"{path}: the bytes of {piece.name} are not those that were written")
-            begin = end
-        if file.read(1):
-            raise CheckpointError(f"{path}: it has more bytes than were written")
+def read_file(path: Path, manifest: Manifest, memory: Array | None = None) -> None:
+    """Read a file into aligned memory of `size_of` bytes, or only to look at it: its bytes must be those that were written."""
+    size, pieces, (header, order, places) = size_of(path, manifest), manifest.pieces[path.name], _layout_of(path.name, manifest)
+    parts = [("its header", slice(0, len(header)), crc32(header))]
+    parts += [(pieces[number].name, places[number], pieces[number].checksum) for number in order]
+    scratch = new_memory(_MOVED_BYTES, new_bytes) if memory is None else memory
+    number = checksum = 0
+    with _reading(path), _opened(path, "rb") as file:
+        for begin in range(0, size, _MOVED_BYTES):
+            chunk = scratch[: size - begin] if memory is None else memory[begin : begin + _MOVED_BYTES]
+            stop = begin + _move(file, file.readinto, chunk)
+            for name, place, wanted in parts[number:]:
+                checksum = crc32(chunk[max(place.start - begin, 0) : place.stop - begin], checksum)
+                if place.stop > begin + len(chunk):
+                    break
+                if place.stop > stop or checksum != wanted:
+                    raise CheckpointError(f"{path}: the bytes of {name} are not those that were written")
+                number, checksum = number + 1, 0
 
 
-def in_groups(name: str, manifest: Manifest, most_bytes: int) -> Iterator[list[Piece]]:
+def _opened(path: Path, mode: str) -> Any:
+    """Open a file that the disk reads or writes by itself, where the file system lets it (O_DIRECT).
+
+    The kernel's copies would take cores from the steps meanwhile.
+    """
+    file = path.open(mode, buffering=0)
+    with suppress(OSError):
+        fcntl(file, F_SETFL, fcntl(file, F_GETFL) | os.O_DIRECT)
+    return file
+
+
+def _move(file: Any, move: Callable[[Array], int], memory: Array) -> int:
+    """Write memory to a file by `move`, or read into it, and return how many bytes there were."""
+    done = 0
+    while done < len(memory):
+        try:
+            count = move(memory[done : done + _MOVED_BYTES])
+        except OSError as error:
+            flags = fcntl(file, F_GETFL)
+            if error.errno not in (EINVAL, EFAULT) or not flags & os.O_DIRECT:
+                raise
+            fcntl(file, F_SETFL, flags & ~os.O_DIRECT)  # such memory, or such a place in the file, is not for it
+            continue
+        if not count:
+            break
+        done += count
+    return done
+
+
+def new_memory(num_bytes: int, make: Callable[[int], Array]) -> Array:
+    """Return so much aligned memory, of what ``make(bytes)`` returns."""
+    memory = make(num_bytes + ALIGNMENT)
+    return memory[-address(memory) % ALIGNMENT :][:num_bytes]
+
+
+def new_bytes(num_bytes: int) -> Array:
+    """Return memory of the host."""
+    return np.empty(num_bytes, np.uint8)
+
+
+def aligned(num_bytes: int) -> int:
+    """Return the next multiple of the alignment."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def in_groups(name: str, manifest: Manifest, most_bytes: int) -> Iterator[tuple[list[Piece], slice]]:
     """Yield the pieces of a file in the order in which they lie there, as many at once as have so many bytes, or one."""
-    pieces, group, num_bytes = manifest.pieces[name], list[Piece](), 0
-    for place in _layout(pieces, [manifest.arrays[piece.name].dtype for piece in pieces])[1]:
-        piece = pieces[place]
-        size = (piece.stop - piece.start) * manifest.arrays[piece.name].itemsize
-        if group and num_bytes + size > most_bytes:
-            yield group
-            group, num_bytes = [], 0
-        group.append(piece)
-        num_bytes += size
-    yield group
+    pieces, (_, order, places) = manifest.pieces[name], _layout_of(name, manifest)
+    group, start, stop = list[Piece](), places[order[0]].start, 0
+    for number in order:
+        if group and places[number].stop - start > most_bytes:
+            yield group, slice(start, stop)
+            group, start = [], stop
+        group.append(pieces[number])
+        stop = places[number].stop
+    yield group, slice(start, stop)
 
 
-def _layout(pieces: Sequence[Piece], dtypes: Sequence[str]) -> tuple[bytes, list[int]]:
-    """Return the header of a file in the format of safetensors, and the order of the pieces that follow it."""
-    stored = [np.dtype(dtype if dtype in _STORED else "uint8") for dtype in dtypes]
-    order = sorted(range(len(pieces)), key=lambda place: -stored[place].itemsize)  # so all of them are aligned
-    header, end = {}, 0
+def _layout_of(name: str, manifest: Manifest) -> tuple[bytes, list[int], list[slice]]:
+    pieces = manifest.pieces[name]
+    return layout(pieces, [manifest.arrays[piece.name].dtype for piece in pieces])
+
+
+def layout(pieces: Sequence[Piece], dtypes: Sequence[str]) -> tuple[bytes, list[int], list[slice]]:
+    """Return the header of a file in the format of safetensors, the order of the pieces that follow it, and where each lies."""
+    stored = [dtype if dtype in _STORED else "uint8" for dtype in dtypes]
+    order = sorted(range(len(pieces)), key=lambda place: -itemsize_of(stored[place]))  # so all of them are aligned
+    fields, bounds, end = {}, dict[int, tuple[int, int]](), 0
     for place in order:
         piece, kept = pieces[place], stored[place]
-        begin, end = end, end + (piece.stop - piece.start) * np.dtype(dtypes[place]).itemsize
-        shape = [(end - begin) // kept.itemsize]
-        header[piece.name] = {"dtype": _STORED[str(kept)], "shape": shape, "data_offsets": (begin, end)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, order
+        begin, end = end, end + (piece.stop - piece.start) * itemsize_of(dtypes[place])
+        shape, bounds[place] = [(end - begin) // itemsize_of(kept)], (begin, end)
+        fields[piece.name] = {"dtype": _STORED[kept], "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(fields).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    return header, order, [slice(*(len(header) + bound for bound in bounds[place])) for place in range(len(pieces))]
 
 
 def write_manifest(folder: Path, manifest: Manifest, made_in: Sequence[Path]) -> None:
@@ -226,7 +267,7 @@ def verify(folder: Path) -> Manifest:
     """Read all of a checkpoint, compare checksums, and return its manifest."""
     manifest = read_manifest(folder)
     for name in manifest.pieces:
-        read_pieces(folder / name, manifest)
+        read_file(folder / name, manifest)
     return manifest
 
 
@@ -327,7 +368,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 class Save(NamedTuple):
-    """What a rank writes: its pieces, of arrays that nobody changes; rank 0 then writes the manifest, and removes `outdated`.
+    """What a rank writes: memory that nobody changes, with its pieces; rank 0 then writes the manifest, and removes `outdated`.
 
     The folder's name is durable once the folders `made_in` are synchronized, before the manifest is written. `Writer.finish`
     calls `when_durable`, if all went well.
@@ -336,7 +377,8 @@ class Save(NamedTuple):
     folder: Path
     manifest: Manifest
     pieces: Sequence[Piece]
-    arrays: Sequence[Array]
+    memory: Array
+    places: Sequence[slice]  # of the pieces
     made_in: Sequence[Path]
     outdated: Sequence[Path]
     when_durable: Callable[[], None]
@@ -419,7 +461,8 @@ class Writer:
         """Write, and return why it has failed on some rank, an empty text if it has not."""
         folder, written, error = save.folder, list[Piece](), ""
         try:
-            written = write_pieces(folder / file_name(self.rank), save.pieces, save.arrays)
+            checksums = write_file(folder / file_name(self.rank), save.memory, save.places)
+            written = [piece._replace(checksum=each) for piece, each in zip(save.pieces, checksums, strict=True)]
         except Exception as failed:  # the library that writes arrays has exceptions of its own
             error = _text(self.rank, folder, failed)
         if self.rank:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from hashlib import blake2b
 from itertools import pairwise, repeat
 from json import dumps
@@ -27,6 +28,7 @@ import ml_dtypes  # noqa: F401 - NumPy knows its dtypes by name then
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, as_target, is_a, is_aligned, is_on_device, like, to_device
+from mpistrat.communicator.validate import name_of
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.inputs.position import DatasetIterator, Resumable
 from mpistrat.state.changes import checksum
@@ -42,6 +44,12 @@ _ACCEPTED = (
 )
 
 
+@cache
+def itemsize_of(dtype: str) -> int:
+    """Return the bytes of an element of a dtype with that name, which NumPy would parse anew each time."""
+    return np.dtype(dtype).itemsize
+
+
 class Spec(NamedTuple):
     """What an array is like."""
 
@@ -51,7 +59,7 @@ class Spec(NamedTuple):
     @property
     def itemsize(self) -> int:
         """The bytes of an element."""
-        return np.dtype(self.dtype).itemsize
+        return itemsize_of(self.dtype)
 
     @property
     def size(self) -> int:
@@ -77,7 +85,7 @@ class Tree:
         self.document: Node = ["dict", nodes]
         names = list(self.leaves)
         self._names = [names[begin:end] for begin, end in pairwise(begins)]  # of each object's leaves
-        self.specs = {name: Spec(str(leaf.dtype), tuple(leaf.shape)) for name, leaf in self.leaves.items()}
+        self.specs = {name: Spec(name_of(leaf.dtype), tuple(leaf.shape)) for name, leaf in self.leaves.items()}
 
     def check_in_place(self) -> None:
         """Check that each object can be changed."""

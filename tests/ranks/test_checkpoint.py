@@ -232,7 +232,7 @@ def test_ranks_that_disagree_are_told_and_the_job_goes_on(comm, two, folder, str
 def test_a_rank_that_cannot_write_fails_the_save_on_all(comm, two, folder, monkeypatch):
     checkpoint, state = two
     first = checkpoint.save(folder / "first", wait=True, step=1)
-    write = files.write_pieces
+    write = files.write_file
 
     def full(path, *given):
         write(path, *given)
@@ -240,14 +240,14 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(comm, two, folder, monke
             raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "write_pieces", full)
+        patch.setattr(files, "write_file", full)
         with pytest.raises(CheckpointError, match=r"rank 1: .*No space left on device.*The last checkpoint before it is whole"):
             checkpoint.save(folder / "second", wait=True)
         assert not (folder / "second").exists()
         checkpoint.save(folder / "second")
         with pytest.raises(CheckpointError, match="No space"):  # by the next call
             checkpoint.restore(first)
-        patch.setattr(files, "write_pieces", lambda path, *given: files.remove(path.parent) or write(path, *given))
+        patch.setattr(files, "write_file", lambda path, *given: files.remove(path.parent) or write(path, *given))
         with pytest.raises(CheckpointError, match=r"rank \d: .* cannot be written"):
             checkpoint.save(folder / "removed", wait=True)
         patch.setattr(checkpoint, "_stage", on_one(comm, 1, None, checkpoint._stage))
@@ -324,8 +324,8 @@ def test_what_one_rank_cannot_read_changes_nothing_on_any(comm, two, folder):
 def test_a_step_goes_on_while_ranks_write_and_the_next_save_waits(comm, two, folder, monkeypatch):
     checkpoint, state = two
     manager = mpistrat.CheckpointManager(checkpoint, folder / "all")
-    go_on, write = threading.Event(), files.write_pieces
-    monkeypatch.setattr(files, "write_pieces", lambda *given: go_on.wait(20) and write(*given))
+    go_on, write = threading.Event(), files.write_file
+    monkeypatch.setattr(files, "write_file", lambda *given: go_on.wait(20) and write(*given))
     first = manager.save(1)
     state["w"][:] = state["step"] = 2  # after the values were copied
     assert checkpoint._communicator.all_reduce("sum", np.ones(1)) == comm.size

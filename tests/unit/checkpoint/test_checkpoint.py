@@ -12,7 +12,7 @@ import pytest
 
 import mpistrat
 from mpistrat.checkpoint import files
-from mpistrat.checkpoint.files import write_pieces
+from mpistrat.checkpoint.files import write_file
 from mpistrat.checkpoint.tree import Tree
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.tools import cli
@@ -156,7 +156,7 @@ def test_what_cannot_be_saved_or_restored_in_place_is_refused(tmp_path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_ends_before_it_has_written_fails_the_save(tmp_path, monkeypatch):
     manager = mpistrat.CheckpointManager(mpistrat.Checkpoint(w=np.ones(1)), tmp_path)
-    monkeypatch.setattr(files, "write_pieces", lambda *given: sys.exit())
+    monkeypatch.setattr(files, "write_file", lambda *given: sys.exit())
     with pytest.raises(CheckpointError, match=r"rank 0: the thread that writes has ended\. The last"):
         manager.save(1, wait=True)
     assert manager.latest_checkpoint is None
@@ -167,9 +167,9 @@ def test_the_thread_that_writes_leaves_the_cores_to_the_steps(tmp_path, monkeypa
 
     def write(*given):
         niceness.append(os.getpriority(os.PRIO_PROCESS, 0))
-        return write_pieces(*given)
+        return write_file(*given)
 
-    monkeypatch.setattr(files, "write_pieces", write)
+    monkeypatch.setattr(files, "write_file", write)
     before = os.getpriority(os.PRIO_PROCESS, 0)
     checkpoint = mpistrat.Checkpoint(x=np.ones(3))
     checkpoint.save(tmp_path / "one")

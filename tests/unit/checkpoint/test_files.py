@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 from math import prod
 from pathlib import Path
 from zlib import crc32
@@ -82,8 +83,8 @@ def test_checksums_are_those_of_zlib_whichever_library_computes_them(folder):
 
 def test_a_manifest_of_a_newer_version_is_refused(folder):
     path = folder / files.MANIFEST
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(CheckpointError, match="has format 2, and this version of mpistrat reads format 1"):
+    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+    with pytest.raises(CheckpointError, match="has format 3, and this version of mpistrat reads format 2"):
         files.read_manifest(folder)
 
 
@@ -142,3 +143,13 @@ def test_a_manifest_whose_numbers_and_names_do_not_fit_is_refused_before_anythin
     assert not any(array.any() for array in objects.values())
     with pytest.raises(CheckpointError):
         files.verify(folder)
+
+
+@pytest.mark.parametrize("begin", [0, 1])
+def test_memory_is_written_whether_or_not_a_disk_can_read_it_by_itself(tmp_path, begin):
+    memory = np.random.default_rng(0).bytes(3 * files.ALIGNMENT)
+    aligned = np.frombuffer(mmap.mmap(-1, 4 * files.ALIGNMENT), np.uint8)[begin : begin + len(memory)]
+    aligned[:] = np.frombuffer(memory, np.uint8)
+    places = [slice(0, 5), slice(5, len(memory) - 7)]
+    assert files.write_file(tmp_path / "file", aligned, places) == [crc32(memory[place]) for place in places]
+    assert (tmp_path / "file").read_bytes() == memory[:-7]
