@@ -36,14 +36,15 @@ def shorten(program: Program, executor: Executor, op: ReduceOp, arrays: Sequence
     elif not 0 < nbytes <= executor.hierarchy.settings[settings.MAX_MESSAGE_BYTES]:
         return
     elif len(arrays) == 1 and dtype == arrays[0].dtype:
-        program.blocking = _of_one(world.bind(op, dtype, arrays[0].shape).blocking(), divider(dtype, divisor))
+        bound = world.bind(op, dtype, arrays[0].shape)
+        program.blocking = _of_one(bound.blocking(), divider(dtype, divisor), bound.may_overlap)
         program.is_one_message = divisor == 1
     elif sum(array.nbytes for array in arrays) <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:
         combine = world.bind(op, dtype, (bucket.flat_count,)).blocking()
         program.blocking = SmallBatch(op, arrays, bucket, divisor, combine).run
 
 
-def _of_one(combine: _Combine, divide: Callable[[Array], object] | None = None) -> Blocking:
+def _of_one(combine: _Combine, divide: Callable[[Array], object] | None = None, may_overlap: bool = False) -> Blocking:
     """Return the all-reduce of one array, by ``combine(source, target)``, whose sum is divided."""
 
     def run(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
@@ -52,7 +53,7 @@ def _of_one(combine: _Combine, divide: Callable[[Array], object] | None = None) 
             target = combine(source, None)
         else:
             [target] = out
-            if target is not source and not (source.flags.owndata and target.flags.owndata):
+            if not (may_overlap or target is source or (source.flags.owndata and target.flags.owndata)):
                 source = source.copy() if np.may_share_memory(source, target) else source
             combine(source, target)
         if divide is not None:

@@ -38,11 +38,13 @@ POLL_FROM_BYTES = 512 * KIB
 class AllReduce(Protocol):
     """An all-reduce over all ranks, of arrays of one shape and dtype; `name` says by what.
 
-    `adds_in_order` says whether addends are combined in the order of the ranks.
+    `adds_in_order` says whether addends are combined in the order of the ranks, and `may_overlap` whether the target may share
+    some of the source's memory.
     """
 
     name: str
     adds_in_order: bool
+    may_overlap: bool
 
     def steps(self, source: Array, target: Array) -> Steps:
         """Return the steps between two C-contiguous arrays, which may be one. A collective call."""
@@ -131,7 +133,7 @@ class MpiAllReduce:
     It blocks, unless the call has a deadline, or the array is large and goes between nodes: then it is polled.
     """
 
-    adds_in_order = False
+    adds_in_order = may_overlap = False
 
     def __init__(
         self, world: WorldTransport, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...], window: NodeWindow | None

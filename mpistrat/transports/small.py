@@ -133,6 +133,8 @@ def small_all_reduce(
 class PiecewiseAllReduce:
     """The all-reduce of an array of one shape and dtype that is longer than a slot, piece after piece."""
 
+    may_overlap = False
+
     def __init__(self, exchange: SmallExchange, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._shape, self._dtype, self._call = shape, dtype, exchange.call
         count, longest = prod(shape), exchange.slot_bytes // dtype.itemsize
@@ -168,6 +170,8 @@ class PiecewiseAllReduce:
 
 class SmallAllReduce:
     """The all-reduce of an array of one shape and dtype."""
+
+    may_overlap = True  # the source is copied to a slot first
 
     def __init__(self, exchange: SmallExchange, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._exchange, self._op, self._shape, self._dtype = exchange, op, shape, dtype
