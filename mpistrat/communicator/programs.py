@@ -20,7 +20,7 @@ import numpy as np
 from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array, is_on_device, retained_bytes
 from mpistrat.communicator.explain import Explanation
-from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
 from mpistrat.communicator.validate import are_disjoint
 from mpistrat.device.abstract import addresses
@@ -71,32 +71,27 @@ class Programs:
         # of a wrapped communicator: see `passing`
         self.passed: dict[tuple[int, int, np.dtype[Any]], tuple[Any, ...]] = {}  # see `Passing.add`
 
-    def has(self, asked: Reduction) -> bool:
-        """Return whether there is a program for it, so that `find_or_compile` is not a collective call."""
+    def find(self, asked: Reduction) -> Program | None:
+        """Return the program for it, or None if there is none, or its memory is gone: the same on all ranks."""
         program = self._programs.get(asked.key)
-        return program is not None and program.is_current
+        return program if program is not None and program.is_current else None
 
-    def find_or_compile(self, asked: Reduction) -> Program:
-        """Return the program for it. A collective call if there is none yet."""
-        key = asked.key
-        program = self._programs.get(key)
-        if asked.options.implementation is CommunicationImplementation.NCCL:  # not part of the key
-            self.check(asked)
-        if program is None or not program.is_current:
-            self.check(asked)
-            planner = self._planner(asked.arrays)
-            generation = planner.executor.generation
-            try:
-                program = self._programs[key] = planner.compile(asked)
-            finally:
-                is_full = len(self._programs) > PROGRAMS_KEPT
-                if is_full:
-                    # the oldest, not the least recently used: all ranks must forget the same one, and calls that are
-                    # remembered are not looked up here
-                    self._programs.popitem(last=False)
-                if is_full or generation != planner.executor.generation:
-                    # the next call of a program that is gone, or lost its memory, compiles it again: all ranks take part
-                    self.forget_calls()
+    def compile(self, asked: Reduction) -> Program:
+        """Make the program for it. A collective call."""
+        self.check(asked)
+        planner = self._planner(asked.arrays)
+        generation = planner.executor.generation
+        try:
+            program = self._programs[asked.key] = planner.compile(asked)
+        finally:
+            is_full = len(self._programs) > PROGRAMS_KEPT
+            if is_full:
+                # the oldest, not the least recently used: all ranks must forget the same one, and calls that are
+                # remembered are not looked up here
+                self._programs.popitem(last=False)
+            if is_full or generation != planner.executor.generation:
+                # the next call of a program that is gone, or lost its memory, compiles it again: all ranks take part
+                self.forget_calls()
         return program
 
     def check(self, asked: Reduction) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpistrat.arrays import MALLOC_REUSES_BYTES, Array, is_on_device, new_array, part_bounds
 from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
-from mpistrat.communicator.options import NATIVE, WIRE_DTYPES, CommunicationOptions
+from mpistrat.communicator.options import NATIVE, WIRE_DTYPES, CommunicationImplementation, CommunicationOptions
 from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
 from mpistrat.communicator.programs import Programs, fits
 from mpistrat.communicator.validate import are_apart, check_gather, check_target, copy_overlapping
@@ -228,7 +228,8 @@ class Reductions:
         """Check the arguments of a call; arrays that have a program were checked when it was made."""
         if asked.axis is not None:
             check_gather(asked.arrays[0], asked.axis, "reduce_scatter")
-        if not self.programs.has(asked):
+        # the implementation is not part of what has a program
+        if self.programs.find(asked) is None or asked.options.implementation is CommunicationImplementation.NCCL:
             self.programs.check(asked)
         if out is not None:
             for target, array in zip(out, asked.arrays, strict=True):
@@ -239,15 +240,16 @@ class Reductions:
 
         One that blocks is compared with a deadline only once: from then on it may be a known call on some ranks.
         """
-        is_new, is_limited = not self.programs.has(asked), bool(call.ends) or self._guard.is_strict
-        is_agreed = not (is_new or call.is_started) and self.programs.find_or_compile(asked).is_agreed
-        if (is_new and self._guard.checks) or (is_limited and not is_agreed):
+        program, is_limited = self.programs.find(asked), bool(call.ends) or self._guard.is_strict
+        is_agreed = program is not None and program.is_agreed and not call.is_started
+        if (program is None and self._guard.checks) or (is_limited and not is_agreed):
             self._guard.agree(call)
         elif call.ends:
             self._guard.raise_if_given_up(call)
-        if is_new and self._gpu is not None:  # binding may free memory that enqueued operations use
-            self._guard.run(call, self._gpu.executor.settle())
-        program = self.programs.find_or_compile(asked)
+        if program is None:
+            if self._gpu is not None:  # binding may free memory that enqueued operations use
+                self._guard.run(call, self._gpu.executor.settle())
+            program = self.programs.compile(asked)
         program.is_agreed = program.is_agreed or (is_limited and program.blocking is not None)
         return program
 
