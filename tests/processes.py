@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,11 @@ def run_bounded(
             out, err = process.communicate()
             code, err = TIMED_OUT, f"{err}\nkilled: still running after {timeout:g} s\n"
     return subprocess.CompletedProcess(list(argv), code, out, err)
+
+
+def python(program: str, *words: str, options: Sequence[str] = (), **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of Python for a minute at most; `options` are the interpreter's, `environ` more variables."""
+    return run_bounded([sys.executable, *options, "-c", program, *words], 60.0, {**os.environ, **environ})
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ def test_three(): pass
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="on one core all tests run in one process")
-def test_files_of_a_whole_session_run_beside_each_other_and_those_of_a_selection_do_not(session, tmp_path):
+def test_files_of_a_whole_session_run_beside_each_other(session, tmp_path):
     for lane, mine, theirs in (("faults", "a", "b"), ("docs", "b", "a")):
         (tmp_path / "tests" / lane).mkdir()
         (tmp_path / "tests" / lane / f"test_{mine}.py").write_text(_MEETING.format(mine=mine, theirs=theirs))
@@ -60,7 +60,6 @@ def test_files_of_a_whole_session_run_beside_each_other_and_those_of_a_selection
     assert "docs     4 run in " in done.stdout
     assert "9 passed" in done.stdout
     assert (tmp_path / "a").read_text() != (tmp_path / "b").read_text()
-    assert "workers" not in session("tests/unit", workers="").stdout
 
 
 @pytest.mark.parametrize(
@@ -76,28 +75,24 @@ def test_what_shares_a_job_is_handed_out_together(nodeid, scope):
     assert scope_of(nodeid) == scope
 
 
-def test_a_lane_that_runs_nothing_fails_the_session(session):
-    done = session()
+def test_a_lane_that_runs_nothing_fails_the_session_unless_it_cannot_run_and_is_not_required(session):
+    done, reason = session(), LANES["gpu"]()
     assert "unit     1 run in 0.0 s\n" in done.stdout
     assert "ranks    ran nothing, and no reason is known: a failure\n" in done.stdout
     assert "1 passed" in done.stdout
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    if reason:  # else there is a GPU, and its lane can run
+        assert f"gpu      cannot run here: {reason}\n" in done.stdout
+        assert f"gpu      required, but cannot run here: {reason}: a failure\n" in session(MPISTRAT_REQUIRE_LANES="gpu").stdout
 
 
-def test_a_selection_may_leave_lanes_out(session):
+def test_a_selection_may_leave_lanes_out_and_stays_in_one_process(session):
     for arguments in (["tests/unit"], ["-k", "one"]):
-        done = session(*arguments)
+        done = session(*arguments, workers="")
         assert done.returncode == pytest.ExitCode.OK, done.stdout
         assert "unit     1 run in 0.0 s\n" in done.stdout
         assert "ranks" not in done.stdout
-
-
-def test_a_lane_that_cannot_run_says_why_and_fails_only_where_it_is_required(session):
-    reason = LANES["gpu"]()
-    if not reason:
-        pytest.skip("there is a GPU: its lane can run")
-    assert f"gpu      cannot run here: {reason}\n" in session().stdout
-    assert f"gpu      required, but cannot run here: {reason}: a failure\n" in session(MPISTRAT_REQUIRE_LANES="gpu").stdout
+        assert "workers" not in done.stdout
 
 
 def test_an_unknown_lane_cannot_be_required(session):

@@ -1,22 +1,15 @@
 """Commands with a deadline: what they return, and that they leave nothing running."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 from mpistrat.launch.mpiexec import command, find_mpi
-from tests.processes import TIMED_OUT, run_bounded, started, until
+from tests.processes import TIMED_OUT, python, run_bounded, started, until
 
 # A child in a process group of its own, as mpiexec's ranks are; the parent prints its number.
-_PARENT = """
-import os, subprocess, sys, time
-argv = [sys.executable, "-c", "import time; time.sleep(60)"]
-child = subprocess.Popen(argv, preexec_fn=os.setpgrp, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-print(child.pid, flush=True)
-time.sleep(float(sys.argv[1]))
-"""
+_PARENT = ["bash", "-mc", 'sleep 60 >/dev/null 2>&1 & echo $!; sleep "$0"']
 
 
 def _ends(pid: str) -> bool:
@@ -26,19 +19,19 @@ def _ends(pid: str) -> bool:
 
 
 def test_a_command_returns_what_it_said():
-    done = run_bounded([sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"], 30)
-    assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "err\n")
+    done = python("import sys; print('out', *sys.argv[1:]); print('err', file=sys.stderr); sys.exit(3)", "a word")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "out a word\n", "err\n")
 
 
 def test_nothing_is_left_after_the_deadline():
-    done = run_bounded([sys.executable, "-c", _PARENT, "60"], 2)
+    done = run_bounded([*_PARENT, "60"], 1)
     assert done.returncode == TIMED_OUT
-    assert "killed: still running after 2 s" in done.stderr
+    assert "killed: still running after 1 s" in done.stderr
     assert _ends(done.stdout.strip())
 
 
 def test_nothing_is_left_after_the_end():
-    done = run_bounded([sys.executable, "-c", _PARENT, "0"], 30)
+    done = run_bounded([*_PARENT, "0"], 30)
     assert done.returncode == 0
     assert _ends(done.stdout.strip())
 

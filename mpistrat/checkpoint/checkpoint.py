@@ -18,13 +18,12 @@ from mpistrat.checkpoint.files import Manifest, Piece, Save, Writer
 from mpistrat.checkpoint.tree import Node, Spec, Tree
 from mpistrat.communicator.communicator import job_communicator
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.communicator.validate import name_of
+from mpistrat.communicator.validate import checked_int, name_of
 from mpistrat.context.stack import default_mode, get_strategy, has_strategy, in_cross_replica_context, misplaced
 from mpistrat.device.abstract import address
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import CheckpointError, InvalidArgumentError
 from mpistrat.inputs.distribute import DistributedDataset
-from mpistrat.inputs.input_options import checked_int
 from mpistrat.inputs.position import DatasetIterator, Resumable
 from mpistrat.inputs.sources import Dataset
 from mpistrat.launch.environment import detect

@@ -41,7 +41,7 @@ def check_gather(array: Array, axis: int, verb: str = "all_gather") -> int:
     """Return `axis` as a non-negative number."""
     if array.ndim == 0:
         raise InvalidArgumentError(f"{verb} needs arrays with at least one axis; got a scalar: pass x.reshape(1)")
-    axis = _index(axis, "axis")
+    axis = checked_int(axis, "axis")
     if not -array.ndim <= axis < array.ndim:
         accepted = f"-{array.ndim} to {array.ndim - 1} are accepted"
         raise InvalidArgumentError(f"axis {axis} is out of range for an array of shape {array.shape}: {accepted}")
@@ -50,7 +50,7 @@ def check_gather(array: Array, axis: int, verb: str = "all_gather") -> int:
 
 def check_root(root: int, num_replicas: int) -> None:
     """Check that `root` is the number of a replica."""
-    if not 0 <= _index(root, "root") < num_replicas:
+    if not 0 <= checked_int(root, "root") < num_replicas:
         raise InvalidArgumentError(f"root must be a replica, 0 to {num_replicas - 1}; got {root}")
 
 
@@ -150,8 +150,12 @@ def _bounds(array: Array) -> tuple[int, int]:
     return first + sum(min(step, 0) for step in reach), first + sum(max(step, 0) for step in reach) + array.itemsize
 
 
-def _index(value: int, argument: str) -> int:
+def checked_int(value: Any, argument: str, least: int | None = None) -> int:
+    """Return `value` as an int, after checking that it is one, and not below the least that is accepted."""
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
         raise TypeError(f"{argument} must be an int; got {value!r}") from None
+    if least is not None and number < least:
+        raise InvalidArgumentError(f"{argument} must be at least {least}; got {number}")
+    return number

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from mpistrat.communicator.validate import checked_int
 from mpistrat.errors import InvalidArgumentError
 
 SHARD_HINT = -1
@@ -160,14 +160,3 @@ def read_options(options: Any) -> InputOptions:
     if not isinstance(options, InputOptions):
         raise TypeError(f"options must be mpistrat.InputOptions or None; got {type(options).__name__}")
     return options
-
-
-def checked_int(value: Any, argument: str, least: int) -> int:
-    """Return `value` as an int."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{argument} must be an int; got {value!r}") from None
-    if number < least:
-        raise InvalidArgumentError(f"{argument} must be at least {least}; got {number}")
-    return number

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mpistrat.communicator.validate import checked_int
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.input_options import checked_int
 
 
 class Resumable(ABC):

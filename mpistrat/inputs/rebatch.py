@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, like, part_bounds
+from mpistrat.communicator.validate import checked_int
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.input_options import checked_int
 from mpistrat.structures import flatten, leaf_names, map_leaves
 
 

@@ -15,8 +15,9 @@ from zlib import crc32
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, like
+from mpistrat.communicator.validate import checked_int
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.input_options import SHARD_HINT, checked_int
+from mpistrat.inputs.input_options import SHARD_HINT
 from mpistrat.inputs.position import DatasetIterator, Resumable
 from mpistrat.inputs.rebatch import batched, num_rows, readable, shard_bounds, share, spec_of
 from mpistrat.structures import flatten, leaf_names, map_leaves

@@ -347,8 +347,14 @@ class TestCentralStorage:
         with strategy.scope():
             summed = mpistrat.Variable(1.0, aggregation=mpistrat.VariableAggregation.SUM)
             plain = mpistrat.Variable(1.0)
+            on_read = mpistrat.Variable(
+                1.0, synchronization=mpistrat.VariableSynchronization.ON_READ, aggregation=summed.aggregation
+            )
         strategy.run(lambda: summed.assign(comm.rank + float(summed) * 0))
         assert float(summed) == sum(range(comm.size))
+        strategy.run(lambda: on_read.assign_add(2.0))  # which acts as ON_WRITE
+        held = strategy.local(strategy.run(lambda: float(on_read)))
+        assert (held, float(on_read.assign_add(1.0))) == (1 + 2 * comm.size, 2 + 2 * comm.size)
         if comm.size > 1:
             with pytest.raises(ValueError, match="aggregation NONE"):
                 strategy.run(lambda: plain.assign(2.0))

@@ -43,6 +43,19 @@ def on_replicas(num_replicas: int, program: Callable[[Strategy], Any]) -> list[A
         known.append(reached[0].finish([collective.contribution for collective in reached]))
 
 
+IN_REPLICA: dict[str, Callable[[Any], Any]] = {
+    "all_reduce": lambda context: context.all_reduce("sum", 3.0),
+    "start_all_reduce": lambda context: context.start_all_reduce("sum", 3.0).wait(),
+    "all_gather": lambda context: context.all_gather(np.array([3.0]), axis=0),
+    "broadcast": lambda context: context.broadcast(3.0),
+    "reduce_scatter": lambda context: context.reduce_scatter("sum", np.array([3.0])),
+    "all_to_all": lambda context: context.all_to_all([3.0])[0],
+    "sum_of_parts": lambda context: context.sum_of_parts(np.sum, np.array([3.0]), 1),
+    "barrier": lambda context: context.barrier() or 3.0,
+}
+"""Each collective of a replica context, which is 3 with a single replica."""
+
+
 def in_run(fn: Callable[[Any, int], Any], num_replicas: int = 2) -> list[Any]:
     """Return what ``fn(context, replica)`` returns on each replica."""
 
@@ -94,19 +107,12 @@ class _ReplayedOps(BaseCommunicator):
         parts = self._meet(f"gather {root}", array, list)
         return [part.copy() for part in parts] if self.rank == root else None
 
-    def all_to_all(self, arrays, options=None):
-        rows = self._meet("all_to_all", list(arrays), list)
-        return [row[self.rank].copy() for row in rows]
-
     def all_gather(self, array, axis=0, options=None):
         check_gather(array, axis)
         return self._meet(f"all_gather {axis}", array, lambda parts: np.concatenate(parts, axis)).copy()
 
     def broadcast(self, array, root=0, options=None):
         return self._meet(f"broadcast {root}", array, lambda parts: parts[root]).copy()
-
-    def barrier(self, options=None):
-        self._meet("barrier", None, lambda parts: None)
 
     def agree(self, call, error=None, options=None):
         texts = self._meet("agree", call if error is None else f"{call}, which failed: {error!r}", list)

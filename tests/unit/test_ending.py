@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.processes import python
 
 
 def run(program: str) -> tuple[str, str]:
     """Return what a program of its own prints, and the last line of its errors."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = python(program)
     return done.stdout, done.stderr.rstrip().rpartition("\n")[2]
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 
 import pytest
 
 from mpistrat.logger import logger, warn_once
+from tests.processes import python
 
 # a program that configures logging of its own: only what it says of `mpistrat` changes what mpistrat does
 CONFIGURED = """
@@ -63,5 +63,5 @@ def test_a_warning_is_logged_once(capsys) -> None:
     ("words", "said"), [((), ("", "mpistrat: an error\nmpistrat: a remark\n")), (("configured",), ("an error\n", ""))]
 )
 def test_what_the_program_has_configured_for_it_holds_and_all_else_does_not(words, said) -> None:
-    done = subprocess.run([sys.executable, "-c", CONFIGURED, *words], capture_output=True, text=True, check=True, timeout=60)
+    done = python(CONFIGURED, *words)
     assert (done.stdout, done.stderr) == said

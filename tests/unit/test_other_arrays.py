@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from mpistrat.arrays import as_array, like
-from mpistrat.context.values import PerReplica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.structures import flatten, leaf_names, map_leaves
 from tests.other_arrays import installed, jax_array, tensor
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -60,15 +58,6 @@ def test_a_tensor_need_not_be_contiguous(torch: Any, dtype: str) -> None:
     assert array.tolist() == original.tolist()
     result = like(array, original)
     assert (result.data_ptr(), result.stride(), result.shape) == (original.data_ptr(), original.stride(), original.shape)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_result_is_a_tensor_of_its_memory(torch: Any, dtype: str) -> None:
-    original = torch.zeros(3, dtype=getattr(torch, dtype))
-    array = as_array(original) + as_array(original)
-    result = like(array, original)
-    result += 2
-    assert array.tolist() == [2, 2, 2]
 
 
 def test_of_a_tensor_with_a_gradient_the_values_come_in(torch: Any) -> None:
@@ -141,16 +130,6 @@ def test_a_jax_array_that_is_being_traced_is_refused(jax: Any) -> None:
     message = r"^x cannot be read as an array: (.|\n)* on traced array with shape int64\[3\](.|\n)*; pass an array of numbers"
     with pytest.raises(UnsupportedDtypeError, match=message):
         jax.jit(lambda traced: as_array(traced, "x"))(np.arange(3))
-
-
-def test_arrays_of_all_kinds_are_leaves(torch: Any, jax: Any) -> None:
-    nest = {"w": [torch.ones(2), jax_array(jax, [1.0])], "b": (PerReplica(torch.ones(1)), torch.nn.Parameter(torch.ones(3)))}
-    leaves, structure = flatten(nest)
-    assert leaf_names(nest) == ["value['b'][0]", "value['b'][1]", "value['w'][0]", "value['w'][1]"]
-    assert all(left is right for left, right in zip(leaves, [*nest["b"], *nest["w"]], strict=True))
-    assert structure.unflatten(leaves)["w"][0] is nest["w"][0]
-    kinds = map_leaves(lambda leaf: type(leaf).__name__, nest)
-    assert kinds == {"w": ["Tensor", "ArrayImpl"], "b": ("PerReplica", "Parameter")}
 
 
 def test_without_the_library_the_reason_is_said() -> None:

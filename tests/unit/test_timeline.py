@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from mpistrat.timeline import Timeline, TimelineEvent, write_chrome_trace
+from tests.processes import python
 
 
 def timeline(*events: TimelineEvent, epoch_seconds: float = 0.0) -> Timeline:
@@ -70,13 +68,9 @@ def test_a_program_of_one_process_writes_its_trace_at_exit(tmp_path: Path) -> No
         "import time; from mpistrat.timeline import Timeline\n"
         "for name in 'ab': Timeline().record(name, 'intra', time.perf_counter(), 8)"
     )
-    environ = {**os.environ, "MPISTRAT_TIMELINE": str(tmp_path / "trace.json")}
-    subprocess.run([sys.executable, "-c", program], timeout=60, env=environ, check=True)
+    assert python(program, MPISTRAT_TIMELINE=str(tmp_path / "trace.json")).returncode == 0
     rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [row["name"] for row in rows if row["ph"] == "X"] == ["a", "b"]
-    environ["MPISTRAT_TIMELINE"] = str(tmp_path / "missing" / "trace.json")
-    done = subprocess.run([sys.executable, "-c", program], timeout=60, env=environ, capture_output=True, text=True, check=True)
-    assert (
-        done.stderr
-        == f"mpistrat: MPISTRAT_TIMELINE={environ['MPISTRAT_TIMELINE']} cannot be written: No such file or directory\n"
-    )
+    missing = str(tmp_path / "missing" / "trace.json")
+    said = f"mpistrat: MPISTRAT_TIMELINE={missing} cannot be written: No such file or directory\n"
+    assert python(program, MPISTRAT_TIMELINE=missing).stderr == said

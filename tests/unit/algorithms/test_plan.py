@@ -115,15 +115,6 @@ def test_chunks_are_few_even_and_bounded(world: World, count: int, itemsize: int
     assert chunk_count <= count / needed + shards, "no larger than an even split needs"
 
 
-@pytest.mark.parametrize("num_bytes", [1_100_000, 4_321_012, 9 * MIB, 17 * MIB + 4, 65 * MIB])
-@pytest.mark.parametrize("shape", ["2x2", "1x3", "3+1", "3+1+2+2", "4x8", "1x24"])
-def test_no_chunk_is_tiny_or_longer_than_the_rule_says(shape: str, num_bytes: int) -> None:
-    world = World.from_shape(shape)
-    plan = hierarchical(world, num_bytes // 4, 4)
-    assert min(count for _, count in plan.chunks()) >= 0.8 * min(MIB / 2, num_bytes / 3) / 4
-    assert plan.chunk_count * 4 <= max(planners.pipeline_rule(world).max_bytes, planners.chunks_from_bytes(world))
-
-
 @pytest.mark.parametrize("name", PLANNERS)
 def test_the_reference_page_has_a_row_for_each(name: str) -> None:
     plan = PLANNERS[name](World.from_shape("2x2"), MIB, 4, 0)

@@ -63,29 +63,13 @@ def test_plain_values_and_generators_come_back(tmp_path):
     assert (others["rng"].random(), others["old"].random()) == (rng.random(), old.random())
 
 
-def test_a_module_and_adam_of_pytorch_go_on(tmp_path):
+def test_a_module_of_pytorch_comes_back(tmp_path):
     torch = pytest.importorskip("torch")
-
-    def made(num_steps, width=3):
-        torch.manual_seed(num_steps)
-        net = torch.nn.Linear(width, 2, dtype=torch.bfloat16)
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
-        return {"net": net, "optimizer": optimizer}, [step(net, optimizer) for _ in range(num_steps)]
-
-    def step(net, optimizer):
-        optimizer.zero_grad()
-        net(torch.ones(3, dtype=torch.bfloat16)).square().sum().backward()
-        optimizer.step()
-
-    trained, _ = made(3)
-    for num_steps in (0, 1):  # an optimizer that has no slots yet, and one that has
-        fresh = saved_and_restored(tmp_path / str(num_steps), trained, made(num_steps)[0])
-        again, _ = made(3)
-        step(**fresh), step(**again)
-        for one, other in zip(fresh["net"].parameters(), again["net"].parameters(), strict=True):
-            assert torch.equal(one, other)
+    trained, fresh, other = (torch.nn.Linear(width, 2, dtype=torch.bfloat16) for width in (3, 3, 4))
+    saved_and_restored(tmp_path / "one", {"net": trained}, {"net": fresh})
+    assert torch.equal(trained.weight, fresh.weight)
     with pytest.raises(CheckpointError, match=r"net/weight has bfloat16 \(2, 4\) here, and bfloat16 \(2, 3\) there"):
-        mpistrat.Checkpoint(**made(0, 4)[0]).restore(tmp_path / "0")
+        mpistrat.Checkpoint(net=other).restore(tmp_path / "one")
 
 
 def test_arrays_of_jax_come_back_in_a_dict(tmp_path):

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -16,6 +14,7 @@ from mpistrat.errors import CheckpointError, InvalidArgumentError
 from mpistrat.experimental import PreemptionCheckpointHandler, TerminationConfig
 from mpistrat.launch import end_of_job
 from mpistrat.logger import logger
+from tests.processes import python
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -89,7 +88,7 @@ import mpistrat
 handler = mpistrat.experimental.PreemptionCheckpointHandler(None, mpistrat.Checkpoint(state={}), sys.argv[1])
 handler.run(print, "a step")
 """
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = python(program, str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "a step\nSIG_IGN\n"), done.stderr
 
 

@@ -1,4 +1,4 @@
-"""IndexedSlices: what they hold and refuse, and that adding them up is adding up the dense arrays."""
+"""IndexedSlices: what they hold, how rows named twice are summed, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import ml_dtypes
 import numpy as np
 import optree
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices, gather_refused
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp
-from tests.unit.replicas import on_replicas
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 
@@ -89,33 +86,3 @@ def test_what_is_not_defined_says_what_to_do_instead() -> None:
     error = gather_refused(slices)
     assert isinstance(error, NotImplementedError)
     assert "correct:    ctx.all_gather([slices.values, slices.indices], axis=0)" in str(error)
-
-
-def test_one_replica_sums_its_own_rows() -> None:
-    result = all_reduce_slices(LocalCommunicator(), SUM, IndexedSlices([1.0, 2.0, 4.0], [5, 0, 5]))
-    assert (result.values.tolist(), result.indices.tolist(), result.dense_shape) == ([2, 5], [0, 5], None)
-
-
-rows = st.lists(st.tuples(st.integers(0, 6), st.integers(-50, 50)), max_size=8)
-dtypes = st.sampled_from([np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int8, np.int64, np.complex64])
-
-
-@given(replicas=st.lists(rows, min_size=1, max_size=4), dtype=dtypes, op=st.sampled_from([SUM, MEAN]), width=st.integers(0, 3))
-def test_sparse_equals_dense(replicas, dtype, op, width) -> None:
-    def program(strategy):
-        communicator = strategy.extended.communicator
-        mine = replicas[communicator.rank]
-        values = np.array([[value // 16] * width for _, value in mine], dtype).reshape(len(mine), width)
-        slices = IndexedSlices(values, [index for index, _ in mine], (7, width))
-        sparse = all_reduce_slices(communicator, op, slices)
-        wide = np.float64 if np.dtype(dtype).kind in "fV" and dtype is not np.float64 else dtype
-        [dense] = communicator.all_reduce(op, [slices.to_dense().astype(wide)])
-        return sparse, dense.astype(dtype)
-
-    results = on_replicas(len(replicas), program)
-    named = sorted({index for mine in replicas for index, _ in mine})
-    for sparse, dense in results:
-        assert sparse.indices.tolist() == named
-        assert (sparse.dtype, sparse.dense_shape) == (np.dtype(dtype), (7, width))
-        assert (sparse.to_dense() == dense).all()
-        assert sparse.values.tobytes() == results[0][0].values.tobytes()

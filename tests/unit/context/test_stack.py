@@ -172,24 +172,14 @@ def test_the_replica_that_is_updated_is_known_on_its_thread():
     assert get_update_replica_id() is None
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda variable: variable.assign(1.0),
-        lambda variable: variable.assign_add(1.0),
-        lambda variable: mpistrat.get_replica_context().update(variable, lambda old: old + 1),
-    ],
-)
-def test_a_variable_that_was_made_outside_the_scope_is_named_as_such(use):
-    strategy = OneDeviceStrategy()
-    outside = mpistrat.Variable(0.0)
-    with pytest.raises(RuntimeError, match="the variable or strategy was created outside all scopes") as raised:
-        strategy.run(lambda: use(outside))
-    assert "correct:    with strategy.scope(): variable = mpistrat.Variable(value)" in str(raised.value)
+def test_a_variable_that_was_made_outside_the_scope_is_named_as_such():
+    strategy, outside = OneDeviceStrategy(), mpistrat.Variable(0.0)
+    for call, use in (
+        ("Variable.assign", lambda context: outside.assign(1.0)),
+        ("ctx.update of a variable", lambda context: context.update(outside, lambda old: old + 1)),
+        ("strategy.extended.update", lambda context: context.merge_call(lambda s: s.extended.update(outside, lambda old: old))),
+    ):
+        with pytest.raises(RuntimeError, match=f"^{call}: the variable or strategy was created outside all scopes") as raised:
+            strategy.run(lambda: use(mpistrat.get_replica_context()))  # noqa: B023
+        assert "correct:    with strategy.scope(): variable = mpistrat.Variable(value)" in str(raised.value)
     assert outside.numpy() == 0
-
-    def across(merged):
-        return merged.extended.update(outside, lambda variable: variable)
-
-    with pytest.raises(RuntimeError, match="strategy.extended.update: the variable or strategy was created outside all scopes"):
-        strategy.run(lambda: mpistrat.get_replica_context().merge_call(across))

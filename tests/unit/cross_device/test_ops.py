@@ -65,36 +65,6 @@ def test_the_family_combines(family: type[CrossDeviceOps], op: str, expected: li
     assert in_scope(3, program) == [expected] * 3
 
 
-@pytest.mark.parametrize("family", FAMILY)
-def test_a_batch_keeps_its_order_dense_and_sparse(family: type[CrossDeviceOps]) -> None:
-    def program(rank):
-        rows = IndexedSlices(np.ones((rank, 1)), [0] * rank, (2, 1))
-        values = [PerReplica(value) for value in (np.float32(rank), rows, np.full((1, 2), rank, np.int8), rows)]
-        results = family().batch_reduce("sum", [(value, "/cpu:0") for value in values])
-        return [(type(result.values[0]).__name__, plain(result)) for result in results]
-
-    rows = ("IndexedSlices", [[3], [0]])
-    assert in_scope(3, program) == [[("ndarray", 3), rows, ("ndarray", [[3, 3]]), rows]] * 3
-
-
-@pytest.mark.parametrize("family", FAMILY)
-def test_a_result_lands_where_it_is_wanted(family: type[CrossDeviceOps]) -> None:
-    def program(rank):
-        value, ops = PerReplica(np.array([rank])), family()
-        variable = mpistrat.Variable(np.zeros(7))
-        wanted = [value, variable, np.empty(0), "/cpu:0", "rank:2", 1, np.int64(1), {0, "rank:2"}]
-        results = ops.batch_reduce("sum", [(value, destination) for destination in wanted])
-        assert variable.numpy().tolist() == [0] * 7
-        return [plain(result) for result in results]
-
-    # all, rank 2, rank 1, ranks 0 and 2
-    assert in_scope(3, program) == [
-        [[3], [3], [3], [3], None, None, None, [3]],
-        [[3], [3], [3], [3], None, [3], [3], None],
-        [[3], [3], [3], [3], [3], None, None, [3]],
-    ]
-
-
 def test_a_value_that_is_elsewhere_says_where() -> None:
     def program(rank):
         value = PerReplica(np.array([rank]))
@@ -233,7 +203,9 @@ def test_destinations_are_sorted_ranks() -> None:
     communicator = LocalCommunicator()
     communicator.world, communicator.size = World.from_shape("2x2"), 4
     assert resolve({"rank:3", 0, np.int32(3)}, communicator) == (0, 3)
-    assert resolve({"/cpu:0"}, communicator) == resolve(np.empty(0), communicator) == (0, 1, 2, 3)
+    assert resolve(1, communicator) == resolve(np.int64(1), communicator) == (1,)
+    for everywhere in ({"/cpu:0"}, np.empty(0), PerReplica(1.0), mpistrat.Variable(np.zeros(7))):
+        assert resolve(everywhere, communicator) == (0, 1, 2, 3)
     assert resolve(OnSomeReplicas(np.ones(1), (1, 2), 0), communicator) == (1, 2)
 
 

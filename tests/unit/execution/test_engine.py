@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -16,6 +14,7 @@ from mpistrat.errors import UnavailableError
 from mpistrat.execution import engine
 from mpistrat.execution.engine import Job, submit, wait_for_gpu
 from mpistrat.execution.work import Work
+from tests.processes import python
 
 
 def start(carry_out):
@@ -28,8 +27,7 @@ def run(program):
     """Return what a program of its own prints; it may not take long."""
     head = "import os, sys, threading, time; from mpistrat.execution.engine import Job, back_off, submit;"
     quiet = ("-W", "ignore:This process:DeprecationWarning")  # from 3.12 on Python warns of a fork beside other threads
-    argv = [sys.executable, *quiet, "-c", head + program]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    done = python(head + program, options=quiet)
     return done.stdout, done.stderr, done.returncode
 
 
@@ -49,13 +47,6 @@ def test_jobs_run_one_at_a_time_in_the_order_of_their_submission():
     gate.set()
     assert [work.wait() for work in reversed(works)] == list(range(20))[::-1]
     assert seen == [(what, number) for number in range(20) for what in ("begin", "end")]
-
-
-def test_there_is_one_thread_and_none_for_each_call():
-    idents = {start(threading.get_ident).wait() for _ in range(10)}
-    assert len(idents) == 1
-    assert idents != {threading.get_ident()}
-    assert [thread.name for thread in threading.enumerate()].count("mpistrat engine") == 1
 
 
 def test_what_failed_fails_again_and_later_ones_go_on():
@@ -112,6 +103,8 @@ def test_a_rest_is_longer_each_time_but_never_long(monkeypatch):
 
 def test_a_forked_child_is_told_that_nothing_will_come():
     program = """
+from mpistrat.execution import engine
+engine._ALIVE_CHECK_SECONDS = 0.05
 gate = threading.Event()
 held = Job(gate.wait, lambda: 'the sum'); submit(held)
 if os.fork() == 0:

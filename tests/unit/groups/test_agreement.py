@@ -1,13 +1,11 @@
 """Words of calls: equal for equal texts in every process, apart for others, and carried in the tags of messages."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 from mpistrat.groups.agreement import COMPARED, CallsDifferError, Signature, calls_differ, chained, digest_of
 from mpistrat.groups.group import MOST_UNCONFIRMED, CallState
+from tests.processes import python
 
 TEXTS = [f"all_reduce({op}, [{dtype} ({count},)])" for op in ("SUM", "MAX") for dtype in ("f4", "f8") for count in range(200)]
 
@@ -17,7 +15,7 @@ def test_words_are_equal_in_every_process_and_differ_for_other_texts():
     assert len(set(digests)) == len(TEXTS)
     assert all(0 <= digest < 2**63 and not digest & COMPARED for digest in digests)
     program = f"from mpistrat.groups.agreement import digest_of; print([digest_of(text) for text in {TEXTS[:5]!r}])"
-    assert subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60).strip() == str(digests[:5])
+    assert python(program).stdout.strip() == str(digests[:5])
 
 
 def test_the_digest_of_a_series_depends_on_its_order():

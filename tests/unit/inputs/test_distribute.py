@@ -3,6 +3,7 @@
 import gc
 import itertools
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -30,30 +31,29 @@ OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
 ONE = mpistrat.OneDeviceStrategy
 
 
-def handed_out(num_replicas, make_dataset, policy=AUTO, buffer_size=1):
-    """Return, for each step, what each replica got."""
-    options = InputOptions(experimental_per_replica_buffer_size=buffer_size, auto_shard_policy=policy)
+def steps_of(num_replicas, distribute):
+    """Return, for each step, what each replica got of the dataset that is made for its strategy."""
 
     def program(strategy):
-        return [select_replica(element) for element in distribute_dataset(strategy, make_dataset(), options)]
+        elements = [*distribute(strategy)]
+        assert all(isinstance(leaf, PerReplica) for leaf in flatten(elements)[0]) or num_replicas == 1, "even at the end"
+        return select_replica(elements)
 
     return list(zip(*on_replicas(num_replicas, program), strict=True))
+
+
+def handed_out(num_replicas, make_dataset, policy=AUTO):
+    options = InputOptions(auto_shard_policy=policy)
+    return steps_of(num_replicas, lambda strategy: distribute_dataset(strategy, make_dataset(), options))
+
+
+def made_by(num_replicas, make):
+    """Return the steps of datasets that each replica makes of its number."""
+    return steps_of(num_replicas, lambda s: distribute_from_function(s, lambda context: make(context.input_pipeline_id)))
 
 
 def rows_of(steps):
     return [[share.tolist() for share in step] for step in steps]
-
-
-def made_by(num_replicas, make):
-    """Return, for each step, what each replica got of the dataset that it made of its number."""
-
-    def program(strategy):
-        distributed = [*distribute_from_function(strategy, lambda context: make(context.input_pipeline_id))]
-        leaves = [leaf for element in distributed for leaf in flatten(element)[0]]
-        assert all(isinstance(leaf, PerReplica) for leaf in leaves), "even at the end"
-        return select_replica(distributed)
-
-    return list(zip(*on_replicas(num_replicas, program), strict=True))
 
 
 def batches_of(rows, batch_size):
@@ -140,22 +140,6 @@ def test_policies_that_do_not_fit_are_refused(dataset, policy, message):
 def test_what_the_function_makes_is_neither_shared_nor_cut():
     assert rows_of(made_by(2, lambda pipeline: ArrayDataset(np.arange(6), 3).shard(2, pipeline))) == [[[0, 2, 4], [1, 3, 5]]]
     assert rows_of(made_by(2, lambda pipeline: [np.arange(5), np.arange(1)])) == [[[0, 1, 2, 3, 4]] * 2, [[0]] * 2]
-
-
-@pytest.mark.parametrize("kind", [list, iter, "mixed"])
-@pytest.mark.parametrize("lengths", [(3, 1), (0, 2), (2, 0, 1), (0, 0), (1, 1, 1, 4)])
-def test_exhausted_replicas_see_empty_batches_until_all_are_done(kind, lengths):
-    def make(pipeline):
-        batches = [{"x": np.full((2, 3), step, np.float32), "y": (np.full(2, step),)} for step in range(lengths[pipeline])]
-        return (iter if kind == "mixed" and pipeline else list if kind == "mixed" else kind)(batches)
-
-    steps = made_by(len(lengths), make)
-    assert len(steps) == max(lengths)
-    for number, step in enumerate(steps):
-        for length, share in zip(lengths, step, strict=True):
-            rows = 2 if number < length else 0
-            assert (share["x"].shape, share["x"].dtype) == ((rows, 3), np.float32)
-            assert (share["y"][0].shape, share["y"][0].dtype) == ((rows,), np.int64)
 
 
 @pytest.mark.parametrize(
@@ -313,9 +297,19 @@ def test_an_error_of_the_source_is_raised_once_and_ends_the_iteration(buffer_siz
         for _ in range(2):
             with pytest.raises(OSError, match="the disk is gone"):
                 iterator.element_spec  # noqa: B018 - it is made when it is asked for
-    with pytest.raises(OSError, match="the disk is gone"):
+    with pytest.raises(OSError, match="the disk is gone") as caught:
         next(iterator)
+    assert any(entry.name == "failing" for entry in caught.traceback)
     assert list(iterator) == []
+
+
+def test_even_an_exit_of_the_source_leaves_nobody_waiting():
+    def exiting():
+        raise SystemExit(3)
+        yield
+
+    with pytest.raises(SystemExit):
+        next(iter(distribute_dataset(ONE(), exiting())))
 
 
 @pytest.mark.parametrize("how", ["close", "forget"])
@@ -333,18 +327,23 @@ def test_the_thread_ends_with_the_iterator(how):
     assert until(lambda: threading.active_count() == before, 30)
 
 
-def test_without_a_buffer_elements_are_made_when_they_are_asked_for():
-    made = []
+@pytest.mark.parametrize("buffer_size", [0, 1, 3])
+def test_so_many_elements_are_made_ahead_and_no_more(buffer_size):
+    makers = []
 
     def source():
-        for number in range(3):
-            made.append(threading.current_thread())
+        for number in range(100):
+            makers.append(threading.current_thread())
             yield np.full(1, number)
 
-    iterator = iter(distribute_dataset(ONE(), source(), InputOptions(experimental_per_replica_buffer_size=0)))
-    assert made == []
-    next(iterator)
-    assert made == [threading.current_thread()]
+    iterator = iter(distribute_dataset(ONE(), source(), InputOptions(experimental_per_replica_buffer_size=buffer_size)))
+    for taken in range(3):
+        assert until(lambda: len(makers) == buffer_size + taken, 30)  # noqa: B023
+        time.sleep(0.02)  # by now one too many would be made
+        assert len(makers) == buffer_size + taken
+        assert next(iterator).tolist() == [taken]
+    assert (threading.current_thread() in makers) is (buffer_size == 0)
+    iterator.close()
 
 
 @pytest.mark.parametrize("kind", [np.ndarray, "tensor"])

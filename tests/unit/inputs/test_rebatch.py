@@ -6,36 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.rebatch import batched, num_batches_of, num_rows, shard_bounds, share, share_sizes, shares
+from mpistrat.inputs.rebatch import batched, num_batches_of, num_rows, share, share_sizes
 from tests.other_arrays import StandardArray
-
-
-def splits(num_rows, num_replicas):
-    return [list(range(*shard_bounds(num_rows, replica, num_replicas))) for replica in range(num_replicas)]
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "num_replicas", "expected"),
-    [
-        (4, 2, [[0, 1], [2, 3]]),
-        (2, 2, [[0], [1]]),
-        (4, 5, [[0], [1], [2], [3], []]),
-        (4, 3, [[0, 1], [2], [3]]),
-        (9, 4, [[0, 1, 2], [3, 4], [5, 6], [7, 8]]),
-        (0, 3, [[], [], []]),
-        (7, 1, [[0, 1, 2, 3, 4, 5, 6]]),
-    ],
-)
-def test_known_splits(num_rows, num_replicas, expected):
-    assert splits(num_rows, num_replicas) == expected
-
-
-@given(st.integers(0, 200), st.integers(1, 20))
-def test_every_row_goes_to_one_replica_in_order(num_rows, num_replicas):
-    split = splits(num_rows, num_replicas)
-    assert [row for share in split for row in share] == list(range(num_rows))
-    assert max(map(len, split)) == -(-num_rows // num_replicas)
-    assert max(map(len, split)) - min(map(len, split)) <= 1
 
 
 def test_every_array_of_a_nest_is_cut():
@@ -45,17 +17,6 @@ def test_every_array_of_a_nest_is_cut():
     assert found["rest"][0].tolist() == [2, 3]
     empty = share(batch, 4, 5)
     assert (empty["x"].shape, empty["rest"][1][0].shape, empty["rest"][1][0].dtype) == ((0, 3), (0, 2, 2), np.float16)
-
-
-@given(st.integers(0, 60), st.integers(1, 9))
-def test_shares_are_all_rows_and_as_many_in_each_step_as_a_batch_has(rows, num_replicas):
-    seen = [[piece.tolist() for piece in shares(np.arange(rows), replica, num_replicas)] for replica in range(num_replicas)]
-    for cut in seen:
-        assert [row for piece in cut for row in piece] == list(range(rows))
-    for step in zip(*seen, strict=True):
-        assert sum(map(len, step)) == rows
-    for replica, cut in enumerate(seen):
-        assert len(cut[0]) == len(share(np.arange(rows), replica, num_replicas))
 
 
 @given(st.lists(st.integers(0, 7), max_size=8), st.integers(1, 9), st.booleans())

@@ -21,6 +21,10 @@ SOURCES = {
 }
 
 
+def sharing(make):
+    return lambda strategy: distribute_dataset(strategy, make(), InputOptions(auto_shard_policy=AutoShardPolicy.DATA))
+
+
 def at(position):
     return position["epoch"], position["batch"]
 
@@ -47,9 +51,7 @@ def taken(distribute, num_replicas, state=None, num_batches=None):
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3)])
 def test_an_epoch_that_is_cut_goes_on_at_the_same_batch_on_other_replicas(source, before, after):
-    def distribute(strategy):
-        return distribute_dataset(strategy, SOURCES[source](), InputOptions(auto_shard_policy=AutoShardPolicy.DATA))
-
+    distribute = sharing(SOURCES[source])
     whole, end = taken(distribute, 1)
     assert at(end) == (1, 0)
     head, position = taken(distribute, before, num_batches=2)
@@ -74,10 +76,6 @@ def test_data_of_each_replica_go_on_with_as_many_replicas_or_at_an_epoch(make):
 def changed(rows=240, batch_size=20, kind=mpistrat.ArrayDataset, shard=(1, 0), **options):
     values = np.arange(rows) if kind is mpistrat.ArrayDataset else range(rows)
     return kind(values, batch_size, **{"shuffle": True, **options}).shard(*shard)
-
-
-def sharing(make):
-    return lambda strategy: distribute_dataset(strategy, make(), InputOptions(auto_shard_policy=AutoShardPolicy.DATA))
 
 
 SIZES = [(40, 3, 20, 6), (20, 6, 40, 3), (30, 4, 40, 3)]  # before, how many batches, after, how many are left
@@ -152,8 +150,7 @@ def test_what_is_no_position_is_refused(state):
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_the_element_spec_of_an_iterator_that_goes_on_takes_no_element(source):
-    def of(strategy):
-        return distribute_dataset(strategy, SOURCES[source](), InputOptions(auto_shard_policy=AutoShardPolicy.DATA))
+    of = sharing(SOURCES[source])
 
     def resumed(strategy):
         dataset = of(strategy)

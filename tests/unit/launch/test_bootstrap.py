@@ -1,15 +1,13 @@
 """The launcher's promise against what MPI formed."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from mpistrat.errors import LaunchError
 from mpistrat.launch.bootstrap import check_launched_size
 from mpistrat.launch.environment import LauncherView
+from tests.processes import python
 
 
 @pytest.mark.parametrize(
@@ -55,10 +53,7 @@ def test_worlds_of_one_name_the_right_option_or_launcher(launcher: str, library:
 
 def start_here(program: str, **environ: str) -> str:
     """Return the last line that a process, which nobody launched as a rank, says after running a program and start()."""
-    program += "\nfrom mpistrat.launch.bootstrap import start\nprint(start().size)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env={**os.environ, **environ}
-    )
+    done = python(f"{program}\nfrom mpistrat.launch.bootstrap import start\nprint(start().size)", **environ)
     return (done.stdout + done.stderr).strip().splitlines()[-1]
 
 
@@ -129,18 +124,14 @@ bootstrap.bind_device = lambda view: print("MPI is there:", "mpi4py.MPI" in sys.
     assert start_here(program, **srun) == "MPI is there: False 3"
 
 
-def test_one_process_alone_leaves_nothing_in_shared_memory() -> None:
+def test_one_process_alone_leaves_nothing_in_shared_memory_and_no_words_for_the_jobs_that_it_starts() -> None:
     program = """
-import atexit, re
+import atexit, os, re
 from pathlib import Path
-atexit.register(lambda: print(re.findall("/dev/shm/\\\\S+", Path("/proc/self/maps").read_text())))
+before = {*os.environ}
+atexit.register(lambda: print(re.findall("/dev/shm/\\\\S+", Path("/proc/self/maps").read_text()), {*os.environ} - before))
 """
-    assert start_here(program) == "[]"
-
-
-def test_one_process_alone_leaves_no_words_for_the_jobs_that_it_starts() -> None:
-    program = "import atexit, os; before = {*os.environ}; atexit.register(lambda: print({*os.environ} - before))"
-    assert start_here(program) == "set()"
+    assert start_here(program) == "[] set()"
 
 
 def test_words_of_the_user_reach_mpi_before_ours() -> None:

@@ -12,7 +12,7 @@ from mpistrat.arrays import as_array
 from mpistrat.device import cuda
 from mpistrat.device.binding import bind, bound_device
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.launch.bootstrap import bind_again, bind_device, choose_device, what_is_bound
+from mpistrat.launch.bootstrap import bind_device, choose_device, what_is_bound
 from mpistrat.launch.environment import LauncherView
 from tests.gpu.fake_cuda import FakeCuda
 from tests.gpu.stand_in import StandInDevice
@@ -38,20 +38,13 @@ def test_the_device_is_chosen_by_the_place_on_the_node(local_rank, local_size, n
     assert choose_device(local_rank, local_size, num_visible) == (index, why)
 
 
-def test_the_first_is_assumed_where_nobody_tells_and_the_peers_correct_it(fake):
-    fake.show(0, 1)
-    for view in (None, LauncherView("a PMIx launcher", 1)):
-        bind(None)
-        bind_device(view)
-        assert (bound_device().index, what_is_bound().launcher) == (0, "")
-    bind_again(1, 2)
-    assert (bound_device().index, what_is_bound().launcher) == (1, "the ranks that share memory")
-
-
-def test_a_launcher_that_counts_no_ranks_of_the_node(fake):
+def test_a_launcher_that_counts_no_ranks_of_the_node_or_tells_no_place(fake):
     fake.show(0, 1, 2)
     bind_device(LauncherView("a launcher", 2, 4, 2))
     assert (bound_device().index, what_is_bound().place) == (2, (2, 3))
+    bind(None)
+    bind_device(LauncherView("a PMIx launcher", 1))
+    assert (bound_device().index, what_is_bound().launcher) == (0, ""), "which the peers correct"
 
 
 def test_on_cpus_by_request_nobody_looks_for_a_gpu(fake, monkeypatch):

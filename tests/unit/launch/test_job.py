@@ -55,7 +55,8 @@ def test_why_a_job_has_ended_is_known(capfd: pytest.CaptureFixture[str]) -> None
 )
 def test_a_signal_that_ends_the_job_is_told_and_is_its_code(name: str, code: int, returned: int, said: str) -> None:
     command = f"trap 'exit {code}' {name}; kill -{name} $PPID; while :; do sleep 0.05; done"
-    program = f"import os; from mpistrat.launch.mpiexec import follow; ended = follow(['sh', '-c', {command!r}], os.environ); "
+    program = "import os; from mpistrat.launch import mpiexec; mpiexec._FORWARD_SECONDS = 0.05; "
+    program += f"ended = mpiexec.follow(['sh', '-c', {command!r}], os.environ); "
     program += "print(*ended.signals, ended.was_stopped); raise SystemExit(ended.code)"
     done = run_bounded([*TAKES_CTRL_C, sys.executable, "-c", program], 60.0)
     assert (done.returncode, done.stderr) == (returned, f"mpistrat run: {said}\n" if said else "")

@@ -10,10 +10,9 @@ import mpistrat
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.strategy.extended import StrategyExtended
 from tests.other_arrays import installed, jax_array, tensor
 from tests.unit.replicas import on_replicas
-from tests.variable_matrix import ALONE, CELLS, METHODS, Refused, check_cell, check_per_replica, check_plain, check_refused
+from tests.variable_matrix import ALONE, CELLS, METHODS, check_cells, check_plain
 
 AGGREGATION = mpistrat.VariableAggregation
 SYNCHRONIZATION = mpistrat.VariableSynchronization
@@ -122,6 +121,13 @@ def test_on_read_sum_reads_back_what_was_assigned(value, dtype):
         ([[0], [0]], {"shape": (1, 2)}, InvalidArgumentError, r"n must have shape .*; got an initial value of shape \(2, 1\)"),
         ([[0], [0]], {"shape": (None, 1)}, InvalidArgumentError, r"n must have shape .*; got .* of shape \(2, 1\)"),
         ([[0], [0]], {"shape": ()}, InvalidArgumentError, r"n must have shape .*; got .* of shape \(2, 1\)"),
+        (
+            True,
+            {"aggregation": AGGREGATION.MEAN},
+            InvalidArgumentError,
+            "n has dtype bool, which cannot hold a mean: use agg.* SUM",
+        ),
+        (1, {"aggregation": AGGREGATION.MEAN}, InvalidArgumentError, "n has dtype int64, which cannot hold a mean"),
         ([300, -1], {"dtype": np.uint8}, InvalidArgumentError, "'n' has dtype uint8, .* 0 to 255; .* from -1 to 300 would"),
         (["text"], {}, UnsupportedDtypeError, "n has dtype"),
         (1.0, {"dtype": object}, UnsupportedDtypeError, "n has dtype object, which collectives do not support"),
@@ -270,20 +276,6 @@ def test_updates_that_do_not_fit_are_refused(start, method, delta, kind, message
         getattr(variable, method)(delta)
     assert caught.type is kind
     assert variable.numpy().tolist() == np.asarray(start).tolist()
-
-
-def test_under_central_storage_on_read_acts_as_on_write(monkeypatch):
-    monkeypatch.setattr(StrategyExtended, "is_central", True, raising=False)
-    monkeypatch.setattr(StrategyExtended, "root", 1, raising=False)
-
-    def program(strategy):
-        on_read = made(strategy, 1.0, synchronization=SYNCHRONIZATION.ON_READ, aggregation=AGGREGATION.SUM)
-        strategy.run(lambda: on_read.assign_add(2.0))
-        inside = strategy.run(lambda: float(on_read)).values[0]
-        on_read.assign_add(1.0)
-        return inside, float(on_read)
-
-    assert on_replicas(3, program) == [(7, 8)] * 3
 
 
 # -------------------------------------------------------------------------------------- names that programs for TensorFlow use
@@ -442,45 +434,16 @@ def test_no_variable_is_made_in_a_scope_inside_that_of_the_default_strategy():
     assert made(strategy, 1.0).distribute_strategy is strategy
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_replicas(num_replicas, cell):
-    on_replicas(num_replicas, lambda strategy: check_cell(strategy, cell))
+def test_cells_of_one_device():
+    check_cells(mpistrat.OneDeviceStrategy(), CELLS)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_one_device(cell):
-    check_cell(mpistrat.OneDeviceStrategy(), cell)
-
-
-@pytest.mark.parametrize("operation", ALONE)
 @pytest.mark.parametrize("synchronization", SYNCHRONIZATIONS)
 @pytest.mark.parametrize("aggregation", mpistrat.VariableAggregation)
-def test_outside_all_scopes(operation, synchronization, aggregation):
-    check_plain(operation, synchronization, aggregation, lambda fn: fn())
-    check_plain(operation, synchronization, aggregation, mpistrat.get_strategy().run)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("synchronization", SYNCHRONIZATIONS)
-@pytest.mark.parametrize("where", ["scope", "update"])
-def test_per_replica_values_outside_run(method, synchronization, where):
-    check_per_replica(mpistrat.OneDeviceStrategy(), method, synchronization, where)
-    on_replicas(2, lambda strategy: check_per_replica(strategy, method, synchronization, where))
-
-
-@pytest.mark.parametrize("synchronization", SYNCHRONIZATIONS)
-@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64"])
-def test_a_mean_of_integers_is_refused_when_the_variable_is_made(synchronization, dtype):
-    def make(strategy):
-        with strategy.scope():
-            array = np.zeros(2, dtype)
-            mpistrat.Variable(array, name="v", synchronization=synchronization, aggregation=mpistrat.VariableAggregation.MEAN)
-
-    refused = Refused(InvalidArgumentError, (f"v has dtype {dtype}, which cannot hold a mean", "use aggregation SUM"))
-    check_refused(refused, lambda: make(mpistrat.OneDeviceStrategy()))
-    check_refused(refused, lambda: make(mpistrat.get_strategy()))
-    check_refused(refused, lambda: on_replicas(2, make))
+def test_outside_all_scopes(synchronization, aggregation):
+    for operation in ALONE:
+        check_plain(operation, synchronization, aggregation, lambda fn: fn())
+        check_plain(operation, synchronization, aggregation, mpistrat.get_strategy().run)
 
 
 def test_no_cell_is_missing():

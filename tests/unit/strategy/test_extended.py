@@ -16,10 +16,6 @@ from mpistrat.structures import flatten
 from tests.unit.replicas import on_replicas
 
 
-def rank_of(strategy):
-    return strategy.extended.communicator.rank
-
-
 def test_every_reduction_of_a_strategy_goes_through_its_cross_device_ops():
     class Spy(CrossDeviceOps):
         def __init__(self):
@@ -67,7 +63,7 @@ def test_gathering_and_broadcasting_go_through_the_cross_device_ops_of_a_strateg
 
     def program(strategy):
         strategy = Strategy(StrategyExtended(strategy.extended.communicator, Own()))
-        value = PerReplica(np.array([rank_of(strategy) + 1]))
+        value = PerReplica(np.array([strategy.rank + 1]))
 
         def step(array):
             context = mpistrat.get_replica_context()
@@ -122,7 +118,7 @@ def test_update_changes_the_component_of_this_rank():
         assert strategy.extended.update(*arguments) is None
         assert strategy.extended.update(*arguments, group=False)[0].tolist() == [6, 6]
         strategy.run(lambda: strategy.extended.update(weights, add, (np.ones(2),), {"scale": 1}))
-        assert seen == [rank_of(strategy)] * 3
+        assert seen == [strategy.rank] * 3
         assert get_update_replica_id() is None
         return weights.numpy().tolist()
 
@@ -166,7 +162,7 @@ def test_update_gives_each_component_of_an_on_read_variable_its_own_value():
                 [1.0], synchronization=mpistrat.VariableSynchronization.ON_READ, aggregation=mpistrat.VariableAggregation.SUM
             )
             mirrored = mpistrat.Variable([1.0])
-        value = strategy.run(lambda: np.array([rank_of(strategy) + 1.0]))
+        value = strategy.run(lambda: np.array([strategy.rank + 1.0]))
         strategy.extended.update(variable, lambda v, x, scale: v.assign_add(scale * x), (value,), {"scale": value})
         strategy.extended.update(mirrored, lambda v, x: v.assign(x), (PerReplica(np.array([7.0])),))
         assert mirrored.numpy().tolist() == [7]
@@ -244,12 +240,8 @@ def test_devices_of_a_strategy():
 
 
 def test_roles():
-    def program(strategy):
-        extended = strategy.extended
-        return extended.should_checkpoint, extended.should_save_summary, extended.experimental_between_graph
-
-    assert on_replicas(2, program) == [(True, True, True), (False, False, True)]
-    assert on_replicas(1, program) == [(True, True, False)]
+    for number in (1, 2):
+        assert on_replicas(number, lambda s: s.extended.experimental_between_graph) == [number > 1] * number
     extended = mpistrat.OneDeviceStrategy().extended
     assert extended.experimental_should_init
     assert not extended.experimental_require_static_shapes
@@ -257,7 +249,7 @@ def test_roles():
 
 def test_slices_are_reduced():
     def program(strategy):
-        slices = IndexedSlices(np.full((1, 2), rank_of(strategy) + 1.0), [rank_of(strategy)], (3, 2))
+        slices = IndexedSlices(np.full((1, 2), strategy.rank + 1.0), [strategy.rank], (3, 2))
         total = strategy.reduce("sum", PerReplica(slices), axis=None)
         inside = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("mean", {"e": slices, "w": 1.0}))
         with pytest.raises(NotImplementedError, match="reduce over axis=0 is not supported for IndexedSlices"):

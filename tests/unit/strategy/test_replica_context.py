@@ -8,7 +8,7 @@ import mpistrat
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import PerReplica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from tests.unit.replicas import in_run, on_replicas
+from tests.unit.replicas import IN_REPLICA, in_run, on_replicas
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, np.complex64])
@@ -106,35 +106,23 @@ def test_what_is_refused(call, error, message):
         mpistrat.OneDeviceStrategy().run(lambda: call(mpistrat.get_replica_context()))
 
 
-_CALLS = {
-    "all_reduce": ("sum", 1.0),
-    "start_all_reduce": ("sum", 1.0),
-    "all_gather": (np.ones(1), 0),
-    "broadcast": (1.0,),
-    "reduce_scatter": ("sum", np.ones(1)),
-    "all_to_all": ([np.ones(1)],),
-    "sum_of_parts": (np.sum, np.ones(1), 1),
-    "barrier": (),
-    "merge_call": (print,),
-    "update": (None, print),
-}
+CALLS = {**IN_REPLICA, "merge_call": lambda context: context.merge_call(print), "update": lambda c: c.update(None, print)}
 
 
-@pytest.mark.parametrize("method", _CALLS)
+@pytest.mark.parametrize("method", CALLS)
 def test_a_replica_calls_in_its_own_context_only(method):
     strategy = mpistrat.OneDeviceStrategy()
     context = strategy.run(mpistrat.get_replica_context)
-    call = getattr(context, method)
     message = (
         rf"ReplicaContext.{method} must be called in the replica context .*, but this is outside all scopes(.|\n)*"
         r"incorrect: (.|\n)*correct: "
     )
     with pytest.raises(RuntimeError, match=message):
-        call(*_CALLS[method])
+        CALLS[method](context)
     with strategy.scope(), pytest.raises(RuntimeError, match="cross-replica context of OneDeviceStrategy"):
-        call(*_CALLS[method])
+        CALLS[method](context)
     with pytest.raises(RuntimeError, match="must be called in the replica context it belongs to"):
-        mpistrat.OneDeviceStrategy().run(call, args=_CALLS[method])
+        mpistrat.OneDeviceStrategy().run(CALLS[method], (context,))
 
 
 def test_a_replica_context_is_entered_and_left_in_order():

@@ -30,22 +30,11 @@ def reduced(op, components, axis):
 @pytest.mark.parametrize(
     ("op", "components", "axis", "expected"),
     [
-        ("SUM", [[1, 2, 3], [4]], 0, 10),
-        ("MEAN", [[1, 2, 3], [4]], 0, 2.5),
+        # what ranks make of rows and of all elements, test_properties.py of the lane `ranks` draws
         ("mean", [np.ones((2, 2)), 3 * np.ones((1, 2))], [0, 1], 10 / 6),
         ("mean", [np.ones((2, 2)), 3 * np.ones((1, 2))], (-1, 0), 10 / 6),
-        ("Mean", [np.zeros(0), [2.0, 4.0]], 0, 3.0),
-        ("MEAN", [1.0, 3.0], None, 2.0),
-        ("SUM", [[1, 2], [3, 4]], None, [4, 6]),
         ("MAX", [[1, 5], [3, 4]], None, [3, 5]),
-        ("MEAN", [np.ones((2, 2)), 3 * np.ones((1, 2))], 0, [5 / 3, 5 / 3]),
         (mpistrat.ReduceOp.SUM, [np.ones((2, 2)), np.ones((2, 2))], [], [[2.0, 2.0], [2.0, 2.0]]),
-        # booleans are counted over axes
-        ("sum", [[True, True, False], [True]], 0, 3),
-        ("sum", [np.ones((2, 3), bool), np.ones((1, 3), bool)], (0, 1), 9),
-        ("sum", [np.ones((300, 2), bool), np.zeros((0, 2), bool)], 0, [300, 300]),
-        ("mean", [[True, True, False], [True]], 0, 0.75),
-        ("mean", [np.zeros(0, bool), np.zeros(0, bool)], 0, np.nan),
         ("sum", [[True, False], [True, True]], [], [2, 1]),
         ("max", [[True, False], [False, False]], None, [True, False]),
         ("min", [[True, False], [True, True]], None, [True, False]),
@@ -68,15 +57,6 @@ def test_the_mean_over_an_axis_keeps_float_dtypes_and_is_exact():
         assert (result.dtype, result) == (np.float64, 100.25)
     for result in reduced("sum", [np.array([100, 27], np.int8), np.array([1], np.int8)], 0):
         assert (result.dtype, result) == (np.int8, -128)
-
-
-def test_a_nest_is_reduced_leaf_by_leaf():
-    def program(strategy):
-        rank = strategy.extended.communicator.rank
-        return strategy.reduce("mean", {"a": PerReplica(np.ones(rank + 1)), "b": [Mirrored(np.ones(3))]}, axis=0)
-
-    for result in on_replicas(2, program):
-        assert result == {"a": 1, "b": [1]}
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -281,18 +261,6 @@ def test_other_copies_are_refused():
         copy.copy(mpistrat.OneDeviceStrategy())
     with pytest.raises(InvalidArgumentError, match="cannot be copied: collectives of the copy"):
         on_replicas(2, copy.deepcopy)
-
-
-def test_all_reduce_keeps_the_structure_and_takes_anything_that_is_an_array():
-    def fn(context, rank):
-        nest = {"w": (np.ones((2, 2), np.float32), None), "n": rank, "empty": np.zeros((0, 3)), "v": PerReplica(np.ones(1))}
-        return context.all_reduce("sum", nest)
-
-    for result in in_run(fn):
-        assert result["w"][0].dtype == np.float32
-        assert result["w"][0].tolist() == [[2, 2], [2, 2]]
-        assert result["w"][1] is None
-        assert (result["n"], result["empty"].shape, result["v"]) == (1, (0, 3), 2)
 
 
 def test_merge_call_groups_arguments_and_hands_components_back():

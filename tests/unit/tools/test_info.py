@@ -21,19 +21,18 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_it_tells_versions_the_mpi_and_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_tells_versions_the_mpi_and_every_setting_and_where_that_comes_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", "7")
+    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "many")
+    monkeypatch.delenv("MPISTRAT_STALL_SECONDS", raising=False)
     found = json.loads(run(capsys, "--json"))
     assert found["versions"]["mpistrat"] == mpistrat.__version__
     assert found["mpi"]["library"].split(" ")[0] in ("Open", "MPICH", "Intel")
     assert os.access(found["mpi"]["mpiexec"], os.X_OK)
-    assert [row["name"] for row in found["settings"]] == [setting.name for setting in SETTINGS]
-
-
-def test_a_setting_says_where_it_comes_from(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", "7")
-    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "many")
-    monkeypatch.delenv("MPISTRAT_STALL_SECONDS", raising=False)
-    rows = {row["name"]: row for row in json.loads(run(capsys, "--json"))["settings"]}
+    rows = {row["name"]: row for row in found["settings"]}
+    assert [*rows] == [setting.name for setting in SETTINGS]
     assert (rows["MPISTRAT_TIMEOUT_SECONDS"]["value"], rows["MPISTRAT_TIMEOUT_SECONDS"]["origin"]) == (7.0, "environment")
     assert (rows["MPISTRAT_STALL_SECONDS"]["value"], rows["MPISTRAT_STALL_SECONDS"]["origin"]) == (30.0, "default")
     assert "'many' is not a size" in rows["MPISTRAT_CHUNK_BYTES"]["problem"]

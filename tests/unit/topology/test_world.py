@@ -12,19 +12,20 @@ from tests.unit.worlds import random_worlds
 
 
 @pytest.mark.parametrize(
-    ("shape", "nodes"),
+    ("shape", "nodes", "placement"),
     [
-        ("2x2", [(0, 1), (2, 3)]),
-        ("2x2:block", [(0, 1), (2, 3)]),
-        ("2x2:cyclic", [(0, 2), (1, 3)]),
-        ("3+1", [(0, 1, 2), (3,)]),
-        (" 3+1 : cyclic ", [(0, 2, 3), (1,)]),
-        ("1+3", [(0,), (1, 2, 3)]),
-        ("5", [(0, 1, 2, 3, 4)]),
+        ("2x2", [(0, 1), (2, 3)], "block"),
+        ("2x2:block", [(0, 1), (2, 3)], "block"),
+        ("2x2:cyclic", [(0, 2), (1, 3)], "cyclic"),
+        ("3+1", [(0, 1, 2), (3,)], "block"),
+        (" 3+1 : cyclic ", [(0, 2, 3), (1,)], "cyclic"),
+        ("1+3", [(0,), (1, 2, 3)], "block"),
+        ("5", [(0, 1, 2, 3, 4)], "block"),
     ],
 )
-def test_shape_places_ranks(shape: str, nodes: list[tuple[int, ...]]) -> None:
-    assert [node.ranks for node in World.from_shape(shape).nodes] == nodes
+def test_shape_places_ranks(shape: str, nodes: list[tuple[int, ...]], placement: str) -> None:
+    world = World.from_shape(shape)
+    assert ([node.ranks for node in world.nodes], world.placement) == (nodes, placement)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,7 @@ def test_nodes_are_ordered_by_lowest_rank_and_take_its_name() -> None:
     world = World.from_node_of_rank([7, 3, 7], names=["b", "a", "b"])
     assert [(node.index, node.name, node.ranks) for node in world.nodes] == [(0, "b", (0, 2)), (1, "a", (1,))]
     assert world.leaders == (0, 1)
+    assert World.from_node_of_rank([0, 1, 1, 0]).placement == "mixed"
 
 
 def test_smaller_nodes_own_several_shards() -> None:
@@ -100,17 +102,3 @@ def test_shape_is_read_back(sizes: list[int], placement: str) -> None:
     world = World.from_shape("+".join(map(str, sizes)) + ":" + placement)
     assert world.local_sizes == tuple(sizes)
     assert World.from_shape(world.shape).local_sizes == world.local_sizes
-
-
-@pytest.mark.parametrize(
-    ("world", "placement"),
-    [
-        (World.from_shape("3+1"), "block"),
-        (World.from_shape("1x4"), "block"),
-        (World.from_shape("3+1:cyclic"), "cyclic"),
-        (World.from_shape("2x2:cyclic"), "cyclic"),
-        (World.from_node_of_rank([0, 1, 1, 0]), "mixed"),
-    ],
-)
-def test_placements(world: World, placement: str) -> None:
-    assert world.placement == placement

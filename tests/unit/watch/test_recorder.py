@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import stat
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ from mpistrat.watch import record as records
 from mpistrat.watch.record import OVERWRITTEN, RECORD, RankFile, RecordedCall, State
 from mpistrat.watch.recorder import FlightRecorder, collection_paused, hash_of
 from mpistrat.watch.verdict import Notice, Notices
+from tests.processes import python
 
 RING_RECORDS, CALLS, LINES = (RECORD[name].shape[0] for name in ("ring", "calls", "lines"))
 TEXT = "all_reduce(SUM, [float64 (10,)])"
@@ -45,11 +44,6 @@ def last(recorder: FlightRecorder) -> RecordedCall:
     found = read(recorder).last()
     assert found is not None
     return found
-
-
-def python(program: str, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *options, "-c", program]
-    return subprocess.run(command, timeout=60, capture_output=True, text=True, env={**os.environ, **environ}, check=False)
 
 
 def test_the_header_tells_whose_file_it_is(written: FlightRecorder) -> None:
@@ -169,22 +163,6 @@ def test_lines_of_codes_that_are_gone_are_not_mixed_up(written: FlightRecorder) 
     }
 
 
-def test_it_is_readable_after_kill_9(tmp_path: Path) -> None:
-    path = tmp_path / "rank-0"
-    program = (
-        "import os, signal; from pathlib import Path; from mpistrat.watch.recorder import FlightRecorder\n"
-        f"recorder = FlightRecorder(Path({str(path)!r}), 0, 2)\n"
-        "recorder.enter(1, 5, recorder.intern('barrier()'))\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    assert python(program).returncode == -signal.SIGKILL
-    file = RankFile.open(path)
-    [record] = file.inside()
-    assert (record.number, record.text, record.line) == (5, "barrier()", "<string>:3 (<module>)")
-    assert file.state is State.RUNNING  # it could not say otherwise
-    assert file.process() is None
-
-
 def test_a_number_that_was_given_out_again_or_of_another_container_is_another_process(
     written: FlightRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +198,7 @@ def test_a_process_that_a_rank_starts_does_not_take_its_file() -> None:
         "print(mine.path and mine.path.exists()); mine.close()"
     )
     variables = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": f"test-{os.getpid()}"}
-    done = python(program, "-u", **variables)
+    done = python(program, options=["-u"], **variables)
     names = done.stdout.split()
     assert names == ["rank-1", "None", "None", "True"], done.stderr
 
@@ -245,7 +223,7 @@ def test_ranks_of_one_launcher_agree_on_the_name_of_their_job() -> None:
     )
     names = []
     for _ in range(2):
-        done = python(program, "-u")
+        done = python(program, options=["-u"])
         first, second = done.stdout.split()
         assert first == second, done.stderr
         names.append(first)
