@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.launch.mpiexec import command, find_mpi
-from tests.processes import TIMED_OUT, run_bounded, started, until
+from mpistrat.launch.mpiexec import command
+from tests.processes import TIMED_OUT, found_mpi, run_bounded, started, until
 
 # A child in a process group of its own, as mpiexec's ranks are; the parent prints its number.
 _PARENT = """
@@ -44,10 +44,10 @@ def test_nothing_is_left_after_the_end():
 
 
 def test_an_mpiexec_that_is_killed_leaves_nothing_that_stops_a_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    if find_mpi().flavour.name != "Open MPI":
+    if found_mpi().flavour.name != "Open MPI":
         pytest.skip("Open MPI leaves such files")
     monkeypatch.setenv("PRTE_MCA_prte_tmpdir_base", str(tmp_path))
-    argv, extra = command(1, ["sleep", "60"])
+    argv, extra = command(1, ["sleep", "60"], mpi=found_mpi())
     with started(argv, env={**os.environ, **extra}) as process:
         assert until(lambda: any(tmp_path.glob(f"ompi.{process.pid}/pmix.*")), 30)
     assert not [*tmp_path.glob("ompi.*/pmix.*")]

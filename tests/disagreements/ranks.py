@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Client, Connection, wait
@@ -11,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.disagreements.places import Place, rank_program
+from tests.disagreements.places import Place
 
 _START_SECONDS = 120.0
 _FOLDER = "RANKS_FOLDER"  # a variable of the ranks
@@ -43,7 +44,7 @@ class Ranks:
         with socket.socket(socket.AF_UNIX) as server, (self.folder / "output").open("wb") as output:
             server.bind(str(self.folder / "socket"))
             server.listen(place.size)
-            self.process = place.start(rank_program(module), {**environment, _FOLDER: str(self.folder)}, output)
+            self.process = place.start([sys.executable, "-m", module], {**environment, _FOLDER: str(self.folder)}, output)
             while len(self.lines) < place.size:
                 if (line := next_line(server, lambda: self.process.poll() is not None)) is None:
                     printed = self.output()
