@@ -129,7 +129,7 @@ def test_training_goes_on_without_workers_that_are_killed(job: Job, worker_kill:
     assert ended.stdout.count("served worker") == 3 - len(kills)
     for _, rank in kills:
         assert f"lost worker {rank - 2} (rank {rank} on " in ended.stderr
-    assert not ended.leftovers()
+    assert not ended.leftovers
 
 
 def test_a_server_that_is_killed_makes_the_rest_unavailable(job: Job, server_kill: int) -> None:
@@ -144,7 +144,7 @@ def test_a_server_that_is_killed_makes_the_rest_unavailable(job: Job, server_kil
     assert " ".join(told).split("lost ")[1].startswith("ps 0 (rank 1 on ")
     assert "the reader was told: worker " in ended.stdout
     assert (ended.stdout.count("served ps 1"), ended.stdout.count("served worker")) == (1, 2)
-    assert not ended.leftovers()
+    assert not ended.leftovers
 
 
 def test_a_chief_that_is_killed_ends_the_job_and_is_named(job: Job) -> None:
