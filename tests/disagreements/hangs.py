@@ -158,7 +158,7 @@ def find_report(place: Place, hang: Hang, settings: Mapping[str, str] | None = N
 
 
 def find_reports(place: Place, waits: Iterable[Hang]) -> list[Found]:
-    """Run all WAITS in one program, and return what it reports in each, after which the rank comes."""
+    """Run some of WAITS in one program, and return what it reports in each, after which the rank comes, up to a wrong one."""
     texts = [hang.program.removeprefix(_PROLOGUE) for hang in waits]
 
     def program(folder: Path) -> str:
@@ -169,6 +169,8 @@ def find_reports(place: Place, waits: Iterable[Hang]) -> list[Found]:
     with _running(place, program) as (process, said):
         for number, line in enumerate(_lines_here(said.with_name(_NAME).read_text())):
             found.append(_await(process, said, {line}, begun=begun))
+            if not found[-1].line:
+                break
             begun += len(found[-1].output)
             said.with_name(str(number)).touch()
     return found

@@ -8,7 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,6 @@ class Job:
         # Open MPI's launcher itself, before it has started a rank; rare, on a busy machine
         return attempt() if _NOT_STARTED in ended.stderr else ended
 
-    @contextmanager
     def start(
         self,
         num_ranks: int,
@@ -148,15 +147,14 @@ class Job:
         run: Sequence[str] | None = None,
         survive: bool = False,
         **environ: str,
-    ) -> Iterator[subprocess.Popen[bytes]]:
+    ) -> AbstractContextManager[subprocess.Popen[bytes]]:
         """Start it by mpiexec, or with options to `run`, which may be none, by `mpistrat run`; end it in the end."""
         (self.folder / "job.py").write_text(PROLOGUE + textwrap.dedent(text))
         if run is None:
             argv, extra = command(num_ranks, [*python, "job.py"], survive=survive, mpi=found_mpi())
         else:
             argv, extra = [*TAKES_CTRL_C, *MPISTRAT_RUN, "-n", str(num_ranks), *run, "job.py"], {}
-        with running(argv, {**extra, **environ}, self.folder) as launcher:
-            yield launcher
+        return running(argv, {**extra, **environ}, self.folder)
 
     def said(self, name: str) -> str:
         """Return what was printed so far, to ``out`` or to ``err``."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections import Counter
 from pathlib import Path
 
 import mpistrat
-from tests.faults.jobs import LIMIT_SECONDS
+from tests.faults.jobs import LIMIT_SECONDS, MPISTRAT_RUN, said
 from tests.faults.trainings import PROGRAM, Training, disturb, undisturbed
 from tests.processes import run_bounded
 
@@ -34,8 +33,8 @@ def test_preempted_jobs_end_with_the_weights_of_an_undisturbed_one() -> None:
 def test_a_job_that_fails_in_every_way_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
     training = Training(tmp_path, "1x2", 30, FAULTS)
     with training.restarted(4, MPISTRAT_TIMEOUT_SECONDS="2") as process:
-        assert process.wait(LIMIT_SECONDS) == 0, training.said()
-    *begun, result = training.said("out").splitlines()
+        assert process.wait(LIMIT_SECONDS) == 0, said(tmp_path)
+    *begun, result = said(tmp_path, "out").splitlines()
     assert begun == [f"attempt {number} begins at step {step}" for number, step in enumerate((0, 7, 14, 21, 21))]
     killed, hung, raised, preempted = training.restarts()
     assert killed.startswith(f"restart 1 of 4: rank 1 on {HOST} (process ")
@@ -48,7 +47,7 @@ def test_a_job_that_fails_in_every_way_ends_with_the_weights_of_an_undisturbed_o
 
 def test_mpistrat_run_returns_the_code_after_one_line_of_why(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
-    argv = [sys.executable, "-m", "mpistrat", "run", "-n", "2", "train.py", "1000000", "0"]
+    argv = [*MPISTRAT_RUN, "-n", "2", "train.py", "1000000", "0"]
     done = run_bounded(argv, LIMIT_SECONDS, {**os.environ, "MPISTRAT_TIME_LIMIT": "0.01"}, tmp_path)
     assert (done.returncode, done.stdout) == (mpistrat.RESTART_EXIT_CODE, "attempt 0 begins at step 0\n")
     saved, stopped = done.stderr.splitlines()
@@ -58,6 +57,6 @@ def test_mpistrat_run_returns_the_code_after_one_line_of_why(tmp_path: Path) -> 
 
 def test_a_program_that_finalizes_mpi_itself_ends_well(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(f"{PROGRAM}\nfrom mpi4py import MPI\nMPI.Finalize()\n")
-    argv = [sys.executable, "-m", "mpistrat", "run", "-n", "2", "train.py", "3", "0"]
+    argv = [*MPISTRAT_RUN, "-n", "2", "train.py", "3", "0"]
     done = run_bounded(argv, LIMIT_SECONDS, dict(os.environ), tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

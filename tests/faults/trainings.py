@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from mpistrat import RESTART_EXIT_CODE
 from mpistrat.checkpoint.files import find_checkpoints, place_of
 from mpistrat.launch.mpiexec import command
 from mpistrat.topology.world import World
-from tests.faults.jobs import MPISTRAT_RUN, running, said
+from tests.faults.jobs import MPISTRAT_RUN, PYTHON, running, said
 from tests.processes import found_mpi, patient, run_bounded, until
 
 SHAPES = ("2x2", "2x1", "1x2", "3+1")
@@ -110,33 +110,23 @@ class Training:
         self.size = World.from_shape(self.shape).size
         (self.folder / "train.py").write_text(PROGRAM.replace("pass  # the fault", self.fault))
 
-    @contextmanager
-    def started(self, *grace: float) -> Iterator[subprocess.Popen[bytes]]:
+    def started(self, grace: float) -> AbstractContextManager[subprocess.Popen[bytes]]:
         """Start it by mpiexec."""
-        argv, extra = command(
-            self.size, [sys.executable, "train.py", str(self.steps), *map(str, grace)], self.shape, mpi=found_mpi()
-        )
-        with running(argv, extra, self._emptied()) as process:
-            yield process
+        program = [*PYTHON, "train.py", str(self.steps), str(grace)]
+        return running(*command(self.size, program, self.shape, mpi=found_mpi()), self._emptied())
 
-    @contextmanager
-    def restarted(self, restarts: int, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
+    def restarted(self, restarts: int, **environ: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
         """Start it by `mpistrat run`, which starts it again as often as that."""
-        argv = [*MPISTRAT_RUN, "--nodes", self.shape, "--max-restarts", str(restarts)]
-        with running([*argv, "--restart-delay", "0", "train.py", str(self.steps)], environ, self._emptied()) as process:
-            yield process
-
-    def said(self, *names: str) -> str:
-        """Return what was printed, to ``out`` and ``err`` or to one of them."""
-        return said(self.folder, *names)
+        argv = [*MPISTRAT_RUN, "--nodes", self.shape, "--max-restarts", str(restarts), "--restart-delay", "0", "train.py"]
+        return running([*argv, str(self.steps)], environ, self._emptied())
 
     def result(self) -> str:
         """Return what the training has come to; an empty text before its end."""
-        return _result(self.said("out"))
+        return _result(said(self.folder, "out"))
 
     def restarts(self) -> list[str]:
         """Return what `mpistrat run` has said of restarts."""
-        return re.findall(r"^mpistrat run: ((?:not started again|restart \d).*)$", self.said("err"), re.MULTILINE)
+        return re.findall(r"^mpistrat run: ((?:not started again|restart \d).*)$", said(self.folder, "err"), re.MULTILINE)
 
     def saved(self) -> list[int]:
         """Return the steps that are saved."""
@@ -154,7 +144,7 @@ class Training:
         with self.started(grace) as process:
             pids = self._trains()
             if not pids:
-                yield f"it has not begun: {self.said()}"
+                yield f"it has not begun: {said(self.folder)}"
                 return
             began, first = time.time(), 0.0
             for instant, rank in instants:
@@ -165,26 +155,26 @@ class Training:
                 except ProcessLookupError:  # it has left
                     break
             if not _has_ended(process):
-                yield f"it hangs: {self.said()}"
+                yield f"it hangs: {said(self.folder)}"
                 return
         left = [path.read_text().split() for path in sorted(self.folder.glob("left-*"))]
         if not left and (process.returncode == 0 or self.result()):  # it had done its steps
             self.counts["done before they heard of it"] += 1
             if process.returncode:
-                yield f"it was done, and ended with {process.returncode}: {self.said()}"
+                yield f"it was done, and ended with {process.returncode}: {said(self.folder)}"
             return
         self.counts["preempted"] += 1
         if process.returncode != RESTART_EXIT_CODE:
-            yield f"it ended with {process.returncode}: {self.said()}"
+            yield f"it ended with {process.returncode}: {said(self.folder)}"
         steps, end = {int(step) for _, step in left}, max((float(moment) for moment, _ in left), default=0.0)
         if len(left) != self.size or len(steps) != 1:
-            yield f"ranks left at {left}: {self.said()}"
+            yield f"ranks left at {left}: {said(self.folder)}"
             return
         [step] = steps
         if not self.saved() or self.saved()[-1] != step or step < self.last:
             yield f"ranks left at step {step} after {self.last}, and {self.saved()} are saved"
-        if self.said().count("the job stops after step") != 1 or re.search("Traceback|MPI_ABORT", self.said()):
-            yield f"it said {self.said()}"
+        if said(self.folder).count("the job stops after step") != 1 or re.search("Traceback|MPI_ABORT", said(self.folder)):
+            yield f"it said {said(self.folder)}"
         if end - first > (grace or patient(5.0)):
             yield f"the last rank left {end - first:.2f} s after the first signal, with a grace period of {grace} s"
         self.last = step
@@ -207,7 +197,7 @@ class Training:
             _has_ended(process)
         self.counts["restarts"] += len(self.restarts())
         if process.returncode:
-            yield f"it ended with {process.returncode}: {self.said()}"
+            yield f"it ended with {process.returncode}: {said(self.folder)}"
 
     def _wait_for_progress(self, process: subprocess.Popen[bytes], restarts: int) -> None:
         """Wait until it has been started again so often, and has saved another checkpoint since; or is over."""
@@ -235,7 +225,7 @@ def _result(text: str) -> str:
 
 def _ranks(folder: Path) -> list[int]:
     """Return the processes of the ranks that `mpistrat run` has started in a folder."""
-    found, words = [], [os.fsencode(word) for word in (sys.executable, "-m", "mpi4py", "train.py")]
+    found, words = [], [os.fsencode(word) for word in (*PYTHON, "-m", "mpi4py", "train.py")]
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if (process / "cmdline").read_bytes().split(b"\0")[: len(words)] == words and (process / "cwd").samefile(folder):
@@ -253,7 +243,7 @@ def undisturbed(steps: int) -> str:
     """Return the result of a training that nobody disturbs, on one rank alone."""
     with tempfile.TemporaryDirectory() as name:
         Training(Path(name), steps=steps)
-        done = run_bounded([sys.executable, "train.py", str(steps)], patient(_STUCK_SECONDS), cwd=Path(name))
+        done = run_bounded([*PYTHON, "train.py", str(steps)], patient(_STUCK_SECONDS), cwd=Path(name))
     assert done.returncode == 0, done.stderr
     return _result(done.stdout)
 
@@ -273,8 +263,8 @@ def disturb(how: str, shape: str, num_jobs: int, seed: int, counts: Counter[str]
             else:
                 with training.started(0.0) as process:
                     _has_ended(process)
-            if training.result() != wanted:
-                yield f"{shape}, after job {jobs}, seed {seed}: {training.result()!r} instead of {wanted!r}: {training.said()}"
+            if (found := training.result()) != wanted:
+                yield f"{shape}, after job {jobs}, seed {seed}: {found!r} instead of {wanted!r}: {said(training.folder)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
