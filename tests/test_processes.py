@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.launch.mpiexec import command
+from mpistrat.launch.process import find
 from tests.processes import TIMED_OUT, found_mpi, run_bounded, started, until
 
 # A child in a process group of its own, as mpiexec's ranks are; the parent prints its number.
@@ -20,9 +21,7 @@ time.sleep(float(sys.argv[1]))
 
 
 def _ends(pid: str) -> bool:
-    # A killed process needs a moment, and stays as a zombie where nobody waits for it.
-    stat = Path("/proc") / pid / "stat"
-    return until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z", 5)
+    return until(lambda: find(int(pid)) is None, 5)  # a killed process needs a moment
 
 
 def test_a_command_returns_what_it_said():
