@@ -9,14 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mpistrat.launch.mpiexec import find_mpi
 from mpistrat.launch.openmpi import remove_rendezvous_files
 
 TIMED_OUT = 124  # as timeout(1) returns
 # before a command: where tests run in the background, a shell has turned Ctrl-C off
 TAKES_CTRL_C = ("env", "--default-signal=INT")
+found_mpi = cache(find_mpi)  # which starts three processes, for the mpiexec of each job
 
 
 def codes_after_loss(own: int) -> set[int]:

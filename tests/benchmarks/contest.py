@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 import socket
 import statistics
 import subprocess
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.pages import spread
+from tests.disagreements.ranks import next_line
 from tests.hosts.lab import Lab
 from tests.processes import kill_session
 
-_START_SECONDS, _ANSWER_SECONDS = 120, 60
+_ANSWER_SECONDS = 60
 _BLOCKS, _MAX_REPEATS = 3, 40
 _LONG_SECONDS = 0.5  # what takes longer is repeated once a block, and needs no warming up
 _CHECKED_BYTES = 1 << 20  # below, what is sent beside the payload would hide what went round the links
@@ -81,7 +81,7 @@ class Contest:
         self.missing: dict[str, str] = {}
         self.versions: dict[str, str] = {}
         self._contenders = list(contenders)
-        self._lines: dict[str, list[Any]] = {}
+        self._lines: dict[str, list[Connection]] = {}
         self._processes: dict[str, list[subprocess.Popen[str]]] = {}
         self._stack = contextlib.ExitStack()
 
@@ -170,19 +170,17 @@ class Contest:
     def _ask(self, name: str, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         if name not in self._lines:
             raise SilentError(self.missing[name])
-        for lines in self._lines[name]:
-            lines.write(json.dumps(request) + "\n")
-            lines.flush()
-        try:
-            answers = [json.loads(lines.readline() or '{"error": "it ended"}') for lines in self._lines[name]]
-        except OSError as error:
+        for line in self._lines[name]:
+            line.send(request)
+        if not all(line.poll(_ANSWER_SECONDS) for line in self._lines[name]):
             silence = f"gave no answer to {request} within {_ANSWER_SECONDS} s"
             if name == self._contenders[0].name:
-                raise ContestError(f"{name} {silence}: {error}\n{self._log(name)}") from None
+                raise ContestError(f"{name} {silence}\n{self._log(name)}")
             self.missing[name] = silence
             del self._lines[name]
             self._kill(name)
-            raise SilentError(f"{name} {silence}") from None
+            raise SilentError(f"{name} {silence}")
+        answers = [_answer(line) for line in self._lines[name]]
         errors = [answer["error"] for answer in answers if "error" in answer]
         if errors:
             raise ContestError(f"{name} failed with {request}: {errors[0]}\n{self._log(name)}")
@@ -190,7 +188,7 @@ class Contest:
 
     def _start(self, contender: Contender) -> None:
         fixed = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        env = {**fixed, **contender.env, "CONTEST_SOCKET": str(self._path), "CONTEST_NAME": contender.name}
+        env = {**fixed, **contender.env, "CONTEST_SOCKET": str(self._path)}
         self._processes[contender.name] = []
         try:
             with self._log_path(contender.name).open("wb") as log:
@@ -202,25 +200,18 @@ class Contest:
             if contender is self._contenders[0]:
                 raise
 
-    def _welcome(self, name: str) -> list[Any]:
-        """Wait for all ranks of a program; return the stream of each, in their order."""
-        streams: dict[int, Any] = {}
-        deadline = time.monotonic() + _START_SECONDS
-        while len(streams) < self.num_ranks:
-            self._server.settimeout(1.0)
-            try:
-                stream, _ = self._server.accept()
-            except TimeoutError:
-                if time.monotonic() > deadline or any(process.poll() is not None for process in self._processes[name]):
-                    raise ContestError(f"it did not start: {self._log(name)}") from None
-                continue
-            stream.settimeout(_ANSWER_SECONDS)
-            lines = self._stack.enter_context(stream.makefile("rw"))
-            self._stack.callback(stream.close)
-            hello = json.loads(lines.readline())
-            streams[hello["rank"]] = lines
+    def _welcome(self, name: str) -> list[Connection]:
+        """Wait for all ranks of a program; return the line to each, in their order."""
+        lines: dict[int, Connection] = {}
+        while len(lines) < self.num_ranks:
+            line = next_line(self._server, lambda: any(process.poll() is not None for process in self._processes[name]))
+            if line is None:
+                raise ContestError(f"it did not start: {self._log(name)}")
+            self._stack.enter_context(line)
+            hello = line.recv()
+            lines[hello["rank"]] = line
             self.versions.update(hello["versions"])
-        return [streams[rank] for rank in range(self.num_ranks)]
+        return [lines[rank] for rank in range(self.num_ranks)]
 
     def _log_path(self, name: str) -> Path:
         return self.lab.folder / f"contest-{name.replace(' ', '-')}.log"
@@ -237,6 +228,14 @@ class Contest:
         self._stack.close()
         for name in self._processes:
             self._kill(name)
+
+
+def _answer(line: Connection) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = line.recv()
+    except EOFError:
+        return {"error": "it ended"}
+    return answer
 
 
 def _openmpi(contest: Contest, argv: Sequence[str], env: Mapping[str, str], log: Any) -> list[subprocess.Popen[str]]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.disagreements.places import Place, default_environment, script
+from tests.disagreements.places import Place, default_environment
 from tests.disagreements.verdicts import missing_in_report, ranks_named
 
 ODD = 1  # the rank that does not come
 _NAME = "job.py"
 _LIMIT_SECONDS = 60.0  # for one that is not reported at all
+_SLEEP = "time.sleep(3600)"
 
 _PROLOGUE = """
 import os, signal, sys, threading, time
@@ -52,8 +56,12 @@ class Hang:
     @property
     def lines(self) -> set[str]:
         """The lines that the report may name."""
-        lines = enumerate(self.program.splitlines(), 1)
-        return {f"{_NAME}:{number}" for number, line in lines if line.endswith("# here") or self.any_line}
+        return set(_lines_here(self.program, self.any_line))
+
+
+def _lines_here(program: str, any_line: bool = False) -> list[str]:
+    lines = enumerate(program.splitlines(), 1)
+    return [f"{_NAME}:{number}" for number, line in lines if line.endswith("# here") or any_line]
 
 
 def _instead(text: str, **how: Any) -> Hang:
@@ -97,7 +105,7 @@ HANGS: dict[str, Hang] = {
 
 
 def _waiting(text: str) -> Hang:
-    return Hang("if is_odd:\n    time.sleep(3600)  # here\n" + textwrap.dedent(text))
+    return Hang(f"if is_odd:\n    {_SLEEP}  # here\n{textwrap.dedent(text)}\n")
 
 
 # What the others can be in while a rank sleeps.
@@ -135,7 +143,7 @@ class Found:
 
     line: str  # which line the report named; empty where it did not name one that it may
     told: bool  # whether the ranks were told that their calls differ
-    seconds: float  # from the start of the job on
+    seconds: float  # that it has taken
     output: str  # all of it
 
     def is_right(self, hang: Hang) -> bool:
@@ -145,21 +153,55 @@ class Found:
 
 def find_report(place: Place, hang: Hang, settings: Mapping[str, str] | None = None, until: str = "") -> Found:
     """Run a program, and return what it reports of the rank that does not come; then end it."""
-    environment, begun = default_environment({"MPISTRAT_STALL_SECONDS": "1", **(settings or {})}), time.monotonic()
+    with _running(place, lambda folder: hang.program, settings) as (process, said):
+        return _await(process, said, hang.lines, until)
+
+
+def find_reports(place: Place, waits: Iterable[Hang]) -> list[Found]:
+    """Run some of WAITS in one program, and return what it reports in each, after which the rank comes, up to a wrong one."""
+    texts = [hang.program.removeprefix(_PROLOGUE) for hang in waits]
+
+    def program(folder: Path) -> str:
+        come = [f"while not os.path.exists('{folder}/{number}'): time.sleep(0.01)" for number in range(len(texts))]
+        return _PROLOGUE + "".join(text.replace(_SLEEP, wait) for text, wait in zip(texts, come, strict=True))
+
+    found, begun = list[Found](), 0
+    with _running(place, program) as (process, said):
+        for number, line in enumerate(_lines_here(said.with_name(_NAME).read_text())):
+            found.append(_await(process, said, {line}, begun=begun))
+            if not found[-1].line:
+                break
+            begun += len(found[-1].output)
+            said.with_name(str(number)).touch()
+    return found
+
+
+@contextmanager
+def _running(
+    place: Place, program: Callable[[Path], str], settings: Mapping[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """Start a program, and give its launcher, and the file to which all it prints goes; end it in the end."""
+    environment = default_environment({"MPISTRAT_STALL_SECONDS": "1", **(settings or {})})
     with TemporaryDirectory(prefix="disagree-", ignore_cleanup_errors=True) as folder:
-        program, said = Path(folder, _NAME), Path(folder, "output")
-        program.write_text(hang.program)
+        script, said = Path(folder, _NAME), Path(folder, "output")
+        script.write_text(program(Path(folder)))
         with said.open("wb") as stream:
-            process = place.start(script(program), environment, stream)
+            process = place.start([sys.executable, str(script)], environment, stream)
         try:
-            while True:
-                ended = process.poll() is not None
-                output = said.read_text(errors="replace")
-                line = next((line for line in missing_in_report(output, ODD) if line in hang.lines), "")
-                told = "AgreementError" in output and ODD in ranks_named(output)
-                seconds = time.monotonic() - begun
-                if line or ended or seconds > _LIMIT_SECONDS or (until and until in output):
-                    return Found(line, told, seconds, output)
-                time.sleep(0.1)
+            yield process, said
         finally:
             place.end(process)
+
+
+def _await(process: subprocess.Popen[bytes], said: Path, lines: Collection[str], until: str = "", begun: int = 0) -> Found:
+    """Wait until one of the lines is reported for the rank that does not come, after so many characters of the output."""
+    started = time.monotonic()
+    while True:
+        ended = process.poll() is not None
+        output = said.read_text(errors="replace")[begun:]
+        line = next((line for line in missing_in_report(output, ODD) if line in lines), "")
+        told = "AgreementError" in output and ODD in ranks_named(output)
+        seconds = time.monotonic() - started
+        if line or ended or seconds > _LIMIT_SECONDS or (until and until in output):
+            return Found(line, told, seconds, output)
+        time.sleep(0.1)

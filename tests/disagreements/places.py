@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -12,7 +11,7 @@ from typing import IO
 from mpistrat.launch.mpiexec import command
 from mpistrat.topology.world import World
 from tests.hosts import lab
-from tests.processes import kill_session
+from tests.processes import found_mpi, kill_session
 
 HOSTS = "hosts:"
 _ROOT = Path(__file__).parents[2]
@@ -51,7 +50,7 @@ class Place:
             started, variables = self._in_lab(argv)
         else:
             nodes = self.shape if len(self._local_sizes) > 1 else ""
-            started, variables = command(self.size, argv, nodes, environ=environment)
+            started, variables = command(self.size, argv, nodes, environ=environment, mpi=found_mpi())
         return subprocess.Popen(
             started,
             stdin=subprocess.DEVNULL,
@@ -81,13 +80,3 @@ class Place:
         inside = self._lab.environment(**variables)
         added = {name: inside[name] for name in ("PATH", "LAB_FOLDER", *variables)}
         return self._lab.on(self._lab.hosts[0], started), added
-
-
-def rank_program(module: str) -> list[str]:
-    """Return the command of a rank that runs a module of the tests."""
-    return [sys.executable, "-m", module]
-
-
-def script(path: Path) -> list[str]:
-    """Return the command of a rank that runs a script."""
-    return [sys.executable, str(path)]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.disagreements.places import Place, rank_program
+from tests.disagreements.places import Place
 
 _START_SECONDS = 120.0
 _FOLDER = "RANKS_FOLDER"  # a variable of the ranks
@@ -43,8 +44,13 @@ class Ranks:
         with socket.socket(socket.AF_UNIX) as server, (self.folder / "output").open("wb") as output:
             server.bind(str(self.folder / "socket"))
             server.listen(place.size)
-            self.process = place.start(rank_program(module), {**environment, _FOLDER: str(self.folder)}, output)
-            self._meet(server)
+            self.process = place.start([sys.executable, "-m", module], {**environment, _FOLDER: str(self.folder)}, output)
+            while len(self.lines) < place.size:
+                if (line := next_line(server, lambda: self.process.poll() is not None)) is None:
+                    printed = self.output()
+                    self.end()
+                    raise JobError(f"the ranks did not start: {printed[-3000:]}")
+                self.lines.append(line)
 
     def ask(self, **request: Any) -> None:
         """Send a request to all ranks."""
@@ -82,21 +88,20 @@ class Ranks:
         self.lines.remove(line)
         line.close()
 
-    def _meet(self, server: socket.socket) -> None:
-        """Wait until all ranks have connected."""
-        deadline = time.monotonic() + _START_SECONDS
-        server.settimeout(0.5)
-        while len(self.lines) < self.place.size:
-            try:
-                accepted = server.accept()[0]
-            except TimeoutError:
-                if time.monotonic() > deadline or self.process.poll() is not None:
-                    output = self.output()
-                    self.end()
-                    raise JobError(f"the ranks did not start: {output[-3000:]}") from None
-                continue
+
+def next_line(server: socket.socket, has_ended: Callable[[], bool]) -> Connection | None:
+    """Return the line to the next rank that connects; None if none does in time, or the job has ended."""
+    deadline = time.monotonic() + _START_SECONDS
+    server.settimeout(0.5)
+    while True:
+        try:
+            accepted = server.accept()[0]
+        except TimeoutError:
+            if time.monotonic() > deadline or has_ended():
+                return None
+        else:
             accepted.setblocking(True)
-            self.lines.append(Connection(accepted.detach()))
+            return Connection(accepted.detach())
 
 
 def connect() -> tuple[Connection, Path]:

@@ -1,19 +1,29 @@
-"""How a job ended, and what it left behind."""
+"""Jobs of program texts: how each is started as a user would, how it has ended, and what it has left behind."""
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tests.processes import started, until
+from mpistrat.launch.mpiexec import command
+from mpistrat.launch.process import find
+from tests.processes import TAKES_CTRL_C, found_mpi, started, until
 
 # From the fault to the end of a job, which takes a second or two, and more on a busy machine. What
 # nothing ends takes longer, or for ever.
 LIMIT_SECONDS = 60.0
+JOB_SECONDS = 120.0  # for one that hangs
+PYTHON = (sys.executable,)
+MPISTRAT_RUN = (*PYTHON, "-m", "mpistrat", "run")
+_NOT_STARTED = "The PMIx server's listener thread failed to start"
 
 # Each rank writes its process into a file, and a rank about to fail the time.
 PROLOGUE = """
@@ -68,13 +78,14 @@ def with_servers(chief: str, **constants: object) -> str:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended: exit code, output, seconds from the fault to the end, and the processes of its ranks."""
+    """How a job ended: code, output, seconds from the fault to the end, the processes of its ranks, and which of them go on."""
 
     code: int
     stdout: str
     stderr: str
     seconds: float
     pids: tuple[int, ...]
+    leftovers: tuple[int, ...]
 
     @property
     def marked(self) -> list[str]:
@@ -83,49 +94,88 @@ class Ended:
         lines = [line.lstrip("\0") for line in self.stderr.splitlines()]
         return [line for line in lines if line.startswith("[rank ")]
 
-    def check(self, code: int) -> None:
-        """Check that the job ended with this code, soon after the fault that it noted, if any, and left no rank behind."""
-        assert self.code == code, self.stderr
+    def check(self, *codes: int) -> None:
+        """Check that it ended with one of the codes, soon after the fault that it noted, if any, and left no rank behind."""
+        assert self.code in codes, self.stderr
         assert not self.seconds >= LIMIT_SECONDS, self.stderr
-        assert not self.leftovers()
-
-    def leftovers(self) -> list[int]:
-        """Return the ranks' processes that do not end."""
-        until(lambda: not any(map(_is_running, self.pids)), LIMIT_SECONDS)
-        return [pid for pid in self.pids if _is_running(pid)]
+        assert not self.leftovers, self.stderr
 
 
-Job = Callable[..., Ended]
-"""The fixture `job`."""
+class Job:
+    """A job in an empty folder: the fixture `job`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "pid").mkdir()
+
+    def __call__(
+        self,
+        num_ranks: int,
+        text: str,
+        python: Sequence[str] = PYTHON,
+        *,
+        enough: Callable[[str], bool] = lambda stderr: False,
+        meanwhile: Callable[[subprocess.Popen[bytes]], object] = lambda launcher: None,
+        **how: Any,
+    ) -> Ended:
+        """Run a program text on some ranks and say how it ended; what stands before the script, and `how`, is as in `start`.
+
+        It is ended as soon as that is enough which stands on its stderr; `meanwhile` gets the launcher first.
+        """
+
+        def attempt() -> Ended:
+            with self.start(num_ranks, text, python, **how) as launcher:
+                meanwhile(launcher)
+                until(lambda: launcher.poll() is not None or enough(self.said("err")), JOB_SECONDS)
+                fault, now, pids = self.folder / "fault", time.time(), self.pids()
+                if launcher.poll() is not None:  # otherwise the ranks are killed with it
+                    until(lambda: not any(map(find, pids)), LIMIT_SECONDS)
+                leftovers = () if launcher.poll() is None else tuple(filter(find, pids))
+            seconds = now - float(fault.read_text()) if fault.exists() else float("nan")
+            return Ended(launcher.returncode, self.said("out"), self.said("err"), seconds, pids, leftovers)
+
+        ended = attempt()
+        # Open MPI's launcher itself, before it has started a rank; rare, on a busy machine
+        return attempt() if _NOT_STARTED in ended.stderr else ended
+
+    def start(
+        self,
+        num_ranks: int,
+        text: str,
+        python: Sequence[str] = PYTHON,
+        *,
+        run: Sequence[str] | None = None,
+        survive: bool = False,
+        **environ: str,
+    ) -> AbstractContextManager[subprocess.Popen[bytes]]:
+        """Start it by mpiexec, or with options to `run`, which may be none, by `mpistrat run`; end it in the end."""
+        (self.folder / "job.py").write_text(PROLOGUE + textwrap.dedent(text))
+        if run is None:
+            argv, extra = command(num_ranks, [*python, "job.py"], survive=survive, mpi=found_mpi())
+        else:
+            argv, extra = [*TAKES_CTRL_C, *MPISTRAT_RUN, "-n", str(num_ranks), *run, "job.py"], {}
+        return running(argv, {**extra, **environ}, self.folder)
+
+    def said(self, name: str) -> str:
+        """Return what was printed so far, to ``out`` or to ``err``."""
+        return said(self.folder, name)
+
+    def pids(self) -> tuple[int, ...]:
+        """Return the processes of the ranks that have begun."""
+        return tuple(int(path.read_text() or 0) for path in sorted((self.folder / "pid").iterdir()))
 
 
-def ended(done: subprocess.CompletedProcess[str], folder: Path) -> Ended:
-    """Gather what a job left in its folder."""
-    now = time.time()
-    fault = folder / "fault"
-    seconds = now - float(fault.read_text()) if fault.exists() else float("nan")
-    pids = tuple(int(path.read_text()) for path in sorted((folder / "pid").iterdir()))
-    return Ended(done.returncode, done.stdout, done.stderr, seconds, pids)
-
-
-def run_until(
-    enough: Callable[[str], bool], argv: Sequence[str], timeout: float, env: Mapping[str, str], cwd: Path
-) -> subprocess.CompletedProcess[str]:
-    """Run a command as `run_bounded` does, but no longer than until that is enough which stands on its stderr."""
-    out, err = cwd / "stdout", cwd / "stderr"
+@contextmanager
+def running(argv: Sequence[str], environ: Mapping[str, str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command in a folder, with further environment; what it prints goes to the files ``out`` and ``err`` there."""
     with (
-        out.open("wb") as stdout,
-        err.open("wb") as stderr,
-        started(argv, stdout=stdout, stderr=stderr, env=env, cwd=cwd) as process,
+        (folder / "out").open("wb") as out,
+        (folder / "err").open("wb") as err,
+        started(argv, stdout=out, stderr=err, env={**os.environ, **environ}, cwd=folder) as process,
     ):
-        until(lambda: process.poll() is not None or enough(err.read_text(errors="replace")), timeout)
-    return subprocess.CompletedProcess(
-        list(argv), process.wait(), out.read_text(errors="replace"), err.read_text(errors="replace")
-    )
+        yield process
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+def said(folder: Path, *names: str) -> str:
+    """Return what was printed, to ``out`` and ``err`` or to one of them."""
+    return "".join((folder / name).read_text(errors="replace") for name in names or ("out", "err"))

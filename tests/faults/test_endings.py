@@ -1,22 +1,17 @@
 """Exceptions, exits, killed launchers, forks and subprocesses: what ends, what does not, with which code, and what is told."""
 
-import os
-import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from mpistrat.launch.mpiexec import command
-from tests.faults.jobs import LIMIT_SECONDS, PROLOGUE, Job, ended
-from tests.processes import codes_after_loss, started, until
+from tests.faults.jobs import LIMIT_SECONDS, PYTHON, Job
+from tests.processes import codes_after_loss, until
 
 QUIET_FORK = {"OMPI_MCA_mpi_warn_on_fork": "0"}
 
 HOST = socket.gethostname()
-PYTHON = (sys.executable,)
 RUNNER = (*PYTHON, "-m", "mpi4py")  # what mpistrat run puts before a script
 
 ON_RANK_1 = """
@@ -79,10 +74,7 @@ def test_error_raised_everywhere_but_on_rank_0_is_told_all_the_same(job: Job) ->
     ("fault", "code"), [("os._exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 137)], ids=["_exit", "SIGKILL"]
 )
 def test_rank_that_vanishes_ends_the_job(job: Job, fault: str, code: int) -> None:
-    ended = job(2, ON_RANK_1.format(fault=fault))
-    assert ended.code in codes_after_loss(code)
-    assert ended.seconds < LIMIT_SECONDS
-    assert not ended.leftovers()
+    job(2, ON_RANK_1.format(fault=fault)).check(*codes_after_loss(code))
 
 
 @pytest.mark.parametrize(("num_ranks", "abort"), [(2, "0"), (1, "1")], ids=["switched off", "one rank alone"])
@@ -205,38 +197,31 @@ def test_ctrl_c_is_one_line(job: Job, ranks: str) -> None:
 
 def test_sigterm_of_one_rank_ends_the_job(job: Job) -> None:
     ended = job(2, ON_RANK_1.format(fault="os.kill(os.getpid(), signal.SIGTERM); time.sleep(1000)"))
-    assert ended.code in (143, 15)  # Open MPI's, MPICH's
-    assert ended.seconds < LIMIT_SECONDS
-    assert not ended.leftovers()
+    ended.check(143, 15)  # Open MPI's, MPICH's
 
 
 @pytest.mark.parametrize("wrapper", [[], ["sh", "-c", '"$@"; true', "sh"]], ids=["", "in a shell"])
-def test_where_the_launcher_is_killed_the_ranks_end(tmp_path: Path, wrapper: list[str]) -> None:
-    (tmp_path / "pid").mkdir()
+def test_where_the_launcher_is_killed_the_ranks_end(job: Job, wrapper: list[str]) -> None:
     # each rank is ended for itself, whatever it does
     program = """
-import re
-segments = re.findall(r"/dev/shm/sm_segment.*", Path("/proc/self/maps").read_text())
-if comm.rank == 0:
-    Path("starting").write_text("\\n".join(segments))
-    Path("starting").rename("up")
-    time.sleep(1000)
-while comm.rank == 1:
-    pass
-mine.Recv(bytearray(1), source=0)
-"""
-    (tmp_path / "job.py").write_text(PROLOGUE + program)
-    argv, extra = command(3, [*wrapper, sys.executable, "job.py"])
-    with (
-        (tmp_path / "out").open("w") as out,
-        started(argv, stdout=out, stderr=out, cwd=tmp_path, env={**os.environ, **extra}) as launcher,
-    ):
-        assert until((tmp_path / "up").exists, 120)
+        import re
+        segments = re.findall(r"/dev/shm/sm_segment.*", Path("/proc/self/maps").read_text())
+        if comm.rank == 0:
+            Path("starting").write_text("\\n".join(segments))
+            Path("starting").rename("up")
+            time.sleep(1000)
+        while comm.rank == 1:
+            pass
+        mine.Recv(bytearray(1), source=0)
+    """
+
+    def kill(launcher: subprocess.Popen[bytes]) -> None:
+        assert until((job.folder / "up").exists, LIMIT_SECONDS)
         launcher.kill()
-        launcher.wait()
-        done = subprocess.CompletedProcess(argv, -signal.SIGKILL, "", "")
-        assert not ended(done, tmp_path).leftovers()
-        assert not any(Path(segment).exists() for segment in (tmp_path / "up").read_text().split())
+
+    ended = job(3, program, (*wrapper, *PYTHON), meanwhile=kill)
+    assert not ended.leftovers
+    assert not any(Path(segment).exists() for segment in (job.folder / "up").read_text().split())
 
 
 AFTER_FINALIZE = """
@@ -314,27 +299,24 @@ print("inner", comm.allreduce(1), detect() is None, os.environ.get("MPISTRAT_VIR
 print("shared" if "/sm_segment" in open("/proc/self/maps").read() else "nothing shared")
 """
 
-SUBPROCESS = """
-    import subprocess
-    Path(f"inner{{comm.rank}}.py").write_text({inner!r})
-    done = subprocess.run([{python}, f"inner{{comm.rank}}.py"], capture_output=True, text=True, timeout=100)
-    print(done.stdout, done.stderr)
-    mine.Barrier()
-"""
 
-
-@pytest.mark.parametrize("python", ["sys.executable", "'sh', '-c', '\"$@\"; true', 'sh', sys.executable"])
-def test_a_program_that_a_rank_starts_is_not_a_rank(job: Job, python: str) -> None:
-    ended = job(2, SUBPROCESS.format(python=python, inner=INNER.format(before="")), MPISTRAT_VIRTUAL_NODES="1+1")
+def test_a_program_that_a_rank_starts_is_not_a_rank_and_is_refused_if_it_starts_mpi_first(job: Job) -> None:
+    before = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
+    program = f"""
+        import subprocess
+        Path(f"inner{{comm.rank}}.py").write_text({INNER.format(before="")!r})
+        Path(f"first{{comm.rank}}.py").write_text({INNER.format(before=before)!r})
+        for shell, name in ((), "inner"), (("sh", "-c", '"$@"; true', "sh"), "inner"), ((), "first"):
+            argv = [*shell, sys.executable, f"{{name}}{{comm.rank}}.py"]
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+            print(done.stdout, done.stderr)
+        mine.Barrier()
+    """
+    ended = job(2, program, MPISTRAT_VIRTUAL_NODES="1+1")
     assert ended.code == 0, ended.stderr
     # MPI starts as in a process alone: that of a rank would leave 16 MiB in /dev/shm
-    assert ended.stdout.count("inner 1 True None\nnothing shared\n") == 2, ended.stdout
-    assert ended.stdout.count("whose launcher's variables it has inherited; it is not a rank, and computes alone.") == 2
-
-
-def test_a_program_that_a_rank_starts_and_that_starts_mpi_first_is_refused(job: Job) -> None:
-    before = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
-    ended = job(2, SUBPROCESS.format(python="sys.executable", inner=INNER.format(before=before)))
+    assert ended.stdout.count("inner 1 True None\nnothing shared\n") == 4, ended.stdout
+    assert ended.stdout.count("whose launcher's variables it has inherited; it is not a rank, and computes alone.") == 4
     assert ended.stdout.count("LaunchError: process ") == 2, ended.stdout
 
 
@@ -426,16 +408,13 @@ def test_the_traceback_of_who_failed_is_the_one_that_is_printed(job: Job) -> Non
     assert ended.stderr.count("Traceback") == 1
 
 
-@pytest.mark.parametrize("where", ["_acquire", "__enter__", "__exit__"])
-def test_a_signal_that_interrupts_the_beginning_or_end_of_a_call_is_told_to_all(job: Job, where: str) -> None:
-    program = f"""
+def test_a_signal_that_interrupts_the_beginning_or_end_of_a_call_is_told_to_all(job: Job) -> None:
+    program = """
         import mpistrat
-        communicator = mpistrat.Communicator(comm)
-        communicator.barrier()
 
         def trace(frame, event, argument):
-            if frame.f_code.co_name == "{where}" and frame.f_code.co_filename.endswith("guard.py"):
-                if "{where}" == "__exit__":
+            if frame.f_code.co_name == where and frame.f_code.co_filename.endswith("guard.py"):
+                if where == "__exit__":
                     sys.settrace(None)
                     raise KeyboardInterrupt
                 return interrupt
@@ -446,20 +425,24 @@ def test_a_signal_that_interrupts_the_beginning_or_end_of_a_call_is_told_to_all(
                 raise KeyboardInterrupt
             return interrupt
 
-        if comm.rank == 0:
-            sys.settrace(trace)
+        for where in ("_acquire", "__enter__", "__exit__"):
+            communicator = mpistrat.Communicator(comm)
+            communicator.barrier()
+            if comm.rank == 0:
+                sys.settrace(trace)
+                try:
+                    communicator.barrier()
+                except KeyboardInterrupt:
+                    pass
+            if where != "__exit__":  # which comes when the other rank has taken part
+                mine.Barrier()
             try:
-                communicator.barrier()
-            except KeyboardInterrupt:
-                pass
-        else:
-            time.sleep(0.5)
-        try:
-            for _ in range(2):
-                communicator.barrier()
-        except mpistrat.errors.UnavailableError as error:
-            print(comm.rank, "InterruptedError" in str(error), flush=True)
-        time.sleep(1.0)
+                for _ in range(2):
+                    communicator.barrier()
+            except mpistrat.errors.UnavailableError as error:
+                print(where, comm.rank, "InterruptedError" in str(error), flush=True)
+            mine.Barrier()
     """
     ended = job(2, program)
-    assert (ended.code, sorted(ended.stdout.splitlines())) == (0, ["0 True", "1 True"]), ended.stderr
+    told = [f"{where} {rank} True" for where in ("__enter__", "__exit__", "_acquire") for rank in range(2)]
+    assert (ended.code, sorted(ended.stdout.splitlines())) == (0, told), ended.stderr

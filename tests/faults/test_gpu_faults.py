@@ -13,12 +13,13 @@ STAND_IN = """
 import faulthandler, sys
 faulthandler.dump_traceback_later(25)  # of a job that does not end
 from mpistrat.launch.bootstrap import start
+from tests.gpu import fault
 from tests.gpu.bound import stand_in
-from tests.gpu.fault import be_rank
 from tests.gpu.stand_in import UNFINISHED
 
+fault.DEADLINE_SECONDS = 1.5
 with stand_in(start()) as device:
-    be_rank(*sys.argv[1:], delay=lambda: device.current_stream().put(lambda: UNFINISHED))
+    fault.be_rank(*sys.argv[1:], delay=lambda: device.current_stream().put(lambda: UNFINISHED))
 """
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-import sys
 import textwrap
 from pathlib import Path
 
@@ -61,28 +60,35 @@ def reports(ended: Ended) -> list[list[str]]:
     return blocks
 
 
-def has_two_reports(stderr: str) -> bool:
-    return stderr.count("missing: rank 1") >= 2 and stderr.endswith("\n")
-
-
-# what rank 1 does, what all have done before, what the others do; what is told of rank 1
+# what rank 1 does, what all have done before, what the others do; after which of the reports, each after twice the time, is
+# enough told of rank 1, and what
+LATE = "while not Path('go').exists(): time.sleep(0.01)"
 KINDS = {
-    "asleep": ("time.sleep(1000)", MADE, "strategy.run(step)", "alive; last collective .*; now at .*job.py:LINE (odd)"),
-    "before its first strategy": ("time.sleep(1000)", "pass", MAKE, "alive, and has made no strategy yet"),
-    "in C": ("re.match('(a+)+$', 40 * 'a' + 'b')", MADE, "strategy.run(step)", "alive, but its Python does not run"),
+    "late": (LATE, MADE, "strategy.run(step); print('done')", 2, "alive; last collective .*; now at .*job.py:LINE (odd)"),
+    "before its first strategy": ("time.sleep(1000)", "pass", MAKE, 1, "alive, and has made no strategy yet"),
+    "in C": ("re.match('(a+)+$', 40 * 'a' + 'b')", MADE, "strategy.run(step)", 2, "alive, but its Python does not run"),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_tells_who_is_missing(job: Job, kind: str) -> None:
-    fault, before, after, found = KINDS[kind]
+def test_one_rank_tells_who_is_missing_and_the_job_waits_on(job: Job, kind: str) -> None:
+    fault, before, after, count, found = KINDS[kind]
     # a rank whose Python does not run is known after 3 seconds
     patience = 2.0 if kind == "in C" else 1.0
     text = program(fault, before, after, 60)
-    ended = job(3, text, enough=has_two_reports, MPISTRAT_STALL_SECONDS=str(patience))
+
+    def is_told(stderr: str) -> bool:
+        is_enough = stderr.count("missing: rank 1") >= count and stderr.endswith("\n")
+        if is_enough:
+            (job.folder / "go").touch()
+        return is_enough and kind != "late"
+
+    ended = job(3, text, enough=is_told, MPISTRAT_STALL_SECONDS=str(patience))
+    if kind == "late":
+        assert (ended.code, ended.stdout.split()) == (0, ["done"] * 3), ended.stderr
     blocks = reports(ended)
-    assert len(blocks) == 2, ended.stderr
-    for block, waited in zip(blocks, (patience, 2 * patience), strict=True):
+    assert len(blocks) == count, ended.stderr
+    for block, waited in zip(blocks, (patience, 2 * patience), strict=False):
         head = re.match(rf"mpistrat: rank [02] \({HOST}\) has waited (\d+\.\d) s in collective \d+, ", block[0])
         assert head is not None, block
         assert waited - 0.3 < float(head[1]) < waited + patient(1)
@@ -90,17 +96,18 @@ def test_one_rank_tells_who_is_missing(job: Job, kind: str) -> None:
         assert re.search(r", from .*job\.py:\d+ \((step|<module>)\)$", block[1])
     lines = (PROLOGUE + textwrap.dedent(text)).splitlines()
     wanted = re.escape(found).replace(r"\.\*", ".*").replace("LINE", str(1 + lines.index(f"    {fault}")))
-    assert re.search(rf"missing: rank 1 \({HOST}, pid {ended.pids[1]}\): {wanted}", blocks[1][2]), blocks[1]
+    assert re.search(rf"missing: rank 1 \({HOST}, pid {ended.pids[1]}\): {wanted}", blocks[-1][2]), blocks[-1]
 
 
 def test_under_a_deadline_a_rank_that_is_stopped_ends_the_job(job: Job) -> None:
     text = program("os.kill(os.getpid(), signal.SIGSTOP)", seconds=LIMIT_SECONDS)
-    ended = job(2, text, MPISTRAT_TIMEOUT_SECONDS="1.5")
+    ended = job(2, text, MPISTRAT_TIMEOUT_SECONDS="1.5", MPISTRAT_STALL_SECONDS="0")
     assert ended.code != 0
+    assert reports(ended) == [], "they are turned off"
     assert ended.seconds < LIMIT_SECONDS
     assert "DeadlineExceededError: rank " in ended.marked[-1]
     assert f"did not end within 1.5 s; not all ranks have arrived: missing rank 1 ({HOST})" in ended.marked[-1]
-    assert not ended.leftovers()
+    assert not ended.leftovers
 
 
 INTERRUPTED = """
@@ -133,16 +140,6 @@ def test_a_rank_that_is_interrupted_in_what_others_wait_in_is_missed(job: Job, t
     text = INTERRUPTED.format(there=there, call=call)
     ended = job(2, text, enough=lambda stderr: "failed in it: rank 1" in stderr, MPISTRAT_STALL_SECONDS="1")
     assert re.search(rf"mpistrat: rank 0 \(.*\) has waited .*, {told}\n", ended.stderr), ended.stderr
-
-
-def test_the_report_can_be_turned_off(job: Job) -> None:
-    assert reports(job(2, program("time.sleep(1000)", seconds=1.0), MPISTRAT_STALL_SECONDS="0")) == []
-
-
-def test_a_rank_that_is_late_is_reported_and_waited_for(job: Job) -> None:
-    ended = job(2, program("time.sleep(3)", after="strategy.run(step); print('done')", seconds=30), MPISTRAT_STALL_SECONDS="1")
-    assert (ended.code, ended.stdout.split()) == (0, ["done"] * 2), ended.stderr
-    assert len(reports(ended)) == 2
 
 
 def test_nodes_that_wait_each_for_a_rank_of_their_own_do_not_wait_for_each_other(job: Job) -> None:
@@ -186,39 +183,30 @@ def test_without_abort_every_rank_that_waits_raises_and_ends(job: Job) -> None:
 
 
 @pytest.mark.parametrize("end", ["pass", "from mpi4py import MPI; MPI.Finalize()"], ids=["by itself", "by the program"])
-def test_nothing_is_left_of_a_job_that_ends_well(job: Job, end: str) -> None:
+def test_a_job_that_ends_well_writes_the_trace_of_all_ranks_and_leaves_nothing_else(job: Job, end: str) -> None:
     after = f"strategy.run(step); from mpistrat.watch.recorder import recorder as of; print(p := of().path, p.exists()); {end}"
-    ended = job(2, program("pass", after=after, seconds=30))
+    ended = job(2, program("time.sleep(0.2)", after=after, seconds=30), MPISTRAT_TIMELINE="trace.json")
     found = [line.split() for line in ended.stdout.splitlines()]
     assert (ended.code, [exists for _, exists in found]) == (0, ["True"] * 2), ended.stderr
     assert not any(Path(path).parent.exists() for path, _ in found)
-
-
-def test_one_rank_alone_has_no_thread(job: Job) -> None:
-    text = f"import numpy as np, mpistrat; {MAKE}; sys.exit(threading.active_count() - 1)"
-    assert job(1, text, (sys.executable,)).code == 0
-
-
-def test_a_variable_that_is_misspelt_is_named_once(job: Job) -> None:
-    after = f"{MAKE}; mpistrat.MultiWorkerMirroredStrategy()"
-    ended = job(2, program("pass", "pass", after, seconds=30), MPISTRAT_STALL_SECOND="7", MPISTRAT_WEATHER="fine")
-    assert (ended.code, ended.stderr.count("MPISTRAT_STALL_SECOND is set, but is not a setting")) == (0, 1), ended.stderr
-    assert "MPISTRAT_WEATHER" not in ended.stderr
-
-
-def test_a_trace_of_all_ranks_is_written_at_the_end(job: Job, tmp_path: Path) -> None:
-    ended = job(2, program("time.sleep(0.2)", seconds=30), MPISTRAT_TIMELINE="trace.json")
-    assert ended.code == 0, ended.stderr
-    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = json.loads((job.folder / "trace.json").read_text())["traceEvents"]
     assert {row["args"]["name"] for row in rows if row["name"] == "process_name"} == {"rank 0", "rank 1"}
     calls = [row for row in rows if row["ph"] == "X" and row["name"].startswith("all_reduce(SUM")]
     assert {row["pid"] for row in calls} == {0, 1}
     assert max(row["dur"] for row in calls if row["pid"] == 0) > 0.15e6, "rank 1 comes 0.2 s late"
 
 
-def test_a_trace_that_cannot_be_written_is_told_once(job: Job) -> None:
-    ended = job(2, program("pass", seconds=30), MPISTRAT_TIMELINE="missing/trace.json")
-    assert (ended.code, ended.stderr.count("cannot be written: No such file or directory")) == (0, 1), ended.stderr
+def test_one_rank_alone_has_no_thread(job: Job) -> None:
+    assert job(1, f"import numpy as np, mpistrat; {MAKE}; sys.exit(threading.active_count() - 1)").code == 0
+
+
+def test_a_variable_that_is_misspelt_and_a_trace_that_cannot_be_written_are_told_once(job: Job) -> None:
+    after = f"{MAKE}; mpistrat.MultiWorkerMirroredStrategy()"
+    variables = {"MPISTRAT_STALL_SECOND": "7", "MPISTRAT_WEATHER": "fine", "MPISTRAT_TIMELINE": "missing/trace.json"}
+    ended = job(2, program("pass", "pass", after, seconds=30), **variables)
+    assert (ended.code, ended.stderr.count("MPISTRAT_STALL_SECOND is set, but is not a setting")) == (0, 1), ended.stderr
+    assert "MPISTRAT_WEATHER" not in ended.stderr
+    assert ended.stderr.count("cannot be written: No such file or directory") == 1, ended.stderr
 
 
 LARGE = """

@@ -10,17 +10,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from tests.disagreements.hangs import HANGS, WAITS, Found, find_report
+from tests.disagreements.hangs import HANGS, WAITS, Found, find_report, find_reports
 from tests.disagreements.places import Place
 
-ALL = {name: hang for name, hang in (HANGS | WAITS).items() if name not in ("reads a pipe", "in a lock")}  # as in other C
+ALL = HANGS | WAITS
 _JOBS_AT_A_TIME = 3  # as they mostly wait
-_SHAPES = {"making a Communicator of some ranks": "1x3"}  # of the others two ranks tell as much
+_OF_SOME = "making a Communicator of some ranks"
 _HOSTS = "hosts:1+1+1"
 ON_SEVERAL_HOSTS = ("sleeps in C", "ended", "in MPI's own barrier", "makes a strategy", "large all_reduce")
 _SILENT = "missing: rank 1: does not answer; mpistrat doctor on its host shows what it does"
 CASES = [
-    *((name, _SHAPES.get(name, "1x2"), "") for name in ALL),
+    *((name, "1x2", "") for name in HANGS if name not in ("reads a pipe", "in a lock")),  # as in other C
+    (_OF_SOME, "1x3", ""),
     *((name, _HOSTS, "") for name in ON_SEVERAL_HOSTS),
     ("stopped", _HOSTS, _SILENT),
 ]
@@ -43,6 +44,14 @@ def reports(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str, str
     with ThreadPoolExecutor(_JOBS_AT_A_TIME) as pool:
         yield {case: pool.submit(_find, *case) for case in cases}
         pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.usefixtures("reports")  # which are looked for meanwhile
+def test_whatever_the_others_wait_in_the_rank_and_its_line_are_named() -> None:
+    waits = {name: hang for name, hang in WAITS.items() if name != _OF_SOME}
+    found = find_reports(Place("1x2"), waits.values())
+    assert found[-1].line, f"{list(waits)[len(found) - 1]}: {found[-1].output}"
+    assert len(found) == len(waits)
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)

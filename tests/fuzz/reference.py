@@ -24,7 +24,8 @@ def _strided(array: np.ndarray) -> np.ndarray:
     return wide[..., ::2]
 
 
-def _read_only(array: np.ndarray) -> np.ndarray:
+def read_only(array: np.ndarray) -> np.ndarray:
+    """Return an array that cannot be written to any more."""
     array.flags.writeable = False
     return array
 
@@ -34,7 +35,7 @@ LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Fortran": np.asfortranarray,
     "strided": _strided,
     "backwards": lambda array: array[::-1].copy()[::-1] if array.ndim else array,
-    "read-only": _read_only,
+    "read-only": read_only,
     "scalar": lambda array: array if array.ndim else array[()],
     "columns": lambda array: np.moveaxis(np.ascontiguousarray(np.moveaxis(array, 0, -1)), -1, 0) if array.ndim else array,
     "broadcast": lambda array: np.broadcast_to(array[:1], array.shape) if array.ndim else array,
@@ -104,7 +105,9 @@ def _bound(op: str, parts: list[np.ndarray], result: np.ndarray, dtype: np.dtype
     return steps * float(working.eps) * magnitude + float(held.eps) * np.abs(result) + float(held.smallest_subnormal)
 
 
+@np.errstate(all="ignore")
 def check(found: Any, wanted: np.ndarray, bound: np.ndarray | None, dtype: np.dtype) -> None:
+    """Fail unless an array is what it should be, within the bound if there is one."""
     assert isinstance(found, np.ndarray), type(found)
     assert (found.dtype, found.shape) == (dtype, wanted.shape)
     wide = np.complex128 if dtype.kind == "c" else np.float64

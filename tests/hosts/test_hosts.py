@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mpistrat.launch.process import find
 from tests.hosts.lab import Lab, LabError, parse_bytes_sent
 from tests.processes import run_bounded, until
 
@@ -105,11 +106,11 @@ def test_a_lab_ends_with_the_process_that_asked_for_it():
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT
     )
     assert asking.stdout is not None
-    first = Path(f"/proc/{int(asking.stdout.readline())}")
-    assert first.exists()
+    first = int(asking.stdout.readline())
+    assert find(first)
     os.kill(asking.pid, signal.SIGKILL)
     asking.communicate()
-    assert until(lambda: not first.exists() or "Z" in (first / "stat").read_text().split()[2], 10)
+    assert until(lambda: find(first) is None, 10)
 
 
 def test_an_unknown_device_is_an_error():

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
-import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
@@ -18,8 +16,9 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import mpistrat.torch
+from mpistrat.tools.bench import Race
 
-TURNS, TURN_SECONDS, LAYERS = 7, 0.4, 8
+LAYERS = 8
 
 
 def main() -> None:
@@ -32,18 +31,9 @@ def main() -> None:
         gradients = {name: step() for name, step in steps.items()}
         for one, other in zip(*gradients.values(), strict=True):
             torch.testing.assert_close(one, other)
-        once = max(_seconds(comm, step, 3) for step in steps.values())
-        times = max(3, round(TURN_SECONDS / once))
-        found: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(TURNS):
-            for name, step in steps.items():
-                found[name].append(_seconds(comm, step, times))
+        medians = dict(zip(steps, Race(comm, list(steps.values())).run(), strict=True))
         if comm.rank == 0:
-            middle = {name: statistics.median(seconds) for name, seconds in found.items()}
-            print(
-                json.dumps({"parameters": count, "ranks": comm.size, **middle, "ratio": middle["ours"] / middle["ddp"]}),
-                flush=True,
-            )
+            print(json.dumps({"parameters": count, **medians}), flush=True)
     dist.destroy_process_group()
 
 
@@ -58,15 +48,6 @@ def join_gloo(comm: MPI.Intracomm) -> None:
             port = free.getsockname()[1]
     port = comm.bcast(port)
     dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=comm.rank, world_size=comm.size)
-
-
-def _seconds(comm: MPI.Intracomm, step: Callable[[], object], times: int) -> float:
-    """Return the seconds of a step, on the slowest rank."""
-    comm.Barrier()
-    started = time.perf_counter()
-    for _ in range(times):
-        step()
-    return float(comm.allreduce(time.perf_counter() - started, MPI.MAX)) / times
 
 
 def _model(count: int) -> torch.nn.Module:

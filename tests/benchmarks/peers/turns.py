@@ -1,18 +1,19 @@
 """What every competing program does: wait for requests without using the processor, and answer them, until told no more.
 
 It needs nothing but the standard library, for it runs in the environment of each peer. All ranks of all programs of a contest
-are connected to the one that asks: one JSON document on a line each way. See tests/benchmarks/contest.py for that side.
+are connected to the one that asks. See tests/benchmarks/contest.py for that side.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Client
 from typing import Any
 
 
@@ -41,19 +42,17 @@ def serve(
     calls: Mapping[str, Callable[..., Any]] | None = None,
 ) -> None:
     """Answer requests until there are no more."""
-    with socket.socket(socket.AF_UNIX) as stream:
-        stream.connect(os.environ["CONTEST_SOCKET"])
-        lines = stream.makefile("rw")
-        _say(lines, {"contender": os.environ["CONTEST_NAME"], "rank": rank, "versions": dict(versions)})
+    with Client(os.environ["CONTEST_SOCKET"], "AF_UNIX") as line, suppress(EOFError, ConnectionError):
+        line.send({"rank": rank, "versions": dict(versions)})
         kept: dict[str, Task] = {}
-        for line in lines:
-            request = json.loads(line)
+        while True:
+            request = line.recv()
             try:
                 answer = _answer(request, tasks, calls or {}, kept)
             except BaseException:
-                _say(lines, {"error": traceback.format_exc()})
+                line.send({"error": traceback.format_exc()})
                 raise
-            _say(lines, answer)
+            line.send(answer)
 
 
 def _answer(request: dict[str, Any], tasks: Any, calls: Any, kept: dict[str, Task]) -> dict[str, Any]:
@@ -80,8 +79,3 @@ def _time(task: Task, warm: int, repeats: int) -> list[float]:
         task.run()
         times.append(time.perf_counter() - started)
     return times[warm:]
-
-
-def _say(lines: Any, document: dict[str, Any]) -> None:
-    lines.write(json.dumps(document) + "\n")
-    lines.flush()
