@@ -2,9 +2,12 @@
 
 import os
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from mpistrat.launch import mpiexec
 
 pytest_plugins = ["tests.launches", "tests.lanes"]
 
@@ -21,6 +24,14 @@ os.environ["MPISTRAT_DEVICE"] = "cpu"  # what wants a GPU says so, also on a mac
 # The speed of a machine fails no example; limits are for what hangs.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _mpi_is_looked_for_once() -> Iterator[None]:
+    """Have this process start its jobs with the mpiexec that it has found for the first; tests of `find_mpi` look anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mpiexec, "find_mpi", cache(mpiexec.find_mpi))
+        yield
 
 
 def _variables() -> dict[str, str]:

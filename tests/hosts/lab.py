@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpistrat.launch.mpiexec import find_mpi
+from mpistrat.launch import mpiexec
 from tests.processes import run_bounded, until
 
 _HERE = Path(__file__).parent
@@ -241,7 +241,7 @@ def parse_bytes_sent(net_dev: str, device: str = "eth0") -> int:
 
 
 def _mpirun() -> str:
-    mpi = find_mpi()
+    mpi = mpiexec.find_mpi()
     if mpi.flavour.name != "Open MPI" or mpi.version.startswith("4"):
         raise LabError(f"the lab starts ranks with Open MPI 5's mpirun; mpi4py loads {mpi.flavour.name} {mpi.version} here")
     return mpi.mpiexec
