@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,13 @@ def run_bounded(
             out, err = process.communicate()
             code, err = TIMED_OUT, f"{err}\nkilled: still running after {timeout:g} s\n"
     return subprocess.CompletedProcess(list(argv), code, out, err)
+
+
+def run_mpistrat(*arguments: str, code: int = 0, seconds: float = 180.0) -> subprocess.CompletedProcess[str]:
+    """Run a command of mpistrat, which needs much less than these seconds on an idle machine, and check its exit code."""
+    done = run_bounded([sys.executable, "-m", "mpistrat", *arguments], seconds)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
 
 
 @contextlib.contextmanager
