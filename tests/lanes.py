@@ -40,7 +40,8 @@ LANES: dict[str, Callable[[], str]] = {
 }
 
 
-_ORDER = ("ranks", "docs", "quality", "unit", "tools", "hosts", "slurm", "gpu", "faults")
+# one process of `unit` compiles PyTorch and JAX, before all ranks of the jobs of `docs` would
+_ORDER = ("ranks", "unit", "docs", "quality", "tools", "hosts", "slurm", "gpu", "faults")
 _SHARED = ("tests/faults/test_doctor.py", "tests/faults/test_stall_report.py")  # tests of which share the jobs of a fixture
 
 

@@ -9,17 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mpistrat.launch.mpiexec import find_mpi
 from mpistrat.launch.openmpi import remove_rendezvous_files
 
 TIMED_OUT = 124  # as timeout(1) returns
 # before a command: where tests run in the background, a shell has turned Ctrl-C off
 TAKES_CTRL_C = ("env", "--default-signal=INT")
-found_mpi = cache(find_mpi)  # which starts three processes, for the mpiexec of each job
 
 
 def codes_after_loss(own: int) -> set[int]:
@@ -62,6 +59,13 @@ def run_bounded(
 def python(program: str, *words: str, options: Sequence[str] = (), **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a program of Python for a minute at most; `options` are the interpreter's, `environ` more variables."""
     return run_bounded([sys.executable, *options, "-c", program, *words], 60.0, {**os.environ, **environ})
+
+
+def run_mpistrat(*arguments: str, code: int = 0, seconds: float = 180.0) -> subprocess.CompletedProcess[str]:
+    """Run a command of mpistrat, which needs much less than these seconds on an idle machine, and check its exit code."""
+    done = run_bounded([sys.executable, "-m", "mpistrat", *arguments], seconds)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
 
 
 @contextlib.contextmanager

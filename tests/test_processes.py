@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.launch.mpiexec import command
+from mpistrat.launch.mpiexec import command, find_mpi
 from mpistrat.launch.process import find
-from tests.processes import TIMED_OUT, found_mpi, python, run_bounded, started, until
+from tests.processes import TIMED_OUT, python, run_bounded, started, until
 
 # A child in a process group of its own, as mpiexec's ranks are; the parent prints its number.
 _PARENT = ["bash", "-mc", 'sleep 60 >/dev/null 2>&1 & echo $!; sleep "$0"']
@@ -36,10 +36,10 @@ def test_nothing_is_left_after_the_end():
 
 
 def test_an_mpiexec_that_is_killed_leaves_nothing_that_stops_a_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    if found_mpi().flavour.name != "Open MPI":
+    if find_mpi().flavour.name != "Open MPI":
         pytest.skip("Open MPI leaves such files")
     monkeypatch.setenv("PRTE_MCA_prte_tmpdir_base", str(tmp_path))
-    argv, extra = command(1, ["sleep", "60"], mpi=found_mpi())
+    argv, extra = command(1, ["sleep", "60"])
     with started(argv, env={**os.environ, **extra}) as process:
         assert until(lambda: any(tmp_path.glob(f"ompi.{process.pid}/pmix.*")), 30)
     assert not [*tmp_path.glob("ompi.*/pmix.*")]

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from mpistrat import settings
@@ -46,10 +47,14 @@ class Mpi:
     library: str
 
 
+@cache
 def find_mpi() -> Mpi:
-    """Find the MPI that mpi4py loads in this interpreter, and its mpiexec, or raise a LaunchError. MPI is not started."""
+    """Find the MPI that mpi4py loads in this interpreter, and its mpiexec, or raise a LaunchError. MPI is not started.
+
+    A process finds it once, which takes two others.
+    """
     openmpi.set_home(os.environ)
-    library, text = (_ask_mpi4py(question) for question in ("--mpi-library", "--mpi-lib-version"))
+    library, text = _ask_mpi4py()
     if (known := recognise(text)) is None:
         supported = ", ".join(flavour.name for flavour in FLAVOURS if flavour.programs)
         identity = text.splitlines()[0] if text else ""
@@ -179,11 +184,25 @@ def _mode(path: Path) -> int:
         return 0
 
 
-def _ask_mpi4py(question: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "mpi4py", question], capture_output=True, text=True)
+# what `python -m mpi4py` runs, in one process: each one that loads the library takes a tenth of a second
+_QUESTIONS = """
+import sys
+from contextlib import suppress
+from mpi4py.run import main
+for question in "--mpi-library", "--mpi-lib-version":
+    sys.argv[1:] = [question]
+    with suppress(SystemExit):
+        main()
+"""
+
+
+def _ask_mpi4py() -> tuple[str, str]:
+    """Return the path of the library that mpi4py loads, and what it says of itself."""
+    done = subprocess.run([sys.executable, "-c", _QUESTIONS], capture_output=True, text=True)
     if done.returncode != 0:
         raise LaunchError(no_library(done.stderr.strip().rpartition("RuntimeError: ")[2]))
-    return done.stdout.strip()
+    library, _, text = done.stdout.partition("\n")
+    return library, text.strip()
 
 
 def _version_text(program: Path) -> str:

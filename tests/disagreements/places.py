@@ -11,7 +11,7 @@ from typing import IO
 from mpistrat.launch.mpiexec import command
 from mpistrat.topology.world import World
 from tests.hosts import lab
-from tests.processes import found_mpi, kill_session
+from tests.processes import kill_session
 
 HOSTS = "hosts:"
 _ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ class Place:
             started, variables = self._in_lab(argv)
         else:
             nodes = self.shape if len(self._local_sizes) > 1 else ""
-            started, variables = command(self.size, argv, nodes, environ=environment, mpi=found_mpi())
+            started, variables = command(self.size, argv, nodes, environ=environment)
         return subprocess.Popen(
             started,
             stdin=subprocess.DEVNULL,

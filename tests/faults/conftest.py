@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from mpistrat.launch.mpiexec import find_mpi
 from tests.faults.jobs import Job
-from tests.processes import found_mpi
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -19,7 +19,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def needs_ulfm() -> None:
     """Skip a test of jobs that survive the loss of ranks where they cannot."""
-    if found_mpi().flavour.name != "Open MPI":
+    if find_mpi().flavour.name != "Open MPI":
         pytest.skip("of the MPI libraries that are supported only Open MPI survives the loss of ranks")
 
 

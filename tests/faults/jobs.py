@@ -15,7 +15,7 @@ from typing import Any
 
 from mpistrat.launch.mpiexec import command
 from mpistrat.launch.process import find
-from tests.processes import TAKES_CTRL_C, found_mpi, started, until
+from tests.processes import TAKES_CTRL_C, started, until
 
 # From the fault to the end of a job, which takes a second or two, and more on a busy machine. What
 # nothing ends takes longer, or for ever.
@@ -151,7 +151,7 @@ class Job:
         """Start it by mpiexec, or with options to `run`, which may be none, by `mpistrat run`; end it in the end."""
         (self.folder / "job.py").write_text(PROLOGUE + textwrap.dedent(text))
         if run is None:
-            argv, extra = command(num_ranks, [*python, "job.py"], survive=survive, mpi=found_mpi())
+            argv, extra = command(num_ranks, [*python, "job.py"], survive=survive)
         else:
             argv, extra = [*TAKES_CTRL_C, *MPISTRAT_RUN, "-n", str(num_ranks), *run, "job.py"], {}
         return running(argv, {**extra, **environ}, self.folder)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from mpistrat.launch.mpiexec import find_mpi
 from tests.faults.jobs import LIMIT_SECONDS, MPISTRAT_RUN, PROLOGUE, PYTHON, Job
-from tests.processes import found_mpi, patient, run_bounded, until
+from tests.processes import patient, run_bounded, until
 
 SECONDS = 120.0
 
@@ -55,12 +56,12 @@ def test_a_traceback_needs_no_banner_of_open_mpi_and_an_abort_without_one_has_it
     assert "MPI_ABORT was invoked" not in ended.stderr
     ended = job(2, "if comm.rank == 1: comm.Abort(7)\nmine.Barrier()", run=())
     ended.check(7)
-    if found_mpi().flavour.name == "Open MPI":
+    if find_mpi().flavour.name == "Open MPI":
         assert ended.stderr.count("MPI_ABORT was invoked on rank 1") == 1
 
 
 def test_a_timeout_says_what_the_ranks_did_with_lines_tagged_and_hosts_named(job: Job) -> None:
-    name, separator = os.uname().nodename, " slots=" if found_mpi().flavour.name == "Open MPI" else ":"
+    name, separator = os.uname().nodename, " slots=" if find_mpi().flavour.name == "Open MPI" else ":"
     (job.folder / "hosts").write_text(f"{name}{separator}2\n")
     program = """
         import mpistrat
@@ -89,7 +90,7 @@ def test_an_mpiexec_that_has_to_be_killed_leaves_no_shared_memory(job: Job) -> N
     done = run_bounded(argv, SECONDS, cwd=job.folder)
     assert done.returncode == 124, done.stderr
     found = set(map(Path, done.stdout.split()))
-    assert found or found_mpi().flavour.name != "Open MPI"
+    assert found or find_mpi().flavour.name != "Open MPI"
     assert not any(path.exists() for path in found)
 
 

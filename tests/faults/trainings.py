@@ -28,7 +28,7 @@ from mpistrat.checkpoint.files import find_checkpoints, place_of
 from mpistrat.launch.mpiexec import command
 from mpistrat.topology.world import World
 from tests.faults.jobs import MPISTRAT_RUN, PYTHON, running, said
-from tests.processes import found_mpi, patient, run_bounded, until
+from tests.processes import patient, run_bounded, until
 
 SHAPES = ("2x2", "2x1", "1x2", "3+1")
 _TELLING, _KILLING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2), (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV)
@@ -113,7 +113,7 @@ class Training:
     def started(self, grace: float) -> AbstractContextManager[subprocess.Popen[bytes]]:
         """Start it by mpiexec."""
         program = [*PYTHON, "train.py", str(self.steps), str(grace)]
-        return running(*command(self.size, program, self.shape, mpi=found_mpi()), self._emptied())
+        return running(*command(self.size, program, self.shape), self._emptied())
 
     def restarted(self, restarts: int, **environ: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
         """Start it by `mpistrat run`, which starts it again as often as that."""

@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.processes import found_mpi, run_bounded, until
+from mpistrat.launch.mpiexec import find_mpi
+from tests.processes import run_bounded, until
 
 _HERE = Path(__file__).parent
 _SUBNET = "10.77.31"  # exists only inside the lab's namespaces
@@ -240,7 +241,7 @@ def parse_bytes_sent(net_dev: str, device: str = "eth0") -> int:
 
 
 def _mpirun() -> str:
-    mpi = found_mpi()
+    mpi = find_mpi()
     if mpi.flavour.name != "Open MPI" or mpi.version.startswith("4"):
         raise LabError(f"the lab starts ranks with Open MPI 5's mpirun; mpi4py loads {mpi.flavour.name} {mpi.version} here")
     return mpi.mpiexec

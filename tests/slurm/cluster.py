@@ -87,14 +87,15 @@ class Cluster:
             raise ClusterError(f"job {job} is still {state} after {timeout:g} s\n{self.logs()}")
         return self.state(job)
 
-    def restart(self, job: int, *changes: str) -> None:
-        """Start a job at once that was put back into the queue, with changes; SLURM would let it wait for two minutes."""
-        if not until(lambda: self.state(job) == "PENDING" and self._is_idle(), 60, _PAUSE_SECONDS):
-            raise ClusterError(f"job {job} is {self.state(job)}, not back in the queue\n{self.logs()}")
-        time.sleep(6.0)  # for a while after its end SLURM revokes its credentials, and ends steps of the same number
-        done = self.run(["scontrol", "update", f"jobid={job}", *changes, "StartTime=now"])
-        if done.returncode:
-            raise ClusterError(f"scontrol update of job {job}: {done.stderr}")
+    def restart(self, *jobs: int) -> None:
+        """Start jobs at once that were put back into the queue; SLURM would let them wait for two minutes."""
+        if not until(lambda: all(self.state(job) == "PENDING" for job in jobs) and self._is_idle(), 60, _PAUSE_SECONDS):
+            raise ClusterError(f"jobs {jobs} are {[*map(self.state, jobs)]}, not back in the queue\n{self.logs()}")
+        time.sleep(6.0)  # for a while after their end SLURM revokes their credentials, and ends steps of the same number
+        for job in jobs:
+            done = self.run(["scontrol", "update", f"jobid={job}", "StartTime=now"])
+            if done.returncode:
+                raise ClusterError(f"scontrol update of job {job}: {done.stderr}")
 
     def state(self, job: int) -> str:
         """Return the state of a job now."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import textwrap
 from types import SimpleNamespace
 
@@ -17,20 +15,11 @@ from mpistrat.tools import bench
 from mpistrat.tools.bench import MAX_BLOCKS, MAX_ROUNDS, MIN_BLOCKS, MIN_ROUNDS
 from tests.gpu.stand_in import UNFINISHED
 from tests.gpu.stand_in_arrays import stand_in_gpu
-from tests.processes import run_bounded
-
-SECONDS = 120.0  # it needs a few; this is for a machine that has much else to do
-
-
-def start_bench(*options: str, ranks: int = 2, nodes: str = "") -> subprocess.CompletedProcess[str]:
-    shape = ["--nodes", nodes] if nodes else []
-    command = [sys.executable, "-m", "mpistrat", "bench", "all_reduce", "-n", str(ranks), *shape]
-    return run_bounded([*command, *options], SECONDS)
+from tests.processes import run_mpistrat
 
 
 def test_the_table():
-    done = start_bench("--max-bytes", "1KiB")
-    assert done.returncode == 0, done.stderr
+    done = run_mpistrat("bench", "all_reduce", "-n", "2", "--max-bytes", "1KiB")
     title, heads, *lines = done.stdout.splitlines()
     assert title.startswith("all_reduce of float32, SUM, World(1x2, 2 ranks on 1 node), ")
     assert heads.split() == ["size", "plan", "time", "MPI", "alg", "GB/s", "bus", "GB/s", "x", "MPI"]
@@ -39,8 +28,7 @@ def test_the_table():
 
 
 def test_json_holds_the_same_figures():
-    done = start_bench("--min-bytes", "64", "--max-bytes", "256", "--json", ranks=4)
-    assert done.returncode == 0, done.stderr
+    done = run_mpistrat("bench", "all_reduce", "-n", "4", "--min-bytes", "64", "--max-bytes", "256", "--json")
     document = json.loads(done.stdout)
     assert [document[name] for name in ("collective", "dtype", "ranks", "world")] == ["all_reduce", "float32", 4, "1x4"]
     assert [row["nbytes"] for row in document["rows"]] == [64, 256]
@@ -60,9 +48,7 @@ def test_every_algorithm_is_measured_by_its_name(tmp_path):
             assert cli.main(["bench", "all_reduce", "--algorithm", algorithm, "--min-bytes", "64", "--max-bytes", "64"]) == 0
     """
     (tmp_path / "job.py").write_text(textwrap.dedent(program))
-    job = [sys.executable, "-m", "mpistrat", "run", "-n", "3", "--nodes", "2+1", str(tmp_path / "job.py")]
-    done = run_bounded(job, SECONDS)
-    assert done.returncode == 0, done.stderr
+    done = run_mpistrat("run", "-n", "3", "--nodes", "2+1", str(tmp_path / "job.py"))
     auto, *plans = [line.split()[2] for line in done.stdout.splitlines() if line.split()[:2] == ["64", "B"]]
     assert auto in PLANNERS
     assert plans == [*PLANNERS, "mpi"]
@@ -79,9 +65,7 @@ def test_names_of_algorithms_are_the_planners():
 
 
 def test_refusal_on_several_ranks_ends_the_job():
-    job = [sys.executable, "-m", "mpistrat", "run", "-n", "2", "-m", "mpistrat", "bench", "all_reduce"]
-    done = run_bounded([*job, "--min-bytes", "6"], SECONDS)
-    assert done.returncode == 2, done.stderr
+    done = run_mpistrat("run", "-n", "2", "-m", "mpistrat", "bench", "all_reduce", "--min-bytes", "6", code=2)
     assert "sizes from 6 to 67108864 bytes" in done.stderr
     assert "size " not in done.stdout, "nothing was measured"
 

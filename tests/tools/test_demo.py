@@ -17,13 +17,9 @@ import pytest
 
 from mpistrat.checkpoint.files import find_checkpoints, place_of
 from mpistrat.tools import cli, demo, run
-from tests.processes import TAKES_CTRL_C, run_bounded, started
+from tests.processes import TAKES_CTRL_C, run_mpistrat, started
 
 DEMO_SECONDS = 180.0  # it needs a few; this is for a machine that has much else to do
-
-
-def start_demo(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return run_bounded([sys.executable, "-m", "mpistrat", "demo", "--out", str(folder), *options], DEMO_SECONDS)
 
 
 def events_of(folder: Path) -> dict[int, dict[str, list[dict[str, object]]]]:
@@ -64,8 +60,7 @@ def check_timeline(folder: Path, rails: dict[int, int], num_steps: int) -> None:
 
 def test_demo_as_it_comes(tmp_path):
     folder = tmp_path / "new" / "folder"
-    done = start_demo(folder)
-    assert done.returncode == 0, done.stderr
+    done = run_mpistrat("demo", "--out", str(folder))
     lines = done.stdout.splitlines()
     assert lines[0].startswith("A network learns handwritten digits on 4 ranks on 2 nodes (2x2), virtual nodes on ")
     table = [line.split() for line in lines[2:5]]
@@ -90,8 +85,7 @@ def test_demo_as_it_comes(tmp_path):
 
 
 def test_nodes_of_another_shape(tmp_path):
-    done = start_demo(tmp_path, "--nodes", "3+1", "--epochs", "1")
-    assert done.returncode == 0, done.stderr
+    done = run_mpistrat("demo", "--out", str(tmp_path), "--nodes", "3+1", "--epochs", "1")
     assert "4 ranks on 2 nodes (3+1)" in done.stdout
     assert_is_picture(tmp_path / "training.png")
     check_timeline(tmp_path, {0: 1, 1: 1, 2: 1, 3: 3}, 12)
@@ -113,9 +107,10 @@ def test_ranks_alone_make_two_nodes(tmp_path, monkeypatch, ranks, size, nodes):
 
 
 def test_a_demo_that_was_interrupted_goes_on(tmp_path):
-    saved, argv = tmp_path / "saved", [sys.executable, "-m", "mpistrat", "demo", "--out", str(tmp_path), "-n", "2"]
-    argv += ["--checkpoint", str(saved), "--epochs"]
-    with started([*TAKES_CTRL_C, *argv, "500"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    saved = tmp_path / "saved"
+    argv = ["demo", "--out", str(tmp_path), "-n", "2", "--checkpoint", str(saved), "--epochs"]
+    interrupted = [*TAKES_CTRL_C, sys.executable, "-m", "mpistrat", *argv, "500"]
+    with started(interrupted, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + DEMO_SECONDS
         while not find_checkpoints(saved)[2:] and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -124,13 +119,12 @@ def test_a_demo_that_was_interrupted_goes_on(tmp_path):
     assert process.returncode == 130
     assert re.search(rf"step 1: .* in {saved}/ckpt-00000001, at .*; the step waited ", err)
     last = place_of(find_checkpoints(saved)[-1])[0]
-    done = run_bounded([*argv, str(last + 1)], DEMO_SECONDS)
-    assert done.returncode == 0, done.stderr
+    done = run_mpistrat(*argv, str(last + 1))
     assert f"goes on after epoch {last}, from {saved}" in done.stdout
     assert re.findall(r"^epoch (\d+)/", done.stdout, re.MULTILINE) == [str(last + 1)]
     assert f"after {last + 1} epochs" in done.stdout
     assert_is_picture(tmp_path / "training.png")
-    done = run_bounded([*argv, str(last)], DEMO_SECONDS)
+    done = run_mpistrat(*argv, str(last))
     assert f"all {last} epochs were in {saved}: test accuracy 0." in done.stdout
 
 

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 
 import pytest
 
 import mpistrat
-from mpistrat.launch.mpiexec import command
 from tests.gpu import training_pair, verbs_rank
-from tests.processes import run_bounded
+from tests.processes import run_bounded, run_mpistrat
 
 SECONDS = 120.0
-ON_CPU = {"MPISTRAT_DEVICE": "cpu"}
 
 
 def test_verbs_are_compared_on_several_ranks(tmp_path):
     report = tmp_path / "report.json"
-    argv, extra = command(2, [sys.executable, "-m", "tests.gpu.verbs_rank", "--report", str(report)], "2x1")
-    done = run_bounded(argv, SECONDS, {**os.environ, **extra, **ON_CPU})
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_mpistrat("run", "--nodes", "2x1", "-m", "tests.gpu.verbs_rank", "--report", str(report))
     found = json.loads(report.read_text())
     assert (found["replicas"], found["path"]) == (2, "arrays in host memory")
     assert found["compared"] > 500

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import pytest
 
 from mpistrat.tools import cli
-from tests.processes import run_bounded
-
-SECONDS = 120.0
+from tests.processes import run_mpistrat
 
 
 @pytest.fixture
@@ -21,13 +18,8 @@ def kept(monkeypatch, tmp_path):
     return tmp_path / "mpistrat"
 
 
-def start_tune(*options: str, ranks: int = 2):
-    return run_bounded([sys.executable, "-m", "mpistrat", "tune", "-n", str(ranks), *options], SECONDS, {**os.environ})
-
-
 def test_it_measures_and_keeps_and_shows(kept, monkeypatch, capsys):
-    done = start_tune("--max-bytes", "1KiB")
-    assert done.returncode == 0, done.stderr
+    done = run_mpistrat("tune", "-n", "2", "--max-bytes", "1KiB")
     [path] = kept.iterdir()
     assert f"\nWrote {path}. Programs use it automatically; MPISTRAT_TUNING=off ignores it" in done.stdout
     lines = done.stdout.splitlines()
@@ -60,7 +52,6 @@ def test_files_that_are_not_ours_are_shown_as_such(kept, capsys):
 
 
 def test_one_rank_has_nothing_to_tune(kept):
-    done = start_tune(ranks=1)
-    assert done.returncode == 2
+    done = run_mpistrat("tune", "-n", "1", code=2)
     assert "a single rank has no other to communicate with; start more: mpistrat tune -n 4" in done.stderr
     assert not kept.exists()

@@ -8,7 +8,9 @@ import pytest
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch import abort, mpiexec, openmpi
 from mpistrat.launch.libraries import FLAVOURS, MpiFlavour, recognise
-from mpistrat.launch.mpiexec import Mpi, belongs, command, find_mpi
+from mpistrat.launch.mpiexec import Mpi, belongs, command
+
+find_mpi = mpiexec.find_mpi.__wrapped__  # each call looks anew
 
 OPEN_MPI, MPICH, MVAPICH, CRAY_MPICH, INTEL_MPI = FLAVOURS
 LIBRARIES = {  # what MPI_Get_library_version says
@@ -53,8 +55,7 @@ def test_mpiexec_belongs_to_its_own_flavour_only(text: str) -> None:
 
 
 def test_unknown_library_lists_the_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {"--mpi-library": "/opt/nec/libmpi.so", "--mpi-lib-version": "NEC MPI Version 3.5.0\nMore"}
-    monkeypatch.setattr(mpiexec, "_ask_mpi4py", answers.__getitem__)
+    monkeypatch.setattr(mpiexec, "_ask_mpi4py", lambda: ("/opt/nec/libmpi.so", "NEC MPI Version 3.5.0\nMore"))
     with pytest.raises(LaunchError) as caught:
         find_mpi()
     assert str(caught.value) == (
@@ -81,8 +82,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     link = tmp_path / "usr/lib/libmpi.so"
     link.parent.mkdir(parents=True)
     link.symlink_to(real)
-    answers = {"--mpi-library": str(link), "--mpi-lib-version": "Open MPI v5.0.11, package"}
-    monkeypatch.setattr(mpiexec, "_ask_mpi4py", answers.__getitem__)
+    monkeypatch.setattr(mpiexec, "_ask_mpi4py", lambda: (str(link), "Open MPI v5.0.11, package"))
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     # the machine's own mpiexec, if it has one, is not this test's
     monkeypatch.setattr(mpiexec, "_version_text", lambda program: version_text(program) if tmp_path in program.parents else "")
@@ -136,8 +136,8 @@ def test_missing_mpiexec_says_where_it_looked(library: Path, tmp_path: Path) -> 
 
 
 def test_cray_mpich_has_no_mpiexec(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {"--mpi-library": "/opt/cray/libmpi.so", "--mpi-lib-version": "MPI VERSION    : CRAY MPICH version 8.1.25.17"}
-    monkeypatch.setattr(mpiexec, "_ask_mpi4py", answers.__getitem__)
+    answers = "/opt/cray/libmpi.so", "MPI VERSION    : CRAY MPICH version 8.1.25.17"
+    monkeypatch.setattr(mpiexec, "_ask_mpi4py", lambda: answers)
     with pytest.raises(LaunchError) as caught:
         find_mpi()
     assert str(caught.value) == (
