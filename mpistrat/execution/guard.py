@@ -28,6 +28,7 @@ from mpistrat.groups.agreement import (
     Signature,
     chained,
     digest_of,
+    failed_text,
     keep_notes,
 )
 from mpistrat.groups.group import keep_alive_for_peers
@@ -456,5 +457,4 @@ class Guard:
 
 def _failed(call: Call, error: Exception) -> Call:
     """Return a call that a rank cannot make, as it is recorded."""
-    text = f"{call.text}, which failed: {type(error).__name__}: {error}"
-    return replace(call, signature=Signature(text), noted=0, notes=())
+    return replace(call, signature=Signature(failed_text(call.text, error)), noted=0, notes=())
