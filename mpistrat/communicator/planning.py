@@ -23,8 +23,8 @@ from mpistrat.execution.executor import Executor
 from mpistrat.execution.one_call import shorten
 from mpistrat.execution.program import Bucket, Program
 from mpistrat.packing.layout import Layout, pack_by_bytes, split_evenly
-from mpistrat.packing.wire import Wire
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_dtype
+from mpistrat.transports.wire import Wire
 
 WIRE_OPS = (ReduceOp.SUM, ReduceOp.MEAN)
 _ROUNDING_OPS = (*WIRE_OPS, ReduceOp.PROD)

@@ -23,11 +23,11 @@ from mpistrat.errors import TransportError
 from mpistrat.execution.executor import CopySteps, Executor
 from mpistrat.execution.program import Bucket, Lanes
 from mpistrat.packing.layout import Layout
-from mpistrat.packing.wire import Cast, Wire
 from mpistrat.reduction import Fold, ReduceOp, divide
 from mpistrat.steps import WORKED, Steps
 from mpistrat.transports.base import FlatArrays, Operation, SegmentCache
 from mpistrat.transports.nccl import NcclTransport
+from mpistrat.transports.wire import Cast, Wire
 
 SLOT_ALIGNMENT_BYTES = 4096
 LONE_SLOT_BYTES = 1 << 22  # a single chunk of at least this size has one slot: that saves memory and costs a short wait

@@ -25,7 +25,8 @@ from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.steps import WAITING, Steps
 from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Transport, Watched
 from mpistrat.transports.nccl import NcclTransport, nccl_refusal
-from mpistrat.transports.pairwise import Caster, ordered_all_reduce
+from mpistrat.transports.pairwise import ordered_all_reduce
+from mpistrat.transports.wire import Cast
 
 DIRECT_FROM_BYTES = 1 << 20  # per array: smaller ones are packed faster than one operation each is launched
 
@@ -209,23 +210,21 @@ class DeviceExecutor(Executor):
         for transport in self._on_gpus if self.enqueues else ():
             transport.watch(watched)
 
-    def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> Operation:
+    def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, cast: Cast | None) -> Operation:
         """Bind an ordered all-reduce: by NCCL where that joins all ranks, else in host memory, between copies of the buffer.
 
         Casts are made on the GPU, but for those with error feedback: the host keeps the errors.
         """
         nccl = self.transports.everywhere
-        if nccl is not None and caster is None and group is self.hierarchy.world_group and self.adds_in_order(buffer.dtype, op):
+        if nccl is not None and cast is None and group is self.hierarchy.world_group and self.adds_in_order(buffer.dtype, op):
             return nccl.all_reduce_in_order(buffer, op)
 
-        def through_host(whole: Array, cast: Caster | None) -> Operation:
-            return self.transports.world_by_host.via_host(
-                whole, lambda copy: ordered_all_reduce(group, copy, op, channel, cast)
-            )
+        def through_host(whole: Array, by: Cast | None) -> Operation:
+            return self.transports.world_by_host.via_host(whole, lambda copy: ordered_all_reduce(group, copy, op, channel, by))
 
-        if caster is None or caster.keeps_errors:
-            return through_host(buffer, caster)
-        return _cast_on_device(self.device, buffer, caster.dtype, lambda narrow: through_host(narrow, None))
+        if cast is None or cast.keeps_errors:
+            return through_host(buffer, cast)
+        return _cast_on_device(self.device, buffer, cast.dtype, lambda narrow: through_host(narrow, None))
 
     def _has_copied_out(self) -> bool:
         with self.device.activate():  # the engine asks too, where it combines arrays of the host

@@ -24,10 +24,11 @@ from mpistrat.steps import Steps
 from mpistrat.timeline import Timeline
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
 from mpistrat.transports.mpi import MpiTransport
-from mpistrat.transports.pairwise import Caster, ordered_all_reduce
+from mpistrat.transports.pairwise import ordered_all_reduce
 from mpistrat.transports.shared_memory import Exchange, exchange_bytes
+from mpistrat.transports.wire import Cast
 
-Casters = Callable[[int, int], Caster]
+Casters = Callable[[int, int], Cast]
 """Returns the cast of a part of a chunk that is sent between nodes: ``casters(index of the part, elements)``."""
 
 SMALL_RAIL_BYTES = 1 << 16  # smaller parts go over `Transports.small_rails`
@@ -303,9 +304,9 @@ class Executor:
         """Return the transport over all ranks for such values."""
         return self.world
 
-    def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> Operation:
+    def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, cast: Cast | None) -> Operation:
         """Bind an all-reduce of one buffer per rank, in the order of the ranks."""
-        return ordered_all_reduce(group, buffer, op, channel, caster)
+        return ordered_all_reduce(group, buffer, op, channel, cast)
 
     def _go_on(self, refusal: TransportError | None, nbytes: int, held_bytes: int) -> None:
         """Go on over MPI where a node has too little memory; if a setting asks for shared memory, raise on all ranks."""

@@ -28,6 +28,7 @@ from mpistrat.groups.agreement import (
     Signature,
     chained,
     digest_of,
+    failed_text,
     keep_notes,
 )
 from mpistrat.groups.group import keep_alive_for_peers
@@ -311,7 +312,8 @@ class Guard:
         """
         self._told = error
         self.signature = call.signature
-        self._record_entry(call)
+        recorded = call if error is None else _failed(call, error)
+        self._record_entry(recorded)
         if call.ends:
             self.deadlines.watch(call)
         try:
@@ -319,7 +321,8 @@ class Guard:
                 call, error, facts, memory, self.run, partial(self._within, call, self.deadlines.arrive)
             )
         except CallsDifferError as differ:
-            raise self._fail_with(call, self._understood(differ, call.text)) from None
+            failure = self._fail_with(call, self._understood(differ, recorded.text))
+            raise (error or failure) from None
 
     def refuse(self, call: Call, error: Exception) -> NoReturn:
         """Raise the error of a call that this rank cannot make; ranks that make it see it in this rank's record.
@@ -329,9 +332,8 @@ class Guard:
         if self.is_strict:
             self.agree(call, error)
         self.number -= 1  # the other ranks have not made the call, or wait in it for this one
-        text = f"{call.text}, which failed: {type(error).__name__}: {error}"
         self._told = error
-        self._record_entry(replace(call, signature=Signature(text), noted=0, notes=()))
+        self._record_entry(_failed(call, error))
         raise error
 
     def make_current(self, call: Call) -> None:
@@ -451,3 +453,8 @@ class Guard:
 
     def _unavailable(self, why: str) -> UnavailableError:
         return UnavailableError(f"rank {self._rank}: no further collective can be made: {why}")
+
+
+def _failed(call: Call, error: Exception) -> Call:
+    """Return a call that a rank cannot make, as it is recorded."""
+    return replace(call, signature=Signature(failed_text(call.text, error)), noted=0, notes=())

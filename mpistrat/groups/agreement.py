@@ -193,7 +193,7 @@ class Agreement:
         self, call: str, error: Exception | None = None, number: int = 0, complete: Completion | None = None
     ) -> NoReturn:
         """Exchange the texts of all ranks and raise on all. A collective call, made when calls are known to differ."""
-        mine = call if error is None else f"{call}, which failed: {type(error).__name__}: {error}"
+        mine = call if error is None else failed_text(call, error)
         answers: list[tuple[str, bool]] = self.exchange((mine, error is not None), complete)
         if error is not None:
             raise error
@@ -216,6 +216,11 @@ class Agreement:
         whole = np.empty(sizes.sum(), np.uint8)
         (complete or _poll)(lambda: self._group.comm.Iallgatherv(mine, [whole, sizes.tolist()]))
         return [json.loads(part.tobytes()) for part in np.split(whole, sizes.cumsum()[:-1])]
+
+
+def failed_text(call: str, error: Exception) -> str:
+    """Return what the others are told of a call that a rank cannot make."""
+    return f"{call}, which failed: {type(error).__name__}: {error}"
 
 
 def calls_differ(number: int, texts: Mapping[int, str], group: str = "world") -> AgreementError:

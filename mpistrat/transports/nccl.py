@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.arrays import part_bounds
 from mpistrat.device.abstract import Allocator, Device, DeviceArray, Event, Stream, address
 from mpistrat.device.kernels import PACKET_BYTES, computed_in, divide_kernel, fold_kernel, fold_name, num_blocks, real_dtype
 from mpistrat.errors import DeadlineExceededError, TransportError
@@ -170,7 +171,7 @@ class NcclTransport(DeviceTransport):
         them, and all gather the sums.
         """
         device, rank, size = self.device, self.group.rank, self.group.size
-        bounds = [index * buffer.size // size for index in range(size + 1)]
+        bounds = part_bounds(buffer.size, size)
         parts, gather = [buffer[start:stop] for start, stop in pairwise(bounds)], self.all_gather(buffer, bounds)
         own = parts[rank]
         stride = -(-own.nbytes // PACKET_BYTES) * PACKET_BYTES

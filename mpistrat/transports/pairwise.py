@@ -11,11 +11,11 @@ Parts are sent in segments: while one arrives, earlier ones are folded and sent 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, part_bounds
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, combine
 from mpistrat.settings import MAX_MESSAGE_BYTES
@@ -23,34 +23,18 @@ from mpistrat.steps import WORKED, Steps, until
 from mpistrat.transports.base import Operation, Part
 from mpistrat.transports.mpi import byte_message, peers_in_turn
 from mpistrat.transports.ring import SEGMENT_BYTES
+from mpistrat.transports.wire import Cast
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class Caster(Protocol):
-    """The interface of a cast to a narrower dtype; `packing.wire.Cast` implements it."""
-
-    dtype: np.dtype[Any]
-    keeps_errors: bool
-    """Whether rounding errors are kept, and added to what is cast next."""
-
-    def compress(self, values: Array, sent: Array, first: int) -> None:
-        """Cast this rank's `values`, which begin at element `first`, to `sent`."""
-
-    def compress_total(self, total: Array, sent: Array, first: int) -> None:
-        """Cast sums over all ranks to `sent`; may change `total`."""
-
-    def decompress(self, sent: Array, values: Array) -> None:
-        """Cast back to `values`."""
-
-
-def ordered_all_reduce(group: Group, buffer: Array, op: ReduceOp, channel: int = 0, caster: Caster | None = None) -> Operation:
+def ordered_all_reduce(group: Group, buffer: Array, op: ReduceOp, channel: int = 0, cast: Cast | None = None) -> Operation:
     """Bind: fold the buffers of all ranks in place, in the order of the ranks; every rank gets the same bits.
 
-    16-bit floats are folded in float32, and rounded once. A caster casts what is sent; it is folded in the buffer's dtype.
+    16-bit floats are folded in float32, and rounded once. What is sent may be cast; it is folded in the buffer's dtype.
     """
-    bound = _Ordered(group, buffer, op, channel, caster)
+    bound = _Ordered(group, buffer, op, channel, cast)
     return Operation(bound.run, [Part(0, buffer.size, (buffer,))], bound.scratch_bytes)
 
 
@@ -60,13 +44,13 @@ class _Ordered:
     Messages between two ranks are ordered on one channel: first the addends, segment by segment, then the results.
     """
 
-    def __init__(self, group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> None:
-        self.group, self.buffer, self.channel, self.fold, self.caster = group, buffer, channel, combine(op), caster
-        dtype = buffer.dtype if caster is None else caster.dtype
+    def __init__(self, group: Group, buffer: Array, op: ReduceOp, channel: int, cast: Cast | None) -> None:
+        self.group, self.buffer, self.channel, self.fold, self.cast = group, buffer, channel, combine(op), cast
+        dtype = buffer.dtype if cast is None else cast.dtype
         step = max(1, min(SEGMENT_BYTES, group.settings[MAX_MESSAGE_BYTES]) // dtype.itemsize)
         self.segments = _segments(buffer.size, group.size, step)
         self.peers = peers_in_turn(group)
-        self.sent = buffer if caster is None else np.empty(buffer.size, dtype)
+        self.sent = buffer if cast is None else np.empty(buffer.size, dtype)
         self.published = np.empty(buffer.size, dtype)
         folded = np.dtype(np.float32) if buffer.dtype in HALF_DTYPES else buffer.dtype
         self.total, self.wide = np.empty((2, min(step, buffer.size)), folded)
@@ -75,7 +59,7 @@ class _Ordered:
         received = {peer: np.empty(self.published[part].size, dtype) for peer in self.peers}
         # the addends of this rank's part, in the order of the ranks
         self.rows = [received.get(rank, self.sent[part]) for rank in range(group.size)]
-        owned = [*received.values(), self.published, self.total, self.wide, *([] if caster is None else [self.sent])]
+        owned = [*received.values(), self.published, self.total, self.wide, *([] if cast is None else [self.sent])]
         self.scratch_bytes = sum(array.nbytes for array in owned)
 
     def run(self) -> Steps:
@@ -131,8 +115,8 @@ class _Ordered:
         for turn in range(max(map(len, self.segments))):
             for peer in [*self.peers, self.group.rank]:
                 for start, stop in self.segments[peer][turn : turn + 1]:
-                    if self.caster is not None:
-                        self.caster.compress(self.buffer[start:stop], self.sent[start:stop], start)
+                    if self.cast is not None:
+                        self.cast.compress(self.buffer[start:stop], self.sent[start:stop], start)
                     if peer != self.group.rank:
                         requests.append(self._send(self.sent[start:stop], peer))
                     yield WORKED
@@ -142,24 +126,24 @@ class _Ordered:
             self._take(row, total)
             return
         addend = row
-        if self.caster is not None:
+        if self.cast is not None:
             addend = self.wide[: row.size]
-            self.caster.decompress(row, addend)
+            self.cast.decompress(row, addend)
         self.fold(total, addend, out=total)
 
     def _publish(self, total: Array, start: int, stop: int) -> None:
         published = self.published[start:stop]
-        if self.caster is None:
+        if self.cast is None:
             np.copyto(published, total)
         else:
-            self.caster.compress_total(total, published, start)
+            self.cast.compress_total(total, published, start)
         self._take(published, self.buffer[start:stop])
 
     def _take(self, sent: Array, values: Array) -> None:
-        if self.caster is None:
+        if self.cast is None:
             np.copyto(values, sent)
         else:
-            self.caster.decompress(sent, values)
+            self.cast.decompress(sent, values)
 
     def _send(self, array: Array, peer: int) -> MPI.Request:
         return self.group.comm.Isend(byte_message(array), peer, self.tag)
@@ -170,5 +154,5 @@ class _Ordered:
 
 def _segments(count: int, parts: int, step: int) -> list[list[tuple[int, int]]]:
     """Return the bounds of the segments of each of the equal parts of `count` elements."""
-    bounds = [index * count // parts for index in range(parts + 1)]
-    return [[(first, min(first + step, stop)) for first in range(start, stop, step)] for start, stop in pairwise(bounds)]
+    bounds = pairwise(part_bounds(count, parts))
+    return [[(first, min(first + step, stop)) for first in range(start, stop, step)] for start, stop in bounds]

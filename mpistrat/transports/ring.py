@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, part_bounds
 from mpistrat.device.abstract import Event
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import ReduceOp, combine
@@ -155,8 +155,7 @@ class RingTransport(Transport):
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind a ring reduce-scatter, followed without a barrier by a ring all-gather."""
-        bounds = [index * buffer.size // self.group.size for index in range(self.group.size + 1)]
-        return self._bind(buffer, bounds, op, ALL_REDUCE, channel)
+        return self._bind(buffer, part_bounds(buffer.size, self.group.size), op, ALL_REDUCE, channel)
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind the first half of the ring, shifted so that rank r ends with part r."""

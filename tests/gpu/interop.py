@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 import mpistrat
 from tests.gpu import verbs_rank
 from tests.gpu.program import with_strategy, write_report
+from tests.other_arrays import tensor
 
 DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 DELAY_CYCLES = 200_000_000  # about a tenth of a second
@@ -67,9 +68,7 @@ class Torch(Kind):
     def make(self, values: NDArray[Any]) -> Any:
         import torch
 
-        if values.dtype == DTYPES[1]:
-            return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).to(self._name)
-        return torch.from_numpy(values).to(self._name)
+        return tensor(torch, values).to(self._name)
 
     def read(self, array: Any) -> NDArray[Any]:
         import torch

@@ -20,7 +20,7 @@ from pathlib import Path
 from mpistrat.device.cuda import count_visible
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpiexec import find_mpi
-from mpistrat.transports.nccl_bindings import nccl4py_refusal
+from mpistrat.transports.nccl_bindings import nccl4py_refusal, version_text
 from tests.processes import run_bounded
 
 LOOK_SECONDS = 60.0
@@ -94,8 +94,7 @@ def _ask_cuda(machine: Machine, count: int) -> None:
     )
     machine.versions.update(driver_version(_DRIVER.read_text() if _DRIVER.exists() else ""))
     if nccl.available:
-        number = nccl.get_version()
-        machine.versions["NCCL"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+        machine.versions["NCCL"] = version_text(nccl.get_version())
     else:
         machine.missing["NCCL"] = "CuPy finds no libnccl.so.2; pip install '.[cuda12]' in the checkout, or cuda13"
     if why := nccl4py_refusal():

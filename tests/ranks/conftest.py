@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpistrat.communicator.interface import BaseCommunicator
+    from mpistrat.communicator.options import CommunicationOptions
     from mpistrat.groups.group import Group
     from mpistrat.groups.hierarchy import Hierarchy
+    from mpistrat.strategy.strategy import Strategy
     from tests.gpu.pair import Pair
 
 # The node shapes of each number of ranks. Of 4 and 8 ranks those that fewer have not: several nodes of several ranks.
@@ -124,21 +126,48 @@ def hierarchy(comm: MPI.Intracomm, world: World) -> Iterator[Hierarchy]:
 
 @pytest.fixture
 def make_ops(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., BaseCommunicator]]:
-    """Make collectives on a node shape, or on one node, under some settings; they are closed when the test has ended."""
+    """Make collectives on a node shape, or on one node, by options and settings; they are closed when the test has ended."""
     from mpistrat.communicator.communicator import Communicator
     from mpistrat.groups.hierarchy import Hierarchy
 
     made = []
 
-    def make(world: World | str = f"1x{comm.size}", **values: str) -> BaseCommunicator:
-        for name, value in values.items():
-            monkeypatch.setenv(f"MPISTRAT_{name}", value)
-        made.append(Communicator(Hierarchy(comm, World.from_shape(world) if isinstance(world, str) else world)))
+    def make(
+        world: World | str = f"1x{comm.size}", options: CommunicationOptions | None = None, **values: str
+    ) -> BaseCommunicator:
+        _set(monkeypatch, values)
+        made.append(Communicator(Hierarchy(comm, _world_of(world)), options))
         return made[-1]
 
     yield make
     for operations in made:
         operations.close()
+
+
+@pytest.fixture
+def make_strategy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Strategy]]:
+    """Make strategies, by default of all ranks, under some settings, in capitals; they are closed when the test has ended."""
+    import mpistrat
+
+    made = []
+
+    def make(kind: Callable[..., Strategy] = mpistrat.MultiWorkerMirroredStrategy, *arguments: Any, **named: Any) -> Strategy:
+        _set(monkeypatch, {name: named.pop(name) for name in list(named) if name.isupper()})
+        made.append(kind(*arguments, **named))
+        return made[-1]
+
+    yield make
+    for strategy in made:
+        strategy.close()
+
+
+def _set(monkeypatch: pytest.MonkeyPatch, values: Mapping[str, str]) -> None:
+    for name, value in values.items():
+        monkeypatch.setenv(f"MPISTRAT_{name}", value)
+
+
+def _world_of(world: World | str) -> World:
+    return World.from_shape(world) if isinstance(world, str) else world
 
 
 @pytest.fixture
@@ -159,9 +188,8 @@ def make_pair(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     from tests.gpu.pair import Pair
 
     def make(world: World | str = f"1x{comm.size}", has_nccl: bool = True, **values: str) -> Pair:
-        for name, value in values.items():
-            monkeypatch.setenv(f"MPISTRAT_{name}", value)
-        return stack.enter_context(Pair(comm, World.from_shape(world) if isinstance(world, str) else world, has_nccl))
+        _set(monkeypatch, values)
+        return stack.enter_context(Pair(comm, _world_of(world), has_nccl))
 
     with ExitStack() as stack:
         yield make

@@ -146,7 +146,6 @@ def test_a_gradient_passes_few_modules_and_functions(comm, monkeypatch):
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_every_form_of_a_call_is_fast_the_second_time(comm, monkeypatch, shape, strict):
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
-    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
     communicator = mpistrat.Communicator(comm)
     for most, calls in zip((CALLS_OF_ONE_ARRAY, CALLS_OF_ARRAYS, CALLS_OF_A_NUMBER), forms(communicator), strict=True):
         for name, call in calls.items():

@@ -94,32 +94,32 @@ def test_measurements_that_differ_are_told(comm):
 
 
 @needs_ranks(2)
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("CHUNK_BYTES", "300000"),
-        ("STRICT", "0"),
-        ("INTRA_TRANSPORT", "mpi"),
-        ("ALGORITHM", "flat"),
-        ("MAX_MESSAGE_BYTES", "4096"),
-    ],
-)
-def test_settings_that_differ_are_an_error_on_every_rank(comm, monkeypatch, name, value):
-    if comm.rank == 0:
-        monkeypatch.setenv(f"MPISTRAT_{name}", value)
-    with pytest.raises(AgreementError, match=rf"(?s)rank 0: settings .*MPISTRAT_{name}=.*\n  ranks? 1.*mpiexec -x NAME"):
-        mpistrat.Communicator(comm)
+def test_settings_that_differ_are_an_error_on_every_rank(comm, monkeypatch):
+    others = {
+        "CHUNK_BYTES": "300000",
+        "STRICT": "0",
+        "INTRA_TRANSPORT": "mpi",
+        "ALGORITHM": "flat",
+        "MAX_MESSAGE_BYTES": "4KiB",
+    }
+    for name, value in others.items():
+        with monkeypatch.context() as patch:
+            if comm.rank == 0:
+                patch.setenv(f"MPISTRAT_{name}", value)
+            told = rf"(?s)rank 0: settings .*MPISTRAT_{name}=.*\n  ranks? 1.*mpiexec -x NAME"
+            with pytest.raises(AgreementError, match=told):
+                mpistrat.Communicator(comm)
 
 
 @needs_ranks(2)
-@pytest.mark.parametrize("where", ["everywhere", "on rank 0"])
-@pytest.mark.parametrize("name", ["MPISTRAT_MPI_GPU", "MPISTRAT_PEER_MEMORY", "MPISTRAT_VERBOSE", "MPISTRAT_CHECK"])
-def test_a_setting_that_cannot_be_read_is_told_to_all(comm, monkeypatch, name, where):
+@pytest.mark.parametrize("is_everywhere", [True, False])
+def test_a_setting_that_cannot_be_read_is_told_to_all(comm, monkeypatch, is_everywhere):
     monkeypatch.setenv("MPISTRAT_TUNING", "auto")
-    is_wrong = comm.rank == 0 or where == "everywhere"
-    monkeypatch.setenv(name, "ture" if is_wrong else "off")
-    with pytest.raises((SettingError, AgreementError), match=f"{name}='ture'"):
-        mpistrat.Communicator(comm)
+    for name in ("MPISTRAT_MPI_GPU", "MPISTRAT_PEER_MEMORY", "MPISTRAT_VERBOSE", "MPISTRAT_CHECK"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "ture" if is_everywhere or comm.rank == 0 else "off")
+            with pytest.raises((SettingError, AgreementError), match=f"{name}='ture'"):
+                mpistrat.Communicator(comm)
 
 
 FAILURES = {
@@ -222,16 +222,16 @@ def test_objects_of_any_kind_and_size(whole):
 
 
 @needs_ranks(2)
-@pytest.mark.parametrize("verb", ["broadcast_object", "gather_objects"])
-def test_an_object_that_cannot_be_pickled_is_told_to_all(whole, verb):
-    with pytest.raises((AttributeError, pickle.PicklingError, TypeError) if whole.rank == 0 else AgreementError):
-        getattr(whole, verb)((lambda: 0) if whole.rank == 0 else 0)
+def test_an_object_that_cannot_be_pickled_is_told_to_all(whole):
+    for verb in (whole.broadcast_object, whole.gather_objects):
+        with pytest.raises((AttributeError, pickle.PicklingError, TypeError) if whole.rank == 0 else AgreementError):
+            verb((lambda: 0) if whole.rank == 0 else 0)
 
 
-@pytest.mark.parametrize("verb", ["broadcast_object", "gather_objects"])
-def test_the_root_of_objects_is_a_rank(whole, verb):
-    with pytest.raises(InvalidArgumentError, match="root must be a replica"):
-        getattr(whole, verb)(0, root=whole.size)
+def test_the_root_of_objects_is_a_rank(whole):
+    for verb in (whole.broadcast_object, whole.gather_objects):
+        with pytest.raises(InvalidArgumentError, match="root must be a replica"):
+            verb(0, root=whole.size)
 
 
 def test_a_strategy_of_one_device_has_objects_too():

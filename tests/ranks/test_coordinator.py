@@ -70,8 +70,7 @@ def test_schedule_does_not_wait_and_thousands_do_not_grow_without_bound(coordina
 @with_workers
 def test_what_is_scheduled_goes_on_while_the_chief_computes(coordinator):
     values = [coordinator.schedule(lambda: None) for _ in range(200)]
-    time.sleep(1.0)
-    assert all(value.status is RemoteValueStatus.READY for value in values)
+    assert until(lambda: all(value.status is RemoteValueStatus.READY for value in values), 20), "nobody has waited for them"
 
 
 @up_to_ranks(8)
@@ -89,18 +88,21 @@ def test_no_function_waits_behind_a_long_one_while_a_worker_is_free(coordinator)
     assert long.fetch(), "short functions have waited for a long one"
 
 
-def fail_at_3(number):
-    if number == 3:
-        time.sleep(0.7)  # until all are scheduled
-        raise ValueError("three")
-    time.sleep(0.02)
-    return number
-
-
 @with_workers
 def test_the_first_error_is_raised_once_and_the_rest_is_cancelled(coordinator):
+    are_scheduled = variable(coordinator, False)
+
+    def fail_at_3(number):
+        if number == 3:
+            until(are_scheduled.numpy, 20)
+            raise ValueError("three")
+        time.sleep(0.02)
+        return number
+
     for collect in (coordinator.join, coordinator.done, lambda: coordinator.fetch([]), lambda: coordinator.schedule(max)):
+        are_scheduled.assign(False)
         values = [coordinator.schedule(fail_at_3, (number,)) for number in range(3, 80)]
+        are_scheduled.assign(True)
         coordinator.strategy.dispatcher.wait_for(values[0])
         with pytest.raises(ValueError, match="three") as caught:
             collect()

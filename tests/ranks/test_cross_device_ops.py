@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-import mpistrat
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.ops import (
@@ -15,17 +14,17 @@ from mpistrat.cross_device.ops import (
 from mpistrat.cross_device.pairs import OnSomeReplicas
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from tests.launches import needs_ranks, up_to_ranks
+from tests.ranks.cases import case
 
 pytestmark = up_to_ranks(3)
 
 FAMILY = [
-    HierarchicalAllReduce,
-    lambda: HierarchicalAllReduce(3),
-    CollectiveAllReduce,
-    HierarchicalCopyAllReduce,
-    ReductionToOneDevice,
+    HierarchicalAllReduce(),
+    HierarchicalAllReduce(3),
+    CollectiveAllReduce(),
+    HierarchicalCopyAllReduce(),
+    ReductionToOneDevice(),
 ]
-NAMES = ["default", "three packs", "collective", "copy", "to one device"]
 
 
 def plain(value):
@@ -37,9 +36,14 @@ def suits(ops, strategy):
     return not isinstance(ops, HierarchicalCopyAllReduce) or strategy.extended.communicator.world.num_nodes == 1
 
 
-@pytest.mark.parametrize("make", FAMILY, ids=NAMES)
-def test_a_batch_lands_where_it_is_wanted(comm, strategy, make):
-    ops, rank, size = make(), comm.rank, comm.size
+def test_a_batch_lands_where_it_is_wanted(comm, strategy):
+    for ops in FAMILY:
+        with case(ops):
+            _check_batch(ops, comm, strategy)
+
+
+def _check_batch(ops, comm, strategy):
+    rank, size = comm.rank, comm.size
     if not suits(ops, strategy):
         with (
             strategy.scope(),
@@ -70,9 +74,8 @@ def test_a_batch_lands_where_it_is_wanted(comm, strategy, make):
 
 @needs_ranks(2)
 @pytest.mark.parametrize("strict", ["0", "1"])
-def test_an_accumulation_function_that_fails_is_told_to_all(comm, monkeypatch, strict):
-    monkeypatch.setenv("MPISTRAT_STRICT", strict)
-    strategy = mpistrat.MultiWorkerMirroredStrategy()
+def test_an_accumulation_function_that_fails_is_told_to_all(comm, make_strategy, strict):
+    strategy = make_strategy(STRICT=strict)
 
     def fails(parts):
         raise ZeroDivisionError("not today")
@@ -83,13 +86,11 @@ def test_an_accumulation_function_that_fails_is_told_to_all(comm, monkeypatch, s
     )
     with strategy.scope(), pytest.raises(error, match=message):
         ops.reduce("sum", PerReplica(1.0), "/cpu:0")
-    strategy.close()
 
 
 @needs_ranks(2)
-def test_replicas_that_ask_for_different_things_are_told(comm, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_STRICT", "1")
-    strategy = mpistrat.MultiWorkerMirroredStrategy()
+def test_replicas_that_ask_for_different_things_are_told(comm, make_strategy):
+    strategy = make_strategy(STRICT="1")
     first, value = comm.rank == 0, PerReplica(np.ones(2))
     calls = [
         lambda ops: ops.reduce("sum", value, 0 if first else 1),
@@ -110,4 +111,3 @@ def test_replicas_that_ask_for_different_things_are_told(comm, monkeypatch):
         with pytest.raises(error, match=message):
             HierarchicalAllReduce().broadcast(1.0, destinations)
         assert plain(HierarchicalAllReduce().reduce("sum", value, value)) == [comm.size] * 2
-    strategy.close()

@@ -10,15 +10,12 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.context.values import PerReplica
 from mpistrat.errors import AgreementError, DeadlineExceededError, UnavailableError
 from mpistrat.groups.agreement import ROW
 from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS
-from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
-from mpistrat.topology.world import World
 from tests.launches import on_ranks
 
 SUM = ReduceOp.SUM
@@ -54,12 +51,17 @@ NAMES = {name: "all_reduce" for name in ("flat", "hierarchical", "chunks", "dete
 NAMES["started"] = "start_all_reduce"
 
 
-def make(comm):
-    """Return collectives without a deadline of their own, that have made every call once."""
-    ops = Communicator(Hierarchy(comm, World.from_shape(SHAPES[comm.size])))
-    for call in VERBS.values():
-        call(ops, 60)
-    return ops
+@pytest.fixture
+def make(comm, make_ops):
+    """Make collectives without a deadline of their own, that have made every call once."""
+
+    def make(**settings):
+        ops = make_ops(SHAPES[comm.size], **settings)
+        for call in VERBS.values():
+            call(ops, 60)
+        return ops
+
+    return make
 
 
 @contextmanager
@@ -86,9 +88,8 @@ def late(comm, ops, *ranks):
 
 @on_ranks(4)
 @pytest.mark.parametrize(("verb", "strict"), [*product(VERBS, "0"), *product(["flat", "chunks", "barrier"], "1")])
-def test_every_verb_ends_and_names_who_is_missing(comm, monkeypatch, verb, strict):
-    monkeypatch.setenv("MPISTRAT_STRICT", strict)
-    ops = make(comm)
+def test_every_verb_ends_and_names_who_is_missing(comm, make, verb, strict):
+    ops = make(STRICT=strict)
     last, number = comm.size - 1, ops.num_collectives + 1
     with late(comm, ops, last):
         started = time.monotonic()
@@ -112,17 +113,16 @@ def test_every_verb_ends_and_names_who_is_missing(comm, monkeypatch, verb, stric
 
 @two_ranks
 @pytest.mark.parametrize("strict", ["0", "1"])
-def test_the_first_call_of_a_shape_has_the_deadline_too(comm, monkeypatch, strict):
-    monkeypatch.setenv("MPISTRAT_STRICT", strict)
-    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+def test_the_first_call_of_a_shape_has_the_deadline_too(comm, make_ops, strict):
+    ops = make_ops(STRICT=strict)
     message = r"collective 1, all_reduce\(SUM.*(missing rank 0 \(node0\)$|comes too late)"
     with late(comm, ops, 0), pytest.raises(DeadlineExceededError, match=message):
         ops.all_reduce(SUM, [np.ones(123_456)], within(SECONDS, algorithm="hierarchical"))
 
 
 @on_ranks(4)
-def test_those_that_wait_for_a_rank_that_has_failed_do_not_call_it_late(comm):
-    ops = make(comm)
+def test_those_that_wait_for_a_rank_that_has_failed_do_not_call_it_late(comm, make):
+    ops = make()
     if comm.rank == 0:
         time.sleep(PATIENCE_SECONDS / 4)  # by now the others are in the exchange of all ranks
         ops._guard.deadlines.barrier.give_up()
@@ -131,8 +131,8 @@ def test_those_that_wait_for_a_rank_that_has_failed_do_not_call_it_late(comm):
 
 
 @on_ranks(4)
-def test_several_that_are_missing_are_all_named(comm):
-    ops = make(comm)
+def test_several_that_are_missing_are_all_named(comm, make):
+    ops = make()
     message = r"comes too late: rank 0 .node0. gave up waiting|missing rank 1 \(node0\), rank"
     with late(comm, ops, *range(1, comm.size)), pytest.raises(DeadlineExceededError, match=message):
         ops.barrier(within(SECONDS))
@@ -140,9 +140,8 @@ def test_several_that_are_missing_are_all_named(comm):
 
 @on_ranks(4)
 @pytest.mark.parametrize("strict", ["0", "1"])
-def test_the_shortest_deadline_holds_for_all(comm, monkeypatch, strict):
-    monkeypatch.setenv("MPISTRAT_STRICT", strict)
-    ops = make(comm)
+def test_the_shortest_deadline_holds_for_all(comm, make, strict):
+    ops = make(STRICT=strict)
     started = time.monotonic()
     with late(comm, ops, comm.size - 1), pytest.raises(DeadlineExceededError, match="missing rank|comes too late") as caught:
         ops.barrier(within(SECONDS if comm.rank == 0 else 30))
@@ -153,41 +152,38 @@ def test_the_shortest_deadline_holds_for_all(comm, monkeypatch, strict):
 
 
 @two_ranks
-def test_in_strict_mode_a_rank_without_a_deadline_hears_of_others(comm, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_STRICT", "1")
-    ops = make(comm)
+def test_in_strict_mode_a_rank_without_a_deadline_hears_of_others(comm, make):
+    ops = make(STRICT="1")
     with late(comm, ops, comm.size - 1), pytest.raises(DeadlineExceededError, match="missing rank|comes too late"):
         ops.barrier(within(SECONDS) if comm.rank == 0 else None)
 
 
-def test_deadlines_may_differ_from_rank_to_rank_and_from_call_to_call(comm):
-    ops = make(comm)
+def test_deadlines_may_differ_from_rank_to_rank_and_from_call_to_call(comm, make):
+    ops = make()
     for turn in range(4):
         # a budget of which each rank has used more or less; some values come back on one rank alone
         assert ops.all_reduce(SUM, ONES, within(60 - turn * (comm.rank == 0)))[0] == comm.size
-    ops.close()
 
 
 @pytest.mark.parametrize("count", [10, 10_000])
-def test_a_call_of_which_only_some_have_a_deadline_is_refused_on_all(comm, count):
-    ops = Communicator(Hierarchy(comm, World.from_shape(SHAPES[comm.size])))
+def test_a_call_of_which_only_some_have_a_deadline_is_refused_on_all(comm, make_ops, count):
+    ops = make_ops(SHAPES[comm.size])
     with pytest.raises(AgreementError, match=r"(?s)rank 0: all_reduce\(.*\) with a deadline\n"):
         ops.all_reduce(SUM, np.ones(count), within(60 if comm.rank == 0 else None))
 
 
-def test_a_rank_that_is_late_but_in_time_and_has_a_deadline_of_its_own_is_not_an_error(comm):
-    ops = make(comm)
+def test_a_rank_that_is_late_but_in_time_and_has_a_deadline_of_its_own_is_not_an_error(comm, make):
+    ops = make()
     for verb in VERBS.values():
         time.sleep(0.02 * (comm.rank == comm.size - 1))
         verb(ops, 10 + comm.rank)
-    ops.close()
 
 
 @on_ranks(4)
-def test_at_the_last_moment_all_raise_or_none(comm):
+def test_at_the_last_moment_all_raise_or_none(comm, make_ops):
     rng = np.random.default_rng(7)  # of one seed, so that all ranks draw the same
     for moment in rng.uniform(0.048, 0.06, 8):
-        ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+        ops = make_ops()
         comm.Barrier()
         time.sleep(moment * (comm.rank == comm.size - 1))
         try:
@@ -199,28 +195,26 @@ def test_at_the_last_moment_all_raise_or_none(comm):
         ops.close()
 
 
-def test_a_deadline_leaves_agreement_as_it_is(comm, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_STRICT", "1")
-    ops = make(comm)
+def test_a_deadline_leaves_agreement_as_it_is(comm, make):
+    ops = make(STRICT="1")
     with pytest.raises(AgreementError, match="ranks made different calls"):
         ops.barrier(within(10)) if comm.rank else ops.all_gather(ONES, options=within(20))
     with pytest.raises((ValueError, AgreementError), match="root must be a replica"):
         ops.broadcast(ONES, root=-1 if comm.rank else 0, options=within(10))
     ops.barrier()
-    ops.close()
 
 
-def test_settings_of_which_only_some_have_a_deadline_are_refused(comm, monkeypatch):
+def test_settings_of_which_only_some_have_a_deadline_are_refused(comm, make_ops, monkeypatch):
     if comm.rank:
         monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", "5")
     with pytest.raises(AgreementError, match=r"(?s)rank 0: settings .*MPISTRAT_TIMEOUT_SECONDS not set"):
-        Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+        make_ops()
 
 
 @two_ranks
-def test_the_setting_is_the_deadline_of_calls_that_name_none(comm, monkeypatch):
+def test_the_setting_is_the_deadline_of_calls_that_name_none(comm, make_ops, monkeypatch):
     monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", str(ENOUGH_SECONDS))
-    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = make_ops()
     time.sleep(2 * ENOUGH_SECONDS * (comm.rank == 0))
     ops.barrier(within(0))  # no deadline here, or in strict mode for its check
     with (
@@ -231,10 +225,9 @@ def test_the_setting_is_the_deadline_of_calls_that_name_none(comm, monkeypatch):
 
 
 @two_ranks
-def test_steps_that_do_not_end_name_who_does_not_answer(comm, monkeypatch):
+def test_steps_that_do_not_end_name_who_does_not_answer(comm, make, monkeypatch):
     # all have arrived, and one leaves the call as if it had ended
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = make(comm)
+    ops = make(STRICT="0")
     last = comm.size - 1
     if comm.rank == last:
         monkeypatch.setattr("mpistrat.execution.program.Bucket.run", lambda *_: iter(()))
@@ -250,14 +243,12 @@ def test_steps_that_do_not_end_name_who_does_not_answer(comm, monkeypatch):
         # it hears at its next call, or when it closes, that the others will not come
         with pytest.raises(DeadlineExceededError, match=r"comes too late: rank|was given up by ranks? 0"):
             ops.barrier(within(60))
-    ops.close()
 
 
 @two_ranks
-def test_a_missed_deadline_of_a_started_all_reduce(comm, monkeypatch):
+def test_a_missed_deadline_of_a_started_all_reduce(comm, make, monkeypatch):
     # all have arrived, and one leaves the call as if it had ended
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = make(comm)
+    ops = make(STRICT="0")
     last = comm.size - 1
     options = CommunicationOptions(deterministic=True, timeout_seconds=ENOUGH_SECONDS)
     if comm.rank == last:
@@ -282,14 +273,12 @@ def test_a_missed_deadline_of_a_started_all_reduce(comm, monkeypatch):
     else:
         works[0].wait()
     comm.Barrier()
-    ops.close()
 
 
 @two_ranks
 @pytest.mark.parametrize("strict", ["0", "1"])
-def test_the_deadline_of_what_was_started_counts_from_its_turn(comm, monkeypatch, strict):
-    monkeypatch.setenv("MPISTRAT_STRICT", strict)
-    ops = make(comm)
+def test_the_deadline_of_what_was_started_counts_from_its_turn(comm, make, strict):
+    ops = make(STRICT=strict)
     comm.Barrier()
     is_late = comm.rank == comm.size - 1
     if is_late:
@@ -297,21 +286,13 @@ def test_the_deadline_of_what_was_started_counts_from_its_turn(comm, monkeypatch
     # the first waits for the last rank; the second would be overdue by then, had its time run from here
     works = [ops.start_all_reduce(SUM, [ONES], within(seconds)) for seconds in (30, 2 * ENOUGH_SECONDS)]
     assert [work.wait()[0][0] for work in works] == [comm.size] * 2
-    ops.close()
 
 
 @two_ranks
-def test_the_deadline_of_what_was_started_ends_with_it(comm):
-    ops = make(comm)
+def test_the_deadline_of_what_was_started_ends_with_it(comm, make):
+    ops = make()
     ops.start_all_reduce(SUM, [ONES], within(ENOUGH_SECONDS)).wait()
     time.sleep(3 * ENOUGH_SECONDS * comm.rank)
-    ops.close()
-
-
-def _made(comm, monkeypatch, strict):
-    monkeypatch.setenv("MPISTRAT_STRICT", strict)
-    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", SHAPES[comm.size])
-    return mpistrat.MultiWorkerMirroredStrategy()
 
 
 def _rows():
@@ -348,8 +329,8 @@ STRATEGY_CALLS = {
 
 @two_ranks  # each step is one of the verbs above, which are tried on nodes of several ranks
 @pytest.mark.parametrize(("call", "strict"), [*product(STRATEGY_CALLS, "0"), ("reduce of slices", "1"), ("reduce", "1")])
-def test_the_deadline_of_a_call_of_a_strategy_holds_in_all_its_steps(comm, monkeypatch, call, strict):
-    strategy = _made(comm, monkeypatch, strict)
+def test_the_deadline_of_a_call_of_a_strategy_holds_in_all_its_steps(comm, make_strategy, call, strict):
+    strategy = make_strategy(STRICT=strict, VIRTUAL_NODES=SHAPES[comm.size])
     STRATEGY_CALLS[call](strategy, within(60))
     started = time.monotonic()
     with late(comm, strategy.extended.communicator, comm.size - 1), pytest.raises(DeadlineExceededError) as caught:

@@ -112,7 +112,7 @@ def test_arrays_in_host_memory_are_combined_there(pair):
             found = pair.gpu.all_reduce(SUM, [array])[0]
             assert type(found) is np.ndarray
             np.testing.assert_array_equal(found, expected)
-        np.testing.assert_array_equal(pair.reduce(SUM, [array])[0], expected)
+        pair.check(pair.reduce(SUM, [array])[0], expected)
 
 
 def test_arrays_of_another_gpu_are_refused(pair):
@@ -148,15 +148,14 @@ def test_what_was_started_goes_on_between_other_calls(pair):
     for _ in range(3):
         works = [gpu.start_all_reduce(SUM, [pair.up(array)]) for array in arrays[:2]]
         in_host = gpu.start_all_reduce(SUM, [arrays[0]])
-        at_once = pair.reduce(SUM, arrays[2:])
-        np.testing.assert_array_equal(at_once[0], expected[2])
+        pair.check(pair.reduce(SUM, arrays[2:]), expected[2:])
         np.testing.assert_array_equal(in_host.wait()[0], expected[0])
         for work, other in zip(works, expected, strict=False):
-            [found] = work.wait(host=True)
+            found = work.wait(host=True)
             assert gpu._gpu.stream.record().passed()
             # nothing needs to be waited for: whichever stream looks, it is there
             with device.activate(device.stream()):
-                np.testing.assert_array_equal(device.get(found), other)
+                pair.check(found, [other])
 
 
 def test_what_is_started_comes_after_what_its_stream_was_given(pair):
@@ -172,7 +171,7 @@ def test_what_is_started_comes_after_what_its_stream_was_given(pair):
     for _ in range(100):
         device.progress()
     device.held = None
-    np.testing.assert_array_equal(device.get(work.wait()[0]), pair.host.all_reduce(SUM, [array])[0])
+    pair.check(work.wait(), pair.host.all_reduce(SUM, [array]))
 
 
 @pytest.mark.parametrize("are_alike", [False, True])
@@ -192,8 +191,7 @@ def test_calls_on_different_streams_follow_each_other(make_pair, world, monkeypa
         found += [gpu.all_reduce(SUM, [one])[0] for one in given[1:]]
         copies.join()
         device.current_stream().wait(first.record())
-        for one, array in zip(found, arrays, strict=True):
-            np.testing.assert_array_equal(device.get(one), pair.host.all_reduce(SUM, [array])[0])
+        pair.check(found, pair.host.all_reduce(SUM, arrays))
 
 
 @pytest.mark.parametrize("transport", ["nccl", "cuda_ipc"])
@@ -293,7 +291,7 @@ def test_rails_that_keep_no_channels_apart(make_pair, world):
 
 def test_nccl_may_be_asked_for_where_it_is(uneven):
     options = CommunicationOptions(implementation="nccl")
-    np.testing.assert_array_equal(uneven.reduce(SUM, [np.ones(10, np.float32)], options)[0], uneven.size)
+    uneven.check(uneven.reduce(SUM, [np.ones(10, np.float32)], options)[0], np.full(10, uneven.size, np.float32))
     assert uneven.gpu.all_reduce(SUM, np.array(1.5), options) == 1.5 * uneven.size  # it does not apply to host memory
     with pytest.raises(TransportError, match=r"NCCL was asked for, but NCCL does not combine float32 by MAX"):
         uneven.reduce(ReduceOp.MAX, [values(10, np.float32, 0)], options)
@@ -420,16 +418,12 @@ def test_nccl_works_on_the_arrays_themselves(comm, make_pair, counts):
         expected = pair.host.all_reduce(op, given)
         for out in (None, [pair.up(np.zeros_like(array)) for array in given]):
             for _ in range(2):  # the second time past the checks
-                for found, wanted in zip(pair.gpu.all_reduce(op, arrays, out=out), expected, strict=True):
-                    np.testing.assert_array_equal(pair.device.get(found), wanted)
-    for array, before in zip(arrays, given, strict=True):
-        np.testing.assert_array_equal(pair.device.get(array), before)
+                pair.check(pair.gpu.all_reduce(op, arrays, out=out), expected)
+    pair.check(arrays, given)
     if pair.size > 1:
         assert pair.gpu.memory_report().device_bytes == 0
-    expected = pair.host.all_reduce(SUM, given)
     assert pair.gpu.all_reduce(SUM, arrays, out=arrays)[0] is arrays[0]
-    for array, wanted in zip(arrays, expected, strict=True):
-        np.testing.assert_array_equal(pair.device.get(array), wanted)
+    pair.check(arrays, pair.host.all_reduce(SUM, given))
 
 
 @up_to_ranks(1)
@@ -443,8 +437,7 @@ def test_a_rank_alone_captures_copies(make_pair):
         graph, stream.graph = stream.graph, None
     for work in graph:
         stream.put(work)
-    for array in (given, out):
-        np.testing.assert_array_equal(pair.device.get(array), np.arange(5.0))
+    pair.check([given, out], [np.arange(5.0)] * 2)
 
 
 @needs_ranks(2)
@@ -456,12 +449,12 @@ def test_min_max_and_prod_of_what_nccl_has_are_its_own(make_pair):
     for op, dtypes in own.items():
         for dtype in filter(dtypes.__contains__, TYPES):
             array = values(257, dtype, pair.rank, op)
-            [expected] = pair.host.all_reduce(op, [array])
+            expected = pair.host.all_reduce(op, [array])
             for is_in_place in (False, True):
                 given, calls = [pair.up(array)], pair.library.calls.copy()
-                [found] = pair.gpu.all_reduce(op, given, out=given if is_in_place else None)
+                found = pair.gpu.all_reduce(op, given, out=given if is_in_place else None)
                 assert pair.library.calls - calls == {"allReduce": 1}, f"{op} of {dtype}"
-                np.testing.assert_array_equal(pair.device.get(found), expected)
+                pair.check(found, expected)
     assert pair.gpu.memory_report().device_bytes == 0
     for op, dtype in ((op, dtype) for op in own for dtype in TYPES if op in operations(dtype) and dtype not in own[op]):
         refused = op is not ReduceOp.PROD or dtype not in HALF_DTYPES  # which are multiplied in float32
@@ -483,9 +476,7 @@ def test_arrays_with_gaps_between_their_elements(comm, make_pair, world, count, 
     expected = pair.host.all_reduce(SUM, [whole[:count], *small])
     gaps = pair.up(np.repeat(whole[:count], 3))[::3]
     for given in (pair.up(whole[:count].copy()), gaps, pair.up(whole[:count].reshape(2, -1).T.copy()).T.reshape(-1)):
-        found = pair.gpu.all_reduce(SUM, [given, *map(pair.up, small)])
-        for one, wanted in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(pair.device.get(one), wanted)
+        pair.check(pair.gpu.all_reduce(SUM, [given, *map(pair.up, small)]), expected)
 
 
 def test_what_is_held_and_done_is_told(pair, monkeypatch):
@@ -567,7 +558,7 @@ def test_two_communicators_on_a_gpu_work_in_the_order_of_the_program(uneven, mon
             other.all_reduce(SUM, [values])
             ended.append("called")
             assert ended == ["started", "called"]
-            np.testing.assert_array_equal(uneven.device.get(work.wait()[0]), np.full(5, uneven.size))
+            uneven.check(work.wait(), [np.full(5, float(uneven.size))])
 
 
 @pytest.mark.ranks(nodes=["1x2", "2x2"])

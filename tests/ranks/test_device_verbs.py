@@ -55,12 +55,6 @@ def on_device(node, monkeypatch):
     return node
 
 
-def same(pair, found, expected):
-    got = pair.download(found)
-    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
-    np.testing.assert_array_equal(got, expected)
-
-
 @up_to_ranks(2)
 def test_arrays_of_every_dtype_are_combined_and_moved(on_device, monkeypatch):
     monkeypatch.setattr(verbs_rank, "SHAPES", verbs_rank.SMALL_SHAPES)
@@ -87,8 +81,7 @@ def test_reduce_scatter_is_nccls_own_where_it_combines_such_values(node):
         for _ in range(2):
             found = pair.gpu.reduce_scatter(op, pair.up(given), axis, out=target)
             assert target is None or found is target
-            assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-            np.testing.assert_array_equal(pair.device.get(found), expected)
+            pair.check(found, expected)
         if size > 1:
             assert nccl_refusal(accumulation_dtype(op, dtype), op) or pair.library.calls.total() > before
 
@@ -100,7 +93,7 @@ def test_a_reduce_scatter_of_equal_parts_is_one_call_of_nccl(on_device):
     for _ in range(2):
         before = pair.library.calls.copy() if pair.size > 1 else None
         found = pair.gpu.reduce_scatter(SUM, pair.up(array))
-        same(pair, found, whole[5 * pair.rank : 5 * pair.rank + 5])
+        pair.check(found, whole[5 * pair.rank : 5 * pair.rank + 5])
         if before is not None:
             assert pair.library.calls - before == {"reduceScatter": 1}
 
@@ -108,8 +101,9 @@ def test_a_reduce_scatter_of_equal_parts_is_one_call_of_nccl(on_device):
 def test_a_reduce_scatter_in_the_order_of_the_replicas_is_no_call_of_nccl(node):
     array = np.random.default_rng(node.rank).standard_normal((4 * node.size, 2)).astype(np.float32)
     options = CommunicationOptions(deterministic=True)
-    found = node.gpu.reduce_scatter(SUM, node.up(array), options=options)
-    np.testing.assert_array_equal(node.device.get(found), node.host.reduce_scatter(SUM, array, options=options))
+    node.check(
+        node.gpu.reduce_scatter(SUM, node.up(array), options=options), node.host.reduce_scatter(SUM, array, options=options)
+    )
 
 
 @needs_ranks(2)
@@ -151,8 +145,8 @@ def test_ranks_of_a_node_that_share_no_memory_meet_by_messages(comm, make_pair, 
     pair = make_pair(STRICT="0")
     array = values((4, 3), np.float32, pair.rank)
     for _ in range(2):
-        same(pair, pair.gpu.all_reduce(SUM, pair.up(array)), pair.host.all_reduce(SUM, array))
-        same(pair, pair.gpu.all_gather(pair.up(array)), pair.host.all_gather(array))
+        pair.compare(SUM, [array])
+        pair.check(pair.gpu.all_gather(pair.up(array)), pair.host.all_gather(array))
     assert pair.gpu._gpu.executor.compares_by_messages
     calls = pair.library.calls.copy()
     with pytest.raises(AgreementError, match="ranks made different calls"):

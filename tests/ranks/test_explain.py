@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -41,13 +43,12 @@ def carried_out(monkeypatch):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("algorithm", ["auto", "flat", "hierarchical"])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_it_says_what_carries_out_the_call(ops, carried_out, algorithm, deterministic):
-    options = CommunicationOptions(algorithm=algorithm, deterministic=deterministic)
+def test_it_says_what_carries_out_the_call(ops, carried_out):
+    counts = ([1], [3, 5], [20_000], [100_000], [60_000, 60_000], [500_000], [250_000, 250_000], [1_300_000])
     ops.timeline.enabled = True  # every call runs its steps
-    for counts in ([1], [3, 5], [20_000], [100_000], [60_000, 60_000], [500_000], [250_000, 250_000], [1_300_000]):
-        given = [np.ones(count, np.float32) for count in counts]
+    for algorithm, deterministic, each in product(("auto", "flat", "hierarchical"), (False, True), counts):
+        options = CommunicationOptions(algorithm=algorithm, deterministic=deterministic)
+        given = [np.ones(count, np.float32) for count in each]
         [pack] = ops.explain(given, options).packs
         carried_out.clear()
         ops.timeline.events.clear()
@@ -82,11 +83,10 @@ def test_what_cannot_be_explained_is_refused(strategy):
 
 
 @needs_ranks(2)
-def test_options_of_a_call_restore_what_auto_chooses(comm):
-    strategy = mpistrat.MultiWorkerMirroredStrategy(communication_options=CommunicationOptions(algorithm="flat"))
+def test_options_of_a_call_restore_what_auto_chooses(make_strategy):
+    strategy = make_strategy(communication_options=CommunicationOptions(algorithm="flat"))
     value, auto = np.ones(1 << 20, np.float32), CommunicationOptions(algorithm="auto")
     chosen = str(strategy.explain(value, auto))
     assert "asked for by name" in str(strategy.explain(value))
     assert "asked for by name" not in chosen
     assert strategy.run(lambda: mpistrat.get_replica_context().all_reduce("max", np.ones(1), auto)) is not None
-    strategy.close()

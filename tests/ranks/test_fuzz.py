@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from zlib import crc32
 
-from mpistrat import settings
 from tests.fuzz.cases import NUM_KINDS, Field
 from tests.launches import up_to_ranks
 
@@ -13,7 +12,6 @@ TURNS = {1: 4, 2: 3, 3: 2, 4: 2, 8: 1}  # of each kind of case, by the number of
 
 @up_to_ranks(8)
 def test_random_programs_are_right(comm, shape, monkeypatch):
-    monkeypatch.setenv(settings.VIRTUAL_NODES.name, shape)
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     field = Field(comm.Dup(), crc32(shape.encode()))
     for number in range(NUM_KINDS * TURNS.get(comm.size, 1)):

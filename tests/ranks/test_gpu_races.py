@@ -58,8 +58,7 @@ def test_consecutive_calls_are_ordered(pair, monkeypatch):
     found, results = run(pair, monkeypatch)
     for stream, some, expected in results:
         with pair.device.activate(stream):
-            for one, wanted in zip(some, expected, strict=True):
-                np.testing.assert_array_equal(pair.device.get(one), wanted)
+            pair.check(some, expected)
     assert not found
 
 

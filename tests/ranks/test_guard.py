@@ -71,9 +71,8 @@ def test_the_record_of_a_call_has_the_bytes_that_this_rank_passes(make_ops):
 @needs_ranks(2)
 @pytest.mark.parametrize("leaves", [1, 2])
 @pytest.mark.parametrize("count", [3, 300_000])
-def test_structures_are_compared_where_arrays_are_alike(comm, monkeypatch, count, leaves):
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    strategy = mpistrat.MultiWorkerMirroredStrategy()
+def test_structures_are_compared_where_arrays_are_alike(comm, make_strategy, count, leaves):
+    strategy = make_strategy(STRICT="0")
     ones = [np.ones(count)] * leaves
 
     def step(value):
@@ -102,9 +101,8 @@ def test_all_that_was_noted_is_told_of_a_call_that_is_known(comm, one_node):
 
 
 @needs_ranks(2)
-def test_what_is_assigned_outside_run_is_compared(comm, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    strategy = mpistrat.MultiWorkerMirroredStrategy()
+def test_what_is_assigned_outside_run_is_compared(comm, make_strategy):
+    strategy = make_strategy(STRICT="0")
     with strategy.scope():
         variable = mpistrat.Variable(np.zeros(3), name="w")
         variable.assign(np.ones(3))
@@ -175,10 +173,7 @@ def test_threads_that_were_started_together_are_refused_though_the_first_has_end
 @needs_ranks(2)
 @pytest.mark.parametrize("count", [3, 100_000])
 @pytest.mark.parametrize("names", [(None, None), ("A", "B"), ("part-1", "part-2")])
-@pytest.mark.parametrize("is_reversed", [False, True])
-def test_threads_that_begin_in_another_order_on_some_ranks_are_told_before_a_sum_is_wrong(
-    comm, one_node, count, names, is_reversed
-):
+def test_threads_that_begin_in_another_order_on_some_ranks_are_told_before_a_sum_is_wrong(comm, one_node, count, names):
     def call(value):
         try:
             results.append(one_node.all_reduce(SUM, np.full(count, value))[0])
@@ -186,15 +181,17 @@ def test_threads_that_begin_in_another_order_on_some_ranks_are_told_before_a_sum
             told.append(str(error))
 
     results, told = [], []
-    threads = [threading.Thread(target=call, name=name, args=(value,)) for name, value in zip(names, (1.0, 10.0), strict=True)]
     for _ in range(3):
         one_node.all_reduce(SUM, np.ones(count))
-    for thread in threads[:: -1 if comm.rank and is_reversed else 1]:  # the second may get the identifier of the first
-        thread.start()
-        thread.join()
-    assert results == ([] if is_reversed else [comm.size, 10 * comm.size])
-    assert len(told) == (2 if is_reversed else 0)
-    assert not told or "after a change to thread" in told[0]
+    for order in (1, -1 if comm.rank else 1):
+        values = zip(names, (1.0, 10.0), strict=True)
+        threads = [threading.Thread(target=call, name=name, args=(value,)) for name, value in values]
+        for thread in threads[::order]:  # the second may get the identifier of the first
+            thread.start()
+            thread.join()
+        assert results == [comm.size, 10 * comm.size]
+    assert len(told) == 2
+    assert "after a change to thread" in told[0]
 
 
 @needs_ranks(2)

@@ -9,24 +9,17 @@ from mpistrat.inputs.input_options import AutoShardPolicy, InputOptions, InputRe
 from mpistrat.inputs.rebatch import ArraySpec
 from mpistrat.inputs.sources import ArrayDataset, FileDataset
 from tests.launches import needs_ranks, on_ranks
+from tests.ranks.conftest import MIXED
 
 pytestmark = on_ranks(1, 3)
 
 OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
 
 
-# Where the ranks are does not matter to their data: one shape, of nodes that differ.
-SHAPES = {1: "1x1", 2: "2x1", 3: "2+1", 4: "3+1"}
-
-
 @pytest.fixture
-def lax(comm, monkeypatch):
+def lax(comm, make_strategy):
     """Give a strategy that spans all ranks and compares calls only where it must."""
-    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", SHAPES.get(comm.size, f"1x{comm.size}"))
-    strategy = mpistrat.MultiWorkerMirroredStrategy()
-    strategy.extended.communicator.is_strict = False
-    yield strategy
-    strategy.close()
+    return make_strategy(STRICT="0", VIRTUAL_NODES=MIXED.get(comm.size, f"1x{comm.size}"))
 
 
 @pytest.fixture(params=["lax", "strict"])
@@ -131,18 +124,15 @@ def test_what_makes_no_dataset_on_one_rank_raises_on_all(comm, either):
 
 
 @needs_ranks(2)
-@pytest.mark.parametrize("what", ["length", "policy", "files"])
-def test_datasets_that_differ_are_an_error_on_every_rank(comm, either, what):
+def test_datasets_that_differ_are_an_error_on_every_rank(comm, either):
     last = comm.rank == comm.size - 1
-    dataset, options = ArrayDataset(np.arange(8), 4), None
-    if what == "length":
-        dataset = [np.arange(4)] * (1 + last)
-    elif what == "files":
-        dataset, options = FileDataset([f"{last:d}"], np.load, 4), InputOptions(auto_shard_policy=DATA)
-    else:
-        options = InputOptions(auto_shard_policy=OFF if last else DATA)
-    with pytest.raises(AgreementError, match=r"ranks made different calls(?s:.*)experimental_distribute_dataset\("):
-        either.experimental_distribute_dataset(dataset, options)
+    for dataset, options in (
+        ([np.arange(4)] * (1 + last), None),
+        (FileDataset([f"{last:d}"], np.load, 4), InputOptions(auto_shard_policy=DATA)),
+        (ArrayDataset(np.arange(8), 4), InputOptions(auto_shard_policy=OFF if last else DATA)),
+    ):
+        with pytest.raises(AgreementError, match=r"ranks made different calls(?s:.*)experimental_distribute_dataset\("):
+            either.experimental_distribute_dataset(dataset, options)
 
 
 @needs_ranks(2)
@@ -154,12 +144,10 @@ def test_in_strict_mode_a_rank_that_stops_early_is_noticed(comm, lax):
         lax.extended.communicator.barrier() if comm.rank == 0 else next(iterator)
 
 
-def test_a_mirrored_strategy_takes_one_pipeline_for_each_replica(comm, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", f"1x{comm.size}")
-    strategy = mpistrat.MirroredStrategy()
+def test_a_mirrored_strategy_takes_one_pipeline_for_each_replica(comm, make_strategy):
+    strategy = make_strategy(mpistrat.MirroredStrategy, VIRTUAL_NODES=f"1x{comm.size}")
     options = InputOptions(False, InputReplicationMode.PER_REPLICA, True)
     dataset = strategy.distribute_datasets_from_function(lambda context: [np.full(2, context.input_pipeline_id)], options)
     assert [local(strategy, batch).tolist() for batch in dataset] == [[comm.rank] * 2]
     with pytest.raises(NotImplementedError, match=r"only; got MirroredStrategy\.experimental_distribute_dataset"):
         strategy.experimental_distribute_dataset(ArrayDataset(np.arange(2), 2), options)
-    strategy.close()

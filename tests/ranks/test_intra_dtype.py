@@ -53,16 +53,15 @@ def reduce_and_check(pair, op, shapes, dtype, options=NATIVE):
     return results
 
 
-@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
-def test_nccl_works_on_the_arrays_themselves(node, dtype):
-    for op in OPS:
+def test_nccl_works_on_the_arrays_themselves(node):
+    for dtype, op in product(HALF_DTYPES, OPS):
         reduce_and_check(node, op, [(1003,)], dtype)
         nbytes, calls = node.library.nbytes, node.library.calls.copy()
         reduce_and_check(node, op, [(1003,)], dtype)
         assert node.library.calls - calls == {"allReduce": 2}
         assert node.library.nbytes - nbytes == 2 * 1003 * dtype.itemsize
+        assert [pack.dtype for pack in node.gpu.explain(node.up(given(dtype, 7, 0)), NATIVE).packs] == [dtype.name]
     assert node.gpu.memory_report().device_bytes == 0, "an array was packed"
-    assert [pack.dtype for pack in node.gpu.explain(node.up(given(dtype, 7, 0)), NATIVE).packs] == [dtype.name]
 
 
 def test_without_the_option_nccl_gets_twice_the_bytes(node):
@@ -73,13 +72,11 @@ def test_without_the_option_nccl_gets_twice_the_bytes(node):
 
 
 def test_several_arrays_are_packed_as_they_are(node):
-    shapes = [(5, 3), (), (0,), (700,)]
-    for op in OPS:
-        for dtype in HALF_DTYPES:
-            nbytes = node.library.nbytes
-            reduce_and_check(node, op, shapes, dtype)
-            # a bucket is padded to as many elements as there are shards
-            assert 2 * 716 * 2 <= node.library.nbytes - nbytes < 2 * (716 + node.size) * 2
+    for op, dtype in product(OPS, HALF_DTYPES):
+        nbytes = node.library.nbytes
+        reduce_and_check(node, op, [(5, 3), (), (0,), (700,)], dtype)
+        # a bucket is padded to as many elements as there are shards
+        assert 2 * 716 * 2 <= node.library.nbytes - nbytes < 2 * (716 + node.size) * 2
 
 
 def test_it_is_nccl_that_rounds(node):
@@ -91,15 +88,13 @@ def test_it_is_nccl_that_rounds(node):
         assert found[0] == 256
 
 
-@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
-def test_a_part_of_the_sum_for_each_rank(node, dtype):
-    for op in OPS:
-        for rows in (4 * node.size, 4 * node.size + 1):
-            nbytes = node.library.nbytes
-            found = node.device.get(node.gpu.reduce_scatter(op, node.up(given(dtype, (rows, 3), node.rank)), options=NATIVE))
-            assert node.library.nbytes - nbytes == rows * 3 * 2
-            first, stop = part_bounds(rows, node.size)[node.rank : node.rank + 2]
-            check(op, found, [given(dtype, (rows, 3), rank)[first:stop] for rank in range(node.size)])
+def test_a_part_of_the_sum_for_each_rank(node):
+    for dtype, op, rows in product(HALF_DTYPES, OPS, (4 * node.size, 4 * node.size + 1)):
+        nbytes = node.library.nbytes
+        found = node.device.get(node.gpu.reduce_scatter(op, node.up(given(dtype, (rows, 3), node.rank)), options=NATIVE))
+        assert node.library.nbytes - nbytes == rows * 3 * 2
+        first, stop = part_bounds(rows, node.size)[node.rank : node.rank + 2]
+        check(op, found, [given(dtype, (rows, 3), rank)[first:stop] for rank in range(node.size)])
 
 
 @pytest.mark.ranks(nodes=["1+1", "2+1", "3+1", "2x2"])

@@ -11,13 +11,10 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import TransportError
 from mpistrat.execution.compile import SLOT_ALIGNMENT_BYTES
-from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
-from mpistrat.topology.world import World
 from mpistrat.transports.ring import RECEIVES_AHEAD, SEGMENT_BYTES
 from mpistrat.transports.shared_memory import exchange_bytes
 from mpistrat.transports.window import NodeWindow
@@ -127,9 +124,8 @@ def test_a_strategy_tells_what_it_holds(strategy):
 
 
 @needs_ranks(2)
-def test_where_more_memory_is_refused_what_went_before_goes_on(comm, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+def test_where_more_memory_is_refused_what_went_before_goes_on(make_ops, monkeypatch):
+    ops = make_ops(STRICT="0")
     arrays = [np.arange(50_000, dtype=np.float32) + ops.rank]
     mixed = [np.ones(100, np.float32), np.ones(10, np.float16)]
     expected = ops.all_reduce(SUM, arrays)[0], ops.all_reduce(SUM, mixed)[1]
@@ -147,11 +143,10 @@ def test_where_more_memory_is_refused_what_went_before_goes_on(comm, monkeypatch
     for _ in range(2):
         assert (ops.all_reduce(SUM, arrays)[0] == expected[0]).all()
         assert (ops.all_reduce(SUM, mixed)[1] == expected[1]).all()
-    ops.close()
 
 
 @needs_ranks(2)
-def test_where_mpi_cannot_allocate_shared_memory_on_one_rank_all_go_on(comm, monkeypatch, said):
+def test_where_mpi_cannot_allocate_shared_memory_on_one_rank_all_go_on(comm, make_ops, monkeypatch, said):
     monkeypatch.setattr("mpistrat.logger._warned", set())
     window = MPI.Win
 
@@ -162,9 +157,8 @@ def test_where_mpi_cannot_allocate_shared_memory_on_one_rank_all_go_on(comm, mon
         return made
 
     monkeypatch.setattr(MPI, "Win", SimpleNamespace(Allocate_shared=fail_on_one))
-    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = make_ops()
     monkeypatch.setattr(MPI, "Win", window)
     for count in (10, 100_000):
         assert (ops.all_reduce(SUM, np.ones(count)) == comm.size).all()
     assert said.getvalue().count("The ranks of this node go on over mpi") == (comm.rank == 0)
-    ops.close()

@@ -25,7 +25,7 @@ def limited(make_ops, request, world, monkeypatch):
     # messages that are bound, not those of calls whose arrays go straight to MPI
     monkeypatch.setattr(mpi, "as_message", checked(mpi.as_message))
     monkeypatch.setattr(ring, "as_message", checked(ring.as_message))
-    return make_ops(world, MAX_MESSAGE_BYTES=str(LIMIT_BYTES), INTRA_TRANSPORT=request.param)
+    return make_ops(world, MAX_MESSAGE_BYTES=str(LIMIT_BYTES), CHUNK_BYTES="1000", INTRA_TRANSPORT=request.param)
 
 
 def checked(make):

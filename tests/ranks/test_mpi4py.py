@@ -16,6 +16,8 @@ from mpistrat.errors import AgreementError, CollectiveError, InvalidArgumentErro
 from mpistrat.groups.group import MOST_UNCONFIRMED
 from mpistrat.mpi4py import intracomm
 from tests.launches import needs_ranks, up_to_ranks
+from tests.other_arrays import SpeaksDlpack
+from tests.ranks.cases import case
 
 pytestmark = up_to_ranks(3)
 
@@ -64,16 +66,16 @@ def test_it_is_pickled_where_the_one_that_it_wraps_is():
     twice.Free()
 
 
-@pytest.mark.parametrize("dtype", ["f8", "f4", "i4", "u1", "i8", "c16", "g", "f2", ml_dtypes.bfloat16])
-def test_allreduce_of_every_dtype(wrapped, passing, dtype):
-    before = wrapped._communicator.num_collectives
-    for turn in range(3):  # by the fast path, after the first
-        for communicator in (wrapped, passing):
-            sent, received = np.arange(5).astype(dtype) * turn, np.zeros(5, dtype)
-            communicator.Allreduce(sent, received)
-            assert received.tolist() == (wrapped.size * turn * np.arange(5)).tolist()
-            assert sent.tolist() == (turn * np.arange(5)).tolist()
-    assert wrapped._communicator.num_collectives > before, "made by MPI"
+def test_allreduce_of_every_dtype(wrapped, passing):
+    for dtype in ("f8", "f4", "i4", "u1", "i8", "c16", "g", "f2", ml_dtypes.bfloat16):
+        before = wrapped._communicator.num_collectives
+        for turn in range(3):  # by the fast path, after the first
+            for communicator in (wrapped, passing):
+                sent, received = np.arange(5).astype(dtype) * turn, np.zeros(5, dtype)
+                communicator.Allreduce(sent, received)
+                assert received.tolist() == (wrapped.size * turn * np.arange(5)).tolist(), dtype
+                assert sent.tolist() == (turn * np.arange(5)).tolist(), dtype
+        assert wrapped._communicator.num_collectives > before, f"{dtype}: made by MPI"
 
 
 def _specifications(length):
@@ -96,32 +98,25 @@ def _specifications(length):
         "array.array": (plain, np.frombuffer(plain)),
         "bytes": ([raw, MPI.DOUBLE], np.frombuffer(raw)),
         "memoryview": (memoryview(doubles[5]), doubles[5]),
-        "dlpack": (SimpleDlpack(doubles[6]), doubles[6]),
+        "dlpack": (SpeaksDlpack(doubles[6]), doubles[6]),
         "dlpack before 1.0": (OldDlpack(doubles[7]), doubles[7]),
     }
 
 
-class SimpleDlpack:
-    def __init__(self, held):
-        self.held = held
-
-    def __dlpack__(self, **arguments):
-        return self.held.__dlpack__(**arguments)
-
-    def __dlpack_device__(self):
-        return self.held.__dlpack_device__()
-
-
-class OldDlpack(SimpleDlpack):
+class OldDlpack(SpeaksDlpack):
     def __dlpack__(self, stream=None):  # whose capsules do not tell whether memory may be written
-        return self.held.__dlpack__()
+        return super().__dlpack__()
 
 
-@pytest.mark.parametrize("name", list(_specifications(2)))
-def test_buffers_are_given_as_to_mpi4py(wrapped, name):
+def test_buffers_are_given_as_to_mpi4py(wrapped):
+    sent = _specifications(2)
+    for name, received in _specifications(2).items():
+        with case(name):
+            _check_specification(wrapped, *sent[name], *received)
+
+
+def _check_specification(wrapped, sent, held, given, memory):
     size, rank = wrapped.size, wrapped.rank
-    given, memory = _specifications(2)[name]
-    sent, held = _specifications(2)[name]
     held[:] = [rank, 1]
     wrapped.Allreduce(sent, given)
     assert memory.tolist() == [_sum_of_ranks(wrapped), size]
@@ -183,30 +178,25 @@ def test_ranks_may_describe_the_same_bytes_by_other_datatypes(wrapped):
     backwards.Free()
 
 
-@pytest.mark.parametrize("kind", ["operation", "booleans", "pairs"])
-def test_mpi_makes_the_reductions_that_are_none_of_ours(wrapped, kind):
+def test_mpi_makes_the_reductions_that_are_none_of_ours(wrapped):
     def add(source, target, _):
         np.frombuffer(target)[:] += np.frombuffer(source)
 
     own = MPI.Op.Create(add, commute=True)
-    if kind == "operation":
-        sent, received = np.ones(2), np.zeros(2)
-        wrapped.Allreduce(sent, received, own)
-        wrapped.Iallreduce(sent, received, own).Wait()
-        assert received.tolist() == [wrapped.size] * 2
-        part = np.zeros(2)
-        wrapped.Reduce_scatter_block(np.ones(2 * wrapped.size), part, own)
-        assert part.tolist() == [wrapped.size] * 2
-    elif kind == "booleans":
-        received = np.zeros(2, bool)
-        wrapped.Allreduce(np.array([True, False]), received, MPI.LOR)
-        assert received.tolist() == [True, False]
-    else:
-        pair = np.dtype([("value", "f8"), ("rank", "i4")], align=True)
-        found, mine = np.zeros(1, pair), np.array([(-wrapped.rank, wrapped.rank)], pair)
-        wrapped.Allreduce([mine, 1, MPI.DOUBLE_INT], [found, 1, MPI.DOUBLE_INT], MPI.MINLOC)
-        assert found[0].item() == (1 - wrapped.size, wrapped.size - 1)
+    sent, received, part = np.ones(2), np.zeros(2), np.zeros(2)
+    wrapped.Allreduce(sent, received, own)
+    wrapped.Iallreduce(sent, received, own).Wait()
+    assert received.tolist() == [wrapped.size] * 2
+    wrapped.Reduce_scatter_block(np.ones(2 * wrapped.size), part, own)
+    assert part.tolist() == [wrapped.size] * 2
     own.Free()
+    received = np.zeros(2, bool)
+    wrapped.Allreduce(np.array([True, False]), received, MPI.LOR)
+    assert received.tolist() == [True, False]
+    pair = np.dtype([("value", "f8"), ("rank", "i4")], align=True)
+    found, mine = np.zeros(1, pair), np.array([(-wrapped.rank, wrapped.rank)], pair)
+    wrapped.Allreduce([mine, 1, MPI.DOUBLE_INT], [found, 1, MPI.DOUBLE_INT], MPI.MINLOC)
+    assert found[0].item() == (1 - wrapped.size, wrapped.size - 1)
 
 
 def test_requests_are_those_of_mpi(wrapped):
@@ -280,16 +270,14 @@ WRONG_BUFFERS = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_BUFFERS)
-def test_wrong_buffers_are_refused_as_by_mpi4py(wrapped, name):
-    send, receive, error = WRONG_BUFFERS[name]
-    with pytest.raises(error):
-        wrapped.Allreduce(send, receive)
+def test_wrong_buffers_are_refused_as_by_mpi4py(wrapped):
+    for name, (send, receive, error) in WRONG_BUFFERS.items():
+        with case(name), pytest.raises(error):
+            wrapped.Allreduce(send, receive)
 
 
-@pytest.mark.parametrize("verb", ["Iallreduce", "Reduce_scatter_block", "Allgather", "Bcast", "Bcast of a vector"])
-def test_what_is_received_into_must_be_writable_as_with_mpi4py(wrapped, verb):
-    def call(received):  # by all ranks but the root, which sends
+def test_what_is_received_into_must_be_writable_as_with_mpi4py(wrapped):
+    def call(verb, received):  # by all ranks but the root, which sends
         if verb == "Allgather":
             wrapped.Allgather(np.ones(1), received[: wrapped.size])
         elif verb == "Reduce_scatter_block":
@@ -301,11 +289,12 @@ def test_what_is_received_into_must_be_writable_as_with_mpi4py(wrapped, verb):
             wrapped.Bcast(sent if verb == "Bcast" else [sent, 1, vector])
 
     vector = MPI.DOUBLE.Create_vector(1, 1, 2).Commit()
-    sends = verb.startswith("Bcast") and wrapped.rank == 0
-    if wrapped.size > 1 or not sends:
-        with pytest.raises(AgreementError if sends else BufferError):
-            call(READ_ONLY)
-    call(np.ones(3))
+    for verb in ("Iallreduce", "Reduce_scatter_block", "Allgather", "Bcast", "Bcast of a vector"):
+        sends = verb.startswith("Bcast") and wrapped.rank == 0
+        if wrapped.size > 1 or not sends:
+            with case(verb), pytest.raises(AgreementError if sends else BufferError):
+                call(verb, READ_ONLY)
+        call(verb, np.ones(3))
     vector.Free()
 
 
@@ -322,10 +311,10 @@ _WRONG = {
 
 
 @needs_ranks(2)
-@pytest.mark.parametrize("name", list(_WRONG))
-def test_ranks_that_differ_are_told(wrapped, name):
-    with pytest.raises((CollectiveError, ValueError) if wrapped.rank == 1 else AgreementError):
-        (_WRONG[name] if wrapped.rank == 1 else _RIGHT)(wrapped)
+def test_ranks_that_differ_are_told(wrapped):
+    for name, wrong in _WRONG.items():
+        with case(name), pytest.raises((CollectiveError, ValueError) if wrapped.rank == 1 else AgreementError):
+            (wrong if wrapped.rank == 1 else _RIGHT)(wrapped)
 
 
 @needs_ranks(2)
@@ -338,14 +327,10 @@ def test_ranks_on_different_sides_are_told_without_strict_checks_too(wrapped):
 
 
 @needs_ranks(2)
-@pytest.mark.parametrize(
-    "wrong",
-    [lambda comm: comm.Bcast(np.ones(3)), lambda comm: comm.Bcast(np.ones(2), root=1)],
-    ids=["length", "root"],
-)
-def test_broadcasts_that_differ_are_told(wrapped, wrong):
-    with pytest.raises((CollectiveError, InvalidArgumentError)):
-        (wrong if wrapped.rank == 1 else lambda comm: comm.Bcast(np.ones(2)))(wrapped)
+def test_broadcasts_that_differ_are_told(wrapped):
+    for count, root in ((3, 0), (2, 1)):
+        with case((count, root)), pytest.raises((CollectiveError, InvalidArgumentError)):
+            wrapped.Bcast(np.ones(count), root) if wrapped.rank == 1 else wrapped.Bcast(np.ones(2))
 
 
 def test_small_arrays_above_the_limit_of_messages_are_cut(comm, monkeypatch):

@@ -7,7 +7,9 @@ works afterwards in both cases.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from functools import reduce
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from mpistrat.structures import flatten
 from tests.fuzz.operands import unaligned
 from tests.fuzz.reference import LAYOUTS
 from tests.launches import up_to_ranks
+from tests.ranks.cases import case
 
 pytestmark = up_to_ranks(3)
 REFUSED = "refused"
@@ -121,7 +124,7 @@ def _check(call: Any, make: Any, expect: Any, communicator: Any, leaves_of: Any)
     """Check what a verb makes of a value, twice: the second time by what it knows."""
     rank, size = communicator.rank, communicator.size
     expected: Any = REFUSED
-    if make is not None:
+    if expect is not None:
         leaves = zip(*(map(np.asarray, leaves_of(make(each))) for each in range(size)), strict=True)
         expected = [expect(list(parts), rank) for parts in leaves]
         expected = REFUSED if any(one is REFUSED for one in expected if isinstance(one, str)) else expected
@@ -140,47 +143,38 @@ def _items(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-@pytest.mark.parametrize("verb", [*VERBS, *OF_COMMUNICATORS])
-def test_a_communicator(ops, verb):
-    call, expect = {**VERBS, **OF_COMMUNICATORS}[verb]
-    for make in (*TAKEN.values(), *NESTS.values(), *OTHERS.values()):
-        is_list = isinstance(make(0), list)
-        if verb == "all_to_all" and is_list:  # one for each rank: tested with it
+ALL = {**TAKEN, **NESTS, **OTHERS}
+
+
+def _cases(verbs: Any, taken: Any) -> Iterator[tuple[str, Any, Any, Any, Any]]:
+    """Return each value through each verb: both names, what calls and what makes it, it, and what to expect."""
+    for (verb, (call, expect)), (name, make) in product(verbs.items(), ALL.items()):
+        is_refused = name not in taken or (name == "bool" and "reduce" in verb)
+        yield f"{verb} of {name}", call, make, make(0), None if is_refused else expect
+
+
+def test_a_communicator(ops):
+    for name, call, make, value, expect in _cases({**VERBS, **OF_COMMUNICATORS}, TAKEN):
+        if isinstance(value, list) and name.startswith("all_to_all"):  # one for each rank: tested with it
             continue
-        is_taken = make in TAKEN.values() and not (_is_refused_bool(make) and "reduce" in verb)
-        leaves_of = _items if is_list else lambda value: [value]
-        _check(lambda: call(ops, make(ops.rank)), make if is_taken else None, expect, ops, leaves_of)  # noqa: B023
+        leaves_of = _items if isinstance(value, list) else lambda value: [value]
+        with case(name):
+            _check(lambda: call(ops, make(ops.rank)), make, expect, ops, leaves_of)  # noqa: B023
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_replica_context(strategy, verb):
-    call, expect = VERBS[verb]
-    for make in (*TAKEN.values(), *NESTS.values(), *OTHERS.values()):
-        is_taken = make not in OTHERS.values() and not (_is_refused_bool(make) and "reduce" in verb)
+def test_a_replica_context_and_a_strategy(strategy):
+    communicator = strategy.communicator
+    for verbs, is_context in ((VERBS, True), (OF_STRATEGIES, False)):
+        for name, call, make, _, expect in _cases(verbs, {**TAKEN, **NESTS}):
 
-        def run() -> Any:
-            value = make(strategy.communicator.rank)  # noqa: B023
-            [found] = strategy.experimental_local_results(strategy.run(lambda: call(mpistrat.get_replica_context(), value)))
-            return found
+            def run() -> Any:
+                value = make(communicator.rank)  # noqa: B023
+                if not is_context:  # noqa: B023
+                    return call(strategy, strategy.run(lambda: value))  # noqa: B023
+                return strategy.local(strategy.run(lambda: call(mpistrat.get_replica_context(), value)))  # noqa: B023
 
-        _check(run, make if is_taken else None, expect, strategy.communicator, lambda value: flatten(value)[0])
-
-
-@pytest.mark.parametrize("verb", OF_STRATEGIES)
-def test_a_strategy(strategy, verb):
-    call, expect = OF_STRATEGIES[verb]
-    for make in (*TAKEN.values(), *NESTS.values(), *OTHERS.values()):
-        is_taken = make not in OTHERS.values() and not (_is_refused_bool(make) and verb == "reduce")
-
-        def run() -> Any:
-            value = make(strategy.communicator.rank)  # noqa: B023
-            return call(strategy, strategy.run(lambda: value))
-
-        _check(run, make if is_taken else None, expect, strategy.communicator, lambda value: flatten(value)[0])
-
-
-def _is_refused_bool(make: Any) -> bool:
-    return isinstance(make(0), bool)
+            with case(name):
+                _check(run, make, expect, communicator, lambda value: flatten(value)[0])
 
 
 # verbs with `out`: the call, and the elements of the result of 2 elements for each rank
@@ -212,13 +206,11 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize("verb", WITH_OUT)
-def test_results_may_be_written_over_what_is_yet_to_be_sent(ops, verb):
-    call, expect, count = WITH_OUT[verb]
+def test_results_may_be_written_over_what_is_yet_to_be_sent(ops):
     length = 2 * ops.size
     parts = [np.arange(length) + 10.0 * rank for rank in range(ops.size)]
     doubled = [2 * part for part in parts]
-    for _ in range(3):
+    for (call, expect, count), _ in product(WITH_OUT.values(), range(3)):
         memory = np.zeros(count(ops.size) + length + 1)
         x, out = memory[1 : length + 1], memory[: count(ops.size)]
         x[:] = parts[ops.rank]
@@ -243,22 +235,23 @@ def without_base(memory: np.ndarray, start: int, count: int) -> np.ndarray:
     return new(np.ndarray, 1, (ctypes.c_ssize_t * 1)(count), memory.dtype.num, None, address, 0, 0x501, None)
 
 
-@pytest.mark.parametrize("count", [3, 1000, 100_000, 600_000])
-@pytest.mark.parametrize(
-    "cut", [without_base, lambda memory, start, count: memory[start : start + count]], ids=["alone", "views"]
-)
-def test_overlapping_arrays_are_reduced_as_if_they_were_apart(ops, cut, count):
+def a_view(memory: np.ndarray, start: int, count: int) -> np.ndarray:
+    return memory[start : start + count]
+
+
+def test_overlapping_arrays_are_reduced_as_if_they_were_apart(ops):
     ops.is_strict = False
-    memory = np.empty(3 * count)
-    first, second, third = (cut(memory, start, count) for start in (0, 1, 2 * count))
-    assert (first.base is None) == (cut is without_base)
-    for sources, targets in [([first], [second]), ([first, third], [third, second])] * 2:
-        for op in ("sum", "mean"):
+    for cut, count in product((without_base, a_view), (3, 1000, 100_000, 600_000)):
+        memory = np.empty(3 * count)
+        first, second, third = (cut(memory, start, count) for start in (0, 1, 2 * count))
+        assert (first.base is None) == (cut is without_base)
+        each_twice = [([first], [second]), ([first, third], [third, second])] * 2
+        for op, (sources, targets) in product(("sum", "mean"), each_twice):
             memory[:] = np.arange(memory.size) % 97
             wanted = [source * (ops.size if op == "sum" else 1) for source in sources]
             ops.all_reduce(op, sources, out=targets)
             for target, total in zip(targets, wanted, strict=True):
-                np.testing.assert_array_equal(target, total)
+                np.testing.assert_array_equal(target, total, err_msg=f"{cut} {count}")
 
 
 def test_known_calls_refuse_overlapping_results_too(ops):
@@ -274,17 +267,16 @@ def test_known_calls_refuse_overlapping_results_too(ops):
     assert ops.all_reduce("sum", np.ones(2)).tolist() == [ops.size] * 2
 
 
-@pytest.mark.parametrize("verb", WITH_OUT)
-def test_an_out_that_does_not_fit_is_refused_on_every_rank(ops, verb):
-    call, _, count = WITH_OUT[verb]
-    for misfit in MISFITS.values():
+def test_an_out_that_does_not_fit_is_refused_on_every_rank(ops):
+    for (verb, (call, _, count)), (name, misfit) in product(WITH_OUT.items(), MISFITS.items()):
         for rank in {0, ops.size - 1, None}:
             x, out = np.ones(2 * ops.size), np.zeros(count(ops.size))
             is_wrong = rank in (None, ops.rank)
             given, target = misfit(x, out) if is_wrong else (x, out)
             if not is_wrong and isinstance(misfit(x, out)[0], list):
                 given, target = [x], [out]
-            with pytest.raises(MpistratError):
-                call(ops, given, target)
-            ops.barrier()
-            assert ops.all_reduce("sum", np.ones(2)).tolist() == [ops.size] * 2
+            with case(f"{verb}, {name}"):
+                with pytest.raises(MpistratError):
+                    call(ops, given, target)
+                ops.barrier()
+                assert ops.all_reduce("sum", np.ones(2)).tolist() == [ops.size] * 2

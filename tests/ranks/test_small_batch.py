@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,14 +12,11 @@ import optree
 import pytest
 
 import mpistrat
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import UnavailableError, UnsupportedDtypeError
 from mpistrat.execution.one_call import SMALL_BATCH_BYTES, SmallBatch
-from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
 from mpistrat.testing.transport_cases import DTYPES, operations
-from mpistrat.topology.world import World
 from mpistrat.transports.window import NodeWindow
 from tests.fuzz.reference import LAYOUTS
 from tests.launches import needs_ranks, up_to_ranks
@@ -51,9 +49,8 @@ def batch(dtype: np.dtype, rank: int) -> list[np.ndarray]:
     return [np.asarray((np.arange(np.prod(shape)) + rank + 1) % 5).reshape(shape).astype(dtype) for shape in SHAPES]
 
 
-@pytest.mark.parametrize("op", ReduceOp)
-def test_the_short_way_gives_the_bits_of_the_long_one(ops, fast_paths, op):
-    for dtype in (*DTYPES, *HALF_DTYPES):
+def test_the_short_way_gives_the_bits_of_the_long_one(ops, fast_paths):
+    for op, dtype in product(ReduceOp, (*DTYPES, *HALF_DTYPES)):
         if op not in operations(dtype):
             continue
         for arrays in (batch(dtype, ops.rank), [batch(dtype, ops.rank)[0]]):
@@ -140,9 +137,8 @@ def test_after_a_failed_fast_path_no_collective_is_made(ops, into):
 
 
 @needs_ranks(2)
-def test_ctrl_c_before_a_known_call_is_recorded_is_told_to_the_other_ranks(comm, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+def test_ctrl_c_before_a_known_call_is_recorded_is_told_to_the_other_ranks(comm, make_ops, monkeypatch):
+    ops = make_ops(STRICT="0")
     for _ in range(2):
         ops.all_reduce(ReduceOp.SUM, np.ones(3))
 
@@ -181,16 +177,14 @@ NESTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", ["C", "strided", "read-only"])
-@pytest.mark.parametrize("op", ["sum", "MEAN", ReduceOp.MAX])
-def test_nests_come_back_alike_however_often_they_are_reduced(monkeypatch, op, layout):
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    strategy = mpistrat.MultiWorkerMirroredStrategy()
+def test_nests_come_back_alike_however_often_they_are_reduced(make_strategy):
+    strategy = make_strategy(STRICT="0")
 
     def step():
         ctx = mpistrat.get_replica_context()
-        for nest in NESTS:
-            value = optree.tree_map(lambda leaf: LAYOUTS[layout](np.array(leaf + ctx.replica_id_in_sync_group)), nest)
+        for op, layout, nest in product(("sum", "MEAN", ReduceOp.MAX), ("C", "strided", "read-only"), NESTS):
+            mine = optree.tree_map(lambda leaf: np.array(leaf + ctx.replica_id_in_sync_group), nest)
+            value = optree.tree_map(LAYOUTS[layout], mine)
             first, *others = [ctx.all_reduce(op, value) for _ in range(3)]
             kept = repr(first)
             for other in others:
@@ -207,13 +201,9 @@ def test_nests_come_back_alike_however_often_they_are_reduced(monkeypatch, op, l
                 assert np.array_equal(total, expected.astype(total.dtype)), (leaf, total)
 
     strategy.run(step)
-    strategy.close()
 
 
-def test_what_looks_like_an_earlier_nest_is_looked_at(monkeypatch):
-    monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    strategy = mpistrat.MultiWorkerMirroredStrategy()
-
+def test_what_looks_like_an_earlier_nest_is_looked_at(make_strategy):
     def step():
         ctx = mpistrat.get_replica_context()
         for _ in range(2):
@@ -225,5 +215,4 @@ def test_what_looks_like_an_earlier_nest_is_looked_at(monkeypatch):
             with pytest.raises(UnsupportedDtypeError, match="byte order"):
                 ctx.all_reduce("mean", [np.arange(6.0), np.arange(6, dtype=">f8")])
 
-    strategy.run(step)
-    strategy.close()
+    make_strategy(STRICT="0").run(step)

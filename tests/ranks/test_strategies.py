@@ -26,6 +26,7 @@ from mpistrat.strategy import mirrored
 from mpistrat.strategy.mirrored import CentralStorageStrategy, ExperimentalMultiWorkerMirroredStrategy
 from mpistrat.topology.world import device_name
 from tests.launches import needs_ranks, on_ranks
+from tests.ranks.cases import case
 
 pytestmark = on_ranks(1, 3)
 
@@ -37,20 +38,6 @@ def together(comm):
     """Check, after a test in which every rank raised, that none is left behind."""
     yield
     assert comm.allreduce(1) == comm.size
-
-
-@pytest.fixture
-def made():
-    """Close the strategies that a test makes."""
-    strategies = []
-
-    def keep(strategy):
-        strategies.append(strategy)
-        return strategy
-
-    yield keep
-    for strategy in strategies:
-        strategy.close()
 
 
 def all_reduced(strategy, value):
@@ -107,9 +94,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("make", "error", "message"), REFUSED)
-def test_what_is_refused_on_every_rank(make, error, message, together):
-    refused(error, message, make)
+def test_what_is_refused_on_every_rank(together):
+    for make, error, message in REFUSED:
+        refused(error, message, make)
 
 
 def packs(count):
@@ -140,28 +127,27 @@ DIFFERENT = {
 
 
 @needs_ranks(2)
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_what_one_rank_passes_is_refused_on_all(comm, what, together):
-    make, error, message = DIFFERENT[what]
+def test_what_one_rank_passes_is_refused_on_all(comm, together):
     is_odd = comm.rank == comm.size - 1
-    with pytest.raises(error if is_odd else AgreementError, match=message):
-        make(is_odd)
+    for what, (make, error, message) in DIFFERENT.items():
+        with case(what), pytest.raises(error if is_odd else AgreementError, match=message):
+            make(is_odd)
 
 
 class TestMirrored:
-    def test_all_ranks_of_the_node_by_name(self, comm, made):
+    def test_all_ranks_of_the_node_by_name(self, comm, make_strategy):
         names = [f"rank:{rank}" for rank in range(comm.size)]
         for devices in (None, names, tuple(names), [device_name(rank) for rank in range(comm.size)]):
-            strategy = made(mpistrat.MirroredStrategy(devices))
+            strategy = make_strategy(mpistrat.MirroredStrategy, devices)
             assert strategy.num_replicas_in_sync == comm.size
             expected = tuple(CPU.format(rank) for rank in range(comm.size))
             assert strategy.extended.worker_devices == strategy.extended.parameter_devices == expected
             assert strategy.cluster_resolver is None
             assert all_reduced(strategy, np.ones(2)).tolist() == [comm.size] * 2
 
-    def test_one_rank_is_the_cpu(self, comm, made, together):
+    def test_one_rank_is_the_cpu(self, comm, make_strategy, together):
         if comm.size == 1:
-            assert made(mpistrat.MirroredStrategy(["/cpu:0"])).num_replicas_in_sync == 1
+            assert make_strategy(mpistrat.MirroredStrategy, ["/cpu:0"]).num_replicas_in_sync == 1
             return
         message = (
             "devices=['/cpu:0'] is ambiguous: every rank has a device '/cpu:0'. This node "
@@ -180,16 +166,18 @@ class TestMirrored:
         order = f"devices={names[::-1]} is not in the order of ranks, which is that of replicas"
         refused(InvalidArgumentError, order, lambda: mpistrat.MirroredStrategy(names[::-1]))
 
-    def test_each_node_counts_its_ranks_from_0(self, comm, shape, world, monkeypatch, made):
-        monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
+    def test_each_node_counts_its_ranks_from_0(self, comm, world, make_strategy):
         place = world.place(comm.rank)
-        strategy = made(mpistrat.MirroredStrategy(allow_multiple_nodes=True))
+        strategy = make_strategy(mpistrat.MirroredStrategy, allow_multiple_nodes=True)
         assert strategy.num_replicas_in_sync == place.local_size
         assert strategy.extended.worker_devices == tuple(CPU.format(rank) for rank in range(place.local_size))
         assert strategy.extended.should_checkpoint == (place.local_rank == 0)
         if world.is_uniform:
             named = [f"rank:{rank}" for rank in range(place.local_size)]
-            assert made(mpistrat.MirroredStrategy(named, allow_multiple_nodes=True)).num_replicas_in_sync == place.local_size
+            assert (
+                make_strategy(mpistrat.MirroredStrategy, named, allow_multiple_nodes=True).num_replicas_in_sync
+                == place.local_size
+            )
 
 
 class TestMultiWorker:
@@ -205,36 +193,36 @@ class TestMultiWorker:
         assert strategy.extended.worker_devices == (CPU.format(comm.rank),)
         assert strategy.extended.should_checkpoint == strategy.extended.should_save_summary == (comm.rank == 0)
 
-    def test_a_resolver_says_who_is_the_chief(self, comm, made):
+    def test_a_resolver_says_who_is_the_chief(self, comm, make_strategy):
         # ranks in turn, the last one is the chief
         cluster = {"chief": ["c:1"], "worker": [f"w{rank}:1" for rank in range(comm.size - 1)]}
         is_chief = comm.rank == comm.size - 1
         task_type, task_id = ("chief", 0) if is_chief else ("worker", comm.rank)
         resolver = SimpleClusterResolver(ClusterSpec(cluster), task_type=task_type, task_id=task_id)
-        strategy = made(mpistrat.MultiWorkerMirroredStrategy(resolver))
+        strategy = make_strategy(mpistrat.MultiWorkerMirroredStrategy, resolver)
         assert strategy.cluster_resolver is resolver
         assert (strategy.extended.should_checkpoint, strategy.extended.should_save_summary) == (is_chief, is_chief)
         assert all_reduced(strategy, np.ones(2)).tolist() == [comm.size] * 2
 
-    def test_tf_config_of_a_task_on_each_rank(self, comm, monkeypatch, made):
+    def test_tf_config_of_a_task_on_each_rank(self, comm, monkeypatch, make_strategy):
         cluster = {"worker": [f"w{rank}:1" for rank in range(comm.size)]}
         task = {"type": "worker", "index": comm.size - 1 - comm.rank}
         monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
-        strategy = made(mpistrat.MultiWorkerMirroredStrategy())
+        strategy = make_strategy()
         assert type(strategy.cluster_resolver) is TFConfigClusterResolver
         assert strategy.extended.should_checkpoint == (comm.rank == comm.size - 1)
 
-    def test_tf_config_of_a_node_is_that_of_all_its_ranks(self, comm, monkeypatch, made):
+    def test_tf_config_of_a_node_is_that_of_all_its_ranks(self, comm, monkeypatch, make_strategy):
         monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": ["w:1"]}, "task": {"type": "worker", "index": 0}}))
-        assert made(mpistrat.MultiWorkerMirroredStrategy()).extended.should_checkpoint == (comm.rank == 0)
+        assert make_strategy().extended.should_checkpoint == (comm.rank == 0)
 
-    def test_an_empty_cluster_is_a_job_of_its_own(self, comm, made):
+    def test_an_empty_cluster_is_a_job_of_its_own(self, comm, make_strategy):
         for resolver in (TFConfigClusterResolver(), SimpleClusterResolver(ClusterSpec({}))):
-            strategy = made(mpistrat.MultiWorkerMirroredStrategy(resolver))
+            strategy = make_strategy(mpistrat.MultiWorkerMirroredStrategy, resolver)
             assert strategy.num_replicas_in_sync == comm.size
             assert strategy.extended.should_checkpoint == (comm.rank == 0)
 
-    def test_jobs_of_mpi(self, comm, made):
+    def test_jobs_of_mpi(self, comm, make_strategy):
         resolver = MPIClusterResolver({"worker": comm.size - 1, "chief": 1}, port_base=5000, rpc_layer="grpc")
         is_last = comm.rank == comm.size - 1
         assert resolver.get_task_info() == (("chief", 0) if is_last else ("worker", comm.rank))
@@ -243,7 +231,7 @@ class TestMultiWorker:
         slurm = SlurmClusterResolver({"worker": comm.size - 1, "chief": 1}, 5000, gpus_per_node=comm.size, gpus_per_task=1)
         assert (slurm.cluster_spec(), slurm.get_task_info()) == (resolver.cluster_spec(), resolver.get_task_info())
         assert (slurm.master(), slurm.num_accelerators()) == (resolver.master(), {"GPU": 1})
-        assert made(mpistrat.MultiWorkerMirroredStrategy(resolver)).extended.should_checkpoint == is_last
+        assert make_strategy(mpistrat.MultiWorkerMirroredStrategy, resolver).extended.should_checkpoint == is_last
 
     @needs_ranks(2)
     def test_gpus_that_one_rank_does_not_have(self, comm, together):
@@ -265,13 +253,13 @@ class TestMultiWorker:
         with pytest.raises(InvalidArgumentError if comm.rank == 1 else AgreementError, match="TF_CONFIG='{' is not valid JSON"):
             mpistrat.MultiWorkerMirroredStrategy()
 
-    def test_its_old_name(self, comm, made, together):
+    def test_its_old_name(self, comm, make_strategy, together):
         with pytest.warns(
             DeprecationWarning, match="experimental.MultiWorkerMirroredStrategy is deprecated; use mpistrat.Multi"
         ):
-            strategy = made(ExperimentalMultiWorkerMirroredStrategy("ring"))
+            strategy = make_strategy(ExperimentalMultiWorkerMirroredStrategy, "ring")
         assert isinstance(strategy, mpistrat.MultiWorkerMirroredStrategy)
-        assert isinstance(made(mpistrat.MultiWorkerMirroredStrategy()), ExperimentalMultiWorkerMirroredStrategy)
+        assert isinstance(make_strategy(), ExperimentalMultiWorkerMirroredStrategy)
         assert not isinstance(mpistrat.OneDeviceStrategy(), ExperimentalMultiWorkerMirroredStrategy)
         assert not isinstance(strategy, type("Heir", (ExperimentalMultiWorkerMirroredStrategy,), {}))
         assert all_reduced(strategy, np.ones(2)).tolist() == [comm.size] * 2
@@ -294,27 +282,27 @@ class TestMultiWorker:
 
     @needs_ranks(2)
     @pytest.mark.parametrize("kind", [mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy])
-    def test_ranks_that_come_late_but_in_time(self, comm, kind, made):
+    def test_ranks_that_come_late_but_in_time(self, comm, kind, make_strategy):
         if comm.rank == 0:
             time.sleep(0.2)
-        strategy = made(kind(communication_options=CommunicationOptions(timeout_seconds=30)))
+        strategy = make_strategy(kind, communication_options=CommunicationOptions(timeout_seconds=30))
         assert strategy.num_replicas_in_sync == comm.size
 
 
 class TestCentralStorage:
-    def test_it_says_where_variables_are_kept(self, comm, made):
+    def test_it_says_where_variables_are_kept(self, comm, make_strategy):
         last = comm.size - 1
-        strategy = made(CentralStorageStrategy(parameter_device=f"rank:{last}"))
+        strategy = make_strategy(CentralStorageStrategy, parameter_device=f"rank:{last}")
         assert strategy.extended.worker_devices == tuple(CPU.format(rank) for rank in range(comm.size))
         assert strategy.extended.parameter_devices == (CPU.format(last),)
         assert (strategy.num_replicas_in_sync, strategy.cluster_resolver) == (comm.size, None)
-        assert made(CentralStorageStrategy()).extended.parameter_devices == (CPU.format(0),)
-        assert made(CentralStorageStrategy(parameter_device="/cpu:0")).extended.parameter_devices == (CPU.format(0),)
+        assert make_strategy(CentralStorageStrategy).extended.parameter_devices == (CPU.format(0),)
+        assert make_strategy(CentralStorageStrategy, parameter_device="/cpu:0").extended.parameter_devices == (CPU.format(0),)
         assert isinstance(strategy.extended.cross_device_ops, ReductionToOneDevice)
 
-    def test_what_the_keeper_computes_counts(self, comm, made):
+    def test_what_the_keeper_computes_counts(self, comm, make_strategy):
         last = comm.size - 1
-        strategy = made(CentralStorageStrategy(parameter_device=f"rank:{last}"))
+        strategy = make_strategy(CentralStorageStrategy, parameter_device=f"rank:{last}")
         with strategy.scope():
             variable = mpistrat.Variable(np.zeros(2))
         strategy.extended.update(variable, lambda kept: kept.assign(np.full(2, comm.rank)))
@@ -323,8 +311,8 @@ class TestCentralStorage:
             variable.assign(np.full(2, comm.rank + 1.0))
         assert variable.numpy().tolist() == [last + 1.0] * 2
 
-    def test_a_gradient_is_reduced_to_the_variable(self, comm, made):
-        strategy = made(CentralStorageStrategy(parameter_device=f"rank:{comm.size - 1}"))
+    def test_a_gradient_is_reduced_to_the_variable(self, comm, make_strategy):
+        strategy = make_strategy(CentralStorageStrategy, parameter_device=f"rank:{comm.size - 1}")
         extended = strategy.extended
         with strategy.scope():
             variable = mpistrat.Variable(np.zeros(2))
@@ -342,8 +330,8 @@ class TestCentralStorage:
         extended.update(variable, lambda kept, value: kept.assign(value), args=(sent,))
         assert variable.numpy().tolist() == [7.0, 7.0]
 
-    def test_replicas_read_and_assign(self, comm, made, together):
-        strategy = made(CentralStorageStrategy())
+    def test_replicas_read_and_assign(self, comm, make_strategy, together):
+        strategy = make_strategy(CentralStorageStrategy)
         with strategy.scope():
             summed = mpistrat.Variable(1.0, aggregation=mpistrat.VariableAggregation.SUM)
             plain = mpistrat.Variable(1.0)
@@ -359,8 +347,8 @@ class TestCentralStorage:
             with pytest.raises(ValueError, match="aggregation NONE"):
                 strategy.run(lambda: plain.assign(2.0))
 
-    def test_values_of_several_components_are_refused(self, comm, made, together):
-        strategy = made(CentralStorageStrategy())
+    def test_values_of_several_components_are_refused(self, comm, make_strategy, together):
+        strategy = make_strategy(CentralStorageStrategy)
         with strategy.scope():
             variable = mpistrat.Variable(np.zeros(2))
         several = [PerReplica(np.ones(2)), *([Mirrored(np.ones(2))] if comm.size > 1 else [])]
@@ -383,8 +371,7 @@ class TestCentralStorage:
         refused(InvalidArgumentError, "compute_devices=[] leaves out rank 0", lambda: CentralStorageStrategy([]))
         refused(TypeError, "compute_devices must be None or a list of device names", lambda: CentralStorageStrategy("/cpu:0"))
 
-    def test_several_nodes_are_refused(self, comm, shape, world, monkeypatch, together):
-        monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
+    def test_several_nodes_are_refused(self, comm, world, together):
         if world.num_nodes == 1:
             CentralStorageStrategy().close()
             return
@@ -404,11 +391,11 @@ def test_one_device_computes_here_alone(comm):
         assert total.tolist() == [comm.rank] * 2
 
 
-def test_ops_of_the_user_are_named_without_their_address(comm, made):
+def test_ops_of_the_user_are_named_without_their_address(comm, make_strategy):
     class Mine(HierarchicalAllReduce):
         __repr__ = object.__repr__
 
-    assert isinstance(made(mpistrat.MirroredStrategy(cross_device_ops=Mine())).extended.cross_device_ops, Mine)
+    assert isinstance(make_strategy(mpistrat.MirroredStrategy, cross_device_ops=Mine()).extended.cross_device_ops, Mine)
 
 
 def test_a_rendezvous_that_not_all_ranks_enter(comm, monkeypatch):

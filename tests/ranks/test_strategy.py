@@ -14,6 +14,7 @@ from mpistrat.errors import AgreementError, InvalidArgumentError, LaunchError, U
 from mpistrat.tools import train_digits
 from mpistrat.tools.train_digits import train
 from tests.launches import needs_ranks, on_ranks
+from tests.ranks.cases import case
 
 pytestmark = on_ranks(1, 3)
 
@@ -34,14 +35,12 @@ def test_replicas_are_ranks(comm, strategy, world):
 
 @needs_ranks(2)
 @pytest.mark.parametrize("strict", ["0", "1"])
-def test_the_sum_of_a_plain_value_is_refused_on_all_ranks_or_on_none(comm, monkeypatch, strict):
-    monkeypatch.setenv("MPISTRAT_STRICT", strict)
-    strategy = mpistrat.MultiWorkerMirroredStrategy()
+def test_the_sum_of_a_plain_value_is_refused_on_all_ranks_or_on_none(comm, make_strategy, strict):
+    strategy = make_strategy(STRICT=strict)
     for op in ("sum", "prod"):
         with pytest.raises(InvalidArgumentError, match=f"{op.upper()} of a value that is not a per-replica value is ambiguous"):
             strategy.reduce(op, [PerReplica(1.0), float(comm.rank == 1)], axis=None)
         assert strategy.reduce(op, [PerReplica(1.0), 0.0], axis=None)[1] == 0
-    strategy.close()
     assert comm.allreduce(1) == comm.size
 
 
@@ -96,22 +95,18 @@ def test_merge_calls_that_not_all_replicas_make_raise_on_all(comm, strategy):
     assert comm.allreduce(1) == comm.size
 
 
-def test_mirrored_strategy_spans_one_node(comm, shape, world, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
-    if world.num_nodes == 1:
-        strategy = mpistrat.MirroredStrategy()
-    else:
+def test_mirrored_strategy_spans_one_node(comm, world, make_strategy):
+    if world.num_nodes > 1:
         with pytest.raises(
             LaunchError, match=f"{comm.size} ranks on {world.num_nodes} nodes .*MultiWorkerMirroredStrategy"
         ) as caught:
             mpistrat.MirroredStrategy()
         assert caught.value.raised_everywhere
-        strategy = mpistrat.MirroredStrategy(allow_multiple_nodes=True)
+    strategy = make_strategy(mpistrat.MirroredStrategy, allow_multiple_nodes=world.num_nodes > 1)
     mates = world.nodes[world.place(comm.rank).node_index].ranks
     total = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.array([1, comm.rank])))
     assert strategy.num_replicas_in_sync == len(mates)
     assert strategy.experimental_local_results(total)[0].tolist() == [len(mates), sum(mates)]
-    strategy.close()
 
 
 def packs_sent(strategy, arrays, options):
@@ -130,39 +125,33 @@ def packs_sent(strategy, arrays, options):
 
 def assert_about(found, sizes, size):
     """Check sizes of buffers; one may be longer, by what makes its elements, of at most 4 bytes, divide by the ranks."""
-    assert len(found) == len(sizes)
+    assert len(found) == len(sizes), (found, sizes)
     assert all(0 <= buffer - wanted < 4 * size for buffer, wanted in zip(found, sizes, strict=True)), (found, sizes)
 
 
-@pytest.mark.parametrize(
-    ("own", "limit", "packs"),
-    [
-        (0, 25, [40, 30, 30]),
-        (0, 0, [100]),
-        (0, 1, [40, 30, 20, 10]),
-        (0, 40, [70, 30]),
-        (25, None, [40, 30, 30]),
-        (25, 50, [70, 30]),
-    ],
-)
-def test_packs_begin_with_the_last_arrays_and_options_of_a_call_win(comm, shape, monkeypatch, own, limit, packs):
-    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
-    options = CommunicationOptions(bytes_per_pack=own, algorithm="flat")
-    strategy = mpistrat.MultiWorkerMirroredStrategy(communication_options=options)
+# by the limit of the strategy, those of calls and the packs that they make
+PACKS = {
+    0: [(25, [40, 30, 30]), (0, [100]), (1, [40, 30, 20, 10]), (40, [70, 30])],
+    25: [(None, [40, 30, 30]), (50, [70, 30])],
+}
+
+
+@pytest.mark.parametrize("own", PACKS)
+def test_packs_begin_with_the_last_arrays_and_options_of_a_call_win(comm, shape, make_strategy, own):
+    strategy = make_strategy(communication_options=CommunicationOptions(bytes_per_pack=own, algorithm="flat"))
     arrays = [np.full(count, count, np.uint8) for count in (10, 20, 30, 40)]
-    found = packs_sent(strategy, arrays, None if limit is None else CommunicationOptions(bytes_per_pack=limit))
-    strategy.close()
-    assert_about(found, packs, comm.size)
+    for limit, packs in PACKS[own]:
+        found = packs_sent(strategy, arrays, None if limit is None else CommunicationOptions(bytes_per_pack=limit))
+        assert_about(found, packs, comm.size)
 
 
-@pytest.mark.parametrize(("num_packs", "elements"), [(1, [10]), (3, [3, 3, 4]), (0, [6, 4])])
 @pytest.mark.parametrize("kind", [mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy])
-def test_num_packs_cuts_all_elements_evenly(kind, num_packs, elements):
-    strategy = kind(communication_options=CommunicationOptions(algorithm="flat", num_packs=num_packs))
+def test_num_packs_cuts_all_elements_evenly(make_strategy, kind):
+    strategy = make_strategy(kind, communication_options=CommunicationOptions(algorithm="flat", num_packs=3))
     arrays = [np.arange(4, dtype=np.float32), np.ones((3, 2), np.float32)]
-    found = packs_sent(strategy, arrays, None)
-    strategy.close()
-    assert_about(found, [4 * count for count in elements], strategy.num_replicas_in_sync)
+    for num_packs, elements in ((None, [3, 3, 4]), (1, [10]), (0, [6, 4])):
+        found = packs_sent(strategy, arrays, CommunicationOptions(num_packs=num_packs))
+        assert_about(found, [4 * count for count in elements], strategy.num_replicas_in_sync)
 
 
 class Unreadable:
@@ -234,23 +223,32 @@ REFUSED_BY_ONE = {
 
 
 @needs_ranks(2)
-@pytest.mark.parametrize("case", REFUSED_BY_ONE)
-def test_what_one_rank_refuses_no_other_waits_for(comm, monkeypatch, case):
-    call, refused, accepted, error, message = REFUSED_BY_ONE[case]
-    monkeypatch.setenv("MPISTRAT_STRICT", "1")
-    strategy = mpistrat.MultiWorkerMirroredStrategy()
+def test_what_one_rank_refuses_no_other_waits_for(comm, make_strategy):
     first = comm.rank == 0
-    with pytest.raises(error if first else AgreementError, match=message):
-        call(strategy, refused if first else accepted)
-    # and all are in step again
-    assert strategy.reduce("sum", PerReplica(1.0), axis=None) == comm.size
-    strategy.close()
+    for name, (call, refused, accepted, error, message) in REFUSED_BY_ONE.items():
+        strategy = make_strategy(STRICT="1")
+        with case(name):
+            with pytest.raises(error if first else AgreementError, match=message):
+                call(strategy, refused if first else accepted)
+            # and all are in step again
+            assert strategy.reduce("sum", PerReplica(1.0), axis=None) == comm.size
+
+
+@needs_ranks(2)
+def test_what_one_rank_refuses_of_a_known_call_is_its_own_error_and_told_to_the_others(comm, make_strategy):
+    strategy, call, first = make_strategy(STRICT="1"), in_replica(ALL_REDUCE), comm.rank == 0
+    for _ in range(3):
+        call(strategy, 1.0)
+    told = "the disk is gone" if first else "rank 0: all_reduce, which failed: OSError: the disk is gone"
+    with pytest.raises(OSError if first else AgreementError, match=told):
+        call(strategy, Unreadable() if first else 1.0)
 
 
 @on_ranks(3)
 def test_weights_agree_at_any_number_of_replicas(comm, strategy):
     batch_size = 136  # the last batch has one row
-    expected, _, expected_losses = train(mpistrat.OneDeviceStrategy(), epochs=1, batch_size=batch_size)
+    alone = train(mpistrat.OneDeviceStrategy(), epochs=1, batch_size=batch_size) if comm.rank == 0 else None
+    expected, _, expected_losses = comm.bcast(alone)
     weights, _, losses = train(strategy, epochs=1, batch_size=batch_size)
     # each step adds in another order, and moves weights below 1 by less than 1: it may be off by one rounding of such a number
     bound = len(losses) * np.finfo(np.float32).eps
@@ -263,16 +261,14 @@ def test_weights_agree_at_any_number_of_replicas(comm, strategy):
 
 
 @on_ranks(3)
-def test_training_learns_from_what_one_rank_loads(comm, monkeypatch):
+def test_training_learns_from_what_one_rank_loads(comm, make_strategy, monkeypatch):
     seen, began, load = [], [], train_digits.load
     monkeypatch.setattr(train_digits, "load", lambda: began.append("load") or load())
-    strategy = mpistrat.MultiWorkerMirroredStrategy()
     _, accuracy, losses = train(
-        strategy,
+        make_strategy(),
         on_start=lambda epoch: began.append(("start", epoch + len(seen))),
         on_step=lambda epoch, loss, examples: seen.append((epoch, loss, examples)),
     )
-    strategy.close()
     assert began == ["load"] * (comm.rank == 0) + [("start", 0)]
     assert accuracy >= 0.95
     assert losses[-1] < 0.2 < losses[0]
@@ -281,14 +277,13 @@ def test_training_learns_from_what_one_rank_loads(comm, monkeypatch):
 
 
 @on_ranks(3)
-def test_training_goes_on_after_the_epochs_that_were_saved(comm, tmp_path):
-    folder, strategy, began = Path(comm.bcast(str(tmp_path))) / "saved", mpistrat.MultiWorkerMirroredStrategy(), []
+def test_training_goes_on_after_the_epochs_that_were_saved(comm, make_strategy, tmp_path):
+    folder, strategy, began = Path(comm.bcast(str(tmp_path))) / "saved", make_strategy(), []
     weights, accuracy, losses = train(strategy, epochs=3)
     again = []
     for epochs in (2, 3, 3):
         found = train(strategy, epochs, checkpoints=folder, on_start=began.append)
         again += found[2]
-    strategy.close()
     np.testing.assert_allclose(again, losses, rtol=1e-5)
     assert (began, found[1]) == ([0, 2, 3], accuracy)
     for name, value in weights.items():

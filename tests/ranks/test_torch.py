@@ -48,12 +48,13 @@ def _rows(torch, rank):
     return torch.randn(16, 32, generator=torch.Generator().manual_seed(rank))
 
 
-def _expected(torch, size, model_of=_model, repeat=1):
-    """Return the gradients of the mean of the losses of all ranks, computed on this one."""
-    model = model_of(torch)
-    for _ in range(repeat):
+def _check(torch, found, size, num_passes=1):
+    """Compare gradients with those of the mean of the losses of all ranks, computed on this one."""
+    model = _model(torch)
+    for _ in range(num_passes):
         (sum(model(_rows(torch, rank)).square().mean() for rank in range(size)) / size).backward()
-    return [parameter.grad for parameter in model.parameters()]
+    for parameter, expected in zip(found.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 30, 4096, 1], ids=["one bucket", "two or three", "one for each"])
@@ -67,8 +68,7 @@ def test_gradients_are_those_of_the_mean_loss_and_several_passes_add_up(torch, o
                 model[:3](_rows(torch, 0)).sum().mul(0.0).backward()
             for _ in range(num_passes):
                 model(_rows(torch, communicator.rank)).square().mean().backward()
-        for parameter, expected in zip(model.parameters(), _expected(torch, communicator.size, repeat=num_passes), strict=True):
-            torch.testing.assert_close(parameter.grad, expected)
+        _check(torch, model, communicator.size, num_passes)
 
 
 def test_gradients_may_be_dropped_between_two_passes(torch, ours, communicator):
@@ -77,8 +77,7 @@ def test_gradients_may_be_dropped_between_two_passes(torch, ours, communicator):
         model(_rows(torch, 9)).sum().backward()
         model.zero_grad()
         model(_rows(torch, communicator.rank)).square().mean().backward()
-    for parameter, expected in zip(model.parameters(), _expected(torch, communicator.size), strict=True):
-        torch.testing.assert_close(parameter.grad, expected)
+    _check(torch, model, communicator.size)
 
 
 def test_hooks_may_run_on_a_thread_of_their_own(torch, ours, communicator):
@@ -97,8 +96,7 @@ def test_hooks_may_run_on_a_thread_of_their_own(torch, ours, communicator):
             mean = communicator.all_reduce("mean", np.array(loss.item()))
         losses = [model(_rows(torch, rank)).square().mean().item() for rank in range(communicator.size)]
         np.testing.assert_allclose(mean, np.mean(losses), rtol=1e-5)
-        for parameter, expected in zip(model.parameters(), _expected(torch, communicator.size), strict=True):
-            torch.testing.assert_close(parameter.grad, expected)
+        _check(torch, model, communicator.size)
 
 
 def test_buckets_start_while_backward_goes_on(torch, ours, communicator, monkeypatch):
@@ -123,8 +121,7 @@ def test_an_empty_block_averages_in_place_what_is_there(torch, ours, communicato
     with ours.average_gradients(model, communicator, SMALL_BUCKETS):
         pass
     assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), before, strict=True))
-    for gradient, expected in zip(before, _expected(torch, communicator.size, repeat=2), strict=True):
-        torch.testing.assert_close(gradient, expected)
+    _check(torch, model, communicator.size, 2)
 
 
 def test_gradients_of_other_layouts_and_dtypes(torch, ours, communicator):

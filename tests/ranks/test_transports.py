@@ -290,11 +290,10 @@ def test_operations_of_many_transports_do_not_use_up_mpi(group):
     assert mpi_op(ReduceOp.MIN, np.dtype(np.float32)) == mpi_op(ReduceOp.MIN, np.dtype(np.float32))
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint64])
-def test_integers_wrap_around(group, dtype):
-    largest = np.iinfo(dtype).max
-    buffer = np.array([largest, 1], dtype)
-    operation = MpiTransport(group).all_reduce(buffer, ReduceOp.SUM)
-    drive(operation.run(), lambda: "sum")
-    expected = combine(ReduceOp.SUM).reduce(np.full(group.size, largest, dtype), dtype=dtype)
-    assert buffer.tolist() == [expected, group.size]
+def test_integers_wrap_around(group):
+    for dtype in (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint64):
+        largest = np.iinfo(dtype).max
+        buffer = np.array([largest, 1], dtype)
+        drive(MpiTransport(group).all_reduce(buffer, ReduceOp.SUM).run(), lambda: "sum")
+        expected = combine(ReduceOp.SUM).reduce(np.full(group.size, largest, dtype), dtype=dtype)
+        assert buffer.tolist() == [expected, group.size], dtype

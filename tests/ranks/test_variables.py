@@ -62,16 +62,16 @@ def test_replicas_scatter_different_numbers_of_rows(comm, strategy):
 
 @needs_ranks(2)
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("method", METHODS)
-def test_replicas_without_aggregation_that_change_a_variable_differently_all_raise(comm, strategy, method, strict):
+def test_replicas_without_aggregation_that_change_a_variable_differently_all_raise(comm, strategy, strict):
     strategy.extended.communicator.is_strict = strict
     variable = declared(strategy, mpistrat.VariableSynchronization.ON_WRITE, NONE)
     number = 1.0 + (comm.rank == comm.size - 1)
-    value = IndexedSlices([number], [0]) if method.startswith("scatter") else np.full(3, number)
-    message = rf"has aggregation NONE(.|\n)*rank {comm.size - 1}: Variable.*\.{method} of (.|\n)*correct: .*aggregation="
-    with pytest.raises(AgreementError, match=message):
-        strategy.run(lambda: getattr(variable, method)(value))
-    assert comm.allgather(variable.numpy().tolist()) == [[9, 4, 16]] * comm.size
+    for method in METHODS:
+        value = IndexedSlices([number], [0]) if method.startswith("scatter") else np.full(3, number)
+        message = rf"has aggregation NONE(.|\n)*rank {comm.size - 1}: Variable.*\.{method} of (.|\n)*correct: .*aggregation="
+        with pytest.raises(AgreementError, match=message):
+            strategy.run(lambda method=method, value=value: getattr(variable, method)(value))
+        assert comm.allgather(variable.numpy().tolist()) == [[9, 4, 16]] * comm.size, method
 
 
 @needs_ranks(2)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.packing.wire import Cast, Wire
+from mpistrat.transports.wire import Cast, Wire
 
 DTYPES = [np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)]
 MANY = 40_000  # several pieces, all of them long enough for the integer arithmetic
