@@ -17,7 +17,7 @@ __all__ = ["WAITING", "WORKED", "Steps", "drive", "ends_soon", "until", "yield_c
 Steps = Iterator[bool]
 WAITING, WORKED = False, True
 
-_POLLS_PER_CLOCK, _SLEEPS_PER_CLOCK = 256, 16
+_POLLS_PER_CLOCK = 256
 _POLLS_AT_ONCE = 64
 
 
@@ -36,7 +36,7 @@ def drive(
     `check`, which raises if the steps are known not to end.
     """
     wait = yield_core if back_off is None else back_off
-    polls_per_clock = _POLLS_PER_CLOCK if back_off is None else _SLEEPS_PER_CLOCK
+    polls_per_clock = _POLLS_PER_CLOCK if back_off is None else 1
 
     def advance() -> None:
         polls = waits = 0

@@ -260,15 +260,16 @@ def test_nothing_blocks_inside_a_node(one_node, comm):
 
 
 class Little:
-    """Says that the shared memory of node 0 has room for so many bytes of each rank."""
+    """Says that the shared memory of node 0 has room for so many bytes of each rank; below 0: for no more files."""
 
     def __init__(self, monkeypatch, most_bytes, is_node_0):
         self.most_bytes, self.is_node_0 = most_bytes, is_node_0
         monkeypatch.setattr(window, "os", SimpleNamespace(statvfs=self.statvfs))
 
     def statvfs(self, path):
-        free = self.most_bytes if self.is_node_0 else 2**40
-        return SimpleNamespace(f_bavail=free, f_frsize=1, f_files=0, f_favail=0)
+        free = self.most_bytes if self.is_node_0 and self.most_bytes >= 0 else 2**40
+        has_inodes = self.most_bytes >= 0 or not self.is_node_0
+        return SimpleNamespace(f_bavail=free, f_frsize=1, f_files=10, f_favail=10 if has_inodes else 1)
 
 
 def all_verbs(communicator, count):
@@ -284,7 +285,8 @@ def all_verbs(communicator, count):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("room", "strict"), [(0, "0"), (2**22, "0"), (2**22, "1"), (2**24, "1")])  # none, barriers, some calls
+# no files, no bytes, barriers, some calls
+@pytest.mark.parametrize(("room", "strict"), [(-1, "0"), (0, "0"), (2**22, "0"), (2**22, "1"), (2**24, "1")])
 def test_a_node_without_shared_memory_goes_on_over_mpi(comm, make_ops, monkeypatch, said, room, strict):
     monkeypatch.setattr("mpistrat.logger._warned", set())
     world = World.from_shape("3+1")
@@ -292,10 +294,11 @@ def test_a_node_without_shared_memory_goes_on_over_mpi(comm, make_ops, monkeypat
     communicator = make_ops(world, STRICT=strict)
     for count in (10, 300_000, 3_000_000, 10, 300_000):
         all_verbs(communicator, count)
-    warned = said.getvalue().count("are free in /dev/shm; remove what ended jobs have left there")
+    flaw = ", which has no inodes left" if room < 0 else ""
+    warned = said.getvalue().count(f"are free in /dev/shm{flaw}; remove what ended jobs have left there")
     lacks = len(world.nodes[0].ranks) > 1
     assert warned <= (comm.rank == 0 and lacks)
-    assert warned == (comm.rank == 0 and lacks) or room
+    assert warned == (comm.rank == 0 and lacks) or room > 0
 
 
 @needs_ranks(2)

@@ -62,3 +62,4 @@ def test_what_is_no_partition_is_refused(wrong):
     with pytest.raises(InvalidArgumentError, match=r"accepted is a list .* for example \[2, 1\]"):
         check_partition(wrong, (10, 3))
     assert check_partition([5, 1], (3, 2)) == 3  # no more shards than rows
+    assert check_partition([2], (10,)) == 2
