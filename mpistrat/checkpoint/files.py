@@ -177,6 +177,8 @@ def _move(file: Any, move: Callable[[Array], int], memory: Array) -> int:
         if not count:
             break
         done += count
+        if file.writable() and not fcntl(file, F_GETFL) & os.O_DIRECT:  # begin to write to the disk what was copied
+            os.posix_fadvise(file.fileno(), done - count, count, os.POSIX_FADV_DONTNEED)
     return done
 
 
@@ -249,9 +251,10 @@ def read_manifest(folder: Path) -> Manifest:
     with _reading(path):
         found = json.loads(path.read_bytes())
         if found["format"] != FORMAT:
+            newer = ", or a newer one" if found["format"] > FORMAT else ""
             raise CheckpointError(
                 f"{path} has format {found['format']}, and this version of mpistrat reads format {FORMAT}: use the version "
-                "that has written it, or a newer one"
+                f"that has written it{newer}"
             )
         fields: dict[str, Any] = found["content"]
         if crc32(json.dumps(fields).encode()) != found["checksum"]:

@@ -330,7 +330,10 @@ class Guard:
         With MPISTRAT_STRICT all ranks raise together.
         """
         if self.is_strict:
-            self.agree(call, error)
+            try:
+                self.agree(call, error)
+            except CollectiveError:  # the watcher may have compared the calls before
+                raise error from None
         self.number -= 1  # the other ranks have not made the call, or wait in it for this one
         self._told = error
         self._record_entry(_failed(call, error))

@@ -10,7 +10,6 @@ from functools import cache
 from itertools import combinations, pairwise, zip_longest
 from typing import Any
 
-from mpistrat.experimental import CommunicationOptions
 from tests.disagreements.calls import ITSELF, Call
 from tests.disagreements.case import Plan
 from tests.disagreements.deviations import (
@@ -196,7 +195,6 @@ def _sequences(n: int) -> Iterator[Kind]:
         "strategies": [strategy, by_second, one],
         "closed": [strategy, by_second, Call("close", strategy=1), one],
     }
-    packed = {"communication_options": CommunicationOptions(bytes_per_pack=4096)}
     deviations: list[tuple[str, str, Deviation]] = [
         *((name, f"{what}_{index}", way(index)) for what, way in ORDERS.items() for name in sequences for index in range(5)),
         *((name, "nothing", insert(0)) for name in ("three", "verbs", "threads")),
@@ -209,7 +207,7 @@ def _sequences(n: int) -> Iterator[Kind]:
         ("assigned", "added", change(2, verb="assign_add")),
         ("assigned", "mean", change(op="mean")),
         ("strategy", "mirrored", change(verb="mirrored")),
-        ("strategy", "options", change(options=packed)),
+        ("strategy", "options", change(options={"bytes_per_pack": 4096})),
         ("strategies", "packs", change(options={"num_packs": 3})),
         ("strategies", "explain", insert(2, Call("explain"))),
         ("strategies", "drop", insert(2, Call("drop"))),
