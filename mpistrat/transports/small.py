@@ -33,9 +33,10 @@ _POLLS = 40  # before yielding the core: a peer on its own core usually arrives 
 _YIELDS = 600  # before checking deadlines and verdicts
 _LARGE_BYTES = 1 << 14
 """From here on two ranks, each on a core, read their own array where it is: 64 KiB take 11.4 us, and 13.2 from the slot."""
-_PAIR_BYTES = 1 << 22
-"""Two ranks sum one array of up to so many bytes through their slots, in pieces that stay in the cache: 1 MiB takes 73 us, and
-146 by cross-memory attach; 4 MiB 360 and 430."""
+_PAIR_BYTES = 1 << 20
+"""Two ranks sum one array of up to so many bytes through their slots, in pieces that stay in the cache: 1 MiB takes 67 us, and
+140 by cross-memory attach. Cores that exchange cache lines slowly, as on two chips, lose by that: 1 MiB takes 500 us there,
+and 4 MiB 2.3 ms, 0.5 by cross-memory attach, where quick ones would win a fifth."""
 
 
 class SmallExchange:
