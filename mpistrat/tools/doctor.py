@@ -146,7 +146,8 @@ def _chosen(jobs: Sequence[JobReport], wanted: str) -> list[JobReport]:
 def _of_process(jobs: Sequence[JobReport], pid: int) -> list[JobReport]:
     """Return the jobs for which a process is a rank or has started one; if there is none, the last job that had this pid."""
     there = [job for job in jobs if job.has_process(pid)]
-    return there or [job for job in jobs if any(state.pid == pid for state in job.states)][:1]
+    running = [job for job in there if job.is_running]  # ranks that have ended may have had pids of theirs
+    return running or there or [job for job in jobs if any(state.pid == pid for state in job.states)][:1]
 
 
 def _list(jobs: Sequence[JobReport]) -> str:

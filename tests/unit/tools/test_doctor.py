@@ -14,7 +14,7 @@ import pytest
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.tools import cli, doctor
 from mpistrat.watch import record as records
-from mpistrat.watch.record import HEADER, RecordedCall
+from mpistrat.watch.record import HEADER, RecordedCall, State
 from mpistrat.watch.recorder import FlightRecorder
 from mpistrat.watch.states import RankState
 
@@ -27,9 +27,10 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
     monkeypatch.setattr(records, "bases", lambda: [tmp_path])
     tmp_path.chmod(0o700)
 
-    def write(name: str, killed: int | None = None) -> None:
+    def write(name: str, killed: int | None = None, state: State = State.RUNNING) -> None:
         (tmp_path / name).mkdir(mode=0o700)
         recorder = FlightRecorder(tmp_path / name / "rank-0")
+        recorder.note(state=state)
         if killed is not None:
             recorder._header["started"] = 1
             seconds = (tmp_path / name).stat().st_mtime - killed
@@ -48,6 +49,7 @@ def test_a_process_is_of_the_job_that_runs_and_not_of_one_killed_before(
     record: Record, capsys: pytest.CaptureFixture[str], pid: int
 ) -> None:
     record("killed", killed=60)
+    record("ended", killed=60, state=State.ENDED)
     record("running")
     assert jobs_of(capsys, str(pid)) == ["running"]
 
