@@ -39,7 +39,7 @@ from mpistrat.errors import (
 )
 from mpistrat.execution import last_calls
 from mpistrat.execution.executor import Executor
-from mpistrat.execution.guard import Guard
+from mpistrat.execution.guard import Guard, Starting
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Agreement
@@ -357,7 +357,7 @@ class Communicator(BaseCommunicator):
         sources, memory = self._read(verb, given, targets, options)
         given, gpu = list(given), self._gpu  # the program may change its list
         if structure is not None:
-            with self._guard.starting():  # which may refuse
+            with Starting(self._guard):  # which may refuse
                 self._guard.note(f"{verb} of {structure}")
 
         def finish(results: list[Array]) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ _SHAPING = (
     *_ALWAYS_TOLD,
     *(field.name for field in fields(CommunicationOptions) if field.name not in (*_ALWAYS_TOLD, *_MAY_DIFFER)),
 )
+_shaping_values = attrgetter(*_SHAPING)
 
 _TEXTS_KEPT = 256
 
@@ -42,7 +44,7 @@ _LaidOut = tuple[np.dtype[Any], tuple[int, ...], Layout]
 """Arrays that share a bucket: the dtype that they are combined in, their indices, and their layout."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Reduction:
     """An all-reduce of arrays, or a reduce-scatter of one along an `axis`; its text must be the same on all ranks."""
 
@@ -51,38 +53,38 @@ class Reduction:
     options: CommunicationOptions  # merged over those of the communicator
     axis: int | None = None
 
+    def __post_init__(self) -> None:
+        # what is told of it: the values of the options that shape a program, and of the arrays
+        self._shaping = _shaping_values(self.options)
+        self._told = tuple([(each.dtype, each.shape, is_on_device(each)) for each in self.arrays])
+
     @property
     def kind(self) -> object:
         """What the calls that a rank remembers are told apart by, besides arrays and options."""
         return self.op._value_ if self.axis is None else (self.op._value_, self.axis)
 
-    @cached_property
+    @property
     def key(self) -> tuple[Any, ...]:
         """What has a program of its own, the same on all ranks: they may differ in the options that shape none."""
-        return (None if self.axis is None else self.axis % self.arrays[0].ndim, *self._parts)
-
-    @cached_property
-    def _parts(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The operation and the values of the options that shape a program, and what is told of the arrays."""
-        shaping = (self.op, *[getattr(self.options, name) for name in _SHAPING])
-        return shaping, tuple([(each.dtype, each.shape, is_on_device(each)) for each in self.arrays])
+        axis = None if self.axis is None else self.axis % self.arrays[0].ndim
+        return axis, self.op._value_, self._shaping, self._told
 
     def __str__(self) -> str:
-        arrays, options = _texts(*self._parts)
         along = "" if self.axis is None else f"axis={self.axis}, "
-        return f"({self.op.name}, [{arrays}], {along}{options})"
+        return f"({self.op._name_}, [{_text_of_arrays(self._told)}], {along}{_text_of_options(self._shaping)})"
 
 
 @lru_cache(_TEXTS_KEPT)
-def _texts(shaping: tuple[Any, ...], arrays: tuple[Any, ...]) -> tuple[str, str]:
-    """Return the texts of arrays and of options, from the parts of a `Reduction`."""
-    told = [f"{dtype} {shape}{' on a GPU' if on_gpu else ''}" for dtype, shape, on_gpu in arrays]
-    options = [
-        f"{name}={value}"
-        for name, value in zip(_SHAPING, shaping[1:], strict=True)
-        if name in _ALWAYS_TOLD or value != getattr(DEFAULTS, name)
-    ]
-    return ", ".join(told), ", ".join(options)
+def _text_of_arrays(told: tuple[Any, ...]) -> str:
+    return ", ".join([f"{dtype} {shape}{' on a GPU' if on_gpu else ''}" for dtype, shape, on_gpu in told])
+
+
+@lru_cache(_TEXTS_KEPT)
+def _text_of_options(values: tuple[Any, ...]) -> str:
+    told = dict(zip(_SHAPING, values, strict=True))
+    return ", ".join(
+        [f"{name}={told[name]}" for name in _SHAPING if name in _ALWAYS_TOLD or told[name] != getattr(DEFAULTS, name)]
+    )
 
 
 class Planner:

@@ -21,7 +21,7 @@ from mpistrat.errors import CollectiveError, InvalidArgumentError, UnavailableEr
 from mpistrat.execution.comparison import Call
 from mpistrat.execution.engine import wait_for_gpu
 from mpistrat.execution.executor import Executor
-from mpistrat.execution.guard import Guard
+from mpistrat.execution.guard import Guard, Starting
 from mpistrat.execution.program import Program
 from mpistrat.execution.work import Work
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp, quiet
@@ -161,7 +161,7 @@ class Reductions:
     ) -> Work[list[Array]]:
         """Start what `all_reduce` does: see `mpistrat.Communicator.start_all_reduce`. A collective call."""
         with self.active():
-            with self._guard.starting():
+            with Starting(self._guard):
                 call, asked, refused = self._guard.prepare(
                     "start_all_reduce", options, lambda wanted: Reduction(op, arrays, wanted), partial(self._check, out)
                 )

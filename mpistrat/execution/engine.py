@@ -46,7 +46,8 @@ class Job:
         self._carry_out: Callable[[], object] | None = carry_out
         self.owner, self.is_on_gpu = owner, is_on_gpu
         self._what = what
-        self._has_ended, self._ended = False, threading.Event()  # the event is for those who wait
+        self._has_ended, self._under_way = False, threading.Lock()  # the lock is for those who wait: cheaper than an Event
+        self._under_way.acquire()
         self._result: object = None
         self._callbacks: deque[Callable[[], object]] = deque()
         self.failure: BaseException | None = None
@@ -71,7 +72,7 @@ class Job:
         except BaseException as failure:  # of a callback: the thread goes on
             self.failure = self.failure or failure
             _engine.note_failure(self)
-        self._ended.set()
+        self._under_way.release()
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
         """Have `callback` called once when it has ended, on whatever thread learns of that."""
@@ -92,8 +93,10 @@ class Job:
             raise UnavailableError(f"a callback of what was started cannot wait for {self._what()}, which is behind it")
         with _Awaited():
             # it may have ended, and one of its callbacks wait for something of this thread
-            while not (self._ended.wait(_ALIVE_CHECK_SECONDS) or self._has_ended):
-                if not (_engine.is_alive() or self._has_ended):
+            while not self._has_ended:
+                if self._under_way.acquire(timeout=_ALIVE_CHECK_SECONDS):
+                    self._under_way.release()
+                elif not (_engine.is_alive() or self._has_ended):
                     raise UnavailableError(
                         f"{self._what()} will not end: the thread that carries out what was started is gone. Start and wait "
                         "for it in the process that made the strategy, and before that ends."

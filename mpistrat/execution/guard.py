@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -87,7 +87,7 @@ class Guard:
 
     def __enter__(self) -> None:
         """Lock the communicator for this thread."""
-        self._acquire()
+        self.acquire()
         try:
             self.wait_for_started()
             if self.is_on_gpu:
@@ -101,7 +101,7 @@ class Guard:
         """Unlock the communicator."""
         try:
             if error is not None:
-                self._account_for(error, self._slot != 0)
+                self.account_for(error, self._slot != 0)
             if self._slot:
                 (self._recorder.leave if kind is None else self._recorder.fail)(self._slot)
                 self._slot = 0
@@ -109,20 +109,7 @@ class Guard:
         finally:
             self.thread.unlock()
 
-    @contextmanager
-    def starting(self) -> Iterator[None]:
-        """Lock the communicator for this thread while it starts a call; those started before may be under way."""
-        self._acquire()
-        try:
-            self.raise_if_failed()
-            yield
-        except BaseException as error:
-            self._account_for(error, has_begun=False)
-            raise
-        finally:
-            self.thread.unlock()
-
-    def _acquire(self) -> None:
+    def acquire(self) -> None:
         """Lock the communicator, if calls of this thread can be told apart from those of others."""
         if not self.thread.lock():
             if self.thread.is_this() and not is_within_call():
@@ -151,7 +138,7 @@ class Guard:
         if change:
             self.note(change)
 
-    def _account_for(self, error: BaseException, has_begun: bool) -> None:
+    def account_for(self, error: BaseException, has_begun: bool) -> None:
         """Notify the other ranks of an error of a call that they make, unless they know of it."""
         told, self._told = self._told, None
         if self.number != self._number_before and not (isinstance(error, MpistratError) or error is told or self._failure):
@@ -456,6 +443,30 @@ class Guard:
 
     def _unavailable(self, why: str) -> UnavailableError:
         return UnavailableError(f"rank {self._rank}: no further collective can be made: {why}")
+
+
+class Starting:
+    """Locks the communicator of a guard for this thread while it starts a call; those started before may be under way."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    def __enter__(self) -> None:
+        guard = self._guard
+        guard.acquire()
+        try:
+            guard.raise_if_failed()
+        except BaseException:
+            guard.thread.unlock()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        guard = self._guard
+        try:
+            if error is not None:
+                guard.account_for(error, has_begun=False)
+        finally:
+            guard.thread.unlock()
 
 
 def _failed(call: Call, error: Exception) -> Call:

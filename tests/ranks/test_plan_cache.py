@@ -19,7 +19,7 @@ def test_all_ranks_forget_the_same_plan_whichever_of_them_use_it(comm, make_ops,
     ops.timeline.enabled = comm.rank == 0  # it looks its plans up, where the others take their fast paths
     for count in (1, 2, 3, 1, 4, 1, 2, 5, 4, 1):
         assert ops.all_reduce("sum", np.ones(count)).tolist() == [ops.size] * count
-        kept = [shape for _, _, [(_, shape, _)] in ops._programs._programs]
+        kept = [shape for *_, [(_, shape, _)] in ops._programs._programs]
         assert comm.allgather(kept) == [kept] * comm.size
     assert kept == [(5,), (4,), (1,)]
 
