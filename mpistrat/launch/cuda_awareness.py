@@ -23,6 +23,7 @@ from mpistrat.launch.environment import without_launcher
 PROBE_SECONDS = 60.0
 
 AWARE, WRONG_VALUES = 0, 3  # exit codes of the probe
+_KILLED = (-signal.SIGKILL, -signal.SIGTERM)
 
 _COUNTS = (1 << 10, 1 << 21)  # MPI sends short and long messages by different protocols, eager and rendezvous
 
@@ -49,8 +50,11 @@ def find_verdict() -> Verdict:
         return Verdict(False, f"the MPI library could not be queried ({type(error).__name__}: {error})")
 
 
-def probe(device_index: int, seconds: float = PROBE_SECONDS) -> Verdict:
-    """Start a process that sends device memory to itself by MPI, and return whether that worked; it may crash."""
+def probe(device_index: int, seconds: float = PROBE_SECONDS, *, is_second: bool = False) -> Verdict:
+    """Start a process that sends device memory to itself by MPI, and return whether that worked; it may crash.
+
+    One that is killed, as by a node without memory, tells nothing about MPI, and is started once more.
+    """
     import subprocess
 
     process = subprocess.Popen(
@@ -69,6 +73,8 @@ def probe(device_index: int, seconds: float = PROBE_SECONDS) -> Verdict:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return Verdict(False, f"a probe did not end within {seconds:g} s")
+    if process.returncode in _KILLED and not is_second:
+        return probe(device_index, seconds, is_second=True)
     return _judged(process.returncode, output)
 
 

@@ -146,12 +146,13 @@ def test_no_probe_is_started_on_a_gpu_that_serves_one_process(ask):
         ("crash", False, "a probe died of SIG"),
         ("broken", False, "a probe failed: RuntimeError: cudaErrorInvalidDevice: 3"),
         ("stuck", False, "a probe did not end within 0.3 s"),
+        ("killed", True, "a probe sent device memory and got it back"),
     ],
 )
-def test_a_probe_runs_beside_a_job_whatever_becomes_of_it(comm, monkeypatch, fault, is_aware, reason):
+def test_a_probe_runs_beside_a_job_whatever_becomes_of_it(comm, monkeypatch, tmp_path, fault, is_aware, reason):
     if comm.rank == 0:
         monkeypatch.setenv("PYTHONPATH", f"{FAKE_CUPY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-        monkeypatch.setenv("FAKE_CUPY", fault)
+        monkeypatch.setenv("FAKE_CUPY", f"{fault} {tmp_path / 'was killed'}" if fault == "killed" else fault)
         verdict = probe(3, 0.3 if fault == "stuck" else 60.0)
         assert verdict.is_aware is is_aware, verdict
         assert verdict.reason.startswith(reason)
