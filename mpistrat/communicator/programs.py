@@ -77,8 +77,7 @@ class Programs:
         return program if program is not None and program.is_current else None
 
     def compile(self, asked: Reduction) -> Program:
-        """Make the program for it. A collective call."""
-        self.check(asked)
+        """Make the program for it, which was checked. A collective call."""
         planner = self._planner(asked.arrays)
         generation = planner.executor.generation
         try:
