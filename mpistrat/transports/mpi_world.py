@@ -74,11 +74,10 @@ class WorldTransport(MpiTransport):
     def bind(self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> AllReduce:
         """Return the all-reduce of arrays of this shape and dtype: the same on all ranks."""
         nbytes = prod(shape) * dtype.itemsize
-        if 0 < nbytes <= self.most_passed_bytes and self.group.size > 1:
-            return PassedAllReduce(self, op, dtype, shape, None)
-        if self.small.serves(nbytes):
+        is_passed = 0 < nbytes <= self.most_passed_bytes and self.group.size > 1
+        if self.small.serves(nbytes) and not is_passed:
             return small_all_reduce(self.small, op, dtype, shape)
-        return MpiAllReduce(self, op, dtype, shape, self.window)
+        return MpiAllReduce(self, op, dtype, shape, None if is_passed else self.window)
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind an all-reduce, in place."""
@@ -189,31 +188,6 @@ class MpiAllReduce:
     def _note(self) -> None:
         if not self._is_compared:
             self._call.add_unconfirmed(self._nbytes)
-
-
-class PassedAllReduce(MpiAllReduce):
-    """MPI's all-reduce of arrays as they are, with as little Python as possible: calls are compared later."""
-
-    def blocking(self) -> Callable[[Array, Array | None], Array]:
-        """Return the blocking call, for contiguous arrays of any shape: see `AllReduce`."""
-        from mpi4py import MPI
-
-        nbytes, in_place, add_unconfirmed = self._nbytes, MPI.IN_PLACE, self._call.add_unconfirmed
-        all_reduce, native, datatype = self._comm.Allreduce, self._op, mpi_datatype(self._dtype)
-        shape, count = self._shape, prod(self._shape)
-
-        def run(source: Array, target: Array | None = None) -> Array:
-            if target is None:
-                target = np.empty(shape, source.dtype)
-            flags = source.flags
-            if not (flags.c_contiguous and flags.aligned):
-                source = np.require(source, requirements=["C", "A"])
-            given = in_place if source is target else (source, count, datatype)
-            all_reduce(given, (target, count, datatype), native)
-            add_unconfirmed(nbytes)
-            return target
-
-        return run
 
 
 def _copy(source: Array, target: Array | None = None) -> Array:
