@@ -142,8 +142,8 @@ def _with_out(function: np.ufunc, one: Array, other: Array, out: Array | None) -
 
 
 def divide(total: Array, count: int, out: Array) -> None:
-    """Write `total` divided by `count` into `out`, which may be `total`; integers are truncated towards zero."""
-    quiet()(_divide, total, count, out)
+    """Write `total` divided by `count` into `out`, which may be `total`, in its dtype; integers are truncated towards zero."""
+    quiet()(divide_quietly, total, count, out)
 
 
 def divider(dtype: np.dtype[Any], count: int) -> Callable[[Array], object] | None:
@@ -152,21 +152,23 @@ def divider(dtype: np.dtype[Any], count: int) -> Callable[[Array], object] | Non
         return None
     run = quiet()
     if dtype.kind in "iu":
-        return lambda total: run(_divide, total, count, total)
+        return lambda total: run(divide_quietly, total, count, total)
     divisor = dtype.type(count)
     return lambda total: run(np.divide, total, divisor, total)
 
 
-def _divide(total: Array, count: int, out: Array) -> None:
-    if total.dtype.kind in "iu":
+def divide_quietly(total: Array, count: int, out: Array) -> None:
+    """Do the same where NumPy is quiet already, as in steps."""
+    if count == 1:
+        if out is not total:
+            out[...] = total
+    elif total.dtype.kind in "iu":
         # integer arithmetic, because float64 does not hold every int64; floor division, corrected towards zero
         wide = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64, copy=False)
         quotient, remainder = np.divmod(wide, wide.dtype.type(count))
         out[...] = quotient + ((remainder != 0) & (wide < 0))
-    elif out.dtype == total.dtype:
-        np.divide(total, total.dtype.type(count), out=out)
     else:
-        out[...] = total / total.dtype.type(count)
+        np.divide(total, total.dtype.type(count), out=out, casting="unsafe")
 
 
 class Fold:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mpistrat import settings
 from mpistrat.algorithms.choose import Measured
-from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.rendezvous import rendezvous
@@ -18,14 +18,9 @@ if TYPE_CHECKING:
 def build_hierarchy(comm: MPI.Intracomm, options: CommunicationOptions | None, measured: Measured | None) -> Hierarchy:
     """Return the hierarchy of groups over the ranks of `comm`, which is duplicated. A collective call."""
     _check_comm(comm)
-
-    def check() -> None:
-        if not isinstance(options, (CommunicationOptions, type(None))):
-            raise InvalidArgumentError(f"options must be CommunicationOptions or None; got {type(options).__name__}")
-
     with rendezvous("Communicator", rendezvous_seconds(options), comm) as job:
         given = "" if measured is None else f", measured={measured}"
-        job.agree(f"Communicator(options={options}{given})", check)
+        job.agree(f"Communicator(options={options}{given})", lambda: check_options(options))
         return Hierarchy(job.comm, job.world)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -38,22 +38,6 @@ def as_lists(arrays: Any, out: Any) -> tuple[Any, Any, bool]:
     return ([arrays], None if out is None else [out], True) if is_one else (arrays, out, False)
 
 
-class Movement(Protocol):
-    """The verbs that only move arrays, of one array each."""
-
-    def all_gather(self, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None) -> Array: ...
-
-    def gather(self, array: Array, root: int, options: CommunicationOptions | None) -> list[Array] | None: ...
-
-    def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None) -> list[Array]: ...
-
-    def all_to_all_parts(self, array: Array, options: CommunicationOptions | None) -> Array: ...
-
-    def broadcast(self, array: Array, root: int, options: CommunicationOptions | None, out: Array | None) -> Array: ...
-
-    def barrier(self, options: CommunicationOptions | None) -> None: ...
-
-
 class BaseCommunicator(ABC):
     """The collectives; `mpistrat.Communicator` documents each of them.
 
@@ -78,7 +62,7 @@ class BaseCommunicator(ABC):
     is_strict: bool = False
     is_closed: bool = False
     _closed_with = ""
-    _movement: Movement
+    _movement: Any  # the verbs that only move arrays, of one array each: `DataMovement`, or copies
     _reduce_scatter: Callable[..., Array]  # of one array: operation, array, axis, options, out
     _active: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)  # makes this rank's GPU current
 
@@ -117,18 +101,10 @@ class BaseCommunicator(ABC):
         noted: int = 0,
         frames: int = 2,
     ) -> list[Array] | None:
-        """All-reduce arrays like those of an earlier call; else do nothing and return None.
+        """All-reduce arrays like those of an earlier call, which are not checked again; else do nothing and return None.
 
-        A collective call. It lets callers skip their checks of arrays that the communicator has already seen.
-
-        Parameters
-        ----------
-        op, arrays, options, out : ReduceOp, sequence of ndarray, CommunicationOptions, sequence of ndarray
-            As for `all_reduce`.
-        noted : int
-            The hash (`groups.agreement.digest_of`) of a text that would otherwise be passed to `note` first.
-        frames : int
-            At least how many frames of this library lie between this call and the program.
+        A collective call. `noted` is the digest of a text that would otherwise be passed to `note` first; at least so many
+        `frames` of this library lie between this call and the program.
         """
         return None
 

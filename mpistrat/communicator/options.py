@@ -188,10 +188,10 @@ def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = Non
     return CommunicationOptions(bytes_per_pack, timeout_seconds)
 
 
-def check_options(options: object) -> None:
-    """Check that `options` are communication options, or None."""
+def check_options(options: object, name: str = "options") -> None:
+    """Check that an argument is communication options, or None."""
     if not isinstance(options, (CommunicationOptions, type(None))):
-        raise InvalidArgumentError(f"options must be CommunicationOptions or None; got {options!r}")
+        raise InvalidArgumentError(f"{name} must be CommunicationOptions or None; got {options!r}")
 
 
 def shared_defaults(agreement: Agreement, values: settings.Snapshot) -> CommunicationOptions:

@@ -65,17 +65,6 @@ def check_parts(arrays: Sequence[Array], num_replicas: int) -> None:
         )
 
 
-def check_out(out: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
-    """Return `out` as a list, after checking that the results for `arrays` can be written to it."""
-    if len(out) != len(arrays):
-        raise InvalidArgumentError(f"out must hold one array for each of the {len(arrays)} that are reduced; got {len(out)}")
-    if len(out) > 1:
-        _check_disjoint(out)
-    for target, array in zip(out, arrays, strict=True):
-        check_target(target, array)
-    return list(out)
-
-
 def check_target(target: Array, array: Array, shape: tuple[int, ...] | None = None) -> None:
     """Check that the result for an array can be written to `target`; in `shape`, -1 is an extent that is not known yet."""
     wanted = array.shape if shape is None else shape

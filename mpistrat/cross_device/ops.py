@@ -394,10 +394,7 @@ def _folded(op: ReduceOp, parts: Sequence[Array]) -> Array:
 def _finished(op: ReduceOp, total: Array, array: Array, count: int) -> Array:
     """Return a total as the result of the operation, divided for MEAN, in the dtype of `array`."""
     result = np.empty_like(array, order="C")
-    if op is ReduceOp.MEAN:
-        divide(total, count, result)
-    else:
-        quiet()(result.__setitem__, ..., total)
+    divide(total, count if op is ReduceOp.MEAN else 1, result)
     return result
 
 

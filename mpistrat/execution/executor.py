@@ -26,6 +26,7 @@ from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.pairwise import ordered_all_reduce
 from mpistrat.transports.shared_memory import Exchange, exchange_bytes
+from mpistrat.transports.window import MOST_SMALL_BYTES
 from mpistrat.transports.wire import Cast
 
 Casters = Callable[[int, int], Cast]
@@ -193,14 +194,14 @@ class Executor:
     def adapt(self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Sequence[np.dtype[Any]]) -> Plan:
         """Return a plan as it runs here on arrays of dtypes `given`, in a bucket of `dtype` or where they lie.
 
-        Whatever the algorithm, a sum in the only node goes through the slots of its window if these hold it: one array in
-        pieces, where that is faster, and several, which are copied to a bucket, in one piece.
+        Whatever the algorithm, a sum in the only node goes through the slots of its window if these hold it; several arrays,
+        which are copied to a bucket, only where that is never slower.
         """
         if plan.in_order or len(set(given)) > 1:
             return plan
         small, nbytes, is_one_array = self.world.small, plan.num_bytes, layout.is_one_array and given[0] == dtype
         if plan.scopes == {Scope.INTRA} and small.is_one_node and small.serves(nbytes):
-            plan = plan.in_one_phase(Scope.WORLD) if is_one_array or nbytes <= small.slot_bytes else plan
+            plan = plan.in_one_phase(Scope.WORLD) if is_one_array or nbytes <= MOST_SMALL_BYTES else plan
         if plan.scopes <= {Scope.WORLD}:
             return plan.in_one_phase(Scope.WORLD, is_direct=True) if is_one_array else plan
         reads_peers = plan.scopes == {Scope.INTRA} and plan.count and self.intra.combines_arrays

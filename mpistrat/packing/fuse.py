@@ -12,7 +12,7 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.packing.layout import Layout
-from mpistrat.reduction import ReduceOp, combine, divide
+from mpistrat.reduction import ReduceOp, combine, divide_quietly
 
 SEGMENT_BYTES = 1 << 18
 
@@ -30,7 +30,7 @@ class CopyIn:
     def run(self, arrays: Sequence[Array]) -> Iterator[bool]:
         """Copy from flat `arrays`, casting where the buffer has another dtype."""
         for target, array, start, stop in self._moves:
-            np.copyto(target, arrays[array][start:stop], casting="unsafe")
+            target[...] = arrays[array][start:stop]
             yield True
         if self._padding.size:
             self._padding.fill(0)
@@ -53,9 +53,6 @@ class CopyOut:
     ) -> None:
         self._fold = combine(op)
         self._divisor = divisor
-        # floats are divided on the way, wherever they go; what else there is takes care
-        dtypes = {addends[0].dtype for _, _, addends in parts}
-        self._is_float = all(dtype.kind in "fc" for dtype in dtypes)
         self._moves = [
             (
                 [addend[segment.offset : segment.offset + segment.stop - segment.start] for addend in addends],
@@ -72,12 +69,7 @@ class CopyOut:
         for addends, array, start, stop in self._moves:
             target = arrays[array][start:stop]
             source = addends[0] if len(addends) == 1 else self._folded(addends, target)
-            if self._divisor > 1 and self._is_float:
-                np.divide(source, source.dtype.type(self._divisor), out=target, casting="unsafe")
-            elif self._divisor > 1:
-                divide(source, self._divisor, out=target)
-            elif source is not target:
-                np.copyto(target, source, casting="unsafe")
+            divide_quietly(source, self._divisor, target)
             yield True
 
     def _folded(self, addends: Sequence[Array], target: Array) -> Array:

@@ -23,7 +23,7 @@ from mpistrat.groups.group import keep_alive_for_peers
 from mpistrat.parameter_server import messages
 from mpistrat.parameter_server.functions import FunctionTable, dumps, loads, loads_error, use
 from mpistrat.parameter_server.messages import BARE, REPLY, REQUEST, Channel, Message, Receiver
-from mpistrat.state.changes import ASSIGNMENTS, SCATTERS
+from mpistrat.state.changes import METHODS
 
 # how many writes a server may have before it is asked whether it has done them
 _MOST_WRITES = 64
@@ -95,7 +95,7 @@ class Client:
             self._ask(server, f"creation of {name}", messages.Create(ref.number), payload, call=ref.number)
         self.refs[ref.number] = ref
         weakref.finalize(ref, self.dropped.append, ref.number).atexit = False  # at any moment: only notes it
-        self.write("assign", [(ref, array)])
+        self.write("assign", [(ref, array, None)])
         return ref
 
     def read(self, parts: Sequence[tuple[VariableRef, int, Array]]) -> None:
@@ -126,20 +126,15 @@ class Client:
                 for target, own in zip(targets, np.split(into, np.cumsum([len(one) for one in targets[:-1]])), strict=True):
                     target[...] = own
 
-    def write(self, method: str, parts: Sequence[tuple[VariableRef, Array]]) -> None:
-        """Change whole variables by one of `ASSIGNMENTS`; it is done before anything that this rank asks for later."""
+    def write(self, method: str, parts: Sequence[tuple[VariableRef, Array, Array | None]]) -> None:
+        """Change variables, or rows with these indices, by one of `METHODS`, before anything that this rank asks for later."""
         with self._call():
-            for ref, array in parts:
-                if array.nbytes:
-                    self._ask_to_write(ref, messages.Write(ref.number, ASSIGNMENTS.index(method)), array)
-
-    def scatter(self, method: str, parts: Sequence[tuple[VariableRef, Array, Array]]) -> None:
-        """Apply rows, with their indices, to variables by one of `SCATTERS`; as `write` otherwise."""
-        with self._call():
-            for ref, indices, rows in parts:
-                if len(indices):
-                    message = messages.Scatter(ref.number, SCATTERS.index(method), len(indices))
-                    self._ask_to_write(ref, message, indices, rows)
+            for ref, values, indices in parts:
+                if values.nbytes:
+                    self._writes[ref.server] += 1
+                    given = (values,) if indices is None else (indices, values)
+                    message = messages.Write(ref.number, METHODS.index(method), 0 if indices is None else len(indices))
+                    self._ask(ref.server, f"update of {ref.name}", message, *given)
 
     def update(
         self, fn: Callable[..., Any], parts: Sequence[tuple[VariableRef, tuple[Any, ...], dict[str, Any]]], wants_results: bool
@@ -205,10 +200,6 @@ class Client:
             self.channel.receive(pending.arriving, rank, BARE, call, into)
         self.channel.send(pending.requests, rank, REQUEST, message, *payload)
         return pending
-
-    def _ask_to_write(self, ref: VariableRef, message: Message, *payload: Array) -> None:
-        self._writes[ref.server] += 1
-        self._ask(ref.server, f"update of {ref.name}", message, *payload)
 
     def _confirm_writes(self, least: int) -> None:
         """Wait until servers that have so many writes have done them."""

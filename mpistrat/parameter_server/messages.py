@@ -70,15 +70,10 @@ class Gather(NamedTuple):  # likewise single rows; the payload: variables, how m
     num_variables: int
 
 
-class Write(NamedTuple):  # assign, add or subtract the payload; `method` is an index in `ASSIGNMENTS`
+class Write(NamedTuple):  # change a variable; the payload: the indices of rows, where it is by rows, and the values
     variable: int
-    method: int
-
-
-class Scatter(NamedTuple):  # apply rows; the payload: their indices and the rows; `method` is an index in `SCATTERS`
-    variable: int
-    method: int
-    num_rows: int
+    method: int  # an index in `METHODS`
+    num_indices: int
 
 
 class Flush(NamedTuple):  # answer when all that this rank has asked for before is done, with the first error of that
@@ -121,7 +116,7 @@ class Stopped(NamedTuple):  # the task has ended
 
 
 Message: TypeAlias = tuple[int, ...]  # one of the classes above
-KINDS: tuple[Any, ...] = (Create, Read, Gather, Write, Scatter, Flush, Define, Run, Forget, Stop, Result, Stopped)
+KINDS: tuple[Any, ...] = (Create, Read, Gather, Write, Flush, Define, Run, Forget, Stop, Result, Stopped)
 # the kind, the bytes of the payload, and the fields
 _HEADERS = tuple(Struct(f"=Bq{len(kind._fields)}q") for kind in KINDS)
 _PACKED = {kind: (index, header.pack) for index, (kind, header) in enumerate(zip(KINDS, _HEADERS, strict=True))}
@@ -404,5 +399,5 @@ def _payload_tag(tag: int, number: int) -> int:
 def _as_bytes(buffer: Buffer) -> memoryview:
     """Return the memory of a C-contiguous array, or of bytes, as bytes."""
     if isinstance(buffer, np.ndarray):
-        return buffer.reshape(-1).view(np.uint8).data if buffer.nbytes else memoryview(b"")
+        return buffer.reshape(-1).view(np.uint8).data
     return memoryview(buffer)

@@ -26,7 +26,7 @@ from mpistrat.parameter_server.client import Client
 from mpistrat.parameter_server.functions import dumps, dumps_error, loads, loads_on
 from mpistrat.parameter_server.messages import REPLY, REQUEST, RESULT, Channel, Received, Receiver
 from mpistrat.parameter_server.variables import StoredVariable
-from mpistrat.state.changes import ASSIGNMENTS, SCATTERS, apply, assign_to
+from mpistrat.state.changes import METHODS, apply, assign_to
 
 _DROPPED = (
     "the variable was dropped by the chief, and its server has freed it: keep it on the chief for as long as functions use it"
@@ -163,29 +163,22 @@ class VariableServer(_Task):
         self._send_rows(received, rows)
 
     def write(self, message: messages.Write, received: Received) -> None:
-        method = ASSIGNMENTS[message.method]
+        method = METHODS[message.method]
         if method == "assign" and message.variable in self._variables and not self.channel.survives:
             self.channel.receive_payload(received, self._unread(message.variable).value)
             return
-        data = np.empty(received.nbytes, np.uint8)
-        self.channel.receive_payload(received, data)
-
-        def change() -> None:
-            array = self._unread(message.variable).value
-            assign_to(array, method, data.view(array.dtype).reshape(array.shape))
-
-        self._change(received, change)
-
-    def scatter(self, message: messages.Scatter, received: Received) -> None:
-        indices = np.empty(message.num_rows, np.int64)
+        indices = np.empty(message.num_indices, np.int64)
         data = np.empty(received.nbytes - indices.nbytes, np.uint8)
         self.channel.receive_payload(received, indices, data)
-
-        def change() -> None:
+        try:
             array = self._unread(message.variable).value
-            apply(SCATTERS[message.method], array, (data.view(array.dtype).reshape(len(indices), *array.shape[1:]), indices))
-
-        self._change(received, change)
+            values = data.view(array.dtype)
+            if len(indices):
+                apply(method, array, (values.reshape(len(indices), *array.shape[1:]), indices))
+            else:
+                assign_to(array, method, values.reshape(array.shape))
+        except Exception as error:  # such as an overflow, where the program makes that one; it is told with the next `Flush`
+            self._failed.setdefault(received.source, error)
 
     def run(self, message: messages.Run, received: Received) -> None:
         data = self.channel.payload(received)
@@ -212,13 +205,6 @@ class VariableServer(_Task):
             self._send_result(source, call, True, dumps_error(error, self.channel.name))
         else:
             self._keep_sending(source, self.channel.send_bare([], source, call, found), variable)
-
-    def _change(self, received: Received, change: Callable[[], None]) -> None:
-        """Change a variable; an error is told with the next `Flush` of whoever has asked."""
-        try:
-            change()
-        except Exception as error:  # such as an overflow, where the program makes that one
-            self._failed.setdefault(received.source, error)
 
     def _variable(self, number: int) -> StoredVariable:
         if number not in self._variables:

@@ -157,7 +157,7 @@ class ServerVariable(ChangeMethods, Mirrored):
 
     def _assign(self, method: str, value: Any) -> None:
         array = np.asarray(to_host(checked_value(method, value, self._component, self)), order="C")
-        self._client().write(method, [(ref, part) for ref, _, part in self._parts(array, 0)])
+        self._client().write(method, [(ref, part, None) for ref, _, part in self._parts(array, 0)])
 
     def _scatter(self, method: str, delta: IndexedSlices) -> Self:
         values, indices = map(to_host, checked_rows(method, delta, self._component, self))
@@ -165,8 +165,8 @@ class ServerVariable(ChangeMethods, Mirrored):
             order = np.argsort(indices, kind="stable")  # rows of one index stay in their order
             values, indices = values[order], indices[order]
         shares = self._shares(self._bounds(indices))
-        parts = [(ref, indices[own] - offset, np.ascontiguousarray(values[own])) for ref, offset, own in shares]
-        self._client().scatter(method, parts)
+        parts = [(ref, np.ascontiguousarray(values[own]), indices[own] - offset) for ref, offset, own in shares]
+        self._client().write(method, parts)
         return self
 
     def _argument_of_shard(self, start: int, stop: int, leaf: Any) -> Any:

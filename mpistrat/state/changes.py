@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 # the rows, and their indices
 Rows = tuple[Array, Array]
 
-ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
-
 # the updates for which SUM and MEAN of the replicas' rows are not defined
 COMPARING = ("scatter_max", "scatter_min", "scatter_update")
 
@@ -53,7 +51,8 @@ _UFUNCS = {
 }
 _ORDERED = {"scatter_min": ReduceOp.MIN, "scatter_max": ReduceOp.MAX}
 
-SCATTERS = ("scatter_add", "scatter_sub", "scatter_mul", "scatter_div", "scatter_min", "scatter_max", "scatter_update")
+METHODS = ("assign", *_UFUNCS, "scatter_update")
+"""What `ChangeMethods` do to an array: those that begin with ``scatter`` to some of its rows."""
 
 
 class VariableSynchronization(Enum):
@@ -136,11 +135,11 @@ class ChangeMethods:
     """The methods by which variables are changed, those on servers too; `_assign` and `_scatter` do it."""
 
     def _assign(self, method: str, value: Any) -> None:
-        """Do one of `ASSIGNMENTS`."""
+        """Do one of `METHODS` to the whole array."""
         raise NotImplementedError
 
     def _scatter(self, method: str, delta: Any) -> Self:
-        """Apply rows by one of `SCATTERS`, and return the variable."""
+        """Apply rows by one of `METHODS`, and return the variable."""
         raise NotImplementedError
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
@@ -240,13 +239,13 @@ class ChangeMethods:
 
 
 def checked_value(method: str, value: Any, target: Array, owner: object) -> Array:
-    """Return a value as an array, after checking that `method` of `ASSIGNMENTS` can apply it to `target`, that of `owner`."""
+    """Return a value as an array, after checking that `method` can apply it to `target`, that of `owner`."""
     _check_method(method, target, owner)
     return assignable(value, target, owner)
 
 
 def assign_to(target: Array, method: str, value: Array) -> None:
-    """Do one of `ASSIGNMENTS` to an array."""
+    """Change a whole array."""
     if method == "assign":
         target[...] = value
     else:

@@ -11,7 +11,7 @@ from mpistrat.arrays import Array, as_array, as_operand, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, gather_refused
-from mpistrat.communicator.validate import check_gather, check_out
+from mpistrat.communicator.validate import check_gather, check_target, read_arrays
 from mpistrat.context.stack import (
     current,
     default_mode,
@@ -150,7 +150,11 @@ class StrategyExtended:
             results = self._cross_device_ops.all_reduce_in_replica(op, arrays, options)
         if out is None:
             return results
-        for target, result in zip(check_out(out, results), results, strict=True):
+        _, targets = read_arrays(results, out)
+        pairs = list(zip(targets or (), results, strict=True))
+        for pair in pairs:
+            check_target(*pair)
+        for target, result in pairs:
             target[...] = result
         return out
 

@@ -15,7 +15,7 @@ from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver, TFCon
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.construction import rendezvous_seconds
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions, check_options
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.ops import CrossDeviceOps, ReductionToOneDevice
 from mpistrat.cross_device.pairs import OnSomeReplicas
@@ -323,8 +323,7 @@ def _problem(devices: Sequence[str], named: Sequence[tuple[int, ...]], world: Wo
 
 def _check_communication(cross_device_ops: object, options: object) -> None:
     """Check the arguments of a strategy that concern communication."""
-    if not isinstance(options, (CommunicationOptions, type(None))):
-        raise InvalidArgumentError(f"communication_options must be CommunicationOptions or None; got {type(options).__name__}")
+    check_options(options, "communication_options")
     if not isinstance(cross_device_ops, (CrossDeviceOps, type(None))):
         raise TypeError(
             f"cross_device_ops must be a CrossDeviceOps, such as mpistrat.ReductionToOneDevice(); got {cross_device_ops!r}"

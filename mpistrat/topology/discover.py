@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mpistrat import settings
 from mpistrat.device.abstract import Identity
 from mpistrat.device.binding import bound_device
-from mpistrat.errors import LaunchError, MpistratError, SettingError, TopologyError
+from mpistrat.errors import LaunchError, MpistratError, TopologyError
 from mpistrat.launch.bootstrap import Bound, bind_again, what_is_bound
 from mpistrat.logger import logger
 from mpistrat.text import ranks_by, ranks_text
@@ -107,7 +107,7 @@ def check_gpu_assignment(comm: MPI.Intracomm) -> None:
         raise
 
 
-def check_answers(answers: Sequence[Answer], allow_shared: bool | str) -> None:
+def check_answers(answers: Sequence[Answer], allow_shared: bool) -> None:
     """Check that either all ranks of a job drive a GPU or none does, each as it was bound, and no two the same one."""
     problems = [(rank, answer.bound.problem) for rank, answer in enumerate(answers) if answer.bound.problem]
     if problems:
@@ -119,8 +119,6 @@ def check_answers(answers: Sequence[Answer], allow_shared: bool | str) -> None:
         )
     for rank, answer in enumerate(answers):
         _check_place(rank, answer)
-    if isinstance(allow_shared, str):
-        raise LaunchError(f"rank 0 on {answers[0].node}: {allow_shared}")
     gpus = {rank: answer.gpu for rank, answer in enumerate(answers) if answer.gpu is not None}
     without = [rank for rank in range(len(answers)) if rank not in gpus]
     if gpus and without:
@@ -153,20 +151,13 @@ def isolation(answers: Sequence[Answer]) -> str:
 
 
 def _check_assignment(comm: MPI.Intracomm) -> None:
-    bound, verbose = what_is_bound(), _read(settings.VERBOSE)
-    drive_gpus, verbosities = zip(
-        *comm.allgather((bound_device() is not None or bool(bound and bound.problem), verbose)), strict=True
-    )
-    for rank, problem in enumerate(verbosities):
-        if isinstance(problem, str):
-            raise SettingError(f"rank {rank}: {problem}")
-    prints = verbose is True and comm.Get_rank() == 0
-    if not any(drive_gpus):
+    bound, prints = what_is_bound(), comm.Get_rank() == 0 and settings.VERBOSE.read_or_default()
+    if not any(comm.allgather(bound_device() is not None or bool(bound and bound.problem))):
         if prints and bound is not None:
             logger.info(f"computing on CPUs: {bound.why}")
         return
     answers = comm.allgather(_answer(comm))
-    check_answers(answers, comm.bcast(_read(settings.ALLOW_SHARED_GPU)))
+    check_answers(answers, comm.bcast(settings.ALLOW_SHARED_GPU.read_or_default()))
     if comm.Get_rank() == 0 and (warning := isolation(answers)):
         logger.warning(warning)
     if prints:
@@ -202,11 +193,3 @@ def _answer(comm: MPI.Intracomm) -> Answer:
     except RuntimeError as error:  # raised by CUDA
         return Answer(node, place, replace(bound, problem=f"device {device.index} cannot be identified: {error}"))
     return Answer(node, place, bound, gpu)
-
-
-def _read(setting: settings.Setting[bool]) -> bool | str:
-    """Return the value of a setting, or the error if it cannot be read."""
-    try:
-        return setting.read()
-    except SettingError as error:
-        return str(error)

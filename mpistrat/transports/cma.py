@@ -10,7 +10,7 @@ import ctypes
 import os
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,25 +80,23 @@ class CrossMemoryAttach:
 
         Raises UnavailableError if the process is gone, or its memory cannot be read.
         """
-        problem = self._copy(_READ, rank, remote, into)
-        if problem:
-            self._fail(f"reading {into.nbytes} bytes of", rank, problem)
+        self._must_copy(_READ, rank, remote, into)
 
     def write(self, rank: int, remote: IoVectors, values: IoVectors) -> None:
         """Copy from our own memory to that of a rank of the group; the ranges must have equal sizes.
 
         Raises UnavailableError if the process is gone, or its memory cannot be written.
         """
-        problem = self._copy(_WRITE, rank, remote, values)
-        if problem:
-            self._fail(f"writing {values.nbytes} bytes to", rank, problem)
+        self._must_copy(_WRITE, rank, remote, values)
 
-    def _fail(self, act: str, rank: int, problem: str) -> NoReturn:
-        ranks = self._group.ranks
-        raise UnavailableError(
-            f"rank {ranks[self._group.rank]}: {act} rank {ranks[rank]} failed ({problem}); the rank has ended, or its array is "
-            "not in ordinary memory: MPISTRAT_PEER_MEMORY=0 goes through shared memory instead"
-        )
+    def _must_copy(self, direction: int, rank: int, remote: IoVectors, local: IoVectors) -> None:
+        if problem := self._copy(direction, rank, remote, local):
+            act = ("reading {} bytes of rank {}", "writing {} bytes to rank {}")[direction]
+            raise UnavailableError(
+                f"rank {self._group.ranks[self._group.rank]}: {act.format(local.nbytes, self._group.ranks[rank])} failed "
+                f"({problem}); the rank has ended, or its array is not in ordinary memory: MPISTRAT_PEER_MEMORY=0 goes through "
+                "shared memory instead"
+            )
 
     def _copy(self, direction: int, rank: int, remote: IoVectors, local: IoVectors) -> str:
         """Copy; return the error as text, or an empty text."""

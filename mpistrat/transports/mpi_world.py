@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.steps import Steps
 from mpistrat.transports.base import Operation, Part
 from mpistrat.transports.mpi import MpiTransport, mpi_datatype, mpi_op, until_complete
-from mpistrat.transports.small import SmallExchange, small_all_reduce
+from mpistrat.transports.small import SmallAllReduce, SmallExchange
 from mpistrat.transports.window import NodeWindow
 
 if TYPE_CHECKING:
@@ -33,24 +33,6 @@ if TYPE_CHECKING:
 KIB = 1 << 10
 POLL_FROM_BYTES = 512 * KIB
 """Between nodes, smaller arrays use blocking collectives: 64 KiB on 4x2 take 0.9 ms, and 1.9 ms by MPI_Iallreduce."""
-
-
-class AllReduce(Protocol):
-    """An all-reduce over all ranks, of arrays of one shape and dtype; `name` says by what.
-
-    `adds_in_order` says whether addends are combined in the order of the ranks, and `may_overlap` whether the target may share
-    some of the source's memory.
-    """
-
-    name: str
-    adds_in_order: bool
-    may_overlap: bool
-
-    def steps(self, source: Array, target: Array) -> Steps:
-        """Return the steps between two C-contiguous arrays, which may be one. A collective call."""
-
-    def blocking(self) -> Callable[[Array, Array | None], Array]:
-        """Return ``all_reduce(source, target)``, which blocks, and returns the target: a new array if that is None."""
 
 
 class WorldTransport(MpiTransport):
@@ -71,14 +53,13 @@ class WorldTransport(MpiTransport):
         self._copy = np.empty(0, np.uint8)
         super().__init__(self._in_order_of_nodes(hierarchy) if self.num_nodes > 1 else hierarchy.world_group)
 
-    def bind(self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> AllReduce:
+    def bind(self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> SmallAllReduce | MpiAllReduce:
         """Return the all-reduce of arrays of this shape and dtype: the same on all ranks."""
         nbytes = prod(shape) * dtype.itemsize
-        if 0 < nbytes <= self.most_passed_bytes and self.group.size > 1:
-            return PassedAllReduce(self, op, dtype, shape, None)
-        if self.small.serves(nbytes):
-            return small_all_reduce(self.small, op, dtype, shape)
-        return MpiAllReduce(self, op, dtype, shape, self.window)
+        is_passed = 0 < nbytes <= self.most_passed_bytes and self.group.size > 1
+        if self.small.serves(nbytes) and not is_passed:
+            return SmallAllReduce(self.small, op, dtype, shape)
+        return MpiAllReduce(self, op, dtype, shape, None if is_passed else self.window)
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind an all-reduce, in place."""
@@ -145,7 +126,7 @@ class MpiAllReduce:
         self.name = "MPI_Iallreduce" if self._is_polled else "MPI_Allreduce"
 
     def steps(self, source: Array, target: Array) -> Steps:
-        """Return the steps: see `AllReduce`."""
+        """Return the steps: see `SmallAllReduce`."""
         if self._window is not None:
             yield from self._window.barrier()
         if not (self._call.must_poll or self._is_polled):
@@ -158,7 +139,7 @@ class MpiAllReduce:
         self._note()
 
     def blocking(self) -> Callable[[Array, Array | None], Array]:
-        """Return the blocking call: see `AllReduce`."""
+        """Return the blocking call: see `SmallAllReduce`."""
         if self._comm.size == 1:
             return _copy
         call, shape, small, window = self._call, self._shape, self._world.small, self._window
@@ -189,31 +170,6 @@ class MpiAllReduce:
     def _note(self) -> None:
         if not self._is_compared:
             self._call.add_unconfirmed(self._nbytes)
-
-
-class PassedAllReduce(MpiAllReduce):
-    """MPI's all-reduce of arrays as they are, with as little Python as possible: calls are compared later."""
-
-    def blocking(self) -> Callable[[Array, Array | None], Array]:
-        """Return the blocking call, for contiguous arrays of any shape: see `AllReduce`."""
-        from mpi4py import MPI
-
-        nbytes, in_place, add_unconfirmed = self._nbytes, MPI.IN_PLACE, self._call.add_unconfirmed
-        all_reduce, native, datatype = self._comm.Allreduce, self._op, mpi_datatype(self._dtype)
-        shape, count = self._shape, prod(self._shape)
-
-        def run(source: Array, target: Array | None = None) -> Array:
-            if target is None:
-                target = np.empty(shape, source.dtype)
-            flags = source.flags
-            if not (flags.c_contiguous and flags.aligned):
-                source = np.require(source, requirements=["C", "A"])
-            given = in_place if source is target else (source, count, datatype)
-            all_reduce(given, (target, count, datatype), native)
-            add_unconfirmed(nbytes)
-            return target
-
-        return run
 
 
 def _copy(source: Array, target: Array | None = None) -> Array:

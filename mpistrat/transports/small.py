@@ -33,10 +33,6 @@ _POLLS = 40  # before yielding the core: a peer on its own core usually arrives 
 _YIELDS = 600  # before checking deadlines and verdicts
 _LARGE_BYTES = 1 << 14
 """From here on two ranks, each on a core, read their own array where it is: 64 KiB take 11.4 us, and 13.2 from the slot."""
-_PAIR_BYTES = 1 << 20
-"""Two ranks sum one array of up to so many bytes through their slots, in pieces that stay in the cache: 1 MiB takes 67 us, and
-140 by cross-memory attach. Cores that exchange cache lines slowly, as on two chips, lose by that: 1 MiB takes 500 us there,
-and 4 MiB 2.3 ms, 0.5 by cross-memory attach, where quick ones would win a fifth."""
 
 
 class SmallExchange:
@@ -51,9 +47,7 @@ class SmallExchange:
         self.polls = 0 if yields or hierarchy.intra.size > num_cores() else _POLLS
         self._message_polls = _YIELDS if yields else self.polls  # MPI yields the core itself when it has nothing to do
         self.is_available = self._is_supported(hierarchy)
-        self.slot_bytes = window.small_bytes if self.is_one_node and window else LEAST_SMALL_BYTES
-        is_pair = self.is_one_node and hierarchy.intra.size == 2
-        self.most_bytes = max(self.slot_bytes, _PAIR_BYTES) if is_pair else self.slot_bytes
+        self.most_bytes = window.small_bytes if self.is_one_node and window else LEAST_SMALL_BYTES
 
     def wait(self, has_arrived: Callable[[], bool]) -> None:
         """Wait for a leader; only if that takes longer than usual by steps, which check deadlines and verdicts."""
@@ -123,54 +117,12 @@ class SmallExchange:
         return hierarchy.all_agree(mine)
 
 
-def small_all_reduce(
-    exchange: SmallExchange, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]
-) -> SmallAllReduce | PiecewiseAllReduce:
-    """Return the all-reduce of an array that `exchange` serves: in one piece, if a slot holds it."""
-    fits = prod(shape) * dtype.itemsize <= exchange.slot_bytes
-    return (SmallAllReduce if fits else PiecewiseAllReduce)(exchange, op, dtype, shape)
-
-
-class PiecewiseAllReduce:
-    """The all-reduce of an array of one shape and dtype that is longer than a slot, piece after piece."""
-
-    may_overlap = False
-
-    def __init__(self, exchange: SmallExchange, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._shape, self._dtype, self._call = shape, dtype, exchange.call
-        count, longest = prod(shape), exchange.slot_bytes // dtype.itemsize
-        starts = range(0, count, longest)
-        made = {length: SmallAllReduce(exchange, op, dtype, (length,)) for length in {longest, count - starts[-1]}}
-        self._pieces = [(slice(start, start + longest), made[min(longest, count - start)]) for start in starts]
-        self.name, self.adds_in_order = f"{made[longest].name}, in {len(starts)} pieces", exchange.is_one_node
-
-    def blocking(self) -> Callable[[Array, Array | None], Array]:
-        """Return a blocking call: see `SmallAllReduce.blocking`."""
-        shape, dtype, call = self._shape, self._dtype, self._call
-        pieces = [(piece, small.blocking()) for piece, small in self._pieces]
-
-        def run(source: Array, target: Array | None = None) -> Array:
-            if target is None:
-                target = np.empty(shape, dtype)
-            if call.must_poll:  # one deadline for all pieces
-                call.drive(self.steps(source, target))
-                return target
-            flat_source, flat_target = source.reshape(-1), target.reshape(-1)
-            for piece, add in pieces:
-                add(flat_source[piece], flat_target[piece])
-            return target
-
-        return run
-
-    def steps(self, source: Array, target: Array) -> Steps:
-        """Return the steps of an all-reduce: see `SmallAllReduce.steps`."""
-        flat_source, flat_target = source.reshape(-1), target.reshape(-1)
-        for piece, small in self._pieces:
-            yield from small.steps(flat_source[piece], flat_target[piece])
-
-
 class SmallAllReduce:
-    """The all-reduce of an array of one shape and dtype."""
+    """An all-reduce over all ranks, of arrays of one shape and dtype; `name` says by what.
+
+    `adds_in_order` says whether addends are combined in the order of the ranks, and `may_overlap` whether the target may share
+    some of the source's memory.
+    """
 
     may_overlap = True  # the source is copied to a slot first
 
@@ -194,13 +146,13 @@ class SmallAllReduce:
             self._add_ranks = [summing(op, slots, self._leaders.own) for slots in self._slots]
 
     def blocking(self) -> Callable[[Array, Array | None], Array]:
-        """Return a blocking call, ``all_reduce(source, target)``, with little Python: see `AllReduce`."""
+        """Return ``all_reduce(source, target)``, which blocks, and returns the target: a new array if that is None."""
         if self._exchange.is_one_node:
             return self._on_one_node()
         return self._on_leader() if self._exchange.is_leader else self._on_follower()
 
     def steps(self, source: Array, target: Array) -> Steps:
-        """Return the steps of an all-reduce. A collective call.
+        """Return the steps between two C-contiguous arrays, which may be one. A collective call.
 
         Raises CallsDifferError on all ranks of a node, if their calls differ.
         """

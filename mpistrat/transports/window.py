@@ -39,6 +39,10 @@ LEAST_SMALL_BYTES, MOST_SMALL_BYTES, MOST_READ_BYTES = 1 << 15, 1 << 19, 6 << 20
 """Bounds of the size of a slot for small arrays, and of what all ranks of a node read together: each reads the slots of all.
 
 Beyond, MPI was faster with 7 and 8 ranks on two cores, and slots would take much memory with fewer."""
+_PAIR_BYTES = 1 << 20
+"""The size of a slot of two ranks: 1 MiB takes 67 us, and 140 by cross-memory attach. Cores that exchange cache lines slowly,
+as on two chips, lose by it: 1 MiB takes 500 us there, and 4 MiB 2.3 ms, 0.5 by cross-memory attach, where quick ones would win
+a fifth."""
 SMALL_SLOTS, RESULT_SLOTS = 4, 2
 """Slots of each rank, used alternately: two for its addends, and from the second number on two for what it publishes."""
 _CACHE_LINE_BYTES = 64
@@ -51,7 +55,7 @@ _open: list[MPI.Win] = []
 def small_slot_bytes(num_ranks: int) -> int:
     """Return the bytes of a slot for small arrays, on a node of so many ranks: whole cache lines, so they are aligned."""
     share = MOST_READ_BYTES // num_ranks**2 // _CACHE_LINE_BYTES * _CACHE_LINE_BYTES
-    return min(MOST_SMALL_BYTES, max(LEAST_SMALL_BYTES, share))
+    return min(_PAIR_BYTES if num_ranks == 2 else MOST_SMALL_BYTES, max(LEAST_SMALL_BYTES, share))
 
 
 def free_open_windows() -> None:

@@ -22,6 +22,7 @@ from mpistrat.watch.states import RankState, entered
 
 _PREFIX = "verdict-"
 _OVER = ("ended", "failed", "killed", "gone")
+_SAME = "Every rank must make the same collective calls"
 
 
 @dataclass(frozen=True)
@@ -122,26 +123,22 @@ def _stuck(states: Sequence[RankState], looked_up: Collection[Key]) -> Finding |
 
 def mismatch_text(what: str, variants: Mapping[str, Sequence[int]]) -> str:
     """Return the text of an AgreementError: which ranks (world ranks, by text of the call) are in which call."""
-    lines = [f"  {ranks_text(ranks)}: {text}" for text, ranks in variants.items()]
+    lines = [f"ranks made different calls ({what}):", *_by_ranks(variants)]
     if len(variants) == 1:
         lines.append("  The calls are equal; an earlier call differed, or `is_strict` is not the same on all ranks.")
-    return (
-        f"ranks made different calls ({what}):\n"
-        + "\n".join(lines)
-        + "\nEvery rank must make the same collective calls in the same order, with the same operation, structure, "
-        "dtypes and shapes."
-    )
+    last = f"{_SAME} in the same order, with the same operation, structure, dtypes and shapes."
+    return "\n".join([*lines, last])
 
 
 def _ended(reached: Sequence[RankState], inside: Mapping[str, Sequence[int]]) -> str:
     who = [f"  rank {state.rank} ({state.node}): {state.doing()}" for state in reached]
-    where = [f"  {ranks_text(ranks)}: {text}" for text, ranks in inside.items()]
-    return (
-        f"{ranks_text([state.rank for state in reached])} will not come to a collective that others wait in:\n"
-        + "\n".join([*who, *where])
-        + "\nEvery rank must make the same collective calls; a rank that has no data left must still take part in those of the "
-        "others."
-    )
+    first = f"{ranks_text([state.rank for state in reached])} will not come to a collective that others wait in:"
+    last = f"{_SAME}; a rank that has no data left must still take part in those of the others."
+    return "\n".join([first, *who, *_by_ranks(inside), last])
+
+
+def _by_ranks(texts: Mapping[str, Sequence[int]]) -> list[str]:
+    return [f"  {ranks_text(ranks)}: {text}" for text, ranks in texts.items()]
 
 
 class Notices:

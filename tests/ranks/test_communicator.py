@@ -63,7 +63,7 @@ def test_a_communicator_is_made_of_an_intracommunicator(comm):
         mpistrat.Communicator("world")
     with pytest.raises(InvalidArgumentError, match="this rank got MPI.COMM_NULL"):
         mpistrat.Communicator(MPI.COMM_NULL)
-    with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got str"):
+    with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got 'fast'"):
         mpistrat.Communicator(comm, "fast")
 
 

@@ -89,8 +89,8 @@ REFUSED = [
     (lambda: MIRRORED(cross_device_ops=ReductionToOneDevice), TypeError, f"{NO_OPS}{ReductionToOneDevice!r}"),
     (lambda: MULTI("slurm"), InvalidArgumentError, NO_RESOLVER.format("str")),
     (lambda: MULTI(CommunicationOptions()), InvalidArgumentError, NO_RESOLVER.format("CommunicationOptions")),
-    (lambda: MIRRORED(communication_options={}), InvalidArgumentError, "must be CommunicationOptions or None; got dict"),
-    (lambda: MULTI(communication_options={}), InvalidArgumentError, "must be CommunicationOptions or None; got dict"),
+    (lambda: MIRRORED(communication_options={}), InvalidArgumentError, "must be CommunicationOptions or None; got {}"),
+    (lambda: MULTI(communication_options={}), InvalidArgumentError, "must be CommunicationOptions or None; got {}"),
 ]
 
 

@@ -14,7 +14,7 @@ from mpistrat.testing.transport_cases import DTYPES, inputs, operations
 from mpistrat.transports import mpi_world
 from mpistrat.transports.leaders import RADICES
 from mpistrat.transports.mpi_world import MpiAllReduce, WorldTransport
-from mpistrat.transports.small import PiecewiseAllReduce, SmallAllReduce, small_all_reduce
+from mpistrat.transports.small import SmallAllReduce
 from mpistrat.transports.window import NodeWindow
 from tests.launches import needs_ranks, up_to_ranks
 
@@ -40,10 +40,9 @@ def small(transport, world):
 
 
 @up_to_ranks(8)
-@pytest.mark.parametrize("way", ["in pieces", "in one", "by MPI"])
+@pytest.mark.parametrize("way", ["by slots", "by MPI"])
 def test_every_dtype_operation_and_shape(transport, request, comm, way):
     small = transport.small if way == "by MPI" else request.getfixturevalue("small")
-    small.slot_bytes = 16 if way == "in pieces" else small.slot_bytes
     shapes = [(), (1,), (3,), (2, 3), (17, 5, 2)]
     cases = [(dtype, op) for dtype in DTYPES if dtype.kind != "V" for op in operations(dtype)]
     for seed, (dtype, op) in enumerate(cases):
@@ -54,8 +53,7 @@ def test_every_dtype_operation_and_shape(transport, request, comm, way):
         if way == "by MPI":
             bound = MpiAllReduce(transport, op, dtype, shape, transport.window)
         else:
-            bound = small_all_reduce(small, op, dtype, shape)
-            assert isinstance(bound, PiecewiseAllReduce) is (mine.nbytes > small.slot_bytes)
+            bound = SmallAllReduce(small, op, dtype, shape)
         small.call.digest = digest_of(str(seed))
 
         def by_steps(source, target, bound=bound, shape=shape, dtype=dtype):
@@ -74,8 +72,7 @@ def test_every_dtype_operation_and_shape(transport, request, comm, way):
 
 
 def test_some_ranks_may_block_while_others_take_steps(small, comm):
-    small.slot_bytes = 256
-    bound = small_all_reduce(small, *_sum_of(100))
+    bound = SmallAllReduce(small, *_sum_of(100))
     blocking = bound.blocking()
     for turn in range(20):
         mine, target = np.full(100, comm.rank + turn), np.empty(100)
@@ -89,7 +86,7 @@ def test_some_ranks_may_block_while_others_take_steps(small, comm):
 @up_to_ranks(8)
 def test_a_result_stays_as_it_is_while_peers_are_late(small, comm):
     count = small.most_bytes // 8
-    run = small_all_reduce(small, *_sum_of(count)).blocking()
+    run = SmallAllReduce(small, *_sum_of(count)).blocking()
     results = []
     for turn in range(6):
         time.sleep(0.01 * ((comm.rank + turn) % comm.size))

@@ -7,12 +7,13 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from mpistrat.parameter_server.messages import Channel, Read, Received, Run, Scatter, Write
+from mpistrat.parameter_server.messages import Channel, Read, Received, Run, Write
 from mpistrat.parameter_server.server import VariableServer
 from mpistrat.parameter_server.variables import StoredVariable
+from mpistrat.state.changes import METHODS
 
 
-@pytest.mark.parametrize("change", [Write(0, 1), Scatter(0, 0, 3), Run(7, 0, 0, False)], ids=repr)
+@pytest.mark.parametrize("change", [Write(0, 1, 0), Write(0, METHODS.index("scatter_add"), 3), Run(7, 0, 0, False)], ids=repr)
 def test_a_variable_is_changed_only_when_no_answer_is_being_sent_from_its_array(change):
     array, other, waited = np.zeros(3), np.zeros(3), []
     channel = MagicMock(survives=False)
@@ -31,7 +32,7 @@ def test_a_variable_is_changed_only_when_no_answer_is_being_sent_from_its_array(
     channel.receive_payload.side_effect = partial(Channel.receive_payload, channel)
     channel.payload.return_value = pickle.dumps(((), {}))
     server._functions[3, 0] = lambda worker: add
-    inline = memoryview((b"" if type(change) is Write else np.arange(3).tobytes()) + np.ones(3).tobytes())
+    inline = memoryview((b"" if change == Write(0, 1, 0) else np.arange(3).tobytes()) + np.ones(3).tobytes())
     getattr(server, type(change).__name__.lower())(change, Received(3, change, -1, inline.nbytes, inline))
     assert waited == [(["of read"], [0, 0, 0])]
     assert array.tolist() == [1, 1, 1]
