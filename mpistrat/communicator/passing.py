@@ -37,9 +37,8 @@ class Passing:
         if known is not None and not is_on_device(array):
             is_passed = known.is_one_message and 0 < nbytes <= world.most_passed_bytes
             call = world.passing_call(op, array.dtype) if is_passed else (None, None, None)
-            index = self._guard.index(known.digest, known.signature.text_after(0), known.signature.nbytes)
             # with its description, as how many calls one counts, and MPI's call if it is small
-            found = known, known.signature, known.digest, index, weight(nbytes), *call
+            found = known, known.signature, known.digest, weight(nbytes), *call
             self._programs.passed[handle, array.size, array.dtype] = found
 
     def caller(
@@ -62,7 +61,7 @@ class Passing:
         memory, words = record.memory, record.words
 
         # of the last call that was MPI's, and what was found for it: most are like the one before; set at once, for all threads
-        last: tuple[Any, ...] = (None,) * 5
+        last: tuple[Any, ...] = (None,) * 6
         last_code: CodeType | None = None
         last_instruction = last_line = 0
 
@@ -71,16 +70,23 @@ class Passing:
             if type(recvbuf) is not ndarray and type(recvbuf := unwrapped(recvbuf)) is not ndarray:
                 return otherwise(sendbuf, recvbuf, op)
             dtype, size, flags = recvbuf.dtype, recvbuf.size, recvbuf.flags.num
-            last_op, last_dtype, last_size, last_passed, found = last
-            if not (op is last_op and dtype is last_dtype and size == last_size and programs.passed is last_passed):
-                found = programs.passed.get((op.handle, size, dtype))
-                if found is None:
+            last_op, last_dtype, last_size, last_passed, last_overwritten, found = last
+            if not (
+                op is last_op
+                and dtype is last_dtype
+                and size == last_size
+                and programs.passed is last_passed
+                and record.overwritten is last_overwritten
+            ):
+                overwritten, entry = record.overwritten, programs.passed.get((op.handle, size, dtype))
+                if entry is None:
                     return otherwise(sendbuf, recvbuf, op)
-                if found[5] is not None:  # others have memory, which is not to be kept
-                    last = op, dtype, size, programs.passed, found
+                found, last_code = (*entry, guard.index(entry[2], entry[1].text, entry[1].nbytes)), None
+                if found[4] is not None:  # others have memory, which is not to be kept
+                    last = op, dtype, size, programs.passed, overwritten, found
             if flags & _WRITABLE != _WRITABLE:
                 return otherwise(sendbuf, recvbuf, op)
-            known, signature, digest, index, calls, mpi_call, native, datatype = found
+            known, signature, digest, calls, mpi_call, native, datatype, index = found
             given: Any
             if type(sendbuf) is not ndarray and sendbuf is not in_place:
                 sendbuf = unwrapped(sendbuf)

@@ -41,7 +41,7 @@ from mpistrat.watch.recorder import recorder
 
 T = TypeVar("T")
 
-_INDEXES_KEPT, _NOTES_KEPT = 64, 64
+_NOTES_KEPT = 64
 _OTHER_THREAD = "another thread is in a collective: make all collectives of a strategy on one thread"
 _SAME_THREAD = "this thread is in a collective already: signal handlers, finalizers and callbacks must not make one"
 
@@ -66,7 +66,6 @@ class Guard:
         self.refusal, self.noted, self.is_on_gpu = "", 0, False
         self.number, self.signature = 0, Signature("")
         self.communicator, self._members, self._rank = hierarchy.number, hierarchy.members, hierarchy.rank
-        self.indexes: dict[int, int] = {}
         self.thread = CallingThread()
         self.deadlines = Deadlines(
             hierarchy,
@@ -79,6 +78,7 @@ class Guard:
         self._present, self._memory = hierarchy.call, memory
         self._present.compare_history = self._compare_history
         self._recorder, self._watcher, self._slot = recorder(), watcher.start(), 0
+        self.indexes = self._recorder.indexes[self._members]
         self._notes = list[str]()
         self._last: Job | None = None
         self._failure, self._number_before = "", 0
@@ -205,17 +205,12 @@ class Guard:
 
     def index(self, digest: int, text: str, nbytes: int = 0) -> int:
         """Return the index of a call's description in this process's record."""
-        index = self.indexes.get(digest)
-        if index is None:
-            if len(self.indexes) >= _INDEXES_KEPT:
-                self.indexes.clear()
-            index = self.indexes[digest] = self._recorder.intern(text, nbytes, digest, self._members)
-        return index
+        return self.indexes.get(digest) or self._recorder.intern(text, nbytes, digest, self._members)
 
     def _record_entry(self, call: Call) -> None:
         """Record that this rank has entered a call."""
         if not (self._slot or call.is_started):
-            index = self.indexes.get(call.digest) or self.index(call.digest, call.text, call.signature.nbytes)
+            index = self.index(call.digest, call.text, call.signature.nbytes)
             self._slot = self._recorder.enter(self.communicator, call.number, index)
 
     def take_noted_digest(self, noted: int) -> int:

@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import blake2b
@@ -83,10 +83,15 @@ class FlightRecorder:
         starts = range(HEADER.itemsize, HEADER.itemsize + RING_RECORDS * RING.itemsize, RING.itemsize)
         self.slots = cycle([(start, (start + RING.itemsize) // 8 - 1) for start in starts])
         self._map()
-        self._calls, self._lines = _Interned(self._record["calls"]), _Interned(self._record["lines"])
+        self._calls = _Interned(self._record["calls"], self._forget_call)
+        self._lines = _Interned(self._record["lines"], self._forget_line)
+        # by the ranks that make a call and its digest, the index of its description
+        self.indexes: defaultdict[str, dict[int, int]] = defaultdict(dict)
         # (id of the code, instruction) -> index of the line, 0 inside this library; codes are kept, so that ids stay unique
         self.places: dict[tuple[int, int], int] = {}
         self._codes: dict[int, CodeType] = {}
+        # another object once a description or a line was overwritten, whose index somebody may have kept
+        self.overwritten = object()
         # of the last asynchronous collective the index of its word `line`; and whether the program waits for it
         self._started, self._is_awaited, self._marking = 0, False, threading.RLock()
         self._introduce(rank, size)
@@ -96,9 +101,9 @@ class FlightRecorder:
 
         Text and digest are the same on all ranks; `ranks`, empty for all, are those that take part, as `spans_text` writes.
         """
-        key = f"{ranks}\0{text}"
-        call_digest = hash_of(text) if call_digest is None else call_digest
-        return self._calls.index((key, nbytes, call_digest), key, nbytes, call_digest)
+        digest = hash_of(text) if call_digest is None else call_digest
+        index = self.indexes[ranks][digest] = self._calls.index((ranks, digest), f"{ranks}\0{text}", nbytes, digest)
+        return index
 
     def enter(self, communicator: int, number: int, index: int) -> int:
         """Record that a collective is entered, and return its slot for `leave` or `fail`, one of which must follow."""
@@ -199,22 +204,29 @@ class FlightRecorder:
         text = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
         return self._lines.index(text, _end_of(text, LINES["text"].itemsize))
 
+    def _forget_call(self, key: Any) -> None:
+        ranks, digest = key
+        self.indexes[ranks].pop(digest, None)
+        self.overwritten = object()
+
+    def _forget_line(self, _: object) -> None:
+        self.places.clear()
+        self.overwritten = object()
+
     def _remember(self, place: tuple[int, int], code: CodeType, line: int) -> None:
-        if len(self.places) >= _MOST_PLACES or self._lines.has_overwritten:
+        if max(len(self.places), len(self._codes)) >= _MOST_PLACES:
             self.places.clear()
             self._codes.clear()
-            self._lines.has_overwritten = False
         self.places[place] = line
         self._codes[id(code)] = code
 
 
 class _Interned:
-    """The texts in a table, of which the least recently used one is overwritten."""
+    """The texts in a table, of which the one that was asked for least recently is overwritten: `forget` is told its key."""
 
-    def __init__(self, table: NDArray[Any]) -> None:
-        self._table, self._lock = table, threading.Lock()
+    def __init__(self, table: NDArray[Any], forget: Callable[[Any], None]) -> None:
+        self._table, self._lock, self._forget = table, threading.Lock(), forget
         self._known: OrderedDict[object, int] = OrderedDict()
-        self.has_overwritten = False
 
     def leave_to_parent(self, table: NDArray[Any]) -> None:
         """Write to another table, and wait for no lock that a thread of the parent held when it was forked."""
@@ -230,8 +242,9 @@ class _Interned:
             # index 0 means none
             index, entries = len(self._known) + len(self._table), len(self._table)
             if len(self._known) == entries:
-                index = self._known.popitem(last=False)[1] + entries
-                self.has_overwritten = True
+                oldest, index = self._known.popitem(last=False)
+                index += entries
+                self._forget(oldest)
             write_text(self._table, index, encoded(text), first, second)
             self._known[key] = index
             return index

@@ -88,6 +88,18 @@ def test_structures_are_compared_where_arrays_are_alike(comm, make_strategy, cou
 
 
 @needs_ranks(2)
+def test_a_call_is_told_by_name_whatever_others_were_made_since_it_was_new(make_ops, world):
+    often = make_ops(world, STRICT="0")
+    calls = [(op, [np.ones(3)]) for op in ("max", "sum")]
+    for turn in range(280):  # one communicator of many
+        recorder().intern(f"another call {turn}")
+        for call in calls:
+            often.all_reduce(*call)
+    with pytest.raises(AgreementError, match=r"(?s)rank 0: all_reduce\(MAX, .*all_reduce\(SUM, "):
+        often.all_reduce(*calls[min(often.rank, 1)])
+
+
+@needs_ranks(2)
 def test_all_that_was_noted_is_told_of_a_call_that_is_known(comm, one_node):
     arrays = [np.ones(100_000), np.ones(2)]
     for _ in range(3):

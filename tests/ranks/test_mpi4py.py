@@ -15,6 +15,8 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, CollectiveError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.groups.group import MOST_UNCONFIRMED
 from mpistrat.mpi4py import intracomm
+from mpistrat.watch.record import RankFile
+from mpistrat.watch.recorder import recorder
 from tests.launches import needs_ranks, up_to_ranks
 from tests.other_arrays import SpeaksDlpack
 from tests.ranks.cases import case
@@ -371,6 +373,15 @@ def test_an_interrupt_in_a_small_sum_leaves_no_lock_held(passing, monkeypatch):
     assert not communicator._guard.thread.is_in_call()
     with pytest.raises(CollectiveError, match="did not end"):
         passing.Allreduce(sent, received)
+
+
+def test_what_is_handed_to_mpi_is_recorded_by_name_whatever_else_was(passing):
+    buffers = np.ones(2), np.empty(2)
+    for turn in range(280):
+        passing.Allreduce(*buffers)
+        recorder().intern(f"another call {turn}")
+    passing.Allreduce(*buffers)
+    assert RankFile(recorder().memory).calls()[0].text.startswith("all_reduce(SUM, [float64 (2,)]")
 
 
 def test_small_arrays_are_handed_to_mpi_and_compared_later(passing):

@@ -120,6 +120,25 @@ def test_equal_descriptions_share_an_index_and_the_least_recent_is_overwritten(w
     assert call(written, "second") != second
 
 
+def test_what_is_kept_of_texts_is_forgotten_once_others_have_taken_their_places(written: FlightRecorder) -> None:
+    def enter() -> None:
+        index = written.indexes["0-3"].get(hash_of(TEXT)) or written.intern(TEXT, 80, hash_of(TEXT), "0-3")
+        written.leave(written.enter(0, 1, index))
+
+    for _ in range(2):
+        enter()
+    kept = written.overwritten
+    for other in range(CALLS):
+        call(written, f"other {other}")
+    assert written.overwritten is not kept
+    enter()
+    assert [record.text for record in read(written).calls()] == [TEXT, OVERWRITTEN, OVERWRITTEN]
+    for number in range(LINES):  # what the watcher finds the program at
+        written._lines.index(number, str(number))
+    enter()
+    assert [Path(__file__).name in record.line for record in read(written).calls()] == [True, False, False, False]
+
+
 def test_long_texts_are_cut_and_told_apart_all_the_same(written: FlightRecorder) -> None:
     texts = ["x" * 5000 + end for end in "ab"]
     for number, text in enumerate(texts):
