@@ -210,7 +210,7 @@ class Guard:
     def _record_entry(self, call: Call) -> None:
         """Record that this rank has entered a call."""
         if not (self._slot or call.is_started):
-            index = self.index(call.digest, call.text, call.signature.nbytes)
+            index = self.indexes.get(call.digest) or self.index(call.digest, call.text, call.signature.nbytes)
             self._slot = self._recorder.enter(self.communicator, call.number, index)
 
     def take_noted_digest(self, noted: int) -> int:
