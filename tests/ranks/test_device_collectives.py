@@ -158,22 +158,6 @@ def test_what_was_started_goes_on_between_other_calls(pair):
                 pair.check(found, [other])
 
 
-def test_what_is_started_comes_after_what_its_stream_was_given(pair):
-    gpu, device = pair.gpu, pair.device
-    array = values(1000, np.float32, pair.rank)
-    given = pair.up(np.zeros_like(array))
-    pair.compare(SUM, [array])  # from now on there is a plan
-    device.held = device.current_stream()
-    device.put(given._memory, array)
-    work = gpu.start_all_reduce(SUM, [given])
-    while not gpu._gpu.stream.waiting:
-        time.sleep(0.0001)
-    for _ in range(100):
-        device.progress()
-    device.held = None
-    pair.check(work.wait(), pair.host.all_reduce(SUM, [array]))
-
-
 @pytest.mark.parametrize("are_alike", [False, True])
 def test_calls_on_different_streams_follow_each_other(make_pair, world, monkeypatch, are_alike):
     if are_alike:  # each thread has a default stream of its own, and all of them have one pointer
