@@ -96,7 +96,7 @@ def fake_torch() -> Any:
     class Tensor:
         def __init__(self, array: Any, device: str = "cpu", requires_grad: bool = False) -> None:
             self.array, self.requires_grad = np.asarray(array), requires_grad
-            self.device = _Device(device)
+            self.device = TorchDevice(device)
             self.dtype = next((name for name, dtype in numpy_dtypes.items() if dtype == self.array.dtype), self.array.dtype)
 
         @property
@@ -135,48 +135,12 @@ def fake_torch() -> Any:
     return SimpleNamespace(Tensor=Tensor, **names)
 
 
-class _Device:
+class TorchDevice:
+    """A device of PyTorch, by its name."""
+
     def __init__(self, name: str) -> None:
         self.name, self.type = name, name.partition(":")[0]
         self.index = int(name.partition(":")[2] or 0)
 
     def __str__(self) -> str:
         return self.name
-
-
-def fake_jax() -> Any:
-    """Return what behaves like JAX as far as arrays are read and made; `Array` takes an array and its device."""
-
-    class Array(SpeaksDlpack):
-        __module__ = "jaxlib.fake"
-
-        def __init__(self, array: Any, kind: int = CPU, index: int = 0) -> None:
-            super().__init__(array, kind, index)
-            self.device = (kind, index)
-
-        def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-            assert self.device[0] == CPU, "JAX would copy from the GPU, silently"
-            view = self._array.view()
-            view.flags.writeable = False
-            return view
-
-    def device_put(array: Any, device: tuple[int, int], may_alias: bool) -> Array:
-        assert may_alias
-        return Array(array, *device)
-
-    return SimpleNamespace(Array=Array, device_put=device_put)
-
-
-def fake_cupy() -> Any:
-    """Return what behaves like CuPy as far as arrays are read and made; `ndarray` takes an array."""
-
-    class ndarray(SpeaksDlpack):  # noqa: N801 - CuPy's name
-        __module__ = "cupy"
-
-        def __init__(self, array: Any) -> None:
-            super().__init__(array, CUDA)
-
-        def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-            raise TypeError("CuPy refuses")
-
-    return SimpleNamespace(ndarray=ndarray)

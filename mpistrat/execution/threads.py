@@ -44,10 +44,6 @@ class CallingThread:
         """Return whether it is the current one."""
         return self.own.free is self._free
 
-    def is_in_call(self) -> bool:
-        """Return whether a thread is in a call."""
-        return not self._free
-
     def lock(self) -> bool:
         """Lock for the current thread; return whether no thread was in a call."""
         try:

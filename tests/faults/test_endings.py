@@ -420,7 +420,7 @@ def test_a_signal_that_interrupts_the_beginning_or_end_of_a_call_is_told_to_all(
                 return interrupt
 
         def interrupt(frame, event, argument):
-            if communicator._guard.thread.is_in_call():
+            if not communicator._guard.thread._free:  # it is in a call
                 sys.settrace(None)
                 raise KeyboardInterrupt
             return interrupt

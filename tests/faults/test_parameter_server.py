@@ -122,14 +122,6 @@ def test_a_huge_result_arrives_and_one_that_fits_no_memory_raises(job: Job) -> N
     assert "MemoryError" in ended.stderr
 
 
-def test_a_server_that_does_not_answer_in_time_is_named(job: Job) -> None:
-    chief = "note_fault(); strategy.extended.update(number, lambda variable: time.sleep(1000))"
-    ended = job(3, program(chief), MPISTRAT_TIMEOUT_SECONDS="0.5")
-    ended.check(1)
-    assert "DeadlineExceededError: chief 0 (rank 0 on " in ended.stderr
-    assert "waited 0.5 s for an answer of ps 0 (rank 1 on " in ended.stderr
-
-
 def test_a_stall_report_tells_what_each_task_does(job: Job) -> None:
     chief = """
 def slow(variable): time.sleep(2)

@@ -53,10 +53,3 @@ def test_mpistrat_run_returns_the_code_after_one_line_of_why(tmp_path: Path) -> 
     saved, stopped = done.stderr.splitlines()
     assert saved.startswith("mpistrat: step 2: ")
     assert stopped == "mpistrat: the job stops after step 2, which is saved: the time limit is near"
-
-
-def test_a_program_that_finalizes_mpi_itself_ends_well(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(f"{PROGRAM}\nfrom mpi4py import MPI\nMPI.Finalize()\n")
-    argv = [*MPISTRAT_RUN, "-n", "2", "train.py", "3", "0"]
-    done = run_bounded(argv, LIMIT_SECONDS, dict(os.environ), tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")

@@ -167,61 +167,6 @@ def test_a_started_all_reduce_goes_on_while_it_is_asked(mixed):
         assert same_bits(waited[0], expected(SUM, given))
 
 
-def test_settings_are_defaults_and_options_win(comm, make_ops):
-    ops = make_ops(f"{comm.size}x1", ALGORITHM="hierarchical")
-    assert ops.choose(10, np.dtype(np.float32)).plan.algorithm == "hierarchical"
-    assert ops.choose(10, np.dtype(np.float32), by_name("flat")).plan.algorithm == "flat"
-    assert "hierarchical" in str(ops.explain(np.ones(10, np.float32)))
-
-
-def test_the_timeline_shows_the_phases(ops, world):
-    ops.timeline.enabled = True
-    array = np.ones(1000, np.float32)
-    for algorithm in PLANNERS:
-        ops.timeline.events.clear()
-        # arrays of two dtypes, which must be packed
-        arrays = [array, array.astype(np.float16)]
-        ops.all_reduce(SUM, arrays, by_name(algorithm))
-        [pack] = ops.explain(arrays, by_name(algorithm)).packs
-        phases = [str(phase) for phase in pack.choice.plan.phases]
-        named = [event.name.split(" rail")[0] for event in ops.timeline.events]
-        assert [name for index, name in enumerate(named) if index == 0 or name != named[index - 1]] == [
-            "copy in",
-            *phases,
-            "copy out",
-        ]
-        assert all(event.end_seconds >= event.start_seconds and event.nbytes >= 8000 for event in ops.timeline.events)
-
-
-@pytest.fixture
-def unchecked(mixed):
-    """Give the all-reduce without strict mode, which then takes its fast paths."""
-    mixed.is_strict = False
-    return mixed
-
-
-def test_results_go_anywhere_without_strict_mode(unchecked):
-    total = sum(range(unchecked.size))
-    for turn in range(3):
-        memory = np.full(12, -1, np.int32)
-        for source, target in (
-            (memory[:8], memory[:8]),
-            (memory[:8], memory[4:]),
-            (memory[4:], memory[:8]),
-            (memory[7::-1], memory[:8]),
-            (memory[:8].reshape(2, 4).T, np.empty((4, 2), np.int32)),
-            (memory[:8], np.empty(8, np.int32)),
-        ):
-            memory[:] = -1
-            source[...] = np.arange(8).reshape(source.shape) * unchecked.size + unchecked.rank + turn
-            wanted = np.arange(8).reshape(source.shape) * unchecked.size**2 + total + turn * unchecked.size
-            before = source.copy()
-            [result] = unchecked.all_reduce(SUM, [source], out=[target])
-            assert result is target
-            assert (target == wanted).all()
-            assert np.shares_memory(source, target) or (source == before).all()
-
-
 @up_to_ranks(4)
 def test_arrays_that_were_changed_in_place_are_looked_at(make_ops, world):
     ops = make_ops(world, STRICT="0")

@@ -108,8 +108,8 @@ def test_arrays_in_host_memory_are_combined_there(pair):
     expected = pair.host.all_reduce(SUM, [array])[0]
     for _ in range(3):
         # what is known of an array in host memory does not serve one like it on the GPU
-        for _ in range(2):
-            found = pair.gpu.all_reduce(SUM, [array])[0]
+        for call in (pair.gpu.all_reduce, lambda *given: pair.gpu.start_all_reduce(*given).wait()) * 2:
+            found = call(SUM, [array])[0]
             assert type(found) is np.ndarray
             np.testing.assert_array_equal(found, expected)
         pair.check(pair.reduce(SUM, [array])[0], expected)
@@ -139,39 +139,6 @@ def test_arrays_of_another_gpu_are_refused(pair):
         with pytest.raises(InvalidArgumentError, match=f"is on GPU {1 - index}, this replica computes on GPU {index}"):
             call()
     assert pair.download(gpu.all_reduce(SUM, near)).tolist() == [pair.size] * 3
-
-
-def test_what_was_started_goes_on_between_other_calls(pair):
-    gpu, device = pair.gpu, pair.device
-    arrays = [values(count, np.float32, pair.rank + count) for count in (10, 40_000, 7)]
-    expected = pair.host.all_reduce(SUM, arrays)
-    for _ in range(3):
-        works = [gpu.start_all_reduce(SUM, [pair.up(array)]) for array in arrays[:2]]
-        in_host = gpu.start_all_reduce(SUM, [arrays[0]])
-        pair.check(pair.reduce(SUM, arrays[2:]), expected[2:])
-        np.testing.assert_array_equal(in_host.wait()[0], expected[0])
-        for work, other in zip(works, expected, strict=False):
-            found = work.wait(host=True)
-            assert gpu._gpu.stream.record().passed()
-            # nothing needs to be waited for: whichever stream looks, it is there
-            with device.activate(device.stream()):
-                pair.check(found, [other])
-
-
-def test_what_is_started_comes_after_what_its_stream_was_given(pair):
-    gpu, device = pair.gpu, pair.device
-    array = values(1000, np.float32, pair.rank)
-    given = pair.up(np.zeros_like(array))
-    pair.compare(SUM, [array])  # from now on there is a plan
-    device.held = device.current_stream()
-    device.put(given._memory, array)
-    work = gpu.start_all_reduce(SUM, [given])
-    while not gpu._gpu.stream.waiting:
-        time.sleep(0.0001)
-    for _ in range(100):
-        device.progress()
-    device.held = None
-    pair.check(work.wait(), pair.host.all_reduce(SUM, [array]))
 
 
 @pytest.mark.parametrize("are_alike", [False, True])

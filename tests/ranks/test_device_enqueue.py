@@ -32,6 +32,7 @@ from mpistrat.transports.nccl import NcclTransport
 from tests.gpu import stand_in, stand_in_nccl
 from tests.gpu.pair import values
 from tests.gpu.stand_in import UNFINISHED
+from tests.other_arrays import TorchDevice, fake_torch
 from tests.processes import until
 
 pytestmark = pytest.mark.ranks(nodes=["1x2", "2x1"])
@@ -651,16 +652,6 @@ def test_datatypes_with_gaps_are_refused_for_memory_of_a_gpu(node):
     pairs.Free()
 
 
-class _Place(SimpleNamespace):
-    """A device of PyTorch."""
-
-    def __init__(self, index):
-        super().__init__(type="cuda", index=index)
-
-    def __str__(self):
-        return f"{self.type}:{self.index}"
-
-
 class _Tensor:
     """A tensor of PyTorch on the stand-in GPU, as far as its gradient is averaged."""
 
@@ -672,7 +663,7 @@ class _Tensor:
 
     @property
     def device(self):
-        return _Place(self.array.device.id)
+        return TorchDevice(f"cuda:{self.array.device.id}")
 
     def detach(self):
         return self
@@ -707,9 +698,8 @@ def test_pytorch_waits_on_its_own_stream_for_what_was_written_to_its_tensors(nod
         of_torch.wait(node.device.current_stream().record())  # PyTorch asks for that, for its current stream
         return _Tensor(array)
 
-    torch = SimpleNamespace(Tensor=_Tensor, strided="strided", bfloat16="bfloat16", from_dlpack=from_dlpack)
-    torch.nn = SimpleNamespace(Module=_Tensor)
-    torch.cuda = SimpleNamespace(is_initialized=lambda: True, is_current_stream_capturing=lambda: False)
+    torch = fake_torch()
+    torch.Tensor, torch.from_dlpack, torch.strided, torch.nn = _Tensor, from_dlpack, "strided", SimpleNamespace(Module=_Tensor)
     monkeypatch.setitem(sys.modules, "torch", torch)
     given = values((count,), np.float32, node.rank)
     expected, sent = node.host.all_reduce(MEAN, given), node.host.broadcast(given, 1)

@@ -429,11 +429,6 @@ def bound(device, kernels, monkeypatch):
     bind(None)
 
 
-def test_a_first_sum_finds_nothing_wrong(group, device, kernels):
-    device.kernels = kernels
-    assert CudaAwareTransport(group, device).first_exchange() == ""
-
-
 @needs_ranks(2)
 def test_an_mpi_that_delivers_wrong_values_is_not_used_by_anybody(group, bound, monkeypatch):
     if group.rank == 1:

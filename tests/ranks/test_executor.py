@@ -11,15 +11,13 @@ import pytest
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import DeadlineExceededError, TransportError
+from mpistrat.errors import TransportError
 from mpistrat.execution import compile as compiled
 from mpistrat.execution.executor import SMALL_RAIL_BYTES, Executor
 from mpistrat.execution.select import TRANSPORTS
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import INTER_TRANSPORT, Snapshot
-from mpistrat.steps import drive
 from mpistrat.topology.world import World
 from mpistrat.transports import window
 from mpistrat.transports.base import Operation, Part
@@ -28,24 +26,11 @@ from mpistrat.transports.ring import MpiRingTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 from tests.launches import needs_ranks, on_ranks, up_to_ranks
 
-FLOAT32 = np.dtype(np.float32)
-
 
 @pytest.fixture
-def executor(hierarchy):
-    executor = Executor(hierarchy)
-    yield executor
-    executor.close()
-
-
-@pytest.fixture
-def uneven(comm):
-    """Give the executor of two uneven nodes, for what does not depend on the shape."""
-    hierarchy = Hierarchy(comm, World.from_shape(f"{comm.size - 1}+1" if comm.size > 1 else "1x1"))
-    executor = Executor(hierarchy)
-    yield executor
-    executor.close()
-    hierarchy.close()
+def uneven(comm, make_ops):
+    """Give collectives on two uneven nodes, for what does not depend on the shape."""
+    return make_ops(f"{comm.size - 1}+1" if comm.size > 1 else "1x1", ALGORITHM="hierarchical")
 
 
 @pytest.fixture
@@ -55,82 +40,30 @@ def one_node(comm):
     hierarchy.close()
 
 
-def bind(executor, algorithm, counts, chunk_bytes=0):
-    """Bind the sum of arrays of so many float32; ``chunks`` is hierarchical on several."""
-    layout, in_chunks = Layout(counts), algorithm == "chunks"
-    plan = PLANNERS["hierarchical" if in_chunks else algorithm](executor.hierarchy.world, layout.count, 4, chunk_bytes)
-    dtypes = [FLOAT32] * len(counts)
-    plan = executor.adapt(plan, layout, FLOAT32, ReduceOp.SUM, dtypes)
-    return compiled.all_reduce(executor, plan, layout, FLOAT32, ReduceOp.SUM, dtypes)
-
-
-def bind_all(executor, counts, chunk_bytes):
-    """Bind it for every algorithm, and in chunks."""
-    for algorithm in PLANNERS:
-        yield bind(executor, algorithm, counts)
-    yield bind(executor, "chunks", counts, chunk_bytes)
-
-
-def run(bound, sources):
-    targets = [np.full_like(source, np.nan) for source in sources]
-    drive(bound.run(sources, targets), lambda: "test", 30.0)
-    return targets
-
-
-@pytest.fixture(params=["two slots", "one slot"])
-def slots(request, monkeypatch):
-    """Let a chunk that is alone have one slot, as long ones have, or two."""
-    monkeypatch.setattr(compiled, "LONE_SLOT_BYTES", 1 if request.param == "one slot" else 1 << 30)
-
-
 @up_to_ranks(8)
-def test_a_bound_plan_runs_again_and_again_whoever_is_slow(executor, world, comm, slots):
-    # several arrays, across chunk boundaries, with padding at the end
-    counts = [5, 0, 1000, 1, 77]
+@pytest.mark.parametrize("lone_slot_bytes", [1, 1 << 30], ids=["one slot", "two slots"])
+def test_slots_are_taken_again_and_again_whoever_is_slow(comm, make_ops, world, monkeypatch, lone_slot_bytes):
+    """A chunk that is alone has one slot, as long ones have, or two; slots of one plan lie across those of another."""
+    monkeypatch.setattr(compiled, "LONE_SLOT_BYTES", lone_slot_bytes)
     total, size = sum(range(world.size + 1)), world.size
-    for bound in bind_all(executor, counts, chunk_bytes=700):
-        for turn in range(2 * bound.plan.num_chunks + 3 + size):
-            if comm.rank == turn:
-                time.sleep(0.002)
-            sources = [np.arange(count, dtype=np.float32) * (comm.rank + 1) + turn for count in counts]
-            for target, count in zip(run(bound, sources), counts, strict=True):
-                assert (target == np.arange(count) * total + turn * size).all(), bound.plan
-
-
-def test_bound_plans_take_turns_in_one_memory(uneven):
-    # slots of one plan lie across those of the other
-    bound = [bind(uneven, "hierarchical", counts) for counts in ([4000], [10, 10], [20_000, 1])]
-    bound = [bind(uneven, "hierarchical", counts) for counts in ([4000], [10, 10], [20_000, 1])]
-    assert all(one.is_current() for one in bound)
-    for turn in range(4):
-        for one, counts in zip(bound, ([4000], [10, 10], [20_000, 1]), strict=True):
-            for target in run(one, [np.full(count, turn, np.float32) for count in counts]):
-                assert (target == turn * uneven.hierarchy.world.size).all()
-
-
-def test_growing_makes_a_new_generation(uneven):
-    first = bind(uneven, "hierarchical", [10, 10])
-    generation = uneven.generation
-    assert first.is_current()
-    bind(uneven, "hierarchical", [10, 11])
-    assert uneven.generation == generation
-    bind(uneven, "hierarchical", [10**6, 1])
-    assert uneven.generation == generation + 1
-    assert not first.is_current()
+    for algorithm, chunk_bytes in (*((each, "0") for each in PLANNERS), ("hierarchical", "700")):
+        ops = make_ops(world, STRICT="0", CHUNK_BYTES=chunk_bytes)
+        # several arrays, across chunk boundaries, with padding at the end
+        for counts in ([5, 0, 1000, 1, 77], [20_000, 1], [5, 0, 1000, 1, 77]):
+            for turn in range(15 + size):
+                if comm.rank == turn:
+                    time.sleep(0.002)
+                sources = [np.arange(count, dtype=np.float32) * (comm.rank + 1) + turn for count in counts]
+                found = ops.all_reduce(ReduceOp.SUM, sources, CommunicationOptions(algorithm=algorithm))
+                for target, count in zip(found, counts, strict=True):
+                    assert (target == np.arange(count) * total + turn * size).all(), (algorithm, chunk_bytes, counts)
 
 
 @needs_ranks(2)
 def test_large_arrays_of_several_sizes_share_slots(uneven):
-    for mib in (16, 10, 24, 64):
-        bind(uneven, "chunks", [mib << 18])
-        assert uneven.generation == 1
-
-
-def test_shared_memory_inside_nodes_and_rings_between(uneven):
-    # a rank that is alone on its node shares nothing
-    assert uneven.intra.name == ("shared_memory" if uneven.hierarchy.intra.size > 1 else "mpi")
-    assert {rail.name for rail in uneven.rails.values()} <= {"mpi_ring"}
-    assert list(uneven.rails) == list(uneven.hierarchy.rails)
+    for mib in (16, 10, 24):
+        assert (uneven.all_reduce(ReduceOp.SUM, [np.ones(mib << 18, np.float32)])[0] == uneven.size).all()
+        assert uneven._executor.generation == 1
 
 
 class OfSomebodyElse(MpiTransport):
@@ -196,15 +129,14 @@ class LeavesTheSumToItsReader(MpiTransport):
 @up_to_ranks(4)
 def test_a_sum_that_is_not_in_the_buffer_between_nodes_names_transport_and_verb(uneven, monkeypatch):
     for shard, rail in uneven.hierarchy.rails.items():
-        monkeypatch.setitem(uneven.rails, shard, LeavesTheSumToItsReader(rail))
+        monkeypatch.setitem(uneven._executor.rails, shard, LeavesTheSumToItsReader(rail))
     with pytest.raises(TransportError, match="transport mine: all_reduce left its result outside the buffer, .*hierarchical"):
-        run(bind(uneven, "hierarchical", [1 << 18]), [np.ones(1 << 18, np.float32)])
+        uneven.all_reduce(ReduceOp.SUM, [np.ones(1 << 18, np.float32)])
 
 
 def test_without_a_name_rings_move_what_is_large(uneven):
     for count, name in ((1000, "mpi"), (1 << 18, "mpi_ring")):
-        plan = PLANNERS["hierarchical"](uneven.hierarchy.world, count, 4, 1 << 30)
-        path = uneven.path_of(plan, FLOAT32, ReduceOp.SUM)
+        path = uneven.explain([np.ones(count, np.float32)]).packs[0].transport
         assert (f"{name} between nodes" in path.split(", ")) == (uneven.hierarchy.world.num_nodes > 1)
         assert ("shared_memory inside the node" in path) == (uneven.hierarchy.intra.size > 1)
 
@@ -243,20 +175,6 @@ def test_what_a_probe_finds_on_one_rank_alone_counts_on_all(comm, hierarchy, mon
         assert executor.intra.name == ("mpi" if of_last_node or hierarchy.intra.size == 1 else "shared_memory")
         assert {rail.name for rail in executor.rails.values()} <= {"mpi"}
         executor.close()
-
-
-@needs_ranks(2)
-def test_nothing_blocks_inside_a_node(one_node, comm):
-    executor = Executor(one_node)
-    bound = bind(executor, "hierarchical", [100, 1])
-    sources, targets = [np.ones(100, np.float32), np.ones(1, np.float32)], [np.empty(100, np.float32), np.empty(1, np.float32)]
-    late = comm.size - 1
-    if comm.rank != late:
-        steps = bound.run(sources, targets)
-        with pytest.raises(DeadlineExceededError, match=r"the sum did not end within 0\.02 s; not all ranks have arrived"):
-            drive(steps, lambda: "the sum", 0.02)
-    comm.Barrier()
-    executor.close()
 
 
 class Little:

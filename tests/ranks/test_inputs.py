@@ -74,20 +74,6 @@ def test_ranks_that_are_out_of_data_see_empty_batches(comm, either, kinds):
     assert not iterator.get_next_as_optional().has_value()
 
 
-def test_reductions_over_rows_stay_exact_when_ranks_run_out(comm, either):
-    values = np.arange(4 * comm.size + 1.0)
-
-    def make(context):
-        own = values[context.input_pipeline_id :: context.num_input_pipelines]
-        return (own[first : first + 2] for first in range(0, len(own), 2))
-
-    total = count = 0.0
-    for batch in either.distribute_datasets_from_function(make):
-        total += float(either.reduce("sum", batch, axis=0))
-        count += float(either.reduce("sum", either.run(lambda rows: np.ones(len(rows)), args=(batch,)), axis=0))
-    assert (total, count) == (values.sum(), len(values))
-
-
 @needs_ranks(2)
 @pytest.mark.parametrize("buffer_size", [0, 1])
 @pytest.mark.parametrize("culprit", [0, 1])

@@ -47,7 +47,7 @@ def test_nothing_is_started_beside_a_collective_of_another_thread(comm, make_ops
     beside = threading.Thread(target=lambda: found.extend(ops.all_reduce(SUM, [array], in_memory)))
     if comm.rank == 0:
         beside.start()
-        while not ops._guard.thread.is_in_call():
+        while ops._guard.thread._free:  # until it is in a call
             time.sleep(0.0001)
         with pytest.raises(UnavailableError, match="another thread is in a collective"):
             ops.start_all_reduce(SUM, [array])
@@ -119,17 +119,6 @@ def test_starting_does_not_wait_for_ranks_that_are_late(comm, make_ops):
             assert not works[0].done()
             comm.Barrier()
         assert [work.wait()[0][0] for work in works] == [comm.size] * 2
-
-
-@needs_ranks(2)
-def test_it_goes_on_while_the_program_computes(comm, make_ops):
-    ops = make_ops()
-    work = ops.start_all_reduce(SUM, [np.ones(300_000)])
-    deadline = time.monotonic() + 60
-    while not work._job.has_ended():  # neither done() nor wait() is called
-        np.sqrt(np.ones(10_000))
-        assert time.monotonic() < deadline
-    assert (work.wait()[0] == comm.size).all()
 
 
 @needs_ranks(2)

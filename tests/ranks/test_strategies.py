@@ -300,17 +300,6 @@ class TestCentralStorage:
         assert make_strategy(CentralStorageStrategy, parameter_device="/cpu:0").extended.parameter_devices == (CPU.format(0),)
         assert isinstance(strategy.extended.cross_device_ops, ReductionToOneDevice)
 
-    def test_what_the_keeper_computes_counts(self, comm, make_strategy):
-        last = comm.size - 1
-        strategy = make_strategy(CentralStorageStrategy, parameter_device=f"rank:{last}")
-        with strategy.scope():
-            variable = mpistrat.Variable(np.zeros(2))
-        strategy.extended.update(variable, lambda kept: kept.assign(np.full(2, comm.rank)))
-        assert variable.numpy().tolist() == [last] * 2
-        with strategy.scope():
-            variable.assign(np.full(2, comm.rank + 1.0))
-        assert variable.numpy().tolist() == [last + 1.0] * 2
-
     def test_a_gradient_is_reduced_to_the_variable(self, comm, make_strategy):
         strategy = make_strategy(CentralStorageStrategy, parameter_device=f"rank:{comm.size - 1}")
         extended = strategy.extended
@@ -330,22 +319,13 @@ class TestCentralStorage:
         extended.update(variable, lambda kept, value: kept.assign(value), args=(sent,))
         assert variable.numpy().tolist() == [7.0, 7.0]
 
-    def test_replicas_read_and_assign(self, comm, make_strategy, together):
-        strategy = make_strategy(CentralStorageStrategy)
+    def test_what_is_on_read_acts_as_on_write(self, comm, make_strategy, together):
+        strategy, kind = make_strategy(CentralStorageStrategy), mpistrat.VariableSynchronization.ON_READ
         with strategy.scope():
-            summed = mpistrat.Variable(1.0, aggregation=mpistrat.VariableAggregation.SUM)
-            plain = mpistrat.Variable(1.0)
-            on_read = mpistrat.Variable(
-                1.0, synchronization=mpistrat.VariableSynchronization.ON_READ, aggregation=summed.aggregation
-            )
-        strategy.run(lambda: summed.assign(comm.rank + float(summed) * 0))
-        assert float(summed) == sum(range(comm.size))
-        strategy.run(lambda: on_read.assign_add(2.0))  # which acts as ON_WRITE
+            on_read = mpistrat.Variable(1.0, synchronization=kind, aggregation=mpistrat.VariableAggregation.SUM)
+        strategy.run(lambda: on_read.assign_add(2.0))
         held = strategy.local(strategy.run(lambda: float(on_read)))
         assert (held, float(on_read.assign_add(1.0))) == (1 + 2 * comm.size, 2 + 2 * comm.size)
-        if comm.size > 1:
-            with pytest.raises(ValueError, match="aggregation NONE"):
-                strategy.run(lambda: plain.assign(2.0))
 
     def test_values_of_several_components_are_refused(self, comm, make_strategy, together):
         strategy = make_strategy(CentralStorageStrategy)

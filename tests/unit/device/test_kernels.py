@@ -149,27 +149,6 @@ def test_a_shard_of_all_peers_is_folded_in_rank_order(kernels, dtype, op, num_pe
             np.testing.assert_array_equal(target, total.astype(dtype))
 
 
-@pytest.mark.parametrize("dtype", [F32, F16, F64], ids=str)
-@pytest.mark.parametrize("num_peers", [2, 5])
-def test_each_part_begins_with_another_peer_wherever_threads_begin(kernels, dtype, num_peers):
-    count, part_count, num_items = 5003, 1008, 5003
-    buffers = [_aligned(dtype, count + 1) for _ in range(num_peers)]
-    for rank, buffer in enumerate(buffers):
-        buffer[:] = _values(dtype, buffer.size, seed=rank)
-    wide = computed_in(dtype)
-    for shift in (0, 1):  # aligned to packets, and not
-        expected = np.empty(num_items, dtype)
-        for first in range(0, num_items, part_count):
-            part = slice(first, min(first + part_count, num_items))
-            order = [(1 + first // part_count + turn) % num_peers for turn in range(num_peers)]
-            rows = [buffers[peer][shift:][:num_items][part].astype(wide) for peer in order]
-            expected[part] = reduce(np.add, rows).astype(dtype)
-        for first_item in (0, part_count, 4 * part_count):
-            target = _aligned(dtype, num_items)
-            _fold(kernels, buffers, shift, target, SUM, 1, part_count, first_item)
-            np.testing.assert_array_equal(target, expected)
-
-
 @pytest.mark.parametrize(("dtype", "op"), FOLDS, ids=lambda value: str(value))
 def test_what_arrived_is_folded_into_what_is_there(kernels, dtype, op):
     for count, shift, blocks in [(0, 0, 1), (5003, 0, 2), (517, 1, 3), (4096, 0, 1)]:
@@ -191,14 +170,6 @@ def test_values_are_divided_where_they_are(kernels, dtype):
             expected = (np.trunc(wide / 257) if dtype is I64 else wide / F32.type(257)).astype(dtype)
             kernels.launch(divide_kernel(dtype), 2, (values.ctypes.data, count, 257))
             np.testing.assert_array_equal(values, expected)
-
-
-@pytest.mark.parametrize("op", [MIN, MAX])
-def test_a_nan_on_any_rank_wins(kernels, op):
-    target = np.empty(3, F32)
-    _fold(kernels, [np.array([np.nan, 1, 2], F32), np.array([0, np.nan, 5], F32)], 0, target, op)
-    assert np.isnan(target[:2]).all()
-    assert target[2] == {MIN: 2, MAX: 5}[op]
 
 
 ARCHITECTURES = (70, 75, 80, 86, 89, 90, 100)
