@@ -206,7 +206,9 @@ class Communicator(BaseCommunicator):
         targets: Any = out
         if is_one := type(given) is np.ndarray or not isinstance(given, (list, tuple)):
             given, targets = [given], None if out is None else [out]
-        known = self._programs.known(op._value_, given, options, targets)
+        # an array in the place of a list has rows, which might fit
+        is_known = is_one or out is None or isinstance(out, (list, tuple))
+        known = self._programs.known(op._value_, given, options, targets) if is_known else None
         results = None if known is None else self.run_known(known, given, targets)
         if results is None:
             sources, memory = self._read("all_reduce", given, targets, options)

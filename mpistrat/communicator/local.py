@@ -10,7 +10,7 @@ import numpy as np
 from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array
 from mpistrat.communicator.interface import Arrays, BaseCommunicator, as_lists
-from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.validate import alike, check_gather, check_parts, check_root, check_target, copy_overlapping
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype, check_elements
@@ -37,7 +37,7 @@ class LocalCommunicator(BaseCommunicator):
         self, op: ReduceOp | str, arrays: Arrays, options: CommunicationOptions | None = None, out: Arrays | None = None
     ) -> Any:
         """Return a copy."""
-        self._count()
+        self._count(options)
         op = ReduceOp.parse(op)
         given, targets, is_one = as_lists(arrays, out)
         sources, memory = self._read("all_reduce", given, targets, options)
@@ -75,42 +75,43 @@ class LocalCommunicator(BaseCommunicator):
         self._require_open()
         return None
 
-    def _count(self) -> None:
+    def _count(self, options: object) -> None:
         self._require_open()
+        check_options(options)
         self._number += 1
 
 
 class _Copies:
-    """The verbs that only move arrays, of which each is a copy; `count` counts a call."""
+    """The verbs that only move arrays, of which each is a copy; `count` counts a call, and checks its options."""
 
-    def __init__(self, count: Callable[[], None]) -> None:
+    def __init__(self, count: Callable[[object], None]) -> None:
         self._count = count
 
     def all_gather(self, array: Array, axis: int, options: object, out: Array | None) -> Array:
         check_gather(array, axis)
-        return self._copy(array, out)
+        return self._copy(array, options, out)
 
     def gather(self, array: Array, root: int, options: object) -> list[Array]:
         check_root(root, 1)
-        return [self._copy(array)]
+        return [self._copy(array, options)]
 
     def all_to_all(self, arrays: Sequence[Array], options: object) -> list[Array]:
         check_parts(arrays, 1)
-        return list(map(self._copy, arrays))
+        return [self._copy(array, options) for array in arrays]
 
     def all_to_all_parts(self, array: Array, options: object) -> Array:
         check_gather(array, 0, "all_to_all")
-        return self._copy(array)
+        return self._copy(array, options)
 
     def broadcast(self, array: Array, root: int, options: object, out: Array | None) -> Array:
         check_root(root, 1)
-        return self._copy(array, out)
+        return self._copy(array, options, out)
 
     def barrier(self, options: object) -> None:
-        self._count()
+        self._count(options)
 
-    def _copy(self, array: Array, target: Array | None = None) -> Array:
-        self._count()
+    def _copy(self, array: Array, options: object, target: Array | None = None) -> Array:
+        self._count(options)
         check_elements(array.dtype)
         return _copies([array], None if target is None else [target])[0]
 

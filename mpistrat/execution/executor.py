@@ -14,7 +14,7 @@ from mpistrat.arrays import Array
 from mpistrat.device.abstract import Device
 from mpistrat.errors import TransportError
 from mpistrat.execution.memory import keep_freed_memory
-from mpistrat.execution.select import Transports, host_transports, warn_of_mpi
+from mpistrat.execution.select import Transports, host_transports, warn_of_next
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.packing.fuse import CopyIn, CopyOut
@@ -316,7 +316,7 @@ class Executor:
         wanted = self.hierarchy.settings[settings.INTRA_TRANSPORT]
         if self.device is None and wanted == "auto":
             if refusal is not None:
-                warn_of_mpi(self.hierarchy.intra, str(refusal))
+                warn_of_next(self.hierarchy.intra, str(refusal), MpiTransport.name)
             # the memory of barriers and small arrays stays, until `close`
             self.intra, self._reads_peers, self._compares_inside = MpiTransport(self.hierarchy.intra), False, False
             self._arena = self.intra.allocate(nbytes)

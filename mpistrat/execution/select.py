@@ -84,13 +84,14 @@ def host_transports(hierarchy: Hierarchy) -> Transports:
     inside, found = _inside_nodes(hierarchy, _kinds(TRANSPORTS, wanted, automatic))
     if inside is None:
         raise _unusable(*next((f"intra {each.node}", each.why) for each in found if not each.kind), _INTRA)
-    if why := found[hierarchy.rank].why:
-        warn_of_mpi(hierarchy.intra, why)
+    warn_of_next(hierarchy.intra, found[hierarchy.rank].why, inside.name)
     kinds = _kinds(TRANSPORTS, between, _INTER)
     made, group, why = _first_usable(kinds, hierarchy.rails.values(), hierarchy.world_group)
     if made is None:
         inside.dispose()
         raise _unusable(group, why, _INTER)
+    if made:
+        warn_of_next(hierarchy.world_group, why, made[0].name)
     rails = small_rails = dict(zip(hierarchy.rails, made, strict=True))
     if between == "auto":
         small_rails = {shard: MpiTransport(rail) for shard, rail in hierarchy.rails.items()}
@@ -315,10 +316,10 @@ def _cuda_aware(hierarchy: Hierarchy, device: Device) -> tuple[Mapping[int, Devi
     return {}, wrong
 
 
-def warn_of_mpi(group: Group, reason: str) -> None:
-    """Say that ranks of a node go on without the shared memory that they lack."""
-    if group.rank == 0:
-        warn_once(group.name, f"{reason}. The ranks of this node go on over mpi, which is slower")
+def warn_of_next(group: Group, reason: str, taken: str) -> None:
+    """Say that ranks go on over the transport that is `taken` in the place of a faster one, if there is a reason."""
+    if reason and group.rank == 0:
+        warn_once(group.name, f"{reason}. These ranks ({group.name}) go on over {taken}, which is slower")
 
 
 def _warn_of_staging(hierarchy: Hierarchy, reason: str) -> None:

@@ -23,6 +23,7 @@ from mpistrat.transports import window
 from mpistrat.transports.base import Operation, Part
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.ring import MpiRingTransport
+from mpistrat.transports.ring import MpiRingTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 from tests.launches import needs_ranks, on_ranks, up_to_ranks
 
@@ -217,6 +218,15 @@ def test_a_node_without_shared_memory_goes_on_over_mpi(comm, make_ops, monkeypat
     lacks = len(world.nodes[0].ranks) > 1
     assert warned <= (comm.rank == 0 and lacks)
     assert warned == (comm.rank == 0 and lacks) or room > 0
+
+
+@needs_ranks(2)
+def test_the_transport_that_is_taken_in_the_place_of_a_faster_one_is_told(comm, make_ops, monkeypatch, said):
+    monkeypatch.setattr("mpistrat.logger._warned", set())
+    monkeypatch.setattr(MpiRingTransport, "probe", classmethod(lambda *_: "this network has no rings"))
+    communicator = make_ops(f"{comm.size}x1")
+    assert communicator.all_reduce("sum", np.ones(300_000))[0] == comm.size
+    assert said.getvalue().count("mpi_ring: this network has no rings. These ranks (world) go on over mpi") == (comm.rank == 0)
 
 
 @needs_ranks(2)

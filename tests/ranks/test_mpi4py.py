@@ -12,7 +12,13 @@ from mpi4py import MPI
 
 import mpistrat.mpi4py
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import AgreementError, CollectiveError, InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.errors import (
+    AgreementError,
+    CollectiveError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    UnsupportedDtypeError,
+)
 from mpistrat.groups.group import MOST_UNCONFIRMED
 from mpistrat.mpi4py import intracomm
 from mpistrat.watch.record import RankFile
@@ -382,6 +388,20 @@ def test_what_is_handed_to_mpi_is_recorded_by_name_whatever_else_was(passing):
         recorder().intern(f"another call {turn}")
     passing.Allreduce(*buffers)
     assert RankFile(recorder().memory).calls()[0].text.startswith("all_reduce(SUM, [float64 (2,)]")
+
+
+@needs_ranks(2)
+@up_to_ranks(2)
+def test_a_deadline_of_one_call_holds_where_arrays_are_handed_to_mpi(comm, passing):
+    communicator, options, x = passing.open(), CommunicationOptions(timeout_seconds=0.3), np.ones(3)
+    for _ in range(3):
+        communicator.all_reduce("sum", x, options)
+    if comm.rank:
+        comm.Barrier()
+    with pytest.raises(DeadlineExceededError, match="did not end within" if comm.rank == 0 else "comes too late"):
+        communicator.all_reduce("sum", x, options)
+    if comm.rank == 0:
+        comm.Barrier()
 
 
 def test_small_arrays_are_handed_to_mpi_and_compared_later(passing):

@@ -264,6 +264,10 @@ def test_known_calls_refuse_overlapping_results_too(ops):
     results = [array.copy() for array in pair]
     with pytest.raises(MpistratError, match="got 3"):
         ops.all_reduce("sum", pair, out=[results[0], *results])
+    for count in (1, 2):  # the rows of an array are none of its list
+        ops.all_reduce("sum", pair[:count])
+        with pytest.raises(MpistratError, match="one array for each of the . that are passed; got ndarray"):
+            ops.all_reduce("sum", pair[:count], out=np.zeros((count, 40_000)))
     assert ops.all_reduce("sum", np.ones(2)).tolist() == [ops.size] * 2
 
 

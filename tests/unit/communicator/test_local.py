@@ -47,6 +47,14 @@ def test_a_result_goes_where_it_is_told() -> None:
         all_reduce(ReduceOp.SUM, [one, two], out=[np.ones(2)] * 2)
 
 
+@pytest.mark.parametrize("verb", ["all_reduce", "all_gather", "gather", "broadcast", "all_to_all", "reduce_scatter", "barrier"])
+def test_options_that_are_none_are_refused(verb: str) -> None:
+    ops = LocalCommunicator()
+    given = {"all_reduce": ("sum", np.ones(1)), "reduce_scatter": ("sum", np.ones(1)), "barrier": ()}.get(verb, (np.ones(1),))
+    with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got 7"):
+        getattr(ops, verb)(*given, options=7)
+
+
 def test_there_is_no_plan() -> None:
     ops = LocalCommunicator()
     assert (ops.rank, ops.size, ops.world.shape) == (0, 1, "1x1")
