@@ -315,7 +315,7 @@ class Checkpoint:
         """Return memory of so many bytes, and what is left up to the next multiple of the alignment."""
         num_bytes, device = files.aligned(num_bytes), bound_device()
         if self._memory.nbytes < num_bytes:
-            self._memory = files.new_memory(num_bytes, files.new_bytes if device is None else device.pinned)
+            self._memory = files.new_memory(num_bytes, None if device is None else device.pinned)
         return self._memory[:num_bytes]
 
 
@@ -402,7 +402,6 @@ class CheckpointManager:
         )
         folder = files.new_folder(self._directory, step, self._found)
         kept = self._kept_with(folder, step)
-
         outdated = [each for each in [*self._found, *self._interrupted] if each not in kept]
 
         def add() -> None:

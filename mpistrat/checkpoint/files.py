@@ -39,12 +39,8 @@ from mpistrat.watch.recorder import watched
 
 try:
     from zlib_ng.zlib_ng import crc32
-
-    _IS_FAST = True
 except ImportError:  # the same checksums, in eight times as long
     from zlib import crc32
-
-    _IS_FAST = False
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -58,6 +54,7 @@ _STORED = {
 }
 ALIGNMENT = 1 << 12
 """Of memory that a disk reads by itself, and of where it writes that in a file, in bytes."""
+_IS_FAST = crc32.__module__ != "zlib"
 _COPIED_BYTES = 1 << 19  # at a time: what was copied is in the core's cache when its checksum is computed
 _MOVED_BYTES = 8 << 20  # at a time
 _DIRECT_BYTES = 128 << 20  # at a time, where the disk reads memory by itself: each call takes a core for 0.1 ms
@@ -93,17 +90,13 @@ class Manifest(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The pieces of a file in the format of safetensors, its header, their order behind it, and where each lies."""
+    """The pieces of a file in the format of safetensors, its header, their order behind it, where each lies, and its bytes."""
 
     pieces: Sequence[Piece]
     header: bytes
     order: list[int]
     places: list[slice]
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the file."""
-        return max((place.stop for place in self.places), default=len(self.header))
+    num_bytes: int
 
 
 def pieces_of(arrays: Mapping[str, Spec], part: int, num_parts: int) -> list[Piece]:
@@ -150,19 +143,18 @@ def write_file(path: Path, memory: Array, num_bytes: int) -> None:
 
 def size_of(path: Path, layout: Layout) -> int:
     """Return the bytes of a file by its layout, rounded up to the alignment; raise CheckpointError if it has others."""
-    num_bytes = layout.num_bytes
     with _reading(path):
-        if (found := path.stat().st_size) != num_bytes:
-            raise EOFError(f"it has {found} bytes, and was written with {num_bytes}")
-    return aligned(num_bytes)
+        if (found := path.stat().st_size) != layout.num_bytes:
+            raise EOFError(f"it has {found} bytes, and was written with {layout.num_bytes}")
+    return aligned(layout.num_bytes)
 
 
 def read_file(path: Path, layout: Layout, memory: Array | None = None) -> None:
     """Read a file into aligned memory of `size_of` bytes, or only to look at it: its bytes must be those that were written."""
-    size, (pieces, header, order, places) = size_of(path, layout), layout
+    size, (pieces, header, order, places, _) = size_of(path, layout), layout
     parts: list[tuple[str, slice, int | None]] = [("its header", slice(0, len(header)), crc32(header))]
     parts += [(pieces[number].name, places[number], pieces[number].checksum) for number in order]
-    scratch = new_memory(_MOVED_BYTES, new_bytes) if memory is None else memory
+    scratch = new_memory(_MOVED_BYTES) if memory is None else memory
     number = checksum = 0
     with _reading(path), _opened(path, "rb") as file:
         for begin in range(0, size, _MOVED_BYTES):
@@ -208,15 +200,10 @@ def _move(file: Any, move: Callable[[Array], int], memory: Array) -> int:
     return done
 
 
-def new_memory(num_bytes: int, make: Callable[[int], Array]) -> Array:
-    """Return so much aligned memory, of what ``make(bytes)`` returns."""
-    memory = make(num_bytes + ALIGNMENT)
+def new_memory(num_bytes: int, make: Callable[[int], Array] | None = None) -> Array:
+    """Return so much aligned memory, of the host or of what ``make(bytes)`` returns."""
+    memory = make(num_bytes + ALIGNMENT) if make else np.empty(num_bytes + ALIGNMENT, np.uint8)
     return memory[-address(memory) % ALIGNMENT :][:num_bytes]
-
-
-def new_bytes(num_bytes: int) -> Array:
-    """Return memory of the host."""
-    return np.empty(num_bytes, np.uint8)
 
 
 def aligned(num_bytes: int) -> int:
@@ -226,14 +213,13 @@ def aligned(num_bytes: int) -> int:
 
 def in_groups(layout: Layout, most_bytes: int) -> Iterator[tuple[list[Piece], slice]]:
     """Yield the pieces of a file in the order in which they lie there, as many at once as have so many bytes, or one."""
-    pieces, _, order, places = layout
-    group, start, stop = list[Piece](), places[order[0]].start, 0
-    for number in order:
-        if group and places[number].stop - start > most_bytes:
+    group, start, stop = list[Piece](), layout.places[layout.order[0]].start, 0
+    for number in layout.order:
+        if group and layout.places[number].stop - start > most_bytes:
             yield group, slice(start, stop)
             group, start = [], stop
-        group.append(pieces[number])
-        stop = places[number].stop
+        group.append(layout.pieces[number])
+        stop = layout.places[number].stop
     yield group, slice(start, stop)
 
 
@@ -257,7 +243,7 @@ def layout_of(pieces: Sequence[Piece], dtypes: Sequence[str]) -> Layout:
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
     places = [slice(*(len(header) + bound for bound in bounds[place])) for place in range(len(pieces))]
-    return Layout(pieces, header, order, places)
+    return Layout(pieces, header, order, places, len(header) + end)
 
 
 def write_manifest(folder: Path, manifest: Manifest, made_in: Sequence[Path]) -> None:
