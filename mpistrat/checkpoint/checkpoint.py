@@ -14,7 +14,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_bytes, flat, is_on_device
 from mpistrat.checkpoint import files
-from mpistrat.checkpoint.files import Manifest, Piece, Save, Writer
+from mpistrat.checkpoint.files import Layout, Manifest, Piece, Save, Writer
 from mpistrat.checkpoint.tree import Node, Spec, Tree
 from mpistrat.communicator.communicator import job_communicator
 from mpistrat.communicator.interface import BaseCommunicator
@@ -137,11 +137,11 @@ class Checkpoint:
             document[1].extend(nodes)
             specs.update(others)
         with self._failing_together():
-            memory, places = self._stage(pieces, arrays)
+            layout, memory = self._stage(pieces, arrays)
             made_in = files.prepare(folder) if communicator.rank == 0 else []
         manifest = Manifest(step, communicator.size, sys.modules["mpistrat"].__version__, document, specs, {})
         waited = time.perf_counter() - started
-        self._writer.start(Save(folder, manifest, pieces, memory, places, made_in, outdated, when_durable, waited, wait))
+        self._writer.start(Save(folder, manifest, layout, memory, made_in, outdated, when_durable, waited, wait))
         if wait:
             self._writer.finish()
         return str(folder)
@@ -256,26 +256,27 @@ class Checkpoint:
         own = [name.removesuffix(_of_rank("", self._communicator.rank)) for name in self._own]
         return None, ", ".join([*self._common, *(f"{name} of each rank" for name in own)])
 
-    def _stage(self, pieces: Sequence[Piece], arrays: dict[str, Array]) -> tuple[Array, list[slice]]:
-        """Return a file in host memory, which the next save uses again, and where the pieces lie in it.
+    def _stage(self, pieces: Sequence[Piece], arrays: dict[str, Array]) -> tuple[Layout, Array]:
+        """Return the layout of a file, and it in host memory, which the next save uses again; it may lack checksums.
 
         What lies on a GPU gets there by DMA.
         """
         parts = [flat(arrays[piece.name])[piece.start : piece.stop] for piece in pieces]
-        header, _, places = files.layout(pieces, [name_of(part.dtype) for part in parts])
-        memory, device = self._reserve(max([len(header), *(place.stop for place in places)])), bound_device()
-        memory[: len(header)] = np.frombuffer(header, np.uint8)
-        for place, part in zip(places, parts, strict=True):
-            target = memory[place].view(part.dtype)
+        layout = files.layout_of(pieces, [name_of(part.dtype) for part in parts])
+        memory, device, staged = self._reserve(layout.num_bytes), bound_device(), list[Piece]()
+        memory[: len(layout.header)] = np.frombuffer(layout.header, np.uint8)
+        for piece, place, part in zip(pieces, layout.places, parts, strict=True):
+            target, checksum = memory[place], None
             if device is None or not is_on_device(part):
-                target[...] = part
+                checksum = files.copied(target, part)
             else:
                 device.current_stream().copy(address(target), address(part), part.nbytes)
+            staged.append(piece._replace(checksum=checksum))
         if device is not None:
             event = device.current_stream().record()
             while not event.done():
                 time.sleep(0)
-        return memory, places
+        return layout._replace(pieces=staged), memory
 
     def _read(self, folder: Path, manifest: Manifest, targets: dict[str, Array]) -> dict[str, Array]:
         """Return the arrays, which are `targets` or new: each rank reads its share of the files, and broadcasts what they hold.
@@ -285,19 +286,20 @@ class Checkpoint:
         communicator = self._communicator
         mine: dict[str, Array] = {}
         with self._failing_together():
-            paths = [folder / name for name in list(manifest.pieces)[communicator.rank :: communicator.size]]
-            ends = np.cumsum([files.size_of(path, manifest) for path in paths], dtype=int).tolist()
+            layouts = files.layouts_of(manifest)
+            paths = [folder / name for name in list(layouts)[communicator.rank :: communicator.size]]
+            ends = np.cumsum([files.size_of(path, layouts[path.name]) for path in paths], dtype=int).tolist()
             memory = self._reserve(ends[-1] if ends else 0)
             for path, begin, end in zip(paths, [0, *ends], ends, strict=False):
                 mine[path.name] = memory[begin:end]
-                files.read_file(path, manifest, mine[path.name])
+                files.read_file(path, layouts[path.name], mine[path.name])
         with self._failing_together():  # memory is allocated only once the files are known to have these sizes
             specs = {name: spec for name, spec in manifest.arrays.items() if name not in targets}
             found = {name: np.empty(spec.shape, np.dtype(spec.dtype)) for name, spec in specs.items()} | targets
             received = np.empty(_BROADCAST_BYTES if manifest.pieces else 0, np.uint8)
-        for number, name in enumerate(manifest.pieces):
+        for number, (name, layout) in enumerate(layouts.items()):
             root = number % communicator.size
-            for pieces, span in files.in_groups(name, manifest, _BROADCAST_BYTES):
+            for pieces, span in files.in_groups(layout, _BROADCAST_BYTES):
                 parts = [as_bytes(found[piece.name].reshape(-1)[piece.start : piece.stop]) for piece in pieces]
                 ends = np.cumsum([part.nbytes for part in parts]).tolist()
                 source = received[: ends[-1]] if len(parts) > 1 else parts[0]
@@ -313,7 +315,7 @@ class Checkpoint:
         """Return memory of so many bytes, and what is left up to the next multiple of the alignment."""
         num_bytes, device = files.aligned(num_bytes), bound_device()
         if self._memory.nbytes < num_bytes:
-            self._memory = files.new_memory(num_bytes, files.new_bytes if device is None else device.pinned)
+            self._memory = files.new_memory(num_bytes, None if device is None else device.pinned)
         return self._memory[:num_bytes]
 
 
@@ -400,7 +402,6 @@ class CheckpointManager:
         )
         folder = files.new_folder(self._directory, step, self._found)
         kept = self._kept_with(folder, step)
-
         outdated = [each for each in [*self._found, *self._interrupted] if each not in kept]
 
         def add() -> None:

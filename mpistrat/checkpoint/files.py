@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat import ending
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, as_bytes
 from mpistrat.checkpoint.tree import KINDS, Node, Spec, below, itemsize_of
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.interface import BaseCommunicator
@@ -54,7 +54,10 @@ _STORED = {
 }
 ALIGNMENT = 1 << 12
 """Of memory that a disk reads by itself, and of where it writes that in a file, in bytes."""
+_IS_FAST = crc32.__module__ != "zlib"
+_COPIED_BYTES = 1 << 19  # at a time: what was copied is in the core's cache when its checksum is computed
 _MOVED_BYTES = 8 << 20  # at a time
+_DIRECT_BYTES = 128 << 20  # at a time, where the disk reads memory by itself: each call takes a core for 0.1 ms
 _POLL_SECONDS = 0.002
 _NICER = 10
 """By how much the thread that writes is nicer than the program: where steps take all cores, they lose a quarter less to it."""
@@ -62,12 +65,12 @@ _started = list["Writer"]()  # until somebody has seen how it has ended
 
 
 class Piece(NamedTuple):
-    """Some elements of an array that lie in one file, and their checksum."""
+    """Some elements of an array that lie in one file, and their checksum, once it is known."""
 
     name: str
     start: int
     stop: int
-    checksum: int = 0
+    checksum: int | None = None
 
 
 class Manifest(NamedTuple):
@@ -84,6 +87,16 @@ class Manifest(NamedTuple):
     def num_bytes(self) -> int:
         """The bytes of all arrays."""
         return sum(spec.size * spec.itemsize for spec in self.arrays.values())
+
+
+class Layout(NamedTuple):
+    """The pieces of a file in the format of safetensors, its header, their order behind it, where each lies, and its bytes."""
+
+    pieces: Sequence[Piece]
+    header: bytes
+    order: list[int]
+    places: list[slice]
+    num_bytes: int
 
 
 def pieces_of(arrays: Mapping[str, Spec], part: int, num_parts: int) -> list[Piece]:
@@ -106,37 +119,42 @@ def file_name(rank: int) -> str:
     return f"arrays-{rank:05d}.safetensors"
 
 
-def write_file(path: Path, memory: Array, places: Sequence[slice]) -> list[int]:
-    """Write what lies in aligned memory to a durable file, if there is anything; return the checksums of these places.
+def copied(target: Array, source: Array) -> int | None:
+    """Copy an array to memory, and return the checksum, if that takes hardly longer than the copy alone."""
+    data, checksum = as_bytes(source), 0
+    for begin in range(0, len(target), _COPIED_BYTES):
+        part = target[begin : begin + _COPIED_BYTES]
+        part[...] = data[begin : begin + _COPIED_BYTES]
+        checksum = crc32(part, checksum) if _IS_FAST else 0
+    return checksum if _IS_FAST else None
 
-    There is room in the memory up to the next multiple of the alignment. The library would write to a file of another name,
-    which stays there if the job is stopped, and compute no checksums.
+
+def write_file(path: Path, memory: Array, num_bytes: int) -> None:
+    """Write the first bytes of aligned memory to a durable file. There is room up to the next multiple of the alignment.
+
+    The library would write to a file of another name, which stays there if the job is stopped, and compute no checksums.
     """
-    if not places:
-        return []
     with _opened(path, "wb") as file:
         _move(file, file.write, memory)
-        file.truncate(max(place.stop for place in places))
+        file.truncate(num_bytes)
         file.flush()
         os.fsync(file.fileno())
-    return [crc32(memory[place]) for place in places]
 
 
-def size_of(path: Path, manifest: Manifest) -> int:
-    """Return the bytes of a file by its manifest, rounded up to the alignment; raise CheckpointError if it has others."""
-    num_bytes = max(place.stop for place in _layout_of(path.name, manifest)[2])
+def size_of(path: Path, layout: Layout) -> int:
+    """Return the bytes of a file by its layout, rounded up to the alignment; raise CheckpointError if it has others."""
     with _reading(path):
-        if (found := path.stat().st_size) != num_bytes:
-            raise EOFError(f"it has {found} bytes, and was written with {num_bytes}")
-    return aligned(num_bytes)
+        if (found := path.stat().st_size) != layout.num_bytes:
+            raise EOFError(f"it has {found} bytes, and was written with {layout.num_bytes}")
+    return aligned(layout.num_bytes)
 
 
-def read_file(path: Path, manifest: Manifest, memory: Array | None = None) -> None:
+def read_file(path: Path, layout: Layout, memory: Array | None = None) -> None:
     """Read a file into aligned memory of `size_of` bytes, or only to look at it: its bytes must be those that were written."""
-    size, pieces, (header, order, places) = size_of(path, manifest), manifest.pieces[path.name], _layout_of(path.name, manifest)
-    parts = [("its header", slice(0, len(header)), crc32(header))]
+    size, (pieces, header, order, places, _) = size_of(path, layout), layout
+    parts: list[tuple[str, slice, int | None]] = [("its header", slice(0, len(header)), crc32(header))]
     parts += [(pieces[number].name, places[number], pieces[number].checksum) for number in order]
-    scratch = new_memory(_MOVED_BYTES, new_bytes) if memory is None else memory
+    scratch = new_memory(_MOVED_BYTES) if memory is None else memory
     number = checksum = 0
     with _reading(path), _opened(path, "rb") as file:
         for begin in range(0, size, _MOVED_BYTES):
@@ -166,10 +184,10 @@ def _move(file: Any, move: Callable[[Array], int], memory: Array) -> int:
     """Write memory to a file by `move`, or read into it, and return how many bytes there were."""
     done = 0
     while done < len(memory):
+        flags = fcntl(file, F_GETFL)
         try:
-            count = move(memory[done : done + _MOVED_BYTES])
+            count = move(memory[done : done + (_DIRECT_BYTES if flags & os.O_DIRECT else _MOVED_BYTES)])
         except OSError as error:
-            flags = fcntl(file, F_GETFL)
             if error.errno not in (EINVAL, EFAULT) or not flags & os.O_DIRECT:
                 raise
             fcntl(file, F_SETFL, flags & ~os.O_DIRECT)  # such memory, or such a place in the file, is not for it
@@ -177,20 +195,15 @@ def _move(file: Any, move: Callable[[Array], int], memory: Array) -> int:
         if not count:
             break
         done += count
-        if file.writable() and not fcntl(file, F_GETFL) & os.O_DIRECT:  # begin to write to the disk what was copied
+        if file.writable() and not flags & os.O_DIRECT:  # begin to write to the disk what was copied
             os.posix_fadvise(file.fileno(), done - count, count, os.POSIX_FADV_DONTNEED)
     return done
 
 
-def new_memory(num_bytes: int, make: Callable[[int], Array]) -> Array:
-    """Return so much aligned memory, of what ``make(bytes)`` returns."""
-    memory = make(num_bytes + ALIGNMENT)
+def new_memory(num_bytes: int, make: Callable[[int], Array] | None = None) -> Array:
+    """Return so much aligned memory, of the host or of what ``make(bytes)`` returns."""
+    memory = make(num_bytes + ALIGNMENT) if make else np.empty(num_bytes + ALIGNMENT, np.uint8)
     return memory[-address(memory) % ALIGNMENT :][:num_bytes]
-
-
-def new_bytes(num_bytes: int) -> Array:
-    """Return memory of the host."""
-    return np.empty(num_bytes, np.uint8)
 
 
 def aligned(num_bytes: int) -> int:
@@ -198,26 +211,26 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def in_groups(name: str, manifest: Manifest, most_bytes: int) -> Iterator[tuple[list[Piece], slice]]:
+def in_groups(layout: Layout, most_bytes: int) -> Iterator[tuple[list[Piece], slice]]:
     """Yield the pieces of a file in the order in which they lie there, as many at once as have so many bytes, or one."""
-    pieces, (_, order, places) = manifest.pieces[name], _layout_of(name, manifest)
-    group, start, stop = list[Piece](), places[order[0]].start, 0
-    for number in order:
-        if group and places[number].stop - start > most_bytes:
+    group, start, stop = list[Piece](), layout.places[layout.order[0]].start, 0
+    for number in layout.order:
+        if group and layout.places[number].stop - start > most_bytes:
             yield group, slice(start, stop)
             group, start = [], stop
-        group.append(pieces[number])
-        stop = places[number].stop
+        group.append(layout.pieces[number])
+        stop = layout.places[number].stop
     yield group, slice(start, stop)
 
 
-def _layout_of(name: str, manifest: Manifest) -> tuple[bytes, list[int], list[slice]]:
-    pieces = manifest.pieces[name]
-    return layout(pieces, [manifest.arrays[piece.name].dtype for piece in pieces])
+def layouts_of(manifest: Manifest) -> dict[str, Layout]:
+    """Return the layout of each file."""
+    arrays = manifest.arrays
+    return {name: layout_of(each, [arrays[piece.name].dtype for piece in each]) for name, each in manifest.pieces.items()}
 
 
-def layout(pieces: Sequence[Piece], dtypes: Sequence[str]) -> tuple[bytes, list[int], list[slice]]:
-    """Return the header of a file in the format of safetensors, the order of the pieces that follow it, and where each lies."""
+def layout_of(pieces: Sequence[Piece], dtypes: Sequence[str]) -> Layout:
+    """Return the layout of a file with pieces of arrays of these dtypes."""
     stored = [dtype if dtype in _STORED else "uint8" for dtype in dtypes]
     order = sorted(range(len(pieces)), key=lambda place: -itemsize_of(stored[place]))  # so all of them are aligned
     fields, bounds, end = {}, dict[int, tuple[int, int]](), 0
@@ -229,13 +242,14 @@ def layout(pieces: Sequence[Piece], dtypes: Sequence[str]) -> tuple[bytes, list[
     text = json.dumps(fields).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    return header, order, [slice(*(len(header) + bound for bound in bounds[place])) for place in range(len(pieces))]
+    places = [slice(*(len(header) + bound for bound in bounds[place])) for place in range(len(pieces))]
+    return Layout(pieces, header, order, places, len(header) + end)
 
 
 def write_manifest(folder: Path, manifest: Manifest, made_in: Sequence[Path]) -> None:
     """Make a checkpoint of a folder whose files are durable, once the names in those folders are in which it was made."""
-    content = manifest._asdict()
-    text = json.dumps({"format": FORMAT, "checksum": crc32(json.dumps(content).encode()), "content": content})
+    content = json.dumps(manifest._asdict())
+    text = f'{{"format": {FORMAT}, "checksum": {crc32(content.encode())}, "content": {content}}}'
     new = folder / f"{MANIFEST}.new"
     for path in (folder, *made_in):
         _sync(path)
@@ -269,8 +283,8 @@ def read_manifest(folder: Path) -> Manifest:
 def verify(folder: Path) -> Manifest:
     """Read all of a checkpoint, compare checksums, and return its manifest."""
     manifest = read_manifest(folder)
-    for name in manifest.pieces:
-        read_file(folder / name, manifest)
+    for name, layout in layouts_of(manifest).items():
+        read_file(folder / name, layout)
     return manifest
 
 
@@ -371,7 +385,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 class Save(NamedTuple):
-    """What a rank writes: memory that nobody changes, with its pieces; rank 0 then writes the manifest, and removes `outdated`.
+    """What a rank writes: memory that nobody changes, with its layout; rank 0 then writes the manifest, and removes `outdated`.
 
     The folder's name is durable once the folders `made_in` are synchronized, before the manifest is written. `Writer.finish`
     calls `when_durable`, if all went well.
@@ -379,9 +393,8 @@ class Save(NamedTuple):
 
     folder: Path
     manifest: Manifest
-    pieces: Sequence[Piece]
+    layout: Layout
     memory: Array
-    places: Sequence[slice]  # of the pieces
     made_in: Sequence[Path]
     outdated: Sequence[Path]
     when_durable: Callable[[], None]
@@ -462,10 +475,14 @@ class Writer:
 
     def _write(self, save: Save) -> str:
         """Write, and return why it has failed on some rank, an empty text if it has not."""
-        folder, written, error = save.folder, list[Piece](), ""
+        folder, layout, written, error = save.folder, save.layout, list[Piece](), ""
         try:
-            checksums = write_file(folder / file_name(self.rank), save.memory, save.places)
-            written = [piece._replace(checksum=each) for piece, each in zip(save.pieces, checksums, strict=True)]
+            if layout.pieces:
+                write_file(folder / file_name(self.rank), save.memory, layout.num_bytes)
+            written = [
+                piece._replace(checksum=crc32(save.memory[place])) if piece.checksum is None else piece
+                for piece, place in zip(layout.pieces, layout.places, strict=True)
+            ]
         except Exception as failed:  # the library that writes arrays has exceptions of its own
             error = _text(self.rank, folder, failed)
         if self.rank:

@@ -270,7 +270,7 @@ class PreemptionCheckpointHandler:
         self._signals.ignore()
         self._stop()
         try:
-            (self._config.exit_fn or _exit)()
+            sys.exit(RESTART_EXIT_CODE) if self._config.exit_fn is None else self._config.exit_fn()
         except SystemExit as leaving:
             if self._votes.are_of_whole_job:
                 abort.leave_together(leaving.code)
@@ -330,10 +330,6 @@ class _Votes:
 
 
 _active: PreemptionCheckpointHandler | None = None
-
-
-def _exit() -> None:
-    sys.exit(RESTART_EXIT_CODE)
 
 
 def _close_active() -> None:

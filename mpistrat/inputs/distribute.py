@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, cast
+from zlib import crc32
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from mpistrat.inputs.input_options import AutoShardPolicy, InputContext, InputOp
 from mpistrat.inputs.position import DatasetIterator, Resumable
 from mpistrat.inputs.prefetch import Fetcher, Prefetcher
 from mpistrat.inputs.rebatch import batched, empty_like, num_batches_of, own_parts, share_sizes, shares, spec_of
-from mpistrat.inputs.sources import Dataset, as_dataset
+from mpistrat.inputs.sources import Dataset, RowDataset, as_dataset
 from mpistrat.reduction import ReduceOp
 
 OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
@@ -26,7 +27,6 @@ OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
 # the state of a replica; the maximum over all replicas decides
 _ENDED, _GOES_ON, _FAILED = range(3)
 _UNKNOWN = np.iinfo(np.int64).max
-_OWN = "data of each rank's own"
 
 
 class DistributedDataset(Resumable):
@@ -41,16 +41,14 @@ class DistributedDataset(Resumable):
     Each iteration is an epoch. Ranks must start the same number of iterations.
     """
 
-    def __init__(
-        self, strategy: Any, dataset: Dataset, policy: AutoShardPolicy | None, options: InputOptions, shared: str
-    ) -> None:
+    def __init__(self, strategy: Any, dataset: Dataset, policy: AutoShardPolicy | None, options: InputOptions) -> None:
         self._strategy = strategy
         self._communicator: BaseCommunicator = strategy.extended.communicator
         self._dataset = dataset
         self.is_repeatable = dataset.is_repeatable
         self._policy = policy
-        self._shared = shared  # what ranks have agreed on of data of which each reads its own
         self._options = options
+        self._described = self._own_contents() if policy is not DATA else dataset._contents()
 
     @property
     def element_spec(self) -> Any:
@@ -88,9 +86,15 @@ class DistributedDataset(Resumable):
         return None if batch_size is None else share_sizes(batch_size, self._communicator.rank, self._communicator.size)
 
     def _contents(self) -> tuple[str, int | None, int | None]:
-        if self._policy is DATA:
-            return self._dataset._contents()
-        return f"{self._shared}, of which each of {self._communicator.size} ranks reads its own", None, None
+        return self._described
+
+    def _own_contents(self) -> tuple[str, int | None, int | None]:
+        """Return what this rank reads by itself; or what all ranks read, if this is the shard of its number."""
+        dataset, rank, size = self._dataset, self._communicator.rank, self._communicator.size
+        if self._policy is None and isinstance(dataset, RowDataset) and (whole := dataset.whole(size, rank)):
+            return whole._contents()
+        text = f"{dataset.describe()}, which rank {rank} of {size} ranks {'cuts' if self._policy else 'reads'} by itself"
+        return text, None, None
 
     def _batches(self, epoch: int, first: int) -> Iterator[Any]:
         rank, size = self._communicator.rank, self._communicator.size
@@ -279,6 +283,16 @@ class DistributedIterator(DatasetIterator):
         return f"the next element of a DistributedIterator (number {self._taken} of epoch {self._epoch})"
 
 
+def _described(dataset: Iterable[Any]) -> Iterable[Any]:
+    """Return a dataset after all ranks have agreed on what describes the data that each reads by itself. A collective call."""
+    if isinstance(dataset, DistributedDataset) and dataset._policy is not DATA:
+        communicator = dataset._communicator
+        found = communicator.broadcast_object(communicator.gather_objects(dataset._described))
+        if len({*found}) > 1:
+            dataset._described = f"{found[0][0]}, and others (checksum {crc32(repr(found).encode()):08x})", None, None
+    return dataset
+
+
 def distribute_dataset(strategy: Any, dataset: Any, options: InputOptions | None = None) -> Iterable[Any]:
     """Return what ``strategy.experimental_distribute_dataset(dataset, options)`` returns. A collective call."""
     communicator: BaseCommunicator = strategy.extended.communicator
@@ -299,11 +313,11 @@ def distribute_dataset(strategy: Any, dataset: Any, options: InputOptions | None
                     "virtual_replicas are parts of batches that ranks share, and with auto_shard_policy="
                     f"{wanted.auto_shard_policy.name} each rank reads other data: use AutoShardPolicy.DATA"
                 )
-        shared = _OWN if wanted.auto_shard_policy is OFF else source.describe()
+        shared = "data of each rank's own" if wanted.auto_shard_policy is OFF else source.describe()
         text = f"{shared}, auto_shard_policy={wanted.auto_shard_policy.name}, virtual_replicas={wanted.virtual_replicas}"
-        return DistributedDataset(strategy, part, policy, wanted, shared), text
+        return DistributedDataset(strategy, part, policy, wanted), text
 
-    return communicator.agree_on(call, make)
+    return _described(communicator.agree_on(call, make))
 
 
 def distribute_from_function(
@@ -334,9 +348,9 @@ def distribute_from_function(
             return cast("Iterable[Any]", dataset_fn(InputContext())), ""
         made = dataset_fn(InputContext(communicator.size, communicator.rank, communicator.size))
         part, _ = _part_of(as_dataset(made), OFF, communicator.rank, communicator.size)
-        return DistributedDataset(strategy, part, None, wanted, _OWN), ""
+        return DistributedDataset(strategy, part, None, wanted), ""
 
-    return communicator.agree_on(call, make)
+    return _described(communicator.agree_on(call, make))
 
 
 def _refuse_per_replica(strategy: Any, call: str, options: InputOptions) -> None:

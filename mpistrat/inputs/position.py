@@ -32,19 +32,15 @@ class Resumable(ABC):
             If `state` is not what `state_dict` returns, or in the middle of an epoch of other data or another order, or at a
             row at which no batch begins.
         """
-        batch = self._batch_at(state)
+        batch = self.check_position(state)
         self._now = self._next = state["epoch"], batch
-
-    def check_position(self, state: Mapping[str, Any]) -> None:
-        """Check that iterations can begin at a position: see `load_state_dict`."""
-        self._batch_at(state)
 
     @abstractmethod
     def _contents(self) -> tuple[str, int | None, int | None]:
         """Return what describes the rows of an epoch and their order, the batch size, and the number of rows; None: unknown."""
 
-    def _batch_at(self, state: Mapping[str, Any]) -> int:
-        """Return the number of the batch that begins at a position."""
+    def check_position(self, state: Mapping[str, Any]) -> int:
+        """Return the number of the batch that begins at a position; raise as `load_state_dict` if there is none."""
         order, batch_size, num_rows = self._contents()
         try:
             checked_int(state["epoch"], "epoch", 0)
@@ -61,7 +57,7 @@ class Resumable(ABC):
             raise InvalidArgumentError(
                 f"batch {batch} of an epoch cannot be found again: it was one of {_described(there, size)}, and now they are "
                 f"those of {_described(order, batch_size)}. Save at the end of an epoch to change this; to change the number "
-                "of ranks, share batches: AutoShardPolicy.DATA"
+                "of ranks, share batches (AutoShardPolicy.DATA), or have each rank read its shard of rows that are not shuffled"
             )
         return -(-row // batch_size)
 
@@ -95,8 +91,7 @@ class DatasetIterator(Iterator[Any], ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the dataset: see `Resumable.state_dict`."""
-        position: dict[str, Any] = self.dataset.state_dict()
-        return position
+        return dict(self.dataset.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position, and have the next iteration over the dataset begin with the epoch after it."""

@@ -167,6 +167,14 @@ class RowDataset(BatchedDataset):
             places = np.arange(begin + start, begin + stop)
             yield self._read(self._rows.start + self._rows.step * (places if order is None else order[places]))
 
+    def whole(self, num_shards: int, index: int) -> Self | None:
+        """Return the dataset whose batches are those of all shards like this one together; None if there is none."""
+        if self._shuffle or (self._rows.start, self._rows.step) != (index, num_shards):
+            return None
+        found = copy.copy(self)
+        found._rows, found._batch_size = range(self._rows.stop), num_shards * self._batch_size
+        return found
+
     def _read(self, rows: Array) -> Any:
         """Return a batch of the rows with these indices."""
 

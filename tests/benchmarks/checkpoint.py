@@ -12,7 +12,7 @@ from tests.benchmarks.pages import Table, spread
 from tests.benchmarks.session import Session, answers_of
 from tests.gradients import resnet50
 
-NUM_BYTES, ROUNDS = 256 << 20, 4
+NUM_BYTES, ROUNDS = 256 << 20, 5
 QUICK = 16 << 20, 1
 _NAMES = {"mpistrat": "mpistrat", "torch": "PyTorch `async_save`", "savez": "`np.savez`, chief"}
 
@@ -29,8 +29,9 @@ def run(session: Session) -> dict[str, Table]:
         arrays = f"{answer['arrays']} of {format_bytes(answer['bytes'])}"
         beside = answer["seconds"].pop("beside")
         copy, write = (statistics.median(beside[what]) for what in ("copy", "write"))
-        alone = [spread(beside["copy"]), "1.00", spread(beside["write"]), "1.00", "", ""]
+        alone = [spread(beside["copy"]), "1.00", spread(beside["write"]), "1.00", "", _slower(beside)]
         lines.append([arrays, "a copy, and a plain write", *alone])
+        session.say(", ".join(lines[-1]))
         for name, seconds in answer["seconds"].items():
             lines.append([arrays, _NAMES[name], *_cells(seconds, copy, write, name == "savez")])
             session.say(", ".join(lines[-1]))
@@ -39,12 +40,18 @@ def run(session: Session) -> dict[str, Table]:
 
 def _cells(seconds: dict[str, list[float]], copy: float, write: float, stands_still: bool) -> list[str]:
     middle = {what: statistics.median(each) for what, each in seconds.items()}
-    slower = [meanwhile / step - 1 for step, meanwhile in zip(seconds["step"], seconds["step meanwhile"], strict=True)]
     return [
         spread(seconds["wait"]),
         f"{middle['wait'] / copy:.2f}",
         spread(seconds["save"]),
         f"{write / middle['save']:.2f}",
         spread(seconds["restore"]),
-        "stand still" if stands_still else f"{statistics.median(slower):+.0%}",
+        "stand still" if stands_still else _slower(seconds),
     ]
+
+
+def _slower(seconds: dict[str, list[float]]) -> str:
+    """Return by how much steps were slower meanwhile: the median, and the quarters beside it."""
+    slower = [meanwhile / step - 1 for step, meanwhile in zip(seconds["step"], seconds["step meanwhile"], strict=True)]
+    low, middle, high = statistics.quantiles(slower, n=4) if len(slower) > 1 else slower * 3
+    return f"{middle:+.0%} ({low:+.0%} to {high:+.0%})"

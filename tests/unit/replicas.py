@@ -107,6 +107,10 @@ class _ReplayedOps(BaseCommunicator):
         parts = self._meet(f"gather {root}", array, list)
         return [part.copy() for part in parts] if self.rank == root else None
 
+    def gather_objects(self, value, root=0):
+        found = self._meet(f"gather_objects {root}", value, list)
+        return found if self.rank == root else None
+
     def all_gather(self, array, axis=0, options=None):
         check_gather(array, axis)
         return self._meet(f"all_gather {axis}", array, lambda parts: np.concatenate(parts, axis)).copy()

@@ -254,7 +254,7 @@ def test_a_failed_save_before_is_told_and_does_not_keep_it_from_saving(make, tmp
     monkeypatch.setattr(logger, "propagate", True)
     handler = make()
     with monkeypatch.context() as patched:
-        patched.setattr(files, "write_file", lambda *given: 1 // 0)
+        patched.setattr(files, "write_manifest", lambda *given: 1 // 0)
         handler._manager.save(0)
         handler._checkpoint._writer._thread.join()
     take(handler, 2, at=1)

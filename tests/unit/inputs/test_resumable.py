@@ -163,3 +163,44 @@ def test_the_element_spec_of_an_iterator_that_goes_on_takes_no_element(source):
     [(spec, at_once, left)] = on_replicas(1, resumed)
     assert (spec.dtype, len(spec.shape)) == (ROWS.dtype, 1)
     assert (at_once, left) == (position, whole[2:])
+
+
+def of_ranks(kind, batch_size, **options):
+    """Return what gives each replica its shard of the rows, in batches of its own."""
+
+    def make(context):
+        dataset = changed(batch_size=batch_size, kind=kind, **{"shuffle": False, **options})
+        return dataset.shard(context.num_input_pipelines, context.input_pipeline_id)
+
+    return lambda strategy: distribute_from_function(strategy, make)
+
+
+@pytest.mark.parametrize("kind", [mpistrat.ArrayDataset, mpistrat.MapDataset])
+@pytest.mark.parametrize(("before", "after", "left"), [((2, 15), (3, 10), 5), ((3, 10), (1, 30), 5), ((1, 30), (2, 45), 2)])
+def test_shards_in_order_go_on_on_any_number_of_replicas_at_the_same_row(kind, before, after, left):
+    head, position = taken(of_ranks(kind, before[1]), before[0], num_batches=3)
+    tail, end = taken(of_ranks(kind, after[1]), after[0], position)
+    assert [sorted(batch) for batch in head] == [[*range(first, first + 30)] for first in range(0, 90, 30)]
+    assert sorted(chain(*head, *tail)) == [*range(240)]
+    assert (len(tail), at(end)) == (left, (1, 0))
+
+
+OTHERS_OF_RANKS = [
+    lambda context: changed(batch_size=10),
+    lambda context: changed(seed=1),
+    lambda context: changed(seed=context.input_pipeline_id),
+    lambda context: changed(rows=240 - context.input_pipeline_id),
+    lambda context: changed(batch_size=20 - 10 * context.input_pipeline_id),
+    lambda context: [np.arange(20)] * 12,
+]
+
+
+@pytest.mark.parametrize("make", OTHERS_OF_RANKS)
+def test_a_position_in_data_of_each_replica_is_none_in_other_data_of_one(make):
+    def of(make):
+        return lambda strategy: distribute_from_function(strategy, make)
+
+    _, position = taken(of(lambda context: changed()), 2, num_batches=3)
+    with pytest.raises(InvalidArgumentError, match=r"batch 3 .* it was one of .* 2 ranks .* and now"):
+        taken(of(make), 2, position)
+    taken(of(make), 2, {**position, "batch": 0})
