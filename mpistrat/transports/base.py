@@ -26,8 +26,6 @@ from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.steps import Steps
 from mpistrat.transports.window import NodeWindow
 
-__all__ = ["DeviceTransport", "FlatArrays", "Operation", "Part", "SegmentCache", "Transport"]
-
 
 class SegmentCache:
     """The segments of ranges of a list of arrays, by their sizes alone; `blocks` is what a transport has made of them."""
