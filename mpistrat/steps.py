@@ -12,8 +12,6 @@ from collections.abc import Callable, Generator, Iterator
 from mpistrat.errors import DeadlineExceededError
 from mpistrat.reduction import quiet
 
-__all__ = ["WAITING", "WORKED", "Steps", "drive", "ends_soon", "until", "yield_core"]
-
 Steps = Iterator[bool]
 WAITING, WORKED = False, True
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from mpistrat.algorithms import planners
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
-from mpistrat.errors import InvalidArgumentError
 from mpistrat.text import format_bytes, format_seconds, format_table
 from mpistrat.topology.world import World
 
@@ -64,9 +63,8 @@ def choose(
     """Choose the plan of an all-reduce of host memory: with ``auto`` of the fastest algorithm, the first of those that tie.
 
     `chunk_bytes` is the size of the chunks of a hierarchical plan; 0: chosen by the planner. `wire_itemsize` is the size of an
-    element between nodes, if it is cast for that. An unknown name, or a number out of range, is an InvalidArgumentError.
+    element between nodes, if it is cast for that.
     """
-    _check(count, itemsize, algorithm, chunk_bytes)
     seconds = measured.predict(count * itemsize)
     sent_itemsize = wire_itemsize if wire_itemsize and world.num_nodes > 1 else itemsize
     limit = planners.hierarchical_from_bytes(world) * sent_itemsize // itemsize
@@ -103,14 +101,6 @@ def _by_limit(num_bytes: int, limit: int) -> tuple[str, str]:
     if num_bytes < limit:
         return "flat", f"on such nodes flat takes less than {format_bytes(limit)}"
     return "hierarchical", f"on such nodes hierarchical takes {format_bytes(limit)} and more"
-
-
-def _check(count: int, itemsize: int, algorithm: str, chunk_bytes: int) -> None:
-    if algorithm != "auto" and algorithm not in PLANNERS:
-        raise InvalidArgumentError(f"unknown algorithm {algorithm!r}; accepted are auto, {', '.join(PLANNERS)}")
-    for name, value, least in (("count", count, 0), ("itemsize", itemsize, 1), ("chunk_bytes", chunk_bytes, 0)):
-        if value < least:
-            raise InvalidArgumentError(f"{name} must be at least {least}; got {value}")
 
 
 def measured_text(choice: Choice) -> str:

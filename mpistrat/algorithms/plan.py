@@ -58,50 +58,24 @@ class Phase:
 
 @dataclass(frozen=True)
 class Plan:
-    """A collective on a buffer of `count` elements, as phases on chunks.
+    """A collective on a buffer of `count` elements, as phases on chunks."""
 
-    Attributes
-    ----------
-    algorithm : str
-        The planner that made it.
-    world : World
-        The nodes and ranks.
-    count : int
-        Elements of the whole buffer.
-    itemsize : int
-        Bytes of one element.
-    phases : tuple of Phase
-        Run on each chunk, in this order.
-    chunk_count : int
-        Elements of the largest chunk, a multiple of ``world.num_shards``; chunks are padded to such a multiple.
-    depth : int
-        Chunks in flight at a time; 1 means one after the other.
-    in_order : bool
-        Whether addends are combined in the order of the ranks: the deterministic mode.
-    wire_itemsize : int
-        Bytes of one element between nodes; 0: `itemsize`. Does not apply to phases of scope WORLD.
-    end_count : int
-        Elements of the first and last chunk, also a multiple of ``world.num_shards``; the others double up to `chunk_count`
-        and halve again. 0: all chunks are equal.
-    bounds : tuple of int
-        Of a reduce-scatter: rank r gets elements ``bounds[r]:bounds[r + 1]``, and a chunk has equally many of each part, see
-        `parts`. Empty: an all-reduce.
-    is_direct : bool
-        Whether transports combine the caller's arrays where they lie: nothing is copied to a buffer.
-    """
-
-    algorithm: str
+    algorithm: str  # the planner that made it
     world: World
-    count: int
-    itemsize: int
-    phases: tuple[Phase, ...]
-    chunk_count: int
-    depth: int = 1
-    in_order: bool = False
-    wire_itemsize: int = 0
+    count: int  # elements of the whole buffer
+    itemsize: int  # bytes of one element
+    phases: tuple[Phase, ...]  # run on each chunk, in this order
+    chunk_count: int  # elements of the largest chunk, a multiple of `world.num_shards`, to which chunks are padded
+    depth: int = 1  # chunks in flight at a time; 1: one after the other
+    in_order: bool = False  # whether addends are combined in the order of the ranks: the deterministic mode
+    wire_itemsize: int = 0  # bytes of one element between nodes; 0: `itemsize`. Not for phases of scope WORLD
     end_count: int = 0
+    """Elements of the first and last chunk, also such a multiple; the others double up to `chunk_count` and halve again. 0: all
+    chunks are equal."""
     bounds: tuple[int, ...] = ()
-    is_direct: bool = False
+    """Of a reduce-scatter: rank r gets elements ``bounds[r]:bounds[r + 1]``, and a chunk has equally many of each part, see
+    `parts`. Empty: an all-reduce."""
+    is_direct: bool = False  # whether transports combine the caller's arrays where they lie, without a buffer
 
     @cached_property
     def scopes(self) -> frozenset[Scope]:

@@ -131,6 +131,8 @@ def hierarchical(world: World, count: int, itemsize: int, chunk_bytes: int = 0) 
 def reduce_scatter(world: World, bounds: Sequence[int], itemsize: int, algorithm: str = "auto", chunk_bytes: int = 0) -> Plan:
     """Plan a reduce-scatter over nodes of equal size; rank r gets elements ``bounds[r]:bounds[r + 1]``.
 
+    Raises Unsuitable if an all-reduce is to be made instead, of which each rank takes its part.
+
     Phases
         ``intra reduce_scatter -> inter reduce_scatter``
     Communication steps
@@ -141,11 +143,6 @@ def reduce_scatter(world: World, bounds: Sequence[int], itemsize: int, algorithm
         bytes count more than steps. ``auto`` declines small arrays, which ``hierarchical`` takes.
     Source
         Thakur, Rabenseifner, Gropp, as for `flat`: the first half of an all-reduce.
-
-    Raises
-    ------
-    Unsuitable
-        If an all-reduce is to be made instead, of which each rank takes its part.
     """
     if not world.is_uniform or world.size == 1:
         raise Unsuitable("because nodes have different numbers of ranks, or there is one rank")

@@ -24,8 +24,8 @@ def read_arrays(values: Sequence[Any], out: object = None) -> tuple[list[Array],
         found = len(out) if isinstance(out, (list, tuple)) else type(out).__name__
         raise InvalidArgumentError(f"out must hold one array for each of the {len(values)} that are passed; got {found}")
     targets = [as_target(target) for target in out]
-    if len(out) > 1:
-        _check_disjoint(targets)
+    if len(out) > 1 and not are_disjoint(targets):
+        raise InvalidArgumentError("out holds an array twice, or arrays that overlap: each result needs memory of its own")
     pairs = zip(values, out, targets, strict=True)
     return [memory if value is target else _read(value, "an array") for value, target, memory in pairs], targets
 
@@ -114,12 +114,6 @@ def _read(value: Any, name: str) -> Array:
         raise UnsupportedDtypeError("a communicator takes an array or a list of arrays; got a list in a list: use a strategy")
     array = as_array(value, name)
     return array if is_aligned(array) else array.copy()
-
-
-def _check_disjoint(out: Sequence[Array]) -> None:
-    """Check that no two arrays to write to share memory."""
-    if not are_disjoint(out):
-        raise InvalidArgumentError("out holds an array twice, or arrays that overlap: each result needs memory of its own")
 
 
 def _has_shape(array: Array, wanted: tuple[int, ...]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -35,13 +35,6 @@ Casters = Callable[[int, int], Cast]
 SMALL_RAIL_BYTES = 1 << 16  # smaller parts go over `Transports.small_rails`
 _EXCHANGE_PARTITION = (1, 0)  # no bucket has this one
 _IN_ORDER = "messages from all to all, added in the order of the ranks,"
-
-
-class _ScratchUser(Protocol):
-    """A plan that is bound to scratch memory."""
-
-    def unbind(self) -> None:
-        """Drop all references to it."""
 
 
 CopySteps = Callable[[Sequence[Array]], Steps]
@@ -81,7 +74,7 @@ class Executor:
         self._arena: Array = np.empty(0, np.uint8)
         self.slots = Slots()
         self.generation = 0  # how often the scratch memory was enlarged, and these were unbound
-        self.bound_plans: WeakSet[_ScratchUser] = WeakSet()
+        self.bound_plans: WeakSet[Any] = WeakSet()  # to the scratch memory; `unbind` makes one drop all references to it
         self._agree()
         self.largest_pack_bytes = 0
 

@@ -11,8 +11,6 @@ import numpy as np
 from mpistrat.arrays import MALLOC_REUSES_BYTES
 from mpistrat.text import format_bytes, format_count
 
-__all__ = ["MemoryReport", "keep_freed_memory"]
-
 
 @dataclass(frozen=True)
 class MemoryReport:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpistrat.errors import CollectiveError, DeadlineExceededError, UnavailableError
-from mpistrat.groups.group import Group, keep_alive_for_peers
+from mpistrat.groups.group import Group, KeptForPeers
 from mpistrat.steps import WAITING, Steps
 from mpistrat.text import ranks_text
 
@@ -75,11 +75,8 @@ class DeadlineBarrier:
             self._listen()
         self.raise_if_given_up(what, self._turn)
         request = enter()
-        try:
+        with KeptForPeers(request):  # MPI may still write to its buffers
             yield from self._wait(request, what, seconds, absent)
-        except BaseException:
-            keep_alive_for_peers(request)  # MPI may still write to its buffers
-            raise
 
     def _wait(
         self, request: MPI.Request, what: Callable[[], str], seconds: float, absent: Callable[[], Collection[int]]
@@ -130,28 +127,21 @@ class DeadlineBarrier:
                 f"{self._where}: {what} cannot complete: {self._names(sorted(self._failed))} gave up because it failed there"
             )
         self._tell(_GONE, entered=True)
-        late = f"; not all ranks have arrived: missing {self._names(missing)}" if missing else ""
-        return DeadlineExceededError(
-            f"{self._where}: {what} was given up by {self._names(sorted(self._gone))}, whose deadline had passed{late}"
-        )
+        return self._expired(what, self._given_up_by(self._gone), missing)
 
     def overdue(self, what: str, seconds: float, missing: Sequence[int] = ()) -> DeadlineExceededError:
         """Notify all ranks that this one gives up a call; return the error, with ranks that are missing or do not answer."""
         self._tell(_GONE, entered=True)
+        end = f"did not end within {seconds:g} s"
         if missing:
-            return DeadlineExceededError(
-                f"{self._where}: {what} did not end within {seconds:g} s; not all ranks have arrived: missing "
-                f"{self._names(missing)}"
-            )
+            return self._expired(what, end, missing)
         grace_ends = time.monotonic() + _grace(seconds)
         while self._silent() and time.monotonic() < grace_ends:
             self._listen()
             time.sleep(0.001)
         silent = self._silent()
         found = f"no answer from {self._names(silent)}" if silent else "all ranks gave up together"
-        return DeadlineExceededError(
-            f"{self._where}: {what} did not end within {seconds:g} s; all ranks had arrived, and then {found}"
-        )
+        return self._expired(what, f"{end}; all ranks had arrived, and then {found}")
 
     def _listen(self) -> bool:
         """Receive all notices that have arrived; return whether a rank has given up."""
@@ -191,11 +181,15 @@ class DeadlineBarrier:
         known = absent()
         missing = [rank for rank in self._missing() if rank in known] or self._missing()
         overdue = [rank for rank, turn in self._overdue.items() if turn == self._turn] or list(self._gone)
-        given_up = f"was given up by {self._names(overdue)}, whose deadline had passed"
-        end = f"did not end within {seconds:g} s" if is_own else given_up
-        return DeadlineExceededError(
-            f"{self._where}: {what()} {end}; not all ranks have arrived: missing {self._names(missing)}"
-        )
+        return self._expired(what(), f"did not end within {seconds:g} s" if is_own else self._given_up_by(overdue), missing)
+
+    def _given_up_by(self, ranks: Iterable[int]) -> str:
+        return f"was given up by {self._names(ranks)}, whose deadline had passed"
+
+    def _expired(self, what: str, end: str, missing: Sequence[int] = ()) -> DeadlineExceededError:
+        """Return the error of a call that has ended so, with the ranks that are known not to have entered."""
+        absent = f"; not all ranks have arrived: missing {self._names(missing)}" if missing else ""
+        return DeadlineExceededError(f"{self._where}: {what} {end}{absent}")
 
     def _too_late(self, what: Callable[[], str]) -> DeadlineExceededError:
         gave_up = [rank for rank, turn in self._here.items() if turn >= self._turn]
@@ -207,7 +201,7 @@ class DeadlineBarrier:
     def _where(self) -> str:
         return self._names([self._group.rank])
 
-    def _names(self, ranks: Sequence[int]) -> str:
+    def _names(self, ranks: Iterable[int]) -> str:
         """Return ``ranks 0-2 (node0), rank 3 (node1)``."""
         parts = groupby(sorted(ranks), key=lambda rank: self._nodes[rank])
         return ", ".join(f"{ranks_text([self._group.ranks[rank] for rank in members])} ({node})" for node, members in parts)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from mpistrat.device.kernels import Segment
-from mpistrat.errors import InvalidArgumentError
 
 
 class Layout:
@@ -49,8 +48,6 @@ def pack_by_bytes(sizes_bytes: Sequence[int], bytes_per_pack: int) -> list[list[
 
     A pack is complete when it is larger than the limit, so packs exceed it a little.
     """
-    if bytes_per_pack < 0:
-        raise InvalidArgumentError(f"bytes_per_pack must be 0 (one pack) or a positive number of bytes; got {bytes_per_pack}")
     packs: list[list[int]] = []
     open_bytes = 0
     for index, size in enumerate(sizes_bytes):
@@ -64,7 +61,5 @@ def pack_by_bytes(sizes_bytes: Sequence[int], bytes_per_pack: int) -> list[list[
 
 def split_evenly(count: int, num_packs: int) -> list[int]:
     """Return the elements of each of equal packs; the last one takes the remainder."""
-    if num_packs < 1:
-        raise InvalidArgumentError(f"num_packs must be at least 1 to cut a buffer; got {num_packs}")
     width = count // num_packs
     return [width] * (num_packs - 1) + [count - width * (num_packs - 1)]

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpistrat.algorithms.choose import PLANNERS, Choice, choose
 from mpistrat.algorithms.plan import chunks_text, phases_text
-from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.errors import InvalidArgumentError
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_table
 from mpistrat.topology.world import World
@@ -25,8 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--world", required=True, metavar="SHAPE", help="nodes and ranks: 4x8, 3+1 or 2x2:cyclic")
     parser.add_argument("--bytes", required=True, metavar="SIZE", help="size of the buffer: 64MiB, 1.5KiB or 8")
-    parser.add_argument("--dtype", default="float32", metavar="NAME", help="type of its elements (default: float32)")
-    parser.add_argument("--algorithm", default="auto", metavar="NAME", help=f"auto (default), {', '.join(PLANNERS)}")
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, default="float32", metavar="NAME", help="type of its elements (default: float32)"
+    )
+    names = ("auto", *PLANNERS)
+    parser.add_argument(
+        "--algorithm", choices=names, default="auto", metavar="NAME", help=f"auto (default), {', '.join(PLANNERS)}"
+    )
     parser.add_argument(
         "--chunk-bytes", default="0", metavar="SIZE", help="chunks of a hierarchical plan; 0: chosen by the planner"
     )
@@ -34,8 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     world = World.from_shape(arguments.world)
-    if arguments.dtype not in _DTYPES:
-        raise UnsupportedDtypeError(f"unknown dtype {arguments.dtype!r}; accepted are {', '.join(_DTYPES)}")
     itemsize = _DTYPES[arguments.dtype].itemsize
     num_bytes, chunk_bytes = parse_bytes(arguments.bytes), parse_bytes(arguments.chunk_bytes)
     if num_bytes % itemsize:

@@ -26,8 +26,6 @@ from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.steps import Steps
 from mpistrat.transports.window import NodeWindow
 
-__all__ = ["DeviceTransport", "FlatArrays", "Operation", "Part", "SegmentCache", "Transport"]
-
 
 class SegmentCache:
     """The segments of ranges of a list of arrays, by their sizes alone; `blocks` is what a transport has made of them."""
@@ -51,50 +49,29 @@ class FlatArrays:
 
 @dataclass(frozen=True)
 class Part:
-    """The memory of elements [start, stop) of a result.
-
-    Attributes
-    ----------
-    start, stop : int
-        The elements, by their index in the buffer that the operation is bound to.
-    addends : tuple of ndarray
-        One array: the result. Several: the reader of the result folds them, in this order.
-    """
+    """The memory of elements [start, stop) of a result, by their index in the buffer that the operation is bound to."""
 
     start: int
     stop: int
-    addends: tuple[Array, ...]
+    addends: tuple[Array, ...]  # one: the result; several: its reader folds them, in this order
 
 
 @dataclass(frozen=True)
 class Operation:
     """A verb bound to its buffer.
 
-    Attributes
-    ----------
-    run : callable
-        Starts the operation and returns its steps. A collective call: all ranks of the group run their operations in
-        the same order.
-    parts : list of Part
-        Memory of the result after the last step; valid until this rank calls `Transport.release`. Between nodes all of it is
-        in the buffer, as the next phase works on that.
-    scratch_bytes : int
-        Its own memory, besides the buffer.
+    ``run()`` starts it and returns its steps. A collective call: all ranks of the group run their operations in the same order.
     """
 
     run: Callable[[], Steps]
     parts: list[Part]
-    scratch_bytes: int = 0
+    """Memory of the result after the last step; valid until this rank calls `Transport.release`. Between nodes all of it is in
+    the buffer, as the next phase works on that."""
+    scratch_bytes: int = 0  # its own memory, besides the buffer
 
 
 class Transport(ABC):
-    """Moves bytes between the ranks of one group.
-
-    Parameters
-    ----------
-    group : Group
-        The ranks; the transport sends on the group's communicator only.
-    """
+    """Moves bytes between the ranks of one group, on the group's communicator only."""
 
     name: ClassVar[str]
     device: Device | None = None
@@ -122,14 +99,8 @@ class Transport(ABC):
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind: combine the buffers of all ranks; every rank gets the result, between nodes in the buffer itself.
 
-        Parameters
-        ----------
-        buffer : ndarray
-            One-dimensional and contiguous, of one dtype and length on all ranks; worked on in place.
-        op : ReduceOp
-            How to combine; MEAN combines as SUM.
-        channel : int
-            Operations between nodes on different channels may be in flight at the same time.
+        A buffer is one-dimensional and contiguous, of one dtype and length on all ranks, and worked on in place. MEAN combines
+        as SUM. Operations between nodes on different channels may be in flight at the same time.
         """
 
     @abstractmethod

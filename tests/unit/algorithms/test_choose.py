@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from mpistrat.algorithms.choose import PLANNERS, Measured, choose, choose_on_gpus
 from mpistrat.algorithms.planners import hierarchical_from_bytes
-from mpistrat.errors import InvalidArgumentError
 from mpistrat.topology.world import World
 from tests.unit.worlds import random_worlds
 
@@ -62,20 +61,6 @@ def test_the_reason_names_the_limit_or_the_two_fastest_or_what_was_asked_for() -
     assert choice.reason == "hierarchical is the fastest as measured: 1 ms; next: flat 2 ms"
     choice = choose(World.from_shape("4x2"), 16 * MIB, 4, "flat")
     assert (choice.plan.algorithm, choice.reason) == ("flat", "flat was asked for by name; auto would choose hierarchical")
-
-
-@pytest.mark.parametrize(
-    ("count", "itemsize", "algorithm", "chunk_bytes", "message"),
-    [
-        (-1, 4, "auto", 0, "count must be at least 0; got -1"),
-        (10, 0, "auto", 0, "itemsize must be at least 1; got 0"),
-        (10, 4, "auto", -5, "chunk_bytes must be at least 0; got -5"),
-        (10, 4, "best", 0, r"'best'; accepted are auto, flat, hierarchical$"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused(count: int, itemsize: int, algorithm: str, chunk_bytes: int, message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=message):
-        choose(World.from_shape("2x2"), count, itemsize, algorithm, chunk_bytes=chunk_bytes)
 
 
 @pytest.mark.parametrize(("shape", "chunk_bytes", "num_chunks"), [("1x8", 0, 1), ("2x2", 0, 4), ("1x8", 8 * MIB, 8)])
