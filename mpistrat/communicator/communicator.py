@@ -142,10 +142,12 @@ class Communicator(BaseCommunicator):
         self._gpu = None if device is None else GpuArrays(device, self._executor, self._guard)
         if self._gpu is not None:
             self._owned.callback(self._gpu.executor.close)
-        self._movement = DataMovement(self._executor, self._guard, self._gpu)
         planner = Planner(self._executor, self._say, measured)
         self._reductions = Reductions(self._executor, self._guard, planner, self._gpu, self._say)
         self._programs, self._active = self._reductions.programs, self._reductions.active
+        self._movement = movement = DataMovement(self._executor, self._guard, self._gpu, self._programs)
+        if self._gpu is not None:
+            self._known = partial(self._known_by_nccl, self._gpu, movement)
 
     @property
     def num_collectives(self) -> int:
@@ -381,6 +383,31 @@ class Communicator(BaseCommunicator):
         with suppress(TypeError):  # which the check of the call raises
             axis = operator.index(axis)  # True and 1 are one axis, which calls are known by
         return self._reductions.reduce("reduce_scatter", op, [array], options, None if out is None else [out], axis)[0]
+
+    def _known_by_nccl(
+        self,
+        gpu: GpuArrays,
+        movement: DataMovement,
+        verb: str,
+        number: object,
+        op: ReduceOp | str | None,
+        array: Array,
+        options: CommunicationOptions | None,
+        out: Array | None,
+    ) -> Array | None:
+        """Make a call of a verb on one array like an earlier one by NCCL; if there was none, do nothing and return None."""
+        if type(number) is not int:  # what only equals a known axis is looked at: True, or 1.0, which is refused
+            return None
+        kind = (verb, number, out is None) if op is None else (self._parsed(op, verb, options)._value_, number)
+        known = self._programs.known(kind, [array], options, None)
+        if known is None or self.timeline.enabled or not known.gives(out, array):
+            return None
+        targets = None if out is None else [out]
+        if op is not None:
+            results = self.run_known(known, [array], targets, frames=4)
+        else:
+            results = movement.make_known(known, [array], targets) if gpu.admits([array], targets) else None
+        return results[0] if results else None
 
     def agree(self, call: str, error: Exception | None = None, options: CommunicationOptions | None = None) -> None:
         """Check at once that all ranks pass the same text: see `BaseCommunicator.agree`. A collective call."""

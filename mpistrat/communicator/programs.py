@@ -23,7 +23,7 @@ from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
 from mpistrat.communicator.validate import are_disjoint
-from mpistrat.device.abstract import addresses
+from mpistrat.device.abstract import addresses, are_contiguous
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.guard import Guard
 from mpistrat.execution.memory import MemoryReport
@@ -44,19 +44,32 @@ class Known:
     digest: int
     run: Blocking
     is_one_message: bool = False  # of the one array as it is, by MPI or shared memory, and nothing else
+    shape: tuple[int, ...] | None = None  # of the result, where that is made by NCCL and of another shape than the array
     apart: list[int] = field(default_factory=list)  # the addresses of results on a GPU that were found to share no memory
 
     def fit(self, out: Sequence[Array], arrays: Sequence[Array]) -> bool:
         """Return whether results can be written to `out`; False also if that needs a closer look."""
-        if len(out) != len(arrays) or not all(map(fits, out, arrays)):
+        if len(out) != len(arrays):
             return False
-        found = addresses(out) if out and is_on_device(out[0]) else None
-        if found is not None and found == self.apart:  # they have the same extents in each call
+        if not (out and is_on_device(out[0])):
+            return all(map(fits, out, arrays)) and are_disjoint(out)
+        pairs = zip(out, arrays, strict=True)
+        if not (all([target is array or is_alike(target, array) for target, array in pairs]) and are_contiguous(out)):
+            return False
+        found = addresses(out)
+        if found == self.apart:  # they have the same extents in each call
             return True
         are_apart = are_disjoint(out)
-        if are_apart and found is not None:
+        if are_apart:
             self.apart[:] = found
         return are_apart
+
+    def gives(self, out: Array | None, array: Array) -> bool:
+        """Return whether NCCL makes the result of another shape than the array, and can write it to `out`."""
+        if out is None or self.shape is None:
+            return self.shape is not None
+        is_like = out.__class__ is array.__class__ and out.dtype == array.dtype and out.shape == self.shape
+        return is_like and out.flags.c_contiguous
 
 
 class Programs:
@@ -159,8 +172,8 @@ class Programs:
             if library is not np.ndarray:
                 return found if fits(target, array) else None
             # as `fits`, without a call of Python
-            is_alike = target is array or (target.__class__ is library and target.dtype is dtype and target.shape == shape)
-            return found if is_alike and target.flags.carray else None
+            is_like = target is array or (target.__class__ is library and target.dtype is dtype and target.shape == shape)
+            return found if is_like and target.flags.carray else None
         except (AttributeError, KeyError, TypeError, ValueError):  # new options, or no arrays: the slow path raises the error
             return None
 
@@ -183,14 +196,19 @@ class Programs:
             run = self._confirming(run)
         if seconds or self._options.timeout_seconds:
             run = self._limited(run, seconds or 0.0)
+        is_one_message = program.is_one_message and not is_strict
+        known = Known(signature, signature.digest, run, is_one_message, program.scattered_shape)
+        self.add(asked.kind, arrays, options, known)
+
+    def add(self, kind: object, arrays: Sequence[Array], options: CommunicationOptions | None, known: Known) -> None:
+        """Remember what is known of a call: see `known`."""
         if max(len(self._known), len(self._numbers)) >= PROGRAMS_KEPT:
             self.forget_calls()
-        number = self._numbers.setdefault(asked.options.key, len(self._numbers))
+        number = self._numbers.setdefault(self._options.merge(options).key, len(self._numbers))
         if options is not None:
             self._numbers[options.key] = number
         key = _SIGNATURE(arrays[0]) if len(arrays) == 1 else map(_SIGNATURE, arrays)
-        is_one_message = program.is_one_message and not is_strict
-        self._known[(number, asked.kind, *key)] = Known(signature, signature.digest, run, is_one_message)
+        self._known[(number, kind, *key)] = known
 
     def forget_calls(self) -> None:
         """Forget what is known of calls: each is looked at again."""
@@ -231,7 +249,11 @@ class Programs:
 
 def fits(target: Array, array: Array) -> bool:
     """Return whether a result can be written to `target`: C-contiguous, aligned and writable; CuPy has no other arrays."""
-    kind = array.__class__
-    if target is not array and (target.__class__ is not kind or target.dtype is not array.dtype or target.shape != array.shape):
+    if target is not array and not is_alike(target, array):
         return False
-    return target.flags.carray if kind is np.ndarray else target.flags.c_contiguous
+    return target.flags.carray if array.__class__ is np.ndarray else target.flags.c_contiguous
+
+
+def is_alike(target: Array, array: Array) -> bool:
+    """Return whether a target is an array of the library, dtype and shape of another one."""
+    return target.__class__ is array.__class__ and target.dtype is array.dtype and target.shape == array.shape
