@@ -138,8 +138,8 @@ class DataMovement:
                 whole[starts[self._rank] : starts[self._rank + 1]] = mine
                 move.run(move.route.sender.all_gather(as_bytes(whole), bounds).run())
                 if self._nccl is not None and move.route.is_on_gpu and axis == 0:
-                    enqueue = self._nccl.enqueue_gather(bounds)
-                    self._remember(move, ("all_gather", given_axis, out is None), array, options, whole.shape, enqueue)
+                    enqueue = self._nccl.bind(self._nccl.gather_calls(bounds))
+                    self._remember(move, ("all_gather", given_axis, out is None), array, options, whole, enqueue)
             return _delivered(_moved(whole, 0, axis), array, out, move)
 
     def gather(self, array: Array, root: int, options: CommunicationOptions | None) -> list[Array] | None:
@@ -241,15 +241,17 @@ class DataMovement:
             elif result.nbytes:
                 move.run(move.route.sender.broadcast(as_bytes(result), root).run())
                 if self._nccl is not None and move.route.is_on_gpu and len(set(move.digests)) == 1:
-                    enqueue = self._nccl.enqueue_broadcast(result.nbytes, root)
-                    self._remember(move, ("broadcast", root, out is None), array, options, shape, enqueue)
+                    enqueue = self._nccl.bind(self._nccl.broadcast_calls(result.nbytes, root))
+                    self._remember(move, ("broadcast", root, out is None), array, options, result, enqueue)
             return _delivered(result, array, out, move)
 
     def make_known(self, known: Known, arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
-        """Make a known call by NCCL, unless other ranks do not make it like the last one: then return no result.
+        """Make a known call by NCCL, unless it is not admitted, or all ranks do not make it so: then return no result.
 
         A collective call.
         """
+        if self._gpu is None or not self._gpu.admits(arrays, out):
+            return []
         with self._guard:
             try:
                 return known.run(arrays, out)
@@ -258,21 +260,13 @@ class DataMovement:
             except BaseException as error:
                 raise self._guard.fail_current(error) from None
 
-    def _remember(
-        self,
-        move: _Move,
-        kind: object,
-        array: Array,
-        options: CommunicationOptions | None,
-        shape: tuple[int, ...],
-        enqueue: Enqueue,
-    ) -> None:
+    def _remember(self, move: _Move, kind: object, array: Array, options: Any, result: Array, enqueue: Enqueue) -> None:
         """Remember a call that NCCL has made: the next one that is like it on all ranks needs to exchange no more than that."""
         if self._gpu is not None and move.call.seconds == self._guard.deadlines.default_seconds:
-            signature = move.call.signature
+            signature, in_place = move.call.signature, array.shape == result.shape
             propose = partial(self._propose, signature.text, options, digest_of(f"{move.digests} {move.numbers}"))
-            run = self._gpu.by_nccl(enqueue, shape, array.dtype, in_place=array.shape == shape, meet=propose)
-            self._programs.add(kind, [array], options, Known(signature, signature.digest, run, shape=shape))
+            run = self._gpu.by_nccl(enqueue, (result.shape, array.dtype), in_place, propose)
+            self._programs.add(kind, [array], options, Known(signature, signature.digest, run, shape=result.shape))
 
     def _propose(self, text: str, options: CommunicationOptions | None, digest: int) -> Steps | None:
         """Begin a call, if all ranks propose to make that which the digest is of; else return None: all are to begin anew."""

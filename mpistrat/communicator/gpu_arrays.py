@@ -24,6 +24,7 @@ from mpistrat.transports.nccl import Enqueue
 from mpistrat.transports.nccl_watcher import UNSEEN_SECONDS
 
 T = TypeVar("T")
+_Meet = Callable[[], "Steps | None"]
 
 PER_THREAD_STREAM = 2  # the pointer that CUDA has for the default stream of each thread
 
@@ -66,16 +67,11 @@ class GpuArrays:
 
         NCCL is called afterwards: it compares nothing, and its kernels wait for all ranks. A collective call.
         """
-        if self._window is not None and not self.executor.compares_by_messages:
-            return self._window.barrier()
-        return self._agreement.barrier(self._call.digest if self._guard.checks else 0)
-
-    def _meet(self) -> Steps:
-        """Return the steps before a reduction, whether it is known or not."""
-        wait_for_gpu(self._guard)
-        if self._window is not None and self.executor.compares_by_messages:
-            return chain(self._window.barrier(), self.barrier())
-        return self.barrier()
+        by_messages = self._agreement.barrier(self._call.digest if self._guard.checks else 0)
+        if self._window is None:
+            return by_messages
+        in_window = self._window.barrier()
+        return chain(in_window, by_messages) if self.executor.compares_by_messages else in_window
 
     def abort_on_error(self, steps: Steps) -> Steps:
         """Run steps on GPUs; if they fail, abort, so that no kernel waits forever for a rank that has failed."""
@@ -110,27 +106,20 @@ class GpuArrays:
         self._kept += made
         return made
 
-    def by_nccl(
-        self,
-        enqueue: Enqueue,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        *,
-        in_place: bool,
-        meet: Callable[[], Steps | None] | None = None,
-    ) -> Blocking:
-        """Return what has NCCL make a result of this shape and dtype from one array, with as little Python as possible.
+    def by_nccl(self, enqueue: Enqueue, like: tuple[Any, Any], in_place: bool, meet: _Meet | None = None) -> Blocking:
+        """Return what has NCCL make a result of a shape and dtype from one array, with as little Python as possible.
 
         If that can be done `in_place`, the array may be the result. `meet` returns the steps that wait for the other ranks, by
         default a `barrier`; if it returns None, nothing is done, and no result returned.
         """
-        meet, guard = meet or self._meet, self._guard
+        meet, guard = meet or self.barrier, self._guard
 
         def run(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
             [source] = arrays
+            wait_for_gpu(guard)
             with self.device.activate():
                 try:
-                    target = self.empty(shape, dtype) if out is None else out[0]
+                    target = self.empty(*like) if out is None else out[0]
                     start, end = address(source), address(target)
                     overlaps = start < end + target.nbytes and end < start + source.nbytes
                     if not source.flags.c_contiguous or (overlaps and not (in_place and start == end)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -258,15 +259,13 @@ class DevicePlanner(Planner):
         [bucket], [array], num_ranks = program.buckets, asked.arrays, self._world.size
         fold = Fold(asked.op, array.dtype, num_ranks if asked.op is ReduceOp.MEAN else 1)
         if asked.axis is None and bucket.plan.is_direct and bucket.plan.phases:
-            program.blocking = self._gpu.by_nccl(
-                nccl.enqueue_all_reduce(array.size, fold), array.shape, array.dtype, in_place=True
-            )
+            enqueue = nccl.bind(nccl.all_reduce_calls(array.size, array.dtype, asked.op), array.size, fold)
+            program.blocking = self._gpu.by_nccl(enqueue, (array.shape, array.dtype), in_place=True)
         elif bucket.plan.bounds and program.scattered_dtype == array.dtype and asked.key[0] == 0 and array.size:
             first, last, *_ = part_bounds(array.shape[0], num_ranks)[self.executor.hierarchy.rank :]
             program.scattered_shape = shape = (last - first, *array.shape[1:])
-            program.blocking = self._gpu.by_nccl(
-                nccl.enqueue_scatter(bucket.plan.bounds, fold), shape, array.dtype, in_place=False
-            )
+            enqueue = nccl.bind(nccl.scatter_calls(bucket.plan.bounds, array.dtype, asked.op), prod(shape), fold)
+            program.blocking = self._gpu.by_nccl(enqueue, (shape, array.dtype), in_place=False)
 
     def _scatter(
         self, op: ReduceOp, dtype: np.dtype[Any], bounds: Sequence[int], options: CommunicationOptions

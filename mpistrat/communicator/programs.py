@@ -23,7 +23,7 @@ from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
 from mpistrat.communicator.validate import are_disjoint
-from mpistrat.device.abstract import addresses, are_contiguous
+from mpistrat.device.abstract import addresses
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.guard import Guard
 from mpistrat.execution.memory import MemoryReport
@@ -49,18 +49,13 @@ class Known:
 
     def fit(self, out: Sequence[Array], arrays: Sequence[Array]) -> bool:
         """Return whether results can be written to `out`; False also if that needs a closer look."""
-        if len(out) != len(arrays):
+        if len(out) != len(arrays) or not all(map(fits, out, arrays)):
             return False
-        if not (out and is_on_device(out[0])):
-            return all(map(fits, out, arrays)) and are_disjoint(out)
-        pairs = zip(out, arrays, strict=True)
-        if not (all([target is array or is_alike(target, array) for target, array in pairs]) and are_contiguous(out)):
-            return False
-        found = addresses(out)
-        if found == self.apart:  # they have the same extents in each call
+        found = addresses(out) if out and is_on_device(out[0]) else None
+        if found is not None and found == self.apart:  # they have the same extents in each call
             return True
         are_apart = are_disjoint(out)
-        if are_apart:
+        if are_apart and found is not None:
             self.apart[:] = found
         return are_apart
 
@@ -68,8 +63,8 @@ class Known:
         """Return whether NCCL makes the result of another shape than the array, and can write it to `out`."""
         if out is None or self.shape is None:
             return self.shape is not None
-        is_like = out.__class__ is array.__class__ and out.dtype == array.dtype and out.shape == self.shape
-        return is_like and out.flags.c_contiguous
+        is_alike = out.__class__ is array.__class__ and out.dtype == array.dtype and out.shape == self.shape
+        return is_alike and out.flags.c_contiguous
 
 
 class Programs:
@@ -172,8 +167,8 @@ class Programs:
             if library is not np.ndarray:
                 return found if fits(target, array) else None
             # as `fits`, without a call of Python
-            is_like = target is array or (target.__class__ is library and target.dtype is dtype and target.shape == shape)
-            return found if is_like and target.flags.carray else None
+            is_alike = target is array or (target.__class__ is library and target.dtype is dtype and target.shape == shape)
+            return found if is_alike and target.flags.carray else None
         except (AttributeError, KeyError, TypeError, ValueError):  # new options, or no arrays: the slow path raises the error
             return None
 
@@ -249,11 +244,7 @@ class Programs:
 
 def fits(target: Array, array: Array) -> bool:
     """Return whether a result can be written to `target`: C-contiguous, aligned and writable; CuPy has no other arrays."""
-    if target is not array and not is_alike(target, array):
+    kind = array.__class__
+    if target is not array and (target.__class__ is not kind or target.dtype is not array.dtype or target.shape != array.shape):
         return False
-    return target.flags.carray if array.__class__ is np.ndarray else target.flags.c_contiguous
-
-
-def is_alike(target: Array, array: Array) -> bool:
-    """Return whether a target is an array of the library, dtype and shape of another one."""
-    return target.__class__ is array.__class__ and target.dtype is array.dtype and target.shape == array.shape
+    return target.flags.carray if kind is np.ndarray else target.flags.c_contiguous

@@ -284,10 +284,10 @@ class Reductions:
 
     def _combine(self, program: Program, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
         """Return the steps that combine `sources` into `results`; they begin with a barrier of the node."""
-        if self._window is not None and not program.begins_with_barrier:
-            yield from self._window.barrier()
         if self._gpu is not None and program.on_gpu and self._gpu.executor.compares_by_messages:
             yield from self._gpu.barrier()
+        elif self._window is not None and not program.begins_with_barrier:
+            yield from self._window.barrier()
         for bucket in program.buckets:
             yield from bucket.run([sources[i] for i in bucket.indices], [results[i] for i in bucket.indices])
         if not program.detects_mismatch:

@@ -146,7 +146,7 @@ class NcclTransport(DeviceTransport):
     def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind ncclAllReduce, in place."""
         start = address(buffer)
-        calls = _placed([self._all_reduce_call(buffer.size, buffer.dtype, op)], start, start)
+        calls = _placed(self.all_reduce_calls(buffer.size, buffer.dtype, op), start, start)
         return self._operation(calls, [Part(0, buffer.size, (buffer,))])
 
     def all_reduce_arrays(self, arrays: FlatArrays, fold: Fold) -> Steps:
@@ -196,12 +196,12 @@ class NcclTransport(DeviceTransport):
         """Bind ncclReduceScatter in place, or one ncclReduce per part where parts differ."""
         start, stop = bounds[self.group.rank : self.group.rank + 2]
         own = buffer[start:stop]
-        calls = _placed(self._scatter_calls(bounds, buffer.dtype, op), address(buffer), address(own))
+        calls = _placed(self.scatter_calls(bounds, buffer.dtype, op), address(buffer), address(own))
         return self._operation(calls, [Part(start, stop, (own,))])
 
     def scatter_between(self, source: DeviceArray, bounds: Sequence[int], target: DeviceArray, fold: Fold) -> Steps:
         """Combine arrays that share no memory; rank r gets elements ``bounds[r]:bounds[r + 1]``. A collective call."""
-        calls = _placed(self._scatter_calls(bounds, source.dtype, fold.op), address(source), address(target))
+        calls = _placed(self.scatter_calls(bounds, source.dtype, fold.op), address(source), address(target))
         yield from self._operation(calls, []).run()
         self._divide(address(target), target.size, fold)
 
@@ -209,31 +209,26 @@ class NcclTransport(DeviceTransport):
         """Bind ncclAllGather in place, or one ncclBroadcast per part where parts differ."""
         start = address(buffer)
         own = start + bounds[self.group.rank] * buffer.dtype.itemsize
-        calls = _placed(self._gather_calls(bounds, buffer.dtype.itemsize), own, start)
+        calls = _placed(self.gather_calls(bounds, buffer.dtype.itemsize), own, start)
         return self._operation(calls, [Part(0, buffer.size, (buffer,))])
 
     def broadcast(self, buffer: DeviceArray, root: int = 0) -> Operation:
         """Bind ncclBroadcast, in place."""
         start = address(buffer)
-        calls = _placed([self._broadcast_call(buffer.nbytes, root)], start, start)
+        calls = _placed(self.broadcast_calls(buffer.nbytes, root), start, start)
         return self._operation(calls, [Part(0, buffer.size, (buffer,))])
 
-    def enqueue_all_reduce(self, count: int, fold: Fold) -> Enqueue:
-        """Bind what combines arrays of one place into those of another, or the same."""
-        return self._bound([self._all_reduce_call(count, fold.dtype, fold.op)], count, fold)
+    def bind(self, calls: Sequence[_Call], count: int = 0, fold: Fold | None = None) -> Enqueue:
+        """Return what enqueues calls on memory of the caller, and divides a mean of so many elements by a prepared kernel."""
 
-    def enqueue_scatter(self, bounds: Sequence[int], fold: Fold) -> Enqueue:
-        """Bind what `scatter_between` does."""
-        own, end = bounds[self.group.rank : self.group.rank + 2]
-        return self._bound(self._scatter_calls(bounds, fold.dtype, fold.op), end - own, fold)
+        def enqueue(source: int, target: int) -> None:
+            if self._failure:
+                self.raise_failure()
+            self._enqueue(_placed(calls, source, target), self.device.current_stream())
+            if fold is not None:
+                self._divide(target, count, fold)
 
-    def enqueue_gather(self, bounds: Sequence[int]) -> Enqueue:
-        """Bind what gathers bytes of each rank, which are bytes ``bounds[r]:bounds[r + 1]`` of the result."""
-        return self._bound(self._gather_calls(bounds, 1))
-
-    def enqueue_broadcast(self, nbytes: int, root: int) -> Enqueue:
-        """Bind what sends bytes of the root to all, itself included."""
-        return self._bound([self._broadcast_call(nbytes, root)])
+        return enqueue
 
     def exchange(self, sends: Sequence[DeviceArray], receives: Sequence[DeviceArray]) -> Steps:
         """Send an array of the caller to each peer, and receive one from each, all together. A collective call."""
@@ -293,18 +288,6 @@ class NcclTransport(DeviceTransport):
         _undisposed.discard(self._comm)
         self._comm = None
 
-    def _bound(self, calls: Sequence[_Call], count: int = 0, fold: Fold | None = None) -> Enqueue:
-        """Return what enqueues calls, and divides a mean of so many elements; its kernel was prepared before."""
-
-        def enqueue(source: int, target: int) -> None:
-            if self._failure:
-                self.raise_failure()
-            self._enqueue(_placed(calls, source, target), self.device.current_stream())
-            if fold is not None and fold.divisor > 1:
-                self._divide(target, count, fold)
-
-        return enqueue
-
     def _divide(self, start: int, count: int, fold: Fold) -> None:
         """Divide a mean, if it is one; its kernel was prepared when the plan was bound."""
         if fold.divisor > 1 and count:
@@ -320,39 +303,35 @@ class NcclTransport(DeviceTransport):
         return getattr(self._nccl, f"NCCL_{native[0]}"), native[1], getattr(self._nccl, f"NCCL_{native[2]}")
 
     def _all_reduce_calls(self, sources: Sequence[DeviceArray], targets: Sequence[DeviceArray], op: ReduceOp) -> list[_Call]:
-        pairs = zip(sources, targets, strict=True)
-        return [
-            call
-            for source, target in pairs
-            for call in _placed([self._all_reduce_call(source.size, source.dtype, op)], address(source), address(target))
-        ]
+        calls: list[_Call] = []
+        for source, target in zip(sources, targets, strict=True):
+            calls += _placed(self.all_reduce_calls(source.size, source.dtype, op), address(source), address(target))
+        return calls
 
-    def _all_reduce_call(self, count: int, dtype: np.dtype[Any], op: ReduceOp) -> _Call:
+    def all_reduce_calls(self, count: int, dtype: np.dtype[Any], op: ReduceOp) -> list[_Call]:
+        """Return what combines elements, for `bind`."""
         kind, width, native = self._native(dtype, op)
-        return "allReduce", 0, 0, count * width, kind, native
+        return [("allReduce", 0, 0, count * width, kind, native)]
 
-    def _scatter_calls(self, bounds: Sequence[int], dtype: np.dtype[Any], op: ReduceOp) -> list[_Call]:
+    def scatter_calls(self, bounds: Sequence[int], dtype: np.dtype[Any], op: ReduceOp) -> list[_Call]:
         """Return what combines sources, and writes this rank's part to a target: that of the part in the source, or apart."""
         kind, width, native = self._native(dtype, op)
         if _are_equal(bounds):
             return [("reduceScatter", 0, 0, bounds[1] * width, kind, native)]
-        return [
-            ("reduce", start * dtype.itemsize, 0, (stop - start) * width, kind, native, root)
-            for root, (start, stop) in enumerate(pairwise(bounds))
-        ]
+        ranges = [(start * dtype.itemsize, (stop - start) * width) for start, stop in pairwise(bounds)]
+        return [("reduce", start, 0, count, kind, native, root) for root, (start, count) in enumerate(ranges)]
 
-    def _gather_calls(self, bounds: Sequence[int], itemsize: int) -> list[_Call]:
+    def gather_calls(self, bounds: Sequence[int], itemsize: int = 1) -> list[_Call]:
         """Return what sends the part of each rank to all: it may lie where it is to be in the target, or apart."""
         kind = self._nccl.NCCL_UINT8
         if _are_equal(bounds):
             return [("allGather", 0, 0, bounds[1] * itemsize, kind)]
-        return [
-            ("broadcast", 0, start * itemsize, (stop - start) * itemsize, kind, root)
-            for root, (start, stop) in enumerate(pairwise(bounds))
-        ]
+        ranges = [(start * itemsize, (stop - start) * itemsize) for start, stop in pairwise(bounds)]
+        return [("broadcast", 0, start, nbytes, kind, root) for root, (start, nbytes) in enumerate(ranges)]
 
-    def _broadcast_call(self, nbytes: int, root: int) -> _Call:
-        return "broadcast", 0, 0, nbytes, self._nccl.NCCL_UINT8, root
+    def broadcast_calls(self, nbytes: int, root: int) -> list[_Call]:
+        """Return what sends bytes of the root to all, itself included."""
+        return [("broadcast", 0, 0, nbytes, self._nccl.NCCL_UINT8, root)]
 
     def _operation(self, calls: Sequence[_Call], parts: list[Part], connects: bool = False) -> Operation:
         """Return what makes calls, after what the caller's stream was given so far; some may connect ranks first."""
