@@ -178,7 +178,7 @@ class Fold:
     """
 
     def __init__(self, op: ReduceOp, dtype: np.dtype[Any], divisor: int = 1) -> None:
-        self.op, self.divisor, self.widens = op, divisor, dtype in HALF_DTYPES
+        self.op, self.dtype, self.divisor, self.widens = op, dtype, divisor, dtype in HALF_DTYPES
         self._combine = combine(op)
         self._total, self._addend = (np.empty(FOLD_COUNT if self.widens else 0, np.float32) for _ in range(2))
 

@@ -102,6 +102,8 @@ class Communicator(BaseCommunicator):
         If the ranks or their GPUs cannot form one job, or the settings name a transport that a node does not support.
     """
 
+    _movement: DataMovement
+
     def __init__(
         self,
         comm: MPI.Intracomm | Hierarchy,
@@ -142,10 +144,11 @@ class Communicator(BaseCommunicator):
         self._gpu = None if device is None else GpuArrays(device, self._executor, self._guard)
         if self._gpu is not None:
             self._owned.callback(self._gpu.executor.close)
-        self._movement = DataMovement(self._executor, self._guard, self._gpu)
         planner = Planner(self._executor, self._say, measured)
         self._reductions = Reductions(self._executor, self._guard, planner, self._gpu, self._say)
         self._programs, self._active = self._reductions.programs, self._reductions.active
+        self._movement = DataMovement(self._executor, self._guard, self._gpu, self._programs)
+        self._known = None if self._gpu is None else self._known_by_nccl
 
     @property
     def num_collectives(self) -> int:
@@ -383,6 +386,20 @@ class Communicator(BaseCommunicator):
         with suppress(TypeError):  # which the check of the call raises
             axis = operator.index(axis)  # True and 1 are one axis, which calls are known by
         return self._reductions.reduce("reduce_scatter", op, [array], options, None if out is None else [out], axis)[0]
+
+    def _known_by_nccl(self, verb: str, number: object, op: Any, array: Any, options: Any, out: Any) -> Any:
+        """Make a call of a verb on one array like an earlier one by NCCL; if there was none, do nothing and return None."""
+        if type(number) is not int or self.timeline.enabled:  # what only equals a known axis is looked at: True, or 1.0
+            return None
+        kind = (verb, number, out is None) if op is None else (self._parsed(op, verb, options)._value_, number)
+        known, targets = self._programs.known(kind, [array], options, None), None if out is None else [out]
+        if known is None or not known.gives(out, array):
+            return None
+        if op is not None:
+            results = self.run_known(known, [array], targets, frames=4)
+        else:
+            results = self._movement.make_known(known, [array], targets)
+        return results[0] if results else None
 
     def agree(self, call: str, error: Exception | None = None, options: CommunicationOptions | None = None) -> None:
         """Check at once that all ranks pass the same text: see `BaseCommunicator.agree`. A collective call."""

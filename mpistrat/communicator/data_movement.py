@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import prod
 from typing import Any, TypeVar
 
@@ -20,8 +20,9 @@ import numpy as np
 from mpistrat.arrays import Array, as_bytes, is_on_device, like, new_array, to_host
 from mpistrat.communicator.gpu_arrays import GpuArrays
 from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.programs import Known, Programs
 from mpistrat.communicator.validate import check_gather, check_parts, check_root, check_target, name_of
-from mpistrat.errors import InvalidArgumentError
+from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.execution.comparison import Call
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard
@@ -29,12 +30,13 @@ from mpistrat.groups.agreement import digest_of
 from mpistrat.reduction import HALF_DTYPES, check_elements
 from mpistrat.steps import Steps
 from mpistrat.transports.mpi import MpiTransport, until_complete
-from mpistrat.transports.nccl import NcclTransport
+from mpistrat.transports.nccl import Enqueue, NcclTransport
 
 T = TypeVar("T")
 
 _MAX_NDIM, _NAME_BYTES, _DIGESTS_KEPT = 64, 32, 1024
 _MOST_SHARED_BYTES = 1 << 15
+_PROPOSED = 1 << 62  # in the place of a number of a rank: it proposes to make a call like the last one
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class _Move:
 class DataMovement:
     """Moves arrays between the ranks of a communicator, one call at a time."""
 
-    def __init__(self, executor: Executor, guard: Guard, gpu: GpuArrays | None) -> None:
+    def __init__(self, executor: Executor, guard: Guard, gpu: GpuArrays | None, programs: Programs) -> None:
         self._group = group = executor.hierarchy.world_group
         # where the ranks of a single node share small arrays
         self._window = window = executor.intra.window if executor.hierarchy.intra.size == group.size > 1 else None
@@ -96,7 +98,8 @@ class DataMovement:
         self._rank, self._size, self._guard = group.rank, group.size, guard
         self._by_mpi = _Route(MpiTransport(group), to_host, new_array, False, iter)
         nccl = None if gpu is None else gpu.executor.transports.everywhere
-        self._by_nccl = None if gpu is None or nccl is None else _through_nccl(executor, gpu, nccl)
+        self._by_nccl = None if gpu is None or nccl is None else _through_nccl(gpu, nccl)
+        self._gpu, self._nccl, self._programs = gpu, nccl, programs
 
     def all_gather(self, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None) -> Array:
         """Concatenate along `axis`, in rank order: see `mpistrat.Communicator.all_gather`. A collective call."""
@@ -115,7 +118,7 @@ class DataMovement:
         with self._guard:
             text = f"({name_of(array.dtype)}, {array.ndim} axes, axis={axis})"
             move = self._begin("all_gather", text, options, check, facts, [array])
-            axis %= array.ndim
+            given_axis, axis = axis, axis % array.ndim
             needed = f"all_gather along axis {axis} needs one axis, one dtype and equal extents on all other axes"
             if out is not None:
                 needed += ", and out of one shape on all ranks or on none"
@@ -134,6 +137,9 @@ class DataMovement:
             elif row_bytes:
                 whole[starts[self._rank] : starts[self._rank + 1]] = mine
                 move.run(move.route.sender.all_gather(as_bytes(whole), bounds).run())
+                if self._nccl is not None and move.route.is_on_gpu and axis == 0:
+                    enqueue = self._nccl.bind(self._nccl.gather_calls(bounds))
+                    self._remember(move, ("all_gather", given_axis, out is None), array, options, whole, enqueue)
             return _delivered(_moved(whole, 0, axis), array, out, move)
 
     def gather(self, array: Array, root: int, options: CommunicationOptions | None) -> list[Array] | None:
@@ -234,7 +240,41 @@ class DataMovement:
                     move.take(as_bytes(result), [0, result.nbytes], root)
             elif result.nbytes:
                 move.run(move.route.sender.broadcast(as_bytes(result), root).run())
+                if self._nccl is not None and move.route.is_on_gpu and len(set(move.digests)) == 1:
+                    enqueue = self._nccl.bind(self._nccl.broadcast_calls(result.nbytes, root))
+                    self._remember(move, ("broadcast", root, out is None), array, options, result, enqueue)
             return _delivered(result, array, out, move)
+
+    def make_known(self, known: Known, arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
+        """Make a known call by NCCL, unless it is not admitted, or all ranks do not make it so: then return no result.
+
+        A collective call.
+        """
+        if self._gpu is None or not self._gpu.admits(arrays, out):
+            return []
+        with self._guard:
+            try:
+                return known.run(arrays, out)
+            except AgreementError:  # of all ranks, before they did anything
+                raise
+            except BaseException as error:
+                raise self._guard.fail_current(error) from None
+
+    def _remember(self, move: _Move, kind: object, array: Array, options: Any, result: Array, enqueue: Enqueue) -> None:
+        """Remember a call that NCCL has made: the next one that is like it on all ranks needs to exchange no more than that."""
+        if self._gpu is not None and move.call.seconds == self._guard.deadlines.default_seconds:
+            signature, in_place = move.call.signature, array.shape == result.shape
+            propose = partial(self._propose, signature.text, options, digest_of(f"{move.digests} {move.numbers}"))
+            run = self._gpu.by_nccl(enqueue, (result.shape, array.dtype), in_place, propose)
+            self._programs.add(kind, [array], options, Known(signature, signature.digest, run, shape=result.shape))
+
+    def _propose(self, text: str, options: CommunicationOptions | None, digest: int) -> Steps | None:
+        """Begin a call, if all ranks propose to make that which the digest is of; else return None: all are to begin anew."""
+        proposal = [digest, _PROPOSED]
+        if all([facts == proposal for facts in self._guard.agree(self._guard.begin_text(text, options), None, proposal)]):
+            return iter(())
+        self._guard.number -= 1
+        return None
 
     def barrier(self, options: CommunicationOptions | None) -> None:
         """Wait until all ranks have entered the barrier. A collective call."""
@@ -258,7 +298,10 @@ class DataMovement:
         call, _ = self._guard.begin(verb, options, lambda _: text, check)
         digest, number, memory = facts()
         is_shared, is_on_gpu = memory is not None, self._by_nccl is not None and all(map(is_on_device, arrays))
-        found = self._guard.agree(call, None, (digest, number << 2 | is_shared << 1 | is_on_gpu), memory)
+        own = digest, number << 2 | is_shared << 1 | is_on_gpu
+        found = self._guard.agree(call, None, own, memory)
+        if self._by_nccl is not None and any(number & _PROPOSED for _, number in found):  # not all propose: those begin anew
+            found = self._guard.agree(call, None, own, memory)
         digests, numbers, route, window = [row[0] for row in found], [row[1] for row in found], self._by_mpi, self._window
         if self._by_nccl is not None and all(number & 1 for number in numbers):
             self._guard.make_current(call)  # the barrier before NCCL compares it once more
@@ -307,16 +350,11 @@ class DataMovement:
         return [int(extent) for extent in received]
 
 
-def _through_nccl(executor: Executor, gpu: GpuArrays, nccl: NcclTransport) -> _Route:
+def _through_nccl(gpu: GpuArrays, nccl: NcclTransport) -> _Route:
     """Return the way between GPUs. NCCL is called after a barrier: its kernels wait for all ranks, which have their memory."""
-    window = None if gpu.executor.compares_by_messages else executor.intra.window
-
-    def after_barrier(steps: Steps) -> Steps:
-        yield from gpu.barrier() if window is None else window.barrier()
-        yield from steps
 
     def run(steps: Steps) -> Steps:
-        return gpu.abort_on_error(after_barrier(steps))
+        return gpu.abort_on_error(chain(gpu.barrier(), steps))
 
     return _Route(nccl, lambda array: array, gpu.empty, True, run)
 

@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
 
 from mpistrat.arrays import Array, is_captured_elsewhere, is_on_device
-from mpistrat.device.abstract import Device, Event, Stream
+from mpistrat.device.abstract import Device, Event, Stream, address
 from mpistrat.execution.device_executor import DeviceExecutor
+from mpistrat.execution.engine import wait_for_gpu
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard
+from mpistrat.execution.program import Blocking
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Agreement, CallsDifferError
 from mpistrat.steps import Steps, until
+from mpistrat.transports.nccl import Enqueue
 from mpistrat.transports.nccl_watcher import UNSEEN_SECONDS
 
 T = TypeVar("T")
+_Meet = Callable[[], "Steps | None"]
 
 PER_THREAD_STREAM = 2  # the pointer that CUDA has for the default stream of each thread
 
@@ -40,26 +45,33 @@ class GpuArrays:
         self._kept: list[Any] = []
         self._under_way: deque[_End] = deque()
         self._agreement, self._call = Agreement(host.hierarchy.world_group), host.hierarchy.call
+        self._window = host.intra.window if host.hierarchy.intra.size > 1 else None
+        self._module = device.array_module
 
     def admits(self, arrays: Sequence[Any], out: Sequence[Any] | None) -> bool:
         """Return whether a known call may be made: arrays on a GPU are on that of this rank, and no graph is captured."""
         if not (arrays and is_on_device(arrays[0])):  # they lie in one memory
             return True
-        every = arrays if out is None or out is arrays else [*arrays, *out]
         index = self.device.index
-        return all([array.device.id == index for array in every]) and not self.is_capturing()
+        for array in arrays if out is None or out is arrays else [*arrays, *out]:
+            if array.data.device_id != index:
+                return False
+        return not self.is_capturing()
 
     def is_capturing(self) -> bool:
         """Return whether a CUDA graph is being captured, on the caller's stream or by PyTorch on another one."""
-        with self.device.activate():
-            return self.device.current_stream().is_capturing() or is_captured_elsewhere(self.device)
+        return self.device.current_stream().is_capturing() or is_captured_elsewhere(self.device)
 
     def barrier(self) -> Steps:
         """Return the steps that wait until all ranks have entered and have their memory, and compare their calls.
 
         NCCL is called afterwards: it compares nothing, and its kernels wait for all ranks. A collective call.
         """
-        return self._agreement.barrier(self._call.digest if self._guard.checks else 0)
+        by_messages = self._agreement.barrier(self._call.digest if self._guard.checks else 0)
+        if self._window is None:
+            return by_messages
+        in_window = self._window.barrier()
+        return chain(in_window, by_messages) if self.executor.compares_by_messages else in_window
 
     def abort_on_error(self, steps: Steps) -> Steps:
         """Run steps on GPUs; if they fail, abort, so that no kernel waits forever for a rank that has failed."""
@@ -77,11 +89,14 @@ class GpuArrays:
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return a new array, in memory of the caller's stream: CuPy gives that to nobody else before its turn there."""
-        return self._made(lambda: [self.device.array_module.empty(shape, dtype)])[0]
+        if self._caller is None:
+            array: Array = self._module.empty(shape, dtype)
+            return array
+        return self._made(lambda: [self._module.empty(shape, dtype)])[0]
 
-    def new_like(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return new arrays in such memory, of the shapes and dtypes of others."""
-        return self._made(lambda: self.device.new_like(arrays))
+    def maker(self, arrays: Sequence[Array]) -> Callable[[], list[Array]]:
+        """Return what makes new arrays in such memory, of the shapes and dtypes of others."""
+        return partial(self._made, self.device.maker(arrays))
 
     def _made(self, make: Callable[[], list[Array]]) -> list[Array]:
         if self._caller is None:
@@ -90,6 +105,35 @@ class GpuArrays:
             made = make()
         self._kept += made
         return made
+
+    def by_nccl(self, enqueue: Enqueue, like: tuple[Any, Any], in_place: bool, meet: _Meet | None = None) -> Blocking:
+        """Return what has NCCL make a result of a shape and dtype from one array, with as little Python as possible.
+
+        If that can be done `in_place`, the array may be the result. `meet` returns the steps that wait for the other ranks, by
+        default a `barrier`; if it returns None, nothing is done, and no result returned.
+        """
+        meet, guard = meet or self.barrier, self._guard
+
+        def run(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
+            [source] = arrays
+            wait_for_gpu(guard)
+            with self.device.activate():
+                try:
+                    target = self.empty(*like) if out is None else out[0]
+                    start, end = address(source), address(target)
+                    overlaps = start < end + target.nbytes and end < start + source.nbytes
+                    if not source.flags.c_contiguous or (overlaps and not (in_place and start == end)):
+                        source = source.copy()
+                        start = address(source)
+                except MemoryError as error:
+                    raise guard.no_memory(error) from None
+                steps = meet()
+                if steps is None:
+                    return []
+                guard.deadlines.drive_short(self.abort_on_error(_followed(steps, enqueue, start, end)))
+            return [target]
+
+        return run
 
     def enqueue(self, call: Callable[..., T], arrays: Sequence[Array], out: Sequence[Array] | None) -> Work[T]:
         """Make a call on the stream of started operations, after the work of the current one so far; return its handle.
@@ -147,6 +191,11 @@ class GpuArrays:
             return results
 
         return run
+
+
+def _followed(steps: Steps, enqueue: Enqueue, start: int, end: int) -> Steps:
+    yield from steps
+    enqueue(start, end)
 
 
 class _End:

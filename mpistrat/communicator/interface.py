@@ -64,6 +64,8 @@ class BaseCommunicator(ABC):
     _closed_with = ""
     _movement: Any  # the verbs that only move arrays, of one array each: `DataMovement`, or copies
     _reduce_scatter: Callable[..., Array]  # of one array: operation, array, axis, options, out
+    # makes a call of a verb like an earlier one, if it can: verb, its axis or root, operation, array, options, out
+    _known: Callable[..., Any] | None = None
     _active: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)  # makes this rank's GPU current
 
     @property
@@ -145,9 +147,8 @@ class BaseCommunicator(ABC):
         out : ndarray or list of ndarray, optional
             C-contiguous arrays of the shapes and dtypes of the parts.
         """
-        return self._each(
-            "reduce_scatter", lambda array, target: self._reduce_scatter(op, array, axis, options, target), arrays, out, options
-        )
+        scatter = lambda array, target: self._reduce_scatter(op, array, axis, options, target)  # noqa: E731
+        return self._each("reduce_scatter", scatter, arrays, out, options, number=axis, op=op)
 
     def start_reduce_scatter(
         self,
@@ -184,9 +185,8 @@ class BaseCommunicator(ABC):
         InvalidArgumentError
             On every rank, if an array has no axes, `axis` is out of range, or shapes, dtypes or `out` do not match.
         """
-        return self._each(
-            "all_gather", lambda array, target: self._movement.all_gather(array, axis, options, target), arrays, out, options
-        )
+        gather = lambda array, target: self._movement.all_gather(array, axis, options, target)  # noqa: E731
+        return self._each("all_gather", gather, arrays, out, options, number=axis)
 
     def start_all_gather(
         self, arrays: Arrays, axis: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
@@ -256,9 +256,8 @@ class BaseCommunicator(ABC):
         InvalidArgumentError
             On every rank, if `root` is not a rank, or `out` of one rank has another shape or dtype.
         """
-        return self._each(
-            "broadcast", lambda array, target: self._movement.broadcast(array, root, options, target), arrays, out, options
-        )
+        send = lambda array, target: self._movement.broadcast(array, root, options, target)  # noqa: E731
+        return self._each("broadcast", send, arrays, out, options, number=root)
 
     def barrier(self, options: CommunicationOptions | None = None) -> None:
         """Wait until all ranks have entered the barrier. A collective call."""
@@ -414,8 +413,17 @@ class BaseCommunicator(ABC):
         out: Any = None,
         options: CommunicationOptions | None = None,
         alike: Callable[[Sequence[Any], Sequence[Any], Sequence[Any] | None], list[Any]] = alike,
+        number: object = None,
+        op: object = None,
     ) -> Arrays:
-        """Apply a verb to one array, or to each array of a list, which must be equally long on all replicas."""
+        """Apply a verb to one array, or to each array of a list, which must be equally long on all replicas.
+
+        With the `number` of an axis or a root, and maybe an operation, it may be like an earlier call.
+        """
+        if self._known is not None and number is not None:
+            known: Arrays | None = self._known(verb, number, op, arrays, options, out)
+            if known is not None:
+                return known
         given, wanted, is_one = as_lists(arrays, out)
         sources, targets = self._read(verb, given, wanted, options)
         if not is_one:

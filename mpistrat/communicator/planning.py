@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from math import prod
 from operator import attrgetter
 from typing import Any
 
@@ -16,6 +17,7 @@ from mpistrat.algorithms.choose import NOTHING, Choice, Measured, choose, choose
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array, is_on_device, part_bounds
 from mpistrat.communicator.explain import Explanation, Pack
+from mpistrat.communicator.gpu_arrays import GpuArrays
 from mpistrat.communicator.options import DEFAULTS, NATIVE, WIRE_DTYPES, CommunicationImplementation, CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, TransportError, Unsuitable
 from mpistrat.execution import compile as compiled
@@ -24,7 +26,7 @@ from mpistrat.execution.executor import Executor
 from mpistrat.execution.one_call import shorten
 from mpistrat.execution.program import Bucket, Program
 from mpistrat.packing.layout import Layout, pack_by_bytes, split_evenly
-from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_dtype
+from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp, accumulation_dtype, check_dtype
 from mpistrat.transports.wire import Wire
 
 WIRE_OPS = (ReduceOp.SUM, ReduceOp.MEAN)
@@ -119,15 +121,19 @@ class Planner:
         """
         found = None if asked.axis is None else self._compile_scatter(asked, asked.arrays[0], asked.axis)
         if found is not None:
+            self._shorten(found, asked)
             return found
         while True:  # enlarging the scratch memory for a later bucket unbinds the earlier ones; then it is large enough for all
             program = Program([self._bind(asked, pack) for pack in self._lay_out(asked)])
             if program.is_current:
                 break
         program.on_gpu = self.executor.device is not None and bool(asked.arrays)
-        if self.executor.device is None:
-            shorten(program, self.executor, asked.op, asked.arrays)
+        self._shorten(program, asked)
         return program
+
+    def _shorten(self, program: Program, asked: Reduction) -> None:
+        """Give a program its blocking call, if it is a single one."""
+        shorten(program, self.executor, asked.op, asked.arrays)
 
     def _bind(self, asked: Reduction, pack: _LaidOut) -> Bucket:
         """Choose the plan of a bucket, and bind it. A collective call."""
@@ -241,6 +247,27 @@ class DevicePlanner(Planner):
 
     default_chunk_bytes = planners.DEVICE_CHUNK_BYTES
     executor: DeviceExecutor
+
+    def __init__(self, gpu: GpuArrays, say: Callable[[str], None]) -> None:
+        super().__init__(gpu.executor, say)
+        self._gpu = gpu
+
+    def _shorten(self, program: Program, asked: Reduction) -> None:
+        """Give a program its call of NCCL, if it is a single one, of one array as it is; else what makes its results."""
+        nccl = self.executor.transports.everywhere
+        program.new_results = self._gpu.maker(asked.arrays) if len(asked.arrays) > 1 else None
+        if nccl is None or not len(program.buckets) == len(asked.arrays) == 1:
+            return
+        [bucket], [array], num_ranks = program.buckets, asked.arrays, self._world.size
+        fold = Fold(asked.op, array.dtype, num_ranks if asked.op is ReduceOp.MEAN else 1)
+        if asked.axis is None and bucket.plan.is_direct and bucket.plan.phases:
+            enqueue = nccl.bind(nccl.all_reduce_calls(array.size, array.dtype, asked.op), array.size, fold)
+            program.blocking = self._gpu.by_nccl(enqueue, (array.shape, array.dtype), in_place=True)
+        elif bucket.plan.bounds and program.scattered_dtype == array.dtype and asked.key[0] == 0 and array.size:
+            first, last, *_ = part_bounds(array.shape[0], num_ranks)[self.executor.hierarchy.rank :]
+            program.scattered_shape = shape = (last - first, *array.shape[1:])
+            enqueue = nccl.bind(nccl.scatter_calls(bucket.plan.bounds, array.dtype, asked.op), prod(shape), fold)
+            program.blocking = self._gpu.by_nccl(enqueue, (shape, array.dtype), in_place=False)
 
     def _scatter(
         self, op: ReduceOp, dtype: np.dtype[Any], bounds: Sequence[int], options: CommunicationOptions

@@ -44,6 +44,7 @@ class Known:
     digest: int
     run: Blocking
     is_one_message: bool = False  # of the one array as it is, by MPI or shared memory, and nothing else
+    shape: tuple[int, ...] | None = None  # of the result, where that is made by NCCL and of another shape than the array
     apart: list[int] = field(default_factory=list)  # the addresses of results on a GPU that were found to share no memory
 
     def fit(self, out: Sequence[Array], arrays: Sequence[Array]) -> bool:
@@ -57,6 +58,13 @@ class Known:
         if are_apart and found is not None:
             self.apart[:] = found
         return are_apart
+
+    def gives(self, out: Array | None, array: Array) -> bool:
+        """Return whether NCCL makes the result of another shape than the array, and can write it to `out`."""
+        if out is None or self.shape is None:
+            return self.shape is not None
+        is_alike = out.__class__ is array.__class__ and out.dtype == array.dtype and out.shape == self.shape
+        return is_alike and out.flags.c_contiguous
 
 
 class Programs:
@@ -182,14 +190,19 @@ class Programs:
             run = self._confirming(run)
         if seconds or self._options.timeout_seconds:
             run = self._limited(run, seconds or 0.0)
+        is_one_message = program.is_one_message and not is_strict
+        known = Known(signature, signature.digest, run, is_one_message, program.scattered_shape)
+        self.add(asked.kind, arrays, options, known)
+
+    def add(self, kind: object, arrays: Sequence[Array], options: CommunicationOptions | None, known: Known) -> None:
+        """Remember what is known of a call: see `known`."""
         if max(len(self._known), len(self._numbers)) >= PROGRAMS_KEPT:
             self.forget_calls()
-        number = self._numbers.setdefault(asked.options.key, len(self._numbers))
+        number = self._numbers.setdefault(self._options.merge(options).key, len(self._numbers))
         if options is not None:
             self._numbers[options.key] = number
         key = _SIGNATURE(arrays[0]) if len(arrays) == 1 else map(_SIGNATURE, arrays)
-        is_one_message = program.is_one_message and not is_strict
-        self._known[(number, asked.kind, *key)] = Known(signature, signature.digest, run, is_one_message)
+        self._known[(number, kind, *key)] = known
 
     def forget_calls(self) -> None:
         """Forget what is known of calls: each is looked at again."""

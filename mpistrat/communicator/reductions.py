@@ -40,7 +40,7 @@ class Reductions:
         say: Callable[[str], None],
     ) -> None:
         self._executor, self._guard, self._gpu = executor, guard, gpu
-        device = None if gpu is None else DevicePlanner(gpu.executor, say)
+        device = None if gpu is None else DevicePlanner(gpu, say)
         self.programs = Programs(guard, planner, device)
         self._current, self._rank, self._size = executor.hierarchy.call, executor.hierarchy.rank, executor.hierarchy.world.size
         self._window = executor.intra.window if executor.hierarchy.intra.size > 1 else None
@@ -64,7 +64,8 @@ class Reductions:
             call.signature.nbytes = sum(array.nbytes for array in arrays)
             program = self._program(call, asked)
             run = program.blocking or partial(self._all_reduce_known, program)
-            run = run if axis is None else partial(self._scatter_known, program, axis)
+            if axis is not None and program.scattered_shape is None:
+                run = partial(self._scatter_known, program, axis)
             self.programs.remember(asked, options, program, call.signature, run)
             self._guard.make_current(call)
             if axis is None:
@@ -81,7 +82,10 @@ class Reductions:
         if self._gpu is not None:
             wait_for_gpu(self._guard)
         with self.active():
-            results, sources = self._results_and_sources(arrays, out)
+            if out is None and program.new_results is not None:
+                results, sources = self._guard.allocate(program.new_results), arrays
+            else:
+                results, sources = self._results_and_sources(arrays, out)
             self._guard.deadlines.drive(self._steps(program, sources, results))
             return results
 
@@ -260,7 +264,7 @@ class Reductions:
             return results, copy_overlapping(arrays, results)
         try:
             if self._gpu is not None and len(arrays) > 1 and is_on_device(arrays[0]):  # they lie in one memory
-                return self._gpu.new_like(arrays), arrays
+                return self._gpu.maker(arrays)(), arrays
             return [self._empty(array, array.shape) for array in arrays], arrays
         except MemoryError as error:
             raise self._guard.no_memory(error) from None
@@ -280,10 +284,10 @@ class Reductions:
 
     def _combine(self, program: Program, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
         """Return the steps that combine `sources` into `results`; they begin with a barrier of the node."""
-        if self._window is not None and not program.begins_with_barrier:
-            yield from self._window.barrier()
         if self._gpu is not None and program.on_gpu and self._gpu.executor.compares_by_messages:
             yield from self._gpu.barrier()
+        elif self._window is not None and not program.begins_with_barrier:
+            yield from self._window.barrier()
         for bucket in program.buckets:
             yield from bucket.run([sources[i] for i in bucket.indices], [results[i] for i in bucket.indices])
         if not program.detects_mismatch:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from mpistrat.arrays import Array, as_array, as_target, is_aligned, is_on_device, like
-from mpistrat.device.abstract import address
+from mpistrat.device.abstract import address, addresses, are_contiguous
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 
 
@@ -87,8 +87,13 @@ def are_disjoint(arrays: Sequence[Array]) -> bool:
     # one without a base may still lie in memory of another library
     if len(set(map(id, arrays))) == len(arrays) and all(each.__class__ is np.ndarray and each.flags.owndata for each in arrays):
         return True
-    bounds = sorted(_bounds(array) for array in arrays if array.size)
-    return all(stop <= start for (_, stop), (start, _) in pairwise(bounds))
+    filled = [array for array in arrays if array.size]
+    if are_contiguous(filled):
+        bounds = [(start, start + array.nbytes) for start, array in zip(addresses(filled), filled, strict=True)]
+    else:
+        bounds = list(map(_bounds, filled))
+    bounds.sort()
+    return all([stop <= start for (_, stop), (start, _) in pairwise(bounds)])
 
 
 def are_apart(arrays: Sequence[Array], out: Sequence[Array]) -> bool:
@@ -126,9 +131,6 @@ def _bounds(array: Array) -> tuple[int, int]:
     """Return the first address of an array's memory, and the first address after it."""
     if not is_on_device(array):
         return byte_bounds(array)
-    if array.flags.c_contiguous:
-        first = address(array)
-        return first, first + array.nbytes
     first, reach = address(array), [(extent - 1) * step for extent, step in zip(array.shape, array.strides, strict=True)]
     return first + sum(min(step, 0) for step in reach), first + sum(max(step, 0) for step in reach) + array.itemsize
 

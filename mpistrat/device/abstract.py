@@ -132,9 +132,10 @@ class Device(ABC):
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         """Return pinned host memory, which the device can copy to and from asynchronously."""
 
-    def new_like(self, arrays: Sequence[DeviceArray]) -> list[DeviceArray]:
-        """Return new arrays of the caller's current stream, of the shapes and dtypes of others."""
-        return [self.array_module.empty(array.shape, array.dtype) for array in arrays]
+    def maker(self, arrays: Sequence[DeviceArray]) -> Callable[[], list[DeviceArray]]:
+        """Return what makes new arrays of the caller's current stream, of the shapes and dtypes of others."""
+        module, alike = self.array_module, [(array.shape, array.dtype) for array in arrays]
+        return lambda: [module.empty(shape, dtype) for shape, dtype in alike]
 
     @abstractmethod
     def prepare(self, kernel: str) -> None:
@@ -157,7 +158,7 @@ class Device(ABC):
 
     @abstractmethod
     def current_stream(self) -> Stream:
-        """Return the current stream of the caller."""
+        """Return the current stream of the caller on this device, whichever is the current one."""
 
 
 def addresses(arrays: Sequence[DeviceArray]) -> list[int]:
@@ -166,6 +167,14 @@ def addresses(arrays: Sequence[DeviceArray]) -> list[int]:
         return [array.data.ptr for array in arrays]  # a third of the time
     except (AttributeError, ValueError):  # as there
         return list(map(address, arrays))
+
+
+def are_contiguous(arrays: Sequence[DeviceArray]) -> bool:
+    """Return whether arrays, of the host or a device, are C-contiguous."""
+    try:
+        return all([array._c_contiguous for array in arrays])  # CuPy makes an object for `flags`, which takes ten times as long
+    except AttributeError:
+        return all([array.flags.c_contiguous for array in arrays])
 
 
 def address(array: NDArray[Any] | DeviceArray) -> int:

@@ -105,10 +105,11 @@ class SegmentTable:
         self.first_tile: NDArray[Any] = np.cumsum([0, *tiles[:-1]], dtype=np.uint32)[: len(tiles)]
         self.num_tiles = sum(tiles)
 
-    def point(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Set the addresses of all arrays; those of empty arrays are ignored."""
-        if self._kept:
-            self.rows[:, :2] = np.array([(sources[index], targets[index]) for index in self._kept], np.uint64)
+    def point(self, sources: Sequence[int] | None = None, targets: Sequence[int] | None = None) -> None:
+        """Set the addresses of all sources, of all targets, or both; those of empty arrays are ignored."""
+        for column, places in enumerate((sources, targets)):
+            if places is not None and self._kept:
+                self.rows[:, column] = np.array([places[index] for index in self._kept], np.uint64)
 
 
 def num_blocks(count: int, itemsize: int) -> int:

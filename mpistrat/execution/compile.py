@@ -17,7 +17,7 @@ import numpy as np
 
 from mpistrat.algorithms.plan import Phase, Plan, Scope
 from mpistrat.arrays import Array, flat
-from mpistrat.device.abstract import Device
+from mpistrat.device.abstract import Device, are_contiguous
 from mpistrat.device.kernels import divide_kernel
 from mpistrat.errors import TransportError
 from mpistrat.execution.executor import CopySteps, Executor
@@ -164,8 +164,8 @@ class _Buffered:
         if executor.device is None:
             sources, targets = [array.reshape(-1) for array in sources], [array.reshape(-1) for array in targets]
         else:  # only the addresses of the arrays are used
-            pairs = zip(sources, targets, strict=True)
-            sources = [array if array is target or array.flags.c_contiguous else array.copy() for array, target in pairs]
+            if not are_contiguous(sources):
+                sources = [array if array.flags.c_contiguous else array.copy() for array in sources]
         slots, intra, timeline, has_intra = executor.slots, executor.intra, executor.timeline, self.has_intra
         if has_intra:
             if slots.partition != self.partition:

@@ -72,15 +72,19 @@ class Program:
 
     `is_agreed` says that all ranks have compared a call of it with a deadline, or in strict mode: it is the same on all of
     them, while they may remember different calls. A reduce-scatter has a `scattered_dtype`, that of the array of which each
-    rank gets only its part. `blocking` does the same in one call of MPI or through shared memory, where that is all.
+    rank gets only its part. `blocking` does the same in one call of MPI or NCCL, or through shared memory, where that is all;
+    that of a reduce-scatter gives an array of `scattered_shape`. `new_results` makes several arrays for its results faster than
+    one after the other.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = list(buckets)
         self.is_agreed = False
         self.scattered_dtype: np.dtype[Any] | None = None
+        self.scattered_shape: tuple[int, ...] | None = None
         self.blocking: Blocking | None = None
         self.on_gpu = False
+        self.new_results: Callable[[], list[Array]] | None = None
         self.is_one_message = False  # of the one array as it is, by MPI or shared memory, and nothing else
         self.begins_with_barrier = bool(self.buckets) and self.buckets[0].begins_with_barrier
         self.detects_mismatch = all(bucket.detects_mismatch for bucket in self.buckets)

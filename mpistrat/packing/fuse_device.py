@@ -113,12 +113,13 @@ class _Launch:
         if source.kind == "c":  # a complex number is copied, and divided, as two real ones
             counts = [2 * count for count in counts]
             source = target = real_dtype(source)
-        self._device, self._kernel, self._pack = device, move_kernel(source, target), pack
-        # of each segment, its place in the bucket, and its array and the first byte in it
-        self._bucket_addresses = [address(place) for _, place in segments]
+        self._device, self._kernel = device, move_kernel(source, target)
+        # of each segment, its array and the first byte in it
         self._starts = [(segment.array, segment.start * array_dtype.itemsize) for segment, _ in segments]
         self._are_whole = self._starts == [(index, 0) for index in range(len(segments))]
         self._table = SegmentTable(counts, source, target)
+        self._arrays, bucket = ("sources", "targets") if pack else ("targets", "sources")
+        self._table.point(**{bucket: [address(place) for _, place in segments]})
         self._rows_bytes = self._table.rows.nbytes
         nbytes = self._rows_bytes + self._table.first_tile.nbytes
         self._memory, pinned = device.allocate(nbytes), device.pinned(HOST_TABLES * nbytes).reshape(HOST_TABLES, nbytes)
@@ -139,8 +140,7 @@ class _Launch:
         if array_addresses != self._array_addresses:
             table, sent = self._host[0]
             yield from () if sent is None else until(sent.done)
-            ends = (array_addresses, self._bucket_addresses) if self._pack else (self._bucket_addresses, array_addresses)
-            self._table.point(*ends)
+            self._table.point(**{self._arrays: array_addresses})
             table[: self._rows_bytes] = self._table.rows.reshape(-1).view(np.uint8)
             stream.copy(self._arguments[0], address(table), table.nbytes)
             self._host[0] = table, stream.record(sent)

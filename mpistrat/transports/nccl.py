@@ -145,16 +145,15 @@ class NcclTransport(DeviceTransport):
 
     def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind ncclAllReduce, in place."""
-        kind, width, native = self._native(buffer, op)
         start = address(buffer)
-        call = "allReduce", start, start, buffer.size * width, kind, native
-        return self._operation([call], [Part(0, buffer.size, (buffer,))])
+        calls = _placed(self.all_reduce_calls(buffer.size, buffer.dtype, op), start, start)
+        return self._operation(calls, [Part(0, buffer.size, (buffer,))])
 
     def all_reduce_arrays(self, arrays: FlatArrays, fold: Fold) -> Steps:
         """Combine arrays of the caller, after what its stream was given so far: ncclAllReduce of each, together."""
         yield from self._operation(self._all_reduce_calls(arrays.sources, arrays.targets, fold.op), []).run()
         for target in arrays.targets:
-            self._divide(target, fold.divisor)
+            self._divide(address(target), target.size, fold)
 
     def capture(self, sources: Sequence[DeviceArray], targets: Sequence[DeviceArray], fold: Fold) -> None:
         """Make the same a part of the CUDA graph that the caller's stream captures; nothing watches over it when it runs."""
@@ -162,7 +161,7 @@ class NcclTransport(DeviceTransport):
         self._is_captured = True
         self._issue(self._all_reduce_calls(sources, targets, fold.op), self.device.current_stream())
         for target in targets:
-            self._divide(target, fold.divisor)
+            self._divide(address(target), target.size, fold)
 
     def all_reduce_in_order(self, buffer: DeviceArray, op: ReduceOp) -> Operation:
         """Bind: fold the buffers of all ranks in the order of the ranks; every rank gets the same bits.
@@ -197,29 +196,39 @@ class NcclTransport(DeviceTransport):
         """Bind ncclReduceScatter in place, or one ncclReduce per part where parts differ."""
         start, stop = bounds[self.group.rank : self.group.rank + 2]
         own = buffer[start:stop]
-        calls = self._scatter_calls(buffer, bounds, address(buffer) + start * buffer.dtype.itemsize, op)
+        calls = _placed(self.scatter_calls(bounds, buffer.dtype, op), address(buffer), address(own))
         return self._operation(calls, [Part(start, stop, (own,))])
 
     def scatter_between(self, source: DeviceArray, bounds: Sequence[int], target: DeviceArray, fold: Fold) -> Steps:
         """Combine arrays that share no memory; rank r gets elements ``bounds[r]:bounds[r + 1]``. A collective call."""
-        yield from self._operation(self._scatter_calls(source, bounds, address(target), fold.op), []).run()
-        self._divide(target, fold.divisor)
+        calls = _placed(self.scatter_calls(bounds, source.dtype, fold.op), address(source), address(target))
+        yield from self._operation(calls, []).run()
+        self._divide(address(target), target.size, fold)
 
     def all_gather(self, buffer: DeviceArray, bounds: Sequence[int]) -> Operation:
         """Bind ncclAllGather in place, or one ncclBroadcast per part where parts differ."""
-        kind = self._nccl.NCCL_UINT8
-        ranges = _ranges(buffer, bounds)
-        calls: list[_Call] = [("broadcast", start, start, nbytes, kind, root) for root, (start, nbytes) in enumerate(ranges)]
-        if _are_equal(bounds, buffer.size):
-            start, nbytes = ranges[self.group.rank]
-            calls = [("allGather", start, ranges[0][0], nbytes, kind)]
+        start = address(buffer)
+        own = start + bounds[self.group.rank] * buffer.dtype.itemsize
+        calls = _placed(self.gather_calls(bounds, buffer.dtype.itemsize), own, start)
         return self._operation(calls, [Part(0, buffer.size, (buffer,))])
 
     def broadcast(self, buffer: DeviceArray, root: int = 0) -> Operation:
         """Bind ncclBroadcast, in place."""
         start = address(buffer)
-        call = "broadcast", start, start, buffer.nbytes, self._nccl.NCCL_UINT8, root
-        return self._operation([call], [Part(0, buffer.size, (buffer,))])
+        calls = _placed(self.broadcast_calls(buffer.nbytes, root), start, start)
+        return self._operation(calls, [Part(0, buffer.size, (buffer,))])
+
+    def bind(self, calls: Sequence[_Call], count: int = 0, fold: Fold | None = None) -> Enqueue:
+        """Return what enqueues calls on memory of the caller, and divides a mean of so many elements by a prepared kernel."""
+
+        def enqueue(source: int, target: int) -> None:
+            if self._failure:
+                self.raise_failure()
+            self._enqueue(_placed(calls, source, target), self.device.current_stream())
+            if fold is not None:
+                self._divide(target, count, fold)
+
+        return enqueue
 
     def exchange(self, sends: Sequence[DeviceArray], receives: Sequence[DeviceArray]) -> Steps:
         """Send an array of the caller to each peer, and receive one from each, all together. A collective call."""
@@ -279,56 +288,66 @@ class NcclTransport(DeviceTransport):
         _undisposed.discard(self._comm)
         self._comm = None
 
-    def _divide(self, values: DeviceArray, divisor: int) -> None:
-        """Divide a mean; its kernel was prepared when the plan was bound."""
-        if divisor > 1 and values.size:
-            real = real_dtype(values.dtype)
-            count = values.nbytes // real.itemsize
-            arguments = address(values), count, computed_in(real).type(divisor)
+    def _divide(self, start: int, count: int, fold: Fold) -> None:
+        """Divide a mean, if it is one; its kernel was prepared when the plan was bound."""
+        if fold.divisor > 1 and count:
+            real = real_dtype(fold.dtype)
+            count *= fold.dtype.itemsize // real.itemsize
+            arguments = start, count, computed_in(real).type(fold.divisor)
             self.device.current_stream().launch(divide_kernel(real), num_blocks(count, real.itemsize), arguments)
 
-    def _native(self, buffer: DeviceArray, op: ReduceOp) -> tuple[int, int, int]:
-        native = native_type(buffer.dtype, op)
+    def _native(self, dtype: np.dtype[Any], op: ReduceOp) -> tuple[int, int, int]:
+        native = native_type(dtype, op)
         if native is None:
-            raise TransportError(f"{self.group.name}: {self.refusal(buffer.dtype, op)}; the transport cuda_ipc can")
+            raise TransportError(f"{self.group.name}: {self.refusal(dtype, op)}; the transport cuda_ipc can")
         return getattr(self._nccl, f"NCCL_{native[0]}"), native[1], getattr(self._nccl, f"NCCL_{native[2]}")
 
     def _all_reduce_calls(self, sources: Sequence[DeviceArray], targets: Sequence[DeviceArray], op: ReduceOp) -> list[_Call]:
-        kind, width, native = self._native(targets[0], op)
-        return [
-            ("allReduce", address(source), address(target), source.size * width, kind, native)
-            for source, target in zip(sources, targets, strict=True)
-        ]
+        calls: list[_Call] = []
+        for source, target in zip(sources, targets, strict=True):
+            calls += _placed(self.all_reduce_calls(source.size, source.dtype, op), address(source), address(target))
+        return calls
 
-    def _scatter_calls(self, source: DeviceArray, bounds: Sequence[int], target: int, op: ReduceOp) -> list[_Call]:
-        """Return what combines sources, and writes this rank's part to an address: that of the part in the source, or apart."""
-        kind, width, native = self._native(source, op)
-        ranges = [(start, nbytes // source.dtype.itemsize * width) for start, nbytes in _ranges(source, bounds)]
-        if _are_equal(bounds, source.size):
-            return [("reduceScatter", ranges[0][0], target, ranges[0][1], kind, native)]
-        return [("reduce", start, target, count, kind, native, root) for root, (start, count) in enumerate(ranges)]
+    def all_reduce_calls(self, count: int, dtype: np.dtype[Any], op: ReduceOp) -> list[_Call]:
+        """Return what combines elements, for `bind`."""
+        kind, width, native = self._native(dtype, op)
+        return [("allReduce", 0, 0, count * width, kind, native)]
+
+    def scatter_calls(self, bounds: Sequence[int], dtype: np.dtype[Any], op: ReduceOp) -> list[_Call]:
+        """Return what combines sources, and writes this rank's part to a target: that of the part in the source, or apart."""
+        kind, width, native = self._native(dtype, op)
+        if _are_equal(bounds):
+            return [("reduceScatter", 0, 0, bounds[1] * width, kind, native)]
+        ranges = [(start * dtype.itemsize, (stop - start) * width) for start, stop in pairwise(bounds)]
+        return [("reduce", start, 0, count, kind, native, root) for root, (start, count) in enumerate(ranges)]
+
+    def gather_calls(self, bounds: Sequence[int], itemsize: int = 1) -> list[_Call]:
+        """Return what sends the part of each rank to all: it may lie where it is to be in the target, or apart."""
+        kind = self._nccl.NCCL_UINT8
+        if _are_equal(bounds):
+            return [("allGather", 0, 0, bounds[1] * itemsize, kind)]
+        ranges = [(start * itemsize, (stop - start) * itemsize) for start, stop in pairwise(bounds)]
+        return [("broadcast", 0, start, nbytes, kind, root) for root, (start, nbytes) in enumerate(ranges)]
+
+    def broadcast_calls(self, nbytes: int, root: int) -> list[_Call]:
+        """Return what sends bytes of the root to all, itself included."""
+        return [("broadcast", 0, 0, nbytes, self._nccl.NCCL_UINT8, root)]
 
     def _operation(self, calls: Sequence[_Call], parts: list[Part], connects: bool = False) -> Operation:
         """Return what makes calls, after what the caller's stream was given so far; some may connect ranks first."""
 
         def run() -> Steps:
             self._check(asks_peers=self._watcher is None)
-            current = self.device.current_stream()
-            self._follow(current)
-            watcher = self._watcher
-            limit = None if watcher is None else watcher.begin_limit(self._stream)
+            current, polls = self.device.current_stream(), 0
             try:
                 if connects:
-                    yield from self._issue_apart(calls)
+                    yield from self._enqueue_apart(calls, current)
                 else:
-                    self._issue(calls)
-                self._ended, polls = self._stream.record(self._ended), 0
-                self.device.last_call = event = self._ended
-                if watcher is not None and not watcher.watched.must_wait():
-                    current.wait(event)
-                    watcher.add(event, limit)
+                    self._enqueue(calls, current)
+                if self._watcher is not None and not self._watcher.watched.must_wait():
                     return
-                while not event.done():
+                assert self._ended is not None, "was recorded"
+                while not self._ended.done():
                     polls += 1
                     if polls % POLLS_PER_CHECK == 0:
                         self._check()
@@ -339,6 +358,17 @@ class NcclTransport(DeviceTransport):
                 raise
 
         return Operation(run, parts)
+
+    def _enqueue(self, calls: Sequence[_Call], current: Stream) -> None:
+        """Make calls after what a stream was given so far; it waits for them, and so does the watcher, if there is one."""
+        self._follow(current)
+        watcher = self._watcher
+        limit = None if watcher is None else watcher.begin_limit(self._stream)
+        self._issue(calls)
+        self.device.last_call = self._ended = ended = self._stream.record(self._ended)
+        current.wait(ended)
+        if watcher is not None:
+            watcher.add(ended, limit)
 
     def _follow(self, current: Stream) -> None:
         """Let what comes wait for what a stream was given so far, and for what NCCL was given on this GPU."""
@@ -359,9 +389,9 @@ class NcclTransport(DeviceTransport):
             if len(calls) > 1:
                 self._nccl.groupEnd()
 
-    def _issue_apart(self, calls: Sequence[_Call]) -> Steps:
-        """Make calls on a thread of their own: NCCL connects ranks there."""
-        thread, failures = self._start(lambda: self._issue(calls))
+    def _enqueue_apart(self, calls: Sequence[_Call], current: Stream) -> Steps:
+        """Do the same on a thread of its own: NCCL connects ranks there."""
+        thread, failures = self._start(lambda: self._enqueue(calls, current))
         while thread.is_alive():
             yield WAITING
         if failures:
@@ -561,14 +591,14 @@ def _connecting_first() -> Iterator[None]:
 
 _Call = tuple[Any, ...]
 """The name of a method of the communicator, and its arguments but for the stream."""
+Enqueue = Callable[[int, int], None]
+"""Gives NCCL its work on memory from one address on, the result of which goes to another one."""
 
 
-def _ranges(buffer: DeviceArray, bounds: Sequence[int]) -> list[tuple[int, int]]:
-    """Return address and bytes of each part of a buffer."""
-    start, itemsize = address(buffer), int(buffer.dtype.itemsize)
-    return [(start + first * itemsize, (last - first) * itemsize) for first, last in pairwise(bounds)]
+def _placed(calls: Sequence[_Call], source: int, target: int) -> list[_Call]:
+    """Return calls of which the first two arguments are addresses in a source and a target, counted from their beginning."""
+    return [(verb, source + first, target + second, *more) for verb, first, second, *more in calls]
 
 
-def _are_equal(bounds: Sequence[int], count: int) -> bool:
-    sizes = {stop - start for start, stop in pairwise(bounds)}
-    return len(sizes) == 1 and bounds[0] == 0 and bounds[-1] == count
+def _are_equal(bounds: Sequence[int]) -> bool:
+    return bounds[0] == 0 and len({stop - start for start, stop in pairwise(bounds)}) == 1

@@ -40,21 +40,21 @@ def measure(where: str) -> dict[str, Any]:
     return {**of_calls(comm, device, REAL_CALLS), "CuPy's allReduce": bare_all_reduce(comm, device, cupy_binding())}
 
 
-def of_calls(comm: Any, device: Device, calls: int = CALLS) -> dict[str, Any]:
+def of_calls(comm: Any, device: Device, num_calls: int = CALLS) -> dict[str, Any]:
     """Return the time of each kind of call, made so often."""
     strategy = mpistrat.MultiWorkerMirroredStrategy()
     communicator = strategy.extended.communicator
     found: dict[str, Any] = {"path": communicator.path}
-    for name, call in _calls(communicator, device).items():
-        found[name] = _microseconds(call, _times(name, calls), device, comm.Barrier)
+    for name, call in calls(communicator, device).items():
+        found[name] = _microseconds(call, _times(name, num_calls), device, comm.Barrier)
     for name, call in _in_context(device).items():
-        measured = strategy.run(_microseconds, (call, _times(name, calls), device, comm.Barrier))
+        measured = strategy.run(_microseconds, (call, _times(name, num_calls), device, comm.Barrier))
         [found[name]] = strategy.experimental_local_results(measured)
     strategy.close()
     return found
 
 
-def _calls(communicator: Any, device: Device) -> dict[str, Callable[[], object]]:
+def calls(communicator: Any, device: Device) -> dict[str, Callable[[], object]]:
     new = device.array_module.empty
     x, out, part = new(COUNT, np.float32), new(COUNT, np.float32), new(COUNT * communicator.size, np.float32)
     many, turns = [[new(COUNT, np.float32) for _ in range(ARRAYS)] for _ in range(2)], [0]

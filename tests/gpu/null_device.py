@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -85,7 +85,7 @@ class NullDevice(Device):
             nbytes *= extent
         return self._array(extents, dtype, self._alloc(nbytes))
 
-    def new_like(self, arrays: Sequence[DeviceArray]) -> list[DeviceArray]:
+    def maker(self, arrays: Sequence[DeviceArray]) -> Callable[[], list[DeviceArray]]:
         return in_blocks(arrays, self._alloc, self._array)
 
     def _alloc(self, nbytes: int) -> Any:

@@ -60,6 +60,10 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
         return SimpleNamespace(id=self._on.index)
 
     @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self._memory.ctypes.data if self._memory.size else 0, device_id=self._on.index)
+
+    @property
     def flags(self) -> Any:
         flags = self._memory.flags
         return SimpleNamespace(c_contiguous=flags.c_contiguous, f_contiguous=flags.f_contiguous, owndata=flags.owndata)
@@ -68,8 +72,8 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
     def __cuda_array_interface__(self) -> dict[str, Any]:
         memory = self._memory
         strides = None if memory.flags.c_contiguous else memory.strides
-        data = memory.ctypes.data if memory.size else 0
-        return {"shape": memory.shape, "typestr": memory.dtype.str, "data": (data, False), "version": 3, "strides": strides}
+        data = self.data.ptr, False
+        return {"shape": memory.shape, "typestr": memory.dtype.str, "data": data, "version": 3, "strides": strides}
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`")

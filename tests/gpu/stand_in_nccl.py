@@ -171,8 +171,16 @@ class _Communicator:
 
     def broadcast(self, send: int, receive: int, count: int, kind: Any, root: int, stream: int) -> None:
         self._connect("broadcast")
-        assert send == receive
-        self._issue(stream, lambda: self.comm.Ibcast(_at(receive, count, kind), root))
+        is_root = self.comm.rank == root  # only there it reads what is to be sent
+        if is_root:
+            _check_places(send, receive, count * kind.itemsize, count * kind.itemsize, 0)
+
+        def start() -> MPI.Request:
+            if is_root and count:
+                ctypes.memmove(receive, send, count * kind.itemsize)
+            return self.comm.Ibcast(_at(receive, count, kind), root)
+
+        self._issue(stream, start)
 
     def reduceScatter(self, send: int, receive: int, count: int, kind: Any, op: Any, stream: int) -> None:  # noqa: N802
         self._connect("reduceScatter")

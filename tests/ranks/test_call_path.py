@@ -14,6 +14,7 @@ from mpi4py import MPI
 import mpistrat
 import mpistrat.mpi4py
 from mpistrat.communicator.options import CommunicationOptions
+from tests.gpu import host_time, null_device
 from tests.launches import on_ranks
 
 MODULES_OF_A_SMALL_ARRAY = 7
@@ -23,6 +24,9 @@ CALLS_OF_ONE_ARRAY, CALLS_OF_ARRAYS, CALLS_OF_A_NUMBER, CALLS_OF_A_PLAN = 22, 34
 CALLS_OF_A_WRAPPED_ARRAY, CALLS_OF_A_TYPED_BUFFER = 1, 3
 # of verbs whose arrays may differ between ranks, which exchange that first; but for reduce_scatter
 CALLS_OF_OTHER_VERBS = {"barrier": 38, "reduce_scatter": 40, "all_gather": 90, "broadcast": 82, "gather": 85, "all_to_all": 90}
+
+# on a GPU where NCCL joins the ranks; those of all_gather and broadcast propose to do what they did last
+CALLS_BY_NCCL, CALLS_OF_A_PROPOSAL, CALLS_OF_A_BATCH_BY_NCCL = 40, 64, 80
 
 _PACKAGE = str(Path(mpistrat.__file__).parent) + os.sep
 _COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<lambda>"}
@@ -228,3 +232,21 @@ def test_small_sums_of_a_wrapped_communicator_go_straight_to_mpi(comm, monkeypat
         most = CALLS_OF_A_WRAPPED_ARRAY if call in calls else CALLS_OF_A_TYPED_BUFFER
         assert min(calls_made(call) for _ in range(8)) <= most
     wrapped._communicator.close()
+
+
+@on_ranks(2)
+def test_a_warm_call_by_nccl_makes_few_calls(comm, monkeypatch):
+    """On a GPU that does nothing; `tests.gpu.host_time` measures their time."""
+    pytest.importorskip("cupy")
+    monkeypatch.setenv("MPISTRAT_ALLOW_SHARED_GPU", "1")
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    made = {}
+    with null_device.bound(comm.size) as device, mpistrat.Communicator(comm) as communicator:
+        for name, call in host_time.calls(communicator, device).items():
+            for _ in range(3):
+                call()
+            made[name] = min(calls_made(call) for _ in range(32))
+    print(made)
+    most = {"all_gather": CALLS_OF_A_PROPOSAL, "broadcast": CALLS_OF_A_PROPOSAL, "start_all_reduce, wait": 100}
+    for name, count in made.items():
+        assert count <= most.get(name, CALLS_OF_A_BATCH_BY_NCCL if "arrays" in name else CALLS_BY_NCCL), name

@@ -173,6 +173,26 @@ def test_known_calls_are_compared_before_nccl_is_called(comm, joined, monkeypatc
             comm.Barrier()
 
 
+@up_to_ranks(2)
+@pytest.mark.parametrize("is_strict", ["0", "1"])
+def test_ranks_that_remember_different_calls_begin_anew(make_pair, joined, is_strict):
+    """The rank whose array has changed remembers another last call than those whose array is the same as before."""
+    pair = make_pair(joined, STRICT=is_strict)
+    for turn, extent in enumerate([5, 7, 5, 5, 7, 5, 7, 7, 2, 7]):
+        array, wide = (
+            values((extent if pair.rank == 0 else 3, 2), np.float32, 10 * turn + each + pair.rank) for each in (0, 5)
+        )
+        moved = lambda to, put: [to.all_gather(put(array)), to.broadcast(put(wide)), to.broadcast(put(wide), pair.size - 1)]  # noqa: B023, E731
+        pair.check(moved(pair.gpu, pair.up), moved(pair.host, np.copy))
+        whole = pair.host.all_gather(array)
+        for given in (array, whole[: len(array)]):  # the second one lies in the memory of the result, where not all have theirs
+            out = pair.up(whole)
+            source = pair.up(array) if given is array else out[: len(array)]
+            expected = pair.host.all_gather(pair.download(source))
+            assert pair.gpu.all_gather(source, out=out) is out
+            pair.check(out, expected)
+
+
 @needs_ranks(2)
 @pytest.mark.parametrize("verb", ["all_reduce", "all_gather"])
 def test_a_rank_without_memory_keeps_the_others_from_waiting_in_nccl(comm, make_pair, joined, monkeypatch, verb):

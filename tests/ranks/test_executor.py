@@ -23,7 +23,6 @@ from mpistrat.transports import window
 from mpistrat.transports.base import Operation, Part
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.ring import MpiRingTransport
-from mpistrat.transports.ring import MpiRingTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 from tests.launches import needs_ranks, on_ranks, up_to_ranks
 

@@ -134,7 +134,7 @@ def test_a_thread_that_computes_on_another_gpu_may_read_a_tensor_in_a_capture(gp
 
 def test_small_new_arrays_share_allocations_that_are_not_large():
     given, asked = [np.empty(nbytes, np.uint8) for nbytes in (1, 512, 0, (1 << 20) - 1024, 1, 5 << 20, 3)], []
-    starts = in_blocks(given, lambda nbytes: asked.append(nbytes) or len(asked) << 30, lambda shape, dtype, start: start)
+    starts = in_blocks(given, lambda nbytes: asked.append(nbytes) or len(asked) << 30, lambda shape, dtype, start: start)()
     assert asked == [1 << 20, 512, 5 << 20, 512]
     assert starts == [1 << 30, (1 << 30) + 512, (1 << 30) + 1024, (1 << 30) + 1024, 2 << 30, 3 << 30, 4 << 30]
 
