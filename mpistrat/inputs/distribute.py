@@ -90,11 +90,10 @@ class DistributedDataset(Resumable):
 
     def _own_contents(self) -> tuple[str, int | None, int | None]:
         """Return what this rank reads by itself; or what all ranks read, if this is the shard of its number."""
-        dataset, rank, size = self._dataset, self._communicator.rank, self._communicator.size
-        if self._policy is None and isinstance(dataset, RowDataset) and (whole := dataset.whole(size, rank)):
+        data, rank, size = self._dataset, self._communicator.rank, self._communicator.size
+        if self._policy is None and isinstance(data, RowDataset) and (whole := data.whole(size, rank)):
             return whole._contents()
-        text = f"{dataset.describe()}, which rank {rank} of {size} ranks {'cuts' if self._policy else 'reads'} by itself"
-        return text, None, None
+        return f"{data.describe()}, which rank {rank} of {size} ranks {'cuts' if self._policy else 'reads'} itself", None, None
 
     def _batches(self, epoch: int, first: int) -> Iterator[Any]:
         rank, size = self._communicator.rank, self._communicator.size
