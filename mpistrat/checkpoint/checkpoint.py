@@ -253,30 +253,31 @@ class Checkpoint:
             owner = getattr(source, "_strategy", None) if isinstance(source, (Variable, DistributedDataset)) else None
             if owner not in (None, *strategies):
                 raise _in_no_scope(f"{name} belongs to {owner!r}, whose ranks must save it together")
+        if taken := [name for name in self._common if name.rpartition("@")[2].isdecimal() and "@" in name]:
+            raise InvalidArgumentError(f"{taken[0]} is a name as those of PerRank values are saved under: take one without @")
         own = [name.removesuffix(_of_rank("", self._communicator.rank)) for name in self._own]
         return None, ", ".join([*self._common, *(f"{name} of each rank" for name in own)])
 
     def _stage(self, pieces: Sequence[Piece], arrays: dict[str, Array]) -> tuple[Layout, Array]:
-        """Return the layout of a file, and it in host memory, which the next save uses again; it may lack checksums.
+        """Return the layout of a file, and it in host memory, which the next save uses again; checksums come later.
 
         What lies on a GPU gets there by DMA.
         """
         parts = [flat(arrays[piece.name])[piece.start : piece.stop] for piece in pieces]
         layout = files.layout_of(pieces, [name_of(part.dtype) for part in parts])
-        memory, device, staged = self._reserve(layout.num_bytes), bound_device(), list[Piece]()
+        memory, device = self._reserve(layout.num_bytes), bound_device()
         memory[: len(layout.header)] = np.frombuffer(layout.header, np.uint8)
-        for piece, place, part in zip(pieces, layout.places, parts, strict=True):
-            target, checksum = memory[place], None
+        for place, part in zip(layout.places, parts, strict=True):
+            target = memory[place].view(part.dtype)
             if device is None or not is_on_device(part):
-                checksum = files.copied(target, part)
+                target[...] = part
             else:
                 device.current_stream().copy(address(target), address(part), part.nbytes)
-            staged.append(piece._replace(checksum=checksum))
         if device is not None:
             event = device.current_stream().record()
             while not event.done():
                 time.sleep(0)
-        return layout._replace(pieces=staged), memory
+        return layout, memory
 
     def _read(self, folder: Path, manifest: Manifest, targets: dict[str, Array]) -> dict[str, Array]:
         """Return the arrays, which are `targets` or new: each rank reads its share of the files, and broadcasts what they hold.

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat import ending
-from mpistrat.arrays import Array, as_bytes
+from mpistrat.arrays import Array
 from mpistrat.checkpoint.tree import KINDS, Node, Spec, below, itemsize_of
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.interface import BaseCommunicator
@@ -54,8 +54,6 @@ _STORED = {
 }
 ALIGNMENT = 1 << 12
 """Of memory that a disk reads by itself, and of where it writes that in a file, in bytes."""
-_IS_FAST = crc32.__module__ != "zlib"
-_COPIED_BYTES = 1 << 19  # at a time: what was copied is in the core's cache when its checksum is computed
 _MOVED_BYTES = 8 << 20  # at a time
 _DIRECT_BYTES = 128 << 20  # at a time, where the disk reads memory by itself: each call takes a core for 0.1 ms
 _POLL_SECONDS = 0.002
@@ -65,12 +63,12 @@ _started = list["Writer"]()  # until somebody has seen how it has ended
 
 
 class Piece(NamedTuple):
-    """Some elements of an array that lie in one file, and their checksum, once it is known."""
+    """Some elements of an array that lie in one file, and their checksum."""
 
     name: str
     start: int
     stop: int
-    checksum: int | None = None
+    checksum: int = 0
 
 
 class Manifest(NamedTuple):
@@ -119,16 +117,6 @@ def file_name(rank: int) -> str:
     return f"arrays-{rank:05d}.safetensors"
 
 
-def copied(target: Array, source: Array) -> int | None:
-    """Copy an array to memory, and return the checksum, if that takes hardly longer than the copy alone."""
-    data, checksum = as_bytes(source), 0
-    for begin in range(0, len(target), _COPIED_BYTES):
-        part = target[begin : begin + _COPIED_BYTES]
-        part[...] = data[begin : begin + _COPIED_BYTES]
-        checksum = crc32(part, checksum) if _IS_FAST else 0
-    return checksum if _IS_FAST else None
-
-
 def write_file(path: Path, memory: Array, num_bytes: int) -> None:
     """Write the first bytes of aligned memory to a durable file. There is room up to the next multiple of the alignment.
 
@@ -152,7 +140,7 @@ def size_of(path: Path, layout: Layout) -> int:
 def read_file(path: Path, layout: Layout, memory: Array | None = None) -> None:
     """Read a file into aligned memory of `size_of` bytes, or only to look at it: its bytes must be those that were written."""
     size, (pieces, header, order, places, _) = size_of(path, layout), layout
-    parts: list[tuple[str, slice, int | None]] = [("its header", slice(0, len(header)), crc32(header))]
+    parts = [("its header", slice(0, len(header)), crc32(header))]
     parts += [(pieces[number].name, places[number], pieces[number].checksum) for number in order]
     scratch = new_memory(_MOVED_BYTES) if memory is None else memory
     number = checksum = 0
@@ -480,7 +468,7 @@ class Writer:
             if layout.pieces:
                 write_file(folder / file_name(self.rank), save.memory, layout.num_bytes)
             written = [
-                piece._replace(checksum=crc32(save.memory[place])) if piece.checksum is None else piece
+                piece._replace(checksum=crc32(save.memory[place]))
                 for piece, place in zip(layout.pieces, layout.places, strict=True)
             ]
         except Exception as failed:  # the library that writes arrays has exceptions of its own

@@ -119,6 +119,8 @@ def test_what_cannot_be_saved_or_restored_in_place_is_refused(tmp_path):
             mpistrat.Checkpoint(value=value)
     with pytest.raises(InvalidArgumentError, match="two arrays of the checkpoint have the name value/1"):
         mpistrat.Checkpoint(value={1: np.ones(1), "1": np.ones(1)})
+    with pytest.raises(InvalidArgumentError, match="a@1 is a name as those of PerRank values are saved under"):
+        mpistrat.Checkpoint(**{"a@1": np.ones(1)})
     with pytest.raises(InvalidArgumentError, match="the name __metadata__ is reserved"):
         mpistrat.Checkpoint(__metadata__=np.ones(1))
     (tmp_path / "mine").mkdir()

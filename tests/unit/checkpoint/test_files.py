@@ -75,15 +75,10 @@ def test_files_are_readable_as_those_of_the_program_and_by_the_library(folder, t
     }
 
 
-@pytest.mark.parametrize("is_fast", [True, False])
-def test_checksums_are_those_of_zlib_whichever_library_computes_them_and_when(tmp_path, monkeypatch, is_fast):
-    monkeypatch.setattr(files, "_IS_FAST", is_fast)
-    large = np.random.default_rng(0).normal(size=files._COPIED_BYTES // 4 + 3)
-    folder = Path(mpistrat.Checkpoint(w={"a": large, "b": np.ones(3, bool)}).save(tmp_path / "one", wait=True))
+def test_checksums_are_those_of_zlib(folder):
     found = load_file(folder / "arrays-00000.safetensors")
     [pieces] = files.read_manifest(folder).pieces.values()
     assert {piece.name: piece.checksum for piece in pieces} == {name: crc32(each) for name, each in found.items()}
-    assert found["w/a"].tobytes() == large.tobytes()
 
 
 def test_a_manifest_of_a_newer_version_is_refused(folder):
