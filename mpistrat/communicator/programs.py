@@ -23,7 +23,7 @@ from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
 from mpistrat.communicator.validate import are_disjoint
-from mpistrat.device.abstract import addresses
+from mpistrat.device.abstract import addresses, are_contiguous
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.guard import Guard
 from mpistrat.execution.memory import MemoryReport
@@ -49,7 +49,8 @@ class Known:
 
     def fit(self, out: Sequence[Array], arrays: Sequence[Array]) -> bool:
         """Return whether results can be written to `out`; False also if that needs a closer look."""
-        if len(out) != len(arrays) or not all(map(fits, out, arrays)):
+        is_same = out is arrays and bool(out) and is_on_device(out[0])
+        if not (are_contiguous(out) if is_same else len(out) == len(arrays) and all(map(fits, out, arrays))):
             return False
         found = addresses(out) if out and is_on_device(out[0]) else None
         if found is not None and found == self.apart:  # they have the same extents in each call

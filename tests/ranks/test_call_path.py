@@ -26,7 +26,7 @@ CALLS_OF_A_WRAPPED_ARRAY, CALLS_OF_A_TYPED_BUFFER = 1, 3
 CALLS_OF_OTHER_VERBS = {"barrier": 38, "reduce_scatter": 40, "all_gather": 90, "broadcast": 82, "gather": 85, "all_to_all": 90}
 
 # on a GPU where NCCL joins the ranks; those of all_gather and broadcast propose to do what they did last
-CALLS_BY_NCCL, CALLS_OF_A_PROPOSAL, CALLS_OF_A_BATCH_BY_NCCL = 40, 64, 80
+CALLS_BY_NCCL, CALLS_OF_A_PROPOSAL, CALLS_OF_A_BATCH_BY_NCCL = 46, 76, 92
 
 _PACKAGE = str(Path(mpistrat.__file__).parent) + os.sep
 _COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<lambda>"}
@@ -247,6 +247,6 @@ def test_a_warm_call_by_nccl_makes_few_calls(comm, monkeypatch):
                 call()
             made[name] = min(calls_made(call) for _ in range(32))
     print(made)
-    most = {"all_gather": CALLS_OF_A_PROPOSAL, "broadcast": CALLS_OF_A_PROPOSAL, "start_all_reduce, wait": 100}
+    most = {"all_gather": CALLS_OF_A_PROPOSAL, "broadcast": CALLS_OF_A_PROPOSAL, "start_all_reduce, wait": 116}
     for name, count in made.items():
         assert count <= most.get(name, CALLS_OF_A_BATCH_BY_NCCL if "arrays" in name else CALLS_BY_NCCL), name
