@@ -134,7 +134,7 @@ class Communicator(BaseCommunicator):
         self._guard = Guard(self.hierarchy, agreement, self._executor.intra.window, self._options, self)
         last_calls.watch(self._guard)
         self._owned.callback(last_calls.forget, self._guard)
-        self._recorder, self._current, self._own = recorder(), self.hierarchy.call, self._guard.thread.own
+        self._recorder, self._present, self._own = recorder(), self.hierarchy.call, self._guard.thread.own
         # for `run_known`; a forked child gets others, but makes no calls
         self._entry = self._recorder.slots.__next__, self._recorder.places, self._recorder.memory, self._recorder.words
         self._verbose = self.rank == 0 and self.hierarchy.settings[settings.VERBOSE]
@@ -255,7 +255,7 @@ class Communicator(BaseCommunicator):
         try:
             guard.number = number = guard.number + 1
             guard.signature = call = known.signature
-            self._current.digest = key = known.digest ^ (guard.take_noted_digest(noted) if guard.noted else noted)
+            self._present.digest = key = known.digest ^ (guard.take_noted_digest(noted) if guard.noted else noted)
             index = guard.indexes.get(key) or guard.index(key, call.text_after(key ^ call.digest), call.nbytes)
             next_slot, places, memory, words = self._entry
             try:
@@ -265,8 +265,8 @@ class Communicator(BaseCommunicator):
             line = places.get((id(frame.f_code), frame.f_lasti)) or self._recorder.find_line(frame)
             start, slot = next_slot()
             write_entry(memory, start, number, guard.communicator, index, line, monotonic_ns())
-            if self._current.unconfirmed:
-                self._current.count()
+            if self._present.unconfirmed:
+                self._present.count()
             results = known.run(arrays, out)
             words[slot] = monotonic_ns()
             return results

@@ -6,7 +6,8 @@ import math
 import warnings
 from dataclasses import dataclass, fields
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import Any
 
 from mpistrat import settings
@@ -171,6 +172,21 @@ DEFAULTS = CommunicationOptions(
     algorithm="auto", wire_dtype=NATIVE, deterministic=False, error_feedback=False, intra_dtype=_INTRA_DTYPES[0]
 )
 """What applies where nothing was said."""
+
+_ALWAYS_TOLD, _MAY_DIFFER = ("algorithm", "bytes_per_pack"), ("timeout_seconds", "implementation")
+_others = [field.name for field in fields(CommunicationOptions) if field.name not in (*_ALWAYS_TOLD, *_MAY_DIFFER)]
+_SHAPING = (*_ALWAYS_TOLD, *_others)
+shaping_values = attrgetter(*_SHAPING)
+"""Returns the values of the options that shape a program, the same on all ranks: of all but those in which ranks may differ."""
+
+
+@lru_cache
+def text_of_shaping(values: tuple[Any, ...]) -> str:
+    """Return the text of such values."""
+    told = dict(zip(_SHAPING, values, strict=True))
+    return ", ".join(
+        [f"{name}={told[name]}" for name in _SHAPING if name in _ALWAYS_TOLD or told[name] != getattr(DEFAULTS, name)]
+    )
 
 
 def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> CommunicationOptions:  # noqa: N802

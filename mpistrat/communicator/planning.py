@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,14 @@ from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array, is_on_device, part_bounds
 from mpistrat.communicator.explain import Explanation, Pack
 from mpistrat.communicator.gpu_arrays import GpuArrays
-from mpistrat.communicator.options import DEFAULTS, NATIVE, WIRE_DTYPES, CommunicationImplementation, CommunicationOptions
+from mpistrat.communicator.options import (
+    NATIVE,
+    WIRE_DTYPES,
+    CommunicationImplementation,
+    CommunicationOptions,
+    shaping_values,
+    text_of_shaping,
+)
 from mpistrat.errors import InvalidArgumentError, TransportError, Unsuitable
 from mpistrat.execution import compile as compiled
 from mpistrat.execution.device_executor import DeviceExecutor
@@ -31,14 +37,6 @@ from mpistrat.transports.wire import Wire
 
 WIRE_OPS = (ReduceOp.SUM, ReduceOp.MEAN)
 _ROUNDING_OPS = (*WIRE_OPS, ReduceOp.PROD)
-
-_ALWAYS_TOLD, _MAY_DIFFER = ("algorithm", "bytes_per_pack"), ("timeout_seconds", "implementation")
-# options that shape a program: all but those in which ranks may differ
-_SHAPING = (
-    *_ALWAYS_TOLD,
-    *(field.name for field in fields(CommunicationOptions) if field.name not in (*_ALWAYS_TOLD, *_MAY_DIFFER)),
-)
-_shaping_values = attrgetter(*_SHAPING)
 
 _TEXTS_KEPT = 256
 
@@ -57,7 +55,7 @@ class Reduction:
 
     def __post_init__(self) -> None:
         # what is told of it: the values of the options that shape a program, and of the arrays
-        self._shaping = _shaping_values(self.options)
+        self._shaping = shaping_values(self.options)
         self._told = tuple([(each.dtype, each.shape, is_on_device(each)) for each in self.arrays])
 
     @property
@@ -73,20 +71,12 @@ class Reduction:
 
     def __str__(self) -> str:
         along = "" if self.axis is None else f"axis={self.axis}, "
-        return f"({self.op._name_}, [{_text_of_arrays(self._told)}], {along}{_text_of_options(self._shaping)})"
+        return f"({self.op._name_}, [{_text_of_arrays(self._told)}], {along}{text_of_shaping(self._shaping)})"
 
 
 @lru_cache(_TEXTS_KEPT)
 def _text_of_arrays(told: tuple[Any, ...]) -> str:
     return ", ".join([f"{dtype} {shape}{' on a GPU' if on_gpu else ''}" for dtype, shape, on_gpu in told])
-
-
-@lru_cache(_TEXTS_KEPT)
-def _text_of_options(values: tuple[Any, ...]) -> str:
-    told = dict(zip(_SHAPING, values, strict=True))
-    return ", ".join(
-        [f"{name}={told[name]}" for name in _SHAPING if name in _ALWAYS_TOLD or told[name] != getattr(DEFAULTS, name)]
-    )
 
 
 class Planner:

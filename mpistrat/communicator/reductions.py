@@ -42,7 +42,7 @@ class Reductions:
         self._executor, self._guard, self._gpu = executor, guard, gpu
         device = None if gpu is None else DevicePlanner(gpu, say)
         self.programs = Programs(guard, planner, device)
-        self._current, self._rank, self._size = executor.hierarchy.call, executor.hierarchy.rank, executor.hierarchy.world.size
+        self._present, self._rank, self._size = executor.hierarchy.call, executor.hierarchy.rank, executor.hierarchy.world.size
         self._window = executor.intra.window if executor.hierarchy.intra.size > 1 else None
         # returns a context manager that makes this rank's GPU current, if it has one
         self.active: Callable[[], AbstractContextManager[None]] = nullcontext if gpu is None else gpu.device.activate
@@ -291,7 +291,7 @@ class Reductions:
         for bucket in program.buckets:
             yield from bucket.run([sources[i] for i in bucket.indices], [results[i] for i in bucket.indices])
         if not program.detects_mismatch:
-            self._current.add_unconfirmed(sum(array.nbytes for array in sources))
+            self._present.add_unconfirmed(sum(array.nbytes for array in sources))
 
     def _carry_out(self, call: Call, asked: Reduction, arrays: Sequence[Array], results: list[Array]) -> list[Array]:
         """Run a started all-reduce, on the engine's thread."""
@@ -309,4 +309,4 @@ class Reductions:
     def _confirm_if_strict(self) -> None:
         """With MPISTRAT_STRICT, compare at once what could be compared later."""
         if self._guard.is_strict:
-            self._current.confirm()
+            self._present.confirm()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 
 from mpistrat.errors import AgreementError, MpistratError
-from mpistrat.groups.group import Group, KeptForPeers
+from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.steps import Steps, until
 from mpistrat.text import ranks_by
 from mpistrat.watch.recorder import hash_of
@@ -181,8 +181,11 @@ class Agreement:
         """
         self._row[:] = ~digest, 0, 0  # no rank passes such a digest to `check`
         request = self._group.comm.Iallgather(self._row, self._rows)
-        with KeptForPeers(request):
+        try:
             yield from until(request.Test)
+        except BaseException:
+            keep_alive_for_peers(request)
+            raise
         if (self._rows[:, 0] != ~digest).any():
             raise CallsDifferError([~int(row) for row in self._rows[:, 0]])
 
@@ -239,12 +242,15 @@ def pause(began: float) -> None:
 def wait_for(request: MPI.Request, check: Callable[[], None] = lambda: None) -> None:
     """Wait for what all ranks have to start, unless `check` raises, or the watcher finds that it never completes."""
     watching, began = watcher(), time.monotonic()
-    with KeptForPeers(request):
+    try:
         while not request.Test():
             if watching is not None:
                 watching.raise_verdict()
             check()
             pause(began)
+    except BaseException:
+        keep_alive_for_peers(request)
+        raise
 
 
 def _poll(enter: Callable[[], MPI.Request]) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpistrat.errors import CollectiveError, DeadlineExceededError, UnavailableError
-from mpistrat.groups.group import Group, KeptForPeers
+from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.steps import WAITING, Steps
 from mpistrat.text import ranks_text
 
@@ -75,8 +75,11 @@ class DeadlineBarrier:
             self._listen()
         self.raise_if_given_up(what, self._turn)
         request = enter()
-        with KeptForPeers(request):  # MPI may still write to its buffers
+        try:
             yield from self._wait(request, what, seconds, absent)
+        except BaseException:
+            keep_alive_for_peers(request)  # MPI may still write to its buffers
+            raise
 
     def _wait(
         self, request: MPI.Request, what: Callable[[], str], seconds: float, absent: Callable[[], Collection[int]]

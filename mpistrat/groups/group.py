@@ -6,7 +6,6 @@ import os
 from array import array
 from collections.abc import Callable
 from hashlib import blake2b
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from mpistrat.settings import CHECK, Snapshot
@@ -130,17 +129,3 @@ _kept: list[object] = []
 def keep_alive_for_peers(memory: object) -> None:
     """Keep memory of a failed collective for ever: late peers may still use it, and MPI the buffers of a pending request."""
     _kept.append(memory)
-
-
-class KeptForPeers:
-    """Context manager that keeps memory for ever if what is done in it fails or is given up."""
-
-    def __init__(self, memory: object) -> None:
-        self._memory = memory
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if kind is not None:
-            keep_alive_for_peers(self._memory)

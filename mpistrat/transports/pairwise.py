@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpistrat.arrays import Array, part_bounds
-from mpistrat.groups.group import Group, KeptForPeers
+from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, combine
 from mpistrat.settings import MAX_MESSAGE_BYTES
 from mpistrat.steps import WORKED, Steps, until
@@ -66,8 +66,11 @@ class _Ordered:
         """Return the steps of one all-reduce."""
         self.tag = self.group.call.tag(self.channel)
         requests: list[MPI.Request] = []
-        with KeptForPeers((self, requests)):
+        try:
             yield from self._run(requests)
+        except BaseException:
+            keep_alive_for_peers((self, requests))
+            raise
 
     def _run(self, requests: list[MPI.Request]) -> Steps:
         own, rank = self.segments[self.group.rank], self.group.rank

@@ -18,7 +18,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, part_bounds
 from mpistrat.device.abstract import Event
-from mpistrat.groups.group import Group, KeptForPeers
+from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import ReduceOp, combine
 from mpistrat.settings import MAX_MESSAGE_BYTES
 from mpistrat.steps import WAITING, WORKED, Steps, until
@@ -119,7 +119,7 @@ class BoundRing:
         sent: list[MPI.Request] = []
         arriving: list[MPI.Request] = []
         folding: list[Event | None] = []  # of each message that has arrived
-        with KeptForPeers((self, sent, arriving)):  # MPI may still write there
+        try:
             sent.extend(comm.Isend(message, right, tag) for message in sends[:segments])
             while passed_on < count:
                 worked = False
@@ -140,6 +140,9 @@ class BoundRing:
                 yield WORKED if worked else WAITING
             for request in sent:
                 yield from until(request.Test)
+        except BaseException:
+            keep_alive_for_peers((self, sent, arriving))  # MPI may still write there
+            raise
 
 
 class RingTransport(Transport):

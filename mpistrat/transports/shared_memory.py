@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mpistrat.arrays import Array
 from mpistrat.device.abstract import address
 from mpistrat.device.kernels import Segment
-from mpistrat.groups.group import Group, KeptForPeers
+from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import Fold, ReduceOp, combine
 from mpistrat.steps import WORKED, Steps
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
@@ -170,12 +170,15 @@ class Exchange:
         end = RECEIVE_BYTES + _ADDRESSES_BYTES * len(sources)
         self.tables = [arena[RECEIVE_BYTES:end].view(np.uint64).reshape(2, -1) for arena in window.arenas]
         self.tables[self.rank][:] = sources, targets
-        with KeptForPeers((arrays.sources, arrays.targets)):
+        try:
             yield from window.barrier()
             # all ranks have left earlier exchanges, so this rank may receive into its arena
             yield from self._walk(any(map(eq, sources, targets)))
             # the caller may change its arrays when no peer reads or writes them any more
             yield from window.barrier()
+        except BaseException:
+            keep_alive_for_peers((arrays.sources, arrays.targets))
+            raise
 
     def _walk(self, is_in_place: bool) -> Steps:
         """Read, sum and write, block after block."""

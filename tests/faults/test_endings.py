@@ -425,7 +425,7 @@ def test_a_signal_that_interrupts_the_beginning_or_end_of_a_call_is_told_to_all(
                 raise KeyboardInterrupt
             return interrupt
 
-        for where in ("_acquire", "__enter__", "__exit__"):
+        for where in ("acquire", "__enter__", "__exit__"):
             communicator = mpistrat.Communicator(comm)
             communicator.barrier()
             if comm.rank == 0:
@@ -444,5 +444,5 @@ def test_a_signal_that_interrupts_the_beginning_or_end_of_a_call_is_told_to_all(
             mine.Barrier()
     """
     ended = job(2, program)
-    told = [f"{where} {rank} True" for where in ("__enter__", "__exit__", "_acquire") for rank in range(2)]
+    told = [f"{where} {rank} True" for where in ("__enter__", "__exit__", "acquire") for rank in range(2)]
     assert (ended.code, sorted(ended.stdout.splitlines())) == (0, told), ended.stderr
