@@ -262,7 +262,9 @@ class DataMovement:
 
     def _remember(self, move: _Move, kind: object, array: Array, options: Any, result: Array, enqueue: Enqueue) -> None:
         """Remember a call that NCCL has made: the next one that is like it on all ranks needs to exchange no more than that."""
-        if self._gpu is not None and move.call.seconds == self._guard.deadlines.default_seconds:
+        # what `Known.gives` asks of a later `out` is what it has in common with the array
+        is_like = array.__class__ is result.__class__ and array.dtype == result.dtype
+        if self._gpu is not None and is_like and move.call.seconds == self._guard.deadlines.default_seconds:
             signature, in_place = move.call.signature, array.shape == result.shape
             propose = partial(self._propose, signature.text, options, digest_of(f"{move.digests} {move.numbers}"))
             run = self._gpu.by_nccl(enqueue, (result.shape, array.dtype), in_place, propose)
@@ -270,10 +272,11 @@ class DataMovement:
 
     def _propose(self, text: str, options: CommunicationOptions | None, digest: int) -> Steps | None:
         """Begin a call, if all ranks propose to make that which the digest is of; else return None: all are to begin anew."""
-        proposal = [digest, _PROPOSED]
-        if all([facts == proposal for facts in self._guard.agree(self._guard.begin_text(text, options), None, proposal)]):
+        guard, proposal = self._guard, [digest, _PROPOSED]
+        call = guard.begin_text(text, options)
+        if all([facts == proposal for facts in guard.agree(call, None, proposal)]):
             return iter(())
-        self._guard.number -= 1
+        guard.take_back(call)
         return None
 
     def barrier(self, options: CommunicationOptions | None) -> None:

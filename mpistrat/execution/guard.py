@@ -282,6 +282,11 @@ class Guard:
             call.noted, call.notes = self.noted, tuple(self._notes)
             self.noted, self._notes = 0, []
 
+    def take_back(self, call: Call) -> None:
+        """Take back a call that all ranks have compared, and make in another way: the next has its number and notes."""
+        self.number -= 1
+        self.noted, self._notes = call.noted, list(call.notes)
+
     def agree(
         self, call: Call, error: Exception | None = None, facts: Sequence[int] = (0, 0), memory: Array | None = None
     ) -> Facts:

@@ -91,7 +91,8 @@ class DistributedDataset(Resumable):
     def _own_contents(self) -> tuple[str, int | None, int | None]:
         """Return what this rank reads by itself; or what all ranks read, if this is the shard of its number."""
         data, rank, size = self._dataset, self._communicator.rank, self._communicator.size
-        if self._policy is None and isinstance(data, RowDataset) and (whole := data.whole(size, rank)):
+        whole = data.whole(size, rank) if self._policy is None and isinstance(data, RowDataset) else None
+        if whole is not None:
             return whole._contents()
         return f"{data.describe()}, which rank {rank} of {size} ranks {'cuts' if self._policy else 'reads'} itself", None, None
 

@@ -169,7 +169,10 @@ class RowDataset(BatchedDataset):
 
     def whole(self, num_shards: int, index: int) -> Self | None:
         """Return the dataset whose batches are those of all shards like this one together; None if there is none."""
-        if self._shuffle or (self._rows.start, self._rows.step) != (index, num_shards):
+        is_one_of_all = (self._rows.start, self._rows.step) == (index, num_shards)
+        # where each shard drops what does not fill its last batch, the joint batches are not those of one dataset
+        drops = self._drop_remainder and self._rows.stop % (num_shards * self._batch_size)
+        if self._shuffle or drops or not is_one_of_all:
             return None
         found = copy.copy(self)
         found._rows, found._batch_size = range(self._rows.stop), num_shards * self._batch_size

@@ -182,6 +182,7 @@ def test_ranks_that_remember_different_calls_begin_anew(make_pair, joined, is_st
         array, wide = (
             values((extent if pair.rank == 0 else 3, 2), np.float32, 10 * turn + each + pair.rank) for each in (0, 5)
         )
+        pair.gpu.note(f"turn {turn}")
         moved = lambda to, put: [to.all_gather(put(array)), to.broadcast(put(wide)), to.broadcast(put(wide), pair.size - 1)]  # noqa: B023, E731
         pair.check(moved(pair.gpu, pair.up), moved(pair.host, np.copy))
         whole = pair.host.all_gather(array)
@@ -191,6 +192,19 @@ def test_ranks_that_remember_different_calls_begin_anew(make_pair, joined, is_st
             expected = pair.host.all_gather(pair.download(source))
             assert pair.gpu.all_gather(source, out=out) is out
             pair.check(out, expected)
+
+
+@needs_ranks(2)
+def test_what_is_broadcast_over_an_array_of_another_dtype_is_no_known_call(make_pair, joined):
+    pair = make_pair(joined, STRICT="0")
+    sent = values(4, np.float32, pair.rank)
+    given = sent if pair.rank == 0 else np.ones(4)  # which a rank that receives does not look at
+    for _ in range(3):
+        out = pair.up(np.zeros(4, np.float32))
+        pair.gpu.broadcast(pair.up(given), out=out)
+        pair.check(out, pair.host.broadcast(sent))
+    with pytest.raises(InvalidArgumentError, match="out"):
+        pair.gpu.broadcast(pair.up(given), out=pair.up(np.zeros(4, np.float32 if pair.rank == 0 else float)))
 
 
 @needs_ranks(2)

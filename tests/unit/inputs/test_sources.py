@@ -363,3 +363,14 @@ def test_datasets_that_differ_are_described_differently(one, other):
     assert one.describe() != other.describe()
     # files in folders of their own are the same
     assert FileDataset(["/a/x"], np.load, 2).describe() == FileDataset(["/b/x"], np.load, 2).describe()
+
+
+@pytest.mark.parametrize(("num_rows", "batch_size"), [(7, 1), (8, 1), (12, 3), (14, 3)])
+def test_the_batches_of_shards_that_drop_rows_are_those_of_all_only_where_none_is_dropped(num_rows, batch_size):
+    shards = [ArrayDataset(np.arange(num_rows), batch_size, drop_remainder=True).shard(2, index) for index in range(2)]
+    joint = [np.sort(np.concatenate(each)) for each in zip(*(shard.batches(0) for shard in shards), strict=False)]
+    whole = [shard.whole(2, index) for index, shard in enumerate(shards)]
+    if num_rows % (2 * batch_size):
+        assert whole == [None, None]
+    else:
+        assert [batch.tolist() for batch in whole[0].batches(0)] == [batch.tolist() for batch in joint]
