@@ -61,7 +61,7 @@ class Passing:
         memory, words = record.memory, record.words
 
         # of the last call that was MPI's, and what was found for it: most are like the one before; set at once, for all threads
-        last: tuple[Any, ...] = (None,) * 6
+        last: tuple[Any, ...] = (None,) * 5
         last_code: CodeType | None = None
         last_instruction = last_line = 0
 
@@ -70,20 +70,14 @@ class Passing:
             if type(recvbuf) is not ndarray and type(recvbuf := unwrapped(recvbuf)) is not ndarray:
                 return otherwise(sendbuf, recvbuf, op)
             dtype, size, flags = recvbuf.dtype, recvbuf.size, recvbuf.flags.num
-            last_op, last_dtype, last_size, last_passed, last_overwritten, found = last
-            if not (
-                op is last_op
-                and dtype is last_dtype
-                and size == last_size
-                and programs.passed is last_passed
-                and record.overwritten is last_overwritten
-            ):
-                overwritten, entry = record.overwritten, programs.passed.get((op.handle, size, dtype))
+            last_op, last_dtype, last_size, last_outdated, found = last
+            if not (op is last_op and dtype is last_dtype and size == last_size and record.outdated is last_outdated):
+                outdated, entry = record.outdated, programs.passed.get((op.handle, size, dtype))
                 if entry is None:
                     return otherwise(sendbuf, recvbuf, op)
                 found, last_code = (*entry, guard.index(entry[2], entry[1].text, entry[1].nbytes)), None
                 if found[4] is not None:  # others have memory, which is not to be kept
-                    last = op, dtype, size, programs.passed, overwritten, found
+                    last = op, dtype, size, outdated, found
             if flags & _WRITABLE != _WRITABLE:
                 return otherwise(sendbuf, recvbuf, op)
             known, signature, digest, calls, mpi_call, native, datatype, index = found

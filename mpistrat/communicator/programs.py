@@ -29,6 +29,7 @@ from mpistrat.execution.guard import Guard
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.program import Blocking, Program
 from mpistrat.groups.agreement import Signature
+from mpistrat.watch.recorder import recorder
 
 PROGRAMS_KEPT = 64
 
@@ -208,7 +209,8 @@ class Programs:
     def forget_calls(self) -> None:
         """Forget what is known of calls: each is looked at again."""
         self._known.clear()
-        self.passed = {}  # a new one: callers remember what they have found in it
+        self.passed.clear()
+        recorder().outdated = object()  # callers remember what they have found
         self._numbers = {self._options.key: _DEFAULT}
 
     def clear(self) -> None:

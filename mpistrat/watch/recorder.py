@@ -90,8 +90,8 @@ class FlightRecorder:
         # (id of the code, instruction) -> index of the line, 0 inside this library; codes are kept, so that ids stay unique
         self.places: dict[tuple[int, int], int] = {}
         self._codes: dict[int, CodeType] = {}
-        # another object once a description or a line was overwritten, whose index somebody may have kept
-        self.overwritten = object()
+        # another object once somebody may have kept the index of what was overwritten, or of a call that is forgotten
+        self.outdated = object()
         # of the last asynchronous collective the index of its word `line`; and whether the program waits for it
         self._started, self._is_awaited, self._marking = 0, False, threading.RLock()
         self._introduce(rank, size)
@@ -207,11 +207,11 @@ class FlightRecorder:
     def _forget_call(self, key: Any) -> None:
         ranks, digest = key
         self.indexes[ranks].pop(digest, None)
-        self.overwritten = object()
+        self.outdated = object()
 
     def _forget_line(self, _: object) -> None:
         self.places.clear()
-        self.overwritten = object()
+        self.outdated = object()
 
     def _remember(self, place: tuple[int, int], code: CodeType, line: int) -> None:
         if max(len(self.places), len(self._codes)) >= _MOST_PLACES:

@@ -127,10 +127,10 @@ def test_what_is_kept_of_texts_is_forgotten_once_others_have_taken_their_places(
 
     for _ in range(2):
         enter()
-    kept = written.overwritten
+    kept = written.outdated
     for other in range(CALLS):
         call(written, f"other {other}")
-    assert written.overwritten is not kept
+    assert written.outdated is not kept
     enter()
     assert [record.text for record in read(written).calls()] == [TEXT, OVERWRITTEN, OVERWRITTEN]
     for number in range(LINES):  # what the watcher finds the program at
