@@ -29,7 +29,7 @@ from mpistrat.communicator.passing import Passing
 from mpistrat.communicator.planning import Planner, Reduction
 from mpistrat.communicator.programs import Known
 from mpistrat.communicator.reductions import Reductions
-from mpistrat.communicator.validate import alike, read_arrays
+from mpistrat.communicator.validate import alike, checked_int, read_arrays
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import (
     DeadlineExceededError,
@@ -427,7 +427,7 @@ class Communicator(BaseCommunicator):
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions | None = None) -> Choice:
         """Return the plan for a sum of `count` elements over all ranks, and why it was chosen. Sends nothing."""
         self._require_open()
-        return self._programs.choose(count, dtype, self._options.merge(options))
+        return self._programs.choose(checked_int(count, "count", 0), dtype, self._options.merge(options))
 
     def explain(self, arrays: Array | Sequence[Array], options: CommunicationOptions | None = None) -> Explanation:
         """Return how a sum or mean of such arrays is computed. Sends nothing.

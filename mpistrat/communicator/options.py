@@ -174,8 +174,10 @@ DEFAULTS = CommunicationOptions(
 """What applies where nothing was said."""
 
 _ALWAYS_TOLD, _MAY_DIFFER = ("algorithm", "bytes_per_pack"), ("timeout_seconds", "implementation")
-_others = [field.name for field in fields(CommunicationOptions) if field.name not in (*_ALWAYS_TOLD, *_MAY_DIFFER)]
-_SHAPING = (*_ALWAYS_TOLD, *_others)
+_SHAPING = (
+    *_ALWAYS_TOLD,
+    *(field.name for field in fields(CommunicationOptions) if field.name not in (*_ALWAYS_TOLD, *_MAY_DIFFER)),
+)
 shaping_values = attrgetter(*_SHAPING)
 """Returns the values of the options that shape a program, the same on all ranks: of all but those in which ranks may differ."""
 

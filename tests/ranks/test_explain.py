@@ -90,3 +90,8 @@ def test_options_of_a_call_restore_what_auto_chooses(make_strategy):
     assert "asked for by name" in str(strategy.explain(value))
     assert "asked for by name" not in chosen
     assert strategy.run(lambda: mpistrat.get_replica_context().all_reduce("max", np.ones(1), auto)) is not None
+
+
+def test_no_plan_is_chosen_for_a_number_of_elements_that_cannot_be(make_ops):
+    with pytest.raises(InvalidArgumentError, match="count must be at least 0; got -3"):
+        make_ops().choose(-3, np.dtype(np.float32))
