@@ -55,6 +55,7 @@ _STORED = {
 ALIGNMENT = 1 << 12
 """Of memory that a disk reads by itself, and of where it writes that in a file, in bytes."""
 _MOVED_BYTES = 8 << 20  # at a time
+_SUMMED_BYTES = 1 << 20  # between two pauses
 _DIRECT_BYTES = 128 << 20  # at a time, where the disk reads memory by itself: each call takes a core for 0.1 ms
 _POLL_SECONDS = 0.002
 _NICER = 10
@@ -127,6 +128,26 @@ def write_file(path: Path, memory: Array, num_bytes: int) -> None:
         file.truncate(num_bytes)
         file.flush()
         os.fsync(file.fileno())
+
+
+def with_checksums(layout: Layout, memory: Array, seconds: float) -> list[Piece]:
+    """Return the pieces of a file with the checksums of memory, computed with pauses in about so many seconds.
+
+    They take memory bandwidth from steps, which are 12 % slower without pauses, and 5 % in twice the time of the write.
+    """
+    found, pause = list[Piece](), seconds * _SUMMED_BYTES / max(layout.num_bytes, 1)
+    num_bytes = 0
+    for piece, place in zip(layout.pieces, layout.places, strict=True):
+        checksum = 0
+        for begin in range(place.start, place.stop, _SUMMED_BYTES):
+            part = memory[begin : min(begin + _SUMMED_BYTES, place.stop)]
+            checksum = crc32(part, checksum)
+            num_bytes += len(part)
+            if pause and num_bytes >= _SUMMED_BYTES:
+                time.sleep(pause)
+                num_bytes = 0
+        found.append(piece._replace(checksum=checksum))
+    return found
 
 
 def size_of(path: Path, layout: Layout) -> int:
@@ -465,12 +486,10 @@ class Writer:
         """Write, and return why it has failed on some rank, an empty text if it has not."""
         folder, layout, written, error = save.folder, save.layout, list[Piece](), ""
         try:
+            started = time.perf_counter()
             if layout.pieces:
                 write_file(folder / file_name(self.rank), save.memory, layout.num_bytes)
-            written = [
-                piece._replace(checksum=crc32(save.memory[place]))
-                for piece, place in zip(layout.pieces, layout.places, strict=True)
-            ]
+            written = with_checksums(layout, save.memory, 0.0 if save.is_awaited else 2 * (time.perf_counter() - started))
         except Exception as failed:  # the library that writes arrays has exceptions of its own
             error = _text(self.rank, folder, failed)
         if self.rank:

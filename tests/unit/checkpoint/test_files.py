@@ -81,6 +81,18 @@ def test_checksums_are_those_of_zlib(folder):
     assert {piece.name: piece.checksum for piece in pieces} == {name: crc32(each) for name, each in found.items()}
 
 
+@pytest.mark.parametrize("seconds", [0, 8.0])
+def test_checksums_are_computed_with_pauses_unless_somebody_waits_for_them(monkeypatch, seconds):
+    pauses = []
+    monkeypatch.setattr(files, "_SUMMED_BYTES", 1000)
+    monkeypatch.setattr(files.time, "sleep", pauses.append)
+    layout = files.layout_of([files.Piece("a", 0, 100), files.Piece("b", 0, 20_000), files.Piece("c", 0, 20_000)], ["int8"] * 3)
+    memory = np.arange(layout.num_bytes).astype(np.uint8)
+    found = files.with_checksums(layout, memory, seconds)
+    assert [piece.checksum for piece in found] == [crc32(memory[place]) for place in layout.places]
+    assert sum(pauses) == pytest.approx(seconds, rel=0.2)
+
+
 def test_a_manifest_of_a_newer_version_is_refused(folder):
     path = folder / files.MANIFEST
     path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
