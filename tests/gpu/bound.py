@@ -49,17 +49,15 @@ def stand_in(comm: MPI.Intracomm, has_nccl: bool = True, nccl_by: str = "CuPy") 
 def all_kernels(comm: MPI.Intracomm) -> on_host.HostKernels:
     """Return every kernel that a collective may launch, built where no test before has built them. A collective call."""
     names = sanitizer.kernels()
-    moves, folds = ([name for name in names if name.startswith("move") == is_move] for is_move in (True, False))
-    text = "\n".join([on_host.text(), *moves, *folds])
-    folder = Path(tempfile.gettempdir()) / f"mpistrat-host-kernels-{crc32(text.encode()):08x}"
+    folder = Path(tempfile.gettempdir()) / f"mpistrat-host-kernels-{crc32(on_host.source(names).encode()):08x}"
     if comm.rank == 0 and not folder.exists():
         with tempfile.TemporaryDirectory(dir=folder.parent) as building:
             built = Path(building) / "built"
             built.mkdir()
-            on_host.HostKernels.build(built, moves, folds)
+            on_host.HostKernels.build(built, names)
             try:
                 built.rename(folder)
             except OSError:
                 assert folder.exists()  # another session was faster
     comm.Barrier()
-    return on_host.HostKernels(folder, moves, folds)
+    return on_host.HostKernels(folder, names)

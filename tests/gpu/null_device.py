@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import prod
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,10 @@ POOL_BYTES = 1 << 28
 _ALREADY = nullcontext()
 
 
+def _do_nothing(*_: object) -> None:
+    pass
+
+
 class _Event(Event):
     def done(self) -> bool:
         return True
@@ -27,24 +32,13 @@ class _Event(Event):
 
 class _Stream(Stream):
     pointer = 0
-
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        pass
-
-    def clear(self, target: int, nbytes: int) -> None:
-        pass
+    copy = clear = wait = launch = _do_nothing
 
     def record(self, event: Event | None = None) -> Event:
         return event or _Event()
 
-    def wait(self, event: Event) -> None:
-        pass
-
     def is_capturing(self) -> bool:
         return False
-
-    def launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
-        pass
 
 
 def _quiet_arrays(cupy: ModuleType) -> Any:
@@ -66,7 +60,8 @@ def _quiet_arrays(cupy: ModuleType) -> Any:
 class NullDevice(Device):
     """Of `bound`; its memory comes from one block of the host, from the beginning again when that is used up."""
 
-    index = 0
+    index, array_module = 0, None
+    prepare = put = _do_nothing
 
     def __init__(self, num_ranks: int) -> None:
         import cupy
@@ -75,15 +70,12 @@ class NullDevice(Device):
         memory = cupy.cuda.UnownedMemory(self._host.ctypes.data, POOL_BYTES, self._host, 0)
         self._pool, self._array = cupy.cuda.MemoryPointer(memory, 0), _quiet_arrays(cupy)
         self._current = _Stream()
-        self._module: Any = SimpleNamespace(ndarray=self._array, empty=self.empty, asarray=lambda array: array)
+        self.array_module = SimpleNamespace(ndarray=self._array, empty=self.empty, asarray=lambda array: array)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> DeviceArray:
         """Return an array."""
         extents = (shape,) if isinstance(shape, int) else shape
-        nbytes = np.dtype(dtype).itemsize
-        for extent in extents:
-            nbytes *= extent
-        return self._array(extents, dtype, self._alloc(nbytes))
+        return self._array(extents, dtype, self._alloc(prod(extents) * np.dtype(dtype).itemsize))
 
     def maker(self, arrays: Sequence[DeviceArray]) -> Callable[[], list[DeviceArray]]:
         return in_blocks(arrays, self._alloc, self._array)
@@ -92,11 +84,6 @@ class NullDevice(Device):
         start = 0 if self._at + nbytes > POOL_BYTES else self._at
         self._at = start + -(-nbytes // 512) * 512
         return self._pool + start
-
-    @property
-    def array_module(self) -> ModuleType:
-        module: ModuleType = self._module
-        return module
 
     def identity(self) -> Identity:
         return Identity("null", f"{os.getpid():032x}", "0")
@@ -116,12 +103,6 @@ class NullDevice(Device):
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         return np.empty(nbytes, np.uint8)
 
-    def prepare(self, kernel: str) -> None:
-        pass
-
-    def put(self, target: DeviceArray, values: NDArray[Any]) -> None:
-        pass
-
     def get(self, source: DeviceArray) -> NDArray[Any]:
         """Return what the smallest of NCCL's first sums should give: see ``NcclTransport._try_verbs``."""
         return np.full(source.shape, self._num_ranks**3, source.dtype)
@@ -134,9 +115,6 @@ class NullDevice(Device):
 
 
 class _Communicator:
-    def _do_nothing(self, *_: object) -> None:
-        pass
-
     allReduce = reduce = broadcast = reduceScatter = allGather = send = recv = _do_nothing  # noqa: N815 - NCCL's names
     check_async_error = abort = destroy = _do_nothing
 

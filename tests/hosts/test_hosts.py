@@ -1,7 +1,5 @@
 """Eight ranks on four hosts with names, links and memory of their own: right topology, exact sums, no byte too many."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`mpistrat.Communicator` as authors of libraries use it: on communicators of MPI, arrays and lists, with and without `out`."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whether MPI may be handed device memory: who is asked, and who is believed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A rank that does not come in time: every verb ends, says who is missing, and is the last of its strategy."""
 
-from __future__ import annotations
-
 import time
 from contextlib import contextmanager
 from itertools import product

@@ -1,7 +1,5 @@
 """Collectives of arrays on GPUs, on a stand-in device whose streams dawdle; the host path is the oracle."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time
@@ -397,11 +395,9 @@ def test_nccl_works_on_the_arrays_themselves(comm, make_pair, counts):
 def test_a_rank_alone_captures_copies(make_pair):
     pair = make_pair()
     (given, out), stream = (pair.up(np.arange(5.0) + more) for more in (0, 9)), pair.device.current_stream()
-    with pair.gpu.capture():
-        stream.graph = []
+    with pair.gpu.capture(), stream.capturing() as graph:
         pair.gpu.all_reduce(ReduceOp.MEAN, [given], out=[out])
         pair.gpu.all_reduce(ReduceOp.SUM, given, out=given)
-        graph, stream.graph = stream.graph, None
     for work in graph:
         stream.put(work)
     pair.check([given, out], [np.arange(5.0)] * 2)

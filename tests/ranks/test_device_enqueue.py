@@ -1,13 +1,11 @@
 """Where NCCL joins all ranks a call ends when it has been given its work: nothing waits on the host that need not."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading
 import time
 import weakref
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -117,6 +115,14 @@ def test_every_verb_ends_when_nccl_has_been_given_its_work(node):
             node.check(held_call(node, lambda call=call: call(node.up, node.gpu)), expected)
 
 
+@contextmanager
+def refused_in_capture(stream, why):
+    """Check that a call raises an error while a stream is captured, and puts nothing there."""
+    with stream.capturing() as graph, pytest.raises((InvalidArgumentError, TransportError), match=why):
+        yield
+    assert not graph
+
+
 def test_what_cannot_be_captured_raises_before_anything_is_enqueued(node):
     for call in verbs(node):
         given, expected = [], call(np.copy, node.host)
@@ -124,16 +130,13 @@ def test_what_cannot_be_captured_raises_before_anything_is_enqueued(node):
         for _ in range(2):
             given.clear()
             node.check(call(put, node.gpu), expected)
-            node.device.current_stream().captures, arrays = True, iter(given)
-            with pytest.raises(InvalidArgumentError, match="a CUDA graph is being captured"):
+            arrays = iter(given)
+            with refused_in_capture(node.device.current_stream(), "a CUDA graph is being captured"):
                 call(lambda _, arrays=arrays: next(arrays), node.gpu)
-            node.device.current_stream().captures = False
     for _, start, arrays, _ in started(node):
         given = bring(node, arrays)
-        node.device.current_stream().captures = True
-        with pytest.raises(InvalidArgumentError, match="a CUDA graph is being captured"):
+        with refused_in_capture(node.device.current_stream(), "a CUDA graph is being captured"):
             start(node.gpu, given)
-        node.device.current_stream().captures = False
     assert not node.library.aborted
 
 
@@ -157,22 +160,21 @@ def test_an_all_reduce_may_be_a_part_of_a_graph_and_is_done_in_each_replay(node)
     stream, calls = node.device.current_stream(), dict(node.library.calls)
     with node.gpu.capture():
         node.gpu.all_reduce(SUM, node.up(one))  # not a part of it
-        stream.graph = []
-        sources = [given, *apart]
-        assert node.gpu.all_reduce(MEAN, given, out=given) is given
-        node.gpu.all_reduce(SUM, apart, out=apart)
-        node.gpu.all_reduce(SUM, halves[:], native, out=halves)  # another view of it is it
-        graph, stream.graph = stream.graph, None
+        with stream.capturing() as graph:
+            assert node.gpu.all_reduce(MEAN, given, out=given) is given
+            node.gpu.all_reduce(SUM, apart, out=apart)
+            node.gpu.all_reduce(SUM, halves[:], native, out=halves)  # another view of it is it
+    arrays, contents = [given, *apart, halves], [one, *many, half]
     assert node.library.calls["allReduce"] == calls["allReduce"] + 1 + 1 + 2 + 1
-    for array, value in zip([*sources, halves], [one, *many, half], strict=True):
+    for array, value in zip(arrays, contents, strict=True):
         assert np.array_equal(node.device.get(array), value), "nothing is done when it is captured"
     expected = [node.host.all_reduce(MEAN, one), *node.host.all_reduce(SUM, many), node.host.all_reduce(SUM, half)]
     for _ in range(3):
-        for array, value in zip([*sources, halves], [one, *many, half], strict=True):
+        for array, value in zip(arrays, contents, strict=True):
             array[...] = node.up(value)
         for work in graph:
             stream.put(work)
-        node.check([*sources, halves], expected)
+        node.check(arrays, expected)
         node.check(node.gpu.all_reduce(SUM, node.up(one)), node.host.all_reduce(SUM, one))  # between replays
 
 
@@ -193,17 +195,12 @@ def test_what_a_graph_cannot_do_raises_on_all_ranks(node):
     )
     with node.gpu.capture():
         for call, why in refused:
-            stream.graph = []
-            with pytest.raises((InvalidArgumentError, TransportError), match=why):
+            with refused_in_capture(stream, why):
                 call()
-            assert stream.graph == []
-            stream.graph = None
     with pytest.raises(UnavailableError, match="here ranks compute on CPUs"), node.host.capture():
         pass
-    stream.graph = [] if node.rank else None
-    with pytest.raises(AgreementError), node.gpu.capture():
+    with pytest.raises(AgreementError), node.gpu.capture(), stream.capturing() if node.rank else nullcontext():
         node.gpu.all_reduce(SUM, given, out=given)
-    stream.graph = None
 
 
 def test_what_is_captured_in_one_block_in_another_does_not_end_that(node):
@@ -211,14 +208,11 @@ def test_what_is_captured_in_one_block_in_another_does_not_end_that(node):
     with node.gpu.capture():
         with node.gpu.capture():
             pass
-        stream.graph = []
+        with stream.capturing() as graph:
+            node.gpu.all_reduce(SUM, given, out=given)
+        assert graph
+    with refused_in_capture(stream, "only all_reduce can be a part of it, in Communicator.capture"):
         node.gpu.all_reduce(SUM, given, out=given)
-        assert stream.graph
-        stream.graph = None
-    stream.captures = True
-    with pytest.raises(InvalidArgumentError, match="only all_reduce can be a part of it, in Communicator.capture"):
-        node.gpu.all_reduce(SUM, given, out=given)
-    stream.captures = False
 
 
 def test_what_pytorch_captures_on_another_stream_takes_no_arrays_of_cupy(node, monkeypatch):
@@ -236,16 +230,13 @@ def test_what_pytorch_captures_on_another_stream_takes_no_arrays_of_cupy(node, m
         lambda: node.gpu.broadcast(given),
     )
     for call in calls:
-        with pytest.raises(InvalidArgumentError, match="PyTorch is capturing a CUDA graph"):
-            call()
-        with node.gpu.capture(), pytest.raises(InvalidArgumentError, match="PyTorch is capturing a CUDA graph"):
-            call()
+        for where in (nullcontext, node.gpu.capture):
+            with where(), pytest.raises(InvalidArgumentError, match="PyTorch is capturing a CUDA graph"):
+                call()
     node.check(made, expected)
-    with node.device.activate(of_torch), node.gpu.capture():
-        of_torch.graph = []
+    with node.device.activate(of_torch), node.gpu.capture(), of_torch.capturing() as graph:
         node.gpu.all_reduce(SUM, given, out=out)
-        assert of_torch.graph
-        of_torch.graph = None
+    assert graph
 
 
 @pytest.mark.parametrize("fails", ["as it is captured", "as the capture is prepared"])
@@ -257,15 +248,13 @@ def test_a_rank_that_fails_in_a_capture_is_waited_for_by_none(node, monkeypatch,
 
     def call_all():
         with node.gpu.capture():
-            stream.graph = []
-            node.gpu.all_reduce(SUM, given, out=given)
-            stream.graph = None
+            with stream.capturing():
+                node.gpu.all_reduce(SUM, given, out=given)
             node.gpu.all_reduce(SUM, given)
 
     told = (UnavailableError, TransportError)  # by rank 0 itself, or by NCCL, which it has aborted
     with pytest.raises((OSError, *told), match="planted" if node.rank == 0 else "rank 0|another rank has given up"):
         call_all()
-    stream.graph = None
     if node.rank == 0 and fails == "as it is captured":
         wait_until(lambda: node.library.aborted)
 

@@ -1,7 +1,5 @@
 """Transports of device memory, on a stand-in device whose streams dawdle."""
 
-from __future__ import annotations
-
 import io
 import os
 import threading
@@ -131,9 +129,8 @@ def test_a_communicator_whose_calls_a_graph_has_is_destroyed_when_that_is_gone(g
     library, is_gone, said = StandInNccl(device, comm), threading.Event(), io.StringIO()
     transport = NcclTransport(group, device, bound_by(library, binding))
     memory = device.allocate(64).view(np.float32)
-    device.current_stream().graph = []
-    transport.capture([memory], [memory], Fold(ReduceOp.SUM, memory.dtype, 1))
-    device.current_stream().graph = None
+    with device.current_stream().capturing():
+        transport.capture([memory], [memory], Fold(ReduceOp.SUM, memory.dtype, 1))
     destroy = _Communicator.destroy
     monkeypatch.setattr(_Communicator, "destroy", lambda self: (is_gone.wait(20.0), destroy(self)))
     monkeypatch.setattr(logger, "handlers", [StderrHandler(said)])

@@ -1,7 +1,5 @@
 """The verbs beside all_reduce on arrays of GPUs: NCCL carries them out where it joins all ranks. The streams dawdle."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The GPU assignment of all ranks is checked, on GPUs of a fake CUDA."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

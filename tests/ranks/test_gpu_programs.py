@@ -124,18 +124,14 @@ class Graphs:
         return array.get()
 
     def capture(self, act):
-        with self._device.activate(self._device.stream()):
-            stream = self._device.current_stream()
-            stream.captures = True
+        with self._device.activate(self._device.stream()), self._device.current_stream().capturing() as work:
             act()
-            stream.captures = False
-        return self._is_right
+        return self._is_right and not work
 
     def graph(self, act):
         stream = self._device.current_stream()
-        stream.graph = []
-        act()
-        work, stream.graph = stream.graph, None
+        with stream.capturing() as work:
+            act()
         return lambda: [stream.put(each) for each in work]
 
 

@@ -1,7 +1,5 @@
 """Messages longer than MPI may be handed at once: every verb, with a limit of a few hundred bytes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

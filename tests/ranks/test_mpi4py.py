@@ -1,7 +1,5 @@
 """`mpistrat.mpi4py.wrap`: a communicator of mpi4py whose collectives are ours, called as mpi4py's own are."""
 
-from __future__ import annotations
-
 import array
 import pickle
 

@@ -1,7 +1,5 @@
 """Strategies of several replicas that compute on GPUs: stand-in devices whose streams dawdle; the host is the oracle."""
 
-from __future__ import annotations
-
 import re
 from contextlib import contextmanager
 

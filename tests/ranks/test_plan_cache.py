@@ -1,7 +1,5 @@
 """Which plans are cached: the same on all ranks, whichever path their calls take."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

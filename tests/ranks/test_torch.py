@@ -1,7 +1,5 @@
 """`mpistrat.torch`: gradients averaged during backward, and the same state on all ranks."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import suppress
 

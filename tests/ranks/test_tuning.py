@@ -1,7 +1,5 @@
 """Tuning on several ranks: all learn what rank 0 reads, or what all have measured, and choose alike."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

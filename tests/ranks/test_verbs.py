@@ -1,7 +1,5 @@
 """The verbs beside all_reduce, on every node shape, against what one process makes of all arrays."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import ml_dtypes
