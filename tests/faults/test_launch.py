@@ -100,9 +100,8 @@ def test_ctrl_c_ends_the_job(job: Job, kill: Callable[[int, int], None]) -> None
         assert until(lambda: "up" in job.said("out"), SECONDS)
         kill(run.pid, signal.SIGINT)  # the terminal sends it to the whole foreground group
 
-    ended = job(
-        3, "note_fault(); print('up', flush=True)\nwhile True: mine.Barrier(); time.sleep(0.01)", run=(), meanwhile=interrupt
-    )
+    program = "note_fault(); print('up', flush=True)\nwhile True: mine.Barrier(); time.sleep(0.01)"
+    ended = job(3, program, run=(), meanwhile=interrupt)
     ended.check(130)
     assert "mpistrat run: interrupted" in ended.stderr.splitlines()
     assert "Traceback" not in ended.stderr

@@ -7,13 +7,8 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from tests.faults.jobs import Job, with_servers
 from tests.processes import patient
-
-pytestmark = pytest.mark.usefixtures("needs_ulfm")
-
 
 # A step reads and writes a vector that is sent in pieces, counts that it has run, and which example it has seen.
 TRAINING = """
@@ -149,11 +144,8 @@ def test_a_server_that_is_killed_makes_the_rest_unavailable(job: Job, server_kil
 
 def test_a_chief_that_is_killed_ends_the_job_and_is_named(job: Job) -> None:
     limit = patient(5.0)
-    ended = job(
-        4,
-        with_servers("coordinator.schedule(time.sleep, (1000,))\nkill_after(0.5, 0)\ncoordinator.join()\n"),
-        survive=True,
-    )
+    chief = "coordinator.schedule(time.sleep, (1000,))\nkill_after(0.5, 0)\ncoordinator.join()\n"
+    ended = job(4, with_servers(chief), survive=True)
     ended.check(1)
     assert ended.seconds < limit
     assert "UnavailableError: ps 0 (rank 1 on " in ended.stderr

@@ -30,11 +30,7 @@ def test_servers_end_with_the_chief(job: Job) -> None:
         ("note_fault(); strategy.extended.update(number, lambda variable: sys.exit(6))", 6, "", True),
     ],
 )
-def test_what_goes_wrong_ends_the_job(
-    job: Job, chief: str, code: int, said: str, survive: bool, request: pytest.FixtureRequest
-) -> None:
-    if survive:
-        request.getfixturevalue("needs_ulfm")
+def test_what_goes_wrong_ends_the_job(job: Job, chief: str, code: int, said: str, survive: bool) -> None:
     ended = job(3, program(f"coordinator.schedule(abs, (-1,)).fetch()\n{chief}"), survive=survive)
     ended.check(code)
     assert said in ended.stderr
@@ -42,9 +38,7 @@ def test_what_goes_wrong_ends_the_job(
 
 
 def test_an_error_of_the_chief_does_not_wait_for_a_function_that_runs(job: Job) -> None:
-    ended = job(
-        3,
-        """
+    text = """
         import mpistrat
 
         def main(coordinator):
@@ -54,8 +48,8 @@ def test_an_error_of_the_chief_does_not_wait_for_a_function_that_runs(job: Job) 
             raise KeyError('of the chief')
 
         mpistrat.experimental.ParameterServerStrategy.main(main)
-        """,
-    )
+    """
+    ended = job(3, text)
     ended.check(1)
     assert "KeyError: 'of the chief'" in ended.stderr
 
@@ -67,11 +61,17 @@ def test_a_chief_that_raises_without_the_hooks_ends_the_servers(job: Job) -> Non
     assert not ended.leftovers
 
 
-@pytest.mark.parametrize("victim", [1, 2], ids=["ps", "worker"])
-def test_a_task_that_is_killed_ends_the_job(job: Job, victim: int) -> None:
+SIGNALS = {
+    "a server": "os.kill(pids[1], 9)\ncoordinator.join()",
+    "a worker": "os.kill(pids[2], 9)\ncoordinator.join()",
+    "all ranks": "[os.kill(pid, signal.SIGTERM) for pid in pids[::-1]]\ntime.sleep(1000)",
+}
+
+
+@pytest.mark.parametrize("to", SIGNALS)
+def test_a_signal_that_nobody_waits_for_ends_the_job(job: Job, to: str) -> None:
     limit = patient(5.0)
-    chief = f"coordinator.schedule(time.sleep, (1000,)); note_fault(); os.kill(pids[{victim}], 9)\ncoordinator.join()"
-    ended = job(3, program(chief))
+    ended = job(3, program(f"coordinator.schedule(time.sleep, (1000,)); note_fault(); {SIGNALS[to]}"))
     assert ended.code != 0
     assert ended.seconds < limit
     assert not ended.leftovers
@@ -101,15 +101,6 @@ handler.run(time.sleep, 0.2)
     ended = job(3, program(chief))
     ended.check(42)
     assert "after step 1, which is saved: rank 0 has received SIGTERM" in ended.stderr
-
-
-def test_a_chief_that_does_not_save_dies_of_a_signal_to_all_ranks(job: Job) -> None:
-    limit = patient(5.0)
-    chief = "note_fault()\nfor pid in pids[::-1]:\n    os.kill(pid, signal.SIGTERM)\ntime.sleep(1000)"
-    ended = job(3, program(chief))
-    assert ended.code != 0
-    assert ended.seconds < limit
-    assert not ended.leftovers
 
 
 def test_a_huge_result_arrives_and_one_that_fits_no_memory_raises(job: Job) -> None:

@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import mpistrat
-from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.device.abstract import Device, Stream, address
 from tests.gpu.program import settle, the_gpu, with_strategy, write_report
 
@@ -57,11 +56,7 @@ def main(pool: str) -> dict[str, float]:
 
 
 def check(
-    communicator: BaseCommunicator,
-    device: Device,
-    delay: Callable[[Stream], None],
-    drain: Callable[[], None],
-    count: int = COUNT,
+    communicator: Any, device: Device, delay: Callable[[Stream], None], drain: Callable[[], None], count: int = COUNT
 ) -> dict[str, float]:
     """Make calls on arrays that are written late, drop these, and write to their memory. A collective call.
 
@@ -77,7 +72,7 @@ def check(
     default, side = device.current_stream(), device.stream()
     with ThreadPoolExecutor(1) as thread:
         for caller, other in ((default, side), (side, default)):
-            trial = _Trial(communicator, device, delay, drain, caller, other, thread, count)
+            trial = _Trial(communicator, device, (delay, drain), (caller, other), thread, count)
             without_wait = _without_wait(caller) if removed == "wait" else without(removed, caller)
             for name, case in CASES.items():
                 for _ in range(TURNS):
@@ -94,19 +89,9 @@ def check(
 class _Trial:
     """Calls on one stream, whose arrays are dropped."""
 
-    def __init__(
-        self,
-        communicator: BaseCommunicator,
-        device: Device,
-        delay: Callable[[Stream], None],
-        drain: Callable[[], None],
-        caller: Stream,
-        other: Stream,
-        thread: ThreadPoolExecutor,
-        count: int,
-    ) -> None:
-        self.communicator, self.device, self._delay, self._drain = communicator, device, delay, drain
-        self._caller, self._other, self._thread, self._turn, self.reused = caller, other, thread, 0, 0
+    def __init__(self, communicator: Any, device: Device, work: Any, streams: Any, thread: Any, count: int) -> None:
+        self.communicator, self.device, (self._delay, self._drain) = communicator, device, work
+        (self._caller, self._other), self._thread, self._turn, self.reused = streams, thread, 0, 0
         self.fill = device.array_module.asarray(np.full(count, FILL, np.float32))
         settle(device)
 
@@ -173,6 +158,10 @@ def _reduced(trial: _Trial, given: list[Any]) -> Any:
     return trial.communicator.all_reduce("sum", given.pop())
 
 
+def _beside_another(trial: _Trial, given: list[Any]) -> Any:
+    return trial.communicator.all_reduce("sum", [given.pop(), trial.fill])[0]
+
+
 def _started(trial: _Trial, given: list[Any]) -> Any:
     return trial.communicator.start_all_reduce("sum", given.pop())
 
@@ -187,30 +176,26 @@ def _in_place(call: Callable[..., Any], given: list[Any]) -> Any:
     return call("sum", array, out=array)
 
 
+def _start_in_place(trial: _Trial, given: list[Any]) -> None:
+    _in_place(trial.communicator.start_all_reduce, given).wait()
+
+
 def _dropped(_: object) -> None:
     """Drop what a call has returned."""
 
 
 CASES: dict[str, _Case] = {
     "all_reduce": lambda trial, given: partial(trial.device.get, _reduced(trial, given)),
-    "all_reduce of two arrays": lambda trial, given: partial(
-        trial.device.get, trial.communicator.all_reduce("sum", [given.pop(), trial.fill])[0]
-    ),
+    "all_reduce of two arrays": lambda trial, given: partial(trial.device.get, _beside_another(trial, given)),
     "all_reduce, its result dropped": lambda trial, given: _dropped(_reduced(trial, given)),
     "all_reduce in place, dropped": lambda trial, given: _dropped(_in_place(trial.communicator.all_reduce, given)),
     "start_all_reduce": _started_and_waited_for,
     "start_all_reduce, dropped": lambda trial, given: _dropped(_started(trial, given)),
-    "start_all_reduce in place, dropped": lambda trial, given: _dropped(
-        _in_place(trial.communicator.start_all_reduce, given).wait()
-    ),
+    "start_all_reduce in place, dropped": _start_in_place,
     "start_reduce_scatter, dropped": lambda trial, given: _dropped(trial.communicator.start_reduce_scatter("sum", given.pop())),
     "start_all_gather, dropped": lambda trial, given: _dropped(trial.communicator.start_all_gather(given.pop())),
-    "start_all_reduce, waited for on another stream": lambda trial, given: trial.read_where(
-        trial.on_other_stream, _started(trial, given).wait
-    ),
-    "start_all_reduce, waited for on a thread": lambda trial, given: trial.read_where(
-        trial.on_thread, _started(trial, given).wait
-    ),
+    "waited for on another stream": lambda trial, given: trial.read_where(trial.on_other_stream, _started(trial, given).wait),
+    "waited for on a thread": lambda trial, given: trial.read_where(trial.on_thread, _started(trial, given).wait),
 }
 
 

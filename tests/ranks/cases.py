@@ -1,9 +1,11 @@
-"""Many cheap cases in one test: as many tests would take the ranks longer to begin and to end than to run."""
+"""Many cheap cases in one test: as many tests would take the ranks longer to begin and to end than to run. And threads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -15,3 +17,9 @@ def case(name: object) -> Iterator[None]:
         yield
     except (Exception, pytest.fail.Exception) as wrong:
         raise AssertionError(f"in the case {name}: {wrong}") from wrong
+
+
+def on_thread(call: Callable[..., Any], *given: Any, name: str = "other") -> Any:
+    """Return what a call on another thread returns, or raise what it raises."""
+    with ThreadPoolExecutor(1, name) as pool:
+        return pool.submit(call, *given).result()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -17,16 +17,6 @@ from mpistrat.logger import StderrHandler, logger
 from mpistrat.topology.discover import discover
 from mpistrat.topology.world import World
 from tests.launches import MOST_RANKS, numbers_of_ranks
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from mpistrat.communicator.interface import BaseCommunicator
-    from mpistrat.communicator.options import CommunicationOptions
-    from mpistrat.groups.group import Group
-    from mpistrat.groups.hierarchy import Hierarchy
-    from mpistrat.strategy.strategy import Strategy
-    from tests.gpu.pair import Pair
 
 # The node shapes of each number of ranks. Of 4 and 8 ranks those that fewer have not: several nodes of several ranks.
 SHAPES = {
@@ -91,7 +81,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 
 @pytest.fixture
-def comm() -> Iterator[MPI.Intracomm]:
+def comm() -> Iterator[Any]:
     """Give the test a communicator of all ranks that nothing else sends on."""
     duplicate = start().Dup()
     yield duplicate
@@ -99,7 +89,7 @@ def comm() -> Iterator[MPI.Intracomm]:
 
 
 @pytest.fixture
-def group(comm: MPI.Intracomm) -> Iterator[Group]:
+def group(comm: Any) -> Iterator[Any]:
     """Give the group of all ranks."""
     from mpistrat.groups.group import Group
 
@@ -115,7 +105,7 @@ def world(shape: str) -> World:
 
 
 @pytest.fixture
-def hierarchy(comm: MPI.Intracomm, world: World) -> Iterator[Hierarchy]:
+def hierarchy(comm: Any, world: World) -> Iterator[Any]:
     """Give the groups of the present node shape."""
     from mpistrat.groups.hierarchy import Hierarchy
 
@@ -125,16 +115,14 @@ def hierarchy(comm: MPI.Intracomm, world: World) -> Iterator[Hierarchy]:
 
 
 @pytest.fixture
-def make_ops(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., BaseCommunicator]]:
+def make_ops(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Make collectives on a node shape, or on one node, by options and settings; they are closed when the test has ended."""
     from mpistrat.communicator.communicator import Communicator
     from mpistrat.groups.hierarchy import Hierarchy
 
     made = []
 
-    def make(
-        world: World | str = f"1x{comm.size}", options: CommunicationOptions | None = None, **values: str
-    ) -> BaseCommunicator:
+    def make(world: World | str = f"1x{comm.size}", options: Any = None, **values: str) -> Any:
         _set(monkeypatch, values)
         made.append(Communicator(Hierarchy(comm, _world_of(world)), options))
         return made[-1]
@@ -145,13 +133,13 @@ def make_ops(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
 
 
 @pytest.fixture
-def make_strategy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Strategy]]:
+def make_strategy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Make strategies, by default of all ranks, under some settings, in capitals; they are closed when the test has ended."""
     import mpistrat
 
     made = []
 
-    def make(kind: Callable[..., Strategy] = mpistrat.MultiWorkerMirroredStrategy, *arguments: Any, **named: Any) -> Strategy:
+    def make(kind: Callable[..., Any] = mpistrat.MultiWorkerMirroredStrategy, *arguments: Any, **named: Any) -> Any:
         _set(monkeypatch, {name: named.pop(name) for name in list(named) if name.isupper()})
         made.append(kind(*arguments, **named))
         return made[-1]
@@ -171,23 +159,23 @@ def _world_of(world: World | str) -> World:
 
 
 @pytest.fixture
-def ops(make_ops: Callable[..., BaseCommunicator], world: World) -> BaseCommunicator:
+def ops(make_ops: Callable[..., Any], world: World) -> Any:
     """Give the all-reduce of the present node shape, with groups of its own."""
     return make_ops(world)
 
 
 @pytest.fixture
-def mixed(comm: MPI.Intracomm, make_ops: Callable[..., BaseCommunicator]) -> BaseCommunicator:
+def mixed(comm: Any, make_ops: Callable[..., Any]) -> Any:
     """Give the all-reduce of one shape."""
     return make_ops(MIXED.get(comm.size, f"{comm.size}x1"))
 
 
 @pytest.fixture
-def make_pair(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pair]]:
+def make_pair(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Make collectives on a stand-in device and in host memory, as `make_ops` does."""
     from tests.gpu.pair import Pair
 
-    def make(world: World | str = f"1x{comm.size}", has_nccl: bool = True, **values: str) -> Pair:
+    def make(world: World | str = f"1x{comm.size}", has_nccl: bool = True, **values: str) -> Any:
         _set(monkeypatch, values)
         return stack.enter_context(Pair(comm, _world_of(world), has_nccl))
 

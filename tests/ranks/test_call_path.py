@@ -114,18 +114,15 @@ def fewest_passed(comm, op, value):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("num_nodes", [1, 2])
-def test_one_small_array_passes_few_modules(comm, monkeypatch, num_nodes):
+def test_one_small_array_passes_few_modules(comm, monkeypatch, shape):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", "1x2" if num_nodes == 1 else "2x1")
     modules, _ = fewest_passed(comm, "sum", np.ones(1))
     assert len(modules) <= MODULES_OF_A_SMALL_ARRAY, modules
 
 
-@on_ranks(4)
+@pytest.mark.ranks(nodes="2x2")
 def test_a_gradient_passes_few_modules_and_functions(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", "2x2")
     modules, functions = fewest_passed(comm, "mean", [np.ones(1 << 19, np.float32)] * 2)
     assert len(modules) <= MODULES_OF_A_GRADIENT, modules
     assert len(functions) <= FUNCTIONS_OF_A_GRADIENT, functions

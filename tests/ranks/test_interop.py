@@ -91,9 +91,8 @@ def test_reduce_and_gather_in_cross_replica_context(kind, comm, strategy):
 @two_ranks
 def test_variables(kind, comm, strategy):
     with strategy.scope():
-        variable = mpistrat.Variable(
-            kind.make(np.full(3, comm.rank + 1, np.float32)), aggregation=mpistrat.VariableAggregation.MEAN
-        )
+        value = kind.make(np.full(3, comm.rank + 1, np.float32))
+        variable = mpistrat.Variable(value, aggregation=mpistrat.VariableAggregation.MEAN)
         half = mpistrat.Variable(_bfloat16(kind, [1, 2]))
         variable.assign_add(kind.make(np.ones(3, np.float32)))
     assert (half.dtype.name, half.numpy().tolist()) == ("bfloat16", [1, 2])

@@ -30,9 +30,7 @@ EXAMPLES = settings(
 )
 
 
-def check_examples(
-    comm: Any, shape: str, check: Callable[..., None], *drawn: st.SearchStrategy[Any], most: int | None = None
-) -> None:
+def check_examples(comm: Any, shape: str, check: Callable[..., None], *drawn: Any, most: int | None = None) -> None:
     """Call ``check(*example)`` for examples of what is drawn, in step with the other ranks; for other shapes others."""
 
     def check_together(example: tuple[Any, ...]) -> None:
@@ -114,15 +112,12 @@ def test_a_weighted_mean_is_that_of_all_rows(comm, shape, strategy):
 def test_global_batches_are_the_same_at_any_number_of_replicas(comm, shape, strategy):
     def check_one(rows: int, batch: int, shuffle: bool, drop: bool, number: int) -> None:
         arrays = {"x": np.arange(2 * rows).reshape(rows, 2), "y": np.arange(rows, dtype=np.float32)}
-        alone, shared = (
-            mpistrat.ArrayDataset(arrays, batch, shuffle=shuffle, seed=number, drop_remainder=drop) for _ in range(2)
-        )
+        how = {"shuffle": shuffle, "seed": number, "drop_remainder": drop}
+        alone, shared = (mpistrat.ArrayDataset(arrays, batch, **how) for _ in range(2))
         distributed = strategy.experimental_distribute_dataset(shared)
         for _ in range(2):
             found = [strategy.gather(step, axis=0) for step in distributed]
-            wanted = list(alone)
-            assert [{name: array.tolist() for name, array in step.items()} for step in found] == [
-                {name: array.tolist() for name, array in step.items()} for step in wanted
-            ]
+            as_lists = lambda steps: [{name: array.tolist() for name, array in step.items()} for step in steps]  # noqa: E731
+            assert as_lists(found) == as_lists(alone)
 
     check_examples(comm, shape, check_one, st.integers(0, 40), st.integers(1, 17), st.booleans(), st.booleans(), SEEDS)
