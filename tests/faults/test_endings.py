@@ -1,12 +1,11 @@
 """Exceptions, exits, killed launchers, forks and subprocesses: what ends, what does not, with which code, and what is told."""
 
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import LIMIT_SECONDS, PYTHON, Job
+from tests.faults.jobs import LIMIT_SECONDS, PYTHON
 from tests.processes import codes_after_loss, until
 
 QUIET_FORK = {"OMPI_MCA_mpi_warn_on_fork": "0"}
@@ -24,7 +23,7 @@ ON_RANK_1 = """
 
 
 @pytest.mark.parametrize("python", [PYTHON, RUNNER], ids=["python", "python -m mpi4py"])
-def test_exception_ends_the_job_with_one_traceback(job: Job, python: tuple[str, ...]) -> None:
+def test_exception_ends_the_job_with_one_traceback(job, python):
     ended = job(2, ON_RANK_1.format(fault="raise ValueError('a bad batch\\nin two lines')"), python)
     ended.check(1)
     # from the script on: no frame of a runner, and every line says whose it is
@@ -70,7 +69,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_failure_is_told_once_by_the_rank_that_it_is_of(job: Job, failure: str) -> None:
+def test_a_failure_is_told_once_by_the_rank_that_it_is_of(job, failure):
     text, whose, told = FAILURES[failure]
     ended = job(2, text)
     ended.check(1)
@@ -88,12 +87,12 @@ def test_a_failure_is_told_once_by_the_rank_that_it_is_of(job: Job, failure: str
     ],
     ids=["_exit", "SIGKILL", "SIGTERM"],
 )
-def test_rank_that_vanishes_ends_the_job(job: Job, fault: str, codes: set[int]) -> None:
+def test_rank_that_vanishes_ends_the_job(job, fault, codes):
     job(2, ON_RANK_1.format(fault=fault)).check(*codes)
 
 
 @pytest.mark.parametrize(("num_ranks", "abort"), [(2, "0"), (1, "1")], ids=["switched off", "one rank alone"])
-def test_where_no_other_rank_is_to_be_ended_the_hooks_are_those_of_python(job: Job, num_ranks: int, abort: str) -> None:
+def test_where_no_other_rank_is_to_be_ended_the_hooks_are_those_of_python(job, num_ranks, abort):
     program = "sys.exit(sys.excepthook is not sys.__excepthook__ or threading.excepthook is not threading.__excepthook__)"
     assert job(num_ranks, program, RUNNER, MPISTRAT_ABORT=abort).code == 0
 
@@ -109,13 +108,13 @@ def test_where_no_other_rank_is_to_be_ended_the_hooks_are_those_of_python(job: J
         ("threading.Thread(target=sys.exit, args=(7,)).start(); time.sleep(1000)", 7, PYTHON),
     ],
 )
-def test_an_exit_of_one_rank_ends_the_job_with_its_code(job: Job, fault: str, code: int, python: tuple[str, ...]) -> None:
+def test_an_exit_of_one_rank_ends_the_job_with_its_code(job, fault, code, python):
     ended = job(2, ON_RANK_1.format(fault=fault), python)
     ended.check(code)
     assert "Traceback" not in ended.stderr
 
 
-def test_an_exit_of_one_rank_runs_its_exit_handlers_and_prints_all_that_was_printed(job: Job) -> None:
+def test_an_exit_of_one_rank_runs_its_exit_handlers_and_prints_all_that_was_printed(job):
     program = """
         import atexit
         atexit.register(lambda: print("saved"))
@@ -127,7 +126,7 @@ def test_an_exit_of_one_rank_runs_its_exit_handlers_and_prints_all_that_was_prin
     assert ended.stdout.count("x") == 200_000
 
 
-def test_exits_that_say_nothing_is_wrong_end_normally(job: Job) -> None:
+def test_exits_that_say_nothing_is_wrong_end_normally(job):
     program = """
         try:
             sys.exit(4)
@@ -153,7 +152,7 @@ def test_exits_that_say_nothing_is_wrong_end_normally(job: Job) -> None:
     assert (ended.code, ended.stderr) == (0, "")
 
 
-def test_ranks_that_hold_different_shared_windows_end(job: Job) -> None:
+def test_ranks_that_hold_different_shared_windows_end(job):
     # Open MPI frees windows in the order of their handles, and those of closed communicators are used again
     program = """
         import numpy as np
@@ -178,7 +177,7 @@ def test_ranks_that_hold_different_shared_windows_end(job: Job) -> None:
     assert (ended.code, ended.stderr, ended.stdout) == (0, "", "True\n" * 4)
 
 
-def test_exit_handlers_may_be_calls_themselves(job: Job) -> None:
+def test_exit_handlers_may_be_calls_themselves(job):
     # then no Python frame is beneath the call, from which a line of the program could be taken
     program = """
         import atexit
@@ -202,7 +201,7 @@ def test_exit_handlers_may_be_calls_themselves(job: Job) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["01", "1"], ids=["on all ranks", "on one rank"])
-def test_ctrl_c_is_one_line(job: Job, ranks: str) -> None:
+def test_ctrl_c_is_one_line(job, ranks):
     fault = f"if str(comm.rank) in {ranks!r}: note_fault(); signal.raise_signal(signal.SIGINT); time.sleep(1000)"
     ended = job(2, f"mine.Barrier()\n{fault}\nmine.Barrier()")
     ended.check(130)
@@ -211,7 +210,7 @@ def test_ctrl_c_is_one_line(job: Job, ranks: str) -> None:
 
 
 @pytest.mark.parametrize("wrapper", [[], ["sh", "-c", '"$@"; true', "sh"]], ids=["", "in a shell"])
-def test_where_the_launcher_is_killed_the_ranks_end(job: Job, wrapper: list[str]) -> None:
+def test_where_the_launcher_is_killed_the_ranks_end(job, wrapper):
     # each rank is ended for itself, whatever it does
     program = """
         import re
@@ -225,7 +224,7 @@ def test_where_the_launcher_is_killed_the_ranks_end(job: Job, wrapper: list[str]
         mine.Recv(bytearray(1), source=0)
     """
 
-    def kill(launcher: subprocess.Popen[bytes]) -> None:
+    def kill(launcher):
         assert until((job.folder / "up").exists, LIMIT_SECONDS)
         launcher.kill()
 
@@ -234,7 +233,7 @@ def test_where_the_launcher_is_killed_the_ranks_end(job: Job, wrapper: list[str]
     assert not any(Path(segment).exists() for segment in (job.folder / "up").read_text().split())
 
 
-def test_what_is_called_after_mpi_finalize_raises(job: Job) -> None:
+def test_what_is_called_after_mpi_finalize_raises(job):
     program = """
         import numpy as np
         import mpistrat
@@ -260,7 +259,7 @@ def test_what_is_called_after_mpi_finalize_raises(job: Job) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_forked_children_end_alone(job: Job, num_ranks: int) -> None:
+def test_forked_children_end_alone(job, num_ranks):
     program = """
         import atexit
         import numpy as np
@@ -302,7 +301,7 @@ print("shared" if "/sm_segment" in open("/proc/self/maps").read() else "nothing 
 """
 
 
-def test_a_program_that_a_rank_starts_is_not_a_rank_and_is_refused_if_it_starts_mpi_first(job: Job) -> None:
+def test_a_program_that_a_rank_starts_is_not_a_rank_and_is_refused_if_it_starts_mpi_first(job):
     before = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
     program = f"""
         import subprocess
@@ -322,7 +321,7 @@ def test_a_program_that_a_rank_starts_is_not_a_rank_and_is_refused_if_it_starts_
     assert ended.stdout.count("LaunchError: process ") == 2, ended.stdout
 
 
-def test_a_job_that_a_rank_starts_is_a_job_of_its_own(job: Job) -> None:
+def test_a_job_that_a_rank_starts_is_a_job_of_its_own(job):
     program = f"""
         if comm.rank == 0:
             import subprocess
@@ -365,7 +364,7 @@ STARTED = """
 
 @pytest.mark.parametrize("abort", ["1", "0"], ids=["", "without the hooks"])
 @pytest.mark.parametrize("then", ["pass", "strategy.close()", "strategy.run(meet)"])
-def test_a_failure_that_nobody_waits_for_is_told(job: Job, then: str, abort: str) -> None:
+def test_a_failure_that_nobody_waits_for_is_told(job, then, abort):
     ended = job(2, STARTED.format(then=then), MPISTRAT_ABORT=abort)
     assert ended.code == 1
     if abort == "1":
@@ -375,7 +374,7 @@ def test_a_failure_that_nobody_waits_for_is_told(job: Job, then: str, abort: str
     assert "DeadlineExceededError: rank 0 " in ended.stderr
 
 
-def test_a_failure_that_was_raised_is_not_raised_again(job: Job) -> None:
+def test_a_failure_that_was_raised_is_not_raised_again(job):
     caught = """
     if comm.rank == 0:
         try:
@@ -389,7 +388,7 @@ def test_a_failure_that_was_raised_is_not_raised_again(job: Job) -> None:
     assert (ended.stdout, ended.code) == ("closed\n", 0), ended.stderr
 
 
-def test_a_signal_that_interrupts_the_beginning_or_end_of_a_call_is_told_to_all(job: Job) -> None:
+def test_a_signal_that_interrupts_the_beginning_or_end_of_a_call_is_told_to_all(job):
     program = """
         import mpistrat
 

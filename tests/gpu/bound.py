@@ -11,11 +11,10 @@ from zlib import crc32
 
 import pytest
 
-from mpistrat.device import binding
 from tests.gpu import on_host, sanitizer
 from tests.gpu.fake_nccl4py import bound_by
 from tests.gpu.stand_in import StandInDevice
-from tests.gpu.stand_in_arrays import Namespace
+from tests.gpu.stand_in_arrays import stand_in_gpu
 from tests.gpu.stand_in_nccl import StandInNccl
 
 TRIAL_BYTES = (1 << 9, 1 << 10)  # the stand-in sums on the host
@@ -26,21 +25,14 @@ def stand_in(comm: Any, has_nccl: bool = True, nccl_by: str = "CuPy") -> Iterato
     """Bind a stand-in device, each rank to its own, and an NCCL for any ranks, by CuPy or nccl4py. A collective call."""
     if on_host.missing():
         pytest.skip(on_host.missing())
-    device = StandInDevice(comm.rank, index=comm.rank % 2)
-    device.kernels = all_kernels(comm)
-    device.namespace = Namespace(device)
-    library = StandInNccl(device, comm)
-    library.available = has_nccl
-    bound = bound_by(library, nccl_by)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, stand_in_gpu(comm.rank, comm.rank % 2) as device:
+        device.kernels = all_kernels(comm)
+        library = StandInNccl(device, comm)
+        library.available = has_nccl
+        bound = bound_by(library, nccl_by)
         patch.setattr("mpistrat.transports.nccl.find_binding", lambda: bound)
         patch.setattr("mpistrat.transports.nccl.TRIAL_BYTES", TRIAL_BYTES)
-        binding.bind(device)
-        try:
-            yield device
-        finally:
-            binding.bind(None)
-            device.close()
+        yield device
 
 
 def all_kernels(comm: Any) -> on_host.HostKernels:

@@ -1,32 +1,27 @@
 """A GPU and an NCCL that do nothing, for what a call costs the host: arrays are CuPy's own, over memory of the host."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from math import prod
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpistrat.device import binding
-from mpistrat.device.abstract import Allocator, Device, DeviceArray, Event, Identity, Stream
+from mpistrat.device.abstract import Device, Event, Identity, Stream
 from mpistrat.device.cuda import in_blocks
 
 POOL_BYTES = 1 << 28
 _ALREADY = nullcontext()
 
 
-def _do_nothing(*_: object) -> None:
+def _do_nothing(*_):
     pass
 
 
 class _Event(Event):
-    def done(self) -> bool:
+    def done(self):
         return True
 
 
@@ -34,24 +29,24 @@ class _Stream(Stream):
     pointer = 0
     copy = clear = wait = launch = _do_nothing
 
-    def record(self, event: Event | None = None) -> Event:
+    def record(self, event=None):
         return event or _Event()
 
-    def is_capturing(self) -> bool:
+    def is_capturing(self):
         return False
 
 
-def _quiet_arrays(cupy: ModuleType) -> Any:
+def _quiet_arrays(cupy):
     """Return a class of CuPy's arrays that copy nothing."""
 
     class Array(cupy.ndarray):
-        def __setitem__(self, key: object, value: object) -> None:
+        def __setitem__(self, key, value):
             pass
 
-        def copy(self, order: str = "C") -> Any:
+        def copy(self, order="C"):
             return self
 
-        def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        def __array_function__(self, func, types, args, kwargs):
             return None if func is np.copyto else super().__array_function__(func, types, args, kwargs)
 
     return Array
@@ -63,7 +58,7 @@ class NullDevice(Device):
     index, array_module = 0, None
     prepare = put = _do_nothing
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks):
         import cupy
 
         self._host, self._at, self._num_ranks = np.zeros(POOL_BYTES, np.uint8), 0, num_ranks
@@ -72,45 +67,45 @@ class NullDevice(Device):
         self._current = _Stream()
         self.array_module = SimpleNamespace(ndarray=self._array, empty=self.empty, asarray=lambda array: array)
 
-    def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> DeviceArray:
+    def empty(self, shape, dtype=np.float32):
         """Return an array."""
         extents = (shape,) if isinstance(shape, int) else shape
         return self._array(extents, dtype, self._alloc(prod(extents) * np.dtype(dtype).itemsize))
 
-    def maker(self, arrays: Sequence[DeviceArray]) -> Callable[[], list[DeviceArray]]:
+    def maker(self, arrays):
         return in_blocks(arrays, self._alloc, self._array)
 
-    def _alloc(self, nbytes: int) -> Any:
+    def _alloc(self, nbytes):
         start = 0 if self._at + nbytes > POOL_BYTES else self._at
         self._at = start + -(-nbytes // 512) * 512
         return self._pool + start
 
-    def identity(self) -> Identity:
+    def identity(self):
         return Identity("null", f"{os.getpid():032x}", "0")
 
-    def activate(self, stream: Stream | None = None) -> AbstractContextManager[None]:
+    def activate(self, stream=None):
         return _ALREADY
 
-    def allocate(self, nbytes: int, allocator: Allocator | None = None) -> DeviceArray:
+    def allocate(self, nbytes, allocator=None):
         return self.empty(max(nbytes, 1), np.uint8)[:nbytes]
 
-    def export(self, memory: DeviceArray) -> bytes:
+    def export(self, memory):
         return b""
 
-    def map(self, handle: bytes, nbytes: int) -> DeviceArray:
+    def map(self, handle, nbytes):
         return self.allocate(nbytes)
 
-    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+    def pinned(self, nbytes):
         return np.empty(nbytes, np.uint8)
 
-    def get(self, source: DeviceArray) -> NDArray[Any]:
+    def get(self, source):
         """Return what the smallest of NCCL's first sums should give: see ``NcclTransport._try_verbs``."""
         return np.full(source.shape, self._num_ranks**3, source.dtype)
 
-    def stream(self) -> Stream:
+    def stream(self):
         return _Stream()
 
-    def current_stream(self) -> Stream:
+    def current_stream(self):
         return self._current
 
 
@@ -120,7 +115,7 @@ class _Communicator:
 
 
 @contextmanager
-def bound(num_ranks: int) -> Iterator[NullDevice]:
+def bound(num_ranks):
     """Have this process compute on a null device, with an NCCL that joins any ranks."""
     from mpistrat.transports import nccl
 

@@ -28,9 +28,9 @@ _LOOKS = {np.moveaxis, np.array_split, np.may_share_memory}
 
 
 @contextmanager
-def stand_in_gpu(seed: int = 0) -> Iterator[StandInDevice]:
+def stand_in_gpu(seed: int = 0, index: int = 0) -> Iterator[StandInDevice]:
     """Let this process compute on a stand-in device for a while."""
-    device = StandInDevice(seed)
+    device = StandInDevice(seed, index)
     device.namespace = Namespace(device)
     bind(device)
     try:

@@ -1,8 +1,5 @@
 """The programs that the evidence of a GPU starts, on the stand-in: whole strategies and calls, on arrays of device memory."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
@@ -25,7 +22,7 @@ DELAY_TURNS = 400
 
 
 @contextmanager
-def on_nodes(comm, shape, monkeypatch) -> Iterator[tuple]:
+def on_nodes(comm, shape, monkeypatch):
     """Give a strategy on stand-in devices of these virtual nodes, and the device."""
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
     monkeypatch.setenv("MPISTRAT_ALLOW_SHARED_GPU", "1")

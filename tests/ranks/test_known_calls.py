@@ -1,7 +1,5 @@
 """Known calls: small batches take a fast path through MPI, plans are cached alike on all ranks, and changes are noticed."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 from itertools import product
@@ -46,7 +44,7 @@ def fast_paths(monkeypatch):
     return taken
 
 
-def batch(dtype: np.dtype, rank: int) -> list[np.ndarray]:
+def batch(dtype, rank):
     return [np.asarray((np.arange(np.prod(shape)) + rank + 1) % 5).reshape(shape).astype(dtype) for shape in SHAPES]
 
 

@@ -1,15 +1,11 @@
 """Calls of a communicator that are wrong, or differ between ranks: every rank raises, and the next call works."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, InvalidArgumentError, TransportError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp
@@ -21,7 +17,7 @@ ONE = np.ones(3, np.float32)
 
 
 @contextmanager
-def refused(ops: Communicator, what: str, error: type[Exception] | tuple[type[Exception], ...], message: str) -> Iterator[None]:
+def refused(ops, what, error, message):
     """Check that a call raises an error, and that the next one works; `what` is named if not."""
     with case(what):
         with pytest.raises(error, match=message):
