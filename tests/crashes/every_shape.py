@@ -1,7 +1,5 @@
 """Saves that are stopped, on more nodes and by more errors than in tests/ranks: ``pytest tests/crashes/every_shape.py``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -89,9 +89,8 @@ def after_each_stop(comm: Any, logs: Sequence[Sequence[Step]]) -> tuple[int, int
     for cut in cuts(logs):
         num_cuts += 1
         steps = sorted((step for log, end in zip(logs, cut, strict=True) for step in log[:end]), key=lambda step: step.when)
-        begun, returned = (
-            max((step.value for step in steps if step.kind == kind), default=0) for kind in ("begun", "returned")
-        )
+        last = lambda kind, steps=steps: max((step.value for step in steps if step.kind == kind), default=0)  # noqa: E731
+        begun, returned = last("begun"), last("returned")
         for content in after_stop(steps):
             key = (frozenset(content.items()), returned, begun)
             if key in seen:

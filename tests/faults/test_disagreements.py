@@ -3,13 +3,8 @@
 A selection of what ``python -m tests.benchmarks safety`` runs in full; ``python -m tests.disagreements`` runs single cases.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-
 import pytest
 
-from tests.disagreements.case import Plan
 from tests.disagreements.job import run_cases
 from tests.disagreements.kinds import drawn_plans, quick_plans
 from tests.disagreements.places import Place
@@ -20,7 +15,7 @@ _ENOUGH = 12  # failures; each of them may have stood still for a while
 _SHARES = {"1x2": 0.11, "2x2": 0.019, "1x4": 0.015, "3+1": 0.015, "hosts:2+2": 0.012}
 
 
-def check(shape: str, plans: Iterable[Plan]) -> None:
+def check(shape, plans):
     """Run cases, and fail with those that did not end as they must."""
     wrong = []
     # longer than it takes to find out that ranks differ, so that a report does not come first
@@ -33,7 +28,7 @@ def check(shape: str, plans: Iterable[Plan]) -> None:
 
 
 @pytest.mark.parametrize("shape", _SHARES)
-def test_ranks_that_disagree_are_told(shape: str) -> None:
+def test_ranks_that_disagree_are_told(shape):
     place = Place(shape)
     if place.missing():
         pytest.skip(place.missing())
@@ -41,9 +36,9 @@ def test_ranks_that_disagree_are_told(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", ["1x2", "2+1", "2x2", "1x4"])
-def test_one_disagreement_in_a_random_program_is_told(shape: str) -> None:
+def test_one_disagreement_in_a_random_program_is_told(shape):
     check(shape, drawn_plans("drawn_program", Place(shape).size, 8, 100_000))
 
 
-def test_no_pair_of_calls_changes_memory_of_others() -> None:
+def test_no_pair_of_calls_changes_memory_of_others():
     check("1x2", drawn_plans("drawn_pair", 2, 100, 100_000))

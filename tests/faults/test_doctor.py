@@ -8,9 +8,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -52,7 +50,7 @@ class Hanging:
 
 
 @pytest.fixture(scope="module")
-def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hanging]:
+def hanging(tmp_path_factory):
     """Give a job that tests look at, and leave as it is."""
     job = Job(tmp_path_factory.mktemp("hanging"))
     with job.start(3, PROGRAM) as launcher:
@@ -61,14 +59,14 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hanging]:
         yield Hanging(launcher, job.pids())
 
 
-def doctor(*words: str) -> dict[str, Any]:
+def doctor(*words):
     done = run_bounded([*DOCTOR, *words, "--json"], SECONDS)
     assert done.returncode == 0, done.stderr
     [job] = json.loads(done.stdout)
     return dict(job)
 
 
-def test_it_shows_who_waits_for_whom_and_where_they_are(hanging: Hanging) -> None:
+def test_it_shows_who_waits_for_whom_and_where_they_are(hanging):
     began = time.monotonic()
     job = doctor(str(hanging.launcher.pid))
     assert time.monotonic() - began < patient(10)
@@ -85,7 +83,7 @@ def test_it_shows_who_waits_for_whom_and_where_they_are(hanging: Hanging) -> Non
     assert f"job.py:{LOAD} (load)" in report
 
 
-def test_it_tells_a_rank_that_is_stopped(hanging: Hanging) -> None:
+def test_it_tells_a_rank_that_is_stopped(hanging):
     os.kill(hanging.pids[1], signal.SIGSTOP)
     try:
         assert until(lambda: doctor(str(hanging.launcher.pid))["ranks"][1]["state"] == "stopped", SECONDS)
@@ -94,7 +92,7 @@ def test_it_tells_a_rank_that_is_stopped(hanging: Hanging) -> None:
     assert until(lambda: doctor(str(hanging.launcher.pid))["ranks"][1]["state"] == "out", SECONDS)
 
 
-def test_it_tells_the_rank_that_a_signal_has_ended_from_those_that_ended_with_it(job: Job) -> None:
+def test_it_tells_the_rank_that_a_signal_has_ended_from_those_that_ended_with_it(job):
     ended = job(3, PROGRAM.replace("time.sleep(1000)", "time.sleep(1.0); os.kill(os.getpid(), 9)"), run=())
     [line] = [line for line in ended.stderr.splitlines() if line.startswith("mpistrat run:")]
     assert re.match(r"mpistrat run: rank 1 on \S+ \(process \d+\) was ended by signal 9 \(Killed; .*mpistrat doctor \S+$", line)

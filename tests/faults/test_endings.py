@@ -1,12 +1,11 @@
 """Exceptions, exits, killed launchers, forks and subprocesses: what ends, what does not, with which code, and what is told."""
 
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import LIMIT_SECONDS, PYTHON, Job
+from tests.faults.jobs import LIMIT_SECONDS, PYTHON
 from tests.processes import codes_after_loss, until
 
 QUIET_FORK = {"OMPI_MCA_mpi_warn_on_fork": "0"}
@@ -24,7 +23,7 @@ ON_RANK_1 = """
 
 
 @pytest.mark.parametrize("python", [PYTHON, RUNNER], ids=["python", "python -m mpi4py"])
-def test_exception_ends_the_job_with_one_traceback(job: Job, python: tuple[str, ...]) -> None:
+def test_exception_ends_the_job_with_one_traceback(job, python):
     ended = job(2, ON_RANK_1.format(fault="raise ValueError('a bad batch\\nin two lines')"), python)
     ended.check(1)
     # from the script on: no frame of a runner, and every line says whose it is
@@ -34,51 +33,66 @@ def test_exception_ends_the_job_with_one_traceback(job: Job, python: tuple[str, 
     assert ended.stderr.count("Traceback") == 1
 
 
-def test_exception_of_another_thread_ends_the_job(job: Job) -> None:
-    fault = "threading.Thread(target=lambda: 1 // 0, name='loader').start(); mine.Recv(bytearray(1), source=0)"
-    ended = job(2, ON_RANK_1.format(fault=fault))
+ON_EVERY_RANK = """
+    from mpistrat.errors import AgreementError
+    note_fault()
+    {fault}
+"""
+# what fails, whose the one traceback is, and how its last line begins
+FAILURES = {
+    "on another thread": (
+        ON_RANK_1.format(fault="threading.Thread(target=lambda: 1 // 0, name='loader').start(); mine.recv(source=0)"),
+        f"rank 1 on {HOST}, thread loader",
+        "ZeroDivisionError: ",
+    ),
+    "on every rank": (ON_EVERY_RANK.format(fault="raise KeyError('weights')"), f"rank 0 on {HOST}", "KeyError: 'weights'"),
+    "raised everywhere, late on rank 0": (
+        ON_EVERY_RANK.format(fault="time.sleep(1.2 if comm.rank == 0 else 0); raise AgreementError('different dtypes')"),
+        f"rank 0 on {HOST}",
+        "mpistrat.errors.AgreementError: different dtypes",
+    ),
+    "raised everywhere, but for rank 0": (
+        ON_RANK_1.format(fault="from mpistrat.errors import AgreementError; raise AgreementError('alone')"),
+        f"rank 1 on {HOST}",
+        "mpistrat.errors.AgreementError: alone",
+    ),
+    "of another rank": (
+        ON_EVERY_RANK.format(
+            fault="""error = AgreementError("another rank has failed")
+    error.failed_ranks = (1,)
+    raise error if comm.rank == 0 else ValueError("a bad file")"""
+        ),
+        f"rank 1 on {HOST}",
+        "ValueError: a bad file",
+    ),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failure_is_told_once_by_the_rank_that_it_is_of(job, failure):
+    text, whose, told = FAILURES[failure]
+    ended = job(2, text)
     ended.check(1)
-    assert ended.marked[0] == f"[rank 1 on {HOST}, thread loader] Traceback (most recent call last):"
-    assert "ZeroDivisionError: " in ended.marked[-1]
+    assert ended.marked[0] == f"[{whose}] Traceback (most recent call last):"
+    assert ended.marked[-1].startswith(f"[{whose}] {told}")
     assert ended.stderr.count("Traceback") == 1
-
-
-def test_bug_on_every_rank_is_told_once(job: Job) -> None:
-    ended = job(2, "note_fault()\nraise KeyError('weights')")
-    ended.check(1)
-    assert ended.marked[-1] == f"[rank 0 on {HOST}] KeyError: 'weights'"
-    assert ended.stderr.count("Traceback") == 1
-
-
-def test_error_raised_everywhere_is_told_by_rank_0_even_when_it_is_late(job: Job) -> None:
-    program = """
-        from mpistrat.errors import AgreementError
-        note_fault()
-        time.sleep(1.2 if comm.rank == 0 else 0)
-        raise AgreementError("ranks passed different dtypes")
-    """
-    ended = job(2, program)
-    ended.check(1)
-    assert ended.marked[-1] == f"[rank 0 on {HOST}] mpistrat.errors.AgreementError: ranks passed different dtypes"
-    assert ended.stderr.count("Traceback") == 1
-
-
-def test_error_raised_everywhere_but_on_rank_0_is_told_all_the_same(job: Job) -> None:
-    fault = "from mpistrat.errors import AgreementError; raise AgreementError('alone')"
-    ended = job(2, ON_RANK_1.format(fault=fault))
-    ended.check(1)
-    assert ended.marked[-1] == f"[rank 1 on {HOST}] mpistrat.errors.AgreementError: alone"
 
 
 @pytest.mark.parametrize(
-    ("fault", "code"), [("os._exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 137)], ids=["_exit", "SIGKILL"]
+    ("fault", "codes"),
+    [
+        ("os._exit(7)", codes_after_loss(7)),
+        ("os.kill(os.getpid(), signal.SIGKILL)", codes_after_loss(137)),
+        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(1000)", {143, 15}),  # Open MPI's, MPICH's
+    ],
+    ids=["_exit", "SIGKILL", "SIGTERM"],
 )
-def test_rank_that_vanishes_ends_the_job(job: Job, fault: str, code: int) -> None:
-    job(2, ON_RANK_1.format(fault=fault)).check(*codes_after_loss(code))
+def test_rank_that_vanishes_ends_the_job(job, fault, codes):
+    job(2, ON_RANK_1.format(fault=fault)).check(*codes)
 
 
 @pytest.mark.parametrize(("num_ranks", "abort"), [(2, "0"), (1, "1")], ids=["switched off", "one rank alone"])
-def test_where_no_other_rank_is_to_be_ended_the_hooks_are_those_of_python(job: Job, num_ranks: int, abort: str) -> None:
+def test_where_no_other_rank_is_to_be_ended_the_hooks_are_those_of_python(job, num_ranks, abort):
     program = "sys.exit(sys.excepthook is not sys.__excepthook__ or threading.excepthook is not threading.__excepthook__)"
     assert job(num_ranks, program, RUNNER, MPISTRAT_ABORT=abort).code == 0
 
@@ -94,13 +108,13 @@ def test_where_no_other_rank_is_to_be_ended_the_hooks_are_those_of_python(job: J
         ("threading.Thread(target=sys.exit, args=(7,)).start(); time.sleep(1000)", 7, PYTHON),
     ],
 )
-def test_an_exit_of_one_rank_ends_the_job_with_its_code(job: Job, fault: str, code: int, python: tuple[str, ...]) -> None:
+def test_an_exit_of_one_rank_ends_the_job_with_its_code(job, fault, code, python):
     ended = job(2, ON_RANK_1.format(fault=fault), python)
     ended.check(code)
     assert "Traceback" not in ended.stderr
 
 
-def test_an_exit_of_one_rank_runs_its_exit_handlers_and_prints_all_that_was_printed(job: Job) -> None:
+def test_an_exit_of_one_rank_runs_its_exit_handlers_and_prints_all_that_was_printed(job):
     program = """
         import atexit
         atexit.register(lambda: print("saved"))
@@ -112,7 +126,7 @@ def test_an_exit_of_one_rank_runs_its_exit_handlers_and_prints_all_that_was_prin
     assert ended.stdout.count("x") == 200_000
 
 
-def test_exits_that_say_nothing_is_wrong_end_normally(job: Job) -> None:
+def test_exits_that_say_nothing_is_wrong_end_normally(job):
     program = """
         try:
             sys.exit(4)
@@ -138,7 +152,7 @@ def test_exits_that_say_nothing_is_wrong_end_normally(job: Job) -> None:
     assert (ended.code, ended.stderr) == (0, "")
 
 
-def test_ranks_that_hold_different_shared_windows_end(job: Job) -> None:
+def test_ranks_that_hold_different_shared_windows_end(job):
     # Open MPI frees windows in the order of their handles, and those of closed communicators are used again
     program = """
         import numpy as np
@@ -163,7 +177,7 @@ def test_ranks_that_hold_different_shared_windows_end(job: Job) -> None:
     assert (ended.code, ended.stderr, ended.stdout) == (0, "", "True\n" * 4)
 
 
-def test_exit_handlers_may_be_calls_themselves(job: Job) -> None:
+def test_exit_handlers_may_be_calls_themselves(job):
     # then no Python frame is beneath the call, from which a line of the program could be taken
     program = """
         import atexit
@@ -187,7 +201,7 @@ def test_exit_handlers_may_be_calls_themselves(job: Job) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["01", "1"], ids=["on all ranks", "on one rank"])
-def test_ctrl_c_is_one_line(job: Job, ranks: str) -> None:
+def test_ctrl_c_is_one_line(job, ranks):
     fault = f"if str(comm.rank) in {ranks!r}: note_fault(); signal.raise_signal(signal.SIGINT); time.sleep(1000)"
     ended = job(2, f"mine.Barrier()\n{fault}\nmine.Barrier()")
     ended.check(130)
@@ -195,13 +209,8 @@ def test_ctrl_c_is_one_line(job: Job, ranks: str) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_sigterm_of_one_rank_ends_the_job(job: Job) -> None:
-    ended = job(2, ON_RANK_1.format(fault="os.kill(os.getpid(), signal.SIGTERM); time.sleep(1000)"))
-    ended.check(143, 15)  # Open MPI's, MPICH's
-
-
 @pytest.mark.parametrize("wrapper", [[], ["sh", "-c", '"$@"; true', "sh"]], ids=["", "in a shell"])
-def test_where_the_launcher_is_killed_the_ranks_end(job: Job, wrapper: list[str]) -> None:
+def test_where_the_launcher_is_killed_the_ranks_end(job, wrapper):
     # each rank is ended for itself, whatever it does
     program = """
         import re
@@ -215,7 +224,7 @@ def test_where_the_launcher_is_killed_the_ranks_end(job: Job, wrapper: list[str]
         mine.Recv(bytearray(1), source=0)
     """
 
-    def kill(launcher: subprocess.Popen[bytes]) -> None:
+    def kill(launcher):
         assert until((job.folder / "up").exists, LIMIT_SECONDS)
         launcher.kill()
 
@@ -224,41 +233,33 @@ def test_where_the_launcher_is_killed_the_ranks_end(job: Job, wrapper: list[str]
     assert not any(Path(segment).exists() for segment in (job.folder / "up").read_text().split())
 
 
-AFTER_FINALIZE = """
-    import numpy as np
-    import mpistrat
-    from mpi4py import MPI
+def test_what_is_called_after_mpi_finalize_raises(job):
+    program = """
+        import numpy as np
+        import mpistrat
+        from mpi4py import MPI
 
-    strategy = mpistrat.MultiWorkerMirroredStrategy()
-    ops = strategy.communicator
-    for _ in range(2):
-        ops.all_reduce("sum", np.ones(3))
-    MPI.Finalize()
-    again = [
-        lambda: ops.all_reduce("sum", np.ones(3)),
-        lambda: ops.start_all_reduce("sum", np.ones(3)),
-        lambda: ops.all_gather(np.ones(3)),
-        ops.barrier,
-        mpistrat.MultiWorkerMirroredStrategy,
-    ]
-    for call in again:
-        try:
-            call()
-        except (mpistrat.errors.UnavailableError, mpistrat.errors.LaunchError) as error:
-            print(f"told of it: {error}")
-    strategy.close()
-"""
-
-
-def test_what_is_called_after_mpi_finalize_raises(job: Job) -> None:
-    ended = job(2, AFTER_FINALIZE)
+        strategy = mpistrat.MultiWorkerMirroredStrategy()
+        ops = strategy.communicator
+        for _ in range(2):
+            ops.all_reduce("sum", np.ones(3))
+        MPI.Finalize()
+        sums = [lambda: ops.all_reduce("sum", np.ones(3)), lambda: ops.start_all_reduce("sum", np.ones(3))]
+        for call in [*sums, lambda: ops.all_gather(np.ones(3)), ops.barrier, mpistrat.MultiWorkerMirroredStrategy]:
+            try:
+                call()
+            except (mpistrat.errors.UnavailableError, mpistrat.errors.LaunchError) as error:
+                print(f"told of it: {error}")
+        strategy.close()
+    """
+    ended = job(2, program)
     assert (ended.code, ended.stdout.count("told of it:")) == (0, 10), ended
     assert ended.stdout.count("the program has called MPI_Finalize") == 8
     assert ended.stdout.count("MPI was finalized already") == 2
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_forked_children_end_alone(job: Job, num_ranks: int) -> None:
+def test_forked_children_end_alone(job, num_ranks):
     program = """
         import atexit
         import numpy as np
@@ -300,7 +301,7 @@ print("shared" if "/sm_segment" in open("/proc/self/maps").read() else "nothing 
 """
 
 
-def test_a_program_that_a_rank_starts_is_not_a_rank_and_is_refused_if_it_starts_mpi_first(job: Job) -> None:
+def test_a_program_that_a_rank_starts_is_not_a_rank_and_is_refused_if_it_starts_mpi_first(job):
     before = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
     program = f"""
         import subprocess
@@ -320,7 +321,7 @@ def test_a_program_that_a_rank_starts_is_not_a_rank_and_is_refused_if_it_starts_
     assert ended.stdout.count("LaunchError: process ") == 2, ended.stdout
 
 
-def test_a_job_that_a_rank_starts_is_a_job_of_its_own(job: Job) -> None:
+def test_a_job_that_a_rank_starts_is_a_job_of_its_own(job):
     program = f"""
         if comm.rank == 0:
             import subprocess
@@ -361,54 +362,33 @@ STARTED = """
 """
 
 
+@pytest.mark.parametrize("abort", ["1", "0"], ids=["", "without the hooks"])
 @pytest.mark.parametrize("then", ["pass", "strategy.close()", "strategy.run(meet)"])
-def test_a_failure_that_nobody_waits_for_is_told(job: Job, then: str) -> None:
-    ended = job(2, STARTED.format(then=then))
-    ended.check(1)
-    assert "DeadlineExceededError: rank 0 " in ended.marked[-1]
-    assert ended.stderr.count("Traceback") == 1
-
-
-def test_a_failure_that_nobody_waits_for_is_told_without_the_hooks(job: Job) -> None:
-    ended = job(2, STARTED.format(then="pass"), MPISTRAT_ABORT="0")
+def test_a_failure_that_nobody_waits_for_is_told(job, then, abort):
+    ended = job(2, STARTED.format(then=then), MPISTRAT_ABORT=abort)
     assert ended.code == 1
+    if abort == "1":
+        ended.check(1)
+        assert "DeadlineExceededError: rank 0 " in ended.marked[-1]
+        assert ended.stderr.count("Traceback") == 1
     assert "DeadlineExceededError: rank 0 " in ended.stderr
 
 
-def test_a_failure_that_was_raised_is_not_raised_again(job: Job) -> None:
-    then = "; ".join(["import contextlib", "caught = contextlib.suppress(mpistrat.errors.DeadlineExceededError)"])
-    program = (
-        STARTED.format(then=then)
-        + """
+def test_a_failure_that_was_raised_is_not_raised_again(job):
+    caught = """
     if comm.rank == 0:
-        with caught:
+        try:
             strategy.experimental_local_results(handle)[0].wait()
             print("unexpected")
-        strategy.close()
-        print("closed")
-"""
-    )
-    ended = job(2, program)
+        except mpistrat.errors.DeadlineExceededError:
+            strategy.close()
+            print("closed")
+    """
+    ended = job(2, STARTED.format(then="pass") + caught)
     assert (ended.stdout, ended.code) == ("closed\n", 0), ended.stderr
 
 
-def test_the_traceback_of_who_failed_is_the_one_that_is_printed(job: Job) -> None:
-    program = """
-        from mpistrat.errors import AgreementError
-        note_fault()
-        if comm.rank == 1:
-            raise ValueError("a bad file")
-        error = AgreementError("another rank has failed")
-        error.failed_ranks = (1,)
-        raise error
-    """
-    ended = job(2, program)
-    assert ended.seconds < LIMIT_SECONDS
-    assert ended.marked[-1].endswith("ValueError: a bad file")
-    assert ended.stderr.count("Traceback") == 1
-
-
-def test_a_signal_that_interrupts_the_beginning_or_end_of_a_call_is_told_to_all(job: Job) -> None:
+def test_a_signal_that_interrupts_the_beginning_or_end_of_a_call_is_told_to_all(job):
     program = """
         import mpistrat
 

@@ -1,7 +1,5 @@
 """What is to be seen where a rank fails at a collective on a GPU: on CPUs, and on the stand-in, whose calls only enqueue."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

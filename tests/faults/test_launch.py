@@ -5,19 +5,18 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mpistrat.launch.mpiexec import find_mpi
-from tests.faults.jobs import LIMIT_SECONDS, MPISTRAT_RUN, PROLOGUE, PYTHON, Job
+from tests.faults.jobs import LIMIT_SECONDS, MPISTRAT_RUN, PROLOGUE, PYTHON
 from tests.processes import patient, run_bounded, until
 
 SECONDS = 120.0
 
 
-def test_run_starts_the_ranks_and_hands_on_their_code(job: Job) -> None:
+def test_run_starts_the_ranks_and_hands_on_their_code(job):
     ended = job(3, "print(comm.rank, comm.size, os.environ['MPISTRAT_VIRTUAL_NODES'])", run=("--nodes", "2+1"))
     assert sorted(ended.stdout.splitlines()) == [f"{rank} 3 2+1" for rank in range(3)], ended.stderr
     assert ended.code == 0
@@ -29,7 +28,7 @@ def test_run_starts_the_ranks_and_hands_on_their_code(job: Job) -> None:
 
 # the device is bound once
 @pytest.mark.parametrize("names", [["MPISTRAT_DEVICE"], ["MPISTRAT_ABORT", "MPISTRAT_STALL_SECONDS", "MPISTRAT_TRACEBACK"]])
-def test_settings_that_one_rank_cannot_read_at_its_start_are_told_to_all(tmp_path: Path, names: list[str]) -> None:
+def test_settings_that_one_rank_cannot_read_at_its_start_are_told_to_all(tmp_path, names):
     program = f"""
 import os
 if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
@@ -48,7 +47,7 @@ for _ in {names}:
     assert (done.returncode, sorted(done.stdout.split())) == (0, sorted(2 * names)), done.stderr
 
 
-def test_a_traceback_needs_no_banner_of_open_mpi_and_an_abort_without_one_has_it_once(job: Job) -> None:
+def test_a_traceback_needs_no_banner_of_open_mpi_and_an_abort_without_one_has_it_once(job):
     ended = job(2, "if comm.rank == 1: raise ValueError('planted')\nmine.Barrier()", run=())
     ended.check(1)
     assert "\0" not in ended.stderr
@@ -60,7 +59,7 @@ def test_a_traceback_needs_no_banner_of_open_mpi_and_an_abort_without_one_has_it
         assert ended.stderr.count("MPI_ABORT was invoked on rank 1") == 1
 
 
-def test_a_timeout_says_what_the_ranks_did_with_lines_tagged_and_hosts_named(job: Job) -> None:
+def test_a_timeout_says_what_the_ranks_did_with_lines_tagged_and_hosts_named(job):
     name, separator = os.uname().nodename, " slots=" if find_mpi().flavour.name == "Open MPI" else ":"
     (job.folder / "hosts").write_text(f"{name}{separator}2\n")
     program = """
@@ -81,7 +80,7 @@ def test_a_timeout_says_what_the_ranks_did_with_lines_tagged_and_hosts_named(job
     assert "\nrank 0 waits for rank 1\n" in ended.stderr
 
 
-def test_an_mpiexec_that_has_to_be_killed_leaves_no_shared_memory(job: Job) -> None:
+def test_an_mpiexec_that_has_to_be_killed_leaves_no_shared_memory(job):
     segments = "re.findall(r'/dev/shm/sm_segment\\S+', open('/proc/self/maps').read())"
     (job.folder / "job.py").write_text(f"import re\n{PROLOGUE}print(*{segments}, flush=True)\ntime.sleep(1000)")
     patched = "from mpistrat.launch import mpiexec; mpiexec._END_SECONDS = 0.0; "
@@ -95,28 +94,27 @@ def test_an_mpiexec_that_has_to_be_killed_leaves_no_shared_memory(job: Job) -> N
 
 
 @pytest.mark.parametrize("kill", [os.killpg, os.kill], ids=["the group", "one process"])
-def test_ctrl_c_ends_the_job(job: Job, kill: Callable[[int, int], None]) -> None:
-    def interrupt(run: subprocess.Popen[bytes]) -> None:
+def test_ctrl_c_ends_the_job(job, kill):
+    def interrupt(run):
         assert until(lambda: "up" in job.said("out"), SECONDS)
         kill(run.pid, signal.SIGINT)  # the terminal sends it to the whole foreground group
 
-    ended = job(
-        3, "note_fault(); print('up', flush=True)\nwhile True: mine.Barrier(); time.sleep(0.01)", run=(), meanwhile=interrupt
-    )
+    program = "note_fault(); print('up', flush=True)\nwhile True: mine.Barrier(); time.sleep(0.01)"
+    ended = job(3, program, run=(), meanwhile=interrupt)
     ended.check(130)
     assert "mpistrat run: interrupted" in ended.stderr.splitlines()
     assert "Traceback" not in ended.stderr
 
 
-def test_a_run_that_is_killed_takes_the_job_with_it(job: Job) -> None:
-    def kill(run: subprocess.Popen[bytes]) -> None:
+def test_a_run_that_is_killed_takes_the_job_with_it(job):
+    def kill(run):
         assert until(lambda: "up" in job.said("out"), SECONDS)
         run.kill()
 
     job(2, "print('up', flush=True)\ntime.sleep(1000)", run=(), meanwhile=kill).check(-signal.SIGKILL)
 
 
-def test_what_an_mpiexec_that_was_killed_has_left_stops_no_later_one(job: Job) -> None:
+def test_what_an_mpiexec_that_was_killed_has_left_stops_no_later_one(job):
     with subprocess.Popen(["true"]) as process:
         numbers = range(process.pid + 1, process.pid + 1001)
     for number in numbers:  # one of which mpiexec will have

@@ -3,17 +3,10 @@
 ``pytest tests/faults/test_lost_tasks.py --kills 50`` kills workers in 50 jobs, and a server in 10.
 """
 
-from __future__ import annotations
-
 import random
 
-import pytest
-
-from tests.faults.jobs import Job, with_servers
+from tests.faults.jobs import with_servers
 from tests.processes import patient
-
-pytestmark = pytest.mark.usefixtures("needs_ulfm")
-
 
 # A step reads and writes a vector that is sent in pieces, counts that it has run, and which example it has seen.
 TRAINING = """
@@ -120,7 +113,7 @@ HALF_OF_AN_ASSIGNMENT = """
 """
 
 
-def test_training_goes_on_without_workers_that_are_killed(job: Job, worker_kill: int) -> None:
+def test_training_goes_on_without_workers_that_are_killed(job, worker_kill):
     instants = random.Random(worker_kill)
     kills = [(instants.uniform(0, 1), rank) for rank in instants.sample([2, 3, 4], 2 - worker_kill % 2)]
     ended = job(5, with_servers(TRAINING, KILLS=kills), survive=True)
@@ -132,7 +125,7 @@ def test_training_goes_on_without_workers_that_are_killed(job: Job, worker_kill:
     assert not ended.leftovers
 
 
-def test_a_server_that_is_killed_makes_the_rest_unavailable(job: Job, server_kill: int) -> None:
+def test_a_server_that_is_killed_makes_the_rest_unavailable(job, server_kill):
     limit = patient(1.0)
     seconds = random.Random(server_kill).uniform(0, 1)
     way = ("auto", "mpi")[server_kill % 2]
@@ -147,20 +140,17 @@ def test_a_server_that_is_killed_makes_the_rest_unavailable(job: Job, server_kil
     assert not ended.leftovers
 
 
-def test_a_chief_that_is_killed_ends_the_job_and_is_named(job: Job) -> None:
+def test_a_chief_that_is_killed_ends_the_job_and_is_named(job):
     limit = patient(5.0)
-    ended = job(
-        4,
-        with_servers("coordinator.schedule(time.sleep, (1000,))\nkill_after(0.5, 0)\ncoordinator.join()\n"),
-        survive=True,
-    )
+    chief = "coordinator.schedule(time.sleep, (1000,))\nkill_after(0.5, 0)\ncoordinator.join()\n"
+    ended = job(4, with_servers(chief), survive=True)
     ended.check(1)
     assert ended.seconds < limit
     assert "UnavailableError: ps 0 (rank 1 on " in ended.stderr
     assert ended.stderr.count("lost chief 0 (rank 0 on ") == 1
 
 
-def test_the_exit_code_of_a_chief_that_fails_after_it_has_caught_a_loss_is_that_of_the_job(job: Job) -> None:
+def test_the_exit_code_of_a_chief_that_fails_after_it_has_caught_a_loss_is_that_of_the_job(job):
     chief = """
     kill_after(0, 1).join()
     try:
@@ -173,7 +163,7 @@ def test_the_exit_code_of_a_chief_that_fails_after_it_has_caught_a_loss_is_that_
     ended.check(3)
 
 
-def test_without_workers_the_rest_is_unavailable_and_no_variable_has_half_a_change(job: Job) -> None:
+def test_without_workers_the_rest_is_unavailable_and_no_variable_has_half_a_change(job):
     ended = job(3, with_servers(HALF_OF_AN_ASSIGNMENT), survive=True, MPISTRAT_MAX_MESSAGE_BYTES="80000")
     ended.check(1)
     assert "left are {0.0}\n" in ended.stdout

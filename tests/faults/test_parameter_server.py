@@ -1,21 +1,19 @@
 """Jobs with parameter servers that must end: chiefs, workers and servers that leave, raise, hang or are killed."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 
-from tests.faults.jobs import Job, with_servers
+from tests.faults.jobs import with_servers
 from tests.processes import patient
 
 
-def program(chief: str) -> str:
+def program(chief):
     """Return the program of a job, of which the chief has a variable and does what is passed."""
     return with_servers(f"with strategy.scope():\n    number = mpistrat.Variable(1.0)\n{chief}\n")
 
 
-def test_servers_end_with_the_chief(job: Job) -> None:
+def test_servers_end_with_the_chief(job):
     ended = job(3, program("for _ in range(100): coordinator.schedule(time.sleep, (0.01,))"))
     ended.check(0)
     assert (ended.stdout.count("served worker"), ended.stdout.count("served ps")) == (1, 1)
@@ -30,21 +28,15 @@ def test_servers_end_with_the_chief(job: Job) -> None:
         ("note_fault(); strategy.extended.update(number, lambda variable: sys.exit(6))", 6, "", True),
     ],
 )
-def test_what_goes_wrong_ends_the_job(
-    job: Job, chief: str, code: int, said: str, survive: bool, request: pytest.FixtureRequest
-) -> None:
-    if survive:
-        request.getfixturevalue("needs_ulfm")
+def test_what_goes_wrong_ends_the_job(job, chief, code, said, survive):
     ended = job(3, program(f"coordinator.schedule(abs, (-1,)).fetch()\n{chief}"), survive=survive)
     ended.check(code)
     assert said in ended.stderr
     assert "UnavailableError" not in ended.stderr
 
 
-def test_an_error_of_the_chief_does_not_wait_for_a_function_that_runs(job: Job) -> None:
-    ended = job(
-        3,
-        """
+def test_an_error_of_the_chief_does_not_wait_for_a_function_that_runs(job):
+    text = """
         import mpistrat
 
         def main(coordinator):
@@ -54,30 +46,36 @@ def test_an_error_of_the_chief_does_not_wait_for_a_function_that_runs(job: Job) 
             raise KeyError('of the chief')
 
         mpistrat.experimental.ParameterServerStrategy.main(main)
-        """,
-    )
+    """
+    ended = job(3, text)
     ended.check(1)
     assert "KeyError: 'of the chief'" in ended.stderr
 
 
-def test_a_chief_that_raises_without_the_hooks_ends_the_servers(job: Job) -> None:
+def test_a_chief_that_raises_without_the_hooks_ends_the_servers(job):
     ended = job(3, program("note_fault(); raise KeyError('of the chief')"), MPISTRAT_ABORT="0")
     assert "KeyError: 'of the chief'" in ended.stderr
     assert (ended.stdout.count("served worker"), ended.stdout.count("served ps")) == (1, 1)
     assert not ended.leftovers
 
 
-@pytest.mark.parametrize("victim", [1, 2], ids=["ps", "worker"])
-def test_a_task_that_is_killed_ends_the_job(job: Job, victim: int) -> None:
+SIGNALS = {
+    "a server": "os.kill(pids[1], 9)\ncoordinator.join()",
+    "a worker": "os.kill(pids[2], 9)\ncoordinator.join()",
+    "all ranks": "[os.kill(pid, signal.SIGTERM) for pid in pids[::-1]]\ntime.sleep(1000)",
+}
+
+
+@pytest.mark.parametrize("to", SIGNALS)
+def test_a_signal_that_nobody_waits_for_ends_the_job(job, to):
     limit = patient(5.0)
-    chief = f"coordinator.schedule(time.sleep, (1000,)); note_fault(); os.kill(pids[{victim}], 9)\ncoordinator.join()"
-    ended = job(3, program(chief))
+    ended = job(3, program(f"coordinator.schedule(time.sleep, (1000,)); note_fault(); {SIGNALS[to]}"))
     assert ended.code != 0
     assert ended.seconds < limit
     assert not ended.leftovers
 
 
-def test_a_chief_that_is_told_to_end_saves_when_all_ranks_are_told(job: Job) -> None:
+def test_a_chief_that_is_told_to_end_saves_when_all_ranks_are_told(job):
     chief = """
 with strategy.scope():
     checkpoint = mpistrat.Checkpoint(number=number)
@@ -103,16 +101,7 @@ handler.run(time.sleep, 0.2)
     assert "after step 1, which is saved: rank 0 has received SIGTERM" in ended.stderr
 
 
-def test_a_chief_that_does_not_save_dies_of_a_signal_to_all_ranks(job: Job) -> None:
-    limit = patient(5.0)
-    chief = "note_fault()\nfor pid in pids[::-1]:\n    os.kill(pid, signal.SIGTERM)\ntime.sleep(1000)"
-    ended = job(3, program(chief))
-    assert ended.code != 0
-    assert ended.seconds < limit
-    assert not ended.leftovers
-
-
-def test_a_huge_result_arrives_and_one_that_fits_no_memory_raises(job: Job) -> None:
+def test_a_huge_result_arrives_and_one_that_fits_no_memory_raises(job):
     chief = "print(len(coordinator.schedule(bytes, (100_000_000,)).fetch()), flush=True)\n"
     chief += "note_fault(); coordinator.schedule(bytes, (1 << 60,))\ncoordinator.join()"
     ended = job(3, program(chief), MPISTRAT_MAX_MESSAGE_BYTES="1048576")
@@ -122,7 +111,7 @@ def test_a_huge_result_arrives_and_one_that_fits_no_memory_raises(job: Job) -> N
     assert "MemoryError" in ended.stderr
 
 
-def test_a_stall_report_tells_what_each_task_does(job: Job) -> None:
+def test_a_stall_report_tells_what_each_task_does(job):
     chief = """
 def slow(variable): time.sleep(2)
 def step(): mpistrat.get_strategy().extended.update(number, slow)
@@ -138,7 +127,7 @@ coordinator.join()
     assert re.search(rf"meanwhile: rank 2 \(.*\): alive; {waits}; now at .*\(step\)", report), report
 
 
-def test_an_idle_server_leaves_its_core_to_others_and_ends_with_the_strategy(job: Job) -> None:
+def test_an_idle_server_leaves_its_core_to_others_and_ends_with_the_strategy(job):
     busy = "print('busy', resolver.task_type, time.process_time() - began, flush=True)\n"
     text = program("time.sleep(1.5)\nstrategy.close()").replace("resolver = ", "began = time.process_time()\nresolver = ", 1)
     ended = job(3, text.replace("    sys.exit()\n", f"    {busy}    sys.exit()\n") + busy)
@@ -148,13 +137,13 @@ def test_an_idle_server_leaves_its_core_to_others_and_ends_with_the_strategy(job
     assert max(seconds["ps"], seconds["worker"]) < 0.45, "of one and a half seconds"
 
 
-def test_one_process_is_told_what_is_needed(job: Job) -> None:
+def test_one_process_is_told_what_is_needed(job):
     ended = job(1, program("pass"))
     assert ended.code == 1
     assert "1 chief, 1 ps and at least one worker are 3 ranks, but 1 were launched: start at least as many" in ended.stderr
 
 
-def test_modules_are_found_by_the_workers(job: Job) -> None:
+def test_modules_are_found_by_the_workers(job):
     text = """
         import mpistrat
         from mpistrat.experimental import ParameterServerStrategy

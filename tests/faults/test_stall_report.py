@@ -3,14 +3,11 @@
 All of it on one host, and what differs on several; ``python -m tests.benchmarks safety_hangs`` tries all of it there as well.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.disagreements.hangs import HANGS, WAITS, Found, find_report, find_reports
+from tests.disagreements.hangs import HANGS, WAITS, find_report, find_reports
 from tests.disagreements.places import Place
 
 ALL = HANGS | WAITS
@@ -27,7 +24,7 @@ CASES = [
 ]
 
 
-def _find(name: str, shape: str, until: str) -> Found:
+def _find(name, shape, until):
     place = Place(shape)
     try:
         return find_report(place, ALL[name], until=until)
@@ -36,7 +33,7 @@ def _find(name: str, shape: str, until: str) -> Found:
 
 
 @pytest.fixture(scope="module")
-def reports(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str, str], Future[Found]]]:
+def reports(request):
     """Give what ranks report, for every selected test."""
     function = test_the_rank_that_does_not_come_and_its_line_are_named.__name__
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.originalname == function]
@@ -47,7 +44,7 @@ def reports(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str, str
 
 
 @pytest.mark.usefixtures("reports")  # which are looked for meanwhile
-def test_whatever_the_others_wait_in_the_rank_and_its_line_are_named() -> None:
+def test_whatever_the_others_wait_in_the_rank_and_its_line_are_named():
     waits = {name: hang for name, hang in WAITS.items() if name != _OF_SOME}
     found = find_reports(Place("1x2"), waits.values())
     assert found[-1].line, f"{list(waits)[len(found) - 1]}: {found[-1].output}"
@@ -55,9 +52,7 @@ def test_whatever_the_others_wait_in_the_rank_and_its_line_are_named() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_the_rank_that_does_not_come_and_its_line_are_named(
-    reports: dict[tuple[str, str, str], Future[Found]], case: tuple[str, str, str]
-) -> None:
+def test_the_rank_that_does_not_come_and_its_line_are_named(reports, case):
     name, shape, until = case
     if missing := Place(shape).missing():
         pytest.skip(missing)

@@ -1,11 +1,8 @@
 """Trainings that are disturbed, a slice of ``python -m tests.faults.trainings``, and what `mpistrat run` says of their ends."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections import Counter
-from pathlib import Path
 
 import mpistrat
 from tests.faults.jobs import LIMIT_SECONDS, MPISTRAT_RUN, said
@@ -23,14 +20,14 @@ FAULTS = """time.sleep(0.02)  # what was saved before a fault is durable then
             if (attempt, state["step"]) == (3, 25): sys.exit(42)"""
 
 
-def test_preempted_jobs_end_with_the_weights_of_an_undisturbed_one() -> None:
+def test_preempted_jobs_end_with_the_weights_of_an_undisturbed_one():
     counts = Counter[str]()
     wrong = list(disturb("preempt", "2+1", 2, seed=1, counts=counts, steps=STEPS))
     assert not wrong, "\n".join(wrong)
     assert counts["preempted"]
 
 
-def test_a_job_that_fails_in_every_way_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
+def test_a_job_that_fails_in_every_way_ends_with_the_weights_of_an_undisturbed_one(tmp_path):
     training = Training(tmp_path, "1x2", 30, FAULTS)
     with training.restarted(4, MPISTRAT_TIMEOUT_SECONDS="2") as process:
         assert process.wait(LIMIT_SECONDS) == 0, said(tmp_path)
@@ -45,7 +42,7 @@ def test_a_job_that_fails_in_every_way_ends_with_the_weights_of_an_undisturbed_o
     assert result == undisturbed(30)
 
 
-def test_mpistrat_run_returns_the_code_after_one_line_of_why(tmp_path: Path) -> None:
+def test_mpistrat_run_returns_the_code_after_one_line_of_why(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     argv = [*MPISTRAT_RUN, "-n", "2", "train.py", "1000000", "0"]
     done = run_bounded(argv, LIMIT_SECONDS, {**os.environ, "MPISTRAT_TIME_LIMIT": "0.01"}, tmp_path)

@@ -6,60 +6,47 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 from zlib import crc32
 
 import pytest
 
-from mpistrat.device import binding
 from tests.gpu import on_host, sanitizer
 from tests.gpu.fake_nccl4py import bound_by
 from tests.gpu.stand_in import StandInDevice
-from tests.gpu.stand_in_arrays import Namespace
+from tests.gpu.stand_in_arrays import stand_in_gpu
 from tests.gpu.stand_in_nccl import StandInNccl
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 TRIAL_BYTES = (1 << 9, 1 << 10)  # the stand-in sums on the host
 
 
 @contextmanager
-def stand_in(comm: MPI.Intracomm, has_nccl: bool = True, nccl_by: str = "CuPy") -> Iterator[StandInDevice]:
+def stand_in(comm: Any, has_nccl: bool = True, nccl_by: str = "CuPy") -> Iterator[StandInDevice]:
     """Bind a stand-in device, each rank to its own, and an NCCL for any ranks, by CuPy or nccl4py. A collective call."""
     if on_host.missing():
         pytest.skip(on_host.missing())
-    device = StandInDevice(comm.rank, index=comm.rank % 2)
-    device.kernels = all_kernels(comm)
-    device.namespace = Namespace(device)
-    library = StandInNccl(device, comm)
-    library.available = has_nccl
-    bound = bound_by(library, nccl_by)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, stand_in_gpu(comm.rank, comm.rank % 2) as device:
+        device.kernels = all_kernels(comm)
+        library = StandInNccl(device, comm)
+        library.available = has_nccl
+        bound = bound_by(library, nccl_by)
         patch.setattr("mpistrat.transports.nccl.find_binding", lambda: bound)
         patch.setattr("mpistrat.transports.nccl.TRIAL_BYTES", TRIAL_BYTES)
-        binding.bind(device)
-        try:
-            yield device
-        finally:
-            binding.bind(None)
-            device.close()
+        yield device
 
 
-def all_kernels(comm: MPI.Intracomm) -> on_host.HostKernels:
+def all_kernels(comm: Any) -> on_host.HostKernels:
     """Return every kernel that a collective may launch, built where no test before has built them. A collective call."""
     names = sanitizer.kernels()
-    moves, folds = ([name for name in names if name.startswith("move") == is_move] for is_move in (True, False))
-    text = "\n".join([on_host.text(), *moves, *folds])
-    folder = Path(tempfile.gettempdir()) / f"mpistrat-host-kernels-{crc32(text.encode()):08x}"
+    folder = Path(tempfile.gettempdir()) / f"mpistrat-host-kernels-{crc32(on_host.source(names).encode()):08x}"
     if comm.rank == 0 and not folder.exists():
         with tempfile.TemporaryDirectory(dir=folder.parent) as building:
             built = Path(building) / "built"
             built.mkdir()
-            on_host.HostKernels.build(built, moves, folds)
+            on_host.HostKernels.build(built, names)
             try:
                 built.rename(folder)
             except OSError:
                 assert folder.exists()  # another session was faster
     comm.Barrier()
-    return on_host.HostKernels(folder, moves, folds)
+    return on_host.HostKernels(folder, names)

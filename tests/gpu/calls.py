@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import ml_dtypes
@@ -31,9 +31,6 @@ from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from tests.gpu.program import settle, the_gpu, write_report
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 SIZES = {"8B": 8, "4KiB": 1 << 12, "64KiB": 1 << 16, "1MiB": 1 << 20, "16MiB": 1 << 24, "256MiB": 1 << 28, "1GiB": 1 << 30}
 SMALL = {"4KiB": 1 << 12, "16KiB": 1 << 14, "64KiB": 1 << 16, "256KiB": 1 << 18, "1MiB": 1 << 20}
@@ -78,7 +75,7 @@ def _beside_nccl(communicator: BaseCommunicator, device: Device, raw: Raw, count
 
 
 def sums(
-    comm: MPI.Intracomm, device: Device, small: Mapping[str, int], large: Mapping[str, int], rounds: int = ROUNDS
+    comm: Any, device: Device, small: Mapping[str, int], large: Mapping[str, int], rounds: int = ROUNDS
 ) -> dict[str, float]:
     """Return the median microseconds of each way, on this rank. A collective call.
 
@@ -116,11 +113,7 @@ def _ways_to_sum(
 
 
 def _take_turns(
-    device: Device,
-    ways: Mapping[str, Callable[[], Any]],
-    expected: NDArray[Any],
-    rounds: int,
-    meet: Callable[[], object],
+    device: Device, ways: Mapping[str, Callable[[], Any]], expected: NDArray[Any], rounds: int, meet: Callable[[], object]
 ) -> dict[str, float]:
     """Return the median microseconds of each way to compute what is expected, and to return it; they take turns."""
     samples: dict[str, list[float]] = {way: [] for way in ways}
@@ -152,7 +145,7 @@ def main(what: str) -> Mapping[str, float]:
 
 
 @contextmanager
-def raw_nccl(comm: MPI.Intracomm, nccl: Any) -> Iterator[Raw]:
+def raw_nccl(comm: Any, nccl: Any) -> Iterator[Raw]:
     """Give a binding's own call, of a communicator that it has for itself. A collective call."""
     bare = nccl.NcclCommunicator(comm.size, comm.bcast(nccl.get_unique_id() if comm.rank == 0 else None), comm.rank)
     kind, op = nccl.NCCL_FLOAT32, nccl.NCCL_SUM

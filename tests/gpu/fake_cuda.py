@@ -38,6 +38,4 @@ class FakeCuda:
             def use(self) -> None:
                 fake.used.append(index)
 
-        made = Device()
-        made.index = index
-        return made
+        return Device(index=index)

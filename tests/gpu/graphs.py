@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,25 +29,6 @@ TURNS, WARM_UPS, REPLAYS = 50, 4, 20
 WITHIN_SECONDS, HELD_SECONDS = 0.02, 0.025
 
 
-class Library(Protocol):
-    """A library that captures graphs."""
-
-    def make(self, values: NDArray[Any]) -> Any:
-        """Return an array of these values."""
-
-    def read(self, array: Any) -> NDArray[Any]:
-        """Return the values of an array."""
-
-    def capture(self, act: Callable[[], object]) -> bool:
-        """Capture a sum in the default mode of CUDA, act meanwhile, and return whether the graph computes it.
-
-        Raises RuntimeError if the capture became invalid.
-        """
-
-    def graph(self, act: Callable[[], object]) -> Callable[[], object]:
-        """Capture what is done, in the default mode, and return what replays it, and waits until it has ended."""
-
-
 def main() -> dict[str, float]:
     """Try CuPy, and PyTorch where it sees the GPU. A collective call."""
 
@@ -59,10 +40,12 @@ def main() -> dict[str, float]:
     return with_strategy(measure)
 
 
-def check(
-    strategy: mpistrat.Strategy, libraries: Mapping[str, Library], count: int = COUNT, turns: int = TURNS
-) -> dict[str, float]:
+def check(strategy: Any, libraries: Mapping[str, Any], count: int = COUNT, turns: int = TURNS) -> dict[str, float]:
     """Capture graphs after collectives, and try to capture collectives. A collective call.
+
+    Of a library `make` returns an array of values and `read` its values. `capture` captures a sum in the default mode of CUDA,
+    acts meanwhile, and returns whether the graph computes it; it raises RuntimeError if the capture became invalid. `graph`
+    captures what is done, in that mode, and returns what replays it and waits until it has ended.
 
     Returns for each library how many graphs it captured, all of which computed the right values; how many collectives were
     refused, after each of which the next one was right; and by NCCL how often sums were replayed, and were right.
@@ -84,7 +67,7 @@ def check(
 
 
 class _Rank:
-    def __init__(self, library: Library, count: int) -> None:
+    def __init__(self, library: Any, count: int) -> None:
         self._context, self._library = mpistrat.get_replica_context(), library
         values = np.arange(count, dtype=np.float32) % 97
         self._array = library.make(values + self._context.replica_id_in_sync_group)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import traceback
-from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,25 +25,17 @@ DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 DELAY_CYCLES = 200_000_000  # about a tenth of a second
 
 
-class Kind(ABC):
-    """A library whose arrays are tried."""
+class Kind:
+    """A library whose arrays are tried.
+
+    `missing` returns why there are no such arrays on the device, or an empty text; `make` returns an array of values; `read`
+    returns the values of what must be such an array, on that device.
+    """
 
     can_be_written = True
 
     def __init__(self, device: str = "gpu") -> None:
         self.device = device
-
-    @abstractmethod
-    def missing(self) -> str:
-        """Return why there are no such arrays there, or an empty text."""
-
-    @abstractmethod
-    def make(self, values: NDArray[Any]) -> Any:
-        """Return an array of these values."""
-
-    @abstractmethod
-    def read(self, array: Any) -> NDArray[Any]:
-        """Return the values of what must be such an array, on that device."""
 
     def late(self, values: NDArray[Any]) -> Any:
         """Return an array whose values are written late, by work that is under way."""
@@ -76,10 +67,7 @@ class Torch(Kind):
         assert isinstance(array, torch.Tensor), f"a tensor was sent, and {type(array)} came back"
         assert array.device.type == self._name, f"a tensor on {self._name} was sent, and one on {array.device} came back"
         host = array.cpu()
-        found: NDArray[Any] = (
-            host.numpy() if host.dtype is not torch.bfloat16 else host.view(torch.int16).numpy().view(DTYPES[1])
-        )
-        return found
+        return host.numpy() if host.dtype is not torch.bfloat16 else host.view(torch.int16).numpy().view(DTYPES[1])
 
     def late(self, values: NDArray[Any]) -> Any:
         import torch

@@ -89,9 +89,8 @@ def _ask_cuda(machine: Machine, count: int) -> None:
 
     machine.gpus.extend(runtime.getDeviceProperties(index)["name"].decode() for index in range(count))
     numbers = {"CUDA driver": runtime.driverGetVersion(), "CUDA run time": runtime.runtimeGetVersion()}
-    machine.versions.update(
-        {"CuPy": cupy.__version__} | {name: f"{number // 1000}.{number // 10 % 100}" for name, number in numbers.items()}
-    )
+    versions = {name: f"{number // 1000}.{number // 10 % 100}" for name, number in numbers.items()}
+    machine.versions.update({"CuPy": cupy.__version__, **versions})
     machine.versions.update(driver_version(_DRIVER.read_text() if _DRIVER.exists() else ""))
     if nccl.available:
         machine.versions["NCCL"] = version_text(nccl.get_version())

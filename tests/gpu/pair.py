@@ -1,7 +1,5 @@
 """The same collectives on a stand-in device and in host memory, which is the oracle."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

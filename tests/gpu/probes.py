@@ -14,6 +14,7 @@ from mpistrat.execution.select import TRANSPORTS
 from mpistrat.launch.mpiexec import command
 from tests.gpu.fault import FAULTS
 from tests.gpu.machine import Machine
+from tests.gpu.sanitizer import TOOLS
 from tests.processes import TIMED_OUT, patient, run_bounded
 
 SHOWN_LINES = 12
@@ -102,10 +103,6 @@ def _probe(
     return Probe(name, argv, needs, ranks, {**told, **environ}, least or {}, most or {}, seconds)
 
 
-def _timing(name: str, fraction: float) -> Probe:
-    return _probe(f"timing {name}", f"timings {name}", "GPU", least={"fraction": fraction})
-
-
 def _conformance(transport: str, shape: str, *needs: str, way: str = "", more: str = "", **environ: str) -> Probe:
     name, ranks = f"{transport}{f' {way}' if way else ''} {shape}", int(shape[0]) * int(shape[2])
     words, seconds = f"conformance {transport} {shape} {more}", _seconds(transport, ranks)
@@ -146,10 +143,6 @@ def _fault(when: str, transport: str, *needs: str) -> Probe:
     return _probe(f"{when} fault, by {transport}", f"fault {when}", "MPI", "GPU", *needs, most=most, seconds=150.0, **chosen)
 
 
-def _graphs(transport: str) -> Probe:
-    return _on_nodes("graphs", "graphs", "1x2", transport, least={"disturbed_by_query": 1}, seconds=90.0)
-
-
 def _streams(transport: str) -> Iterator[Probe]:
     least = {"reused": 1, "wrong_without_wait" if transport == "nccl" else "wrong_without_event": 1}
     yield _on_nodes("streams", "streams blocks", "1x2", transport, least=least)
@@ -167,11 +160,10 @@ def _torch_backward(transport: str) -> Iterator[Probe]:
 
 
 PROBES: tuple[Probe, ...] = (
-    _timing("pack", 0.85),
-    _timing("unpack", 0.85),
-    _timing("gradients", 0.75),
-    _timing("sum_of_peers", 0.80),
-    _timing("staged", 0.85),
+    *(
+        _probe(f"timing {name}", f"timings {name}", "GPU", least={"fraction": fraction})
+        for name, fraction in {"pack": 0.85, "unpack": 0.85, "gradients": 0.75, "sum_of_peers": 0.80, "staged": 0.85}.items()
+    ),
     *(
         _probe(f"{name} of 2 ranks on {where}", *(words, "GPU", *needs), ranks=2, most=most, seconds=120.0)
         for where, needs in (("2 GPUs", ("NCCL", "2 GPUs")), ("a GPU that they share", _BY_NCCL))
@@ -188,23 +180,13 @@ PROBES: tuple[Probe, ...] = (
     *(_conformance("cuda_aware", shape, "GPU") for shape in SHAPES),
     *_streams("cuda_ipc"),
     _on_nodes("streams", "streams blocks", "2x2", "staged", least={"reused": 1}, seconds=120.0, **_IN_CHUNKS),
-    _graphs("cuda_ipc"),
+    _on_nodes("graphs", "graphs", "1x2", "cuda_ipc", least={"disturbed_by_query": 1}, seconds=90.0),
     *(
-        _on_nodes(
-            *(f"interop {library}", f"interop {library}", "1x2", "cuda_ipc"),
-            seconds=120.0,
-            XLA_PYTHON_CLIENT_PREALLOCATE="false",
-        )
-        for library in ("torch", "jax")
+        _on_nodes(words, words, "1x2", "cuda_ipc", seconds=120.0, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+        for words in ("interop torch", "interop jax")
     ),
     *_torch_backward("cuda_ipc"),
-    _probe(
-        "sanitizer",
-        "sanitizer",
-        *("GPU", "compute-sanitizer"),
-        most={f"{tool}_errors": 0 for tool in ("memcheck", "initcheck", "racecheck")},
-        seconds=300.0,
-    ),
+    _probe("sanitizer", "sanitizer", "GPU", "compute-sanitizer", most={f"{tool}_errors": 0 for tool in TOOLS}, seconds=300.0),
     *(_fault(when, "cuda_ipc") for when in ("first", "late")),
     _open_close("cuda_ipc", 100),
     _soak("cuda_ipc", 200.0),
@@ -218,7 +200,7 @@ PROBES: tuple[Probe, ...] = (
     *(_fault(when, "nccl", *_BY_NCCL) for when in ("first", "late")),
     *_streams("nccl"),
     *_torch_backward("nccl"),
-    _graphs("nccl"),
+    _on_nodes("graphs", "graphs", "1x2", "nccl", least={"disturbed_by_query": 1}, seconds=90.0),
     _open_close("nccl", 24),
     _soak("nccl", 250.0),
     *(

@@ -62,11 +62,7 @@ def holding(barrier: Callable[[], None]) -> dict[str, float]:
 
 
 def soak(
-    strategy: mpistrat.Strategy,
-    steps: int = STEPS,
-    settled: int = SETTLED_STEPS,
-    largest: int = LARGEST,
-    held: Holding = holding,
+    strategy: Any, steps: int = STEPS, settled: int = SETTLED_STEPS, largest: int = LARGEST, held: Holding = holding
 ) -> dict[str, float]:
     """Take steps, and compare every result. A collective call.
 
@@ -124,8 +120,7 @@ def _step(step: int, largest: int) -> int:
     if step % 2:
         found = [first.wait(), context.all_reduce("sum", mine[1]), context.start_all_reduce("sum", mine[2]).wait()]
     else:
-        second = context.start_all_reduce("sum", mine[1])
-        plain = context.all_reduce("sum", mine[2])
+        second, plain = context.start_all_reduce("sum", mine[1]), context.all_reduce("sum", mine[2])
         found = [first.wait(), second.wait(), plain]
     size = context.num_replicas_in_sync
     for batch, results in zip(batches, found, strict=True):

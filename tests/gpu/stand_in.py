@@ -88,8 +88,7 @@ class _Stream(Stream):
         self._device = device
         self.waiting: deque[_Event | Callable[[], object]] = deque()
         self.filled = self.finished = 0
-        self.captures = False
-        self.graph: list[Callable[[], object]] | None = None  # of work that is captured, where that is meant
+        self.graph: list[Callable[[], object]] | None = None
 
     @property
     def pointer(self) -> int:
@@ -118,7 +117,16 @@ class _Stream(Stream):
         self.put(_Event(self._device, event.stream, event.position))  # which may be recorded again
 
     def is_capturing(self) -> bool:
-        return self.captures or self.graph is not None
+        return self.graph is not None
+
+    @contextmanager
+    def capturing(self) -> Iterator[list[Callable[[], object]]]:
+        """Capture what is put on it meanwhile, and give that."""
+        self.graph = graph = []
+        try:
+            yield graph
+        finally:
+            self.graph = None
 
     def launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
         assert self._device.kernels is not None, "this device was given no kernels"
@@ -128,7 +136,6 @@ class _Stream(Stream):
         self.put(lambda: self._device.kernels.launch(kernel, num_blocks, arguments))
 
     def put(self, work: _Event | Callable[[], object]) -> None:
-        assert not self.captures, "work of a collective was captured"
         if self.graph is not None:
             assert not isinstance(work, _Event), "a graph waits for what was enqueued before it was captured"
             self.graph.append(work)

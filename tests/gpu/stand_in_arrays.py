@@ -28,9 +28,9 @@ _LOOKS = {np.moveaxis, np.array_split, np.may_share_memory}
 
 
 @contextmanager
-def stand_in_gpu(seed: int = 0) -> Iterator[StandInDevice]:
+def stand_in_gpu(seed: int = 0, index: int = 0) -> Iterator[StandInDevice]:
     """Let this process compute on a stand-in device for a while."""
-    device = StandInDevice(seed)
+    device = StandInDevice(seed, index)
     device.namespace = Namespace(device)
     bind(device)
     try:
@@ -102,11 +102,6 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
         """Return a copy in host memory."""
         return self._settled().copy()
 
-    def set(self, values: Any) -> None:
-        """Copy from host memory."""
-        assert (values.shape, values.dtype) == (self.shape, self.dtype)
-        self._settled()[...] = values
-
     def tolist(self) -> Any:
         return self.get().tolist()
 
@@ -151,18 +146,6 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
     def __iter__(self) -> Any:
         return (self[index] for index in range(len(self)))
 
-    def __float__(self) -> float:
-        return float(self.item())
-
-    def __int__(self) -> int:
-        return int(self.item())
-
-    def __complex__(self) -> complex:
-        return complex(self.item())
-
-    def __bool__(self) -> bool:
-        return bool(self.item())
-
     def __format__(self, spec: str) -> str:
         return format(self.get(), spec)
 
@@ -202,6 +185,8 @@ def _strict(ufunc: np.ufunc) -> Callable[[Any, Any], Any]:
     return operate
 
 
+for _kind in (float, int, complex, bool):
+    setattr(ndarray, f"__{_kind.__name__}__", lambda self, kind=_kind: kind(self.item()))
 for _name in ("add", "sub", "mul", "truediv", "matmul"):
     _ufunc = {"sub": np.subtract, "mul": np.multiply, "truediv": np.true_divide}.get(_name) or getattr(np, _name)
     setattr(ndarray, f"__i{_name}__", _strict(_ufunc))

@@ -145,35 +145,32 @@ class _Communicator:
     def _require_open(self) -> None:
         assert not self.is_over, "a communicator of NCCL was used after it was aborted or destroyed"
 
-    def _connect(self, verb: str) -> None:
+    def _connect(self, verb: str, reduced_bytes: int = 0) -> None:
         """Wait on the host for all ranks at the first call of a verb, as NCCL does."""
         self._require_open()
+        self._library.nbytes += reduced_bytes
         self._library.calls[verb] += 1
         if verb not in self._connected:
             await_peers([self.comm.Ibarrier()], verb)
             self._connected.add(verb)
 
     def allReduce(self, send: int, receive: int, count: int, kind: Any, op: Any, stream: int) -> None:  # noqa: N802
-        self._connect("allReduce")
-        _check_places(send, receive, count * kind.itemsize, count * kind.itemsize, 0)
-        self._count(count, kind)
-        self._issue(
-            stream, lambda: self.comm.Iallreduce(self._copy(send, count, kind), _at(receive, count, kind), _op(op, kind))
-        )
+        self._connect("allReduce", count * kind.itemsize)
+        self._check_places(send, receive, count, count, kind)
+        mine = lambda: self._copy(send, count, kind)  # noqa: E731
+        self._issue(stream, lambda: self.comm.Iallreduce(mine(), _at(receive, count, kind), _op(op, kind)))
 
     def reduce(self, send: int, receive: int, count: int, kind: Any, op: Any, root: int, stream: int) -> None:
-        self._connect("reduce")
-        if self.comm.rank == root:
-            _check_places(send, receive, count * kind.itemsize, count * kind.itemsize, 0)
-        self._count(count, kind)
-        target = lambda: _at(receive, count, kind) if self.comm.rank == root else None  # noqa: E731
+        self._connect("reduce", count * kind.itemsize)
+        is_root = self.comm.rank == root  # only there something is written
+        self._check_places(send, receive if is_root else send, count, count, kind)
+        target = lambda: _at(receive, count, kind) if is_root else None  # noqa: E731
         self._issue(stream, lambda: self.comm.Ireduce(self._copy(send, count, kind), target(), _op(op, kind), root))
 
     def broadcast(self, send: int, receive: int, count: int, kind: Any, root: int, stream: int) -> None:
         self._connect("broadcast")
         is_root = self.comm.rank == root  # only there it reads what is to be sent
-        if is_root:
-            _check_places(send, receive, count * kind.itemsize, count * kind.itemsize, 0)
+        self._check_places(send if is_root else receive, receive, count, count, kind)
 
         def start() -> MPI.Request:
             if is_root and count:
@@ -183,19 +180,16 @@ class _Communicator:
         self._issue(stream, start)
 
     def reduceScatter(self, send: int, receive: int, count: int, kind: Any, op: Any, stream: int) -> None:  # noqa: N802
-        self._connect("reduceScatter")
         whole = count * self.comm.size
-        _check_places(send, receive, whole * kind.itemsize, count * kind.itemsize, self.comm.rank * count * kind.itemsize)
-        self._count(whole, kind)
-        self._issue(
-            stream,
-            lambda: self.comm.Ireduce_scatter_block(self._copy(send, whole, kind), _at(receive, count, kind), _op(op, kind)),
-        )
+        self._connect("reduceScatter", whole * kind.itemsize)
+        self._check_places(send, receive, whole, count, kind)
+        mine, scatter = lambda: self._copy(send, whole, kind), self.comm.Ireduce_scatter_block
+        self._issue(stream, lambda: scatter(mine(), _at(receive, count, kind), _op(op, kind)))
 
     def allGather(self, send: int, receive: int, count: int, kind: Any, stream: int) -> None:  # noqa: N802
         self._connect("allGather")
         whole = count * self.comm.size
-        _check_places(receive, send, whole * kind.itemsize, count * kind.itemsize, self.comm.rank * count * kind.itemsize)
+        self._check_places(receive, send, whole, count, kind)
         self._issue(stream, lambda: self.comm.Iallgather(self._copy(send, count, kind), _at(receive, whole, kind)))
 
     def send(self, send: int, count: int, kind: Any, peer: int, stream: int) -> None:
@@ -214,8 +208,11 @@ class _Communicator:
             self._library.unconnected.append(start(np.empty(0, np.uint8), peer, _CONNECT_TAG))
             self._connected.add(f"{verb} {peer}")
 
-    def _count(self, count: int, kind: np.dtype) -> None:
-        self._library.nbytes += count * kind.itemsize
+    def _check_places(self, whole: int, part: int, elements: int, part_elements: int, kind: np.dtype) -> None:
+        """Check that the shorter memory is this rank's place in the longer one, which is NCCL's way in place, or apart."""
+        own = self.comm.rank * part_elements * kind.itemsize if elements != part_elements else 0
+        is_apart = part + part_elements * kind.itemsize <= whole or whole + elements * kind.itemsize <= part
+        assert part == whole + own or is_apart, "NCCL gives wrong values where memory overlaps otherwise"
 
     def _copy(self, address: int, count: int, kind: np.dtype) -> np.ndarray:
         """Return what is there now; mpi4py keeps no hold of what it sends."""
@@ -224,12 +221,6 @@ class _Communicator:
 
     def _issue(self, stream: int, start: Callable[[], MPI.Request]) -> None:
         self._library.issue(stream, self, start)
-
-
-def _check_places(whole: int, part: int, whole_bytes: int, part_bytes: int, own_bytes: int) -> None:
-    """Check that the shorter memory is this rank's place in the longer one, which is NCCL's way in place, or apart from it."""
-    is_apart = part + part_bytes <= whole or whole + whole_bytes <= part
-    assert part == whole + own_bytes or is_apart, "NCCL gives wrong values where memory overlaps otherwise"
 
 
 def await_peers(requests: list[MPI.Request], verb: str) -> None:

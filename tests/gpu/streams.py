@@ -14,15 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import Any, TypeVar
+from functools import cache, partial
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
 
 import mpistrat
-from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.device.abstract import Device, Stream, address
 from tests.gpu.program import settle, the_gpu, with_strategy, write_report
 
@@ -41,8 +40,6 @@ extern "C" __global__ void delay(unsigned long long nanoseconds) {
 }
 """
 
-T = TypeVar("T")
-
 
 def main(pool: str) -> dict[str, float]:
     """Try the memory of a pool. A collective call."""
@@ -59,11 +56,7 @@ def main(pool: str) -> dict[str, float]:
 
 
 def check(
-    communicator: BaseCommunicator,
-    device: Device,
-    delay: Callable[[Stream], None],
-    drain: Callable[[], None],
-    count: int = COUNT,
+    communicator: Any, device: Device, delay: Callable[[Stream], None], drain: Callable[[], None], count: int = COUNT
 ) -> dict[str, float]:
     """Make calls on arrays that are written late, drop these, and write to their memory. A collective call.
 
@@ -79,7 +72,7 @@ def check(
     default, side = device.current_stream(), device.stream()
     with ThreadPoolExecutor(1) as thread:
         for caller, other in ((default, side), (side, default)):
-            trial = _Trial(communicator, device, delay, drain, caller, other, thread, count)
+            trial = _Trial(communicator, device, (delay, drain), (caller, other), thread, count)
             without_wait = _without_wait(caller) if removed == "wait" else without(removed, caller)
             for name, case in CASES.items():
                 for _ in range(TURNS):
@@ -96,19 +89,9 @@ def check(
 class _Trial:
     """Calls on one stream, whose arrays are dropped."""
 
-    def __init__(
-        self,
-        communicator: BaseCommunicator,
-        device: Device,
-        delay: Callable[[Stream], None],
-        drain: Callable[[], None],
-        caller: Stream,
-        other: Stream,
-        thread: ThreadPoolExecutor,
-        count: int,
-    ) -> None:
-        self.communicator, self.device, self._delay, self._drain = communicator, device, delay, drain
-        self._caller, self._other, self._thread, self._turn, self.reused = caller, other, thread, 0, 0
+    def __init__(self, communicator: Any, device: Device, work: Any, streams: Any, thread: Any, count: int) -> None:
+        self.communicator, self.device, (self._delay, self._drain) = communicator, device, work
+        (self._caller, self._other), self._thread, self._turn, self.reused = streams, thread, 0, 0
         self.fill = device.array_module.asarray(np.full(count, FILL, np.float32))
         settle(device)
 
@@ -139,19 +122,24 @@ class _Trial:
         [total] = self.communicator.all_reduce("sum", [np.array(int(is_right))])
         return int(total) == size
 
-    def on_other_stream(self, act: Callable[[], T]) -> T:
+    def on_other_stream(self, act: Callable[[], Any]) -> Any:
         """Act with the other stream current."""
         with self.device.activate(self._other):
             return act()
 
-    def on_thread(self, act: Callable[[], T]) -> T:
+    def on_thread(self, act: Callable[[], Any]) -> Any:
         """Act on a thread, with its default stream current."""
 
-        def run() -> T:
+        def run() -> Any:
             with self.device.activate():
                 return act()
 
         return self._thread.submit(run).result()
+
+    def read_where(self, where: Callable[..., Any], wait: Callable[[], Any]) -> Callable[[], NDArray[Any]]:
+        """Wait for a result on another stream or thread; return what reads it there."""
+        result = where(wait)
+        return lambda: where(partial(self.device.get, result))
 
     def _written(self, stream: Stream) -> list[Any]:
         """Return new arrays of a stream, that are written to on it."""
@@ -166,69 +154,48 @@ _Case = Callable[[_Trial, list[Any]], Callable[[], NDArray[Any]] | None]
 """Makes a call on an array that it takes out of a list; returns what reads the result, or None if that is dropped."""
 
 
-def _new_result(trial: _Trial, given: list[Any]) -> Callable[[], NDArray[Any]]:
-    result = trial.communicator.all_reduce("sum", given.pop())
-    return lambda: trial.device.get(result)
+def _reduced(trial: _Trial, given: list[Any]) -> Any:
+    return trial.communicator.all_reduce("sum", given.pop())
 
 
-def _beside_another(trial: _Trial, given: list[Any]) -> Callable[[], NDArray[Any]]:
-    result, _ = trial.communicator.all_reduce("sum", [given.pop(), trial.fill])
-    return lambda: trial.device.get(result)
+def _beside_another(trial: _Trial, given: list[Any]) -> Any:
+    return trial.communicator.all_reduce("sum", [given.pop(), trial.fill])[0]
 
 
-def _new_result_dropped(trial: _Trial, given: list[Any]) -> None:
-    trial.communicator.all_reduce("sum", given.pop())
+def _started(trial: _Trial, given: list[Any]) -> Any:
+    return trial.communicator.start_all_reduce("sum", given.pop())
 
 
-def _in_place_dropped(trial: _Trial, given: list[Any]) -> None:
-    array = given.pop()
-    trial.communicator.all_reduce("sum", array, out=array)
-
-
-def _started(trial: _Trial, given: list[Any]) -> Callable[[], NDArray[Any]]:
-    work = trial.communicator.start_all_reduce("sum", given.pop())
+def _started_and_waited_for(trial: _Trial, given: list[Any]) -> Callable[[], NDArray[Any]]:
+    work = _started(trial, given)
     return lambda: trial.device.get(work.wait())
 
 
-def _started_dropped(trial: _Trial, given: list[Any]) -> None:
-    trial.communicator.start_all_reduce("sum", given.pop())
-
-
-def _started_in_place_dropped(trial: _Trial, given: list[Any]) -> None:
+def _in_place(call: Callable[..., Any], given: list[Any]) -> Any:
     array = given.pop()
-    trial.communicator.start_all_reduce("sum", array, out=array).wait()
+    return call("sum", array, out=array)
 
 
-def _started_waited_for_on_other_stream(trial: _Trial, given: list[Any]) -> Callable[[], NDArray[Any]]:
-    result = trial.on_other_stream(trial.communicator.start_all_reduce("sum", given.pop()).wait)
-    return lambda: trial.on_other_stream(lambda: trial.device.get(result))
+def _start_in_place(trial: _Trial, given: list[Any]) -> None:
+    _in_place(trial.communicator.start_all_reduce, given).wait()
 
 
-def _started_waited_for_on_thread(trial: _Trial, given: list[Any]) -> Callable[[], NDArray[Any]]:
-    result = trial.on_thread(trial.communicator.start_all_reduce("sum", given.pop()).wait)
-    return lambda: trial.on_thread(lambda: trial.device.get(result))
-
-
-def _started_parts_dropped(trial: _Trial, given: list[Any]) -> None:
-    trial.communicator.start_reduce_scatter("sum", given.pop())
-
-
-def _started_gathering_dropped(trial: _Trial, given: list[Any]) -> None:
-    trial.communicator.start_all_gather(given.pop())
+def _dropped(_: object) -> None:
+    """Drop what a call has returned."""
 
 
 CASES: dict[str, _Case] = {
-    "all_reduce": _new_result,
-    "all_reduce of two arrays": _beside_another,
-    "all_reduce, its result dropped": _new_result_dropped,
-    "all_reduce in place, dropped": _in_place_dropped,
-    "start_all_reduce": _started,
-    "start_all_reduce, dropped": _started_dropped,
-    "start_all_reduce in place, dropped": _started_in_place_dropped,
-    "start_reduce_scatter, dropped": _started_parts_dropped,
-    "start_all_gather, dropped": _started_gathering_dropped,
-    "start_all_reduce, waited for on another stream": _started_waited_for_on_other_stream,
-    "start_all_reduce, waited for on a thread": _started_waited_for_on_thread,
+    "all_reduce": lambda trial, given: partial(trial.device.get, _reduced(trial, given)),
+    "all_reduce of two arrays": lambda trial, given: partial(trial.device.get, _beside_another(trial, given)),
+    "all_reduce, its result dropped": lambda trial, given: _dropped(_reduced(trial, given)),
+    "all_reduce in place, dropped": lambda trial, given: _dropped(_in_place(trial.communicator.all_reduce, given)),
+    "start_all_reduce": _started_and_waited_for,
+    "start_all_reduce, dropped": lambda trial, given: _dropped(_started(trial, given)),
+    "start_all_reduce in place, dropped": _start_in_place,
+    "start_reduce_scatter, dropped": lambda trial, given: _dropped(trial.communicator.start_reduce_scatter("sum", given.pop())),
+    "start_all_gather, dropped": lambda trial, given: _dropped(trial.communicator.start_all_gather(given.pop())),
+    "waited for on another stream": lambda trial, given: trial.read_where(trial.on_other_stream, _started(trial, given).wait),
+    "waited for on a thread": lambda trial, given: trial.read_where(trial.on_thread, _started(trial, given).wait),
 }
 
 

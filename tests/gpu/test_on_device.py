@@ -3,23 +3,21 @@
 On one GPU several ranks share it, as virtual nodes.
 """
 
-from __future__ import annotations
-
 import pytest
 
-from tests.gpu.machine import Machine, look
-from tests.gpu.probes import PROBES, Probe
+from tests.gpu.machine import look
+from tests.gpu.probes import PROBES
 
 
 @pytest.fixture(scope="module")
-def machine() -> Machine:
+def machine():
     found = look()
     print(found)
     return found
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
-def test_probe(machine: Machine, probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe(machine, probe, monkeypatch):
     monkeypatch.delenv("MPISTRAT_MPI_GPU")  # here MPI is asked
     if refusal := probe.refusal(machine):
         pytest.skip(refusal)

@@ -1,9 +1,5 @@
 """Strategies and datasets on a real GPU: the tests that run on a stand-in elsewhere, with CuPy in its place."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
 from mpistrat.device import binding
@@ -13,7 +9,7 @@ from tests.unit.inputs.test_fetch import *  # noqa: F403
 
 
 @pytest.fixture
-def gpu() -> Iterator[CudaDevice]:
+def gpu():
     """Take the place of the fixture that binds a stand-in."""
     device = CudaDevice()
     device.use()

@@ -78,7 +78,7 @@ class _Bench:
     def measure(self, run: Callable[[int], None], nbytes: int) -> dict[str, float]:
         """Return the bandwidth of a run that moves so many bytes, the copy's, and what Python takes to launch it."""
         run(0)
-        self.settle()
+        settle(self.device)
         copies, runs = [], []
         for _ in range(self.sizes.rounds):
             copies.append(self._seconds_of(run, 0))
@@ -90,33 +90,21 @@ class _Bench:
             "ceiling_gbs": round(ceiling / GIGA, 1),
             "fraction": round(reached / ceiling, 3),
             "us": round(1e6 * taken, 1),
-            "python_us": self.python_us(run),
+            "python_us": round(1e6 * self.seconds(run, 10 * self.sizes.runs, waits=False), 1),
         }
 
-    def python_us(self, run: Callable[[int], None]) -> float:
-        """Return what Python takes for a run, in microseconds, without waiting for the GPU."""
+    def seconds(self, run: Callable[[int], object], times: int, waits: bool = True) -> float:
+        """Return the median time of a run, until the GPU is through, or else until all of it has been launched."""
         samples = []
-        for turn in range(10 * self.sizes.runs):
+        for turn in range(times):
+            settle(self.device)
             begun = time.perf_counter()
             run(turn)
+            if waits:
+                settle(self.device)
             samples.append(time.perf_counter() - begun)
-            self.settle()
-        return round(1e6 * median(samples), 1)
-
-    def seconds(self, run: Callable[[], None]) -> float:
-        """Return the median time of a run that takes long, until the GPU is through."""
-        samples = []
-        for _ in range(self.sizes.rounds):
-            self.settle()
-            begun = time.perf_counter()
-            run()
-            self.settle()
-            samples.append(time.perf_counter() - begun)
-        return median(samples)
-
-    def settle(self) -> None:
-        """Wait until all work on the stream is through."""
         settle(self.device)
+        return median(samples)
 
     def expect(self, found: DeviceArray, expected: NDArray[Any]) -> None:
         """Check that what was timed is right: what moves nothing is fast."""
@@ -125,13 +113,13 @@ class _Bench:
 
     def _seconds_of(self, run: Callable[[int], None], num_runs: int) -> float:
         """Return what the copies take, and that many runs behind them."""
-        self.settle()
+        settle(self.device)
         begun = time.perf_counter()
         for _ in range(self.sizes.fillers):
             self._stream.copy(address(self.target), address(self.source), self.sizes.nbytes)
         for turn in range(num_runs):
             run(turn)
-        self.settle()
+        settle(self.device)
         return time.perf_counter() - begun
 
 
@@ -191,11 +179,12 @@ def staged(bench: _Bench) -> dict[str, float]:
     nbytes = bench.sizes.nbytes // 2
     buffer, pinned = bench.target[:nbytes], bench.device.pinned(nbytes)
     host, stream = int(pinned.__array_interface__["data"][0]), bench.device.current_stream()
-    down = nbytes / bench.seconds(lambda: stream.copy(host, address(buffer), nbytes))
-    up = nbytes / bench.seconds(lambda: stream.copy(address(buffer), host, nbytes))
+    rounds = bench.sizes.rounds
+    down = nbytes / bench.seconds(lambda _: stream.copy(host, address(buffer), nbytes), rounds)
+    up = nbytes / bench.seconds(lambda _: stream.copy(address(buffer), host, nbytes), rounds)
     group = Group(MPI.COMM_SELF.Dup(), "alone", (0,))
     operation = StagedTransport(group, bench.device).all_reduce(buffer.view(F32), ReduceOp.SUM)
-    both = nbytes / bench.seconds(lambda: drive(operation.run(), lambda: "staged", STUCK_SECONDS))
+    both = nbytes / bench.seconds(lambda _: drive(operation.run(), lambda: "staged", STUCK_SECONDS), rounds)
     group.close()
     rates = {"gbs": both, "down_gbs": down, "up_gbs": up}
     return {name: round(rate / GIGA, 2) for name, rate in rates.items()} | {"fraction": round(both / min(down, up), 3)}

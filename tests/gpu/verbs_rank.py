@@ -39,13 +39,8 @@ Case = tuple[str, Callable[[], Sequence[Any]], Sequence[NDArray[Any]]]
 def check(strategy: mpistrat.Strategy) -> dict[str, Any]:
     """Try the verbs; return how many results were compared, and on what. A collective call."""
     [compared] = strategy.experimental_local_results(strategy.run(_try_all, args=(strategy,)))
-    return {"compared": compared, "replicas": strategy.num_replicas_in_sync, "path": _path(strategy)}
-
-
-def _path(strategy: mpistrat.Strategy) -> str:
-    """Return which way the arrays took."""
-    communicator = strategy.extended.communicator
-    return communicator.path or "arrays in host memory"
+    path = strategy.extended.communicator.path or "arrays in host memory"
+    return {"compared": compared, "replicas": strategy.num_replicas_in_sync, "path": path}
 
 
 def _try_all(strategy: mpistrat.Strategy) -> int:
@@ -76,10 +71,8 @@ def cases(
     small, large = every[2], every[4]
     in_order = CommunicationOptions(deterministic=True)
     # rank r gathers r + 1 columns, and sends r + i rows to rank i
-    columns, sent = (
-        [rows[:, : rank + 1] for rank, rows in enumerate(large)],
-        [rows[: me + rank] for rank, rows in enumerate(large)],
-    )
+    columns = [rows[:, : rank + 1] for rank, rows in enumerate(large)]
+    sent = [rows[: me + rank] for rank, rows in enumerate(large)]
     together, parts = np.concatenate(columns, 1), [np.array_split(rows, size)[me] for rows in large]
 
     def mine(rows: Sequence[NDArray[Any]] | NDArray[Any]) -> Any:

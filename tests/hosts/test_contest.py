@@ -1,7 +1,5 @@
 """Programs that compete in a lab: who is measured gave right sums over the links, and who cannot compete is named."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Eight ranks on four hosts with names, links and memory of their own: right topology, exact sums, no byte too many."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.launch.process import find
-from tests.hosts.lab import Lab, LabError, parse_bytes_sent
+from tests.hosts.lab import Lab
 from tests.processes import run_bounded, until
 
 _PROGRAM = Path(__file__).parent / "programs" / "all_reduce.py"
@@ -84,13 +82,6 @@ def test_a_program_that_fails_or_hangs_is_reported(lab):
     assert "killed: still running after 2 s" in hung.stderr
 
 
-def test_a_wrong_placement_is_refused(lab):
-    with pytest.raises(
-        LabError, match=r"placement '4\+4' is not one of 8 ranks on 4 hosts; accepted are block, cyclic, random, and"
-    ):
-        lab.run(8, "4+4", ["true"])
-
-
 def test_nothing_is_left_of_a_lab():
     with Lab(hosts=2) as small:
         first = small._first
@@ -102,17 +93,11 @@ def test_nothing_is_left_of_a_lab():
 
 def test_a_lab_ends_with_the_process_that_asked_for_it():
     program = "from tests.hosts.lab import Lab; lab = Lab(hosts=2).__enter__(); print(lab._first, flush=True); input()"
-    asking = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT
-    )
+    pipe = subprocess.PIPE
+    asking = subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True, cwd=_ROOT)
     assert asking.stdout is not None
     first = int(asking.stdout.readline())
     assert find(first)
     os.kill(asking.pid, signal.SIGKILL)
     asking.communicate()
     assert until(lambda: find(first) is None, 10)
-
-
-def test_an_unknown_device_is_an_error():
-    with pytest.raises(LabError, match="no device eth7"):
-        parse_bytes_sent("Inter-|\n eth0: 1 2 3 4 5 6 7 8 9\n", "eth7")

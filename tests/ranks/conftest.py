@@ -1,13 +1,9 @@
 """Fixtures of tests that run on several ranks. Each is collective: every rank asks for it, in the same order."""
 
-from __future__ import annotations
-
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cache
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,16 +13,6 @@ from mpistrat.logger import StderrHandler, logger
 from mpistrat.topology.discover import discover
 from mpistrat.topology.world import World
 from tests.launches import MOST_RANKS, numbers_of_ranks
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from mpistrat.communicator.interface import BaseCommunicator
-    from mpistrat.communicator.options import CommunicationOptions
-    from mpistrat.groups.group import Group
-    from mpistrat.groups.hierarchy import Hierarchy
-    from mpistrat.strategy.strategy import Strategy
-    from tests.gpu.pair import Pair
 
 # The node shapes of each number of ranks. Of 4 and 8 ranks those that fewer have not: several nodes of several ranks.
 SHAPES = {
@@ -45,7 +31,7 @@ STRATEGY_SHAPES = {**SHAPES, 3: ("2+1",), 4: ("2x2", "3+1"), 8: ("3+1+2+2",)}
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     """Have each test that names none run on its numbers of ranks, or on the node shapes of these."""
     if metafunc.definition.get_closest_marker("ranks"):
         return
@@ -62,20 +48,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def shape() -> str:
+def shape():
     """Give the present node shape."""
     return os.environ[settings.VIRTUAL_NODES.name]
 
 
 @pytest.fixture(autouse=True)
-def _nodes_lie_within_machines() -> None:
+def _nodes_lie_within_machines():
     for node in World.from_shape(shape).nodes if (shape := os.environ[settings.VIRTUAL_NODES.name]) else ():
         if not any(set(node.ranks) <= machine for machine in _machines()):
             pytest.skip("a virtual node would span machines")
 
 
 @cache
-def _machines() -> list[set[int]]:
+def _machines():
     comm = start().Dup()
     machines = [set(node.ranks) for node in discover(comm, "").nodes]
     comm.Free()
@@ -83,7 +69,7 @@ def _machines() -> list[set[int]]:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+def said(monkeypatch):
     """Give what the library says during the test, wherever it would be shown."""
     stream = io.StringIO()
     monkeypatch.setattr(logger, "handlers", [StderrHandler(stream)])
@@ -91,7 +77,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 
 @pytest.fixture
-def comm() -> Iterator[MPI.Intracomm]:
+def comm():
     """Give the test a communicator of all ranks that nothing else sends on."""
     duplicate = start().Dup()
     yield duplicate
@@ -99,7 +85,7 @@ def comm() -> Iterator[MPI.Intracomm]:
 
 
 @pytest.fixture
-def group(comm: MPI.Intracomm) -> Iterator[Group]:
+def group(comm):
     """Give the group of all ranks."""
     from mpistrat.groups.group import Group
 
@@ -109,13 +95,13 @@ def group(comm: MPI.Intracomm) -> Iterator[Group]:
 
 
 @pytest.fixture
-def world(shape: str) -> World:
+def world(shape):
     """Give the picture of the present node shape."""
     return World.from_shape(shape)
 
 
 @pytest.fixture
-def hierarchy(comm: MPI.Intracomm, world: World) -> Iterator[Hierarchy]:
+def hierarchy(comm, world):
     """Give the groups of the present node shape."""
     from mpistrat.groups.hierarchy import Hierarchy
 
@@ -125,16 +111,14 @@ def hierarchy(comm: MPI.Intracomm, world: World) -> Iterator[Hierarchy]:
 
 
 @pytest.fixture
-def make_ops(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., BaseCommunicator]]:
+def make_ops(comm, monkeypatch):
     """Make collectives on a node shape, or on one node, by options and settings; they are closed when the test has ended."""
     from mpistrat.communicator.communicator import Communicator
     from mpistrat.groups.hierarchy import Hierarchy
 
     made = []
 
-    def make(
-        world: World | str = f"1x{comm.size}", options: CommunicationOptions | None = None, **values: str
-    ) -> BaseCommunicator:
+    def make(world=f"1x{comm.size}", options=None, **values):
         _set(monkeypatch, values)
         made.append(Communicator(Hierarchy(comm, _world_of(world)), options))
         return made[-1]
@@ -145,13 +129,13 @@ def make_ops(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
 
 
 @pytest.fixture
-def make_strategy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Strategy]]:
+def make_strategy(monkeypatch):
     """Make strategies, by default of all ranks, under some settings, in capitals; they are closed when the test has ended."""
     import mpistrat
 
     made = []
 
-    def make(kind: Callable[..., Strategy] = mpistrat.MultiWorkerMirroredStrategy, *arguments: Any, **named: Any) -> Strategy:
+    def make(kind=mpistrat.MultiWorkerMirroredStrategy, *arguments, **named):
         _set(monkeypatch, {name: named.pop(name) for name in list(named) if name.isupper()})
         made.append(kind(*arguments, **named))
         return made[-1]
@@ -161,33 +145,33 @@ def make_strategy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Str
         strategy.close()
 
 
-def _set(monkeypatch: pytest.MonkeyPatch, values: Mapping[str, str]) -> None:
+def _set(monkeypatch, values):
     for name, value in values.items():
         monkeypatch.setenv(f"MPISTRAT_{name}", value)
 
 
-def _world_of(world: World | str) -> World:
+def _world_of(world):
     return World.from_shape(world) if isinstance(world, str) else world
 
 
 @pytest.fixture
-def ops(make_ops: Callable[..., BaseCommunicator], world: World) -> BaseCommunicator:
+def ops(make_ops, world):
     """Give the all-reduce of the present node shape, with groups of its own."""
     return make_ops(world)
 
 
 @pytest.fixture
-def mixed(comm: MPI.Intracomm, make_ops: Callable[..., BaseCommunicator]) -> BaseCommunicator:
+def mixed(comm, make_ops):
     """Give the all-reduce of one shape."""
     return make_ops(MIXED.get(comm.size, f"{comm.size}x1"))
 
 
 @pytest.fixture
-def make_pair(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pair]]:
+def make_pair(comm, monkeypatch):
     """Make collectives on a stand-in device and in host memory, as `make_ops` does."""
     from tests.gpu.pair import Pair
 
-    def make(world: World | str = f"1x{comm.size}", has_nccl: bool = True, **values: str) -> Pair:
+    def make(world=f"1x{comm.size}", has_nccl=True, **values):
         _set(monkeypatch, values)
         return stack.enter_context(Pair(comm, _world_of(world), has_nccl))
 

@@ -1,7 +1,5 @@
 """Communicator: every dtype, operation and algorithm on every node shape, against sums made in one place."""
 
-from __future__ import annotations
-
 import time
 from functools import reduce
 from itertools import product
@@ -24,17 +22,17 @@ ALL_DTYPES = (*DTYPES, *HALF_DTYPES)
 SUM, MEAN, MAX = ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX
 
 
-def by_name(algorithm: str, **others: object) -> CommunicationOptions:
+def by_name(algorithm, **others):
     return CommunicationOptions(algorithm=algorithm, **others)
 
 
-def rows(dtype: np.dtype, op: ReduceOp, count: int, size: int, seed: int) -> np.ndarray:
+def rows(dtype, op, count, size, seed):
     """Return one row of values for each rank; every order of combining them gives the same."""
     wide = np.dtype(np.float32) if dtype in HALF_DTYPES else dtype
     return inputs(wide, op, count, size, seed).astype(dtype)
 
 
-def expected(op: ReduceOp, given: np.ndarray) -> np.ndarray:
+def expected(op, given):
     """Return the combination of all rows, from the definition."""
     dtype = given.dtype
     wide = given.astype(np.float32) if dtype in HALF_DTYPES else given
@@ -49,7 +47,7 @@ def expected(op: ReduceOp, given: np.ndarray) -> np.ndarray:
     return total.astype(dtype)
 
 
-def same_bits(found: np.ndarray, wanted: np.ndarray) -> bool:
+def same_bits(found, wanted):
     # a sum of zeros may be -0
     return found.dtype == wanted.dtype and found.shape == wanted.shape and bool(np.all(found == wanted))
 

@@ -3,6 +3,7 @@
 import errno
 import importlib.util
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -148,29 +149,34 @@ def test_a_job_with_an_optimizer_of_pytorch_does_so_too(comm, folder):
     cut_and_go_on(comm, folder, WithAdam, SHAPES[:2])
 
 
+@contextmanager
+def some_ranks(comm, shape):
+    """Give the first ranks, as many as a shape has, a strategy on its nodes; the others None."""
+    size = World.from_shape(shape).size
+    part = comm.Split(int(comm.rank >= size), comm.rank)
+    strategy = strategy_of(part, shape) if comm.rank < size else None
+    yield strategy
+    if strategy is not None:
+        strategy.close()
+    part.Free()
+
+
 def cut_and_go_on(comm, folder, kind, shapes):
     """Train and save in each shape, go on in each from each, and compare all weights with those of an uncut training."""
     found = {}
     for shape in shapes:
-        size = World.from_shape(shape).size
-        part = comm.Split(int(comm.rank >= size), comm.rank)
-        if comm.rank < size:
-            strategy = strategy_of(part, shape)
-            if "undisturbed" not in found:
+        with some_ranks(comm, shape) as strategy:
+            if strategy is not None:
+                if "undisturbed" not in found:
+                    training = kind(strategy)
+                    found["undisturbed"] = training.train(12)[0], training.seen
                 training = kind(strategy)
-                found["undisturbed"] = training.train(12)[0], training.seen
-            training = kind(strategy)
-            found[shape] = training.train(7)
-            training.checkpoint.save(folder / shape, wait=True, step=7)
-            strategy.close()
-        part.Free()
+                found[shape] = training.train(7)
+                training.checkpoint.save(folder / shape, wait=True, step=7)
         found = comm.bcast(found)
     for shape in shapes:
-        size = World.from_shape(shape).size
-        part = comm.Split(int(comm.rank >= size), comm.rank)
-        if comm.rank < size:
-            strategy = strategy_of(part, shape)
-            for other in shapes:
+        with some_ranks(comm, shape) as strategy:
+            for other in shapes if strategy is not None else ():
                 training = kind(strategy)
                 assert training.checkpoint.restore(folder / other) == 7
                 _, rows, first = found[other]
@@ -179,8 +185,6 @@ def cut_and_go_on(comm, folder, kind, shapes):
                 assert training.train(5)[0] == whole
                 assert training.seen == seen[7:]
                 training.checkpoint.close()
-            strategy.close()
-        part.Free()
         comm.Barrier()
     epoch = [row for batch in found["undisturbed"][1][:5] for row in batch]
     assert sorted(epoch) == list(range(22))
@@ -192,9 +196,8 @@ def two(comm):
     strategy = strategy_of(comm, f"{comm.size}x1")
     state = {"w": np.arange(8.0), "step": 1}
     with strategy.scope():
-        checkpoint = mpistrat.Checkpoint(
-            state=state, metric=mpistrat.Variable(2.0, synchronization=ON_READ, aggregation=mpistrat.VariableAggregation.SUM)
-        )
+        metric = mpistrat.Variable(2.0, synchronization=ON_READ, aggregation=mpistrat.VariableAggregation.SUM)
+        checkpoint = mpistrat.Checkpoint(state=state, metric=metric)
     yield checkpoint, state
     strategy.close()
 
@@ -217,9 +220,8 @@ def test_ranks_that_disagree_are_told_and_the_job_goes_on(comm, two, folder, str
         checkpoint.save(folder / "a")
     state["w"][7] -= comm.rank
     state["extra"] = on_one(comm, 1, object(), 1)
-    with pytest.raises(
-        on_one(comm, 1, mpistrat.errors.UnsupportedDtypeError, AgreementError), match="state/extra is of type object"
-    ):
+    error = on_one(comm, 1, mpistrat.errors.UnsupportedDtypeError, AgreementError)
+    with pytest.raises(error, match="state/extra is of type object"):
         checkpoint.save(folder / "a")
     with pytest.raises(AgreementError):
         checkpoint.restore(folder / "a", strict=on_one(comm, 0, True, False))
@@ -392,18 +394,14 @@ def test_what_each_rank_has_for_itself_comes_back_on_as_many_ranks(comm, folder)
     with strategy.scope(), pytest.raises(InvalidArgumentError, match=f"w@{comm.rank} is a variable, which ranks save together"):
         mpistrat.Checkpoint(w=mpistrat.PerRank(mpistrat.Variable(1)))
     strategy.close()
-    part = comm.Split(int(comm.rank == 2), comm.rank)
-    if comm.rank < 2:
-        strategy = strategy_of(part, "2x1")
-        other, state, _, shared = made(strategy, 30)
-        with pytest.raises(
-            CheckpointError, match="state@0, state@1, state@2: each of 3 ranks has saved its own, and here are 2"
-        ):
-            other.restore(path)
-        assert other.restore(path, strict=False) == 0
-        assert (state["n"], shared[0]) == (30 + comm.rank, 10)
-        strategy.close()
-    part.Free()
+    with some_ranks(comm, "2x1") as strategy:
+        if strategy is not None:
+            other, state, _, shared = made(strategy, 30)
+            told = "state@0, state@1, state@2: each of 3 ranks has saved its own, and here are 2"
+            with pytest.raises(CheckpointError, match=told):
+                other.restore(path)
+            assert other.restore(path, strict=False) == 0
+            assert (state["n"], shared[0]) == (30 + comm.rank, 10)
 
 
 @on_ranks(2)
@@ -470,9 +468,9 @@ def test_data_that_each_rank_reads_go_on_on_fewer_ranks_or_are_refused_on_all(co
     next(iter(data))
     path = checkpoint.save(folder / "one", wait=True)
     strategy.close()
-    part = comm.Split(int(comm.rank == 2), comm.rank)
-    if comm.rank < 2:
-        strategy = strategy_of(part, "2x1")
+    with some_ranks(comm, "2x1") as strategy:
+        if strategy is None:
+            return
         data, weights, checkpoint = made(strategy, 3)
         if shuffle:
             with pytest.raises(CheckpointError, match=r"data: batch 1 .* 3 ranks .* and now .* 2 ranks .* not shuffled"):
@@ -480,6 +478,5 @@ def test_data_that_each_rank_reads_go_on_on_fewer_ranks_or_are_refused_on_all(co
             assert weights.tolist() == [3.0] * 3
         else:
             checkpoint.restore(path)
-            rows = [row for batch in data for row in strategy.experimental_local_results(batch)[0].tolist()]
-            assert rows == [*range(6 + part.rank, 30, 2)]
-        strategy.close()
+            rows = [row for batch in data for row in strategy.local(batch).tolist()]
+            assert rows == [*range(6 + comm.rank, 30, 2)]

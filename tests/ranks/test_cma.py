@@ -53,9 +53,7 @@ def test_every_rank_writes_to_every_rank(attached, group):
         values = np.full(50, group.rank + 1.0)
         attached.write(rank, IoVectors(addresses[rank] + 100 * group.rank * mine.itemsize, values.nbytes), whole(values))
     group.comm.Barrier()
-    assert (
-        mine.reshape(-1, 50) == [[rank + 1] * 50 if half == 0 else [0] * 50 for rank in range(group.size) for half in (0, 1)]
-    ).all()
+    assert (mine.reshape(-1, 2, 50) == np.arange(1, group.size + 1)[:, None, None] * [[[1], [0]]]).all()
 
 
 def test_many_ranges_are_read_in_few_calls(attached, group):
@@ -74,10 +72,8 @@ def test_many_ranges_are_read_in_few_calls(attached, group):
 
 def test_memory_that_is_not_there_is_an_error_that_says_whose(attached, group):
     peer = (group.rank + 1) % group.size
-    message = (
-        rf"rank {group.rank}: reading 24 bytes of rank {peer} failed \(Bad address\); the rank has ended, "
-        r"or its array is not in ordinary memory: MPISTRAT_PEER_MEMORY=0 goes through shared memory instead"
-    )
+    message = rf"rank {group.rank}: reading 24 bytes of rank {peer} failed \(Bad address\); the rank has ended, "
+    message += "or its array is not in ordinary memory: MPISTRAT_PEER_MEMORY=0 goes through shared memory instead"
     with pytest.raises(UnavailableError, match=message):
         attached.read(peer, IoVectors(4096, 24), whole(np.empty(3)))
 
@@ -130,9 +126,8 @@ def exchanged(comm, monkeypatch):
 
 def drawn_shape(rng):
     """Return a shape: of a number, of nothing, or of less or more than a block."""
-    return [(), (0,), (3, 0), (int(rng.integers(1, 50)),), (7, int(rng.integers(1, 60))), (int(rng.integers(300, 3000)),)][
-        rng.integers(6)
-    ]
+    few, some, many = (int(rng.integers(*bounds)) for bounds in ((1, 50), (1, 60), (300, 3000)))
+    return [(), (0,), (3, 0), (few,), (7, some), (many,)][rng.integers(6)]
 
 
 def laid_out(rng, arrays):
@@ -167,9 +162,8 @@ def test_lists_are_combined_where_they_lie_as_numpy_combines_them(exchanged, com
             rows(dtypes[rng.integers(len(dtypes))], op, int(np.prod(shape)), comm.size, seed + index)
             for index, shape in enumerate(shapes)
         ]
-        options = CommunicationOptions(
-            algorithm="hierarchical", num_packs=[None, 1, 3][rng.integers(3)], bytes_per_pack=[0, 3000][rng.integers(2)]
-        )
+        packs = {"num_packs": [None, 1, 3][rng.integers(3)], "bytes_per_pack": [0, 3000][rng.integers(2)]}
+        options = CommunicationOptions(algorithm="hierarchical", **packs)
         # ranks may differ in where their arrays lie, and where results go; the second time, calls are known
         for _ in range(2):
             mine = [given[comm.rank].reshape(shape) for given, shape in zip(of_ranks, shapes, strict=True)]

@@ -1,9 +1,8 @@
 """`mpistrat.Communicator` as authors of libraries use it: on communicators of MPI, arrays and lists, with and without `out`."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -95,18 +94,12 @@ def test_measurements_that_differ_are_told(comm):
 
 @needs_ranks(2)
 def test_settings_that_differ_are_an_error_on_every_rank(comm, monkeypatch):
-    others = {
-        "CHUNK_BYTES": "300000",
-        "STRICT": "0",
-        "INTRA_TRANSPORT": "mpi",
-        "ALGORITHM": "flat",
-        "MAX_MESSAGE_BYTES": "4KiB",
-    }
-    for name, value in others.items():
+    others = {"CHUNK_BYTES": "300000", "STRICT": "0", "INTRA_TRANSPORT": "mpi", "ALGORITHM": "flat"}
+    for name, value in {**others, "MAX_MESSAGE_BYTES": "4KiB", "TIMEOUT_SECONDS": "5"}.items():
         with monkeypatch.context() as patch:
             if comm.rank == 0:
                 patch.setenv(f"MPISTRAT_{name}", value)
-            told = rf"(?s)rank 0: settings .*MPISTRAT_{name}=.*\n  ranks? 1.*mpiexec -x NAME"
+            told = rf"(?s)rank 0: settings .*MPISTRAT_{name}(=| set).*\n  ranks? 1.*mpiexec -x NAME"
             with pytest.raises(AgreementError, match=told):
                 mpistrat.Communicator(comm)
 
@@ -135,12 +128,8 @@ def test_a_communicator_that_cannot_be_made_leaves_nothing(comm, monkeypatch, fa
     variables, error = FAILURES[failure]
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-
-    def fail(*_):
-        raise LaunchError("planted")
-
     if failure == "tuning":
-        monkeypatch.setattr("mpistrat.tuning._find", fail)
+        monkeypatch.setattr("mpistrat.tuning._find", Mock(side_effect=LaunchError("planted")))
 
     def left():
         duplicate = comm.Dup()  # MPI numbers communicators, and windows are mapped files

@@ -1,9 +1,8 @@
 """Whether MPI may be handed device memory: who is asked, and who is believed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -40,16 +39,8 @@ def ask(monkeypatch):
 
     def find(library=None, proof=None):
         asked = []
-
-        def answer(name, verdict):
-            def told(*_):
-                asked.append(name)
-                return verdict
-
-            return told
-
-        monkeypatch.setattr(cuda_awareness, "_claim_of_library", answer("library", library))
-        monkeypatch.setattr(cuda_awareness, "probe", answer("probe", proof))
+        monkeypatch.setattr(cuda_awareness, "_claim_of_library", lambda: asked.append("library") or library)
+        monkeypatch.setattr(cuda_awareness, "probe", lambda _: asked.append("probe") or proof)
         cuda_awareness._ask.cache_clear()
         return find_verdict(), asked
 
@@ -109,11 +100,8 @@ def test_rank_0_finds_it_for_all(comm, monkeypatch):
 
 
 def test_what_keeps_rank_0_from_asking_is_told_to_all(comm, monkeypatch):
-    def fail():
-        raise OSError("planted: no more processes")
-
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "auto")
-    monkeypatch.setattr(cuda_awareness, "_claim_of_library", fail)
+    monkeypatch.setattr(cuda_awareness, "_claim_of_library", Mock(side_effect=OSError("planted: no more processes")))
     verdict = bcast_or_raise(comm, find_verdict)
     assert not verdict.is_aware
     assert verdict.reason == "the MPI library could not be queried (OSError: planted: no more processes)"

@@ -46,14 +46,14 @@ CALLS = st.builds(
 )
 
 
-def rows(call: Call, size: int) -> np.ndarray:
+def rows(call, size):
     """Return the values of each replica, of very different sizes, so that any other order rounds otherwise."""
     rng = np.random.default_rng(call.seed)
     shape = (size, sum(call.lengths))
     return (rng.normal(size=shape) * 10.0 ** rng.integers(-3, 4, shape)).astype(call.dtype)
 
 
-def folded(call: Call, given: np.ndarray) -> np.ndarray:
+def folded(call, given):
     """Return what one process makes of them: one replica after the other, 16-bit floats in float32."""
     wide = given.astype(np.float32 if call.dtype in HALF_DTYPES else call.dtype)
     total = wide[0]
@@ -75,7 +75,7 @@ def test_arrays_that_are_too_large_for_a_slot_once_they_are_padded_are_added_in_
 def test_bits_are_those_of_one_process_that_adds_in_order(comm, make_ops, world):
     ops = make_ops(world, MAX_MESSAGE_BYTES="300")  # several segments of each part
 
-    def check_one(call: Call) -> None:
+    def check_one(call):
         given = rows(call, comm.size)
         arrays = np.split(given[comm.rank], np.cumsum(call.lengths)[:-1])
         packing = {"bytes_per_pack": call.bytes_per_pack, "num_packs": call.num_packs}

@@ -1,14 +1,12 @@
 """Collectives of arrays on GPUs, on a stand-in device whose streams dawdle; the host path is the oracle."""
 
-from __future__ import annotations
-
 import re
-import threading
 import time
 import weakref
 from contextlib import nullcontext
 from functools import partial
 from itertools import repeat
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
@@ -18,13 +16,7 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.reductions import Reductions
 from mpistrat.device.kernels import TYPES
-from mpistrat.errors import (
-    AgreementError,
-    DeadlineExceededError,
-    InvalidArgumentError,
-    TransportError,
-    UnavailableError,
-)
+from mpistrat.errors import AgreementError, DeadlineExceededError, InvalidArgumentError, TransportError, UnavailableError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
 from mpistrat.testing.transport_cases import operations
@@ -34,6 +26,7 @@ from mpistrat.transports.nccl import nccl_refusal
 from tests.gpu.bound import stand_in
 from tests.gpu.pair import Pair, values
 from tests.launches import needs_ranks, on_ranks, up_to_ranks
+from tests.ranks.cases import on_thread
 
 pytestmark = on_ranks(1, 2, 4)
 
@@ -116,25 +109,15 @@ def test_arrays_in_host_memory_are_combined_there(pair):
 
 
 def test_arrays_of_another_gpu_are_refused(pair):
-    near, far, gpu = pair.up(np.ones(3)), [], pair.gpu
-    thread = threading.Thread(target=lambda: far.append(pair.up(np.ones(3))))  # begins on another GPU
-    thread.start()
-    thread.join()
-    [far] = far
+    near, far, gpu = pair.up(np.ones(3)), on_thread(pair.up, np.ones(3)), pair.gpu  # a thread begins on another GPU
     gpu.is_strict = False  # else there is no fast path
     for _ in range(2):  # the second call of each kind is known
         assert pair.download(gpu.all_reduce(SUM, near)).tolist() == [pair.size] * 3
         assert gpu.all_reduce(SUM, near, out=near) is near
         near = pair.up(np.ones(3))
-    for call in (
-        lambda: gpu.all_reduce(SUM, far),
-        lambda: gpu.all_reduce(SUM, near, out=far),
-        lambda: gpu.all_reduce(SUM, [near, far]),
-        lambda: gpu.start_all_reduce(SUM, far),
-        lambda: gpu.reduce_scatter(SUM, far),
-        lambda: gpu.all_gather(far),
-        lambda: gpu.broadcast(far),
-    ):
+    sums = [lambda given=given: gpu.all_reduce(SUM, *given) for given in ((far,), (near, None, far), ([near, far],))]
+    others = [lambda: gpu.start_all_reduce(SUM, far), lambda: gpu.reduce_scatter(SUM, far)]
+    for call in (*sums, *others, lambda: gpu.all_gather(far), lambda: gpu.broadcast(far)):
         index = pair.device.index
         with pytest.raises(InvalidArgumentError, match=f"is on GPU {1 - index}, this replica computes on GPU {index}"):
             call()
@@ -216,9 +199,8 @@ def test_what_goes_by_way_of_the_host_is_said_once(comm, world, monkeypatch, tmp
         for _ in range(2):
             communicator = Communicator(Hierarchy(comm, world))
             communicator.close()
-    assert said.getvalue().count("GPU memory is staged through host memory between nodes: ") == (
-        world.num_nodes > 1 and comm.rank == 0
-    )
+    is_said = world.num_nodes > 1 and comm.rank == 0
+    assert said.getvalue().count("GPU memory is staged through host memory between nodes: ") == is_said
     if world.num_nodes > 1:
         assert "staged over mpi_ring between nodes (" in communicator.path
 
@@ -289,26 +271,19 @@ def test_a_transport_that_one_rank_cannot_make_nobody_takes(comm, monkeypatch, a
             monkeypatch.setattr(device, "allocate", fail_once)
         elif comm.rank == 1:
             monkeypatch.setattr("mpistrat.transports.nccl.find_binding", partial(fail_once, 0))
-        communicator = Communicator(Hierarchy(comm, world))
-        assert re.match(
-            r"cuda_ipc inside nodes, one shot up to .* \(nccl: (RuntimeError: )?planted: an error of CUDA's", communicator.path
-        )
-        communicator.close()
+        with Communicator(Hierarchy(comm, world)) as communicator:
+            told = r"cuda_ipc inside nodes, one shot up to .* \(nccl: (RuntimeError: )?planted: an error of CUDA's"
+            assert re.match(told, communicator.path)
 
 
 @needs_ranks(2)
 @pytest.mark.parametrize("has_nccl", [True, False])
 def test_ranks_of_which_one_gets_no_stream_raise_together(comm, monkeypatch, has_nccl):
-    def fail():
-        raise RuntimeError("planted: no stream")
-
     hierarchy = Hierarchy(comm, World.from_shape(f"1x{comm.size}"))
-    message = (
-        r"here: node0: nccl: .*; cuda_ipc: intra node0: rank 1 failed for all: RuntimeError: planted: no stream; staged: R"
-    )
+    message = "here: node0: nccl: .*; cuda_ipc: intra node0: rank 1 failed for all: RuntimeError: planted: no stream; staged: R"
     with stand_in(comm, has_nccl=has_nccl) as device:
         if comm.rank == 1:
-            monkeypatch.setattr(device, "stream", fail)
+            monkeypatch.setattr(device, "stream", Mock(side_effect=RuntimeError("planted: no stream")))
         with pytest.raises(TransportError, match=message):
             Communicator(hierarchy)
 
@@ -397,11 +372,9 @@ def test_nccl_works_on_the_arrays_themselves(comm, make_pair, counts):
 def test_a_rank_alone_captures_copies(make_pair):
     pair = make_pair()
     (given, out), stream = (pair.up(np.arange(5.0) + more) for more in (0, 9)), pair.device.current_stream()
-    with pair.gpu.capture():
-        stream.graph = []
+    with pair.gpu.capture(), stream.capturing() as graph:
         pair.gpu.all_reduce(ReduceOp.MEAN, [given], out=[out])
         pair.gpu.all_reduce(ReduceOp.SUM, given, out=given)
-        graph, stream.graph = stream.graph, None
     for work in graph:
         stream.put(work)
     pair.check([given, out], [np.arange(5.0)] * 2)

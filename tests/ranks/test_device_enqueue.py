@@ -1,13 +1,11 @@
 """Where NCCL joins all ranks a call ends when it has been given its work: nothing waits on the host that need not."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading
 import time
 import weakref
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -34,6 +32,7 @@ from tests.gpu.pair import values
 from tests.gpu.stand_in import UNFINISHED
 from tests.other_arrays import TorchDevice, fake_torch
 from tests.processes import until
+from tests.ranks.cases import on_thread
 
 pytestmark = pytest.mark.ranks(nodes=["1x2", "2x1"])
 on_one_node, on_two_nodes = pytest.mark.ranks(nodes="1x2"), pytest.mark.ranks(nodes="2x1")
@@ -41,6 +40,8 @@ on_both_levels = pytest.mark.ranks(nodes=["1x2", "2x2"])
 
 SUM, MEAN, MAX = ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX
 SOON_SECONDS = 5.0
+PLANTED, FELL_OFF = "planted: a GPU fell off the bus", "planted: a GPU fell off the bus|given up|gave up"
+ENDED = TransportError, UnavailableError
 AT_LEISURE = CommunicationOptions(timeout_seconds=60.0)  # of the calls before one that is to miss its deadline
 
 
@@ -84,28 +85,17 @@ def verbs(node):
 
 
 def test_every_verb_may_be_called_by_a_thread_that_begins_with_another_gpu(node):
-    found = []
-
     def up(array):
         with node.device.activate():
             return node.up(array)
 
     def call_all():
-        try:
-            for call in verbs(node):
-                found.append(call(up, node.gpu))
-            found.append(node.gpu.start_all_reduce(SUM, up(np.ones(5000, np.float32))).wait())
-        except BaseException as error:
-            found.append(error)
+        started = node.gpu.start_all_reduce(SUM, up(np.ones(5000, np.float32)))
+        return [*(call(up, node.gpu) for call in verbs(node)), started.wait()]
 
-    thread = threading.Thread(target=call_all)
-    thread.start()
-    thread.join()
-    if isinstance(found[-1], BaseException):
-        raise found[-1]
-    for one, call in zip(found, verbs(node), strict=False):
-        node.check(one, call(np.copy, node.host))
-    node.check(found[-1], np.full(5000, node.size, np.float32))
+    expected = [*(call(np.copy, node.host) for call in verbs(node)), np.full(5000, node.size, np.float32)]
+    for found, wanted in zip(on_thread(call_all), expected, strict=True):
+        node.check(found, wanted)
 
 
 @on_both_levels
@@ -117,6 +107,14 @@ def test_every_verb_ends_when_nccl_has_been_given_its_work(node):
             node.check(held_call(node, lambda call=call: call(node.up, node.gpu)), expected)
 
 
+@contextmanager
+def refused_in_capture(stream, why):
+    """Check that a call raises an error while a stream is captured, and puts nothing there."""
+    with stream.capturing() as graph, pytest.raises((InvalidArgumentError, TransportError), match=why):
+        yield
+    assert not graph
+
+
 def test_what_cannot_be_captured_raises_before_anything_is_enqueued(node):
     for call in verbs(node):
         given, expected = [], call(np.copy, node.host)
@@ -124,16 +122,13 @@ def test_what_cannot_be_captured_raises_before_anything_is_enqueued(node):
         for _ in range(2):
             given.clear()
             node.check(call(put, node.gpu), expected)
-            node.device.current_stream().captures, arrays = True, iter(given)
-            with pytest.raises(InvalidArgumentError, match="a CUDA graph is being captured"):
+            arrays = iter(given)
+            with refused_in_capture(node.device.current_stream(), "a CUDA graph is being captured"):
                 call(lambda _, arrays=arrays: next(arrays), node.gpu)
-            node.device.current_stream().captures = False
     for _, start, arrays, _ in started(node):
         given = bring(node, arrays)
-        node.device.current_stream().captures = True
-        with pytest.raises(InvalidArgumentError, match="a CUDA graph is being captured"):
-            start(node.gpu, given)
-        node.device.current_stream().captures = False
+        with refused_in_capture(node.device.current_stream(), "a CUDA graph is being captured"):
+            start(given)
     assert not node.library.aborted
 
 
@@ -157,22 +152,21 @@ def test_an_all_reduce_may_be_a_part_of_a_graph_and_is_done_in_each_replay(node)
     stream, calls = node.device.current_stream(), dict(node.library.calls)
     with node.gpu.capture():
         node.gpu.all_reduce(SUM, node.up(one))  # not a part of it
-        stream.graph = []
-        sources = [given, *apart]
-        assert node.gpu.all_reduce(MEAN, given, out=given) is given
-        node.gpu.all_reduce(SUM, apart, out=apart)
-        node.gpu.all_reduce(SUM, halves[:], native, out=halves)  # another view of it is it
-        graph, stream.graph = stream.graph, None
+        with stream.capturing() as graph:
+            assert node.gpu.all_reduce(MEAN, given, out=given) is given
+            node.gpu.all_reduce(SUM, apart, out=apart)
+            node.gpu.all_reduce(SUM, halves[:], native, out=halves)  # another view of it is it
+    arrays, contents = [given, *apart, halves], [one, *many, half]
     assert node.library.calls["allReduce"] == calls["allReduce"] + 1 + 1 + 2 + 1
-    for array, value in zip([*sources, halves], [one, *many, half], strict=True):
+    for array, value in zip(arrays, contents, strict=True):
         assert np.array_equal(node.device.get(array), value), "nothing is done when it is captured"
     expected = [node.host.all_reduce(MEAN, one), *node.host.all_reduce(SUM, many), node.host.all_reduce(SUM, half)]
     for _ in range(3):
-        for array, value in zip([*sources, halves], [one, *many, half], strict=True):
+        for array, value in zip(arrays, contents, strict=True):
             array[...] = node.up(value)
         for work in graph:
             stream.put(work)
-        node.check([*sources, halves], expected)
+        node.check(arrays, expected)
         node.check(node.gpu.all_reduce(SUM, node.up(one)), node.host.all_reduce(SUM, one))  # between replays
 
 
@@ -193,17 +187,12 @@ def test_what_a_graph_cannot_do_raises_on_all_ranks(node):
     )
     with node.gpu.capture():
         for call, why in refused:
-            stream.graph = []
-            with pytest.raises((InvalidArgumentError, TransportError), match=why):
+            with refused_in_capture(stream, why):
                 call()
-            assert stream.graph == []
-            stream.graph = None
     with pytest.raises(UnavailableError, match="here ranks compute on CPUs"), node.host.capture():
         pass
-    stream.graph = [] if node.rank else None
-    with pytest.raises(AgreementError), node.gpu.capture():
+    with pytest.raises(AgreementError), node.gpu.capture(), stream.capturing() if node.rank else nullcontext():
         node.gpu.all_reduce(SUM, given, out=given)
-    stream.graph = None
 
 
 def test_what_is_captured_in_one_block_in_another_does_not_end_that(node):
@@ -211,14 +200,11 @@ def test_what_is_captured_in_one_block_in_another_does_not_end_that(node):
     with node.gpu.capture():
         with node.gpu.capture():
             pass
-        stream.graph = []
+        with stream.capturing() as graph:
+            node.gpu.all_reduce(SUM, given, out=given)
+        assert graph
+    with refused_in_capture(stream, "only all_reduce can be a part of it, in Communicator.capture"):
         node.gpu.all_reduce(SUM, given, out=given)
-        assert stream.graph
-        stream.graph = None
-    stream.captures = True
-    with pytest.raises(InvalidArgumentError, match="only all_reduce can be a part of it, in Communicator.capture"):
-        node.gpu.all_reduce(SUM, given, out=given)
-    stream.captures = False
 
 
 def test_what_pytorch_captures_on_another_stream_takes_no_arrays_of_cupy(node, monkeypatch):
@@ -236,16 +222,13 @@ def test_what_pytorch_captures_on_another_stream_takes_no_arrays_of_cupy(node, m
         lambda: node.gpu.broadcast(given),
     )
     for call in calls:
-        with pytest.raises(InvalidArgumentError, match="PyTorch is capturing a CUDA graph"):
-            call()
-        with node.gpu.capture(), pytest.raises(InvalidArgumentError, match="PyTorch is capturing a CUDA graph"):
-            call()
+        for where in (nullcontext, node.gpu.capture):
+            with where(), pytest.raises(InvalidArgumentError, match="PyTorch is capturing a CUDA graph"):
+                call()
     node.check(made, expected)
-    with node.device.activate(of_torch), node.gpu.capture():
-        of_torch.graph = []
+    with node.device.activate(of_torch), node.gpu.capture(), of_torch.capturing() as graph:
         node.gpu.all_reduce(SUM, given, out=out)
-        assert of_torch.graph
-        of_torch.graph = None
+    assert graph
 
 
 @pytest.mark.parametrize("fails", ["as it is captured", "as the capture is prepared"])
@@ -257,15 +240,13 @@ def test_a_rank_that_fails_in_a_capture_is_waited_for_by_none(node, monkeypatch,
 
     def call_all():
         with node.gpu.capture():
-            stream.graph = []
-            node.gpu.all_reduce(SUM, given, out=given)
-            stream.graph = None
+            with stream.capturing():
+                node.gpu.all_reduce(SUM, given, out=given)
             node.gpu.all_reduce(SUM, given)
 
-    told = (UnavailableError, TransportError)  # by rank 0 itself, or by NCCL, which it has aborted
-    with pytest.raises((OSError, *told), match="planted" if node.rank == 0 else "rank 0|another rank has given up"):
+    # told by rank 0 itself, or by NCCL, which it has aborted
+    with pytest.raises((OSError, *ENDED), match="planted" if node.rank == 0 else "rank 0|another rank has given up"):
         call_all()
-    stream.graph = None
     if node.rank == 0 and fails == "as it is captured":
         wait_until(lambda: node.library.aborted)
 
@@ -274,17 +255,17 @@ def started(node):
     """Return calls that start each verb on one array or several, and what they return in host memory."""
     small = [values(3000, np.float32, node.rank + seed) for seed in range(3)]
     rows = values((4 * node.size, 2), np.float32, node.rank)
+
+    def call(verb, arrays, *op, axis=()):
+        start, host = getattr(node.gpu, f"start_{verb}"), getattr(node.host, verb)
+        return verb, lambda given: start(*op, given, *axis), arrays, host(*op, arrays, *axis)
+
     return (
-        ("all_reduce", lambda gpu, arrays: gpu.start_all_reduce(SUM, arrays), small[0], node.host.all_reduce(SUM, small[0])),
-        ("all_reduce", lambda gpu, arrays: gpu.start_all_reduce(MEAN, arrays), small, node.host.all_reduce(MEAN, small)),
-        (
-            "reduce_scatter",
-            lambda gpu, arrays: gpu.start_reduce_scatter(SUM, arrays),
-            rows,
-            node.host.reduce_scatter(SUM, rows),
-        ),
-        ("all_gather", lambda gpu, arrays: gpu.start_all_gather(arrays), [rows], node.host.all_gather([rows])),
-        ("all_gather", lambda gpu, arrays: gpu.start_all_gather(arrays, 1), rows, node.host.all_gather(rows, 1)),
+        call("all_reduce", small[0], SUM),
+        call("all_reduce", small, MEAN),
+        call("reduce_scatter", rows, SUM),
+        call("all_gather", [rows]),
+        call("all_gather", rows, axis=(1,)),
     )
 
 
@@ -295,9 +276,9 @@ def bring(node, arrays):
 @on_both_levels
 def test_what_is_started_is_enqueued_and_a_stream_waits_for_it(node):
     for name, start, arrays, expected in started(node):
-        start(node.gpu, bring(node, arrays)).wait()  # the first time a plan is bound
+        start(bring(node, arrays)).wait()  # the first time a plan is bound
         given = [bring(node, arrays) for _ in range(fuse_device.HOST_TABLES)]  # at other addresses each
-        works = held_call(node, lambda start=start, given=given: [start(node.gpu, each) for each in given])
+        works = held_call(node, lambda start=start, given=given: [start(each) for each in given])
         assert not works[-1].done(), name
         for work in works:
             node.check(work.wait(), expected)
@@ -428,8 +409,7 @@ def test_a_deadline_that_passes_on_the_gpu_is_raised_by_the_next_call_of_each_ra
     wait_until(lambda: node.library.aborted)
     node.comm.Barrier()
     whose = r"rank \d, \w.*has not ended within 0\.\d+ s on the GPU, although all ranks came to the call"
-    errors = DeadlineExceededError, TransportError, UnavailableError
-    with pytest.raises(errors, match=rf"(?s){whose}|given up|gave up") as caught:
+    with pytest.raises((DeadlineExceededError, *ENDED), match=rf"(?s){whose}|given up|gave up") as caught:
         node.gpu.all_reduce(SUM, given)
     told = node.comm.allgather(isinstance(caught.value, DeadlineExceededError))
     assert any(told)
@@ -445,8 +425,8 @@ def test_what_was_started_raises_what_ends_it_on_the_gpu(node, stuck, is_overdue
     stuck()
     work = node.gpu.start_all_reduce(SUM, given, options)
     if not is_overdue:
-        node.library.error = "planted: a GPU fell off the bus"
-    with pytest.raises((DeadlineExceededError, TransportError, UnavailableError)):
+        node.library.error = PLANTED
+    with pytest.raises((DeadlineExceededError, *ENDED)):
         work.wait(host=True)
     for again in (work.done, work.wait):
         with pytest.raises((DeadlineExceededError, TransportError)):
@@ -465,8 +445,8 @@ def test_a_rank_that_waits_for_the_next_call_raises_what_ends_the_one_before_on_
     if node.rank == 1:  # rank 0 waits in the next call, which must not wait for this one
         wait_until(lambda: node.comm.Iprobe(0))
         node.comm.recv(source=0)
-    errors = DeadlineExceededError, TransportError, UnavailableError
-    with pytest.raises(errors, match=r"on the GPU, although all ranks came to the call|given up|gave up"):
+    told = "on the GPU, although all ranks came to the call|given up|gave up"
+    with pytest.raises((DeadlineExceededError, *ENDED), match=told):
         node.gpu.all_reduce(SUM, given, CommunicationOptions(timeout_seconds=30.0))
     if node.rank == 0:
         node.comm.send("it has raised", 1)
@@ -494,10 +474,11 @@ def test_a_call_that_waits_for_room_on_a_stream_is_ended_by_the_watcher(node, mo
     node.comm.Barrier()
     if node.rank == 0:
         node.of_nccl.put(lambda: None if node.library.aborted else UNFINISHED)  # a GPU that gets no further
-    threading.Timer(0.3, lambda: setattr(node.library, "error", "planted: a GPU fell off the bus")).start()
+    threading.Timer(0.3, lambda: setattr(node.library, "error", PLANTED)).start()
     calls = (node.gpu.all_reduce(SUM, given, out=given) for _ in range(1000))
-    with pytest.raises((TransportError, UnavailableError), match=r"planted: a GPU fell off the bus|given up|gave up"):
+    with pytest.raises(ENDED, match=FELL_OFF):
         list(calls)
+    assert node.library.aborted == len(node.library.communicators)
     node.comm.Barrier()
     node.device.queue_depth = stand_in.QUEUE_DEPTH
 
@@ -529,21 +510,6 @@ def test_what_comes_later_does_not_make_a_call_miss_its_deadline(node, monkeypat
     assert not node.library.aborted
 
 
-def test_what_nccl_finds_out_later_is_raised_by_the_next_call(node):
-    given = node.up(values(100, np.float32, node.rank))
-    node.gpu.all_reduce(SUM, given)
-    node.device.held = node.of_nccl
-    node.gpu.all_reduce(SUM, given)
-    node.library.error = "planted: a GPU fell off the bus"
-    wait_until(lambda: node.library.aborted)
-    node.comm.Barrier()
-    with pytest.raises((TransportError, UnavailableError), match=r"planted: a GPU fell off the bus|given up|gave up"):
-        node.gpu.all_reduce(SUM, given)
-    assert node.library.aborted == len(node.library.communicators)
-    node.comm.Barrier()
-    node.device.held = None
-
-
 def test_a_rank_that_fails_when_all_have_met_leaves_no_kernel_waiting(node, monkeypatch):
     """The others have gone on by then, and their kernels wait for one that never comes."""
     given = node.up(values(100, np.float32, node.rank))
@@ -561,9 +527,7 @@ def test_a_rank_that_fails_when_all_have_met_leaves_no_kernel_waiting(node, monk
         with suppress(TransportError):  # where it is late, and rank 0 has failed before
             node.gpu.all_reduce(SUM, given)
     wait_until(lambda: node.library.aborted)
-    with pytest.raises(
-        (TransportError, UnavailableError), match=r"another rank has given up|gave up|did not end|has left collective"
-    ):
+    with pytest.raises(ENDED, match="another rank has given up|gave up|did not end|has left collective"):
         node.gpu.all_reduce(SUM, given)
     node.comm.Barrier()
 
@@ -634,8 +598,8 @@ def test_a_call_of_mpi4py_returns_when_its_result_may_be_read_on_any_stream(node
         with node.device.activate(node.device.stream()):
             node.check(started, node.host.all_reduce(SUM, given))
     node.device.held = communicator._gpu.executor.transports.everywhere._stream
-    threading.Timer(0.1, lambda: setattr(node.library, "error", "planted: a GPU fell off the bus")).start()
-    with pytest.raises((TransportError, UnavailableError), match=r"planted: a GPU fell off the bus|given up|gave up"):
+    threading.Timer(0.1, lambda: setattr(node.library, "error", PLANTED)).start()
+    with pytest.raises(ENDED, match=FELL_OFF):
         wrapped.Allreduce(source, target)
     assert communicator.hierarchy.call.has_failed, "the watcher of NCCL would raise it once more, and end the job"
     node.comm.Barrier()

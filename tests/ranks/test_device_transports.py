@@ -1,7 +1,5 @@
 """Transports of device memory, on a stand-in device whose streams dawdle."""
 
-from __future__ import annotations
-
 import io
 import os
 import threading
@@ -131,9 +129,8 @@ def test_a_communicator_whose_calls_a_graph_has_is_destroyed_when_that_is_gone(g
     library, is_gone, said = StandInNccl(device, comm), threading.Event(), io.StringIO()
     transport = NcclTransport(group, device, bound_by(library, binding))
     memory = device.allocate(64).view(np.float32)
-    device.current_stream().graph = []
-    transport.capture([memory], [memory], Fold(ReduceOp.SUM, memory.dtype, 1))
-    device.current_stream().graph = None
+    with device.current_stream().capturing():
+        transport.capture([memory], [memory], Fold(ReduceOp.SUM, memory.dtype, 1))
     destroy = _Communicator.destroy
     monkeypatch.setattr(_Communicator, "destroy", lambda self: (is_gone.wait(20.0), destroy(self)))
     monkeypatch.setattr(logger, "handlers", [StderrHandler(said)])
@@ -165,16 +162,17 @@ def test_memory_of_nccl4py_lies_in_windows_until_it_is_given_back(group, device,
     assert (calls.windows, calls.memory) == ([], {})
 
 
-@pytest.mark.parametrize("lacks", ["windows", "an error", "on one rank"])
-def test_without_windows_memory_is_that_of_cuda(group, device, windows, lacks):
+@pytest.mark.parametrize("lacks", ["windows", "an error", "on one rank", "switched off on one rank"])
+def test_without_windows_memory_is_that_of_cuda_and_none_waits_for_one(group, device, windows, monkeypatch, lacks):
     calls, library = windows
-    if lacks == "windows":
-        calls.has_windows = False
-    elif lacks == "an error" or group.rank == 0:
+    monkeypatch.setenv("NCCL_WIN_ENABLE", "0" if lacks.startswith("switched") and group.rank == 0 else "1")
+    calls.has_windows = lacks != "windows"
+    if lacks == "an error" or (lacks == "on one rank" and group.rank == 0):
         calls.problem = "planted: unhandled system error"
     transport = NcclTransport(group, device, library)
     assert not transport.has_windows
     assert not calls.windows
+    assert not (lacks.startswith("switched") and calls.registered)
     transport.allocate(400)
     assert not calls.memory
     transport.dispose()
@@ -187,9 +185,8 @@ def test_a_window_for_which_a_rank_has_no_memory_is_refused_on_all(group, device
     with pytest.raises(TransportError, match=f"rank {group.size - 1}: planted: no 400 bytes"):
         transport.allocate(400)
     calls.problem = "planted: no address space"
-    with pytest.raises(
-        TransportError, match="could not register 50 bytes in a window: planted: no address space; NCCL_WIN_ENABLE=0"
-    ):
+    told = "could not register 50 bytes in a window: planted: no address space; NCCL_WIN_ENABLE=0"
+    with pytest.raises(TransportError, match=told):
         transport.allocate(50)
     assert not calls.windows
     calls.problem = ""
@@ -209,15 +206,6 @@ def test_what_one_rank_cannot_register_is_in_a_window_on_none(group, device, win
     with refused if problem else nullcontext():
         assert transport.allocate(50).nbytes == 50
     assert [window.start for window in calls.windows] == [kept.ctypes.data]
-    transport.dispose()
-
-
-@needs_ranks(2)
-def test_where_nccl_has_no_windows_on_one_rank_none_waits_for_it(group, device, windows, monkeypatch):
-    calls, library = windows
-    monkeypatch.setenv("NCCL_WIN_ENABLE", "0" if group.rank == 0 else "1")
-    transport = NcclTransport(group, device, library)
-    assert (transport.has_windows, calls.registered) == (False, 0)
     transport.dispose()
 
 

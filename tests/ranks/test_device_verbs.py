@@ -1,6 +1,6 @@
 """The verbs beside all_reduce on arrays of GPUs: NCCL carries them out where it joins all ranks. The streams dawdle."""
 
-from __future__ import annotations
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -44,13 +44,8 @@ def node(make_pair, joined):
 @pytest.fixture
 def on_device(node, monkeypatch):
     """Give the same, and have what copies an array to the host fail, unless the test asks for it."""
-
-    def fail(array):
-        raise AssertionError("an array was copied to the host")
-
     if node.size > 1:
-        get = stand_in_arrays.ndarray.get
-        node.download = get
+        node.download, fail = stand_in_arrays.ndarray.get, Mock(side_effect=AssertionError("an array was copied to the host"))
         monkeypatch.setattr(stand_in_arrays.ndarray, "get", fail)
     return node
 
@@ -100,10 +95,9 @@ def test_a_reduce_scatter_of_equal_parts_is_one_call_of_nccl(on_device):
 
 def test_a_reduce_scatter_in_the_order_of_the_replicas_is_no_call_of_nccl(node):
     array = np.random.default_rng(node.rank).standard_normal((4 * node.size, 2)).astype(np.float32)
-    options = CommunicationOptions(deterministic=True)
-    node.check(
-        node.gpu.reduce_scatter(SUM, node.up(array), options=options), node.host.reduce_scatter(SUM, array, options=options)
-    )
+    in_order = CommunicationOptions(deterministic=True)
+    found = node.gpu.reduce_scatter(SUM, node.up(array), options=in_order)
+    node.check(found, node.host.reduce_scatter(SUM, array, options=in_order))
 
 
 @needs_ranks(2)
@@ -179,9 +173,8 @@ def test_ranks_that_remember_different_calls_begin_anew(make_pair, joined, is_st
     """The rank whose array has changed remembers another last call than those whose array is the same as before."""
     pair = make_pair(joined, STRICT=is_strict)
     for turn, extent in enumerate([5, 7, 5, 5, 7, 5, 7, 7, 2, 7]):
-        array, wide = (
-            values((extent if pair.rank == 0 else 3, 2), np.float32, 10 * turn + each + pair.rank) for each in (0, 5)
-        )
+        shape = extent if pair.rank == 0 else 3, 2
+        array, wide = (values(shape, np.float32, 10 * turn + each + pair.rank) for each in (0, 5))
         pair.gpu.note(f"turn {turn}")
         moved = lambda to, put: [to.all_gather(put(array)), to.broadcast(put(wide)), to.broadcast(put(wide), pair.size - 1)]  # noqa: B023, E731
         pair.check(moved(pair.gpu, pair.up), moved(pair.host, np.copy))
@@ -210,9 +203,6 @@ def test_what_is_broadcast_over_an_array_of_another_dtype_is_no_known_call(make_
 @needs_ranks(2)
 @pytest.mark.parametrize("verb", ["all_reduce", "all_gather"])
 def test_a_rank_without_memory_keeps_the_others_from_waiting_in_nccl(comm, make_pair, joined, monkeypatch, verb):
-    def full(*_):
-        raise MemoryError("planted")
-
     def call():
         return pair.gpu.all_reduce(SUM, given) if verb == "all_reduce" else pair.gpu.all_gather(given)
 
@@ -221,7 +211,7 @@ def test_a_rank_without_memory_keeps_the_others_from_waiting_in_nccl(comm, make_
     call()
     comm.Barrier()  # a rank that gives up aborts calls that have not ended
     if pair.rank == 0:
-        monkeypatch.setattr(pair.device.array_module, "empty", full)
+        monkeypatch.setattr(pair.device.array_module, "empty", Mock(side_effect=MemoryError("planted")))
     told = r"no memory for the results \(planted\)|gave up because it failed there|has given up"
     with pytest.raises((TransportError, UnavailableError), match=told):
         call()

@@ -1,7 +1,5 @@
 """strategy.explain: what it says before and after the call, on every shape; and that it sends nothing."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

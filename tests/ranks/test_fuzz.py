@@ -1,7 +1,5 @@
 """Random legal programs (see `tests.fuzz`) on every node shape: what they compute is what NumPy makes of it."""
 
-from __future__ import annotations
-
 from zlib import crc32
 
 from tests.fuzz.cases import NUM_KINDS, Field

@@ -1,8 +1,7 @@
 """The GPU assignment of all ranks is checked, on GPUs of a fake CUDA."""
 
-from __future__ import annotations
-
 import os
+from unittest.mock import Mock
 
 import pytest
 
@@ -43,9 +42,11 @@ def test_each_rank_drives_a_gpu_of_its_own(fake, comm, said, monkeypatch):
         assert told[1].endswith(f"; local rank 1 of {comm.size} on a node with {comm.size} GPUs")
 
 
-def test_the_launcher_of_this_very_job_tells_each_rank_its_gpu(fake, comm):
+@pytest.mark.parametrize("is_told", [True, False], ids=["by the launcher of this very job", "by nobody, but found"])
+def test_each_rank_is_told_its_gpu(fake, comm, is_told):
     fake.show(*range(comm.size))
-    bind_device(detect())
+    bind_device(detect() if is_told else None)
+    assert is_told or bound_device().index == 0
     check_gpu_assignment(comm)
     assert bound_device().index == comm.rank
 
@@ -72,16 +73,12 @@ def test_a_setting_that_rank_0_alone_cannot_read_is_told_to_all(fake, comm, monk
 
 
 def test_a_gpu_that_one_rank_cannot_ask_is_told_to_all(fake, comm, monkeypatch):
-    def fail():
-        raise RuntimeError("cudaErrorECCUncorrectable: planted")
-
     fake.show(*range(comm.size))
     bind_device(_view(comm))
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(bound_device(), "identity", fail)
-    with pytest.raises(
-        LaunchError, match=f"rank {comm.size - 1} on .*: device .* cannot be identified: cudaErrorECCUncorrectable"
-    ):
+        monkeypatch.setattr(bound_device(), "identity", Mock(side_effect=RuntimeError("cudaErrorECCUncorrectable: planted")))
+    told = f"rank {comm.size - 1} on .*: device .* cannot be identified: cudaErrorECCUncorrectable"
+    with pytest.raises(LaunchError, match=told):
         check_gpu_assignment(comm)
 
 
@@ -90,9 +87,8 @@ def test_no_gpu_where_one_is_wanted_is_told_to_all(fake, comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_DEVICE", "gpu")
     fake.show(*range(comm.size) if comm.rank else ())
     bind_device(_view(comm))
-    with pytest.raises(
-        LaunchError, match="rank 0 on .*: MPISTRAT_DEVICE=gpu was set, but CuPy is not installed. Ask"
-    ) as raised:
+    told = "rank 0 on .*: MPISTRAT_DEVICE=gpu was set, but CuPy is not installed. Ask"
+    with pytest.raises(LaunchError, match=told) as raised:
         check_gpu_assignment(comm)
     assert raised.value.raised_everywhere
 
@@ -126,14 +122,6 @@ def test_a_local_rank_that_is_another_ones_is_refused_with_both_values(fake, com
     expected = rf"rank 1 on .* because srun set its local rank to 0; .* it is local rank 1 of {comm.size}"
     with pytest.raises(LaunchError, match=expected):
         check_gpu_assignment(comm)
-
-
-def test_a_place_that_nobody_told_is_found_among_the_peers(fake, comm):
-    fake.show(*range(comm.size))
-    bind_device(None)
-    assert bound_device().index == 0
-    check_gpu_assignment(comm)
-    assert bound_device().index == comm.rank
 
 
 @needs_ranks(2)

@@ -1,8 +1,5 @@
 """The programs that the evidence of a GPU starts, on the stand-in: whole strategies and calls, on arrays of device memory."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
@@ -15,18 +12,7 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
-from tests.gpu import (
-    calls,
-    graphs,
-    host_time,
-    interop,
-    null_device,
-    sanitizer,
-    soak,
-    streams,
-    torch_backward,
-    verbs_rank,
-)
+from tests.gpu import calls, graphs, host_time, interop, null_device, sanitizer, soak, streams, torch_backward, verbs_rank
 from tests.gpu.bound import stand_in
 from tests.gpu.stand_in import UNFINISHED
 from tests.launches import on_ranks, up_to_ranks
@@ -36,7 +22,7 @@ DELAY_TURNS = 400
 
 
 @contextmanager
-def on_nodes(comm, shape, monkeypatch) -> Iterator[tuple]:
+def on_nodes(comm, shape, monkeypatch):
     """Give a strategy on stand-in devices of these virtual nodes, and the device."""
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
     monkeypatch.setenv("MPISTRAT_ALLOW_SHARED_GPU", "1")
@@ -124,18 +110,14 @@ class Graphs:
         return array.get()
 
     def capture(self, act):
-        with self._device.activate(self._device.stream()):
-            stream = self._device.current_stream()
-            stream.captures = True
+        with self._device.activate(self._device.stream()), self._device.current_stream().capturing() as work:
             act()
-            stream.captures = False
-        return self._is_right
+        return self._is_right and not work
 
     def graph(self, act):
         stream = self._device.current_stream()
-        stream.graph = []
-        act()
-        work, stream.graph = stream.graph, None
+        with stream.capturing() as work:
+            act()
         return lambda: [stream.put(each) for each in work]
 
 

@@ -1,7 +1,5 @@
 """Consecutive calls on several streams, without a wait on the host: no two pieces of work on the same memory are unordered."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

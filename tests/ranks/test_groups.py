@@ -1,10 +1,11 @@
-"""Groups: on communicators of their own, by the numbers that all ranks know them by."""
+"""Groups of ranks on communicators of their own, and the world that they follow from: real nodes, and virtual ones."""
 
 import pytest
 from mpi4py import MPI
 
-from mpistrat.groups.group import Group
+from mpistrat.errors import TopologyError
 from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.topology.discover import discover
 from mpistrat.topology.world import World
 from tests.launches import up_to_ranks
 
@@ -28,14 +29,6 @@ def test_close_frees_every_communicator_and_may_be_done_often(comm, world):
     assert comm.allreduce(1) == comm.size
 
 
-def test_they_say_who_they_are(comm):
-    hierarchy = Hierarchy(comm, World.from_shape(f"1x{comm.size}"))
-    ranks = f"{comm.size} rank" + "s" * (comm.size > 1)
-    assert repr(hierarchy.intra) == f"Group(intra node0, rank={comm.rank}({comm.size}))"
-    assert repr(hierarchy).startswith(f"Hierarchy(World(1x{comm.size}, {ranks} on 1 node), Place(rank={comm.rank}(")
-    hierarchy.close()
-
-
 def test_all_ranks_know_them_by_one_number_whatever_some_have_made_before(comm):
     for _ in range(comm.rank):
         Hierarchy(MPI.COMM_SELF, World.from_shape("1x1")).close()
@@ -56,8 +49,50 @@ def test_they_know_which_ranks_of_the_job_they_are(comm):
     half.Free()
 
 
-def test_a_picture_of_another_size_is_refused(comm):
-    with pytest.raises(AssertionError, match=rf"cannot describe a communicator of {comm.size} ranks"):
-        Hierarchy(comm, World.from_shape(f"1x{comm.size + 1}"))
-    with pytest.raises(AssertionError, match=rf"group odd has {comm.size} members, {comm.size + 1} ranks were named"):
-        Group(comm, "odd", tuple(range(comm.size + 1)))
+@up_to_ranks(8)
+def test_a_virtual_shape_is_taken_as_it_is(comm, shape, world):
+    assert discover(comm, shape) == world
+
+
+def test_the_variable_of_rank_0_counts_for_all(comm, shape, world, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape if comm.rank == 0 else "7x7")
+    assert discover(comm) == world
+
+
+def test_an_argument_wins_over_the_variable(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", "7x7")
+    assert discover(comm, f"1x{comm.size}") == World.from_shape(f"1x{comm.size}")
+
+
+def test_real_nodes_are_the_ranks_that_share_memory(comm, monkeypatch):
+    monkeypatch.delenv("MPISTRAT_VIRTUAL_NODES", raising=False)
+    world = discover(comm)
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
+    mine = world.nodes[world.place(comm.rank).node_index]
+    assert mine.ranks == tuple(node.allgather(comm.rank))
+    assert mine.name == MPI.Get_processor_name()
+    node.Free()
+    assert comm.allgather(world) == [world] * comm.size
+
+
+def test_a_wrong_shape_is_an_error_on_every_rank(comm):
+    for wrong, message in (
+        ("2y2", r"node shape '2y2' is malformed; accepted are NODESxRANKS \(2x4\)"),
+        ("7x7", r"node shape '7x7' describes 49 ranks, but there are \d+; accepted are"),
+        ("1+0", "has a node without ranks or no nodes"),
+    ):
+        with pytest.raises(TopologyError, match=message):
+            discover(comm, wrong)
+    assert comm.allreduce(1) == comm.size
+
+
+def test_a_virtual_node_cannot_span_machines(comm, monkeypatch):
+    if comm.size == 1:
+        assert discover(comm, "1x1").num_nodes == 1
+        return
+    # each rank on a machine of its own
+    apart = [*range(comm.size)], [*map(str, range(comm.size))]
+    monkeypatch.setattr("mpistrat.topology.discover.real_nodes", lambda comm: apart)
+    with pytest.raises(TopologyError, match=r"virtual node 0 of shape '1x\d' would hold ranks 0, 1.* several machines \(0, 1"):
+        discover(comm, f"1x{comm.size}")
+    assert discover(comm, f"{comm.size}x1").num_nodes == comm.size

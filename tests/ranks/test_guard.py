@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.watch.record import RankFile
 from mpistrat.watch.recorder import recorder
 from tests.launches import needs_ranks
+from tests.ranks.cases import on_thread
 
 SUM = ReduceOp.SUM
 
@@ -25,23 +27,12 @@ def one_node(make_ops):
 @needs_ranks(2)
 @pytest.mark.parametrize("count", [1, 100_000])
 def test_a_second_thread_gets_the_error(one_node, comm, count):
-    found = []
-
-    def beside():
-        try:
-            found.append(one_node.all_reduce(SUM, [np.ones(count)]))
-        except UnavailableError as error:
-            found.append(error)
-
     for _ in range(2):
         one_node.all_reduce(SUM, [np.ones(count)])
     assert one_node._guard.thread.lock()  # this thread is in a collective
-    thread = threading.Thread(target=beside)
-    thread.start()
-    thread.join()
+    with pytest.raises(UnavailableError, match="another thread is in a collective"):
+        on_thread(one_node.all_reduce, SUM, [np.ones(count)])
     one_node._guard.thread.unlock()
-    assert isinstance(found[0], UnavailableError)
-    assert "another thread is in a collective" in str(found[0])
     comm.Barrier()
     assert (one_node.all_reduce(SUM, [np.ones(count)])[0] == comm.size).all(), "nothing has happened"
 
@@ -123,12 +114,6 @@ def test_what_is_assigned_outside_run_is_compared(comm, make_strategy):
         strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.ones(2)))
 
 
-def on_thread(call, name="other"):
-    """Return what a call on another thread returns, or raise what it raises."""
-    with ThreadPoolExecutor(1, name) as pool:
-        return pool.submit(call).result()
-
-
 @needs_ranks(2)
 @pytest.mark.parametrize("count", [3, 100_000])
 def test_threads_that_take_turns_alike_on_all_ranks_are_legal(one_node, comm, count):
@@ -162,12 +147,9 @@ def test_two_threads_beside_each_other_are_refused_on_the_rank_that_finds_them(c
     with ThreadPoolExecutor(1, "first") as first, ThreadPoolExecutor(1, "second") as second:
         second.submit(int).result()
         first.submit(call).result()
-        if comm.rank == 0:
-            with pytest.raises(UnavailableError, match="thread 'second_0' makes one, and so does thread 'first_0'"):
-                second.submit(call).result()
-        else:
-            with pytest.raises(UnavailableError, match="rank 0: .*thread 'second_0' makes one"):
-                first.submit(call).result()
+        told = "rank 0: .*thread 'second_0' makes one" if comm.rank else "'second_0' makes one, and so does thread 'first_0'"
+        with pytest.raises(UnavailableError, match=told):
+            (first if comm.rank else second).submit(call).result()
 
 
 @needs_ranks(2)
@@ -177,7 +159,7 @@ def test_threads_that_were_started_together_are_refused_though_the_first_has_end
 
     with ThreadPoolExecutor(1, "second") as second:
         second.submit(int).result()
-        on_thread(call, "first")
+        on_thread(call, name="first")
         with pytest.raises(UnavailableError, match="second_0.*first_0"):
             second.submit(call).result()
 
@@ -209,7 +191,7 @@ def test_threads_that_begin_in_another_order_on_some_ranks_are_told_before_a_sum
 @needs_ranks(2)
 def test_names_of_threads_may_have_the_number_of_the_rank(comm, one_node):
     for name in (f"rank-{comm.rank}", f"Thread-{comm.rank + 5} (call)"):
-        assert on_thread(lambda: one_node.all_reduce(SUM, np.ones(3))[0], name) == comm.size
+        assert on_thread(lambda: one_node.all_reduce(SUM, np.ones(3))[0], name=name) == comm.size
 
 
 @needs_ranks(2)
@@ -222,18 +204,20 @@ def test_a_thread_that_makes_a_communicator_and_another_that_calls_it_are_told_a
 
 
 @needs_ranks(2)
-def test_an_exception_after_a_call_has_its_number_is_told_to_the_other_ranks(comm, one_node, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
+@pytest.mark.parametrize("calls_before", [0, 2], ids=["a new call", "a known one"])
+def test_an_exception_after_a_call_has_its_number_is_told_to_the_other_ranks(comm, one_node, monkeypatch, calls_before):
+    for _ in range(calls_before):
+        one_node.all_reduce(SUM, np.ones(3))
     if comm.rank == 0:
-        monkeypatch.setattr(one_node._guard, "_move_notes", interrupted)
-    error, told = (
-        (KeyboardInterrupt, None) if comm.rank == 0 else (UnavailableError, "rank 0 has left collective 1, which had not")
-    )
-    with pytest.raises(error, match=told):
-        one_node.barrier()
-    with pytest.raises(UnavailableError, match="an earlier .* did not end"):
+        planted = Mock(side_effect=KeyboardInterrupt)
+        if calls_before:
+            monkeypatch.setattr(one_node, "_recorder", Mock(places={}, find_line=planted))
+        else:
+            monkeypatch.setattr(one_node._guard, "_move_notes", planted)
+    told = None if comm.rank == 0 else f"rank 0 has left collective {1 + calls_before}"
+    with pytest.raises(UnavailableError if told else KeyboardInterrupt, match=told):
+        one_node.all_reduce(SUM, np.ones(3))
+    with pytest.raises(UnavailableError, match=f"an earlier {'all_reduce' if calls_before else '.*'} did not end"):
         one_node.barrier()
 
 

@@ -1,16 +1,12 @@
 """Arrays of PyTorch and JAX through every call of a strategy: each comes back as the kind it was."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
 
 import mpistrat
 from mpistrat.errors import AgreementError, InvalidArgumentError
-from tests.gpu.interop import KINDS, Kind
+from tests.gpu.interop import KINDS
 from tests.launches import needs_ranks, on_ranks, up_to_ranks
 from tests.other_arrays import CUDA, SpeaksDlpack, StandardArray, installed
 
@@ -22,23 +18,23 @@ _ELSEWHERE = r"value\['w'\] is on cuda:0, this replica computes on /cpu:0( \(.*\
 
 
 @pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> Kind:
+def kind(request):
     installed(request.param)
     return KINDS[request.param]("cpu")
 
 
-def _bfloat16(kind: Kind, values: Any) -> Any:
+def _bfloat16(kind, values):
     return kind.make(np.array(values, ml_dtypes.bfloat16))
 
 
-def _elements(kind: Kind, value: Any, dtype: str = "float32") -> Any:
+def _elements(kind, value, dtype="float32"):
     """Return the elements of what must be an array of this library and this dtype."""
     found = kind.read(value)
     assert found.dtype.name == dtype
     return found.tolist()
 
 
-def _run(strategy: Any, step: Any) -> Any:
+def _run(strategy, step):
     """Return what `step`, given its replica context, returned on this rank."""
     result = strategy.run(lambda: step(mpistrat.get_replica_context()))
     return strategy.experimental_local_results(result)[0]
@@ -91,9 +87,8 @@ def test_reduce_and_gather_in_cross_replica_context(kind, comm, strategy):
 @two_ranks
 def test_variables(kind, comm, strategy):
     with strategy.scope():
-        variable = mpistrat.Variable(
-            kind.make(np.full(3, comm.rank + 1, np.float32)), aggregation=mpistrat.VariableAggregation.MEAN
-        )
+        value = kind.make(np.full(3, comm.rank + 1, np.float32))
+        variable = mpistrat.Variable(value, aggregation=mpistrat.VariableAggregation.MEAN)
         half = mpistrat.Variable(_bfloat16(kind, [1, 2]))
         variable.assign_add(kind.make(np.ones(3, np.float32)))
     assert (half.dtype.name, half.numpy().tolist()) == ("bfloat16", [1, 2])

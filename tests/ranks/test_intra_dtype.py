@@ -1,7 +1,5 @@
 """intra_dtype="native": 16-bit floats on GPUs are combined in their own dtype inside nodes. The stand-in's streams dawdle."""
 
-from __future__ import annotations
-
 from itertools import cycle, product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a strategy holds to communicate: how much, that it is told, and that repeated calls ask for no more."""
 
-from __future__ import annotations
-
 import resource
 import tracemalloc
 from types import SimpleNamespace

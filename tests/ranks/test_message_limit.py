@@ -1,7 +1,5 @@
 """Messages longer than MPI may be handed at once: every verb, with a limit of a few hundred bytes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -64,9 +62,8 @@ def test_what_combines_is_cut(limited):
 
 def test_what_moves_is_cut(limited):
     ops, mine = limited, given(limited.rank)
-    np.testing.assert_array_equal(
-        ops.all_gather(mine[: COUNT - ops.rank]), np.concatenate([given(rank)[: COUNT - rank] for rank in range(ops.size)])
-    )
+    gathered = np.concatenate([given(rank)[: COUNT - rank] for rank in range(ops.size)])
+    np.testing.assert_array_equal(ops.all_gather(mine[: COUNT - ops.rank]), gathered)
     for rank, array in enumerate(ops.gather(mine, ops.size - 1) or []):
         np.testing.assert_array_equal(array, given(rank))
     arrived = ops.all_to_all([mine[: COUNT - peer] for peer in range(ops.size)])

@@ -1,9 +1,8 @@
 """`mpistrat.mpi4py.wrap`: a communicator of mpi4py whose collectives are ours, called as mpi4py's own are."""
 
-from __future__ import annotations
-
 import array
 import pickle
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
@@ -12,13 +11,7 @@ from mpi4py import MPI
 
 import mpistrat.mpi4py
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import (
-    AgreementError,
-    CollectiveError,
-    DeadlineExceededError,
-    InvalidArgumentError,
-    UnsupportedDtypeError,
-)
+from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.groups.group import MOST_UNCONFIRMED
 from mpistrat.mpi4py import intracomm
 from mpistrat.watch.record import RankFile
@@ -366,14 +359,10 @@ def test_ranks_that_pass_small_arrays_in_other_ways_compare_them_together(passin
 
 def test_an_interrupt_in_a_small_sum_leaves_no_lock_held(passing, monkeypatch):
     communicator = passing._communicator
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     sent, received = np.ones(3), np.empty(3)
     passing.Allreduce(sent, received)
     [(key, known)] = communicator._programs.passed.items()
-    monkeypatch.setitem(communicator._programs.passed, key, (*known[:4], interrupt, *known[5:]))
+    monkeypatch.setitem(communicator._programs.passed, key, (*known[:4], Mock(side_effect=KeyboardInterrupt), *known[5:]))
     with pytest.raises(KeyboardInterrupt):
         passing.Allreduce(sent, received)
     assert communicator._guard.thread._free

@@ -1,7 +1,5 @@
 """NCCL between nodes, where it is asked for: one communicator joins all ranks. The stand-in's streams dawdle."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -4,13 +4,9 @@ A value is either reduced and moved as NumPy would do it, or refused by an error
 works afterwards in both cases.
 """
 
-from __future__ import annotations
-
 import ctypes
-from collections.abc import Iterator
 from functools import reduce
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -71,23 +67,23 @@ OTHERS = {
 }
 
 
-def _sum(parts: list[np.ndarray], rank: int) -> Any:
+def _sum(parts, rank):
     return reduce(np.add, parts).astype(parts[0].dtype)
 
 
-def _mean(parts: list[np.ndarray], rank: int) -> Any:
+def _mean(parts, rank):
     return _sum(parts, rank) / len(parts)
 
 
-def _along(act: Any) -> Any:
+def _along(act):
     return lambda parts, rank: act(parts, rank) if parts[0].ndim else REFUSED
 
 
-def _scattered(parts: list[np.ndarray], rank: int) -> Any:
+def _scattered(parts, rank):
     return np.array_split(_sum(parts, rank), len(parts))[rank]
 
 
-def _exchanged(parts: list[np.ndarray], rank: int) -> Any:
+def _exchanged(parts, rank):
     return np.concatenate([np.array_split(part, len(parts))[rank] for part in parts])
 
 
@@ -114,16 +110,16 @@ def ops(comm, make_ops):
     return make_ops("2+1" if comm.size == 3 else f"1x{comm.size}")
 
 
-def _is_equal(found: Any, expected: Any) -> bool:
+def _is_equal(found, expected):
     if expected is None or isinstance(expected, list):  # of `gather`
         return found is None if expected is None else all(map(_is_equal, found, expected))
     return type(found) is np.ndarray and found.dtype == expected.dtype and np.array_equal(found, expected)
 
 
-def _check(call: Any, make: Any, expect: Any, communicator: Any, leaves_of: Any) -> None:
+def _check(call, make, expect, communicator, leaves_of):
     """Check what a verb makes of a value, twice: the second time by what it knows."""
     rank, size = communicator.rank, communicator.size
-    expected: Any = REFUSED
+    expected = REFUSED
     if expect is not None:
         leaves = zip(*(map(np.asarray, leaves_of(make(each))) for each in range(size)), strict=True)
         expected = [expect(list(parts), rank) for parts in leaves]
@@ -139,14 +135,14 @@ def _check(call: Any, make: Any, expect: Any, communicator: Any, leaves_of: Any)
         assert communicator.all_reduce("sum", np.ones(2)).tolist() == [size, size]
 
 
-def _items(value: Any) -> list[Any]:
+def _items(value):
     return value if isinstance(value, list) else [value]
 
 
 ALL = {**TAKEN, **NESTS, **OTHERS}
 
 
-def _cases(verbs: Any, taken: Any) -> Iterator[tuple[str, Any, Any, Any, Any]]:
+def _cases(verbs, taken):
     """Return each value through each verb: both names, what calls and what makes it, it, and what to expect."""
     for (verb, (call, expect)), (name, make) in product(verbs.items(), ALL.items()):
         is_refused = name not in taken or (name == "bool" and "reduce" in verb)
@@ -167,7 +163,7 @@ def test_a_replica_context_and_a_strategy(strategy):
     for verbs, is_context in ((VERBS, True), (OF_STRATEGIES, False)):
         for name, call, make, _, expect in _cases(verbs, {**TAKEN, **NESTS}):
 
-            def run() -> Any:
+            def run():
                 value = make(communicator.rank)  # noqa: B023
                 if not is_context:  # noqa: B023
                     return call(strategy, strategy.run(lambda: value))  # noqa: B023
@@ -224,7 +220,7 @@ def test_results_may_be_written_over_what_is_yet_to_be_sent(ops):
         assert other.tolist() == expect(doubled, ops.rank).tolist()
 
 
-def without_base(memory: np.ndarray, start: int, count: int) -> np.ndarray:
+def without_base(memory, start, count):
     """Return an array on some elements of another, as C extensions make it: it has no base, and does not own its memory."""
     find = ctypes.pythonapi.PyCapsule_GetPointer
     find.restype, find.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -235,7 +231,7 @@ def without_base(memory: np.ndarray, start: int, count: int) -> np.ndarray:
     return new(np.ndarray, 1, (ctypes.c_ssize_t * 1)(count), memory.dtype.num, None, address, 0, 0x501, None)
 
 
-def a_view(memory: np.ndarray, start: int, count: int) -> np.ndarray:
+def a_view(memory, start, count):
     return memory[start : start + count]
 
 

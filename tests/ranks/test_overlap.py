@@ -1,7 +1,5 @@
 """What is started goes on by itself: several at a time, in order, beside other collectives and the program."""
 
-from __future__ import annotations
-
 import threading
 import time
 

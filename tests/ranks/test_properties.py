@@ -5,10 +5,6 @@ other what they found before any of them leaves an example: one that is wrong on
 the same: Hypothesis prefers constants of the modules that a process has imported, and ranks import different ones.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -30,12 +26,10 @@ EXAMPLES = settings(
 )
 
 
-def check_examples(
-    comm: Any, shape: str, check: Callable[..., None], *drawn: st.SearchStrategy[Any], most: int | None = None
-) -> None:
+def check_examples(comm, shape, check, *drawn, most=None):
     """Call ``check(*example)`` for examples of what is drawn, in step with the other ranks; for other shapes others."""
 
-    def check_together(example: tuple[Any, ...]) -> None:
+    def check_together(example):
         problem = ""
         try:
             check(*example)
@@ -48,7 +42,7 @@ def check_examples(
     @seed(crc32(shape.encode()))
     @settings(EXAMPLES, max_examples=most or min(25, 40 // comm.size))
     @given(st.tuples(*drawn))
-    def draw(example: tuple[Any, ...]) -> None:
+    def draw(example):
         check_together(comm.bcast(example))
 
     if comm.rank == 0:
@@ -67,7 +61,7 @@ def check_examples(
         raise failure
 
 
-def rows_of_all(code: str, lengths: list[int], extents: list[int], number: int, op: str) -> list[np.ndarray]:
+def rows_of_all(code, lengths, extents, number, op):
     """Return rows of each rank; every order of combining them gives the same."""
     shapes = [(length, *extents) for length in lengths]
     rngs = [np.random.default_rng((number, rank)) for rank in range(len(lengths))]
@@ -75,7 +69,7 @@ def rows_of_all(code: str, lengths: list[int], extents: list[int], number: int, 
 
 
 def test_reducing_over_rows_is_exact(comm, shape, strategy):
-    def check_one(code: str, lengths: list[int], extents: list[int], everything: bool, number: int) -> None:
+    def check_one(code, lengths, extents, everything, number):
         dtype = np.dtype(code)
         parts = rows_of_all(code, lengths[: comm.size], extents, number, "MEAN")
         rows = np.concatenate(parts)
@@ -96,7 +90,7 @@ def test_reducing_over_rows_is_exact(comm, shape, strategy):
 
 
 def test_a_weighted_mean_is_that_of_all_rows(comm, shape, strategy):
-    def check_one(code: str, lengths: list[int], extents: list[int], number: int) -> None:
+    def check_one(code, lengths, extents, number):
         parts = rows_of_all(code, [lengths[0] + 1, *lengths[1 : comm.size]], extents, number, "SUM")
         mine = parts[comm.rank]
         with np.errstate(invalid="ignore"):
@@ -112,17 +106,14 @@ def test_a_weighted_mean_is_that_of_all_rows(comm, shape, strategy):
 
 @up_to_ranks(8)
 def test_global_batches_are_the_same_at_any_number_of_replicas(comm, shape, strategy):
-    def check_one(rows: int, batch: int, shuffle: bool, drop: bool, number: int) -> None:
+    def check_one(rows, batch, shuffle, drop, number):
         arrays = {"x": np.arange(2 * rows).reshape(rows, 2), "y": np.arange(rows, dtype=np.float32)}
-        alone, shared = (
-            mpistrat.ArrayDataset(arrays, batch, shuffle=shuffle, seed=number, drop_remainder=drop) for _ in range(2)
-        )
+        how = {"shuffle": shuffle, "seed": number, "drop_remainder": drop}
+        alone, shared = (mpistrat.ArrayDataset(arrays, batch, **how) for _ in range(2))
         distributed = strategy.experimental_distribute_dataset(shared)
         for _ in range(2):
             found = [strategy.gather(step, axis=0) for step in distributed]
-            wanted = list(alone)
-            assert [{name: array.tolist() for name, array in step.items()} for step in found] == [
-                {name: array.tolist() for name, array in step.items()} for step in wanted
-            ]
+            as_lists = lambda steps: [{name: array.tolist() for name, array in step.items()} for step in steps]  # noqa: E731
+            assert as_lists(found) == as_lists(alone)
 
     check_examples(comm, shape, check_one, st.integers(0, 40), st.integers(1, 17), st.booleans(), st.booleans(), SEEDS)

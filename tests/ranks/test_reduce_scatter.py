@@ -1,7 +1,5 @@
 """reduce_scatter without an all-reduce: on every node shape it gives what an all-reduce and a slice give."""
 
-from __future__ import annotations
-
 import time
 import tracemalloc
 

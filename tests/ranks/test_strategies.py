@@ -3,6 +3,8 @@
 import json
 import re
 import time
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -109,18 +111,17 @@ DIFFERENT = {
     "no ops": (lambda odd: MIRRORED(cross_device_ops=7 if odd else None), TypeError, "cross_device_ops"),
     "ops": (
         lambda odd: MIRRORED(cross_device_ops=ReductionToOneDevice() if odd else HierarchicalAllReduce()),
-        AgreementError,
-        r"cross_device_ops=HierarchicalAllReduce(.|\n)*=ReductionToOneDevice",
+        *(AgreementError, r"cross_device_ops=HierarchicalAllReduce(.|\n)*=ReductionToOneDevice"),
     ),
     "packs": (lambda odd: MIRRORED(communication_options=packs(1 + odd)), AgreementError, "num_packs.*2"),
     "packs of workers": (lambda odd: MULTI(communication_options=packs(1 + odd)), AgreementError, "num_packs.*2"),
     "nodes": (lambda odd: MIRRORED(allow_multiple_nodes=odd), AgreementError, "allow_multiple_nodes"),
     "jobs": (lambda odd: MPIClusterResolver({"worker": 99} if odd else None), LaunchError, "jobs"),
+    "GPUs": (lambda odd: SlurmClusterResolver(gpus_per_node=99 * (not odd), gpus_per_task=5), LaunchError, "the node has 0"),
     "a task": (lambda odd: MULTI(worker(9 * odd, "a:1")), InvalidArgumentError, "task id 9 is not in job 'worker'"),
     "clusters": (
         lambda odd: MULTI(worker(0, f"w{odd:d}:1")),
-        AgreementError,
-        r"ranks? 0.*: ClusterSpec\({'worker': \['w0:1'\]}\), read from the cluster resolver",
+        *(AgreementError, r"ranks? 0.*: ClusterSpec\({'worker': \['w0:1'\]}\), read from the cluster resolver"),
     ),
     "no cluster": (lambda odd: MULTI(Moody(odd)), OSError, "no cloud today"),
 }
@@ -149,10 +150,8 @@ class TestMirrored:
         if comm.size == 1:
             assert make_strategy(mpistrat.MirroredStrategy, ["/cpu:0"]).num_replicas_in_sync == 1
             return
-        message = (
-            "devices=['/cpu:0'] is ambiguous: every rank has a device '/cpu:0'. This node "
-            f"has {comm.size} ranks, and a replica runs on each: pass devices=None or ['rank:0', 'rank:1'"
-        )
+        message = "devices=['/cpu:0'] is ambiguous: every rank has a device '/cpu:0'. This node "
+        message += f"has {comm.size} ranks, and a replica runs on each: pass devices=None or ['rank:0', 'rank:1'"
         refused(InvalidArgumentError, message, lambda: mpistrat.MirroredStrategy(["/cpu:0"]))
 
     @needs_ranks(2)
@@ -160,8 +159,8 @@ class TestMirrored:
         names = [f"rank:{rank}" for rank in range(comm.size)]
         message = (
             f"devices={names[:-1]} leaves out rank {comm.size - 1}. This node has {comm.size} ranks, and a replica runs on "
-            f"each: pass devices=None or {names}, or launch another number of ranks"
         )
+        message += f"each: pass devices=None or {names}, or launch another number of ranks"
         refused(InvalidArgumentError, message, lambda: mpistrat.MirroredStrategy(names[:-1]))
         order = f"devices={names[::-1]} is not in the order of ranks, which is that of replicas"
         refused(InvalidArgumentError, order, lambda: mpistrat.MirroredStrategy(names[::-1]))
@@ -174,10 +173,8 @@ class TestMirrored:
         assert strategy.extended.should_checkpoint == (place.local_rank == 0)
         if world.is_uniform:
             named = [f"rank:{rank}" for rank in range(place.local_size)]
-            assert (
-                make_strategy(mpistrat.MirroredStrategy, named, allow_multiple_nodes=True).num_replicas_in_sync
-                == place.local_size
-            )
+            strategy = make_strategy(mpistrat.MirroredStrategy, named, allow_multiple_nodes=True)
+            assert strategy.num_replicas_in_sync == place.local_size
 
 
 class TestMultiWorker:
@@ -204,17 +201,15 @@ class TestMultiWorker:
         assert (strategy.extended.should_checkpoint, strategy.extended.should_save_summary) == (is_chief, is_chief)
         assert all_reduced(strategy, np.ones(2)).tolist() == [comm.size] * 2
 
-    def test_tf_config_of_a_task_on_each_rank(self, comm, monkeypatch, make_strategy):
-        cluster = {"worker": [f"w{rank}:1" for rank in range(comm.size)]}
-        task = {"type": "worker", "index": comm.size - 1 - comm.rank}
-        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+    @pytest.mark.parametrize("is_of_node", [False, True], ids=["each rank", "a node and all its ranks"])
+    def test_tf_config_of(self, comm, monkeypatch, make_strategy, is_of_node):
+        workers = ["w:1"] if is_of_node else [f"w{rank}:1" for rank in range(comm.size)]
+        index, chief = (0, 0) if is_of_node else (comm.size - 1 - comm.rank, comm.size - 1)
+        task = {"type": "worker", "index": index}
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": workers}, "task": task}))
         strategy = make_strategy()
         assert type(strategy.cluster_resolver) is TFConfigClusterResolver
-        assert strategy.extended.should_checkpoint == (comm.rank == comm.size - 1)
-
-    def test_tf_config_of_a_node_is_that_of_all_its_ranks(self, comm, monkeypatch, make_strategy):
-        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": ["w:1"]}, "task": {"type": "worker", "index": 0}}))
-        assert make_strategy().extended.should_checkpoint == (comm.rank == 0)
+        assert strategy.extended.should_checkpoint == (comm.rank == chief)
 
     def test_an_empty_cluster_is_a_job_of_its_own(self, comm, make_strategy):
         for resolver in (TFConfigClusterResolver(), SimpleClusterResolver(ClusterSpec({}))):
@@ -234,13 +229,6 @@ class TestMultiWorker:
         assert make_strategy(mpistrat.MultiWorkerMirroredStrategy, resolver).extended.should_checkpoint == is_last
 
     @needs_ranks(2)
-    def test_gpus_that_one_rank_does_not_have(self, comm, together):
-        with pytest.raises(
-            LaunchError if comm.rank == 1 else AgreementError, match=f"need {5 * comm.size}, but the node has 0"
-        ):
-            SlurmClusterResolver(gpus_per_node=0 if comm.rank == 1 else 5 * comm.size, gpus_per_task=5)
-
-    @needs_ranks(2)
     def test_tf_config_on_one_rank_only(self, comm, monkeypatch, together):
         if comm.rank == 0:
             monkeypatch.setenv("TF_CONFIG", "{}")
@@ -254,9 +242,7 @@ class TestMultiWorker:
             mpistrat.MultiWorkerMirroredStrategy()
 
     def test_its_old_name(self, comm, make_strategy, together):
-        with pytest.warns(
-            DeprecationWarning, match="experimental.MultiWorkerMirroredStrategy is deprecated; use mpistrat.Multi"
-        ):
+        with pytest.warns(DeprecationWarning, match="experimental.MultiWorkerMirroredStrategy is deprecated; use mpistrat.Mu"):
             strategy = make_strategy(ExperimentalMultiWorkerMirroredStrategy, "ring")
         assert isinstance(strategy, mpistrat.MultiWorkerMirroredStrategy)
         assert isinstance(make_strategy(), ExperimentalMultiWorkerMirroredStrategy)
@@ -332,16 +318,13 @@ class TestCentralStorage:
         with strategy.scope():
             variable = mpistrat.Variable(np.zeros(2))
         several = [PerReplica(np.ones(2)), *([Mirrored(np.ones(2))] if comm.size > 1 else [])]
+        update = lambda value: strategy.extended.update(variable, lambda kept, new: kept.assign(new), args=(value,))  # noqa: E731
         for value in several:
             message = (
                 f"extended.update got {value!r}, which has {comm.size} components; the variable has one: reduce the value to"
             )
-            refused(
-                InvalidArgumentError,
-                message,
-                lambda value=value: strategy.extended.update(variable, lambda kept, new: kept.assign(new), args=(value,)),
-            )
-        strategy.extended.update(variable, lambda kept, new: kept.assign(new), args=(variable,))
+            refused(InvalidArgumentError, message, partial(update, value))
+        update(variable)
 
     def test_devices_that_there_are_not(self, comm, together):
         last = "rank:0" if comm.size == 1 else f"rank:0 to rank:{comm.size - 1}"
@@ -379,32 +362,17 @@ def test_ops_of_the_user_are_named_without_their_address(comm, make_strategy):
 
 
 def test_a_rendezvous_that_not_all_ranks_enter(comm, monkeypatch):
-    class Never:
-        def Test(self):  # noqa: N802 - as MPI calls it
-            return False
-
-    class Alone:
-        def Get_rank(self):  # noqa: N802
-            return 1
-
-        def Get_size(self):  # noqa: N802
-            return 3
-
-        def Idup(self):  # noqa: N802
-            return None, Never()
-
-    monkeypatch.setattr("mpistrat.groups.rendezvous.bootstrap.start", Alone)
-    began = time.monotonic()
+    never = SimpleNamespace(Test=lambda: False)
+    alone = SimpleNamespace(Get_rank=lambda: 1, Get_size=lambda: 3, Idup=lambda: (None, never))
+    monkeypatch.setattr("mpistrat.groups.rendezvous.bootstrap.start", lambda: alone)
+    began, soon = time.monotonic(), CommunicationOptions(timeout_seconds=0.05)
     for make in (
         lambda: rendezvous("the test", 0.05).__enter__(),
-        lambda: mpistrat.MirroredStrategy(communication_options=CommunicationOptions(timeout_seconds=0.05)),
-        lambda: mpistrat.MultiWorkerMirroredStrategy(communication_options=CommunicationOptions(timeout_seconds=0.05)),
+        lambda: mpistrat.MirroredStrategy(communication_options=soon),
+        lambda: mpistrat.MultiWorkerMirroredStrategy(communication_options=soon),
     ):
-        error = refused(
-            DeadlineExceededError,
-            "rank 1: timeout waiting for the cluster: after 0.05 s some of the 3 ranks had not entered",
-            make,
-        )
+        told = "rank 1: timeout waiting for the cluster: after 0.05 s some of the 3 ranks had not entered"
+        error = refused(DeadlineExceededError, told, make)
         assert isinstance(error, RuntimeError)
         assert isinstance(error, TimeoutError)
     monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", "0.05")

@@ -60,23 +60,19 @@ def test_a_maximum_of_booleans_does_not_open_the_way_for_their_sum(comm, strateg
 @needs_ranks(2)
 def test_structures_that_differ_between_replicas_raise_on_all(comm, strategy):
     value = {"a": np.ones(3), "b": None} if comm.rank else {"a": None, "b": np.ones(3)}  # None is part of it
-
-    def in_replica(call):
-        return lambda: strategy.run(lambda: call(mpistrat.get_replica_context()))
-
     for call in (
-        in_replica(lambda context: context.all_reduce("sum", value)),
-        in_replica(lambda context: context.start_all_reduce("sum", value).wait()),
-        lambda: strategy.reduce("sum", strategy.run(lambda: value), axis=None),
-        lambda: strategy.gather(strategy.run(lambda: value), axis=0),
-        lambda: strategy.broadcast(strategy.run(lambda: value)),
+        in_replica(lambda context, value: context.all_reduce("sum", value)),
+        in_replica(lambda context, value: context.start_all_reduce("sum", value).wait()),
+        lambda strategy, value: strategy.reduce("sum", strategy.run(lambda: value), axis=None),
+        lambda strategy, value: strategy.gather(strategy.run(lambda: value), axis=0),
+        lambda strategy, value: strategy.broadcast(strategy.run(lambda: value)),
     ):
         with pytest.raises(AgreementError, match="ranks made different calls") as raised:
-            call()
+            call(strategy, value)
         assert "'a': *, 'b': None" in str(raised.value)
         assert "'a': None, 'b': *" in str(raised.value)
     with pytest.raises(AgreementError, match="ranks made different calls"):
-        in_replica(lambda context: context.all_reduce("mean", 1.0, weight=1 if comm.rank else None))()
+        in_replica(lambda context, weight: context.all_reduce("mean", 1.0, weight=weight))(strategy, 1 if comm.rank else None)
     assert comm.allreduce(1) == comm.size
 
 
@@ -97,9 +93,8 @@ def test_merge_calls_that_not_all_replicas_make_raise_on_all(comm, strategy):
 
 def test_mirrored_strategy_spans_one_node(comm, world, make_strategy):
     if world.num_nodes > 1:
-        with pytest.raises(
-            LaunchError, match=f"{comm.size} ranks on {world.num_nodes} nodes .*MultiWorkerMirroredStrategy"
-        ) as caught:
+        told = f"{comm.size} ranks on {world.num_nodes} nodes .*MultiWorkerMirroredStrategy"
+        with pytest.raises(LaunchError, match=told) as caught:
             mpistrat.MirroredStrategy()
         assert caught.value.raised_everywhere
     strategy = make_strategy(mpistrat.MirroredStrategy, allow_multiple_nodes=world.num_nodes > 1)
@@ -177,47 +172,33 @@ def to_one_device(strategy, value):
 
 ALL_REDUCE = lambda context, value: context.all_reduce("sum", value)  # noqa: E731
 
+TEXT, ONE = PerReplica(np.array("text")), PerReplica(1.0)
 # what is called with the first argument on rank 0, with the second on the others: what rank 0 raises, and what the others read
 REFUSED_BY_ONE = {
-    "update": (update, PerReplica(np.array("text")), 1.0, TypeError, "an argument of extended.update has dtype"),
+    "update": (update, TEXT, 1.0, TypeError, "an argument of extended.update has dtype"),
     "update_non_slot": (
         lambda strategy, argument: strategy.extended.update_non_slot(None, lambda argument: None, (argument,)),
-        PerReplica(np.array("text")),
-        1.0,
-        TypeError,
-        "an argument of extended.update has dtype",
+        *(TEXT, 1.0, TypeError, "an argument of extended.update has dtype"),
     ),
     "to one device": (to_one_device, 1j, 1.0, TypeError, "MAX is not defined for value of dtype complex128"),
     "gather": (
         lambda strategy, value: strategy.gather(value, axis=0),
-        IndexedSlices(np.ones((1, 1)), [0]),
-        np.ones(1),
-        NotImplementedError,
-        "cannot be gathered",
+        *(IndexedSlices(np.ones((1, 1)), [0]), np.ones(1), NotImplementedError, "cannot be gathered"),
     ),
     "reduce": (
         lambda strategy, value: strategy.reduce("mean", value, axis=None),
-        Mirrored(1.0),
-        PerReplica(1.0),
-        AgreementError,
-        "0 arrays to combine",
+        *(Mirrored(1.0), ONE, AgreementError, "0 arrays to combine"),
     ),
     "options of reduce": (
-        lambda strategy, options: strategy.reduce("mean", PerReplica(1.0), None, options),
-        "RING",
-        None,
-        InvalidArgumentError,
-        "options must be CommunicationOptions or None; got 'RING'",
+        lambda strategy, options: strategy.reduce("mean", ONE, None, options),
+        *("RING", None, InvalidArgumentError, "options must be CommunicationOptions or None; got 'RING'"),
     ),
     "an array that cannot be read": (in_replica(ALL_REDUCE), Unreadable(), 1.0, OSError, "the disk is gone"),
     "a ragged list": (in_replica(ALL_REDUCE), [1, [2, 3]], np.ones(2), AgreementError, "different calls"),
     "a weight": (in_replica(lambda c, weight: c.all_reduce("mean", 1.0, weight=weight)), -1, 1, ValueError, "weight"),
     "an axis": (
         lambda strategy, shape: strategy.reduce("sum", strategy.run(lambda: np.ones(shape)), axis=1),
-        2,
-        (2, 2),
-        ValueError,
-        "axis",
+        *(2, (2, 2), ValueError, "axis"),
     ),
 }
 

@@ -1,7 +1,5 @@
 """`mpistrat.torch`: gradients averaged during backward, and the same state on all ranks."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import suppress
 
@@ -195,16 +193,12 @@ def test_averages_of_losses_and_metrics(torch, ours, communicator):
     assert found["parts"][1] == expected
 
 
-def test_what_is_no_module_is_refused_by_name(torch, ours, communicator):
+def test_wrong_arguments_are_refused_by_name_when_the_block_begins(torch, ours, communicator):
     model = _model(torch)
     with pytest.raises(TypeError, match=r"average_gradients takes a torch.nn.Module(.|\n)*incorrect:  .*model.parameters\(\)"):
         ours.average_gradients(model.parameters(), communicator)
     with pytest.raises(TypeError, match=r"broadcast_state takes a torch.nn.Module"):
         ours.broadcast_state(model.state_dict(), communicator=communicator)
-
-
-def test_what_is_no_communicator_or_no_options_is_refused_when_the_block_begins(torch, ours, communicator):
-    model = _model(torch)
     with pytest.raises(TypeError, match=r"got CommunicationOptions.\n(.|\n)*correct: .*\(model, options=options"):
         ours.average_gradients(model, SMALL_BUCKETS)
     with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got 25"):

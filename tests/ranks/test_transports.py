@@ -188,30 +188,24 @@ class AnswersNothing(MpiTransport):
         return None
 
 
+SIZE = r"\(67 x bool, "
+PLANTED = {
+    ReducesTwice: r"'every_dtype_and_operation': shared_memory: reduce.*\(67 x int8, (SUM|MEAN), .*\) on rank \d of \d ",
+    ReducesTooLittle: rf"all_reduce{SIZE}MIN\) on rank \d of \d \(world\): element \d+ is True, expected False; \d+ of 67",
+    ForgetsAPart: r"all_gather\(.*the parts do not cover each promised element once",
+    WritesTooMuch: rf"all_gather{SIZE}SUM, bounds .*\) on rank \d .*: memory outside the buffer was written",
+    MixesChannels: r"'channels_are_apart': mpi_ring: all_reduce\(\d+ x int32, SUM\) on rank .*: element \d+ is ",
+    LosesNan: r"'nan_wins': mpi: all_reduce\(\d x float32, M(IN|AX)\) on rank \d .*: element \d is .*, expected nan",
+    WorksOnce: r"'every_size_and_division': mpi: all_reduce\(67 x int32, SUM\)",
+    AnswersNothing: r"'the_group_is_served': mpi: probe on rank 0 .* returned None; an empty text was expected",
+}
+
+
 @needs_ranks(2)
 @up_to_ranks(3)
-@pytest.mark.parametrize(
-    ("planted", "message"),
-    [
-        (
-            ReducesTwice,
-            r"'every_dtype_and_operation': shared_memory: reduce.*\(67 x int8, (SUM|MEAN), .*\) on rank \d of \d \(world\): ",
-        ),
-        (
-            ReducesTooLittle,
-            r"all_reduce\(67 x bool, MIN\) on rank \d of \d \(world\): element \d+ is True, expected False; \d+ of 67",
-        ),
-        (ForgetsAPart, r"all_gather\(.*the parts do not cover each promised element once"),
-        (WritesTooMuch, r"all_gather\(67 x bool, SUM, bounds .*\) on rank \d .*: memory outside the buffer was written"),
-        (MixesChannels, r"'channels_are_apart': mpi_ring: all_reduce\(\d+ x int32, SUM\) on rank .*: element \d+ is "),
-        (LosesNan, r"'nan_wins': mpi: all_reduce\(\d x float32, M(IN|AX)\) on rank \d .*: element \d is .*, expected nan"),
-        (WorksOnce, r"'every_size_and_division': mpi: all_reduce\(67 x int32, SUM\)"),
-        (AnswersNothing, r"'the_group_is_served': mpi: probe on rank 0 .* returned None; an empty text was expected"),
-    ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else "",
-)
-def test_a_wrong_transport_is_caught_on_every_rank(group, planted, message):
-    caught(planted, group, message)
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_wrong_transport_is_caught_on_every_rank(group, planted):
+    caught(planted, group, PLANTED[planted])
 
 
 @needs_ranks(2)

@@ -1,8 +1,7 @@
 """Tuning on several ranks: all learn what rank 0 reads, or what all have measured, and choose alike."""
 
-from __future__ import annotations
-
 import re
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -84,10 +83,7 @@ def test_a_broken_file_changes_nothing_and_rank_0_says_so(comm, hierarchy, kept,
 
 @needs_ranks(2)
 def test_what_keeps_rank_0_from_a_file_is_told_to_all(comm, hierarchy, kept, monkeypatch):
-    def fail(*_):
-        raise KeyError("planted")
-
     if comm.Get_rank() == 0:
-        monkeypatch.setattr("mpistrat.tuning._find", fail)
+        monkeypatch.setattr("mpistrat.tuning._find", Mock(side_effect=KeyError("planted")))
     with pytest.raises(AgreementError, match="rank 0 failed for all: KeyError: 'planted'"):
         shared_measurements(hierarchy)

@@ -1,7 +1,5 @@
 """The verbs beside all_reduce, on every node shape, against what one process makes of all arrays."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import ml_dtypes
@@ -124,9 +122,8 @@ def test_what_float16_cannot_hold_is_infinite_on_all_replicas_and_in_that_call_a
 
 
 def test_options_of_one_call_leave_the_next_alone(ops, world):
-    given = (np.random.default_rng(3).normal(size=(world.size, 2000)) * 10.0 ** (np.arange(world.size)[:, None] % 4)).astype(
-        np.float32
-    )
+    scales = 10.0 ** (np.arange(world.size)[:, None] % 4)
+    given = (np.random.default_rng(3).normal(size=(world.size, 2000)) * scales).astype(np.float32)
     kinds = ({}, {"wire_dtype": "bfloat16"}, {"wire_dtype": "float16"}, {"deterministic": True})
     found = []
     for _ in range(2):
@@ -148,7 +145,6 @@ def test_16_bit_floats_may_be_sent_as_they_are(mixed):
 @needs_ranks(2)
 def test_a_flat_all_reduce_has_nothing_to_cast(comm, make_ops):
     ops = make_ops(f"{comm.size}x1")
-    with pytest.raises(
-        InvalidArgumentError, match=r"wire_dtype='float16' needs a step between nodes, which algorithm 'flat' does"
-    ):
+    told = "wire_dtype='float16' needs a step between nodes, which algorithm 'flat' does"
+    with pytest.raises(InvalidArgumentError, match=told):
         ops.all_reduce(SUM, [np.ones(3)], CommunicationOptions(algorithm="flat", wire_dtype="float16"))

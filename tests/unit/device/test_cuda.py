@@ -113,7 +113,7 @@ def test_arrays_of_cupy_lead_to_their_memory(on_host_memory):
 def test_arrays_of_cupy_are_packed_and_unpacked(on_host_memory, tmp_path):
     kernels = ["move_segments<float, bfloat16>", "move_segments<bfloat16, float>"]
     device = StandInDevice()
-    device.kernels = HostKernels.build(tmp_path, kernels, [])
+    device.kernels = HostKernels.build(tmp_path, kernels)
     host = [np.arange(count, dtype=np.float32) for count in (40, 0, 7)]
     layout = Layout([array.size for array in host])
     buffer = device.allocate(2 * layout.count).view(ml_dtypes.bfloat16)

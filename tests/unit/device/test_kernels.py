@@ -39,7 +39,7 @@ def kernels(tmp_path_factory):
     folds = [make(dtype, op) for dtype, op in FOLDS for make in (fold_kernel, fold_into_kernel)]
     folds += [divide_kernel(dtype) for dtype in DIVIDED]
     moves = [move_kernel(*dtypes) for dtypes in MOVES]
-    return HostKernels.build(tmp_path_factory.mktemp("kernels"), moves, folds)
+    return HostKernels.build(tmp_path_factory.mktemp("kernels"), [*moves, *folds])
 
 
 def _values(dtype, count, seed=0):

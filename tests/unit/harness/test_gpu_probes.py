@@ -142,7 +142,7 @@ SMALL = Sizes(nbytes=1 << 13, shapes=((3, 5), (7,), ()), sets=2, runs=1, fillers
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return HostKernels.build(tmp_path_factory.mktemp("kernels"), MOVES, FOLDS)
+    return HostKernels.build(tmp_path_factory.mktemp("kernels"), [*MOVES, *FOLDS])
 
 
 @pytest.mark.parametrize("name", TIMINGS)

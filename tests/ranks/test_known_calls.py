@@ -1,11 +1,9 @@
-"""Small batches: from the second call on they take a fast path through MPI, with the same results."""
-
-from __future__ import annotations
+"""Known calls: small batches take a fast path through MPI, plans are cached alike on all ranks, and changes are noticed."""
 
 import weakref
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import optree
@@ -13,7 +11,8 @@ import pytest
 
 import mpistrat
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import UnavailableError, UnsupportedDtypeError
+from mpistrat.communicator.reductions import Reductions
+from mpistrat.errors import InvalidArgumentError, UnavailableError, UnsupportedDtypeError
 from mpistrat.execution.one_call import SMALL_BATCH_BYTES, SmallBatch
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
 from mpistrat.testing.transport_cases import DTYPES, operations
@@ -45,7 +44,7 @@ def fast_paths(monkeypatch):
     return taken
 
 
-def batch(dtype: np.dtype, rank: int) -> list[np.ndarray]:
+def batch(dtype, rank):
     return [np.asarray((np.arange(np.prod(shape)) + rank + 1) % 5).reshape(shape).astype(dtype) for shape in SHAPES]
 
 
@@ -126,32 +125,11 @@ def test_after_a_failed_fast_path_no_collective_is_made(ops, into):
         ops.all_reduce(ReduceOp.SUM, [array], None, out)
     [(key, known)] = ops._programs._known.items()
 
-    def failing(arrays, out):
-        raise KeyboardInterrupt
-
-    ops._programs._known[key] = replace(known, run=failing)
+    ops._programs._known[key] = replace(known, run=Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         ops.all_reduce(ReduceOp.SUM, [array], None, out)
     with pytest.raises(UnavailableError, match=r"an earlier all_reduce did not end \(KeyboardInterrupt\)"):
         ops.all_reduce(ReduceOp.SUM, [array], None, out)
-
-
-@needs_ranks(2)
-def test_ctrl_c_before_a_known_call_is_recorded_is_told_to_the_other_ranks(comm, make_ops, monkeypatch):
-    ops = make_ops(STRICT="0")
-    for _ in range(2):
-        ops.all_reduce(ReduceOp.SUM, np.ones(3))
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    if comm.rank == 0:
-        monkeypatch.setattr(ops, "_recorder", SimpleNamespace(places={}, find_line=interrupted))
-    error, told = (KeyboardInterrupt, None) if comm.rank == 0 else (UnavailableError, "rank 0 has left collective 3")
-    with pytest.raises(error, match=told):
-        ops.all_reduce(ReduceOp.SUM, np.ones(3))
-    with pytest.raises(UnavailableError, match="an earlier all_reduce did not end"):
-        ops.barrier()
 
 
 def test_other_batches_run_their_plan(ops, fast_paths):
@@ -216,3 +194,65 @@ def test_what_looks_like_an_earlier_nest_is_looked_at(make_strategy):
                 ctx.all_reduce("mean", [np.arange(6.0), np.arange(6, dtype=">f8")])
 
     make_strategy(STRICT="0").run(step)
+
+
+def test_all_ranks_forget_the_same_plan_whichever_of_them_use_it(comm, make_ops, world, monkeypatch):
+    monkeypatch.setattr("mpistrat.communicator.programs.PROGRAMS_KEPT", 3)
+    ops = make_ops(world, STRICT="0")
+    ops.timeline.enabled = comm.rank == 0  # it looks its plans up, where the others take their fast paths
+    for count in (1, 2, 3, 1, 4, 1, 2, 5, 4, 1):
+        assert ops.all_reduce("sum", np.ones(count)).tolist() == [ops.size] * count
+        kept = [shape for *_, [(_, shape, _)] in ops._programs._programs]
+        assert comm.allgather(kept) == [kept] * comm.size
+    assert kept == [(5,), (4,), (1,)]
+
+
+@pytest.fixture
+def looked_up(monkeypatch):
+    """Note the calls whose arrays are looked at: those that take no plan by what they were seen to be like."""
+    found = []
+    look = Reductions.reduce
+
+    def noted(self, verb, op, *arguments):
+        found.append(op)
+        return look(self, verb, op, *arguments)
+
+    monkeypatch.setattr(Reductions, "reduce", noted)
+    return found
+
+
+@needs_ranks(2)
+def test_arrays_with_a_fast_path_are_checked_again_after_a_change(comm, make_ops, world, looked_up):
+    ops = make_ops(world, STRICT="0")
+    arrays = [np.ones(70_000), np.ones(5, np.float32)]
+
+    def is_known():
+        del looked_up[:]
+        assert [(total == comm.size).all() for total in ops.all_reduce("sum", arrays)] == [True, True]
+        return not looked_up
+
+    def strictly():
+        ops.is_strict = True
+        assert not is_known()
+        assert not is_known()
+        ops.is_strict = False
+
+    assert [is_known(), is_known()] == [False, True]
+    held = ops.memory_report().window_bytes
+    ops.all_reduce("sum", [np.ones(1 << 21, np.float32), np.ones(1, np.int8)])
+    assert is_known() == (ops.memory_report().window_bytes == held), "what was bound to the memory held before is bound anew"
+    strictly()
+    assert [is_known(), is_known()] == [False, True]
+    work = ops.start_all_reduce("sum", arrays)
+    assert not is_known(), "it waits for what was started"
+    work.wait()
+    ops.timeline.enabled = True
+    assert not is_known()
+    ops.timeline.enabled = False
+    assert is_known()
+    with pytest.raises(InvalidArgumentError, match="out"):
+        ops.all_reduce("sum", arrays, out=[np.empty(70_000), np.empty(6, np.float32)])
+    comm.Barrier()
+    ops.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        ops.all_reduce("sum", arrays)
