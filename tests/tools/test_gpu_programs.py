@@ -1,7 +1,5 @@
 """The programs that the evidence of a GPU starts, on CPUs: they run, and a wrong result ends them."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,9 +1,6 @@
 """Arrays: what counts as one, without a copy where possible, what is refused, and as what kind a result is given back."""
 
-from __future__ import annotations
-
 import sys
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -30,24 +27,24 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @pytest.fixture(autouse=True)
-def on_cpu() -> None:
+def on_cpu():
     bind(None)
 
 
 @pytest.fixture
-def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
+def torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", fake_torch())
     return sys.modules["torch"]
 
 
 @pytest.mark.parametrize("dtype", ["?", "i1", "u8", "f2", "f8", "c8", BFLOAT16])
-def test_an_array_is_itself(dtype: Any) -> None:
+def test_an_array_is_itself(dtype):
     array = np.zeros((2, 3), dtype)[:, ::-1]
     assert as_array(array) is array
     assert as_operand(array) is array
 
 
-def test_what_is_to_be_combined_lies_as_mpi_wants_it() -> None:
+def test_what_is_to_be_combined_lies_as_mpi_wants_it():
     packed = np.frombuffer(b"\0" + np.arange(6.0).tobytes(), offset=1)
     field = np.zeros(3, [("label", "u1"), ("value", "f4")])["value"]
     for array in (packed, field):
@@ -57,7 +54,7 @@ def test_what_is_to_be_combined_lies_as_mpi_wants_it() -> None:
 
 
 class SpeaksArrayToo(SpeaksDlpack):
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+    def __array__(self, dtype=None, copy=None):
         return self._array
 
 
@@ -77,7 +74,7 @@ class SpeaksArrayToo(SpeaksDlpack):
         (SpeaksDlpack(np.zeros((2, 0), "c8")), (2, 0), "complex64"),
     ],
 )
-def test_what_is_like_an_array_becomes_one(value: Any, shape: tuple[int, ...], dtype: str) -> None:
+def test_what_is_like_an_array_becomes_one(value, shape, dtype):
     array = as_array(value)
     assert (type(array), array.shape, array.dtype.name) == (np.ndarray, shape, dtype)
 
@@ -96,7 +93,7 @@ def test_what_is_like_an_array_becomes_one(value: Any, shape: tuple[int, ...], d
     ],
 )
 @pytest.mark.parametrize("is_writable", [True, False])
-def test_the_memory_of_others_is_shared(speaks: Any, is_writable: bool) -> None:
+def test_the_memory_of_others_is_shared(speaks, is_writable):
     memory = np.arange(24.0).reshape(4, 6)[::2, ::-1]
     memory.flags.writeable = is_writable
     array = as_array(speaks(memory))
@@ -121,19 +118,19 @@ def test_the_memory_of_others_is_shared(speaks: Any, is_writable: bool) -> None:
         ({"a": 1}, "object"),
     ],
 )
-def test_what_holds_no_numbers_is_refused(value: Any, found: str) -> None:
+def test_what_holds_no_numbers_is_refused(value, found):
     message = rf"args\[0\] has dtype {found}, which collectives do not support; accepted are arrays of bool, integers, float16"
     with pytest.raises(UnsupportedDtypeError, match=message):
         as_array(value, "args[0]")
 
 
 class SpeaksOfAnUnknownDtype(SpeaksDlpack):
-    def __dlpack__(self, **arguments: Any) -> Any:
+    def __dlpack__(self, **arguments):
         raise RuntimeError("Unsupported dtype in DLTensor.")
 
 
 class IsSpreadOverDevices(SpeaksDlpack):
-    def __dlpack_device__(self) -> tuple[int, int]:
+    def __dlpack_device__(self):
         raise BufferError("only supported for unsharded arrays")
 
 
@@ -146,17 +143,17 @@ class IsSpreadOverDevices(SpeaksDlpack):
         (IsSpreadOverDevices(0), "only supported for unsharded arrays"),
     ],
 )
-def test_what_cannot_be_read_is_refused(value: Any, reason: str) -> None:
+def test_what_cannot_be_read_is_refused(value, reason):
     with pytest.raises(UnsupportedDtypeError, match=rf"^grad cannot be read as an array: {reason}; pass an array of numbers$"):
         as_array(value, "grad")
 
 
 class RefusesItself:
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+    def __array__(self, dtype=None, copy=None):
         raise InvalidArgumentError("not outside strategy.run")
 
 
-def test_an_error_of_our_own_values_stays_as_it_is() -> None:
+def test_an_error_of_our_own_values_stays_as_it_is():
     with pytest.raises(InvalidArgumentError, match=r"^not outside strategy\.run$"):
         as_array(RefusesItself())
 
@@ -173,13 +170,13 @@ def test_an_error_of_our_own_values_stays_as_it_is() -> None:
         (SpeaksCudaArrayInterface(), "cuda"),
     ],
 )
-def test_memory_of_another_device_is_refused(value: Any, device: str) -> None:
+def test_memory_of_another_device_is_refused(value, device):
     message = rf"^x\['w'\] is on {device}, this replica computes on /cpu:0; copy it to host memory first$"
     with pytest.raises(InvalidArgumentError, match=message):
         as_array(value, "x['w']")
 
 
-def test_how_to_copy_is_said_where_it_is_known(torch: Any) -> None:
+def test_how_to_copy_is_said_where_it_is_known(torch):
     message = r"^x is on cuda:1, this replica computes on /cpu:0; copy it first, x\.cpu\(\)$"
     with pytest.raises(InvalidArgumentError, match=message):
         as_array(_named("torch", torch.Tensor)(0, "cuda:1"), "x")
@@ -197,7 +194,7 @@ def test_how_to_copy_is_said_where_it_is_known(torch: Any) -> None:
         *(SpeaksDlpack(0), SpeaksArrayInterface(0), SpeaksBuffers(0)),
     ],
 )
-def test_everything_else_comes_back_as_a_numpy_array(original: Any) -> None:
+def test_everything_else_comes_back_as_a_numpy_array(original):
     result = np.arange(3)
     assert like(result, original) is result
 
@@ -208,7 +205,7 @@ kinds = st.sampled_from([np.asarray, SpeaksDlpack, SpeaksArrayInterface, Standar
 
 
 @given(dtypes, shapes, kinds, st.integers(0, 255))
-def test_what_comes_in_goes_out_bit_by_bit(dtype: Any, shape: tuple[int, ...], kind: Any, fill: int) -> None:
+def test_what_comes_in_goes_out_bit_by_bit(dtype, shape, kind, fill):
     memory = np.full(shape, fill).astype(dtype)
     original = kind(memory)
     array = as_array(original)
@@ -219,7 +216,7 @@ def test_what_comes_in_goes_out_bit_by_bit(dtype: Any, shape: tuple[int, ...], k
     assert not memory.size or np.shares_memory(seen, memory)
 
 
-def _named(module: str, kind: type) -> type:
+def _named(module, kind):
     """Return the class as one of this module, as its users see it."""
     kind.__module__ = module
     return kind

@@ -1,9 +1,5 @@
 """CrossDeviceOps: what they are asked for and refuse, which implementation sees it, and where results land."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -30,7 +26,7 @@ from tests.unit.replicas import on_replicas
 FAMILY = [HierarchicalAllReduce, CollectiveAllReduce, HierarchicalCopyAllReduce, ReductionToOneDevice]
 
 
-def in_scope(num_replicas: int, program: Any) -> list[Any]:
+def in_scope(num_replicas, program):
     """Return what ``program(rank)`` returns on each replica, in the scope of a strategy of so many."""
 
     def scoped(strategy):
@@ -40,11 +36,11 @@ def in_scope(num_replicas: int, program: Any) -> list[Any]:
     return on_replicas(num_replicas, scoped)
 
 
-def one_replica() -> mpistrat.Strategy:
+def one_replica():
     return mpistrat.Strategy(mpistrat.StrategyExtended(LocalCommunicator()))
 
 
-def plain(value: Any) -> Any:
+def plain(value):
     """Return what this rank can read of a result, as lists."""
     if isinstance(value, OnSomeReplicas) and not value.is_here:
         return None
@@ -55,7 +51,7 @@ def plain(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("op", "expected"), [("sum", [6, 9]), ("mean", [2, 3]), ("MIN", [1, 2]), ("max", [3, 4]), ("prod", [6, 24])]
 )
-def test_the_family_combines(family: type[CrossDeviceOps], op: str, expected: list[int]) -> None:
+def test_the_family_combines(family, op, expected):
     def program(rank):
         value = PerReplica(np.array([rank + 1.0, rank + 2.0]))
         result = family().reduce(op, value, value)
@@ -65,7 +61,7 @@ def test_the_family_combines(family: type[CrossDeviceOps], op: str, expected: li
     assert in_scope(3, program) == [expected] * 3
 
 
-def test_a_value_that_is_elsewhere_says_where() -> None:
+def test_a_value_that_is_elsewhere_says_where():
     def program(rank):
         value = PerReplica(np.array([rank]))
         total = HierarchicalAllReduce().reduce("sum", value, "rank:1")
@@ -80,7 +76,7 @@ def test_a_value_that_is_elsewhere_says_where() -> None:
     assert in_scope(3, program) == [absent, held, absent]
 
 
-def test_a_value_that_is_elsewhere_is_moved() -> None:
+def test_a_value_that_is_elsewhere_is_moved():
     def program(rank):
         ops, value = HierarchicalAllReduce(), PerReplica(np.array([rank + 1]))
         total = ops.reduce("sum", value, "rank:1")
@@ -97,7 +93,7 @@ def test_a_value_that_is_elsewhere_is_moved() -> None:
     assert in_scope(3, program) == [[None, [6], [1, 1, 1], [6]], [None, [6], [1, 1, 1], [6]], [[6], [6], None, [6]]]
 
 
-def test_a_value_that_is_not_distributed() -> None:
+def test_a_value_that_is_not_distributed():
     def program(rank):
         ops, mirrored, zero = HierarchicalAllReduce(), Mirrored(np.array([5.0])), np.zeros(2)
         assert ops.reduce("mean", mirrored, mirrored) is mirrored
@@ -115,7 +111,7 @@ def test_a_value_that_is_not_distributed() -> None:
     in_scope(2, program)
 
 
-def test_broadcasting_copies_the_value_of_replica_0() -> None:
+def test_broadcasting_copies_the_value_of_replica_0():
     def program(rank):
         ops, array = HierarchicalAllReduce(), np.array([rank + 1.0])
         variable = mpistrat.Variable([9.0])
@@ -127,7 +123,7 @@ def test_broadcasting_copies_the_value_of_replica_0() -> None:
     assert in_scope(2, program) == [[[1], None, [9]], [[1], 7, [9]]]
 
 
-def test_gathering() -> None:
+def test_gathering():
     def program(rank):
         ops, value = HierarchicalAllReduce(), PerReplica(np.full((rank + 1, 1), rank))
         with pytest.raises(NotImplementedError, match=r"IndexedSlices\(.*cannot be gathered"):
@@ -138,7 +134,7 @@ def test_gathering() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILY)
-def test_the_kind_of_array_that_came_in_comes_out(family: type[CrossDeviceOps]) -> None:
+def test_the_kind_of_array_that_came_in_comes_out(family):
     def program(rank):
         ops, array = family(), StandardArray(np.array([rank + 1.0]))
         value = PerReplica(array)
@@ -155,7 +151,7 @@ def test_the_kind_of_array_that_came_in_comes_out(family: type[CrossDeviceOps]) 
     assert in_scope(2, program) == [[[3], [1], [1, 2]], [[3], [1], [1, 2], [1.5]]]
 
 
-def test_outside_all_scopes_there_is_one_replica() -> None:
+def test_outside_all_scopes_there_is_one_replica():
     for family in [*FAMILY, NcclAllReduce]:
         ops, array, rows = family(), np.array([1.0, 2.0]), IndexedSlices([1.0, 1.0], [0, 0])
         assert ops.reduce("sum", array, array) is array
@@ -186,7 +182,7 @@ def test_outside_all_scopes_there_is_one_replica() -> None:
         (5, "there is no rank 5"),
     ],
 )
-def test_destinations_that_name_no_rank(destinations: Any, message: str) -> None:
+def test_destinations_that_name_no_rank(destinations, message):
     ops, array = HierarchicalAllReduce(), np.ones(1)
     for call in (
         lambda: ops.reduce("sum", array, destinations),
@@ -197,7 +193,7 @@ def test_destinations_that_name_no_rank(destinations: Any, message: str) -> None
             call()
 
 
-def test_destinations_are_sorted_ranks() -> None:
+def test_destinations_are_sorted_ranks():
     communicator = LocalCommunicator()
     communicator.world, communicator.size = World.from_shape("2x2"), 4
     assert resolve({"rank:3", 0, np.int32(3)}, communicator) == (0, 3)
@@ -245,18 +241,18 @@ REFUSED = [
 ]
 
 
-def in_own_scope(call: Any) -> Any:
+def in_own_scope(call):
     with one_replica().scope():
         return call()
 
 
 @pytest.mark.parametrize(("call", "error", "message"), REFUSED)
-def test_what_is_no_value_no_pair_or_not_defined_is_refused(call: Any, error: type[Exception], message: str) -> None:
+def test_what_is_no_value_no_pair_or_not_defined_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call(HierarchicalAllReduce())
 
 
-def test_the_value_of_a_strategy_is_not_combined_outside_its_scope() -> None:
+def test_the_value_of_a_strategy_is_not_combined_outside_its_scope():
     # outside all scopes there is one replica: its component alone would be a wrong sum
     strategy, ops = one_replica(), HierarchicalAllReduce()
     with strategy.scope():
@@ -276,9 +272,7 @@ def test_the_value_of_a_strategy_is_not_combined_outside_its_scope() -> None:
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("family", FAMILY)
 @pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
-def test_a_result_does_not_change_with_the_variable_that_was_reduced(
-    synchronization: str, family: type[CrossDeviceOps], num_replicas: int
-) -> None:
+def test_a_result_does_not_change_with_the_variable_that_was_reduced(synchronization, family, num_replicas):
     def program(rank):
         extended, ops = mpistrat.get_strategy().extended, family()
         variable = mpistrat.Variable(
@@ -300,7 +294,7 @@ def test_a_result_does_not_change_with_the_variable_that_was_reduced(
     assert in_scope(num_replicas, program) == [[[1, 2]] * 6] * num_replicas
 
 
-def test_they_belong_to_the_cross_replica_context() -> None:
+def test_they_belong_to_the_cross_replica_context():
     def program(strategy):
         ops = HierarchicalAllReduce()
         calls = {
@@ -321,7 +315,7 @@ def test_they_belong_to_the_cross_replica_context() -> None:
     assert on_replicas(2, program) == [3, 3]
 
 
-def test_ops_reduce_with_options_of_their_own() -> None:
+def test_ops_reduce_with_options_of_their_own():
     seen = []
 
     class Watched(LocalCommunicator):
@@ -365,7 +359,7 @@ def test_ops_reduce_with_options_of_their_own() -> None:
         (type("Nothing", (CrossDeviceOps,), {}), NotImplementedError, "^Nothing .* no reduction: .* HierarchicalAllReduce$"),
     ],
 )
-def test_ops_that_cannot_reduce_say_why(make: Any, error: type[Exception], message: str) -> None:
+def test_ops_that_cannot_reduce_say_why(make, error, message):
     def program(rank):
         with pytest.raises(error, match=message):
             make().reduce("sum", PerReplica(1.0), 0)
@@ -373,7 +367,7 @@ def test_ops_that_cannot_reduce_say_why(make: Any, error: type[Exception], messa
     in_scope(2, program)
 
 
-def test_ops_print_what_they_were_made_with() -> None:
+def test_ops_print_what_they_were_made_with():
     for kind in (HierarchicalAllReduce, HierarchicalCopyAllReduce, NcclAllReduce):
         assert repr(kind(num_packs=2)) == f"{kind.__name__}(num_packs=2)"
     assert "accumulation_fn=sum)" in repr(ReductionToOneDevice(accumulation_fn=sum))
@@ -436,7 +430,7 @@ class Both(StockByOne):
         (type("Derived", (StockByOne,), {}), [("SUM", 1)] * 3),
     ],
 )
-def test_what_a_subclass_overrides_sees_every_reduction(family: Any, batch: list[tuple[str, int]]) -> None:
+def test_what_a_subclass_overrides_sees_every_reduction(family, batch):
     def program(strategy):
         ops, rank = family(), strategy.extended.communicator.rank
         with strategy.scope():
@@ -449,7 +443,7 @@ def test_what_a_subclass_overrides_sees_every_reduction(family: Any, batch: list
     assert on_replicas(3, program) == [([("MAX", 1), *batch, *batch], [[2], [3], [3], [3]], [3, 3, 3])] * 3
 
 
-def test_an_accumulation_function_takes_the_place_of_summing() -> None:
+def test_an_accumulation_function_takes_the_place_of_summing():
     def program(rank):
         calls = []
 
@@ -475,12 +469,12 @@ def test_an_accumulation_function_takes_the_place_of_summing() -> None:
         (sum, ReduceOp.MAX, "accumulation_fn replaces the sum, so it can be used for SUM and MEAN only; got MAX"),
     ],
 )
-def test_what_an_accumulation_function_returns_is_checked(function: Any, op: ReduceOp, message: str) -> None:
+def test_what_an_accumulation_function_returns_is_checked(function, op, message):
     with pytest.raises((InvalidArgumentError, UnsupportedDtypeError), match=message):
         ReductionToOneDevice(accumulation_fn=function).all_reduce_in_replica(op, [np.ones(2)])
 
 
-def test_components_are_combined_in_replica_order() -> None:
+def test_components_are_combined_in_replica_order():
     # in any other order a float64 gives another sum
     parts = [1.0, 1e16, -1e16, 3.0]
 

@@ -1,7 +1,5 @@
 """Strategies of one replica on a GPU: variables, values and collectives, on a stand-in device."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 
