@@ -21,6 +21,9 @@ def test_sizes(text, expected):
     assert parse_bytes(text) == expected
 
 
+# with a unit, or as SLURM writes them
+DURATIONS = {"90": 90, "1.5": 1.5, "1.5s": 1.5, "10m": 600, " 2 h ": 7200, "1.5d": 129600, "1:30": 90, "2:00:00": 7200}
+DURATIONS |= {"1-12": 129600, "1-12:30": 131400, "1-00:00:05": 86405}
 NO_SIZE = "is not a size: a number and B, KiB, MiB, GiB, KB, MB or GB are accepted, for example 64MiB"
 NO_DURATION = "seconds, a number with s, m, h or d (10m), M:SS, H:MM:SS, D-HH and D-HH:MM:SS are accepted"
 NOT_WHOLE = "is not a whole, non-negative number of bytes"
@@ -69,6 +72,7 @@ def test_a_setting_has_a_name_of_its_own_a_meaning_and_a_default(setting):
         (settings.TIMEOUT_SECONDS, "2.5", 2.5),
         (settings.TIMEOUT_SECONDS, "0", 0.0),
         (settings.VIRTUAL_NODES, "2x2:cyclic", "2x2:cyclic"),
+        *((settings.TIME_LIMIT, text, seconds) for text, seconds in DURATIONS.items()),
     ],
 )
 def test_a_setting_reads_its_type(setting, text, expected):
@@ -101,17 +105,6 @@ def test_an_unreadable_value_names_the_variable_and_what_is_accepted(setting, te
     assert message.startswith(f"{setting.name}={text!r} was found; ")
     assert accepted in message
     assert message.endswith(f"Meaning: {setting.meaning}")
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        *(("90", 90), ("1.5", 1.5), ("1.5s", 1.5), ("10m", 600), (" 2 h ", 7200), ("1.5d", 129600), ("1:30", 90)),
-        *(("2:00:00", 7200), ("1-12", 129600), ("1-12:30", 131400), ("1-00:00:05", 86405)),
-    ],
-)
-def test_durations_have_a_unit_or_are_written_as_slurm_does(text, seconds):
-    assert settings.TIME_LIMIT.read({"MPISTRAT_TIME_LIMIT": text}) == seconds
 
 
 def test_every_transport_can_be_asked_for_and_no_other():

@@ -222,17 +222,9 @@ REFUSED = [
     ),
     (lambda ops: ops.reduce("median", 1.0, 0), InvalidArgumentError, "unknown reduce_op 'median'"),
     (lambda ops: ops.batch_reduce(7, [(1.0, 0)]), TypeError, "reduce_op must be a ReduceOp or a str"),
-    (
-        lambda ops: ops.reduce("sum", 1.0, 0, {"timeout": 3}),
-        InvalidArgumentError,
-        "options must be Comm.*; got {'timeout': 3}",
-    ),
+    (lambda ops: ops.reduce("sum", 1.0, 0, {"timeout": 3}), InvalidArgumentError, "options must be Comm.*; got {'timeout"),
     (lambda ops: ops.reduce("mean", np.ones(1, bool), 0), UnsupportedDtypeError, "MEAN is not defined for value of dtype bool"),
-    (
-        lambda ops: ops.reduce("max", IndexedSlices([1.0], [0]), 0),
-        NotImplementedError,
-        r"MAX of IndexedSlices\(.*is not supported",
-    ),
+    (lambda ops: ops.reduce("max", IndexedSlices([1.0], [0]), 0), NotImplementedError, "MAX of Indexed.*is not supported"),
     (
         lambda ops: in_own_scope(lambda: ops.broadcast(PerReplica(1.0), 0)),
         InvalidArgumentError,

@@ -53,17 +53,6 @@ def test_mpiexec_belongs_to_its_own_flavour_only(text):
     assert belongs(MPICH, "5.0.2", "HYDRA build details:\n    Version:    4.0.2\n")
 
 
-def test_unknown_library_lists_the_known(monkeypatch):
-    monkeypatch.setattr(mpiexec, "_ask_mpi4py", lambda: ("/opt/nec/libmpi.so", "NEC MPI Version 3.5.0\nMore"))
-    with pytest.raises(LaunchError) as caught:
-        find_mpi()
-    assert str(caught.value) == (
-        "mpi4py loads /opt/nec/libmpi.so, which identifies itself as 'NEC MPI Version 3.5.0'; "
-        "mpistrat run supports the mpiexec of Open MPI, MPICH, MVAPICH, Intel MPI. Start the program with this MPI's own "
-        "launcher: srun, aprun or mpiexec, then python -m mpi4py and the script."
-    )
-
-
 def install(folder, name, says):
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / name
@@ -132,15 +121,28 @@ def test_missing_mpiexec_says_where_it_looked(library, tmp_path):
     )
 
 
-def test_cray_mpich_has_no_mpiexec(monkeypatch):
-    answers = "/opt/cray/libmpi.so", "MPI VERSION    : CRAY MPICH version 8.1.25.17"
+@pytest.mark.parametrize(
+    ("answers", "text"),
+    [
+        (
+            ("/opt/nec/libmpi.so", "NEC MPI Version 3.5.0\nMore"),
+            "mpi4py loads /opt/nec/libmpi.so, which identifies itself as 'NEC MPI Version 3.5.0'; "
+            "mpistrat run supports the mpiexec of Open MPI, MPICH, MVAPICH, Intel MPI. Start the program with this MPI's own "
+            "launcher: srun, aprun or mpiexec, then python -m mpi4py and the script.",
+        ),
+        (
+            ("/opt/cray/libmpi.so", "MPI VERSION    : CRAY MPICH version 8.1.25.17"),
+            "mpi4py loads Cray MPICH 8.1.25.17 from /opt/cray/libmpi.so, which has no mpiexec of its own. Start the program in "
+            "an allocation of SLURM: srun -n 4 python -m mpi4py train.py",
+        ),
+    ],
+    ids=["unknown", "Cray MPICH"],
+)
+def test_a_library_without_an_mpiexec_that_is_known_says_how_to_start(monkeypatch, answers, text):
     monkeypatch.setattr(mpiexec, "_ask_mpi4py", lambda: answers)
     with pytest.raises(LaunchError) as caught:
         find_mpi()
-    assert str(caught.value) == (
-        "mpi4py loads Cray MPICH 8.1.25.17 from /opt/cray/libmpi.so, which has no mpiexec of its own. Start the program in an "
-        "allocation of SLURM: srun -n 4 python -m mpi4py train.py"
-    )
+    assert str(caught.value) == text
 
 
 def test_missing_library_names_the_cure(monkeypatch):
