@@ -33,16 +33,7 @@ def run_bounded(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command with an empty stdin, and kill all its remaining processes when it ends or its deadline passes.
 
-    Parameters
-    ----------
-    argv : sequence of str
-        The command.
-    timeout : float
-        Seconds that it may take; after that the code is TIMED_OUT, with the output until then.
-    env : mapping, optional
-        The whole environment; this process's by default.
-    cwd : Path, optional
-        Where to run it.
+    After that many seconds its code is TIMED_OUT, with the output until then; `env` is the whole environment.
     """
     pipe = subprocess.PIPE
     with started(argv, stdout=pipe, stderr=pipe, text=True, errors="replace", env=env, cwd=cwd) as process:

@@ -1,7 +1,5 @@
 """The last word of a session: what ran in each lane, and which lanes should have run."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -22,7 +20,7 @@ def session(tmp_path):
     (tmp_path / "tests" / "unit").mkdir(parents=True)
     (tmp_path / "tests" / "unit" / "test_one.py").write_text("def test_one():\n    pass\n")
 
-    def run(*arguments: str, workers: str = "-n0", **env: str):
+    def run(*arguments, workers="-n0", **env):
         plugins = ["-p", "tests.lanes", "-p", "no:cacheprovider", "--color=no"]
         argv = [sys.executable, "-m", "pytest", *plugins, *workers.split(), *arguments]
         return run_bounded(argv, 60, {**os.environ, "PYTHONPATH": str(_ROOT), **env}, tmp_path)

@@ -1,7 +1,6 @@
 """Commands with a deadline: what they return, and that they leave nothing running."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from tests.processes import TIMED_OUT, python, run_bounded, started, until
 _PARENT = ["bash", "-mc", 'sleep 60 >/dev/null 2>&1 & echo $!; sleep "$0"']
 
 
-def _ends(pid: str) -> bool:
+def _ends(pid):
     return until(lambda: find(int(pid)) is None, 5)  # a killed process needs a moment
 
 
@@ -35,7 +34,7 @@ def test_nothing_is_left_after_the_end():
     assert _ends(done.stdout.strip())
 
 
-def test_an_mpiexec_that_is_killed_leaves_nothing_that_stops_a_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_mpiexec_that_is_killed_leaves_nothing_that_stops_a_later_one(tmp_path, monkeypatch):
     if find_mpi().flavour.name != "Open MPI":
         pytest.skip("Open MPI leaves such files")
     monkeypatch.setenv("PRTE_MCA_prte_tmpdir_base", str(tmp_path))

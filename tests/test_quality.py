@@ -1,7 +1,5 @@
 """Quality gates: style, types, import contracts, packaging, the cost of an import, and what users see."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import inspect

@@ -1,7 +1,5 @@
 """What import-linter cannot see of the package: imports hidden in strings. And where unit tests lie."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -11,7 +9,7 @@ _ROOT = Path(__file__).parents[1]
 _LOOK_UP_MODULES = {"mpistrat/lazy.py", "mpistrat/tools/cli.py"}
 
 
-def hidden_imports(text: str, package: str) -> list[str]:
+def hidden_imports(text, package):
     """Return where a module imports one of its package by a string, or an annotation is one: linters see neither."""
     found = []
     for node in ast.walk(ast.parse(text)):

@@ -163,10 +163,15 @@ def of_central_storage(cell: Cell) -> Cell:
     return replace(cell, outcome=NEEDS) if cell.where == "run" and _is_none(cell) and not is_compared else cell
 
 
+def made(strategy: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Return a variable that is made in the scope of a strategy."""
+    with strategy.scope():
+        return mpistrat.Variable(*arguments, **keywords)
+
+
 def declared(strategy: Any, synchronization: VariableSynchronization, aggregation: VariableAggregation) -> Any:
     """Return a variable of `strategy` that starts as START."""
-    with strategy.scope():
-        return mpistrat.Variable(START, name="v", synchronization=synchronization, aggregation=aggregation)
+    return made(strategy, START, name="v", synchronization=synchronization, aggregation=aggregation)
 
 
 def check_cells(strategy: Any, cells: Sequence[Cell]) -> None:

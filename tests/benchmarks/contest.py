@@ -66,20 +66,12 @@ class Measured:
 
 
 class Contest:
-    """Programs that are started when this is entered, and ended when it is left.
-
-    Attributes
-    ----------
-    missing : dict
-        Who was left out, and why.
-    versions : dict
-        What the programs say of themselves.
-    """
+    """Programs that are started when this is entered, and ended when it is left."""
 
     def __init__(self, lab: Lab, num_ranks: int, placement: str, contenders: Iterable[Contender]) -> None:
         self.lab, self.num_ranks, self.placement = lab, num_ranks, placement
-        self.missing: dict[str, str] = {}
-        self.versions: dict[str, str] = {}
+        self.missing: dict[str, str] = {}  # who was left out, and why
+        self.versions: dict[str, str] = {}  # what the programs say of themselves
         self._contenders = list(contenders)
         self._lines: dict[str, list[Connection]] = {}
         self._processes: dict[str, list[subprocess.Popen[str]]] = {}

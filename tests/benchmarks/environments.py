@@ -19,16 +19,10 @@ REQUIREMENTS = {
 
 
 class Environments:
-    """Virtual environments in one folder.
-
-    Attributes
-    ----------
-    missing : dict
-        Those that were asked for and cannot be had, and why.
-    """
+    """Virtual environments in one folder."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        self.missing: dict[str, str] = {}
+        self.missing: dict[str, str] = {}  # those that were asked for and cannot be had, and why
         self._folder, self._say = folder.expanduser().absolute(), say
 
     def python(self, name: str) -> str:

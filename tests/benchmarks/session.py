@@ -27,17 +27,7 @@ _LIMIT_SECONDS = 600.0
 
 
 class Session:
-    """What an experiment is handed.
-
-    Attributes
-    ----------
-    environments : Environments
-        The peers' virtual environments, made on first use.
-    versions : dict
-        Versions of what took part; experiments add those of peers.
-    only, commit : sequence of str, str
-        As given; and what is measured.
-    """
+    """What an experiment is handed: the peers' virtual environments, and the versions of what took part, to which it adds."""
 
     def __init__(self, name: str, quick: bool, peers: Path, only: Sequence[str] = ()) -> None:
         self.name, self.quick, self.only, self.commit = name, quick, only, _commit()

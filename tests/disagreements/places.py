@@ -25,13 +25,7 @@ def default_environment(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 class Place:
-    """Ranks in a shape: ``2x2`` and ``3+1`` are nodes on this machine, ``1x4`` is the machine, ``hosts:2+2`` a lab's hosts.
-
-    Attributes
-    ----------
-    size : int
-        How many ranks.
-    """
+    """Ranks in a shape: ``2x2`` and ``3+1`` are nodes on this machine, ``1x4`` is the machine, ``hosts:2+2`` a lab's hosts."""
 
     def __init__(self, shape: str) -> None:
         self.shape = shape

@@ -23,19 +23,7 @@ class JobError(RuntimeError):
 
 
 class Ranks:
-    """A module that runs on all ranks of a place; each of them calls `connect`.
-
-    Attributes
-    ----------
-    place : Place
-        Where they run.
-    folder : Path
-        A folder of their own, until they are ended.
-    process : subprocess.Popen
-        What started them.
-    lines : list of Connection
-        To the ranks that are there.
-    """
+    """A module that runs on all ranks of a place, in a folder of their own; each has a line to here, after `connect`."""
 
     def __init__(self, place: Place, module: str, environment: Mapping[str, str]) -> None:
         self.place, self.lines = place, list[Connection]()

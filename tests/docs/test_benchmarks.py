@@ -1,7 +1,5 @@
 """Every experiment has its table, kept as one file that says how it was measured. That pages are current: see test_pages."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

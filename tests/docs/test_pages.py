@@ -1,7 +1,5 @@
 """Every snippet runs, every command prints what is shown, every generated part is current. For links see test_site."""
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 import os
@@ -20,7 +18,7 @@ OPTIONAL = re.compile(r"^import (torch|jax)$", re.MULTILINE)  # what pages may s
 PAGES = [page.relative_to(ROOT).as_posix() for page in pages()]
 
 
-def user_environment() -> dict[str, str]:
+def user_environment():
     """Return the environment of a reader: this Python first, no settings, and leave for plain mpiexec to run here."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MPISTRAT_")}
     return environ | {

@@ -1,7 +1,5 @@
 """The site builds without a warning, its links lead somewhere, API pages say what docstrings say, and search finds names."""
 
-from __future__ import annotations
-
 import re
 import sys
 from html.parser import HTMLParser
@@ -19,14 +17,14 @@ SECONDS = 300.0  # it needs 15; this is for a machine that has much else to do
 class Page(HTMLParser):
     """What a page refers to, and what can be referred to in it."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
         self.ids: set[str] = set()
         self.targets: list[str] = []
         self.loaded: list[str] = []
         self.feed(text)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         values = {name: value or "" for name, value in attrs}
         self.ids |= {values["id"]} if "id" in values else set()
         targets = [values[name] for name in ("href", "src") if name in values]

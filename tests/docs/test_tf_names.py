@@ -1,21 +1,19 @@
 """What is said to be here as in tf.distribute is, with TensorFlow's arguments; what is said to be absent is."""
 
-from __future__ import annotations
-
 import inspect
 import re
 
 import pytest
 
 from tests.docs.surface import resolve
-from tests.docs.tf_names import ABSENT, DIFFERENT, SAME, Name
+from tests.docs.tf_names import ABSENT, DIFFERENT, SAME
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 HERE = [*SAME, *(name for _, names in DIFFERENT for name in names)]
 GONE = [name for _, names in ABSENT for name in names]
 
 
-def spelled(name: Name) -> str:
+def spelled(name):
     return name.spelling
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -53,13 +53,22 @@ class Operand:
         overflows = op == "SUM" or (op == "MEAN" and self.dtype.itemsize > 2)
         self.is_huge = self.dtype.kind == "f" and overflows and rng.random() < 0.05
         self.is_exact = True  # whether every order of combining makes the same bits
+        self._stretched: tuple[int, Sequence[int]] | None = None
         self.array = self.part(rank)
         self.shape = np.shape(self.array)  # Fortran's arrays have an axis
 
-    def part(self, rank: int, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    def stretch(self, axis: int, lengths: Sequence[int]) -> None:
+        """Give the array of each rank a length of its own along an axis."""
+        self._stretched = axis, lengths
+        self.array = self.part(self.rank)
+        self.shape = self.array.shape
+
+    def part(self, rank: int) -> np.ndarray:
         """Return the array of a rank."""
-        rng = np.random.default_rng((self.seed, rank))
-        shape = self.shape if shape is None else shape
+        rng, shape = np.random.default_rng((self.seed, rank)), list(self.shape)
+        if self._stretched:
+            axis, lengths = self._stretched
+            shape[axis] = lengths[rank]
         with np.errstate(all="ignore"):
             if self.is_huge:
                 largest = np.finfo(self.dtype).max if self.dtype.kind == "f" else 1
@@ -129,6 +138,11 @@ class Operands(list[Operand]):
         for operand in self:
             operand.renew()
 
+    def stretch(self, axis: int, lengths: Sequence[int]) -> None:
+        """Give the arrays of each rank a length of their own along an axis."""
+        for operand in self:
+            operand.stretch(axis, lengths)
+
     def be_inexact(self) -> None:
         """Have values whose combination is rounded, as the order has it."""
         for operand in self:
@@ -149,33 +163,41 @@ class Operands(list[Operand]):
         return f"{super().__repr__()} list={self.is_list}"
 
 
-def draw_targets(rng: np.random.Generator, operands: Sequence[Operand]) -> tuple[str, list[np.ndarray] | None]:
-    """Return how targets were drawn, and the targets, which may be refused; None where there are none."""
-    kind = str(rng.choice(["none", "none", "same", "same", "others", "shifted", *_CHANGED]))
-    arrays = [operand.array for operand in operands]
+OWN_TARGETS = ("same", "same", "others")  # the arrays themselves
+
+
+def draw_targets(
+    rng: np.random.Generator, operands: Operands, shapes: Sequence[tuple[int, ...]], kinds: Sequence[str]
+) -> tuple[str, list[np.ndarray] | None]:
+    """Return how targets of these shapes were drawn, and the targets, which may be refused; None where there are none."""
+    kind = str(rng.choice(["none", "none", *kinds]))
+    order = rng.permutation(len(operands)) if kind == "others" else range(len(operands))
     if kind == "none":
         return kind, None
-    if kind == "same":
-        return kind, list(arrays)
-    if kind == "others":
-        order = rng.permutation(len(arrays))
-        return kind, [arrays[index] for index in order]
-    if kind == "shifted":
-        return kind, [_shifted(operand) for operand in operands]
-    return kind, [_CHANGED[kind](np.zeros(operand.shape, operand.dtype)) for operand in operands]
+    if kind in OWN_TARGETS:
+        return kind, [operands[index].array for index in order]
+    if kind in CHANGED:
+        return kind, [CHANGED[kind](np.zeros(shape, operand.dtype)) for operand, shape in zip(operands, shapes, strict=True)]
+    # a target overlaps with its own operand, or with the next one of a list
+    moved = [operands[(index + (kind == "next")) % len(operands)] for index in order]
+    return kind, [
+        _overlapping(each, shape) if each.dtype == operand.dtype else np.zeros(shape, operand.dtype)
+        for each, operand, shape in zip(moved, operands, shapes, strict=True)
+    ]
 
 
-def _shifted(operand: Operand) -> np.ndarray:
-    """Move an operand to where it overlaps with a target, by all but one element."""
-    memory = np.zeros(int(np.prod(operand.shape)) + 1, operand.dtype)
-    source, target = memory[1:].reshape(operand.shape), memory[:-1].reshape(operand.shape)
+def _overlapping(operand: Operand, shape: tuple[int, ...]) -> np.ndarray:
+    """Move an operand to where it overlaps with a target of a shape, which is one element before its end."""
+    count, size = int(np.prod(shape)), int(np.prod(operand.shape))
+    memory = np.zeros(max(size, count) + 1, operand.dtype)
+    source = memory[memory.size - size :].reshape(operand.shape)
     operand.layout = "C"
     source[...] = operand.part(operand.rank)
     operand.array = source
-    return target
+    return memory[:count].reshape(shape)
 
 
-_CHANGED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+CHANGED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "fresh": lambda array: array,
     "unaligned": unaligned,
     "read-only": read_only,
@@ -185,13 +207,44 @@ _CHANGED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def is_refused(targets: Sequence[np.ndarray] | None, operands: Operands) -> bool:
-    """Return whether a verb must refuse these targets for results like the operands."""
+@dataclass(frozen=True)
+class Verb:
+    """A collective of arrays, which gives each rank an array for each that it passes."""
+
+    reduces: bool  # whether it is told an operation
+    place: str  # what it is told of where: an axis, a root, or nothing
+    result: Callable[[list[Any], Any, int], Any]  # of the arrays of all ranks, or what they reduce to; the place; a rank
+    targets: Sequence[str]  # kinds of `out`, which all ranks must refuse, or none
+
+    def of(self, operand: Operand, place: Any, size: int, rank: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return what an operand becomes, and by how much that may differ."""
+        if not self.reduces:
+            return self.result([np.asarray(operand.part(each)) for each in range(size)], place, rank), None
+        whole, bound = operand.reduced(size)
+        return self.result([whole] * size, place, rank), None if bound is None else self.result([bound] * size, place, rank)
+
+    def check(self, found: Any, operand: Operand, place: Any, size: int, rank: int) -> None:
+        """Check what an operand has become; what is not reduced comes bit by bit."""
+        wanted, bound = self.of(operand, place, size, rank)
+        check(np.asarray(found), wanted, bound, operand.dtype)
+        assert self.reduces or np.asarray(found).tobytes() == wanted.tobytes(), f"other bits: {operand}"
+
+
+VERBS = {
+    "all_reduce": Verb(True, "", lambda parts, _, rank: parts[0], (*OWN_TARGETS, "shifted", *CHANGED)),
+    "reduce_scatter": Verb(
+        True, "axis", lambda parts, axis, rank: np.array_split(parts[0], len(parts), axis)[rank], ("fresh", "shifted", "next")
+    ),
+    "all_gather": Verb(False, "axis", lambda parts, axis, rank: np.concatenate(parts, axis), ("shifted", "next", *CHANGED)),
+    "broadcast": Verb(False, "root", lambda parts, root, rank: parts[root], (*OWN_TARGETS, "shifted", *CHANGED)),
+}
+
+
+def is_refused(targets: Sequence[Any] | None, operands: Operands, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether a verb must refuse these targets for results of these shapes."""
     return targets is not None and any(
-        not (isinstance(target, np.ndarray) and target.flags.carray)
-        or target.shape != operand.shape
-        or target.dtype != operand.dtype
-        for target, operand in zip(targets, operands, strict=True)
+        not (isinstance(target, np.ndarray) and target.flags.carray) or (target.shape, target.dtype) != (shape, operand.dtype)
+        for target, operand, shape in zip(targets, operands, shapes, strict=True)
     )
 
 

@@ -9,14 +9,15 @@ import numpy as np
 
 import mpistrat
 from mpistrat.experimental import CommunicationOptions
-from tests.fuzz.operands import OPS, Operand, Operands, told
-from tests.fuzz.reference import check
+from tests.fuzz.operands import OPS, VERBS, Operand, Operands, told
 
 _MOST_REPEATS = 3
 _CROSS_REPLICA = ("reduce", "gather", "batch_reduce")
 _WITH_AXIS = ("all_gather", "gather", "reduce_scatter")
 _IN_REPLICA = ("all_reduce", "all_reduce", "started", "broadcast", "weighted", "all_to_all", "merge_call")
-_VERBS = (*_IN_REPLICA, *_WITH_AXIS, *_CROSS_REPLICA)
+_LIKE = {"started": "all_reduce", "reduce": "all_reduce", "batch_reduce": "all_reduce", "gather": "all_gather"}
+_LIKE |= {"merge_call": "broadcast"}
+_CALLS = (*_IN_REPLICA, *_WITH_AXIS, *_CROSS_REPLICA)
 
 
 def make_strategy(rng: np.random.Generator, is_one_node: bool) -> Callable[[], Any]:
@@ -33,7 +34,7 @@ def make_strategy(rng: np.random.Generator, is_one_node: bool) -> Callable[[], A
 def play_strategy(field: Any, rng: np.random.Generator) -> Callable[[], None]:
     """Reduce or move a nest of arrays."""
     strategy, size, rank = field.strategy, field.comm.size, field.comm.rank
-    verb = str(rng.choice(_VERBS))
+    verb = str(rng.choice(_CALLS))
     op = "MEAN" if verb == "weighted" else str(rng.choice(["SUM", "MEAN"] if verb in ("reduce", "batch_reduce") else OPS))
     operands = Operands(rng, op, rank)
     is_list = operands.is_list and verb != "all_to_all"
@@ -66,13 +67,10 @@ def play_strategy(field: Any, rng: np.random.Generator) -> Callable[[], None]:
             return context.merge_call(lambda s, v: s.broadcast(s.local(v), size - 1, options), args=(value,))
         if verb == "weighted":
             return context.all_reduce(op, value, weight=1.0)
-        if verb == "broadcast":
-            return context.broadcast(value, size - 1, options)
-        if verb == "reduce_scatter":
-            return context.reduce_scatter(op, value, 0, options)
         if verb == "all_to_all":
             return np.stack(context.all_to_all([value] * size, options))
-        return context.all_gather(value, 0, options)
+        given = (*[op] * VERBS[verb].reduces, value, size - 1 if verb == "broadcast" else 0, options)
+        return getattr(context, verb)(*given)
 
     def across(value: Any) -> Any:
         per_replica = strategy.run(lambda: value)
@@ -85,24 +83,15 @@ def play_strategy(field: Any, rng: np.random.Generator) -> Callable[[], None]:
         return nest(strategy.local(strategy.extended.batch_reduce_to(op, pairs, options)))
 
     def check_one(operand: Operand, result: Any) -> None:
-        parts = [np.asarray(operand.part(rank)) for rank in range(size)]
-        moved = {
-            "broadcast": lambda: parts[-1],
-            "merge_call": lambda: parts[-1],
-            "all_gather": lambda: np.concatenate(parts),
-            "gather": lambda: np.concatenate(parts),
-            "all_to_all": lambda: np.stack(parts),
-        }
-        if verb in moved:
-            assert np.asarray(result).tobytes() == moved[verb]().tobytes()
+        parts = [np.asarray(operand.part(each)) for each in range(size)]
+        if verb == "all_to_all":
+            assert np.asarray(result).tobytes() == np.stack(parts).tobytes()
         elif verb == "weighted":
             wanted = sum(part.astype(np.float64) for part in parts) / size
             assert np.allclose(np.asarray(result, np.float64), wanted, rtol=0.02, atol=0.02), (result, wanted)
-        elif verb == "reduce_scatter":
-            shares = [None if whole is None else np.array_split(whole, size)[rank] for whole in operand.reduced(size)]
-            check(np.asarray(result), *shares, operand.dtype)
         else:
-            operand.check(result, size)
+            alike = _LIKE.get(verb, verb)
+            VERBS[alike].check(result, operand, size - 1 if alike == "broadcast" else 0, size, rank)
 
     def run() -> None:
         for repeat in range(repeats if operands else 0):

@@ -1,7 +1,5 @@
 """``mpistrat bench``: what it prints and writes on several ranks."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """``mpistrat demo``: what it shows, what it writes, and what it refuses before it starts anything."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -11,7 +9,6 @@ import sys
 import time
 from collections import defaultdict
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +19,7 @@ from tests.processes import TAKES_CTRL_C, run_mpistrat, started
 DEMO_SECONDS = 180.0  # it needs a few; this is for a machine that has much else to do
 
 
-def events_of(folder: Path) -> dict[int, dict[str, list[dict[str, object]]]]:
+def events_of(folder):
     """Return rank -> lane -> its events in the timeline file."""
     rows = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     lanes = {(row["pid"], row["tid"]): row["args"]["name"] for row in rows if row["name"] == "thread_name"}
@@ -33,17 +30,17 @@ def events_of(folder: Path) -> dict[int, dict[str, list[dict[str, object]]]]:
     return found
 
 
-def names(events: list[dict[str, object]]) -> set[object]:
+def names(events):
     return {event["name"] for event in events}
 
 
-def assert_is_picture(path: Path) -> None:
+def assert_is_picture(path):
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert int.from_bytes(content[16:20], "big") > 500, "pixels across"
 
 
-def check_timeline(folder: Path, rails: dict[int, int], num_steps: int) -> None:
+def check_timeline(folder, rails, num_steps):
     """Check that every rank has its phases, one after the other."""
     events = events_of(folder)
     assert sorted(events) == [0, 1, 2, 3]

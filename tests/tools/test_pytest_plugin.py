@@ -1,13 +1,9 @@
 """The plugin, as a user's tests see it: one session with tests that pass, fail, disagree, die and hang."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
@@ -91,7 +87,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def _run(folder: Path, *options: str, seconds: float = 120.0, environ: Mapping[str, str] | None = None):
+def _run(folder, *options, seconds=120.0, environ=None):
     """Run pytest there; return how it ended, and for each test its outcome and text."""
     argv = [sys.executable, "-m", "pytest", "--junitxml=results.xml", *options]
     done = run_bounded(argv, seconds, {**os.environ, **(environ or {})}, folder)
@@ -233,5 +229,5 @@ def test_a_malformed_mark_or_setting_is_refused(folder):
     assert "ranks_timeout = 5m: a number of seconds was expected" in done.stderr
 
 
-def _line(text: str) -> int:
+def _line(text):
     return next(number for number, line in enumerate(_TESTS.splitlines(), 1) if text in line)

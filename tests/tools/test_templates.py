@@ -1,12 +1,8 @@
 """The scripts of slurm/ without a cluster: what they make of site.env, and what each launcher finds in its environment."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
-import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -31,7 +27,7 @@ def submit(request, tmp_path):
     (tmp_path / "slurm").mkdir()
     script = shutil.copy(request.param, tmp_path / "slurm_script")
 
-    def run(site: str | None, program: Sequence[str] = ("train.py", "--name", "a b")) -> subprocess.CompletedProcess[str]:
+    def run(site, program=("train.py", "--name", "a b")):
         if site is not None:
             (tmp_path / "slurm" / "site.env").write_text(site)
         environ = {name: value for name, value in os.environ.items() if name not in ("LAUNCH", "SRUN_CPUS_PER_TASK")}

@@ -1,7 +1,5 @@
 """``mpistrat tune``: what it prints, keeps and shows, and what it refuses."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """A CUDA-aware MPI from packages: the UCX of libucx-cu13 in the place of the one in Open MPI's wheel, on CPUs."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

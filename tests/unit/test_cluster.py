@@ -63,9 +63,6 @@ def test_a_cluster_of_wrong_types(cluster, message):
     with pytest.raises(TypeError) as caught:
         ClusterSpec(cluster)
     assert str(caught.value) == message
-
-
-def test_a_negative_index_is_refused():
     with pytest.raises(InvalidArgumentError, match="a task index of job 'worker' must be 0 or greater; got -1"):
         ClusterSpec({"worker": {-1: "a:1"}})
 

@@ -1,12 +1,9 @@
 """Arrays where this process computes on a GPU: which are taken, which are refused, as what kind results are given back."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 import threading
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import ml_dtypes
@@ -56,7 +53,7 @@ def elsewhere():
 class OnGpu(SpeaksDlpack):
     """What speaks DLPack and is on a GPU."""
 
-    def on_stand_in(self, device: Any) -> Any:
+    def on_stand_in(self, device):
         return device.array_module.asarray(self._array)
 
 

@@ -1,13 +1,11 @@
 """The exceptions: each is what a caller would expect to catch."""
 
-from __future__ import annotations
-
 from mpistrat import errors
 
 BUILT_IN = (OSError, RuntimeError, StopIteration, TimeoutError, TypeError, ValueError)
 
 
-def test_every_error_is_listed() -> None:
+def test_every_error_is_listed():
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     assert sorted(kind.__name__ for kind in kinds) == errors.__all__ == sorted(errors.__all__)
     for kind in kinds:  # a program catches what it would without this library

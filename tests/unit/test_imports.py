@@ -1,7 +1,5 @@
 """What is imported only when it is needed, as MPI and CuPy are, and what is imported as programs for TensorFlow do."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest
@@ -29,7 +27,7 @@ PLAN = "from mpistrat.tools.cli import main; main(['plan', '--world', '4x8', '--
         (INFO, ["mpi4py.MPI"]),
     ],
 )
-def test_what_is_not_needed_is_not_imported(program: str, unneeded: list[str]) -> None:
+def test_what_is_not_needed_is_not_imported(program, unneeded):
     done = python(f"import sys; {program}; sys.exit(' '.join({{*{unneeded}}} & {{*sys.modules}}))")
     assert done.stderr.strip() == ""
 

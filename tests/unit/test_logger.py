@@ -1,7 +1,5 @@
 """The logger: on stderr by default, in one write; elsewhere where the program says so."""
 
-from __future__ import annotations
-
 import io
 import sys
 
@@ -28,12 +26,12 @@ logger.info("a remark")
 class _Stream(io.StringIO):
     writes = 0
 
-    def write(self, text: str) -> int:
+    def write(self, text):
         self.writes += 1
         return super().write(text)
 
 
-def test_each_line_says_whose_it_is_and_all_are_one_write(monkeypatch) -> None:
+def test_each_line_says_whose_it_is_and_all_are_one_write(monkeypatch):
     stream = _Stream()
     monkeypatch.setattr(sys, "stderr", stream)
     logger.warning("waits, 100% of the time\n  missing: rank 1")
@@ -41,7 +39,7 @@ def test_each_line_says_whose_it_is_and_all_are_one_write(monkeypatch) -> None:
     assert stream.writes == 1
 
 
-def test_remarks_are_shown_and_an_error_comes_with_its_traceback(capsys) -> None:
+def test_remarks_are_shown_and_an_error_comes_with_its_traceback(capsys):
     logger.info("measured")
     try:
         raise ValueError("for example")
@@ -52,7 +50,7 @@ def test_remarks_are_shown_and_an_error_comes_with_its_traceback(capsys) -> None
     assert lines[-1] == "mpistrat: ValueError: for example"
 
 
-def test_a_warning_is_logged_once(capsys) -> None:
+def test_a_warning_is_logged_once(capsys):
     for text in ("first", "again"):
         warn_once("a key of this test", text)
     warn_once("another key of this test", "other")
@@ -62,6 +60,6 @@ def test_a_warning_is_logged_once(capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "said"), [((), ("", "mpistrat: an error\nmpistrat: a remark\n")), (("configured",), ("an error\n", ""))]
 )
-def test_what_the_program_has_configured_for_it_holds_and_all_else_does_not(words, said) -> None:
+def test_what_the_program_has_configured_for_it_holds_and_all_else_does_not(words, said):
     done = python(CONFIGURED, *words)
     assert (done.stdout, done.stderr) == said

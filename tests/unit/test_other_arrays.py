@@ -1,10 +1,6 @@
 """PyTorch and JAX themselves: their arrays come in and go out, without a copy where the memory allows."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -28,12 +24,12 @@ memories |= arrays.arrays(np.uint16, shapes).map(lambda bits: bits.view(BFLOAT16
 
 
 @pytest.fixture(scope="module")
-def torch() -> Any:
+def torch():
     return installed("torch")
 
 
 @pytest.fixture(scope="module")
-def jax() -> Iterator[Any]:
+def jax():
     jax = installed("jax")
     jax.config.update("jax_enable_x64", True)
     yield jax
@@ -41,7 +37,7 @@ def jax() -> Iterator[Any]:
 
 
 @given(memories)
-def test_a_tensor_comes_in_and_goes_out(torch: Any, memory: Any) -> None:
+def test_a_tensor_comes_in_and_goes_out(torch, memory):
     original = tensor(torch, memory)
     array = as_array(original)
     assert (type(array), array.dtype, array.shape) == (np.ndarray, memory.dtype, memory.shape)
@@ -52,7 +48,7 @@ def test_a_tensor_comes_in_and_goes_out(torch: Any, memory: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
-def test_a_tensor_need_not_be_contiguous(torch: Any, dtype: str) -> None:
+def test_a_tensor_need_not_be_contiguous(torch, dtype):
     original = torch.arange(24).reshape(4, 6).to(getattr(torch, dtype)).T[::2, 1:]
     array = as_array(original)
     assert array.tolist() == original.tolist()
@@ -60,7 +56,7 @@ def test_a_tensor_need_not_be_contiguous(torch: Any, dtype: str) -> None:
     assert (result.data_ptr(), result.stride(), result.shape) == (original.data_ptr(), original.stride(), original.shape)
 
 
-def test_of_a_tensor_with_a_gradient_the_values_come_in(torch: Any) -> None:
+def test_of_a_tensor_with_a_gradient_the_values_come_in(torch):
     parameter = torch.nn.Parameter(torch.arange(3.0))
     half = torch.arange(3, dtype=torch.bfloat16, requires_grad=True)
     for original in (parameter, half, parameter * 2):
@@ -70,14 +66,14 @@ def test_of_a_tensor_with_a_gradient_the_values_come_in(torch: Any) -> None:
         assert not result.requires_grad
 
 
-def test_a_lazily_conjugated_tensor_is_read_as_it_is_shown(torch: Any) -> None:
+def test_a_lazily_conjugated_tensor_is_read_as_it_is_shown(torch):
     original = torch.tensor([1 + 2j, 3 - 4j]).conj()
     assert original.is_conj()
     assert as_array(original).tolist() == [1 - 2j, 3 + 4j]
     assert as_array(original.imag).tolist() == [-2, 4]
 
 
-def test_a_tensor_elsewhere_or_that_is_no_plain_array_is_refused(torch: Any) -> None:
+def test_a_tensor_elsewhere_or_that_is_no_plain_array_is_refused(torch):
     message = r"^grad is on meta, this replica computes on /cpu:0; copy it first, grad\.cpu\(\)$"
     with pytest.raises(InvalidArgumentError, match=message):
         as_array(torch.zeros(3, device="meta"), "grad")
@@ -85,7 +81,7 @@ def test_a_tensor_elsewhere_or_that_is_no_plain_array_is_refused(torch: Any) -> 
         as_array(torch.eye(2).to_sparse(), "grad")
 
 
-def test_no_tensor_is_made_of_memory_that_must_not_change(torch: Any, jax: Any) -> None:
+def test_no_tensor_is_made_of_memory_that_must_not_change(torch, jax):
     fixed = as_array(jax_array(jax, np.arange(3.0)))
     result = like(fixed, torch.zeros(()))
     assert result.tolist() == [0, 1, 2]
@@ -93,7 +89,7 @@ def test_no_tensor_is_made_of_memory_that_must_not_change(torch: Any, jax: Any) 
 
 
 @given(memories)
-def test_a_jax_array_comes_in_and_goes_out(jax: Any, memory: Any) -> None:
+def test_a_jax_array_comes_in_and_goes_out(jax, memory):
     original = jax_array(jax, memory)
     array = as_array(original)
     assert (type(array), array.dtype, array.shape) == (np.ndarray, memory.dtype, memory.shape)
@@ -109,7 +105,7 @@ def test_a_jax_array_comes_in_and_goes_out(jax: Any, memory: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex128"])
 @pytest.mark.parametrize("offset", [0, 1])
-def test_a_result_is_a_jax_array_with_one_copy_at_most(jax: Any, dtype: str, offset: int) -> None:
+def test_a_result_is_a_jax_array_with_one_copy_at_most(jax, dtype, offset):
     memory = np.zeros(256, np.uint8)
     memory = memory[-memory.ctypes.data % 64 + 16 * offset :][:64].view(np.dtype(getattr(ml_dtypes, dtype, dtype)))
     result = like(memory, jax_array(jax, np.zeros(2, np.float32)))
@@ -117,7 +113,7 @@ def test_a_result_is_a_jax_array_with_one_copy_at_most(jax: Any, dtype: str, off
     assert (result.unsafe_buffer_pointer() == memory.ctypes.data) == (offset == 0)
 
 
-def test_jax_without_64_bit_types_keeps_32(jax: Any) -> None:
+def test_jax_without_64_bit_types_keeps_32(jax):
     original = jax_array(jax, np.arange(3, dtype=np.int32))
     jax.config.update("jax_enable_x64", False)
     try:
@@ -126,13 +122,13 @@ def test_jax_without_64_bit_types_keeps_32(jax: Any) -> None:
         jax.config.update("jax_enable_x64", True)
 
 
-def test_a_jax_array_that_is_being_traced_is_refused(jax: Any) -> None:
+def test_a_jax_array_that_is_being_traced_is_refused(jax):
     message = r"^x cannot be read as an array: (.|\n)* on traced array with shape int64\[3\](.|\n)*; pass an array of numbers"
     with pytest.raises(UnsupportedDtypeError, match=message):
         jax.jit(lambda traced: as_array(traced, "x"))(np.arange(3))
 
 
-def test_without_the_library_the_reason_is_said() -> None:
+def test_without_the_library_the_reason_is_said():
     with pytest.raises(pytest.skip.Exception, match=r"^no torchess: pip install '\.\[interop\]'$"):
         installed("torchess")
     assert "torchess" not in sys.modules

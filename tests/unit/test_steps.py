@@ -1,10 +1,7 @@
 """Advancing steps: to the end, or to a deadline."""
 
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Iterator
 from itertools import repeat
 
 import pytest
@@ -13,10 +10,10 @@ from mpistrat.errors import DeadlineExceededError
 from mpistrat.steps import WAITING, WORKED, drive
 
 
-def test_steps_are_driven_to_the_end_or_an_error() -> None:
+def test_steps_are_driven_to_the_end_or_an_error():
     seen: list[int] = []
 
-    def steps() -> Iterator[bool]:
+    def steps():
         for index in range(1000):
             seen.append(index)
             yield WORKED if index % 3 else WAITING
@@ -27,7 +24,7 @@ def test_steps_are_driven_to_the_end_or_an_error() -> None:
     assert seen == list(range(1000))
 
 
-def test_a_deadline_ends_waiting_and_names_what_was_waited_for_or_what_is_overdue() -> None:
+def test_a_deadline_ends_waiting_and_names_what_was_waited_for_or_what_is_overdue():
     started = time.monotonic()
     message = r"all_reduce\(SUM\) did not end within 0\.02 s; not all ranks have arrived"
     with pytest.raises(DeadlineExceededError, match=message) as caught:
@@ -39,7 +36,7 @@ def test_a_deadline_ends_waiting_and_names_what_was_waited_for_or_what_is_overdu
         drive(repeat(WAITING), lambda: "this", 0.01, lambda: overdue)
 
 
-def test_who_drives_may_say_how_to_rest() -> None:
+def test_who_drives_may_say_how_to_rest():
     rests: list[int] = []
     steps = [WAITING, WAITING, WORKED, WAITING, WORKED, WORKED, WAITING]
     drive(iter(steps), lambda: "this", back_off=rests.append)
@@ -48,8 +45,8 @@ def test_who_drives_may_say_how_to_rest() -> None:
         drive(iter([WAITING] * 3), lambda: "this", 0.01, back_off=lambda _: time.sleep(0.02))
 
 
-def test_what_is_at_work_is_not_late() -> None:
-    def steps() -> Iterator[bool]:
+def test_what_is_at_work_is_not_late():
+    def steps():
         for _ in range(3):
             time.sleep(0.005)
             yield WORKED
@@ -57,7 +54,7 @@ def test_what_is_at_work_is_not_late() -> None:
     drive(steps(), lambda: "slow work", 0.001)
 
 
-def test_a_wait_on_a_shared_core_yields_and_never_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_on_a_shared_core_yields_and_never_sleeps(monkeypatch):
     yields: list[float] = []
     sleep = time.sleep
     monkeypatch.setattr(os, "sched_yield", lambda: (sleep(1e-3), yields.append(1)))  # as if another process had run

@@ -1,7 +1,5 @@
 """Nested values: taken apart, put together, and their leaves named."""
 
-from __future__ import annotations
-
 import collections
 import collections.abc
 import os
@@ -26,7 +24,7 @@ class Pair(NamedTuple):
     bias: Any
 
 
-def nests_of(leaf: Any) -> Any:
+def nests_of(leaf):
     return st.recursive(
         leaf,
         lambda inner: (
@@ -41,7 +39,7 @@ NEST = {"b": [1, (2, None)], "a": Pair(3, {"x": 4}), "c": []}
 nests = nests_of(st.integers() | st.none())
 
 
-def test_leaves_come_in_one_order_with_names_as_one_writes_them_and_none_is_not_a_leaf() -> None:
+def test_leaves_come_in_one_order_with_names_as_one_writes_them_and_none_is_not_a_leaf():
     leaves, structure = flatten(NEST)
     assert leaves == [3, 4, 1, 2]
     assert leaf_names(NEST) == ["value['a'].weights", "value['a'].bias['x']", "value['b'][0]", "value['b'][1][0]"]
@@ -55,7 +53,7 @@ def test_leaves_come_in_one_order_with_names_as_one_writes_them_and_none_is_not_
 class Metrics(dict):
     """As programs write them: with attributes of their own, and a constructor that takes no dict."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step):
         super().__init__()
         self.step = step
 
@@ -63,7 +61,7 @@ class Metrics(dict):
 class Attributes(dict):
     """Keys that are attributes too."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.__dict__ = self
 
@@ -71,7 +69,7 @@ class Attributes(dict):
 class Numbers(dict):
     """Accepts numbers only."""
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key, value):
         super().__setitem__(key, float(value))
 
 
@@ -82,34 +80,34 @@ class Counted(collections.OrderedDict):
 class Frozen(collections.abc.Mapping):
     """A Mapping that is not a dict."""
 
-    def __init__(self, items: Any) -> None:
+    def __init__(self, items):
         self._items = dict(items)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key):
         return self._items[key]
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(self._items)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self._items)
 
 
 class Converts(Frozen):
     """Holds something else than it was given."""
 
-    def __init__(self, items: Any) -> None:
+    def __init__(self, items):
         super().__init__({key: str(value) for key, value in dict(items).items()})
 
 
 class Opened(Frozen):
     """Is made of something else than its items, as an open file is."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path):
         super().__init__({"rows": len(path.upper())})
 
 
-def metrics() -> Metrics:
+def metrics():
     made = Metrics(7)
     made.update(loss=1, accuracy=(2, None))
     return made
@@ -127,7 +125,7 @@ MAPPINGS = [
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS, ids=lambda mapping: type(mapping).__name__)
-def test_every_mapping_is_a_nest(mapping: Any) -> None:
+def test_every_mapping_is_a_nest(mapping):
     for _ in range(2):
         leaves, structure = flatten([mapping, 3])
         assert leaves == [2, 1, 3], "in the order of the keys"
@@ -140,7 +138,7 @@ def test_every_mapping_is_a_nest(mapping: Any) -> None:
         assert dict(mapping) == {"loss": 1, "accuracy": (2, None)}, "it stays as it was"
 
 
-def test_what_a_mapping_holds_beside_its_items_is_kept() -> None:
+def test_what_a_mapping_holds_beside_its_items_is_kept():
     again = map_leaves(str, metrics())
     assert (again.step, again["loss"]) == (7, "1")
     attributes = map_leaves(str, Attributes(loss=1))
@@ -152,7 +150,7 @@ def test_what_a_mapping_holds_beside_its_items_is_kept() -> None:
     assert (leaves, structure.unflatten([])[1].step) == ([], 3)
 
 
-def test_mappings_are_compared_by_their_keys() -> None:
+def test_mappings_are_compared_by_their_keys():
     one, other = (flatten(Frozen(items))[1] for items in ({"a": 1, "b": 2}, {"b": 5, "a": 6}))
     assert one == other
     assert hash(one) == hash(other)
@@ -165,12 +163,12 @@ def test_mappings_are_compared_by_their_keys() -> None:
 
 
 @pytest.mark.parametrize("mapping", [Converts({"a": 1}), Opened("x"), os.environ])
-def test_a_mapping_that_does_not_come_back_is_a_leaf(mapping: Any) -> None:
+def test_a_mapping_that_does_not_come_back_is_a_leaf(mapping):
     assert flatten([mapping])[0] == [mapping]
     assert flatten([mapping])[0][0] is mapping
 
 
-def test_threads_may_meet_a_mapping_at_once() -> None:
+def test_threads_may_meet_a_mapping_at_once():
     for _ in range(20):
         kind = type("Fresh", (Frozen,), {})
         with ThreadPoolExecutor(4) as pool:
@@ -178,7 +176,7 @@ def test_threads_may_meet_a_mapping_at_once() -> None:
 
 
 @given(nests)
-def test_flattened_nests_are_restored_and_a_name_leads_to_its_leaf(nest: Any) -> None:
+def test_flattened_nests_are_restored_and_a_name_leads_to_its_leaf(nest):
     leaves, structure = flatten(nest)
     assert structure.unflatten(leaves) == nest
     for name, leaf in zip(leaf_names(nest, "nest"), leaves, strict=True):
@@ -186,7 +184,7 @@ def test_flattened_nests_are_restored_and_a_name_leads_to_its_leaf(nest: Any) ->
 
 
 @given(nests_of(st.builds(lambda: np.zeros(2)) | st.none()), st.integers(0, 3))
-def test_nests_of_arrays_flatten_the_same_each_time(nest: Any, turn: int) -> None:
+def test_nests_of_arrays_flatten_the_same_each_time(nest, turn):
     nest = reordered(nest, turn)
     expected, structure = flatten(nest)
     for _ in range(2):
@@ -200,12 +198,11 @@ def test_nests_of_arrays_flatten_the_same_each_time(nest: Any, turn: int) -> Non
         assert repr(known.unflatten(numbers)) == repr(structure.unflatten(numbers))  # keys in one order too
 
 
-def test_which_nests_of_arrays_are_known() -> None:
+def test_which_nests_of_arrays_are_known():
     one = np.zeros(2)
     levels = {"b": [one, one], "a": [one], "c": one}
     for nest in (one, [one], (one, (one, one)), {"w": one, "b": one}, {"x": {"w": one}, "y": {"b": one, "a": one}}, levels):
         found = flatten_arrays(nest, np.ndarray)
-        assert found is not None
         assert len(found[0]) == found[1].num_leaves
     others = [1.0, None, [one, 1.0], [one, None], Pair(one, one), [np.float64(1)], [one.view(np.recarray)]]
     others += [[{"a": one}, [one]], {}, []]
@@ -215,7 +212,7 @@ def test_which_nests_of_arrays_are_known() -> None:
         assert flatten_arrays(nest, np.ndarray) is None
 
 
-def test_none_shows_in_the_text_of_a_structure() -> None:
+def test_none_shows_in_the_text_of_a_structure():
     one = np.zeros(2)
     texts = [str(flatten(nest)[1]) for nest in ({"a": one, "b": None}, {"a": None, "b": one}, {"a": one, "b": one}, {"a": one})]
     assert "'a': *, 'b': None" in texts[0]
@@ -223,7 +220,7 @@ def test_none_shows_in_the_text_of_a_structure() -> None:
     assert len(set(texts)) == len(texts)
 
 
-def reordered(nest: Any, turn: int) -> Any:
+def reordered(nest, turn):
     """Return a nest with the keys of its dicts in another order."""
     if isinstance(nest, dict):
         items = [(key, reordered(inner, turn)) for key, inner in nest.items()]
@@ -231,7 +228,7 @@ def reordered(nest: Any, turn: int) -> Any:
     return type(nest)(reordered(inner, turn) for inner in nest) if isinstance(nest, (list, tuple)) else nest
 
 
-def test_a_function_is_mapped_over_leaves_side_by_side() -> None:
+def test_a_function_is_mapped_over_leaves_side_by_side():
     assert map_leaves(lambda leaf: -leaf, NEST) == {"b": [-1, (-2, None)], "a": Pair(-3, {"x": -4}), "c": []}
     assert map_leaves(lambda left, right: left + right, [1, (2,)], [10, (20,)]) == [11, (22,)]
     with pytest.raises(ValueError, match="(?i)expected|structure|arity"):
@@ -245,7 +242,7 @@ def test_a_function_is_mapped_over_leaves_side_by_side() -> None:
         *(IndexedSlices([[1.0]], [0], (2, 1)), SpeaksDlpack([1, 2]), StandardArray([1, 2])),
     ],
 )
-def test_whatever_is_like_an_array_is_one_leaf(leaf: Any) -> None:
+def test_whatever_is_like_an_array_is_one_leaf(leaf):
     leaves, structure = flatten({"w": [leaf]})
     assert leaves[0] is leaf
     assert structure.unflatten(leaves)["w"][0] is leaf

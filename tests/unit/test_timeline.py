@@ -1,15 +1,12 @@
 """The timeline: how long lanes were busy, and the file that a trace viewer opens."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 from mpistrat.timeline import Timeline, TimelineEvent, write_chrome_trace
 from tests.processes import python
 
 
-def timeline(*events: TimelineEvent, epoch_seconds: float = 0.0) -> Timeline:
+def timeline(*events, epoch_seconds=0.0):
     made = Timeline()
     made.events, made.epoch_seconds = list(events), epoch_seconds
     return made
@@ -36,7 +33,7 @@ def test_recording_notes_what_ended_now():
     assert event.nbytes == 8
 
 
-def test_a_trace_has_a_process_per_rank_and_a_named_row_per_lane(tmp_path: Path):
+def test_a_trace_has_a_process_per_rank_and_a_named_row_per_lane(tmp_path):
     # both ranks did the same thing at the same time, on clocks with different origins
     first = timeline(
         TimelineEvent("sum", "intra", 1.0, 1.5, 64), TimelineEvent("ring", "inter", 1.5, 2.0, 32), epoch_seconds=100.0
@@ -63,7 +60,7 @@ def test_a_trace_has_a_process_per_rank_and_a_named_row_per_lane(tmp_path: Path)
         assert all(row["ph"] == "M" for row in json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
 
 
-def test_a_program_of_one_process_writes_its_trace_at_exit(tmp_path: Path) -> None:
+def test_a_program_of_one_process_writes_its_trace_at_exit(tmp_path):
     program = (
         "import time; from mpistrat.timeline import Timeline\n"
         "for name in 'ab': Timeline().record(name, 'intra', time.perf_counter(), 8)"

@@ -1,7 +1,5 @@
 """Tunings: documents come back as they went, and strange files do no harm."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -19,11 +17,11 @@ HERE = Conditions("node", "a processor, 2 cores", "Open MPI v5.0.11", "2x2 block
 TUNING = Tuning(HERE, {name: {16: 1e-5} for name in ("flat", "hierarchical")})
 
 
-def changed(**fields: object) -> str:
+def changed(**fields):
     return json.dumps({**TUNING.document(), **fields})
 
 
-def test_the_document_comes_back_as_it_went() -> None:
+def test_the_document_comes_back_as_it_went():
     assert Tuning.from_document(json.loads(json.dumps(TUNING.document()))) == TUNING
     assert world_like(HERE) == WORLD, "the world follows from its shape"
     assert TUNING.measured("a file") == Measured(TUNING.seconds, f"a file, {TUNING.date}")
@@ -53,7 +51,7 @@ def test_the_document_comes_back_as_it_went() -> None:
         ),
     ],
 )
-def test_what_cannot_be_used_is_said_and_ignored(text: str, reason: str, tmp_path: Path, capsys) -> None:
+def test_what_cannot_be_used_is_said_and_ignored(text, reason, tmp_path, capsys):
     path = tmp_path / HERE.file_name
     path.write_text(text)
     assert read(path, HERE) is None
@@ -63,7 +61,7 @@ def test_what_cannot_be_used_is_said_and_ignored(text: str, reason: str, tmp_pat
     assert said.endswith("; mpistrat tune writes it anew\n")
 
 
-def test_a_pipe_is_not_waited_for_and_a_large_file_not_read_whole(tmp_path: Path, capsys) -> None:
+def test_a_pipe_is_not_waited_for_and_a_large_file_not_read_whole(tmp_path, capsys):
     path = tmp_path / HERE.file_name
     os.mkfifo(path)
     assert read(path, HERE) is None
@@ -75,7 +73,7 @@ def test_a_pipe_is_not_waited_for_and_a_large_file_not_read_whole(tmp_path: Path
     assert "it has 1073741824 bytes" in capsys.readouterr().err
 
 
-def test_no_file_is_the_usual_case_and_one_asked_for_by_name_is_missed(tmp_path: Path, capsys) -> None:
+def test_no_file_is_the_usual_case_and_one_asked_for_by_name_is_missed(tmp_path, capsys):
     assert read(tmp_path / HERE.file_name, HERE) is None
     (tmp_path / "file").touch()
     assert read(tmp_path / "file" / HERE.file_name, HERE) is None
@@ -84,7 +82,7 @@ def test_no_file_is_the_usual_case_and_one_asked_for_by_name_is_missed(tmp_path:
     assert f"MPISTRAT_TUNING names {tmp_path / 'mine.json'}, which does not exist" in capsys.readouterr().err
 
 
-def test_a_file_is_written_whole_and_read_again(tmp_path: Path, capsys) -> None:
+def test_a_file_is_written_whole_and_read_again(tmp_path, capsys):
     path = tmp_path / "new" / HERE.file_name
     for _ in range(2):
         TUNING.write(path)
@@ -93,7 +91,7 @@ def test_a_file_is_written_whole_and_read_again(tmp_path: Path, capsys) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_each_conditions_have_a_file_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_conditions_have_a_file_of_their_own(monkeypatch, tmp_path):
     others = [dataclasses.replace(HERE, **{field.name: "other"}) for field in dataclasses.fields(HERE)]
     assert len({conditions.file_name for conditions in (HERE, *others)}) == 6
     assert HERE.file_name.startswith("node-2x2-block-")

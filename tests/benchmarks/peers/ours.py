@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 import time
 import tracemalloc
@@ -17,12 +16,9 @@ from turns import Task, is_right, serve
 
 import mpistrat
 import mpistrat.mpi4py
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.tools.bench import Race, slowest_seconds
-from mpistrat.topology.world import World
 
 strategy = mpistrat.MultiWorkerMirroredStrategy()
 communicator = strategy.extended.communicator
@@ -140,18 +136,6 @@ def memory(counts: list[int], options: dict[str, Any]) -> dict[str, Any]:
     return {**asdict(report), "total_bytes": report.total_bytes, "grown_bytes": after - before, "peak_bytes": peak - before}
 
 
-def digests(shapes: list[str], kinds: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
-    """Return, for virtual nodes of each shape, the SHA-256 of the sum of the same values with options of each kind."""
-    values = np.random.default_rng(comm.rank).normal(size=1_000_000).astype(np.float32)
-    found: dict[str, list[str]] = {}
-    for shape in shapes:
-        on_shape = Communicator(Hierarchy(comm, World.from_shape(shape)))
-        sums = [on_shape.all_reduce(ReduceOp.SUM, values, CommunicationOptions(**fields)) for fields in kinds.values()]
-        found[shape] = [hashlib.sha256(total.tobytes()).hexdigest() for total in sums]
-        on_shape.close()
-    return found
-
-
 def overlap(nbytes: int, num_buckets: int, kind: str) -> list[float]:
     """Return the seconds of computing, of as long a sum of so many buckets, and of both at once."""
     buckets = [np.ones(nbytes // 4 // num_buckets, np.float32) for _ in range(num_buckets)]
@@ -204,7 +188,7 @@ def steps_per_second(nbytes: int, times: int) -> float:
     return times / (time.perf_counter() - started)
 
 
-CALLS = {call.__name__: call for call in (copy_bytes_per_second, digests, forms, memory, overhead, overlap, steps_per_second)}
+CALLS = {call.__name__: call for call in (copy_bytes_per_second, forms, memory, overhead, overlap, steps_per_second)}
 
 if __name__ == "__main__":
     tasks = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "many": many}

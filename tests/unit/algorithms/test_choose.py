@@ -1,7 +1,5 @@
 """Choosing: by limits or by what was measured, the reasons, and the errors."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +12,7 @@ from tests.unit.worlds import random_worlds
 KIB, MIB = 2**10, 2**20
 
 
-def chosen(shape: str, num_bytes: int) -> str:
+def chosen(shape, num_bytes):
     """Return the algorithm that is chosen, or ``chunks`` if it is hierarchical on several."""
     plan = choose(World.from_shape(shape), num_bytes // 4, 4).plan
     return "chunks" if plan.depth > 1 else plan.algorithm
@@ -36,20 +34,20 @@ ONE_NODE = (8, 2 * KIB, 128 * KIB), (), (16 * MIB, 64 * MIB)
         ("64x8", ((MIB,), (8 * MIB, 64 * MIB), ())),
     ],
 )
-def test_it_goes_from_flat_to_hierarchical_to_chunks(shape: str, sizes: tuple[tuple[int, ...], ...]) -> None:
+def test_it_goes_from_flat_to_hierarchical_to_chunks(shape, sizes):
     for name, chosen_for in zip(("flat", "hierarchical", "chunks"), sizes, strict=True):
         assert {size: chosen(shape, size) for size in chosen_for} == dict.fromkeys(chosen_for, name)
 
 
 @pytest.mark.parametrize("shape", ["1x4", "2x2", "4x2", "4x8", "3+1+2+2"])
-def test_the_defaults_never_go_back_to_a_simpler_algorithm(shape: str) -> None:
+def test_the_defaults_never_go_back_to_a_simpler_algorithm(shape):
     order = ["flat", "hierarchical", "chunks"]
     ranks = [order.index(chosen(shape, 2**exponent)) for exponent in range(3, 29)]
     assert ranks == sorted(ranks)
     assert (ranks[0], ranks[-1]) == (0, 2)
 
 
-def test_the_reason_names_the_limit_or_the_two_fastest_or_what_was_asked_for() -> None:
+def test_the_reason_names_the_limit_or_the_two_fastest_or_what_was_asked_for():
     world = World.from_shape("4x8")
     assert choose(world, 1000, 4).reason == "on such nodes flat takes less than 288 KiB"
     assert choose(world, MIB, 4).reason == "on such nodes hierarchical takes 288 KiB and more"
@@ -64,44 +62,42 @@ def test_the_reason_names_the_limit_or_the_two_fastest_or_what_was_asked_for() -
 
 
 @pytest.mark.parametrize(("shape", "chunk_bytes", "num_chunks"), [("1x8", 0, 1), ("2x2", 0, 4), ("1x8", 8 * MIB, 8)])
-def test_on_gpus_a_buffer_stays_whole_where_nothing_overlaps_unless_chunks_are_asked_for(
-    shape: str, chunk_bytes: int, num_chunks: int
-) -> None:
+def test_on_gpus_a_buffer_stays_whole_where_nothing_overlaps_unless_chunks_are_asked_for(shape, chunk_bytes, num_chunks):
     choice = choose_on_gpus(World.from_shape(shape), 16 * MIB, 4, chunk_bytes=chunk_bytes)
     assert (choice.plan.algorithm, choice.plan.num_chunks) == ("hierarchical", num_chunks)
     assert choice.plan.depth == min(3, num_chunks)
     assert (choice.reason, choice.seconds) == ("on GPUs auto is hierarchical", {})
 
 
-def test_on_gpus_a_node_has_one_phase_and_a_name_is_taken() -> None:
+def test_on_gpus_a_node_has_one_phase_and_a_name_is_taken():
     assert [str(phase) for phase in choose_on_gpus(World.from_shape("1x8"), 2**28, 4).plan.phases] == ["intra all_reduce"]
     assert choose_on_gpus(World.from_shape("1x8"), 2**28, 4).plan.depth == 1
     choice = choose_on_gpus(World.from_shape("2x2"), 16 * MIB, 4, "flat")
     assert (choice.plan.algorithm, choice.reason) == ("flat", "flat was asked for by name")
 
 
-def test_one_rank_and_empty_buffers_have_a_plan_and_chunks_are_as_asked_for() -> None:
+def test_one_rank_and_empty_buffers_have_a_plan_and_chunks_are_as_asked_for():
     assert choose(World.from_shape("1x1"), 1000, 4).plan.phases == ()
     assert choose(World.from_shape("2x2"), 0, 4).plan.num_chunks == 0
     assert choose(World.from_shape("2x2"), MIB, 4, "hierarchical", chunk_bytes=256 * KIB).plan.num_chunks == 16
 
 
 @given(random_worlds, st.integers(0, 10**7), st.sampled_from([1, 2, 4, 8]), st.booleans())
-def test_auto_always_has_a_repeatable_answer(world: World, count: int, itemsize: int, tenths: bool) -> None:
+def test_auto_always_has_a_repeatable_answer(world, count, itemsize, tenths):
     chunk_bytes = count * itemsize // 10 if tenths else 0
     choice = choose(world, count, itemsize, chunk_bytes=chunk_bytes)
     assert choose(World(world.nodes), count, itemsize, chunk_bytes=chunk_bytes) == choice
     assert (choice.plan.algorithm == "flat") == (count * itemsize < hierarchical_from_bytes(world))
 
 
-def test_what_was_measured_is_predicted_and_between_and_beyond_it_by_the_bytes() -> None:
+def test_what_was_measured_is_predicted_and_between_and_beyond_it_by_the_bytes():
     measured = Measured({"flat": {64: 3.0, 16: 1.0}, "hierarchical": {}})
     found = {num_bytes: measured.predict(num_bytes) for num_bytes in (0, 8, 16, 40, 64, 128)}
     assert found == {n: {"flat": seconds} for n, seconds in zip(found, (1.0, 1.0, 1.0, 2.0, 3.0, 6.0), strict=True)}
 
 
 @given(st.sampled_from(["1x2", "1x4", "2x2", "3+1", "4x1"]), st.permutations([1e-5, 2e-5]), st.permutations([1e-3, 2e-3]))
-def test_the_fastest_measured_is_chosen(shape: str, small: list[float], large: list[float]) -> None:
+def test_the_fastest_measured_is_chosen(shape, small, large):
     measured = Measured({name: {64: small[i], 2**16: large[i]} for i, name in enumerate(PLANNERS)})
     for num_bytes, seconds in ((4, small), (64, small), (2**16, large), (2**30, large)):
         choice = choose(World.from_shape(shape), num_bytes // 4, 4, measured=measured)

@@ -1,7 +1,5 @@
 """Planners: their phases, when they decline, how they cut a buffer, and what is told and written about them."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -23,7 +21,7 @@ PAGE = Path(__file__).parents[3] / "docs/reference/algorithms.md"
 SCATTER, RAILS, GATHER = "intra reduce_scatter", "inter all_reduce", "intra all_gather"
 
 
-def steps(plan: Plan) -> list[str]:
+def steps(plan):
     return [str(phase) for phase in plan.phases]
 
 
@@ -38,7 +36,7 @@ def steps(plan: Plan) -> list[str]:
         ("3+1", [SCATTER, RAILS, GATHER]),
     ],
 )
-def test_hierarchical_has_the_phases_its_world_needs_and_flat_has_one(shape: str, expected: list[str]) -> None:
+def test_hierarchical_has_the_phases_its_world_needs_and_flat_has_one(shape, expected):
     world = World.from_shape(shape)
     assert [steps(hierarchical(world, count, 4)) for count in (10, 10 * MIB)] == [expected] * 2
     plan = flat(world, 64 * MIB // 4 // 12 * 12, 4)
@@ -47,7 +45,7 @@ def test_hierarchical_has_the_phases_its_world_needs_and_flat_has_one(shape: str
 
 
 @pytest.mark.parametrize("name", PLANNERS)
-def test_scratch_memory_is_bounded(name: str) -> None:
+def test_scratch_memory_is_bounded(name):
     world = World.from_shape("16x3")  # on which chunks do not overlap
     at_the_bound, beyond = (PLANNERS[name](world, count, 4, 0) for count in (64 * MIB // 4 // 3 * 3, 200 * MIB // 4))
     assert (at_the_bound.num_chunks, beyond.num_chunks) == (1, 4)
@@ -68,14 +66,14 @@ def test_scratch_memory_is_bounded(name: str) -> None:
         ("1x2", 64 * MIB, 64),
     ],
 )
-def test_chunks_are_cut_by_rule(shape: str, num_bytes: int, num_chunks: int) -> None:
+def test_chunks_are_cut_by_rule(shape, num_bytes, num_chunks):
     world = World.from_shape(shape)
     plan = hierarchical(world, num_bytes // 4, 4)
     assert plan.num_chunks == num_chunks
     assert plan.depth == min(planners.pipeline_rule(world).depth, num_chunks)
 
 
-def test_a_plan_begins_and_ends_with_small_chunks() -> None:
+def test_a_plan_begins_and_ends_with_small_chunks():
     plan = hierarchical(World.from_shape("2x2"), 5 * MIB, 1)
     assert [2 * count // MIB for _, count in plan.chunks()] == [1, 2, 4, 2, 1]
     assert [2 * start // MIB for start, _ in plan.chunks()] == [0, 1, 3, 7, 9]
@@ -84,7 +82,7 @@ def test_a_plan_begins_and_ends_with_small_chunks() -> None:
 
 
 @given(random_worlds, st.integers(0, 10**4), st.integers(1, 100), st.integers(0, 1000))
-def test_chunks_grow_and_shrink_within_bounds(world: World, count: int, end: int, more: int) -> None:
+def test_chunks_grow_and_shrink_within_bounds(world, count, end, more):
     end, largest = end * world.num_shards, (end + more) * world.num_shards
     lengths = plans.chunk_lengths(world, count, end, largest)
     assert sum(lengths) == count
@@ -94,7 +92,7 @@ def test_chunks_grow_and_shrink_within_bounds(world: World, count: int, end: int
         assert lengths[1] <= 2 * lengths[0], "a chunk between the nodes hides the next one"
 
 
-def test_a_chunk_is_as_large_as_it_was_asked_for() -> None:
+def test_a_chunk_is_as_large_as_it_was_asked_for():
     for count in (0, 1, 512 * KIB // 4):  # one chunk is the whole buffer
         assert hierarchical(World.from_shape("2x2"), count, 4, 512 * KIB) == hierarchical(World.from_shape("2x2"), count, 4)
     plan = hierarchical(World.from_shape("3+1"), 1000, 4, chunk_bytes=1000)
@@ -103,7 +101,7 @@ def test_a_chunk_is_as_large_as_it_was_asked_for() -> None:
 
 
 @given(random_worlds, st.integers(0, 10**4), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 10**5))
-def test_chunks_are_few_even_and_bounded(world: World, count: int, itemsize: int, max_bytes: int) -> None:
+def test_chunks_are_few_even_and_bounded(world, count, itemsize, max_bytes):
     shards = world.num_shards
     chunk_count = plans.chunk_elements(world, count, itemsize, max_bytes)
     plan = Plan("any", world, count, itemsize, (), chunk_count)
@@ -116,12 +114,12 @@ def test_chunks_are_few_even_and_bounded(world: World, count: int, itemsize: int
 
 
 @pytest.mark.parametrize("name", PLANNERS)
-def test_the_reference_page_has_a_row_for_each(name: str) -> None:
+def test_the_reference_page_has_a_row_for_each(name):
     plan = PLANNERS[name](World.from_shape("2x2"), MIB, 4, 0)
     assert f"| `{name}` | {' -> '.join(steps(plan))} |" in PAGE.read_text()
 
 
-def test_the_reference_page_has_the_limits_of_the_table() -> None:
+def test_the_reference_page_has_the_limits_of_the_table():
     rule, text = planners.pipeline_rule(World.from_shape("2x2")), " ".join(PAGE.read_text().split())
     assert f"A buffer of up to {planners.SCRATCH_BYTES // MIB} MiB is one chunk" in text
     assert f"with {rule.depth} in flight at a time" in text
@@ -142,13 +140,13 @@ def test_the_reference_page_has_the_limits_of_the_table() -> None:
     ],
     ids=str,
 )
-def test_bytes_of_each_phase(plan: Plan, sent: list[int], over_the_link: list[int]) -> None:
+def test_bytes_of_each_phase(plan, sent, over_the_link):
     found = [phase_bytes(plan, phase) for phase in plan.phases]
     assert found == list(zip(sent, over_the_link, strict=True))
     cut = dataclasses.replace(plan, chunk_count=plan.padded(100), depth=2)
     assert [phase_bytes(cut, phase) for phase in plan.phases] == found
 
 
-def test_what_is_cast_between_nodes_is_shorter_there() -> None:
+def test_what_is_cast_between_nodes_is_shorter_there():
     plan = dataclasses.replace(hierarchical(World.from_shape("4x2"), 1000, 4), wire_itemsize=2)
     assert [phase_bytes(plan, phase) for phase in plan.phases] == [(2000, 0), (1500, 3000), (2000, 0)]

@@ -111,18 +111,16 @@ def test_all_that_does_not_fit_is_told_and_nothing_is_changed(tmp_path):
 
 
 def test_what_cannot_be_saved_or_restored_in_place_is_refused(tmp_path):
-    for value in (1, "text", (np.ones(2),), read_only(np.ones(2)), np.float64(1)):
-        with pytest.raises(InvalidArgumentError, match="value is of type .*, and cannot be restored in place"):
-            mpistrat.Checkpoint(value=value)
-    for value in ({"a": object()}, [np.array(["text"])]):
-        with pytest.raises(UnsupportedDtypeError, match="value/"):
-            mpistrat.Checkpoint(value=value)
-    with pytest.raises(InvalidArgumentError, match="two arrays of the checkpoint have the name value/1"):
-        mpistrat.Checkpoint(value={1: np.ones(1), "1": np.ones(1)})
-    with pytest.raises(InvalidArgumentError, match="a@1 is a name as those of PerRank values are saved under"):
-        mpistrat.Checkpoint(**{"a@1": np.ones(1)})
-    with pytest.raises(InvalidArgumentError, match="the name __metadata__ is reserved"):
-        mpistrat.Checkpoint(__metadata__=np.ones(1))
+    one, plain = np.ones(1), (1, "text", (np.ones(2),), read_only(np.ones(2)), np.float64(1))
+    for objects, error, message in (
+        *(({"value": value}, InvalidArgumentError, "is of type .*, and cannot be restored in place") for value in plain),
+        *(({"value": value}, UnsupportedDtypeError, "value/") for value in ({"a": object()}, [np.array(["text"])])),
+        ({"value": {1: one, "1": one}}, InvalidArgumentError, "two arrays of the checkpoint have the name value/1"),
+        ({"a@1": one}, InvalidArgumentError, "a@1 is a name as those of PerRank values are saved under"),
+        ({"__metadata__": one}, InvalidArgumentError, "the name __metadata__ is reserved"),
+    ):
+        with pytest.raises(error, match=message):
+            mpistrat.Checkpoint(**objects)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years")
     checkpoint = mpistrat.Checkpoint(w=np.ones(1))

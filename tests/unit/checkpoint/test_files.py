@@ -1,7 +1,5 @@
 """The files of a checkpoint: pieces of arrays, and bytes that have changed."""
 
-from __future__ import annotations
-
 import json
 import mmap
 from math import prod

@@ -1,7 +1,5 @@
 """IndexedSlices: what they hold, how rows named twice are summed, and what is refused."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import optree
@@ -15,7 +13,7 @@ from mpistrat.reduction import ReduceOp
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 
 
-def test_what_it_holds() -> None:
+def test_what_it_holds():
     slices = IndexedSlices([[1.0, 2.0], [3.0, 4.0]], [3, 0], dense_shape=(5, 2))
     assert slices.values.tolist() == [[1, 2], [3, 4]]
     assert (slices.indices.tolist(), slices.indices.dtype) == ([3, 0], np.int64)
@@ -25,7 +23,7 @@ def test_what_it_holds() -> None:
     assert slices.to_dense().tolist() == [[3, 4], [0, 0], [0, 0], [1, 2], [0, 0]]
 
 
-def test_it_is_one_leaf_and_reads_as_the_dense_array() -> None:
+def test_it_is_one_leaf_and_reads_as_the_dense_array():
     slices = IndexedSlices(np.ones((2, 1), np.float32), [1, 1], (3, 1))
     assert optree.tree_leaves({"w": [slices]}) == [slices]
     assert (np.asarray(slices) == [[0], [2], [0]]).all()
@@ -35,7 +33,7 @@ def test_it_is_one_leaf_and_reads_as_the_dense_array() -> None:
         slices.__array__(copy=False)
 
 
-def test_rows_named_twice_are_summed_in_the_dtype_of_sums() -> None:
+def test_rows_named_twice_are_summed_in_the_dtype_of_sums():
     half = IndexedSlices(np.full(4097, 1, np.float16), np.zeros(4097, int), (1,))
     assert half.to_dense().tolist() == [4096], "summed in float32, rounded once: 2048 + 1 is 2048 in float16"
     assert IndexedSlices(np.full(2, 200, np.uint8), [0, 0], (1,)).to_dense().tolist() == [144], "wraps around"
@@ -44,7 +42,7 @@ def test_rows_named_twice_are_summed_in_the_dtype_of_sums() -> None:
     assert float(brain.to_dense()[0]) == 258
 
 
-def test_there_may_be_no_rows() -> None:
+def test_there_may_be_no_rows():
     none = IndexedSlices(np.empty((0, 2), np.float32), [], (3, 2))
     assert (none.to_dense().tolist(), none.dtype) == ([[0, 0]] * 3, np.float32)
     assert IndexedSlices(np.empty((0, 2)), [], (0, 2)).to_dense().shape == (0, 2)
@@ -68,12 +66,12 @@ def test_there_may_be_no_rows() -> None:
         ([1.0], [0], (4.5,), InvalidArgumentError, "dense_shape must be a sequence of int"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(values, indices, dense_shape, error, message) -> None:
+def test_parts_that_do_not_fit_are_refused(values, indices, dense_shape, error, message):
     with pytest.raises(error, match=message):
         IndexedSlices(values, indices, dense_shape)
 
 
-def test_what_is_not_defined_says_what_to_do_instead() -> None:
+def test_what_is_not_defined_says_what_to_do_instead():
     slices = IndexedSlices(np.ones((1, 2)), [0])
     with pytest.raises(InvalidArgumentError, match=r"IndexedSlices\(1 row of .* has no dense_shape, so .*: pass IndexedSlices"):
         slices.to_dense()

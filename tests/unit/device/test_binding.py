@@ -1,7 +1,5 @@
 """Strategies of one replica on a GPU: variables, values and collectives, on a stand-in device."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 
@@ -13,6 +11,7 @@ from mpistrat.device import cuda
 from mpistrat.errors import InvalidArgumentError, LaunchError, UnsupportedDtypeError
 from mpistrat.launch import bootstrap
 from tests.gpu.stand_in_arrays import stand_in_gpu
+from tests.variable_matrix import made
 
 
 @pytest.fixture
@@ -30,11 +29,6 @@ def xp(gpu):
 @pytest.fixture(params=["default", "one device"])
 def strategy(gpu, request):
     return mpistrat.get_strategy() if request.param == "default" else mpistrat.OneDeviceStrategy("/gpu:0")
-
-
-def made(strategy, *args, **kwargs):
-    with strategy.scope():
-        return mpistrat.Variable(*args, **kwargs)
 
 
 def test_devices_are_named_by_what_ranks_drive(gpu):

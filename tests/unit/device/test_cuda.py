@@ -1,7 +1,5 @@
 """What is asked of CuPy is what CuPy has, and its arrays are understood: as far as that can be known without a GPU."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The kernels of the device: what they compute, on the host, for every alignment, length and dtype; and that they compile."""
 
-from __future__ import annotations
-
 import re
 from contextlib import contextmanager
 from functools import reduce

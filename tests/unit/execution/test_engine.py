@@ -1,7 +1,5 @@
 """The engine, without MPI: order, failures, handles that are dropped, forks, and the end of the program."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """What a memory report says, and what malloc does with freed memory in a program that has a communicator."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess
@@ -28,14 +26,14 @@ print(*[ctypes.c_size_t.from_address(array.ctypes.data - 8).value >> 1 & 1 for a
 """
 
 
-def test_a_report_adds_up_and_is_one_line() -> None:
+def test_a_report_adds_up_and_is_one_line():
     report = MemoryReport(3, 8 << 20, 1 << 20, 1 << 20, 2, 4 << 20)
     assert (report.total_bytes, report.ratio) == (10 << 20, 2.5)
     assert str(report) == (
         "rank 3 holds 10 MiB: window 8 MiB, rails 1 MiB, plans 1 MiB (2 plans); 2.5 times its largest pack of 4 MiB"
     )
     with pytest.raises(AttributeError):
-        report.rank = 4  # type: ignore[misc]
+        report.rank = 4
 
 
 def test_large_arrays_take_the_memory_of_earlier_ones_that_nobody_has():
@@ -64,7 +62,7 @@ def test_no_more_than_256_mib_are_retained():
     assert retained_bytes() == 5 * 48 << 20
 
 
-def test_one_replica_holds_nothing() -> None:
+def test_one_replica_holds_nothing():
     strategy = mpistrat.OneDeviceStrategy()
     report = strategy.memory_report()
     assert (report.total_bytes, report.ratio, report.rank) == (0, 0.0, 0)

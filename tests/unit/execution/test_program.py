@@ -1,9 +1,6 @@
 """The lanes: whatever waits, each lane does its steps in one order, and at most so many chunks are in flight."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable, Iterator
 from itertools import accumulate, islice
 
 from hypothesis import given
@@ -13,16 +10,14 @@ from mpistrat.execution.compile import interleave
 from mpistrat.execution.program import Lanes, nothing, overlap
 from mpistrat.steps import WAITING, WORKED
 
-Event = tuple[str, int, str]
 
-
-def play(num_chunks: int, depth: int, max_in_flight: int, seed: int) -> list[Event]:
+def play(num_chunks, depth, max_in_flight, seed):
     """Run chunks whose steps wait at random; return what began and ended."""
     random_steps = random.Random(seed)
-    log: list[Event] = []
+    log = []
 
-    def part(name: str) -> Callable[[int], Iterator[bool]]:
-        def steps(chunk: int) -> Iterator[bool]:
+    def part(name):
+        def steps(chunk):
             log.append((name, chunk, "begins"))
             for _ in range(random_steps.randrange(4)):
                 yield random_steps.random() < 0.5
@@ -36,7 +31,7 @@ def play(num_chunks: int, depth: int, max_in_flight: int, seed: int) -> list[Eve
 
 
 @given(st.integers(1, 8), st.integers(1, 5), st.integers(1, 5), st.integers())
-def test_order_and_depth(num_chunks: int, depth: int, max_in_flight: int, seed: int) -> None:
+def test_order_and_depth(num_chunks, depth, max_in_flight, seed):
     log = play(num_chunks, depth, max_in_flight, seed)
     at = {event: position for position, event in enumerate(log)}
     assert len(log) == len(at) == 6 * num_chunks, "everything, once"
@@ -52,31 +47,29 @@ def test_order_and_depth(num_chunks: int, depth: int, max_in_flight: int, seed: 
 
 
 @given(st.integers(1, 8), st.integers(1, 5), st.integers(1, 5), st.tuples(st.integers(), st.integers()))
-def test_the_order_of_a_lane_depends_on_indexes_only(
-    num_chunks: int, depth: int, max_in_flight: int, seeds: tuple[int, int]
-) -> None:
+def test_the_order_of_a_lane_depends_on_indexes_only(num_chunks, depth, max_in_flight, seeds):
     logs = [play(num_chunks, depth, max_in_flight, seed) for seed in seeds]
     intra, inter = ([[event for event in log if (event[0] == "middle") == middle] for log in logs] for middle in (False, True))
     assert intra[0] == intra[1]
     assert max_in_flight > 1 or inter[0] == inter[1]
 
 
-def test_the_order_that_is_documented() -> None:
+def test_the_order_that_is_documented():
     log = play(4, 2, 1, 0)
     intra = [f"{name} {chunk}" for name, chunk, what in log if what == "begins" and name != "middle"]
     assert intra == ["head 0", "head 1", "tail 0", "head 2", "tail 1", "head 3", "tail 2", "tail 3"]
 
 
-def test_a_wait_of_one_lane_does_not_stop_the_other() -> None:
+def test_a_wait_of_one_lane_does_not_stop_the_other():
     released: list[int] = []
 
-    def middle(chunk: int) -> Iterator[bool]:
+    def middle(chunk):
         while chunk not in released:
             yield WAITING
 
     entered: list[int] = []
 
-    def head(chunk: int) -> Iterator[bool]:
+    def head(chunk):
         entered.append(chunk)
         yield WORKED
 
@@ -89,10 +82,10 @@ def test_a_wait_of_one_lane_does_not_stop_the_other() -> None:
     assert WAITING in [WAITING, *steps]
 
 
-def test_several_middles_are_in_flight() -> None:
+def test_several_middles_are_in_flight():
     entered: list[int] = []
 
-    def middle(chunk: int) -> Iterator[bool]:
+    def middle(chunk):
         entered.append(chunk)
         while len(entered) < 3:
             yield WAITING  # none ends before the third has begun
@@ -101,17 +94,17 @@ def test_several_middles_are_in_flight() -> None:
     assert entered == [0, 1, 2]
 
 
-def test_a_step_worked_if_either_lane_did() -> None:
+def test_a_step_worked_if_either_lane_did():
     idle = overlap(Lanes(nothing, lambda chunk: iter([WAITING] * 5)), 1, 1)
     found = list(idle)
     assert found.count(WAITING) >= 4
     assert found[0] is WORKED, "the middle has begun"
 
 
-def test_a_lane_that_waits_does_not_stop_the_others() -> None:
+def test_a_lane_that_waits_does_not_stop_the_others():
     met: list[str] = []
 
-    def lane(name: str, peer: str) -> Iterator[bool]:
+    def lane(name, peer):
         met.append(name)
         while peer not in met:
             yield WAITING

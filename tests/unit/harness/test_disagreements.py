@@ -1,14 +1,10 @@
 """The harness of disagreements judges rightly: by what ranks say, by what a job prints, and by what became of canaries."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
 from tests.disagreements.calls import Call
-from tests.disagreements.deviations import MAY_BE_RIGHT, ORDERS, RIGHT, TOLD, TOLD_OR_REPORTED, Calls, outcomes
+from tests.disagreements.deviations import MAY_BE_RIGHT, ORDERS, RIGHT, TOLD, TOLD_OR_REPORTED, outcomes
 from tests.disagreements.hangs import HANGS, WAITS
 from tests.disagreements.kinds import KINDS, LARGE, all_plans, drawn_plans, quick_plans, table
 from tests.disagreements.memory import Memory, Neighbours, changed
@@ -26,7 +22,7 @@ ERRNO = {"type": "UnavailableError", "bases": ["UnavailableError"], "text": "(Ba
 REPORT = "rank 0: waiting 3 s in all_reduce\n  missing: rank 2 (node1), at train.py:17, alive\n"
 
 
-def ended(*errors: dict[str, Any] | None) -> dict[int, dict[str, Any]]:
+def ended(*errors):
     return {rank: {"error": error} for rank, error in enumerate(errors)}
 
 
@@ -53,23 +49,23 @@ def ended(*errors: dict[str, Any] | None) -> dict[int, dict[str, Any]]:
         ("foreign", Evidence(2, ended(ERROR, ERROR), foreign=["rank 0: 8 bytes of a canary"])),
     ],
 )
-def test_a_case_is_put_in_its_class(name: str, evidence: Evidence) -> None:
+def test_a_case_is_put_in_its_class(name, evidence):
     assert judge(evidence, "AgreementError", odd=2, alone=False, is_right=True).name == name
 
 
-def test_a_value_or_an_end_in_the_place_of_an_error_is_silent() -> None:
+def test_a_value_or_an_end_in_the_place_of_an_error_is_silent():
     assert judge(Evidence(2, ended(None, None)), "", odd=0, alone=False, is_right=False).name == "silent"
     assert judge(Evidence(2, exit_code=0), "AgreementError", odd=0, alone=True, is_right=False).name == "silent"
 
 
-def test_of_a_rank_that_has_ended_a_report_names_no_line() -> None:
+def test_of_a_rank_that_has_ended_a_report_names_no_line():
     evidence = Evidence(3, still=True, output="rank 0 has waited 3 s\n  missing: rank 2 (a): gone")
     assert judge(evidence, "", odd=2, alone=True, is_right=False).name == "reported"
     assert judge(evidence, "", odd=1, alone=True, is_right=False).name == "hang"
     assert judge(evidence, "", odd=2, alone=False, is_right=False).name == "hang"
 
 
-def test_a_report_must_name_rank_and_line() -> None:
+def test_a_report_must_name_rank_and_line():
     assert missing_in_report(REPORT, 2) == ["train.py:17"]
     assert missing_in_report(REPORT, 1) == []
     assert missing_in_report(REPORT.replace("train.py:17, ", ""), 2) == []
@@ -81,7 +77,7 @@ def test_a_report_must_name_rank_and_line() -> None:
     assert found == [[], ["job.py:31"], ["job.py:40"], []]
 
 
-def test_what_is_written_beside_an_array_is_found_from_outside(tmp_path) -> None:
+def test_what_is_written_beside_an_array_is_found_from_outside(tmp_path):
     memory = Memory(tmp_path / "memory")
     operand, result = memory.array(1000, "float64"), memory.array((3, 5), "int8", misaligned=1)
     operand[...] = 1
@@ -103,11 +99,11 @@ def test_what_is_written_beside_an_array_is_found_from_outside(tmp_path) -> None
     assert neighbours.changed() == ["1 bytes of an array that takes part in nothing"]
 
 
-def reduce(count: int = 5, **arguments: Any) -> Call:
+def reduce(count=5, **arguments):
     return Call("all_reduce", (count,), **arguments)
 
 
-def gather(*shape: int, **arguments: Any) -> Call:
+def gather(*shape, **arguments):
     return Call("all_gather", shape, place=0, **arguments)
 
 
@@ -135,11 +131,11 @@ def gather(*shape: int, **arguments: Any) -> Call:
         (TOLD_OR_REPORTED, [reduce(), reduce(strategy=1)], [reduce(strategy=1), reduce()]),
     ],
 )
-def test_how_a_case_may_end_follows_from_what_differs(expected: frozenset[str], usual: Calls, odd: Calls) -> None:
+def test_how_a_case_may_end_follows_from_what_differs(expected, usual, odd):
     assert outcomes(usual, odd) == expected
 
 
-def test_calls_are_left_out_made_twice_and_swapped() -> None:
+def test_calls_are_left_out_made_twice_and_swapped():
     first, second, third = calls = [reduce(1), reduce(2), reduce(3)]
     found = {what: [way(index)(calls) for index in range(4)] for what, way in ORDERS.items()}
     assert found["without"] == [[second, third], [first, third], [first, second], calls]
@@ -147,7 +143,7 @@ def test_calls_are_left_out_made_twice_and_swapped() -> None:
     assert found["swapped"] == [[second, first, third], [first, third, second], calls, calls]
 
 
-def test_there_are_kinds_and_cases_enough() -> None:
+def test_there_are_kinds_and_cases_enough():
     assert len(KINDS) >= 400
     assert all(table(count).keys() == KINDS.keys() for count in LARGE)
     plans = list(all_plans(4))

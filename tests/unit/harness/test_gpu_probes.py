@@ -1,7 +1,5 @@
 """What gathers evidence on a GPU, where there is none: what is left out says why; what fails, hangs or overlooks is told."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

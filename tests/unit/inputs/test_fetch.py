@@ -1,7 +1,5 @@
 """Batches that are brought to the GPU: all of them, in order, into arrays that stay as they are; on a stand-in device."""
 
-from __future__ import annotations
-
 import sys
 import threading
 

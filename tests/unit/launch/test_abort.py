@@ -1,11 +1,8 @@
 """The hooks of an uncaught exception, on a job that only pretends to end, and tracebacks, which end with the user's line."""
 
-from __future__ import annotations
-
 import atexit
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,32 +21,32 @@ class FakeJob(SimpleNamespace):
     rank = 0
     size = 2
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.aborted = threading.Event()
         self.released = threading.Event()
 
-    def Abort(self, code: int) -> None:  # noqa: N802 - as mpi4py has it
+    def Abort(self, code):  # noqa: N802 - as mpi4py has it
         self.code = code
         self.aborted.set()
         self.released.wait(30)
 
 
-def collect(arguments: threading.ExceptHookArgs) -> None:
+def collect(arguments):
     """Stand for a test runner's hook."""
 
 
 @pytest.fixture
-def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
+def job(request, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(threading, "excepthook", getattr(request, "param", threading.__excepthook__))
     monkeypatch.setattr(atexit, "register", lambda handler: None)
     fake = FakeJob()
-    abort.install(fake)  # type: ignore[arg-type]
+    abort.install(fake)
     yield fake
     fake.released.set()
 
 
-def test_of_two_threads_that_raise_one_speaks(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_two_threads_that_raise_one_speaks(job, capsys):
     threads = [threading.Thread(target=lambda: 1 // 0, daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -59,7 +56,7 @@ def test_of_two_threads_that_raise_one_speaks(job: FakeJob, capsys: pytest.Captu
     assert (job.code, capsys.readouterr().err.count("ZeroDivisionError")) == (1, 1)
 
 
-def test_job_ends_even_where_nothing_can_be_printed(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_ends_even_where_nothing_can_be_printed(job, monkeypatch):
     job.released.set()
     monkeypatch.setattr(sys, "stderr", None)
     with pytest.raises(AttributeError):
@@ -68,12 +65,12 @@ def test_job_ends_even_where_nothing_can_be_printed(job: FakeJob, monkeypatch: p
 
 
 @pytest.mark.parametrize("job", [collect], indirect=True)
-def test_hook_of_a_test_runner_stays(job: FakeJob) -> None:
+def test_hook_of_a_test_runner_stays(job):
     assert threading.excepthook is collect
     assert sys.excepthook is not sys.__excepthook__
 
 
-def test_the_code_of_an_exit_that_is_caught_can_be_changed() -> None:
+def test_the_code_of_an_exit_that_is_caught_can_be_changed():
     with pytest.raises(SystemExit) as caught:
         abort._exit(3)
     caught.value.code = 4
@@ -83,7 +80,7 @@ def test_the_code_of_an_exit_that_is_caught_can_be_changed() -> None:
 _HINT = "MPISTRAT_TRACEBACK=full"
 
 
-def _text_of(call: Callable[[], object]) -> list[str]:
+def _text_of(call):
     try:
         call()
     except Exception as error:
@@ -91,21 +88,21 @@ def _text_of(call: Callable[[], object]) -> list[str]:
     raise AssertionError("nothing was raised")
 
 
-def _cause() -> None:
+def _cause():
     try:
         raise KeyError("w")
     except KeyError as error:
         raise ValueError("two\nlines") from error
 
 
-def test_every_line_says_whose_it_is_and_causes_are_told() -> None:
+def test_every_line_says_whose_it_is_and_causes_are_told():
     lines = _text_of(_cause)
     assert all(line.startswith("[rank 3 on node1] ") for line in lines)
     assert "[rank 3 on node1] KeyError: 'w'" in lines
     assert lines[-2:] == ["[rank 3 on node1] ValueError: two", "[rank 3 on node1] lines"]
 
 
-def test_frames_of_the_library_are_left_out_unless_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_of_the_library_are_left_out_unless_they_are_asked_for(monkeypatch):
     lines = _text_of(lambda: CommunicationOptions(bytes_per_pack=-1))
     places = [line for line in lines if "  File " in line]
     assert "test_abort.py" in places[-1]
@@ -118,11 +115,11 @@ def test_frames_of_the_library_are_left_out_unless_they_are_asked_for(monkeypatc
     assert not [line for line in lines if _HINT in line]
 
 
-def test_an_error_within_the_library_before_it_is_left_out() -> None:
+def test_an_error_within_the_library_before_it_is_left_out():
     wrong = {"b": np.ones(2, "U3")}
     lines = _text_of(lambda: each_leaf(operand_or_slices, [*wrong.values()], lambda: leaf_names(wrong)))
     assert not [line for line in lines if "During handling" in line or "mpistrat/arrays.py" in line]
     assert _HINT in lines[-2]
     assert "value['b'] has dtype <U3" in lines[-1]
     # one that arose there without a raise keeps its frames
-    assert "mpistrat/text.py" in "".join(_text_of(lambda: parse_spans(7)))  # type: ignore[arg-type]
+    assert "mpistrat/text.py" in "".join(_text_of(lambda: parse_spans(7)))

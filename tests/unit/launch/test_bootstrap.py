@@ -19,7 +19,7 @@ from tests.processes import python
         LauncherView("srun", 0, 1, 0, 1),  # the daemon of an mpiexec that told its ranks nothing
     ],
 )
-def test_kept_promise_passes(view: LauncherView | None) -> None:
+def test_kept_promise_passes(view):
     check_launched_size(view, 4, "Open MPI", "5.0.11")
 
 
@@ -46,18 +46,18 @@ def test_kept_promise_passes(view: LauncherView | None) -> None:
         ),
     ],
 )
-def test_worlds_of_one_name_the_right_option_or_launcher(launcher: str, library: tuple[str, str], message: str) -> None:
+def test_worlds_of_one_name_the_right_option_or_launcher(launcher, library, message):
     with pytest.raises(LaunchError, match=re.escape(message)):
         check_launched_size(LauncherView(launcher, 2, 4, 0, 2), 1, *library)
 
 
-def start_here(program: str, **environ: str) -> str:
+def start_here(program, **environ):
     """Return the last line that a process, which nobody launched as a rank, says after running a program and start()."""
     done = python(f"{program}\nfrom mpistrat.launch.bootstrap import start\nprint(start().size)", **environ)
     return (done.stdout + done.stderr).strip().splitlines()[-1]
 
 
-def test_cray_mpich_is_not_taken_for_the_mpich_that_it_is_derived_from() -> None:
+def test_cray_mpich_is_not_taken_for_the_mpich_that_it_is_derived_from():
     program = """
 from mpi4py import MPI
 MPI.get_vendor = lambda: ("MPICH", (3, 4, 0))
@@ -97,11 +97,11 @@ MPI.Get_library_version = lambda: "MPI VERSION    : CRAY MPICH version 8.1.25.17
         ),
     ],
 )
-def test_an_mpi_that_cannot_be_used_names_the_cure(program: str, environ: dict[str, str], message: str) -> None:
+def test_an_mpi_that_cannot_be_used_names_the_cure(program, environ, message):
     assert start_here(program, **environ) == f"mpistrat.errors.LaunchError: {message}"
 
 
-def test_start_is_safe_from_many_threads() -> None:
+def test_start_is_safe_from_many_threads():
     program = """
 import threading
 from mpistrat.launch import bootstrap
@@ -114,7 +114,7 @@ assert count == [1] and bootstrap.start() is bootstrap.start(), count
     assert start_here(program) == "1"
 
 
-def test_the_gpu_is_bound_before_mpi_starts() -> None:
+def test_the_gpu_is_bound_before_mpi_starts():
     program = """
 import sys
 from mpistrat.launch import bootstrap
@@ -124,7 +124,7 @@ bootstrap.bind_device = lambda view: print("MPI is there:", "mpi4py.MPI" in sys.
     assert start_here(program, **srun) == "MPI is there: False 3"
 
 
-def test_one_process_alone_leaves_nothing_in_shared_memory_and_no_words_for_the_jobs_that_it_starts() -> None:
+def test_one_process_alone_leaves_nothing_in_shared_memory_and_no_words_for_the_jobs_that_it_starts():
     program = """
 import atexit, os, re
 from pathlib import Path
@@ -134,6 +134,6 @@ atexit.register(lambda: print(re.findall("/dev/shm/\\\\S+", Path("/proc/self/map
     assert start_here(program) == "[] set()"
 
 
-def test_words_of_the_user_reach_mpi_before_ours() -> None:
+def test_words_of_the_user_reach_mpi_before_ours():
     program = "import atexit, os; atexit.register(lambda: print(os.environ['OMPI_MCA_btl']))"
     assert start_here(program, OMPI_MCA_btl="self,sm") == "self,sm"

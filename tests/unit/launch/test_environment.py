@@ -69,12 +69,12 @@ RECORDED = {
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_recorded_variables_give_the_place(name: str) -> None:
+def test_recorded_variables_give_the_place(name):
     environ, expected = RECORDED[name]
     assert detect(environ) == expected
 
 
-def test_the_process_is_read_by_default_and_an_allocation_is_known_by_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_is_read_by_default_and_an_allocation_is_known_by_its_job(monkeypatch):
     for name, value in OPEN_MPI.items():
         monkeypatch.setenv(name, value)
     assert detect() == LauncherView("Open MPI's mpiexec", 3, 4, 1, 2)
@@ -82,7 +82,7 @@ def test_the_process_is_read_by_default_and_an_allocation_is_known_by_its_job(mo
     assert not in_slurm_allocation(HYDRA)
 
 
-def test_variable_that_is_not_a_number_is_named() -> None:
+def test_variable_that_is_not_a_number_is_named():
     with pytest.raises(LaunchError) as caught:
         detect({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "four"})
     assert str(caught.value) == (

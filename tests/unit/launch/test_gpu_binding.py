@@ -1,7 +1,5 @@
 """Which GPU a process binds, from what the launcher tells and CUDA shows."""
 
-from __future__ import annotations
-
 import re
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """What follows an mpiexec: its exit code, the limit of its time, and its stderr, in which banners come last and once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -18,11 +16,11 @@ from tests.processes import TAKES_CTRL_C, run_bounded
 pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
 
 
-def shell(text: str) -> list[str]:
+def shell(text):
     return ["sh", "-c", text]
 
 
-def test_exit_codes_are_handed_on(capfd: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_are_handed_on(capfd):
     assert follow(shell("echo out; echo err >&2; exit 3"), os.environ) == Ended(3)
     assert capfd.readouterr() == ("out\n", "err\n")
     assert follow(shell("kill -9 $$"), os.environ).code == 128 + 9
@@ -34,7 +32,7 @@ def test_exit_codes_are_handed_on(capfd: pytest.CaptureFixture[str]) -> None:
     assert reports == []
 
 
-def test_why_a_job_has_ended_is_known(capfd: pytest.CaptureFixture[str]) -> None:
+def test_why_a_job_has_ended_is_known(capfd):
     ended = follow(shell("echo '[rank 3 on vm, thread Thread-1] Traceback' >&2; exit 1"), os.environ)
     assert ended == Ended(1, failed="rank 3 on vm")
     ended = follow(shell("echo '[rank 2 on vm] Traceback, [rank 3 on vm] Traceback' >&2; exit 1"), os.environ)
@@ -53,7 +51,7 @@ def test_why_a_job_has_ended_is_known(capfd: pytest.CaptureFixture[str]) -> None
         ("USR1", 5, 5, ""),
     ],
 )
-def test_a_signal_that_ends_the_job_is_told_and_is_its_code(name: str, code: int, returned: int, said: str) -> None:
+def test_a_signal_that_ends_the_job_is_told_and_is_its_code(name, code, returned, said):
     command = f"trap 'exit {code}' {name}; kill -{name} $PPID; while :; do sleep 0.05; done"
     program = "import os; from mpistrat.launch import mpiexec; mpiexec._FORWARD_SECONDS = 0.05; "
     program += f"ended = mpiexec.follow(['sh', '-c', {command!r}], os.environ); "
@@ -63,7 +61,7 @@ def test_a_signal_that_ends_the_job_is_told_and_is_its_code(name: str, code: int
     assert done.stdout == f"{signal.Signals[f'SIG{name}'].value} {name != 'USR1'}\n"
 
 
-def test_a_limit_ends_the_job_after_the_report(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_limit_ends_the_job_after_the_report(capfd):
     alive = []
     started = time.monotonic()
     argv = shell("trap 'echo ended >&2; exit 0' TERM; sleep 60 >/dev/null 2>&1 & wait")
@@ -74,14 +72,14 @@ def test_a_limit_ends_the_job_after_the_report(capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr().err == "ended\n"
 
 
-def test_what_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_end_is_killed(monkeypatch):
     monkeypatch.setattr(mpiexec, "_END_SECONDS", 0.2)
     started = time.monotonic()
     assert follow(shell("trap '' TERM; exec sleep 60"), os.environ, 0.2).code == TIMED_OUT
     assert time.monotonic() - started < 30
 
 
-def test_what_keeps_stderr_open_does_not_keep_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_keeps_stderr_open_does_not_keep_the_job(monkeypatch):
     monkeypatch.setattr(mpiexec, "_RELAY_SECONDS", 0.2)
     started = time.monotonic()
     assert follow(shell("sleep 5 & exit 4"), os.environ).code == 4
@@ -94,7 +92,7 @@ EXITED = LINE + b'prterun has exited due to process rank 1 with PID 0 on node vm
 TRACEBACK = b"Traceback (most recent call last):\nValueError: planted\n"
 
 
-def through(*pieces: bytes) -> bytes:
+def through(*pieces):
     held = Banners()
     return b"".join([*map(held.feed, pieces), held.end()])
 
@@ -121,7 +119,7 @@ MESSAGE = LINE + b"There are not enough slots available in the system\n" + LINE
         ((MESSAGE + b"\0", b"a\0b"), MESSAGE + b"ab"),
     ],
 )
-def test_banners_come_after_the_traceback_once_and_without_nul(pieces: tuple[bytes, ...], told: bytes) -> None:
+def test_banners_come_after_the_traceback_once_and_without_nul(pieces, told):
     assert through(*pieces) == told
 
 
@@ -135,7 +133,7 @@ def test_banners_come_after_the_traceback_once_and_without_nul(pieces: tuple[byt
         b"mpistrat tune: file.json cannot be written\n",
     ],
 )
-def test_a_rank_that_says_why_it_ends_the_job_is_enough(reason: bytes) -> None:
+def test_a_rank_that_says_why_it_ends_the_job_is_enough(reason):
     half = len(reason) // 2
     assert (
         through(ABORT, LOST, CODE, b"\0" + EXITED + reason[:half], reason[half:] + b"more\n" * 500) == reason + b"more\n" * 500
@@ -157,7 +155,7 @@ def test_a_rank_that_says_why_it_ends_the_job_is_enough(reason: bytes) -> None:
         (EXITED, None),
     ],
 )
-def test_the_process_that_a_signal_has_ended_is_known(text: bytes, killed: Killed | None, size: int) -> None:
+def test_the_process_that_a_signal_has_ended_is_known(text, killed, size):
     held, text = Banners(), b"x" * 2000 + text + b"y" * 3000
     for start in range(0, len(text), size):
         held.feed(text[start : start + size])
@@ -175,14 +173,14 @@ def test_the_process_that_a_signal_has_ended_is_known(text: bytes, killed: Kille
         LINE + b"MPI_ABORT was invoked, and the rest is lost",
     ],
 )
-def test_everything_else_is_printed_at_once(text: bytes) -> None:
+def test_everything_else_is_printed_at_once(text):
     held = Banners()
     for byte in (text[index : index + 1] for index in range(len(text))):
         assert held.feed(byte) == byte
     assert through(text) == text
 
 
-def test_a_long_log_costs_little() -> None:
+def test_a_long_log_costs_little():
     chunk, held = (b"x" * 99 + b"\n") * 655, Banners()
     started = time.process_time()
     for _ in range(128):  # 8 MB, for which a pattern at every byte takes seconds
@@ -190,11 +188,8 @@ def test_a_long_log_costs_little() -> None:
     assert time.process_time() - started < 0.3
 
 
-Relayed = tuple[int, int, threading.Thread]
-
-
 @pytest.fixture
-def relayed() -> Relayed:
+def relayed():
     """Begin to relay: give what is written to, what is read from, and the thread that relays."""
     source, writer = os.pipe()
     reader, target = os.pipe()
@@ -204,7 +199,7 @@ def relayed() -> Relayed:
     return writer, reader, thread
 
 
-def test_a_banner_may_come_in_pieces(relayed: Relayed) -> None:
+def test_a_banner_may_come_in_pieces(relayed):
     writer, reader, thread = relayed
     for piece in (LINE, EXITED[len(LINE) : -len(LINE)], LINE, b"\0", b"[rank 1 on vm] Traceback\n", LINE):
         os.write(writer, piece)
@@ -216,7 +211,7 @@ def test_a_banner_may_come_in_pieces(relayed: Relayed) -> None:
     assert not thread.is_alive()
 
 
-def test_writers_see_that_nobody_reads(relayed: Relayed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writers_see_that_nobody_reads(relayed, monkeypatch):
     monkeypatch.setattr(mpiexec, "_READ_BYTES", 10)
     writer, reader, thread = relayed
     os.close(reader)
@@ -228,11 +223,11 @@ def test_writers_see_that_nobody_reads(relayed: Relayed, monkeypatch: pytest.Mon
     os.close(writer)
 
 
-def test_a_full_pipe_that_does_not_block_is_waited_for(relayed: Relayed) -> None:
+def test_a_full_pipe_that_does_not_block_is_waited_for(relayed):
     writer, reader, thread = relayed
     text = b"x" * 300_000
 
-    def write() -> None:
+    def write():
         with os.fdopen(writer, "wb") as stream:
             stream.write(text)
 

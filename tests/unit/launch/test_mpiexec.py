@@ -1,13 +1,12 @@
 """Which mpiexec, what it is told, and whether its job survives the loss of ranks."""
 
 import os
-from pathlib import Path
 
 import pytest
 
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch import abort, mpiexec, openmpi
-from mpistrat.launch.libraries import FLAVOURS, MpiFlavour, recognise
+from mpistrat.launch.libraries import FLAVOURS, recognise
 from mpistrat.launch.mpiexec import Mpi, belongs, command
 
 find_mpi = mpiexec.find_mpi.__wrapped__  # each call looks anew
@@ -33,19 +32,19 @@ LAUNCHERS = {  # what mpiexec --version says
 
 
 @pytest.fixture(autouse=True)
-def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def four_cores(monkeypatch):
     monkeypatch.setattr(openmpi, "num_cores", lambda: 4)
     monkeypatch.setattr(openmpi, "has_wheel", lambda _: True)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
 
 
 @pytest.mark.parametrize("text", LIBRARIES)
-def test_library_is_recognised(text: str) -> None:
+def test_library_is_recognised(text):
     assert recognise(text) == LIBRARIES[text]
 
 
 @pytest.mark.parametrize("text", LAUNCHERS)
-def test_mpiexec_belongs_to_its_own_flavour_only(text: str) -> None:
+def test_mpiexec_belongs_to_its_own_flavour_only(text):
     flavour, version = LAUNCHERS[text]
     rows = [row for row in FLAVOURS if row is not MVAPICH]  # it has the mpiexec of MPICH
     assert [row for row in rows if belongs(row, version, text)] == [flavour]
@@ -54,18 +53,7 @@ def test_mpiexec_belongs_to_its_own_flavour_only(text: str) -> None:
     assert belongs(MPICH, "5.0.2", "HYDRA build details:\n    Version:    4.0.2\n")
 
 
-def test_unknown_library_lists_the_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpiexec, "_ask_mpi4py", lambda: ("/opt/nec/libmpi.so", "NEC MPI Version 3.5.0\nMore"))
-    with pytest.raises(LaunchError) as caught:
-        find_mpi()
-    assert str(caught.value) == (
-        "mpi4py loads /opt/nec/libmpi.so, which identifies itself as 'NEC MPI Version 3.5.0'; "
-        "mpistrat run supports the mpiexec of Open MPI, MPICH, MVAPICH, Intel MPI. Start the program with this MPI's own "
-        "launcher: srun, aprun or mpiexec, then python -m mpi4py and the script."
-    )
-
-
-def install(folder: Path, name: str, says: str) -> Path:
+def install(folder, name, says):
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / name
     program.write_text(f"#!/bin/sh\necho '{says}'\n")
@@ -74,7 +62,7 @@ def install(folder: Path, name: str, says: str) -> Path:
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def library(tmp_path, monkeypatch):
     """A library of Open MPI 5, reached by a link as distributions have it, and a PATH of our own."""
     real = tmp_path / "opt/openmpi/lib/libmpi.so.40.1"
     real.parent.mkdir(parents=True)
@@ -101,16 +89,14 @@ version_text = mpiexec._version_text
         (("path", "mpirun"), {("usr/bin", "mpiexec"): "mpiexec (OpenRTE) 4.1.4"}),
     ],
 )
-def test_the_mpiexec_of_the_library_is_taken(
-    library: Path, tmp_path: Path, taken: tuple[str, str], others: dict[tuple[str, str], str]
-) -> None:
+def test_the_mpiexec_of_the_library_is_taken(library, tmp_path, taken, others):
     for (folder, name), says in others.items():
         install(tmp_path / folder, name, says)
     program = install(tmp_path / taken[0], taken[1], "mpiexec (Open MPI) 5.0.11")
     assert find_mpi() == Mpi(OPEN_MPI, str(program), "5.0.11", str(library))
 
 
-def test_mpiexec_that_anybody_may_have_put_there_is_not_taken(library: Path, tmp_path: Path) -> None:
+def test_mpiexec_that_anybody_may_have_put_there_is_not_taken(library, tmp_path):
     install(tmp_path / "bin", "mpiexec", "mpiexec (Open MPI) 5.0.11")
     install(tmp_path / "usr/bin", "mpiexec", "mpiexec (Open MPI) 5.0.11")
     program = install(tmp_path / "path", "mpiexec", "mpiexec (Open MPI) 5.0.11")
@@ -121,7 +107,7 @@ def test_mpiexec_that_anybody_may_have_put_there_is_not_taken(library: Path, tmp
     assert find_mpi().mpiexec == str(tmp_path / "usr/bin/mpiexec")
 
 
-def test_missing_mpiexec_says_where_it_looked(library: Path, tmp_path: Path) -> None:
+def test_missing_mpiexec_says_where_it_looked(library, tmp_path):
     other = install(tmp_path / "path", "mpiexec", "HYDRA build details:\n    Version:    4.0.2")
     with pytest.raises(LaunchError) as caught:
         find_mpi()
@@ -135,29 +121,42 @@ def test_missing_mpiexec_says_where_it_looked(library: Path, tmp_path: Path) -> 
     )
 
 
-def test_cray_mpich_has_no_mpiexec(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = "/opt/cray/libmpi.so", "MPI VERSION    : CRAY MPICH version 8.1.25.17"
+@pytest.mark.parametrize(
+    ("answers", "text"),
+    [
+        (
+            ("/opt/nec/libmpi.so", "NEC MPI Version 3.5.0\nMore"),
+            "mpi4py loads /opt/nec/libmpi.so, which identifies itself as 'NEC MPI Version 3.5.0'; "
+            "mpistrat run supports the mpiexec of Open MPI, MPICH, MVAPICH, Intel MPI. Start the program with this MPI's own "
+            "launcher: srun, aprun or mpiexec, then python -m mpi4py and the script.",
+        ),
+        (
+            ("/opt/cray/libmpi.so", "MPI VERSION    : CRAY MPICH version 8.1.25.17"),
+            "mpi4py loads Cray MPICH 8.1.25.17 from /opt/cray/libmpi.so, which has no mpiexec of its own. Start the program in "
+            "an allocation of SLURM: srun -n 4 python -m mpi4py train.py",
+        ),
+    ],
+    ids=["unknown", "Cray MPICH"],
+)
+def test_a_library_without_an_mpiexec_that_is_known_says_how_to_start(monkeypatch, answers, text):
     monkeypatch.setattr(mpiexec, "_ask_mpi4py", lambda: answers)
     with pytest.raises(LaunchError) as caught:
         find_mpi()
-    assert str(caught.value) == (
-        "mpi4py loads Cray MPICH 8.1.25.17 from /opt/cray/libmpi.so, which has no mpiexec of its own. Start the program in an "
-        "allocation of SLURM: srun -n 4 python -m mpi4py train.py"
-    )
+    assert str(caught.value) == text
 
 
-def test_missing_library_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_names_the_cure(monkeypatch):
     monkeypatch.setenv("MPI4PY_LIBMPI", "/nowhere/libmpi.so")
     with pytest.raises(LaunchError, match=r"^mpi4py cannot load an MPI library \(/nowhere/libmpi.so: .* in MPI4PY_LIBMPI\.$"):
         find_mpi()
 
 
-def mpi(flavour: MpiFlavour) -> Mpi:
+def mpi(flavour):
     return Mpi(flavour, "/opt/bin/mpiexec", "5.0", "/opt/lib/libmpi.so")
 
 
 @pytest.mark.parametrize("is_root", [False, True])
-def test_the_command_is_that_of_the_mpi(is_root: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_is_that_of_the_mpi(is_root, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0 if is_root else 1000)
     always = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
     if is_root:
@@ -173,14 +172,14 @@ def test_the_command_is_that_of_the_mpi(is_root: bool, monkeypatch: pytest.Monke
         command(0, ["prog"], mpi=mpi(OPEN_MPI), environ={})
 
 
-def test_slurm_counts_the_cores_of_its_allocation() -> None:
+def test_slurm_counts_the_cores_of_its_allocation():
     argv, extra = command(64, ["prog"], mpi=mpi(OPEN_MPI), environ={"SLURM_JOB_ID": "7"})
     assert argv == ["/opt/bin/mpiexec", "-n", "64", "prog"]
     assert "OMPI_MCA_mpi_yield_when_idle" not in extra
     assert command(2, ["prog"], mpi=mpi(MPICH), environ={"SLURM_JOB_ID": "7"})[1] == {"SLURM_MPI_TYPE": "none"}
 
 
-def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_user_set_stays(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     environ = {"OMPI_MCA_btl": "tcp,self", "OMPI_ALLOW_RUN_AS_ROOT": "0", "MPISTRAT_VIRTUAL_NODES": "1x2"}
     _, extra = command(2, ["prog"], "2x1", mpi=mpi(OPEN_MPI), environ=environ)
@@ -196,13 +195,13 @@ def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         (INTEL_MPI, "2021.13", ["-l"]),
     ],
 )
-def test_lines_begin_with_the_rank_as_each_mpiexec_does_it(flavour: MpiFlavour, version: str, options: list[str]) -> None:
+def test_lines_begin_with_the_rank_as_each_mpiexec_does_it(flavour, version, options):
     found = Mpi(flavour, "mpiexec", version, "libmpi.so")
     argv, _ = command(2, ["prog"], tag_output=True, mpi=found, environ={})
     assert argv == ["mpiexec", "-n", "2", *options, "prog"]
 
 
-def test_a_hostfile_names_the_hosts_and_their_slots(tmp_path: Path) -> None:
+def test_a_hostfile_names_the_hosts_and_their_slots(tmp_path):
     path = tmp_path / "hosts"
     path.write_text("node1\nnode2\n")
     environ = {"MPISTRAT_STRICT": "1", "PATH": "/bin", "MPI4PY_RC_THREADS": "1"}
@@ -215,12 +214,12 @@ def test_a_hostfile_names_the_hosts_and_their_slots(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("value", "is_on"), [(None, False), ("0", False), ("false", False), ("1", True), ("true", True)])
-def test_the_launcher_says_whether_it_does(value: str | None, is_on: bool) -> None:
+def test_the_launcher_says_whether_it_does(value, is_on):
     assert abort.survives_losses({} if value is None else {"OMPI_MCA_mpi_ft_enable": value}) is is_on
 
 
 @pytest.fixture
-def open_mpi(tmp_path: Path) -> Mpi:
+def open_mpi(tmp_path):
     """An Open MPI whose ompi_info prints the file `said`."""
     info = tmp_path / "ompi_info"
     info.write_text(f"#!/bin/sh\ncat {tmp_path}/said\n")
@@ -228,7 +227,7 @@ def open_mpi(tmp_path: Path) -> Mpi:
     return Mpi(OPEN_MPI, str(tmp_path / "mpiexec"), "5.0.11", "libmpi.so")
 
 
-def test_a_job_that_survives_is_started_with_ulfm_and_never_finalizes_mpi(open_mpi: Mpi, tmp_path: Path) -> None:
+def test_a_job_that_survives_is_started_with_ulfm_and_never_finalizes_mpi(open_mpi, tmp_path):
     (tmp_path / "said").write_text("options:ft_support:yes\noptions:ft_mpi_support:yes\n")
     argv, extra = command(1, ["prog"], mpi=open_mpi, environ={}, survive=True)
     assert argv == [open_mpi.mpiexec, "-n", "1", "--with-ft", "ulfm", "prog"]
@@ -238,7 +237,7 @@ def test_a_job_that_survives_is_started_with_ulfm_and_never_finalizes_mpi(open_m
     assert "MPI4PY_RC_FINALIZE" not in extra
 
 
-def test_an_mpi_without_ulfm_is_refused(open_mpi: Mpi, tmp_path: Path) -> None:
+def test_an_mpi_without_ulfm_is_refused(open_mpi, tmp_path):
     (tmp_path / "said").write_text("options:ft_support:no\noptions:ft_mpi_support:no\n")
     with pytest.raises(LaunchError, match=r"^--survive needs .*ompi_info does not say .* of Open MPI 5\.0\.11: pip install"):
         command(2, ["prog"], mpi=open_mpi, environ={}, survive=True)

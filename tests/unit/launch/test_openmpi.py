@@ -4,7 +4,6 @@ import os
 import pwd
 import sys
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 
@@ -27,13 +26,13 @@ YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
         (False, {}, True, False, YIELD),
     ],
 )
-def test_what_open_mpi_is_told(monkeypatch, is_wheel, environ, oversubscribed, alone, found) -> None:
+def test_what_open_mpi_is_told(monkeypatch, is_wheel, environ, oversubscribed, alone, found):
     monkeypatch.setattr(openmpi, "has_wheel", lambda _: is_wheel)
     assert parameters(environ, oversubscribed=oversubscribed, alone=alone) == found
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path):
     """A home folder with a file of parameters."""
     (tmp_path / ".openmpi").mkdir()
     lines = ("# osc = rdma", "btl = tcp,self", "", "mpi_yield_when_idle=0", "coll_han_priority = 0")
@@ -41,12 +40,12 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_parameter_file_of_the_user_stays(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameter_file_of_the_user_stays(home, monkeypatch):
     monkeypatch.setattr(openmpi, "has_wheel", lambda _: True)
     assert parameters({"HOME": str(home)}, oversubscribed=True) == OSC
 
 
-def test_without_home_mpi_starts_all_the_same() -> None:
+def test_without_home_mpi_starts_all_the_same():
     without = {name: value for name, value in os.environ.items() if name != "HOME"}
     inner = "import os; from mpistrat.launch.bootstrap import start; print(start().size, os.environ['HOME'])"
     outer = "from mpistrat.launch import mpiexec; mpiexec.find_mpi()"
@@ -55,7 +54,7 @@ def test_without_home_mpi_starts_all_the_same() -> None:
         assert (done.returncode, done.stdout) == (0, said), done.stderr
 
 
-def test_library_named_by_the_user_is_not_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_named_by_the_user_is_not_a_wheel(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", ["/nowhere", __file__, str(tmp_path)])
     (tmp_path / "openmpi_tools-1.0.dist-info").mkdir()
     assert not has_wheel({})
@@ -64,11 +63,11 @@ def test_library_named_by_the_user_is_not_a_wheel(tmp_path: Path, monkeypatch: p
     assert not has_wheel({"MPI4PY_LIBMPI": "/opt/mpi/lib/libmpi.so"})
 
 
-def test_the_wheel_is_found_where_python_finds_it() -> None:
+def test_the_wheel_is_found_where_python_finds_it():
     assert has_wheel({}) is any(metadata.distributions(name="openmpi"))
 
 
-def test_hardware_threads_of_a_core_count_once(tmp_path: Path) -> None:
+def test_hardware_threads_of_a_core_count_once(tmp_path):
     for cpu, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
         topology = tmp_path / f"cpu{cpu}/topology"
         topology.mkdir(parents=True)
@@ -78,13 +77,13 @@ def test_hardware_threads_of_a_core_count_once(tmp_path: Path) -> None:
     assert num_cores(range(4), tmp_path / "unknown") == 4
 
 
-def test_cores_of_the_parent_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cores_of_the_parent_count(monkeypatch, tmp_path):
     masks = {0: {1}, os.getppid(): {0, 1, 2, 3}}  # a rank bound to one core by a launcher that is free
     monkeypatch.setattr(os, "sched_getaffinity", masks.__getitem__)
     assert num_cores(system=tmp_path) == 4
 
 
-def test_collectives_of_the_user_are_noticed(home: Path) -> None:
+def test_collectives_of_the_user_are_noticed(home):
     assert not has_chosen_collectives({"OMPI_MCA_btl": "self,tcp", "OMPI_MCA_collision": "1", "HOME": "/nowhere"})
     assert has_chosen_collectives({"OMPI_MCA_coll": "^han"})
     assert has_chosen_collectives({"OMPI_MCA_coll_tuned_use_dynamic_rules": "1"})

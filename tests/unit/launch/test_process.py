@@ -1,18 +1,14 @@
 """Processes: who started whom, and which of them are launchers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from dataclasses import replace
 
-import pytest
-
 from mpistrat.launch import process
 
 
-def test_ancestors_begin_with_the_parent_and_end_with_the_first_process() -> None:
+def test_ancestors_begin_with_the_parent_and_end_with_the_first_process():
     found = list(process.ancestors())
     assert found[0].pid == os.getppid()
     assert [each.parent for each in found[:-1]] == [each.pid for each in found[1:]]
@@ -20,21 +16,19 @@ def test_ancestors_begin_with_the_parent_and_end_with_the_first_process() -> Non
     assert [each.pid for each in process.ancestors(found[0].pid)] == [each.pid for each in found[1:]]
 
 
-def test_a_process_is_gone_when_it_has_exited_or_its_pid_is_another_ones() -> None:
+def test_a_process_is_gone_when_it_has_exited_or_its_pid_is_another_ones():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     found = process.find(child.pid)
-    assert found is not None
     assert not found.is_gone()
     assert replace(found, started=found.started - 1).is_gone()
     child.communicate(b"\n")
     assert found.is_gone()
 
 
-def test_too_many_open_files_are_not_a_sign_of_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_open_files_are_not_a_sign_of_an_end(monkeypatch):
     own = process.find(os.getpid())
-    assert own is not None
 
-    def fail(*_: object, **__: object) -> str:
+    def fail(*_, **__):
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr("pathlib.Path.read_text", fail)
@@ -42,11 +36,8 @@ def test_too_many_open_files_are_not_a_sign_of_an_end(monkeypatch: pytest.Monkey
     assert process.find(os.getpid()) is None
 
 
-def test_a_launcher_that_a_rank_has_started_is_that_of_its_ranks_although_it_has_the_variables_of_the_outer_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_launcher_that_a_rank_has_started_is_that_of_its_ranks_although_it_has_the_variables_of_the_outer_one(monkeypatch):
     outer_rank, own = {"PMI_RANK": "0", "PMI_SIZE": "2"}, process.find(os.getpid())
-    assert own is not None
     chain = [replace(own, name=name) for name in ("bash", "hydra_pmi_proxy", "python3", "mpiexec.hydra")]
     monkeypatch.setattr(process, "ancestors", lambda *_: chain)
     monkeypatch.setattr(process.Process, "environment", lambda self: {} if self is chain[-1] else outer_rank)
@@ -58,9 +49,8 @@ LAUNCHERS = "mpiexec mpiexec.hydra mpirun mpirun_rsh mpispawn orted orterun prte
 LAUNCHERS += " slurmstepd palsd"
 
 
-def test_launchers_are_known_by_their_names() -> None:
+def test_launchers_are_known_by_their_names():
     own = process.find(os.getpid())
-    assert own is not None
     others = ["python3", "bash", "mpiexec_wrapper", "my_mpirun.sh", "sshd"]
     found = [name for name in [*LAUNCHERS.split(), *others] if replace(own, name=name).is_launcher]
     assert found == LAUNCHERS.split()

@@ -1,13 +1,10 @@
 """Restarts: which ends of a job start it again, how often, and what is said."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -22,15 +19,15 @@ NO_PROGRESS = "not started again, because it failed twice without progress: why"
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int, list[str]]]:
+def run(tmp_path, monkeypatch):
     """Run jobs that save steps and end in turn; return the exit code, how many have run, and what was said."""
     for name in (COUNT, PROGRESS, "MPISTRAT_TIME_LIMIT", "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         monkeypatch.delenv(name, raising=False)
 
-    def run(most: int, *jobs: tuple[list[int], Ended]) -> tuple[int, int, list[str]]:
+    def run(most, *jobs):
         counts, said = list[str](), list[str]()
 
-        def start(variables: Mapping[str, str]) -> tuple[Ended, str]:
+        def start(variables):
             steps, ended = jobs[len(counts)]
             counts.append(variables[COUNT])
             assert Path(variables[PROGRESS]).parent == tmp_path
@@ -47,7 +44,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
     return run
 
 
-def test_a_job_that_fails_continues_from_its_last_checkpoint_until_it_succeeds(run) -> None:
+def test_a_job_that_fails_continues_from_its_last_checkpoint_until_it_succeeds(run):
     code, count, said = run(9, ([], FAILS), ([5, 10], Ended(137)), ([15], Ended(TIMED_OUT)), ([20], Ended(0)))
     assert (code, count) == (0, 4)
     assert said == [
@@ -57,7 +54,7 @@ def test_a_job_that_fails_continues_from_its_last_checkpoint_until_it_succeeds(r
     ]
 
 
-def test_a_job_that_fails_twice_without_progress_is_not_started_again(run) -> None:
+def test_a_job_that_fails_twice_without_progress_is_not_started_again(run):
     assert run(9, ([], Ended(3)), ([], Ended(4))) == (
         4,
         2,
@@ -71,31 +68,31 @@ def test_a_job_that_fails_twice_without_progress_is_not_started_again(run) -> No
     assert said[-1] == f"{NO_PROGRESS}; the last checkpoint is that of step 10"
 
 
-def test_checkpoints_without_steps_are_progress(run) -> None:
+def test_checkpoints_without_steps_are_progress(run):
     code, count, said = run(9, ([0], FAILS), ([0, 0], FAILS), ([0], FAILS), ([], FAILS))
     assert (code, count) == (1, 4)
     assert said[-1] == f"{NO_PROGRESS}; the last checkpoint is that of step 0"
     assert run(9, ([0, 5], FAILS), ([0], FAILS))[:2] == (1, 2)
 
 
-def test_a_preemption_after_a_save_is_no_failure(run) -> None:
+def test_a_preemption_after_a_save_is_no_failure(run):
     code, count, said = run(9, ([], PREEMPTED), ([], PREEMPTED), ([], FAILS), ([], PREEMPTED), ([], FAILS))
     assert (code, count) == (1, 5)
     assert said[-1].startswith(NO_PROGRESS)
 
 
-def test_restarts_are_counted(run) -> None:
+def test_restarts_are_counted(run):
     code, count, said = run(2, *(([step], Ended(7)) for step in range(3)))
     assert (code, count) == (7, 3)
     assert said[-1] == "not started again, because that was done 2 times: why; the last checkpoint is that of step 2"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
-def test_what_the_user_ends_is_not_started_again(run, number: int) -> None:
+def test_what_the_user_ends_is_not_started_again(run, number):
     assert run(9, ([5], Ended(130, signals=frozenset({number})))) == (130, 1, [])
 
 
-def test_what_is_preempted_with_its_allocation_is_not_started_again_in_it(run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_preempted_with_its_allocation_is_not_started_again_in_it(run, monkeypatch):
     told = Ended(RESTART_EXIT_CODE, signals=frozenset({signal.SIGUSR1}))
     assert run(9, ([5], told)) == (RESTART_EXIT_CODE, 1, [])
     assert run(9, ([5], Ended(1, signals=frozenset({signal.SIGUSR1}))), ([], Ended(0)))[:2] == (0, 2)
@@ -103,16 +100,16 @@ def test_what_is_preempted_with_its_allocation_is_not_started_again_in_it(run, m
     assert run(9, ([5], PREEMPTED)) == (RESTART_EXIT_CODE, 1, [])
 
 
-def test_what_stops_before_a_time_limit_is_not_started_again(run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stops_before_a_time_limit_is_not_started_again(run, monkeypatch):
     monkeypatch.setenv("MPISTRAT_TIME_LIMIT", "11:50:00")
     assert run(9, ([5], FAILS), ([10], PREEMPTED))[:2] == (RESTART_EXIT_CODE, 2)
 
 
-def test_the_time_limit_counts_from_the_first_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_counts_from_the_first_start(monkeypatch):
     now, left = 1000.0, list[float]()
     monkeypatch.setattr(time, "time", lambda: now)
 
-    def start(variables: Mapping[str, str]) -> tuple[Ended, str]:
+    def start(variables):
         nonlocal now
         now += 40.0
         left.append(seconds_left({**variables, "MPISTRAT_TIME_LIMIT": "100"}))
@@ -122,7 +119,7 @@ def test_the_time_limit_counts_from_the_first_start(monkeypatch: pytest.MonkeyPa
     assert left == [60.0, 20.0]
 
 
-def test_a_progress_file_that_is_on_another_host_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_progress_file_that_is_on_another_host_is_no_error(tmp_path, monkeypatch):
     monkeypatch.delenv(PROGRESS, raising=False)
     note_saved(1)
     monkeypatch.setenv(PROGRESS, str(tmp_path / "progress"))
@@ -141,7 +138,7 @@ def test_a_progress_file_that_is_on_another_host_is_no_error(tmp_path: Path, mon
         ("USR2", "a", RESTART_EXIT_CODE),
     ],
 )
-def test_a_signal_between_two_jobs_leaves_nothing_behind(tmp_path: Path, name: str, saved: str, code: int) -> None:
+def test_a_signal_between_two_jobs_leaves_nothing_behind(tmp_path, name, saved, code):
     program = """
 import sys
 from pathlib import Path
@@ -155,7 +152,6 @@ run_again(start, 3, 60.0, Path.cwd(), lambda line: print(line, flush=True))
 """
     argv = ["env", "--default-signal=HUP,INT,TERM,USR1,USR2", sys.executable, "-c", program, saved]
     with started(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
         place = "the last checkpoint is that of step 0" if saved == "a" else "no checkpoint was saved since it was started"
         assert process.stdout.readline() == f"restart 1 of 3 in 60 s: why; {place}\n"
         assert len(list(tmp_path.iterdir())) == 1

@@ -1,9 +1,5 @@
 """Copy in and copy out: what goes into a bucket comes out again, cast, folded and divided on the way."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,16 +14,16 @@ SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 
 
 @pytest.fixture(autouse=True)
-def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_segments(monkeypatch):
     monkeypatch.setattr(fuse, "SEGMENT_BYTES", 64)
 
 
-def finish(steps: Iterator[bool]) -> int:
+def finish(steps):
     return sum(1 for _ in steps)
 
 
 @given(st.lists(st.integers(0, 60), max_size=6), st.data())
-def test_what_goes_in_comes_out(counts: list[int], data: st.DataObject) -> None:
+def test_what_goes_in_comes_out(counts, data):
     layout = Layout(counts)
     arrays = [np.arange(count, dtype=np.float32) + 1000 * index for index, count in enumerate(counts)]
     results = [np.full_like(array, np.nan) for array in arrays]
@@ -43,7 +39,7 @@ def test_what_goes_in_comes_out(counts: list[int], data: st.DataObject) -> None:
     assert all((result == array).all() for result, array in zip(results, arrays, strict=True))
 
 
-def test_copies_are_steps_of_bounded_size() -> None:
+def test_copies_are_steps_of_bounded_size():
     layout, buffer = Layout([100, 3]), np.empty(103, np.float32)
     arrays = [np.ones(100, np.float32), np.ones(3, np.float32)]
     assert finish(CopyIn(layout, 0, 103, buffer).run(arrays)) == 8, "7 pieces of 16 elements or fewer, and 1"
@@ -54,7 +50,7 @@ def test_copies_are_steps_of_bounded_size() -> None:
     ("op", "divisor", "expected"), [(SUM, 1, 111), (MEAN, 2, 55.5), (ReduceOp.MAX, 1, 100), (ReduceOp.PROD, 1, 1000)]
 )
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_addends_are_folded(op: ReduceOp, divisor: int, expected: float, dtype: type) -> None:
+def test_addends_are_folded(op, divisor, expected, dtype):
     addends = tuple(np.full(40, value, np.float64) for value in (1, 10, 100))
     target = np.empty(40, dtype)
     finish(CopyOut(Layout([40]), 0, 40, [(0, 40, addends)], op, divisor).run([target]))

@@ -1,7 +1,5 @@
 """Many arrays into a bucket and out of it in one launch: where they lie, and what is sent of that."""
 
-from __future__ import annotations
-
 import ctypes
 from types import SimpleNamespace
 

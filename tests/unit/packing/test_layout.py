@@ -1,7 +1,5 @@
 """Layout: the segments of a range tile it, each inside one array; packs follow TensorFlow's rule and its worked examples."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +10,7 @@ counts = st.lists(st.integers(0, 40), max_size=10)
 
 
 @given(counts, st.data())
-def test_segments_tile_the_range(counts: list[int], data: st.DataObject) -> None:
+def test_segments_tile_the_range(counts, data):
     layout = Layout(counts)
     assert layout.count == sum(counts)
     start = data.draw(st.integers(0, layout.count))
@@ -28,7 +26,7 @@ def test_segments_tile_the_range(counts: list[int], data: st.DataObject) -> None
     assert reached == stop
 
 
-def test_a_range_of_a_layout_is_cut_at_its_ends() -> None:
+def test_a_range_of_a_layout_is_cut_at_its_ends():
     whole, part = Layout([4, 3, 5]), Layout([4, 3, 5], first=2, count=7)
     assert part.count == 7
     assert [each.is_one_array for each in (part, Layout([4]), Layout([4], first=0, count=3), Layout([4, 0]))] == [0, 1, 0, 0]
@@ -53,12 +51,12 @@ def test_a_range_of_a_layout_is_cut_at_its_ends() -> None:
         ([], 0, []),
     ],
 )
-def test_examples_of_packs(sizes: list[int], limit: int, packs: list[list[int]]) -> None:
+def test_examples_of_packs(sizes, limit, packs):
     assert pack_by_bytes(sizes, limit) == packs
 
 
 @given(st.lists(st.integers(0, 100)), st.integers(1, 150))
-def test_a_pack_is_closed_as_soon_as_it_exceeds_the_limit(sizes: list[int], limit: int) -> None:
+def test_a_pack_is_closed_as_soon_as_it_exceeds_the_limit(sizes, limit):
     packs = pack_by_bytes(sizes, limit)
     assert [index for pack in packs for index in pack] == list(range(len(sizes)))
     for pack in packs:
@@ -71,5 +69,5 @@ def test_a_pack_is_closed_as_soon_as_it_exceeds_the_limit(sizes: list[int], limi
 @pytest.mark.parametrize(
     ("count", "num_packs", "parts"), [(10, 3, [3, 3, 4]), (9, 3, [3, 3, 3]), (2, 3, [0, 0, 2]), (0, 2, [0, 0]), (7, 1, [7])]
 )
-def test_the_last_part_takes_the_remainder(count: int, num_packs: int, parts: list[int]) -> None:
+def test_the_last_part_takes_the_remainder(count, num_packs, parts):
     assert split_evenly(count, num_packs) == parts

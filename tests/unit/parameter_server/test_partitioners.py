@@ -41,20 +41,15 @@ def test_another_axis_may_be_split_and_a_string_has_the_bytes_that_are_said():
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("kind", "arguments"),
     [
-        lambda: FixedShardsPartitioner(0),
-        lambda: MinSizePartitioner(0),
-        lambda: MinSizePartitioner(1, 0),
-        lambda: MinSizePartitioner(1, 1, 0),
-        lambda: MaxSizePartitioner(0),
-        lambda: MaxSizePartitioner(1, 0),
-        lambda: MaxSizePartitioner(1, 1, 0),
+        (FixedShardsPartitioner, [0]),
+        *((kind, arguments) for kind in (MinSizePartitioner, MaxSizePartitioner) for arguments in ([0], [1, 0], [1, 1, 0])),
     ],
 )
-def test_an_argument_below_1_is_refused(make):
+def test_an_argument_below_1_is_refused(kind, arguments):
     with pytest.raises(InvalidArgumentError, match="must be at least 1; got 0"):
-        make()
+        kind(*arguments)
 
 
 @pytest.mark.parametrize("wrong", [[], [0, 1], [2], [2, 2], [2, 1, 1], "2", 2, None])

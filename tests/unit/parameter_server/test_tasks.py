@@ -6,6 +6,7 @@ import mpistrat
 from mpistrat.cluster import ClusterSpec
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.parameter_server import tasks
+from mpistrat.parameter_server.coordinator import ClusterCoordinator
 from mpistrat.parameter_server.tasks import check_tasks
 
 GOOD = {"chief": ["a:1"], "worker": ["b:1", "b:2"], "ps": ["c:1"]}
@@ -54,31 +55,28 @@ def test_a_server_knows_its_task():
         made.join()
 
 
-def test_a_task_that_is_not_known_is_refused():
-    with pytest.raises(InvalidArgumentError, match="job_name is needed, for the cluster has the jobs chief, worker, ps"):
-        server(GOOD)
-    with pytest.raises(InvalidArgumentError, match="task_index is needed, for job 'worker' has the tasks 0, 1"):
-        server(GOOD, "worker")
-    with pytest.raises(InvalidArgumentError, match="the chief is not a server"):
-        server(GOOD, "chief")
-    with pytest.raises(TypeError, match="server_or_cluster_def must be a ClusterSpec"):
-        server("a:1")
+def strategy(resolver, *arguments, **named):
+    return mpistrat.experimental.ParameterServerStrategy(resolver, *arguments, **named)
 
 
-def strategy(*arguments, **named):
-    return mpistrat.experimental.ParameterServerStrategy(*arguments, **named)
+def task(task_type):
+    return mpistrat.cluster_resolver.SimpleClusterResolver(ClusterSpec(GOOD), task_type=task_type, task_id=0)
 
 
-def test_the_strategy_refuses_what_it_cannot_take():
-    resolver = mpistrat.cluster_resolver.SimpleClusterResolver(ClusterSpec(GOOD), task_type="chief", task_id=0)
-    with pytest.raises(InvalidArgumentError, match="cluster_resolver must be a ClusterResolver"):
-        strategy(GOOD)
-    with pytest.raises(InvalidArgumentError, match="variable_partitioner must be a partitioner or None; got 2"):
-        strategy(resolver, 2)
-    with pytest.raises(InvalidArgumentError, match="placement must be one of even_bytes, round_robin; got 'even'"):
-        strategy(resolver, placement="even")
-    resolver.task_type = "worker"
-    with pytest.raises(InvalidArgumentError, match="the chief makes the strategy, but this rank is worker 0"):
-        strategy(resolver)
-    with pytest.raises(InvalidArgumentError, match="works with a mpistrat.experimental.ParameterServerStrategy; got"):
-        mpistrat.experimental.coordinator.ClusterCoordinator(mpistrat.OneDeviceStrategy())
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: server(GOOD), "job_name is needed, for the cluster has the jobs chief, worker, ps"),
+        (lambda: server(GOOD, "worker"), "task_index is needed, for job 'worker' has the tasks 0, 1"),
+        (lambda: server(GOOD, "chief"), "the chief is not a server"),
+        (lambda: server("a:1"), "server_or_cluster_def must be a ClusterSpec"),
+        (lambda: strategy(GOOD), "cluster_resolver must be a ClusterResolver"),
+        (lambda: strategy(task("chief"), 2), "variable_partitioner must be a partitioner or None; got 2"),
+        (lambda: strategy(task("chief"), placement="even"), "placement must be one of even_bytes, round_robin; got 'even'"),
+        (lambda: strategy(task("worker")), "the chief makes the strategy, but this rank is worker 0"),
+        (lambda: ClusterCoordinator(mpistrat.OneDeviceStrategy()), "works with a mpistrat.exp.*.ParameterServerStrategy; got"),
+    ],
+)
+def test_what_a_server_a_strategy_or_a_coordinator_cannot_take_is_refused(make, message):
+    with pytest.raises(TypeError if "ClusterSpec" in message else InvalidArgumentError, match=message):
+        make()

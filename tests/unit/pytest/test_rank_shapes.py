@@ -1,7 +1,5 @@
 """What the ``ranks`` mark accepts."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpistrat.pytest.plugin import Shape, shapes_of

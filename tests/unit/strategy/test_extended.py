@@ -14,6 +14,7 @@ from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.structures import flatten
 from tests.unit.replicas import on_replicas
+from tests.variable_matrix import made
 
 
 def test_every_reduction_of_a_strategy_goes_through_its_cross_device_ops():
@@ -29,8 +30,7 @@ def test_every_reduction_of_a_strategy_goes_through_its_cross_device_ops():
         ops = Spy()
         strategy = Strategy(StrategyExtended(strategy.extended.communicator, ops))
         assert strategy.extended.cross_device_ops is ops
-        with strategy.scope():
-            variable = mpistrat.Variable(np.zeros(1), aggregation=mpistrat.VariableAggregation.SUM)
+        variable = made(strategy, np.zeros(1), aggregation=mpistrat.VariableAggregation.SUM)
 
         def step():
             context = mpistrat.get_replica_context()
@@ -91,8 +91,7 @@ def test_ops_are_not_asked_for_nothing():
 def test_update_refuses_a_value_that_only_some_replicas_have():
     def program(strategy):
         extended = strategy.extended
-        with strategy.scope():
-            weights = mpistrat.Variable(0.0)
+        weights = made(strategy, 0.0)
         total = extended.reduce_to("sum", PerReplica(1.0), "rank:0")
         message = r"every replica runs the update: reduce the value to the variable(.|\n)*correct: "
         with pytest.raises(TypeError, match=message):
@@ -105,8 +104,7 @@ def test_update_refuses_a_value_that_only_some_replicas_have():
 
 def test_update_changes_the_component_of_this_rank():
     def program(strategy):
-        with strategy.scope():
-            weights = mpistrat.Variable(np.zeros(2))
+        weights = made(strategy, np.zeros(2))
         seen = []
 
         def add(variable, delta, *, scale):
@@ -130,8 +128,7 @@ def test_update_changes_the_component_of_this_rank():
 
 def test_update_leaves_its_context_where_the_function_raises():
     strategy = mpistrat.OneDeviceStrategy()
-    with strategy.scope():
-        weights = mpistrat.Variable(0.0)
+    weights = made(strategy, 0.0)
 
     def fail(variable):
         raise KeyError("planted")
@@ -144,8 +141,7 @@ def test_update_leaves_its_context_where_the_function_raises():
 
 def test_update_refuses_foreign_variables():
     strategy, other = mpistrat.OneDeviceStrategy(), mpistrat.OneDeviceStrategy()
-    with strategy.scope():
-        weights = mpistrat.Variable(0.0)
+    weights = made(strategy, 0.0)
     update = strategy.extended.update
     with pytest.raises(TypeError, match="extended.update changes a mpistrat.Variable; got array"):
         update(np.ones(1), print)
@@ -191,8 +187,7 @@ def test_update_non_slot_calls_the_function_once():
 
 def test_value_container_finds_the_value_that_a_component_came_from():
     strategy, container = mpistrat.OneDeviceStrategy(), mpistrat.get_strategy().extended.value_container
-    with strategy.scope():
-        variable = mpistrat.Variable(np.zeros(2))
+    variable = made(strategy, np.zeros(2))
     mirrored, array = Mirrored(np.ones(1)), np.ones(1)
     for value in (variable, mirrored, PerReplica(np.ones(2))):
         assert container(value) is value
@@ -247,10 +242,12 @@ def test_roles():
     assert not extended.experimental_require_static_shapes
 
 
-def test_slices_are_reduced():
+def test_slices_and_plain_rows_are_reduced():
     def program(strategy):
         slices = IndexedSlices(np.full((1, 2), strategy.rank + 1.0), [strategy.rank], (3, 2))
         total = strategy.reduce("sum", PerReplica(slices), axis=None)
+        plain = strategy.reduce("mean", slices, axis=None).to_dense().tolist()
+        rows = strategy.reduce("mean", np.full((strategy.rank + 1, 2), strategy.rank + 1.0), axis=0).tolist()
         inside = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("mean", {"e": slices, "w": 1.0}))
         with pytest.raises(NotImplementedError, match="reduce over axis=0 is not supported for IndexedSlices"):
             strategy.reduce("sum", PerReplica(slices), axis=0)
@@ -258,7 +255,8 @@ def test_slices_are_reduced():
             strategy.gather(PerReplica(slices), axis=0)
         with pytest.raises(NotImplementedError, match="cannot be gathered"):
             strategy.run(lambda: mpistrat.get_replica_context().all_gather([slices], axis=0))
-        return total.to_dense().tolist(), inside["e"].values[0].to_dense().tolist(), float(inside["w"].values[0])
+        return total.to_dense().tolist(), plain, inside["e"].values[0].to_dense().tolist(), float(inside["w"].values[0]), rows
 
-    expected = ([[1, 1], [2, 2], [0, 0]], [[0.5, 0.5], [1, 1], [0, 0]], 1.0)
+    mean = [[0.5, 0.5], [1, 1], [0, 0]]
+    expected = ([[1, 1], [2, 2], [0, 0]], mean, mean, 1.0, [5 / 3, 5 / 3])
     assert on_replicas(2, program) == [expected] * 2

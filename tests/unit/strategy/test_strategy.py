@@ -15,6 +15,7 @@ from mpistrat.context.values import Mirrored, PerReplica, select_replica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.strategy.deprecated import RunOptions
 from tests.unit.replicas import in_run, on_replicas
+from tests.variable_matrix import made
 
 
 def reduced(op, components, axis):
@@ -62,8 +63,7 @@ def test_the_mean_over_an_axis_keeps_float_dtypes_and_is_exact():
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_results_share_no_memory_with_values(num_replicas):
     def program(strategy):
-        with strategy.scope():
-            variable = mpistrat.Variable(np.zeros(2))
+        variable = made(strategy, np.zeros(2))
         plain = np.zeros(2)
         for value, array in ((variable, variable.value), (plain, plain), (PerReplica(plain), plain)):
             for result in (strategy.reduce("max", value, axis=None), strategy.gather(value, axis=0)):
@@ -137,15 +137,6 @@ def test_plain_values_are_combined_as_what_each_rank_passes(make):
         assert (nest["b"], nest["c"]) == (2, 9)
 
 
-def test_plain_rows_and_slices_are_combined():
-    def program(strategy):
-        rows = strategy.reduce("mean", np.full((strategy.rank + 1, 2), strategy.rank + 1.0), axis=0)
-        slices = strategy.reduce("mean", IndexedSlices(np.ones((1, 1)), [strategy.rank], (2, 1)), axis=None)
-        return rows.tolist(), slices.to_dense().tolist()
-
-    assert on_replicas(2, program) == [([5 / 3, 5 / 3], [[0.5], [0.5]])] * 2
-
-
 COMBINED_BOOLEANS = {
     "reduce": lambda strategy, op: strategy.reduce(op, PerReplica(np.array([True])), axis=None),
     "reduce of a plain value": lambda strategy, op: strategy.reduce(op, np.array([True]), axis=None),
@@ -179,8 +170,7 @@ def test_booleans_have_neither_sum_nor_mean_across_replicas(call, num_replicas):
 
 def test_local_is_the_component_of_this_replica_anywhere():
     def program(strategy):
-        with strategy.scope():
-            mine = mpistrat.Variable(1.0, synchronization=mpistrat.VariableSynchronization.ON_READ)
+        mine = made(strategy, 1.0, synchronization=mpistrat.VariableSynchronization.ON_READ)
         value = {"a": PerReplica(strategy.rank), "b": [Mirrored(5), 6, None], "c": mine}
         outside = strategy.local(value)
         inside = select_replica(strategy.run(lambda: strategy.local({"a": PerReplica(strategy.rank)})))
@@ -284,8 +274,7 @@ def test_merge_call_groups_arguments_and_hands_components_back():
 
 def test_update_applies_a_function_to_the_array_of_this_replica():
     def program(strategy):
-        with strategy.scope():
-            weights = mpistrat.Variable(np.zeros(2, np.float32))
+        weights = made(strategy, np.zeros(2, np.float32))
 
         def in_place(array, gradient):
             array -= gradient
@@ -306,8 +295,7 @@ def test_update_applies_a_function_to_the_array_of_this_replica():
 
 def test_update_checks_shape_and_owner():
     strategy = mpistrat.OneDeviceStrategy()
-    with strategy.scope():
-        weights = mpistrat.Variable(np.zeros(2))
+    weights = made(strategy, np.zeros(2))
     with pytest.raises(
         InvalidArgumentError, match=r"Variable\('Variable', float64 \(2,\)\) has shape \(2,\); a value of shape \(3,\)"
     ):

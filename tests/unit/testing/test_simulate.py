@@ -1,7 +1,5 @@
 """The simulator proves every plan, and catches wrong ones."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -26,12 +24,12 @@ STRANGE = Phase(Verb.ALL_GATHER, Scope.INTER)
 @given(
     random_worlds, st.integers(0, 10_000) | st.integers(2**20, 2**22), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 4096)
 )
-def test_plans_on_any_world_and_size_are_proved(world: World, count: int, itemsize: int, chunk_bytes: int) -> None:
+def test_plans_on_any_world_and_size_are_proved(world, count, itemsize, chunk_bytes):
     for planner in PLANNERS.values():
         simulate(planner(world, count, itemsize, chunk_bytes if count < 2**20 else 0))
 
 
-def plan_of(shape: str, *phases: Phase) -> Plan:
+def plan_of(shape, *phases):
     world = World.from_shape(shape)
     return Plan("planted", world, 100, 4, phases, 25 * world.num_shards)
 
@@ -49,13 +47,13 @@ def plan_of(shape: str, *phases: Phase) -> Plan:
         ("2x2", (STRANGE,), "'inter all_gather' is not defined; accepted are world all_reduce, intra reduce_scatter"),
     ],
 )
-def test_wrong_plans_are_caught(shape: str, phases: tuple[Phase, ...], message: str) -> None:
+def test_wrong_plans_are_caught(shape, phases, message):
     with pytest.raises(AssertionError, match=message):
         simulate(plan_of(shape, *phases))
 
 
 @pytest.mark.parametrize("name", PLANNERS)
-def test_every_phase_matters(name: str) -> None:
+def test_every_phase_matters(name):
     plan = PLANNERS[name](World.from_shape("3+1+2+2"), 2**20, 4, 0)
     simulate(plan)
     for index, phase in enumerate(plan.phases):
@@ -78,7 +76,7 @@ def test_every_phase_matters(name: str) -> None:
         ({"depth": 0}, "depth 0 lets no chunk start"),
     ],
 )
-def test_chunks_must_hold_equal_shards_and_some_must_start(changes: dict[str, int], message: str) -> None:
+def test_chunks_must_hold_equal_shards_and_some_must_start(changes, message):
     with pytest.raises(AssertionError, match=message):
         simulate(dataclasses.replace(plan_of("2x2", WORLD), **changes))
 
@@ -93,7 +91,7 @@ def test_chunks_must_hold_equal_shards_and_some_must_start(changes: dict[str, in
         ([(0, 50), (50, 0), (50, 50)], "a chunk of 0 elements"),
     ],
 )
-def test_chunks_must_tile_the_buffer(monkeypatch: pytest.MonkeyPatch, chunks: list[tuple[int, int]], message: str) -> None:
+def test_chunks_must_tile_the_buffer(monkeypatch, chunks, message):
     monkeypatch.setattr(Plan, "chunks", lambda self: chunks)
     with pytest.raises(AssertionError, match=message):
         simulate(plan_of("2x2", WORLD))

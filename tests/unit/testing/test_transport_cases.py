@@ -1,7 +1,5 @@
 """What the conformance kit puts in and expects: exact in every order, and nothing that poison could pass for."""
 
-from __future__ import annotations
-
 import itertools
 from functools import reduce
 
@@ -15,7 +13,7 @@ EVERY = [(dtype, op) for dtype in DTYPES for op in operations(dtype)]
 
 
 @pytest.mark.parametrize(("dtype", "op"), EVERY, ids=str)
-def test_sums_are_the_same_in_every_order(dtype: np.dtype, op: ReduceOp) -> None:
+def test_sums_are_the_same_in_every_order(dtype, op):
     given = inputs(dtype, op, 50, 4, seed=1)
     assert (given.dtype, given.shape) == (dtype, (4, 50))
     totals = [reduce(combine(op), (given[row] for row in order)) for order in itertools.permutations(range(4))]
@@ -27,13 +25,13 @@ def test_sums_are_the_same_in_every_order(dtype: np.dtype, op: ReduceOp) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_poison_is_not_a_value_that_occurs(dtype: np.dtype) -> None:
+def test_poison_is_not_a_value_that_occurs(dtype):
     array = np.empty(3, dtype)
     poison(array)
     assert np.isnan(array).all() if dtype.kind in "fc" else set(array.view(np.uint8)) == {0xA5}
 
 
-def test_every_number_has_every_defined_operation_and_a_case_says_what_it_is() -> None:
+def test_every_number_has_every_defined_operation_and_a_case_says_what_it_is():
     assert operations(np.dtype(np.float32)) == list(ReduceOp)
     assert operations(np.dtype(bool)) == [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD]
     assert operations(np.dtype(complex)) == [ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PROD]
@@ -44,7 +42,7 @@ def test_every_number_has_every_defined_operation_and_a_case_says_what_it_is() -
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize("count", [0, 1, 3, 67])
-def test_divisions_cover_the_buffer(count: int, size: int) -> None:
+def test_divisions_cover_the_buffer(count, size):
     for bounds in divisions(count, size):
         assert len(bounds) == size + 1
         assert bounds[0] == 0
@@ -56,7 +54,7 @@ def test_divisions_cover_the_buffer(count: int, size: int) -> None:
     assert [list(parts).count(0) for parts in unequal[2:]] == [7, 7]
 
 
-def test_what_each_verb_promises() -> None:
+def test_what_each_verb_promises():
     given = np.array([[1, 2, 3], [10, 20, 30]])
     found = {}
     for verb in VERBS:

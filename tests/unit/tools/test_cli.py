@@ -1,10 +1,6 @@
 """The words of commands: which are refused, and that -n and --nodes of bench and tune start ranks only outside of a job."""
 
-from __future__ import annotations
-
 import shlex
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -12,13 +8,11 @@ from mpistrat.launch import environment
 from mpistrat.launch.environment import LauncherView
 from mpistrat.tools import bench, cli, run, tune
 
-Started = list[tuple[list[str], int, str]]
-
 
 @pytest.fixture(autouse=True)
-def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+def started(monkeypatch):
     """Give the jobs that would be started, and let no measurement begin."""
-    jobs: Started = []
+    jobs = []
     monkeypatch.setattr(run, "start", lambda program, ranks, nodes: jobs.append((program, ranks, nodes)) or 7)
     monkeypatch.setattr(run, "follow", lambda *job: pytest.fail(f"started {job}"))
     for command in (bench, tune):
@@ -27,7 +21,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
 
 
 @pytest.fixture
-def inside(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def inside(monkeypatch):
     """Make this process a rank of a job of that size."""
     return lambda size: monkeypatch.setattr(environment, "detect", lambda: LauncherView("srun", 1, size))
 
@@ -41,9 +35,7 @@ def inside(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         (["tune", "--ranks=2"], 2, ""),
     ],
 )
-def test_outside_of_a_job_the_same_command_runs_on_ranks_of_its_own(
-    started: Started, words: list[str], ranks: int, nodes: str
-) -> None:
+def test_outside_of_a_job_the_same_command_runs_on_ranks_of_its_own(started, words, ranks, nodes):
     assert cli.main(words) == 7
     assert started == [(["-m", "mpistrat", *words], ranks, nodes)]
 
@@ -89,14 +81,7 @@ NO_SIZES = "cannot be measured: accepted are multiples of 4 bytes, --min-bytes n
         ("plan --world 2x2 --bytes 8 --chunk-bytes x", "'x' is not a size"),
     ],
 )
-def test_bad_words_start_nothing(
-    started: Started,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    words: str,
-    message: str,
-) -> None:
+def test_bad_words_start_nothing(started, monkeypatch, tmp_path, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     assert cli.main(shlex.split(words)) == 2
@@ -106,7 +91,7 @@ def test_bad_words_start_nothing(
 
 
 @pytest.mark.parametrize("words", ["--dtype object", "--dtype ,", "--algorithm best"])
-def test_a_plan_has_one_of_the_known_dtypes_and_algorithms(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_has_one_of_the_known_dtypes_and_algorithms(words, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["plan", "--world", "2x2", "--bytes", "8", *words.split()])
     name, value = words.split()
@@ -114,9 +99,7 @@ def test_a_plan_has_one_of_the_known_dtypes_and_algorithms(words: str, capsys: p
 
 
 @pytest.mark.parametrize("words", [["bench", "all_reduce"], ["tune"]], ids=["bench", "tune"])
-def test_a_rank_of_another_job_refuses(
-    inside: Callable[[int], None], words: list[str], started: Started, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_of_another_job_refuses(inside, words, started, capsys):
     inside(8)
     assert cli.main([*words, "-n", "4"]) == 2
     assert capsys.readouterr().err.endswith(
@@ -129,14 +112,12 @@ def test_a_rank_of_another_job_refuses(
     assert started == []
 
 
-def test_the_ranks_of_the_job_that_was_asked_for_measure(
-    inside: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, started: Started
-) -> None:
+def test_the_ranks_of_the_job_that_was_asked_for_measure(inside, monkeypatch, started):
     inside(4)
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", "2x2")
     begun = []
 
-    def begin() -> None:
+    def begin():
         begun.append(True)
         raise KeyboardInterrupt
 

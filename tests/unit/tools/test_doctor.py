@@ -1,12 +1,8 @@
 """`mpistrat doctor`: which job is meant, where numbers of processes are given out again."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,16 +14,14 @@ from mpistrat.watch.record import HEADER, RecordedCall, State
 from mpistrat.watch.recorder import FlightRecorder
 from mpistrat.watch.states import RankState
 
-Record = Callable[..., None]
-
 
 @pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
+def record(tmp_path, monkeypatch):
     """Write the record of a job of one rank: of this process, or of one of its number that was killed so many seconds ago."""
     monkeypatch.setattr(records, "bases", lambda: [tmp_path])
     tmp_path.chmod(0o700)
 
-    def write(name: str, killed: int | None = None, state: State = State.RUNNING) -> None:
+    def write(name, killed=None, state=State.RUNNING):
         (tmp_path / name).mkdir(mode=0o700)
         recorder = FlightRecorder(tmp_path / name / "rank-0")
         recorder.note(state=state)
@@ -39,29 +33,27 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
     return write
 
 
-def jobs_of(capsys: pytest.CaptureFixture[str], wanted: str) -> list[str]:
+def jobs_of(capsys, wanted):
     assert doctor.execute(argparse.Namespace(job=wanted, json=True)) == 0
     return [job["job"] for job in json.loads(capsys.readouterr().out)]
 
 
 @pytest.mark.parametrize("pid", [os.getpid(), os.getppid()], ids=["the rank", "what has started it"])
-def test_a_process_is_of_the_job_that_runs_and_not_of_one_killed_before(
-    record: Record, capsys: pytest.CaptureFixture[str], pid: int
-) -> None:
+def test_a_process_is_of_the_job_that_runs_and_not_of_one_killed_before(record, capsys, pid):
     record("killed", killed=60)
     record("ended", killed=60, state=State.ENDED)
     record("running")
     assert jobs_of(capsys, str(pid)) == ["running"]
 
 
-def test_a_damaged_record_is_left_out(record: Record, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_damaged_record_is_left_out(record, capsys, tmp_path):
     record("whole")
     record("damaged")
     np.memmap(tmp_path / "damaged" / "rank-0", HEADER, "r+", shape=1)["size"] = 2**40
     assert jobs_of(capsys, str(os.getpid())) == ["whole"]
 
 
-def test_where_none_runs_the_last_one_with_such_a_rank_is_meant(record: Record, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_none_runs_the_last_one_with_such_a_rank_is_meant(record, capsys):
     record("first", killed=120)
     record("second", killed=60)
     assert jobs_of(capsys, str(os.getpid())) == ["second"]
@@ -70,14 +62,14 @@ def test_where_none_runs_the_last_one_with_such_a_rank_is_meant(record: Record, 
         jobs_of(capsys, str(os.getppid()))
 
 
-def test_what_a_process_has_started_is_described(record: Record) -> None:
+def test_what_a_process_has_started_is_described(record):
     record("killed", killed=60)
     assert doctor.describe(os.getppid()) == ""
     record("running")
     assert doctor.describe(os.getppid()).startswith("job running: 1 rank, 1 of them on this host; it runs\n")
 
 
-def test_running_jobs_come_first_and_few_that_have_ended(record: Record, capsys: pytest.CaptureFixture[str]) -> None:
+def test_running_jobs_come_first_and_few_that_have_ended(record, capsys):
     for seconds in range(8):
         record(f"killed-{seconds}", killed=seconds)
     record("running-1")
@@ -90,7 +82,7 @@ def test_running_jobs_come_first_and_few_that_have_ended(record: Record, capsys:
     assert rows[-1].endswith("; 3 more have ended")
 
 
-def test_without_jobs_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_jobs_it_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(records, "bases", lambda: [tmp_path / "none"])
     assert cli.main(["doctor"]) == 1
     assert capsys.readouterr().out.startswith("no mpistrat job of this user is running on this host")
@@ -98,7 +90,7 @@ def test_without_jobs_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "no job of this user on this host has the name or a process 'no-such-job'" in capsys.readouterr().err
 
 
-def test_a_call_of_many_arrays_is_cut_in_the_table() -> None:
+def test_a_call_of_many_arrays_is_cut_in_the_table():
     text = f"all_reduce(SUM, [{', '.join(['float32 (1000,)'] * 161)}])"
     call = RecordedCall(1, 7, text, 0, "train.py:3", entered=1, entered_seconds_ago=0.5, left_seconds_ago=None)
     collective = doctor._rank_row(RankState(0, state="in", calls=(call,)))[4]

@@ -1,12 +1,8 @@
 """mpistrat info: what it gathers, which settings it names, and that it starts no MPI."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
-
-import pytest
 
 import mpistrat
 from mpistrat import settings
@@ -14,16 +10,14 @@ from mpistrat.settings import SETTINGS
 from mpistrat.tools import info
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def run(capsys, *words):
     parser = argparse.ArgumentParser(prog="mpistrat info")
     info.add_arguments(parser)
     assert info.execute(parser.parse_args(words)) == 0
     return capsys.readouterr().out
 
 
-def test_it_tells_versions_the_mpi_and_every_setting_and_where_that_comes_from(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_tells_versions_the_mpi_and_every_setting_and_where_that_comes_from(capsys, monkeypatch):
     monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", "7")
     monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "many")
     monkeypatch.delenv("MPISTRAT_STALL_SECONDS", raising=False)
@@ -38,9 +32,7 @@ def test_it_tells_versions_the_mpi_and_every_setting_and_where_that_comes_from(
     assert "'many' is not a size" in rows["MPISTRAT_CHUNK_BYTES"]["problem"]
 
 
-def test_a_misspelt_variable_is_named_with_the_one_that_is_meant(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_misspelt_variable_is_named_with_the_one_that_is_meant(capsys, monkeypatch):
     monkeypatch.setenv("MPISTRAT_TIMEOUT", "7")
     assert "MPISTRAT_TIMEOUT is set, but is not a setting of mpistrat; did you mean MPISTRAT_TIMEOUT_SECONDS?\n" in run(capsys)
     known = {"MPISTRAT_STRICT": "1", "PATH": "", "MPISTRAT_RANK_PID": "7"}

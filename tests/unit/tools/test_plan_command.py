@@ -1,7 +1,5 @@
 """mpistrat plan: what it prints, what it refuses, and that it needs no MPI."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -15,12 +13,12 @@ from mpistrat.tools import cli, plan_command
 from mpistrat.topology.world import World
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+def run(capsys, *words):
     code = cli.main(["plan", *words])
     return code, *capsys.readouterr()
 
 
-def test_the_report_shows_phases_bytes_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_shows_phases_bytes_and_why(capsys):
     code, out, err = run(capsys, "--world", "4x8", "--bytes", "64MiB")
     assert (code, err) == (0, "")
     lines = [" ".join(line.split()) for line in out.splitlines()]
@@ -57,14 +55,14 @@ SMALL = ("--world", "2x2", "--bytes", "1KiB")
         ),
     ],
 )
-def test_any_world_size_and_dtype(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], expected: str) -> None:
+def test_any_world_size_and_dtype(capsys, words, expected):
     code, out, _ = run(capsys, *words)
     assert code == 0
     assert expected in out
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_has_gone_is_not_an_error(unbuffered: str) -> None:
+def test_a_reader_that_has_gone_is_not_an_error(unbuffered):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "mpistrat", "plan", "--world", "4x8", "--bytes", "1MiB"]
@@ -74,16 +72,14 @@ def test_a_reader_that_has_gone_is_not_an_error(unbuffered: str) -> None:
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
-def test_a_stdout_that_was_closed_before_is_no_error() -> None:
+def test_a_stdout_that_was_closed_before_is_no_error():
     command = [sys.executable, "-m", "mpistrat", "plan", "--world", "2x2", "--bytes", "8"]
     done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize(("size", "ends_quietly"), [("1", True), ("2", False)])
-def test_one_rank_of_several_without_a_reader_ends_the_others_by_an_exception(
-    monkeypatch: pytest.MonkeyPatch, size: str, ends_quietly: bool
-) -> None:
+def test_one_rank_of_several_without_a_reader_ends_the_others_by_an_exception(monkeypatch, size, ends_quietly):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", size)
     monkeypatch.setattr(plan_command, "execute", lambda _: (_ for _ in ()).throw(BrokenPipeError))
@@ -115,5 +111,5 @@ def test_one_rank_of_several_without_a_reader_ends_the_others_by_an_exception(
         (format_table([("a", "10"), ("bcd", "9")], right=[1]), "a    10\nbcd   9"),
     ],
 )
-def test_text(found: str, expected: str) -> None:
+def test_text(found, expected):
     assert found == expected

@@ -18,7 +18,7 @@ EXTRA = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx", "OMP_NUM_THREADS": "2"}
 
 
 @pytest.fixture(autouse=True)
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def script(tmp_path, monkeypatch):
     """A script in the present folder, and a machine with four cores and the Open MPI wheel."""
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith(("OMPI_", "OMP_", "SLURM_", "MPISTRAT_"))]:
@@ -34,13 +34,13 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def execute(*words: str) -> int:
+def execute(*words):
     parser = argparse.ArgumentParser()
     run.add_arguments(parser)
     return run.execute(parser.parse_args(words))
 
 
-def test_dry_run_prints_a_command_to_copy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_prints_a_command_to_copy(capsys):
     assert execute("-n", "2", "--nodes", "2x1", "--dry-run", "train.py", "--name", "a b") == 0
     assert capsys.readouterr().out == (
         "OMPI_MCA_btl='^ofi' OMPI_MCA_osc='^ucx' MPISTRAT_VIRTUAL_NODES=2x1 OMP_NUM_THREADS=2 "
@@ -48,7 +48,7 @@ def test_dry_run_prints_a_command_to_copy(capsys: pytest.CaptureFixture[str]) ->
     )
 
 
-def test_job_is_started_and_its_code_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_is_started_and_its_code_is_ours(monkeypatch):
     started = []
     monkeypatch.setattr(run, "follow", lambda *arguments: started.append(arguments) or Ended(7))
     assert execute("-n", "2", "train.py") == 7
@@ -71,14 +71,7 @@ def test_job_is_started_and_its_code_is_ours(monkeypatch: pytest.MonkeyPatch) ->
         (("-n", "2", "--hostfile", "train.py"), {}, ""),
     ],
 )
-def test_ranks_of_this_machine_share_its_cores(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    script: Path,
-    words: tuple[str, ...],
-    environ: dict[str, str],
-    threads: str,
-) -> None:
+def test_ranks_of_this_machine_share_its_cores(capsys, monkeypatch, script, words, environ, threads):
     script.write_text("node1\n")  # a hostfile too
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -88,7 +81,7 @@ def test_ranks_of_this_machine_share_its_cores(
     assert before
 
 
-def test_options_of_mpiexec_are_made_for_the_mpi(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_mpiexec_are_made_for_the_mpi(tmp_path, capsys):
     (tmp_path / "hosts").write_text("node1 slots=2\n")
     assert execute("-n", "2", "--tag-output", "--hostfile", "hosts", "--timeout", "10m", "--dry-run", "train.py") == 0
     assert "/mpiexec' -n 2 --output rank --hostfile hosts " in capsys.readouterr().out
@@ -96,9 +89,7 @@ def test_options_of_mpiexec_are_made_for_the_mpi(tmp_path: Path, capsys: pytest.
     assert "MPISTRAT_VIRTUAL_NODES=2+1:cyclic OMP_NUM_THREADS=1 '/opt/my mpi/mpiexec' -n 3 " in capsys.readouterr().out
 
 
-def test_a_timeout_is_reported_with_what_the_ranks_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_timeout_is_reported_with_what_the_ranks_do(monkeypatch, capsys):
     monkeypatch.setattr(run, "follow", lambda _argv, _environ, _timeout, on_timeout: on_timeout(7) or Ended(124))
     monkeypatch.setattr(doctor, "describe", lambda pid: f"ranks of {pid}" if pid else "")
     assert execute("-n", "2", "--timeout", "2m", "train.py") == 124
@@ -110,7 +101,7 @@ def test_a_timeout_is_reported_with_what_the_ranks_do(
     assert capsys.readouterr().err == f"{said}{nothing}"
 
 
-def test_a_restart_says_how_the_job_has_ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_restart_says_how_the_job_has_ended(monkeypatch, capsys):
     ends = [Ended(124, timed_out=True), Ended(42), Ended(1, failed="rank 3 on vm"), Ended(139, killed=Killed(7, "other", 11))]
     counts, before = [], dict(os.environ)
     monkeypatch.setattr(
@@ -132,7 +123,7 @@ def test_a_restart_says_how_the_job_has_ended(monkeypatch: pytest.MonkeyPatch, c
     assert dict(os.environ) == before, "the next job of this process is not one that is started again"
 
 
-def test_ranks_on_other_hosts_are_told_where_progress_is(monkeypatch: pytest.MonkeyPatch, script: Path) -> None:
+def test_ranks_on_other_hosts_are_told_where_progress_is(monkeypatch, script):
     script.write_text("node1\n")  # a hostfile too
     commands = []
     monkeypatch.setattr(run, "follow", lambda argv, environ, *_: commands.append((argv, environ)) or Ended(0))
@@ -154,12 +145,12 @@ def test_ranks_on_other_hosts_are_told_where_progress_is(monkeypatch: pytest.Mon
         ("-n 1 --dry-run -- train.py", "-n 1 {} -m mpi4py train.py"),
     ],
 )
-def test_options_end_with_the_program(capsys: pytest.CaptureFixture[str], words: str, end: str) -> None:
+def test_options_end_with_the_program(capsys, words, end):
     assert cli.main(["run", *words.split()]) == 0
     assert capsys.readouterr().out.endswith(f"mpiexec' {end.format(sys.executable)}\n")
 
 
-def test_job_inside_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_inside_a_job_is_refused(monkeypatch):
     monkeypatch.setattr(environment, "detect", lambda: environment.LauncherView("srun", 1, 4, 1, 2))
     with pytest.raises(LaunchError) as caught:
         execute("-n", "2", "train.py")

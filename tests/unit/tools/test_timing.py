@@ -1,7 +1,5 @@
 """How bench times calls in turns, and demo its steps: what is counted, and from when to when."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import pytest
@@ -20,13 +18,11 @@ from mpistrat.tools.demo import Meter, Step, means
         (0.055, 2e-5, MAX_BLOCKS * 6),  # another program had the core
     ],
 )
-def test_what_was_slow_once_is_outvoted_and_what_is_slow_is_timed_less(
-    monkeypatch: pytest.MonkeyPatch, first: float, later: float, rounds: int
-) -> None:
+def test_what_was_slow_once_is_outvoted_and_what_is_slow_is_timed_less(monkeypatch, first, later, rounds):
     calls = [Mock(name="one"), Mock(name="other")]
     clocks = {calls[0]: iter([first, first]), calls[1]: iter([])}
 
-    def timed(_: object, call: Mock, count: int) -> list[float]:
+    def timed(_, call, count):
         return [first] if call not in clocks else [next(clocks[call], later) for _ in range(count)]
 
     monkeypatch.setattr("mpistrat.tools.bench.slowest_seconds", timed)
@@ -35,7 +31,7 @@ def test_what_was_slow_once_is_outvoted_and_what_is_slow_is_timed_less(
     assert race.rounds == rounds
 
 
-def test_steps_follow_each_other(monkeypatch: pytest.MonkeyPatch):
+def test_steps_follow_each_other(monkeypatch):
     timeline, clock = Timeline(), iter([3.0, 10.0, 12.0, 12.0, 16.0, 16.0])
     monkeypatch.setattr(demo.time, "perf_counter", lambda: next(clock))
     measured = Meter(timeline)

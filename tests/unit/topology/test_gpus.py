@@ -1,9 +1,5 @@
 """Which GPUs of several ranks do not go together."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import pytest
 
 from mpistrat.device.abstract import Identity
@@ -12,7 +8,7 @@ from mpistrat.launch.bootstrap import Bound
 from mpistrat.topology.discover import Answer, Gpu, check_answers
 
 
-def check_gpus(gpus: Sequence[Gpu | None], allow_shared: bool) -> None:
+def check_gpus(gpus, allow_shared):
     check_answers([Answer("node0", (0, 1), Bound(""), gpu) for gpu in gpus], allow_shared)
 
 

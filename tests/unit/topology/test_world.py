@@ -1,7 +1,5 @@
 """World: shapes, places, and who owns which shard."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +21,7 @@ from tests.unit.worlds import random_worlds
         ("5", [(0, 1, 2, 3, 4)], "block"),
     ],
 )
-def test_shape_places_ranks(shape: str, nodes: list[tuple[int, ...]], placement: str) -> None:
+def test_shape_places_ranks(shape, nodes, placement):
     world = World.from_shape(shape)
     assert ([node.ranks for node in world.nodes], world.placement) == (nodes, placement)
 
@@ -39,14 +37,14 @@ def test_shape_places_ranks(shape: str, nodes: list[tuple[int, ...]], placement:
         ([f"{2**40}x2", f"2x{2**40}", f"{2**40}+1"], "has more than 1048576 ranks"),
     ],
 )
-def test_a_shape_that_is_none_says_what_is_accepted(shapes: list[str], message: str) -> None:
+def test_a_shape_that_is_none_says_what_is_accepted(shapes, message):
     for shape in shapes:
         for read in (parse_shape, World.from_shape):
             with pytest.raises(TopologyError, match=message):
                 read(shape)
 
 
-def test_shape_of_other_ranks_names_both_numbers() -> None:
+def test_shape_of_other_ranks_names_both_numbers():
     with pytest.raises(TopologyError, match="node shape '2x2' describes 4 ranks, but there are 3"):
         World.from_shape("2x2", num_ranks=3)
     assert World.from_shape("2x2", num_ranks=4).size == 4
@@ -54,14 +52,14 @@ def test_shape_of_other_ranks_names_both_numbers() -> None:
         World.from_node_of_rank([])
 
 
-def test_nodes_are_ordered_by_lowest_rank_and_take_its_name() -> None:
+def test_nodes_are_ordered_by_lowest_rank_and_take_its_name():
     world = World.from_node_of_rank([7, 3, 7], names=["b", "a", "b"])
     assert [(node.index, node.name, node.ranks) for node in world.nodes] == [(0, "b", (0, 2)), (1, "a", (1,))]
     assert world.leaders == (0, 1)
     assert World.from_node_of_rank([0, 1, 1, 0]).placement == "mixed"
 
 
-def test_smaller_nodes_own_several_shards() -> None:
+def test_smaller_nodes_own_several_shards():
     world = World.from_shape("3+1")
     assert [list(world.shards_of(rank)) for rank in range(4)] == [[0], [1], [2], [0, 1, 2]]
     assert world.rails == ((0, 3), (1, 3), (2, 3))
@@ -69,7 +67,7 @@ def test_smaller_nodes_own_several_shards() -> None:
 
 
 @given(random_worlds)
-def test_every_rank_has_one_place(world: World) -> None:
+def test_every_rank_has_one_place(world):
     assert sorted(rank for node in world.nodes for rank in node.ranks) == list(range(world.size))
     for rank in range(world.size):
         place = world.place(rank)
@@ -79,7 +77,7 @@ def test_every_rank_has_one_place(world: World) -> None:
 
 
 @given(random_worlds)
-def test_shards_have_one_owner_per_node_and_tile(world: World) -> None:
+def test_shards_have_one_owner_per_node_and_tile(world):
     for node in world.nodes:
         owned = [shard for rank in node.ranks for shard in world.shards_of(rank)]
         assert owned == list(range(world.num_shards)), "in rank order, each shard once"
@@ -89,7 +87,7 @@ def test_shards_have_one_owner_per_node_and_tile(world: World) -> None:
 
 
 @given(random_worlds)
-def test_rails_join_the_owners(world: World) -> None:
+def test_rails_join_the_owners(world):
     assert len(world.rails) == world.num_shards
     for shard, rail in enumerate(world.rails):
         assert [world.place(rank).node_index for rank in rail] == list(range(world.num_nodes))
@@ -98,7 +96,7 @@ def test_rails_join_the_owners(world: World) -> None:
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.sampled_from(["block", "cyclic"]))
-def test_shape_is_read_back(sizes: list[int], placement: str) -> None:
+def test_shape_is_read_back(sizes, placement):
     world = World.from_shape("+".join(map(str, sizes)) + ":" + placement)
     assert world.local_sizes == tuple(sizes)
     assert World.from_shape(world.shape).local_sizes == world.local_sizes

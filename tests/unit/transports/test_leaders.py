@@ -1,7 +1,5 @@
 """The rounds in which leaders sum small arrays: messages are told apart, and memory of a sum that is given up is kept."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +10,7 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.transports import leaders
 
 
-def test_messages_of_two_ranks_have_another_tag_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_two_ranks_have_another_tag_in_each_round(monkeypatch):
     received, request = [], SimpleNamespace(Test=None)
     monkeypatch.setattr(leaders, "byte_message", lambda array: array)
     call = SimpleNamespace(digest=5, tag=lambda channel: 100 + channel)
@@ -27,14 +25,14 @@ def test_messages_of_two_ranks_have_another_tag_in_each_round(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("call", ["run", "steps"])
-def test_memory_of_a_sum_that_is_given_up_is_kept(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_memory_of_a_sum_that_is_given_up_is_kept(monkeypatch, call):
     kept: list[object] = []
     monkeypatch.setattr(leaders, "keep_alive_for_peers", kept.append)
     given_up: Any = leaders.LeaderSum.__new__(leaders.LeaderSum)
     given_up._start_all, given_up._is_finalized = lambda _: None, lambda: True
     given_up._bound = lambda: ([], [([lambda: False], lambda: None, [])], [])
 
-    def wait(_: object) -> None:
+    def wait(_):
         raise KeyboardInterrupt
 
     if call == "run":

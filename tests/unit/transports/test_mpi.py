@@ -1,8 +1,5 @@
 """MPI's nonblocking collectives: what becomes of memory that MPI still works on."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +11,12 @@ from mpistrat.settings import MAX_MESSAGE_BYTES
 from mpistrat.transports.mpi import MpiTransport, until_complete
 
 
-def test_memory_is_kept_where_the_second_of_several_requests_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_kept_where_the_second_of_several_requests_cannot_be_started(monkeypatch):
     kept: list[object] = []
     monkeypatch.setattr(group, "_kept", kept)
     request, memory = object(), object()
 
-    def requests() -> Iterator[Any]:
+    def requests():
         yield request
         raise OSError("no second one")
 
@@ -28,11 +25,11 @@ def test_memory_is_kept_where_the_second_of_several_requests_cannot_be_started(m
     assert kept == [([request], memory)]
 
 
-def test_what_peers_write_to_is_kept_where_a_message_to_them_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_peers_write_to_is_kept_where_a_message_to_them_cannot_be_started(monkeypatch):
     kept: list[Any] = []
     monkeypatch.setattr(group, "_kept", kept)
 
-    def refuse(*arguments: object) -> None:
+    def refuse(*arguments):
         raise OSError("no more messages")
 
     comm = SimpleNamespace(Irecv=lambda message, *_: message[0], Isend=refuse)

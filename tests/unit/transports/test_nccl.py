@@ -1,7 +1,5 @@
 """Ranks that join by NCCL, as many as no machine of the tests has: what one of them sees."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import weakref

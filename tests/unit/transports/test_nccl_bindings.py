@@ -1,7 +1,5 @@
 """Which binding of NCCL is taken, and what nccl4py is called by."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """The thread that looks after enqueued work of NCCL: whatever happens on it, nobody waits for it for ever."""
 
-from __future__ import annotations
-
 import threading
 import time
 

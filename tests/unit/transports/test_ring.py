@@ -1,7 +1,5 @@
 """The order of a ring: what must have left before is known, and how parts are cut."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,20 +1,17 @@
 """The flight recorder: what is written can be read, by others, while it runs and after kill -9."""
 
-from __future__ import annotations
-
 import gc
 import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from mpistrat.launch import process
 from mpistrat.watch import record as records
-from mpistrat.watch.record import OVERWRITTEN, RECORD, RankFile, RecordedCall, State
+from mpistrat.watch.record import OVERWRITTEN, RECORD, RankFile, State
 from mpistrat.watch.recorder import FlightRecorder, collection_paused, hash_of
 from mpistrat.watch.verdict import Notice, Notices
 from tests.processes import python
@@ -24,29 +21,26 @@ TEXT = "all_reduce(SUM, [float64 (10,)])"
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Iterator[FlightRecorder]:
+def written(tmp_path):
     (tmp_path / "job").mkdir(mode=0o700)
     made = FlightRecorder(tmp_path / "job/rank-3", 3, 4)
     yield made
     made.close()
 
 
-def read(recorder: FlightRecorder) -> RankFile:
-    assert recorder.path is not None
+def read(recorder):
     return RankFile.open(recorder.path)
 
 
-def call(recorder: FlightRecorder, text: str = TEXT) -> int:
+def call(recorder, text=TEXT):
     return recorder.intern(text, 80)
 
 
-def last(recorder: FlightRecorder) -> RecordedCall:
-    found = read(recorder).last()
-    assert found is not None
-    return found
+def last(recorder):
+    return read(recorder).last()
 
 
-def test_the_header_tells_whose_file_it_is(written: FlightRecorder) -> None:
+def test_the_header_tells_whose_file_it_is(written):
     file = read(written)
     assert (file.rank, file.size, file.pid, file.state) == (3, 4, os.getpid(), State.RUNNING)
     assert file.text("program").split()[0] == sys.argv[0]
@@ -56,7 +50,7 @@ def test_the_header_tells_whose_file_it_is(written: FlightRecorder) -> None:
     assert (file.text("node"), file.state) == ("node7", State.ENDED)
 
 
-def test_a_call_is_seen_while_it_is_inside_and_when_it_has_left(written: FlightRecorder) -> None:
+def test_a_call_is_seen_while_it_is_inside_and_when_it_has_left(written):
     file, before = read(written), time.monotonic_ns()
     slot = written.enter(2, 17, call(written))
     [found] = file.inside()
@@ -69,16 +63,14 @@ def test_a_call_is_seen_while_it_is_inside_and_when_it_has_left(written: FlightR
     written.leave(slot)
     assert file.inside() == []
     left = last(written)
-    assert left.left_seconds_ago is not None
     assert 0 <= left.left_seconds_ago <= left.entered_seconds_ago
     written.fail(written.enter(0, 1, call(written)))
     failed = last(written)
-    assert failed.left_seconds_ago is not None
     assert 0 <= failed.left_seconds_ago <= failed.entered_seconds_ago
     assert (left.has_failed, failed.has_failed, file.inside()) == (False, True, [])
 
 
-def test_calls_of_two_threads_end_each_for_itself(written: FlightRecorder) -> None:
+def test_calls_of_two_threads_end_each_for_itself(written):
     first = written.enter_started(0, 1, call(written), written.find_line(sys._getframe()))
     second = written.enter(0, 2, call(written, "barrier()"))
     assert [(record.number, record.is_started) for record in read(written).inside()] == [(2, False), (1, True)]
@@ -87,7 +79,7 @@ def test_calls_of_two_threads_end_each_for_itself(written: FlightRecorder) -> No
     written.leave(second)
 
 
-def test_the_ring_keeps_the_last_4096(written: FlightRecorder) -> None:
+def test_the_ring_keeps_the_last_4096(written):
     index = call(written)
     for number in range(RING_RECORDS + 5):
         written.leave(written.enter(0, number, index))
@@ -98,7 +90,7 @@ def test_the_ring_keeps_the_last_4096(written: FlightRecorder) -> None:
     assert [call.number for call in read(written).find((0, 5))] == [5]
 
 
-def test_a_slot_that_is_used_again_forgets_that_the_collective_before_failed(written: FlightRecorder) -> None:
+def test_a_slot_that_is_used_again_forgets_that_the_collective_before_failed(written):
     file = read(written)
     written.fail(written.enter(2, 0, call(written)))
     for number in range(1, RING_RECORDS):
@@ -109,7 +101,7 @@ def test_a_slot_that_is_used_again_forgets_that_the_collective_before_failed(wri
     assert file.inside() == []
 
 
-def test_equal_descriptions_share_an_index_and_the_least_recent_is_overwritten(written: FlightRecorder) -> None:
+def test_equal_descriptions_share_an_index_and_the_least_recent_is_overwritten(written):
     first, second = call(written, "first"), call(written, "second")
     assert call(written, "first") == first != second
     written.leave(written.enter(0, 1, second))
@@ -120,8 +112,8 @@ def test_equal_descriptions_share_an_index_and_the_least_recent_is_overwritten(w
     assert call(written, "second") != second
 
 
-def test_what_is_kept_of_texts_is_forgotten_once_others_have_taken_their_places(written: FlightRecorder) -> None:
-    def enter() -> None:
+def test_what_is_kept_of_texts_is_forgotten_once_others_have_taken_their_places(written):
+    def enter():
         index = written.indexes["0-3"].get(hash_of(TEXT)) or written.intern(TEXT, 80, hash_of(TEXT), "0-3")
         written.leave(written.enter(0, 1, index))
 
@@ -139,7 +131,7 @@ def test_what_is_kept_of_texts_is_forgotten_once_others_have_taken_their_places(
     assert [Path(__file__).name in record.line for record in read(written).calls()] == [True, False, False, False]
 
 
-def test_long_texts_are_cut_and_told_apart_all_the_same(written: FlightRecorder) -> None:
+def test_long_texts_are_cut_and_told_apart_all_the_same(written):
     texts = ["x" * 5000 + end for end in "ab"]
     for number, text in enumerate(texts):
         written.leave(written.enter(0, number, call(written, text)))
@@ -149,11 +141,11 @@ def test_long_texts_are_cut_and_told_apart_all_the_same(written: FlightRecorder)
     assert (first.digest, second.digest) == (hash_of(texts[0]), hash_of(texts[1]))
 
 
-def test_lines_are_those_outside_the_library(written: FlightRecorder) -> None:
+def test_lines_are_those_outside_the_library(written):
     inside: dict[str, object] = {"__name__": "mpistrat.cross_device.gate"}
     exec("def enter(recorder, index): return recorder.enter(0, 1, index)", inside)
     index = call(written)
-    written.leave(inside["enter"](written, index))  # type: ignore[operator]
+    written.leave(inside["enter"](written, index))
     assert "(test_lines_are_those_outside_the_library)" in last(written).line
     for _ in range(2):
         written.leave(written.enter(0, 2, index))
@@ -162,7 +154,7 @@ def test_lines_are_those_outside_the_library(written: FlightRecorder) -> None:
 
 
 @pytest.mark.parametrize("folder", ["/short", "/päth/that is/" * 30])
-def test_of_a_long_path_the_end_is_written(written: FlightRecorder, folder: str) -> None:
+def test_of_a_long_path_the_end_is_written(written, folder):
     file = f"{folder}/train.py"
     names = {"enter": written.enter, "index": call(written)}
     exec(compile("enter(0, 1, index)", file, "exec"), names)
@@ -172,7 +164,7 @@ def test_of_a_long_path_the_end_is_written(written: FlightRecorder, folder: str)
     assert len(line.encode()) in range(len("/short"), 256)
 
 
-def test_lines_of_codes_that_are_gone_are_not_mixed_up(written: FlightRecorder) -> None:
+def test_lines_of_codes_that_are_gone_are_not_mixed_up(written):
     index = call(written)
     for number in range(2000):
         space = {"recorder": written, "index": index, "number": number}
@@ -182,11 +174,8 @@ def test_lines_of_codes_that_are_gone_are_not_mixed_up(written: FlightRecorder) 
     }
 
 
-def test_a_number_that_was_given_out_again_or_of_another_container_is_another_process(
-    written: FlightRecorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_that_was_given_out_again_or_of_another_container_is_another_process(written, monkeypatch):
     own = read(written).process()
-    assert own is not None
     assert own.pid == os.getpid()
     later = process.Process(own.pid, own.parent, own.started + 1, own.name, is_stopped=False)
     monkeypatch.setattr(process, "find", lambda pid: later)
@@ -196,7 +185,7 @@ def test_a_number_that_was_given_out_again_or_of_another_container_is_another_pr
         read(written).process()
 
 
-def test_a_forked_child_writes_nothing_into_its_parents_file(tmp_path: Path) -> None:
+def test_a_forked_child_writes_nothing_into_its_parents_file(tmp_path):
     program = (
         "import os, sys; from mpistrat.watch.recorder import recorder; from mpistrat.watch.record import RankFile\n"
         "mine = recorder(); path = mine.path; enter = mine.enter; index = mine.intern('b')\n"
@@ -209,7 +198,7 @@ def test_a_forked_child_writes_nothing_into_its_parents_file(tmp_path: Path) -> 
     assert done.stdout.split() == ["2", "False"], done.stderr
 
 
-def test_a_process_that_a_rank_starts_does_not_take_its_file() -> None:
+def test_a_process_that_a_rank_starts_does_not_take_its_file():
     program = (
         "import subprocess, sys; from mpistrat.watch.recorder import recorder; mine = recorder()\n"
         "print(mine.path and mine.path.name)\n"
@@ -223,7 +212,7 @@ def test_a_process_that_a_rank_starts_does_not_take_its_file() -> None:
 
 
 @pytest.mark.parametrize(("end", "is_kept"), [("", False), ("1 // 0", True)])
-def test_only_a_program_that_fails_leaves_its_record(end: str, is_kept: bool) -> None:
+def test_only_a_program_that_fails_leaves_its_record(end, is_kept):
     program = f"from mpistrat.watch.recorder import recorder; print(recorder().path); {end}"
     done = python(program)
     record = Path(done.stdout.strip())
@@ -231,7 +220,7 @@ def test_only_a_program_that_fails_leaves_its_record(end: str, is_kept: bool) ->
     records.remove_record(record)
 
 
-def test_ranks_of_one_launcher_agree_on_the_name_of_their_job() -> None:
+def test_ranks_of_one_launcher_agree_on_the_name_of_their_job():
     program = (
         "import os, subprocess, sys\n"
         "script = 'from mpistrat.watch.record import job_name; print(job_name())'\n"
@@ -249,14 +238,14 @@ def test_ranks_of_one_launcher_agree_on_the_name_of_their_job() -> None:
     assert names[0] != names[1]
 
 
-def test_a_batch_script_of_slurm_is_no_rank() -> None:
+def test_a_batch_script_of_slurm_is_no_rank():
     batch = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": str(2**32 - 5), "SLURM_PROCID": "0"}
     assert records.job_name(batch).startswith(f"process-{os.getpid()}-")
     assert records.job_name(batch | {"SLURM_STEP_ID": "0"}).startswith("slurm-7.0")
 
 
 @pytest.mark.parametrize("spoil", ["mode", "link"])
-def test_a_folder_that_others_have_a_hand_in_is_refused(tmp_path: Path, spoil: str) -> None:
+def test_a_folder_that_others_have_a_hand_in_is_refused(tmp_path, spoil):
     base = tmp_path / "base"
     if spoil == "mode":
         base.mkdir(mode=0o755)
@@ -267,25 +256,23 @@ def test_a_folder_that_others_have_a_hand_in_is_refused(tmp_path: Path, spoil: s
         records.make_job(base, "job")
 
 
-def test_the_files_are_the_users_alone(tmp_path: Path) -> None:
+def test_the_files_are_the_users_alone(tmp_path):
     made = FlightRecorder(records.make_job(tmp_path / "base", "job") / "rank-0")
-    assert made.path is not None
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (made.path, made.path.parent, tmp_path / "base")]
     assert modes == [0o600, 0o700, 0o700]
     made.close()
     assert list((tmp_path / "base").iterdir()) == []
 
 
-def left_behind(base: Path, name: str, hours: float) -> Path:
+def left_behind(base, name, hours):
     """Make what a job leaves whose process was killed so long ago."""
     made = FlightRecorder(records.make_job(base, name) / "rank-0")
-    assert made.path is not None
     made._header["started"] = 1
     os.utime(made.path.parent, (time.time() - hours * 3600,) * 2)
     return made.path.parent
 
 
-def test_what_jobs_left_a_day_ago_is_removed_unless_they_run(tmp_path: Path) -> None:
+def test_what_jobs_left_a_day_ago_is_removed_unless_they_run(tmp_path):
     for name, hours in (("old", 25), ("new", 23), ("running", 25)):
         job = left_behind(tmp_path / "base", name, hours)
     running = FlightRecorder(job / "rank-0")
@@ -295,9 +282,8 @@ def test_what_jobs_left_a_day_ago_is_removed_unless_they_run(tmp_path: Path) -> 
     running.close()
 
 
-def test_notices_keep_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notices_keep_no_folder(tmp_path, monkeypatch):
     ended = FlightRecorder(records.make_job(tmp_path / "base", "ended") / "rank-0")
-    assert ended.path is not None
     Notices(ended.path.parent).post(Notice(0, 7, "they wait for each other", True))
     ended.close()
     assert list((tmp_path / "base").iterdir()) == []
@@ -311,9 +297,7 @@ def test_notices_keep_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("hours", "is_running"), [(0, True), (23, True), (25, False), (-1, False)])
-def test_a_record_of_another_container_is_kept_for_a_day(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int, is_running: bool
-) -> None:
+def test_a_record_of_another_container_is_kept_for_a_day(tmp_path, monkeypatch, hours, is_running):
     own = FlightRecorder(tmp_path / "rank-0")
     own._header["namespace"] = 1
     own._header["looked"] = 10**15
@@ -322,8 +306,8 @@ def test_a_record_of_another_container_is_kept_for_a_day(
     own.close()
 
 
-def test_without_room_for_the_file_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+def test_without_room_for_the_file_there_is_none(tmp_path, monkeypatch):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
@@ -335,7 +319,7 @@ def test_without_room_for_the_file_there_is_none(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("words", [{"size": 2**40}, {"rank": 2**40}, {"rank": 3, "size": 2}, {"size": 0}, {"state": 77}])
-def test_a_damaged_record_or_another_file_is_not_read(written: FlightRecorder, tmp_path: Path, words: dict[str, int]) -> None:
+def test_a_damaged_record_or_another_file_is_not_read(written, tmp_path, words):
     for field, value in words.items():
         written._header[field] = value
     with pytest.raises(ValueError, match="a damaged record"):
@@ -347,7 +331,7 @@ def test_a_damaged_record_or_another_file_is_not_read(written: FlightRecorder, t
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="looking at a frame collects no garbage there")
 @pytest.mark.parametrize("change", [gc.enable, gc.disable])
-def test_no_garbage_is_collected_while_frames_are_looked_at(change: Callable[[], None]) -> None:
+def test_no_garbage_is_collected_while_frames_are_looked_at(change):
     change()
     try:
         with collection_paused():
@@ -358,7 +342,7 @@ def test_no_garbage_is_collected_while_frames_are_looked_at(change: Callable[[],
 
 
 @pytest.mark.parametrize("is_collecting", [True, False])
-def test_a_child_that_is_forked_while_frames_are_looked_at_is_not_held_up(is_collecting: bool) -> None:
+def test_a_child_that_is_forked_while_frames_are_looked_at_is_not_held_up(is_collecting):
     program = (
         "import gc, os, sys; from mpistrat.watch.recorder import collection_paused, recorder\n"
         f"mine = recorder(); is_collecting = {is_collecting}; gc.enable() if is_collecting else gc.disable()\n"

@@ -1,10 +1,6 @@
 """Who waits for whom, when that is in vain, and in which words it is told: from states that are made up."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -19,14 +15,14 @@ ONE, TWO = (1, 5), (2, 5)
 SUM, BARRIER = "all_reduce(SUM, [float64 (3,)])", "barrier()"
 
 
-def call(key: tuple[int, int] = ONE, text: str = SUM, left: float | None = None, **more: bool) -> RecordedCall:
+def call(key=ONE, text=SUM, left=None, **more):
     return RecordedCall(*key, text, hash_of(text), "train.py:7 (step)", 10**9 + key[0], 2.0, left, **more)
 
 
-def ranks(*calls: RecordedCall | None, **states: str) -> list[RankState]:
+def ranks(*calls, **states):
     """Return a rank for each call, `rank1="ended"` for another state than the call says."""
 
-    def state(rank: int, call: RecordedCall | None) -> str:
+    def state(rank, call):
         return states.get(f"rank{rank}", "in" if call is not None and call.left_seconds_ago is None else "out")
 
     return [
@@ -37,12 +33,12 @@ def ranks(*calls: RecordedCall | None, **states: str) -> list[RankState]:
     ]
 
 
-def judged(states: Sequence[RankState]) -> str:
+def judged(states):
     finding = judge(states, {ONE, TWO, (1, 6)})
     return "" if finding is None else finding.notice.text
 
 
-def also(rank: RankState, *calls: RecordedCall) -> RankState:
+def also(rank, *calls):
     """Return the state of a rank that made other calls before."""
     return replace(rank, calls=(*rank.calls, *calls))
 
@@ -69,13 +65,12 @@ MAY_GO_ON = {
 
 
 @pytest.mark.parametrize("case", MAY_GO_ON)
-def test_what_may_still_go_on_is_not_judged(case: str) -> None:
+def test_what_may_still_go_on_is_not_judged(case):
     assert judged(MAY_GO_ON[case]) == ""
 
 
-def test_different_calls_at_one_number_are_a_mismatch() -> None:
+def test_different_calls_at_one_number_are_a_mismatch():
     finding = judge(ranks(call(), call(text=BARRIER), call()), {ONE})
-    assert finding is not None
     error = finding.notice.error()
     assert isinstance(error, AgreementError)
     assert error.raised_everywhere
@@ -100,11 +95,11 @@ def test_different_calls_at_one_number_are_a_mismatch() -> None:
     ],
     ids=["one has left", "one has raised", "one has not come"],
 )
-def test_a_mismatch_is_told_wherever_the_ranks_are(states: list[RankState], text: str) -> None:
+def test_a_mismatch_is_told_wherever_the_ranks_are(states, text):
     assert text in judged(states)
 
 
-def test_a_call_that_all_have_refused_says_nothing_of_the_next() -> None:
+def test_a_call_that_all_have_refused_says_nothing_of_the_next():
     waits, computes = ranks(call(), call(text=BARRIER, left=1.0, has_failed=True))
     refused = call(text=BARRIER, left=3.0, has_failed=True)
     assert judged([replace(waits, calls=(call(), refused)), computes]) == ""
@@ -112,14 +107,13 @@ def test_a_call_that_all_have_refused_says_nothing_of_the_next() -> None:
     assert BARRIER in judged([waits, replace(computes, calls=(*computes.calls, refused))])
 
 
-def test_long_texts_that_differ_only_at_the_end_are_a_mismatch() -> None:
+def test_long_texts_that_differ_only_at_the_end_are_a_mismatch():
     other = replace(call(), digest=hash_of("another end"))
     finding = judge(ranks(call(), other), {ONE})
-    assert finding is not None
     assert finding.notice.is_mismatch
 
 
-def test_ranks_that_wait_for_each_other_are_stuck() -> None:
+def test_ranks_that_wait_for_each_other_are_stuck():
     text = judged(ranks(call(ONE), call(TWO), call(ONE)))
     assert text.startswith(
         "ranks made different calls (they wait for each other):\n  ranks 0, 2: collective 5 of communicator 1, "
@@ -132,9 +126,8 @@ def test_ranks_that_wait_for_each_other_are_stuck() -> None:
     ("state", "words"),
     [("ended", "its program has ended"), ("gone", "its process is gone"), ("failed", "its program has raised an error")],
 )
-def test_waiting_for_a_rank_that_is_over_is_in_vain(state: str, words: str) -> None:
+def test_waiting_for_a_rank_that_is_over_is_in_vain(state, words):
     finding = judge(ranks(call(), call((1, 4), BARRIER, left=1.5), call(), rank1=state), {ONE})
-    assert finding is not None
     error = finding.notice.error()
     assert isinstance(error, UnavailableError)
     lines = str(error).splitlines()
@@ -143,14 +136,14 @@ def test_waiting_for_a_rank_that_is_over_is_in_vain(state: str, words: str) -> N
     assert lines[2] == f"  ranks 0, 2: collective 5, {SUM} at train.py:7 (step)"
 
 
-def test_the_same_is_found_again_only_where_nobody_has_moved() -> None:
+def test_the_same_is_found_again_only_where_nobody_has_moved():
     first, moved = ranks(call(ONE), call(TWO)), ranks(call(ONE), replace(call(TWO), entered=1))
     findings = [judge(states, {ONE, TWO}) for states in (first, list(first), moved)]
     assert findings[0] == findings[1] != findings[2]
 
 
 @pytest.mark.parametrize(("others", "is_known"), [("", True), ("0-1", False)])
-def test_nobody_waits_for_ranks_that_a_collective_does_not_take(others: str, is_known: bool) -> None:
+def test_nobody_waits_for_ranks_that_a_collective_does_not_take(others, is_known):
     first, second = replace(call(ONE), ranks=others), replace(call(TWO), ranks=others.replace("0-1", "2-3"))
     states = ranks(first, None, second, None)
     assert bool(judged(states)) is is_known
@@ -159,25 +152,24 @@ def test_nobody_waits_for_ranks_that_a_collective_does_not_take(others: str, is_
 
 
 @pytest.mark.parametrize("listed", [NOT_LISTED, "3,-5", "\ufffd\x01", f"0-{10**12}"])
-def test_nobody_is_waited_for_where_it_is_not_told_who_takes_part(listed: str) -> None:
+def test_nobody_is_waited_for_where_it_is_not_told_who_takes_part(listed):
     states = ranks(replace(call(ONE), ranks=listed), None, replace(call(TWO), ranks=listed), None)
     assert judged(states) == ""
     assert waits_for(states, {ONE, TWO}) == {0: [], 2: []}
     assert waits_for(ranks(call(), None, call(), None, rank3="unknown"), {ONE}) == {0: [1], 2: [1]}
 
 
-def test_a_failed_rank_is_told_to_those_in_its_collective_and_in_later_ones_of_the_communicator(tmp_path: Path) -> None:
+def test_a_failed_rank_is_told_to_those_in_its_collective_and_in_later_ones_of_the_communicator(tmp_path):
     notices = Notices(tmp_path)
     notices.post(Notice(*ONE, "rank 1 has left", is_mismatch=False, is_for_all=False))
     for inside in [(1, 5)], [(1, 9)], [(2, 1), (1, 5)]:
         found = notices.first(inside)
-        assert found is not None
         assert (found.concerns(inside), type(found.error())) == (inside[-1], UnavailableError)
     for inside in [(1, 4)], [(2, 5)], []:
         assert notices.first(inside) is None
 
 
-def test_failures_of_two_communicators_at_once_are_both_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_of_two_communicators_at_once_are_both_told(monkeypatch):
     monkeypatch.setattr(Watcher, "_run", lambda self: None)  # its steps are taken below
     watcher = Watcher(2)
     watcher.post_failure((71, 3), UnavailableError("the first"))
@@ -188,18 +180,17 @@ def test_failures_of_two_communicators_at_once_are_both_told(monkeypatch: pytest
     assert watcher._notices.first({(73, 1)}) is None
 
 
-def test_a_new_strategy_ignores_what_all_were_told_and_not_what_concerns_a_communicator(tmp_path: Path) -> None:
+def test_a_new_strategy_ignores_what_all_were_told_and_not_what_concerns_a_communicator(tmp_path):
     notices = Notices(tmp_path)
     notices.post(Notice(1, 5, "for all", True))
     notices.post(Notice(2, 5, "rank 1 makes no collective after collective 4", False, is_for_all=False))
     notices.ignore()
     found = notices.first({(2, 6)})
-    assert found is not None
     assert found.number == 5
     assert notices.first({(1, 5)}) is None
 
 
-def test_the_report_names_who_is_in_it_and_what_the_others_do() -> None:
+def test_the_report_names_who_is_in_it_and_what_the_others_do():
     states = ranks(call(), call((1, 4), BARRIER, left=2.5), call(), None, rank3="stopped")
     assert stall_report(states[0], states).splitlines()[:4] == [
         f"rank 0 (node0) has waited 2.0 s in collective 5, {SUM}",
@@ -211,13 +202,13 @@ def test_the_report_names_who_is_in_it_and_what_the_others_do() -> None:
     ]
 
 
-def test_the_report_tells_who_is_in_it_and_does_not_run() -> None:
+def test_the_report_tells_who_is_in_it_and_does_not_run():
     states = ranks(call(), call(), rank1="stopped")
     assert "in it, but not running: rank 1 (node0, pid 101): stopped" in stall_report(states[0], states)
     assert "no rank is missing: all ranks are in the collective, but it does not complete" in stall_report(states[0], states)
 
 
-def test_the_report_tells_who_has_failed_in_it() -> None:
+def test_the_report_tells_who_has_failed_in_it():
     states = ranks(call(), call(left=1.0, has_failed=True), call(left=0.5))
     lines = stall_report(states[0], states).splitlines()
     assert lines[1:4] == [
@@ -229,13 +220,13 @@ def test_the_report_tells_who_has_failed_in_it() -> None:
     assert "no rank is missing" not in "\n".join(lines)
 
 
-def test_the_report_of_many_missing_ranks_is_short() -> None:
+def test_the_report_of_many_missing_ranks_is_short():
     states = ranks(call(), *[None] * 30)
     lines = stall_report(states[0], states).splitlines()
     assert len(lines) < 22
     assert "  missing, too: ranks 17-30" in lines
 
 
-def test_states_go_through_json() -> None:
+def test_states_go_through_json():
     states = ranks(call(), None, call(left=1.0))
     assert decode(encode(states)) == states
