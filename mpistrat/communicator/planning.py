@@ -103,18 +103,18 @@ class Planner:
                 "are auto, hierarchical, or wire_dtype='native'"
             )
 
-    def compile(self, asked: Reduction) -> Program:
+    def compile(self, asked: Reduction, settle: Callable[[], None]) -> Program:
         """Choose plans for arrays of these shapes and dtypes, and bind them. A collective call.
 
-        That of a reduce-scatter is an all-reduce where another one is not possible or not faster: `Program.scattered_dtype`
-        tells which.
+        `settle` waits for what GPUs were given: memory that this uses may be freed. That of a reduce-scatter is an all-reduce
+        where another one is not possible or not faster: `Program.scattered_dtype` tells which.
         """
-        found = None if asked.axis is None else self._compile_scatter(asked, asked.arrays[0], asked.axis)
+        found = None if asked.axis is None else self._compile_scatter(asked, asked.arrays[0], asked.axis, settle)
         if found is not None:
             self._shorten(found, asked)
             return found
         while True:  # enlarging the scratch memory for a later bucket unbinds the earlier ones; then it is large enough for all
-            program = Program([self._bind(asked, pack) for pack in self._lay_out(asked)])
+            program = Program([self._bind(asked, pack, settle) for pack in self._lay_out(asked)])
             if program.is_current:
                 break
         program.on_gpu = self.executor.device is not None and bool(asked.arrays)
@@ -125,13 +125,15 @@ class Planner:
         """Give a program its blocking call, if it is a single one."""
         shorten(program, self.executor, asked.op, asked.arrays)
 
-    def _bind(self, asked: Reduction, pack: _LaidOut) -> Bucket:
+    def _bind(self, asked: Reduction, pack: _LaidOut, settle: Callable[[], None]) -> Bucket:
         """Choose the plan of a bucket, and bind it. A collective call."""
         op, options, (combined, members, layout) = asked.op, asked.options, pack
         dtypes = [asked.arrays[index].dtype for index in members]
         choice, dtype = self._decide(op, layout, combined, dtypes, options)
         plan, wire = choice.plan, _wire(op, combined, options)
         self._say(f"{op.name} of {layout.count} elements: {plan}; {choice.reason}")
+        if self.executor.device is None or not plan.is_direct:  # NCCL takes arrays where they lie: nothing is freed for that
+            settle()
         crosses_nodes = Scope.INTER in plan.scopes
         bucket = compiled.all_reduce(self.executor, plan, layout, dtype, op, dtypes, wire if crosses_nodes else None)
         bucket.indices = members
@@ -151,7 +153,7 @@ class Planner:
         dtype = combined if combined.itemsize == choice.plan.itemsize else np.dtype(np.float32)
         return replace(choice, plan=self.executor.adapt(choice.plan, layout, dtype, op, dtypes)), dtype
 
-    def _compile_scatter(self, asked: Reduction, array: Array, axis: int) -> Program | None:
+    def _compile_scatter(self, asked: Reduction, array: Array, axis: int, settle: Callable[[], None]) -> Program | None:
         """Bind the plan of a reduce-scatter; return None, on all ranks, if an all-reduce is used instead."""
         op, options = asked.op, asked.options
         dtype = self._combined_in(op, array.dtype, options)
@@ -159,6 +161,8 @@ class Planner:
             return None
         row_count = array.size // max(array.shape[axis], 1)
         bounds = [row_count * row for row in part_bounds(array.shape[axis], self._world.size)]
+        if self.executor.device is None:
+            settle()
         bucket = self._scatter(op, dtype, bounds, options)
         if bucket is None:
             return None
@@ -265,9 +269,9 @@ class DevicePlanner(Planner):
         nccl = self.executor.transports.everywhere
         if nccl is None or nccl.refusal(dtype, op):
             return None
-        phases, count = planners.scatter_phases(self._world), bounds[-1]
+        phases, count, parts = planners.scatter_phases(self._world), bounds[-1], tuple(bounds)
         chunk_count = max(count, 1) * self._world.size
-        plan = Plan("hierarchical", self._world, count, dtype.itemsize, phases, chunk_count, bounds=tuple(bounds))
+        plan = Plan("hierarchical", self._world, count, dtype.itemsize, phases, chunk_count, bounds=parts, is_direct=True)
         return compiled.reduce_scatter_by_nccl(self.executor, self.executor.device, nccl, plan, dtype, op)
 
     def _combined_in(self, op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> np.dtype[Any]:

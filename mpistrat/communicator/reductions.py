@@ -251,9 +251,8 @@ class Reductions:
         elif call.ends:
             self._guard.raise_if_given_up(call)
         if program is None:
-            if self._gpu is not None:  # binding may free memory that enqueued operations use
-                self._guard.run(call, self._gpu.executor.settle())
-            program = self.programs.compile(asked)
+            settling = iter(()) if self._gpu is None else self._gpu.executor.settle()
+            program = self.programs.compile(asked, partial(self._guard.run, call, settling))
         program.is_agreed = program.is_agreed or (is_limited and program.blocking is not None)
         return program
 

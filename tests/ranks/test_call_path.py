@@ -243,7 +243,7 @@ def test_a_warm_call_by_nccl_makes_few_calls(comm, monkeypatch):
     made = {}
     with null_device.bound(comm.size) as device, mpistrat.Communicator(comm) as communicator:
         for name, call in host_time.calls(communicator, device).items():
-            for _ in range(3):
+            for _ in range(host_time.SHAPES):
                 call()
             made[name] = min(calls_made(call) for _ in range(32))
     print(made)

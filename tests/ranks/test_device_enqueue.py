@@ -117,6 +117,20 @@ def test_every_verb_ends_when_nccl_has_been_given_its_work(node):
             node.check(held_call(node, lambda call=call: call(node.up, node.gpu)), expected)
 
 
+def test_arrays_of_other_shapes_in_turn_are_given_to_nccl_without_waiting_for_those_before(node, monkeypatch):
+    monkeypatch.setattr("mpistrat.communicator.programs.PROGRAMS_KEPT", 4)  # so that each is new
+    given = [values((2 * rows, 3), np.float32, node.rank) for rows in range(1, 8)] * 2
+    for call in (
+        lambda array, to: to.all_reduce(SUM, array),
+        lambda array, to: to.all_reduce(MEAN, array),
+        lambda array, to: to.reduce_scatter(SUM, array),
+    ):
+        arrays = [node.up(array) for array in given]
+        call(arrays[0], node.gpu)  # a kernel is loaded
+        found = held_call(node, lambda call=call, arrays=arrays: [call(array, node.gpu) for array in arrays])
+        node.check(found, [call(array, node.host) for array in given])
+
+
 def test_what_cannot_be_captured_raises_before_anything_is_enqueued(node):
     for call in verbs(node):
         given, expected = [], call(np.copy, node.host)
