@@ -695,6 +695,7 @@ class _Parameter:
 
     def __init__(self, tensor):
         self.numel, self.element_size, self.detach, self.grad = tensor.numel, tensor.element_size, lambda: tensor, None
+        self.dtype = tensor.dtype
 
     def register_hook(self, _):
         return SimpleNamespace(remove=lambda: None)
