@@ -199,12 +199,6 @@ class NcclTransport(DeviceTransport):
         calls = _placed(self.scatter_calls(bounds, buffer.dtype, op), address(buffer), address(own))
         return self._operation(calls, [Part(start, stop, (own,))])
 
-    def scatter_between(self, source: DeviceArray, bounds: Sequence[int], target: DeviceArray, fold: Fold) -> Steps:
-        """Combine arrays that share no memory; rank r gets elements ``bounds[r]:bounds[r + 1]``. A collective call."""
-        calls = _placed(self.scatter_calls(bounds, source.dtype, fold.op), address(source), address(target))
-        yield from self._operation(calls, []).run()
-        self._divide(address(target), target.size, fold)
-
     def all_gather(self, buffer: DeviceArray, bounds: Sequence[int]) -> Operation:
         """Bind ncclAllGather in place, or one ncclBroadcast per part where parts differ."""
         start = address(buffer)

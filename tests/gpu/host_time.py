@@ -59,6 +59,7 @@ def calls(communicator: Any, device: Device) -> dict[str, Callable[[], object]]:
     new = device.array_module.empty
     x, out, part = new(COUNT, np.float32), new(COUNT, np.float32), new(COUNT * communicator.size, np.float32)
     many, turns = [[new(COUNT, np.float32) for _ in range(ARRAYS)] for _ in range(2)], [0]
+    square = new((communicator.size, communicator.size), np.float32)
     shapes = cycle([new(COUNT + extent, np.float32) for extent in range(SHAPES)])
 
     def other_addresses() -> object:
@@ -75,7 +76,9 @@ def calls(communicator: Any, device: Device) -> dict[str, Callable[[], object]]:
         f"all_reduce, {ARRAYS} arrays, in place": lambda: communicator.all_reduce(SUM, many[0], out=many[0]),
         f"all_reduce, {ARRAYS} arrays, other addresses": other_addresses,
         "reduce_scatter": lambda: communicator.reduce_scatter(SUM, part),
+        "reduce_scatter, along axis 1": lambda: communicator.reduce_scatter(SUM, square, 1),
         "all_gather": lambda: communicator.all_gather(x),
+        "all_gather, along axis 1": lambda: communicator.all_gather(square, 1),
         "broadcast": lambda: communicator.broadcast(x),
         "start_all_reduce, wait": lambda: communicator.start_all_reduce(SUM, x, out=out).wait(),
     }

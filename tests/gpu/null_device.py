@@ -57,6 +57,9 @@ def _quiet_arrays(cupy: ModuleType) -> Any:
         def copy(self, order: str = "C") -> Any:
             return self
 
+        def astype(self, dtype: Any, order: str = "C", copy: bool = True) -> Any:
+            return self
+
         def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             return None if func is np.copyto else super().__array_function__(func, types, args, kwargs)
 

@@ -77,7 +77,10 @@ def verbs(node):
         (lambda put, to: to.all_reduce(SUM, put(large))),
         (lambda put, to: to.all_reduce(MEAN, [put(array) for array in small])),
         (lambda put, to: to.reduce_scatter(SUM, put(rows))),
+        (lambda put, to: to.reduce_scatter(MEAN, put(rows), 1)),
+        (lambda put, to: to.reduce_scatter(SUM, put(rows.astype(np.float16)))),
         (lambda put, to: to.all_gather(put(rows))),
+        (lambda put, to: to.all_gather(put(rows), 1)),
         (lambda put, to: to.broadcast(put(rows), node.size - 1)),
         (lambda put, to: to.all_to_all([put(rows)] * node.size)),
     )
