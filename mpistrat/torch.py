@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from mpistrat.arrays import Array, as_array, as_operand, like
 from mpistrat.communicator.communicator import average_leaves, job_communicator
@@ -233,7 +233,7 @@ class _AveragedGradients:
         if missing:
             self._communicator.note(f"average_gradients without a gradient of {', '.join(missing)}")
         elif self._are_views:
-            self._communicator.note(f"average_gradients of views: {_places_of(bucket).text}")
+            self._communicator.note(f"average_gradients of views: {_places_of(bucket)[2]}")
         with self._communicator.refusing("average_gradients"):
             named = [(name, parameter.grad) for name, parameter in bucket.named if parameter.grad is not None]
             for name, gradient in named:
@@ -302,20 +302,15 @@ def _check_gradient(name: str, gradient: torch.Tensor, is_view: bool) -> None:
         )
 
 
-class _Places(NamedTuple):
-    """Where the gradients of a bucket lie in one buffer: shape, strides and first element of each."""
-
-    views: list[tuple[torch.Size, tuple[int, ...], int]]
-    elements: int
-    text: str
-
-
-def _places_of(bucket: _Bucket) -> _Places:
+def _places_of(bucket: _Bucket) -> tuple[list[tuple[torch.Size, tuple[int, ...], int]], int, str]:
+    """Return shape, strides and first element of each gradient in one buffer; the elements of that, and a text of both."""
     return _places(tuple([(parameter.shape, parameter.stride()) for _, parameter in bucket.named]))
 
 
 @lru_cache(_LAYOUTS_KEPT)
-def _places(parameters: tuple[tuple[torch.Size, tuple[int, ...]], ...]) -> _Places:
+def _places(
+    parameters: tuple[tuple[torch.Size, tuple[int, ...]], ...],
+) -> tuple[list[tuple[torch.Size, tuple[int, ...], int]], int, str]:
     import torch
 
     views, first = [], 0
@@ -323,7 +318,7 @@ def _places(parameters: tuple[tuple[torch.Size, tuple[int, ...]], ...]) -> _Plac
         strides = torch.empty_like(torch.empty_strided(shape, given, device="meta")).stride()  # as PyTorch makes gradients
         views.append((shape, strides, first))
         first += shape.numel()
-    return _Places(views, first, ", ".join([f"{tuple(shape)} {strides}" for shape, strides, _ in views]))
+    return views, first, ", ".join([f"{tuple(shape)} {strides}" for shape, strides, _ in views])
 
 
 def _as_views(bucket: _Bucket) -> torch.Tensor:

@@ -263,10 +263,7 @@ class DataMovement:
     def _remember(
         self, move: _Move, kind: object, array: Array, options: Any, result: Array, enqueue: Enqueue, axis: int = 0
     ) -> None:
-        """Remember a call that NCCL has made: the next one that is like it on all ranks needs to exchange no more than that.
-
-        The `result` is what NCCL has made, with that axis as its first one.
-        """
+        """Remember a call of NCCL, which made `result`, that axis first: like calls of all ranks exchange no more than that."""
         # what `Known.gives` asks of a later `out` is what it has in common with the array
         is_like = array.__class__ is result.__class__ and array.dtype == result.dtype
         if self._gpu is not None and is_like and move.call.seconds == self._guard.deadlines.default_seconds:

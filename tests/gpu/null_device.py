@@ -147,10 +147,10 @@ class _Communicator:
 @contextmanager
 def bound(num_ranks: int) -> Iterator[NullDevice]:
     """Have this process compute on a null device, with an NCCL that joins any ranks."""
-    from mpistrat.transports import nccl
+    from mpistrat.transports import nccl, nccl_bindings
 
     device = NullDevice(num_ranks)
-    types = {f"NCCL_{name}": 0 for name in (*map(str.upper, nccl._TYPES), "SUM", "PROD", "MIN", "MAX")}
+    types = {f"NCCL_{name}": 0 for name in (*map(str.upper, nccl_bindings._TYPES), "SUM", "PROD", "MIN", "MAX")}
     library = SimpleNamespace(
         available=True,
         get_version=lambda: 23203,
