@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,14 @@ __all__ = ["average", "average_gradients", "broadcast_state"]
 HOST_BUCKET_BYTES, GPU_BUCKET_BYTES = 8 << 20, 25 << 20
 """Gradients that are reduced together, at most; a larger one is a bucket of its own. DistributedDataParallel has 25 MiB."""
 
+_LAYOUTS_KEPT = 1024
+
 
 def average_gradients(
-    model: torch.nn.Module, communicator: BaseCommunicator | None = None, options: CommunicationOptions | None = None
+    model: torch.nn.Module,
+    communicator: BaseCommunicator | None = None,
+    options: CommunicationOptions | None = None,
+    gradient_as_bucket_view: bool = False,
 ) -> _AveragedGradients:
     """Return a context that leaves the gradients of `model` averaged over all ranks. Leaving it is a collective call.
 
@@ -46,6 +51,11 @@ def average_gradients(
     options : CommunicationOptions, optional
         Of each all-reduce: ``intra_dtype="native"`` leaves bfloat16 as it is inside a node. Buckets have up to `bytes_per_pack`
         bytes; 0 means 8 MiB in host memory and 25 MiB on GPUs.
+    gradient_as_bucket_view : bool
+        As of DistributedDataParallel: gradients of a bucket become views of one buffer, which is averaged in place. They are
+        copied there where they are not such views yet: in the first step, and after ``zero_grad()``, which drops them; with
+        ``zero_grad(set_to_none=False)`` nothing is copied. ``detach_()`` refuses such views. A bucket in which a parameter has
+        no gradient is averaged as it is otherwise.
 
     Raises
     ------
@@ -56,13 +66,13 @@ def average_gradients(
     TypeError
         If `model` is not a module, or `communicator` not a communicator.
     InvalidArgumentError
-        If `options` are not CommunicationOptions.
+        If `options` are not CommunicationOptions, or what is to be a view has a graph, by ``backward(create_graph=True)``.
     """
     communicator = _communicator("average_gradients", communicator)
     _check_module("average_gradients", model, communicator)
     with communicator.refusing("average_gradients"):
         check_options(options)
-    return _AveragedGradients(model, communicator, options)
+    return _AveragedGradients(model, communicator, options, gradient_as_bucket_view)
 
 
 def average(value: Any, communicator: BaseCommunicator | None = None) -> Any:
@@ -138,20 +148,22 @@ def broadcast_state(
 
 @dataclass
 class _Bucket:
-    """Parameters whose gradients are reduced together."""
+    """Parameters of one dtype whose gradients are reduced together."""
 
     named: list[tuple[str, torch.nn.Parameter]] = field(default_factory=list)
     nbytes: int = 0
     ready: set[str] = field(default_factory=set)
     work: Work[list[Array]] | None = None
-    started: list[torch.Tensor] = field(default_factory=list)  # the gradients that `work` averages
+    averaged: list[torch.Tensor] = field(default_factory=list)  # the gradients that there are, or what they are views of
 
 
 class _AveragedGradients:
     """What `average_gradients` returns."""
 
-    def __init__(self, model: torch.nn.Module, communicator: BaseCommunicator, options: CommunicationOptions | None) -> None:
-        self._model, self._communicator, self._options = model, communicator, options
+    def __init__(
+        self, model: torch.nn.Module, communicator: BaseCommunicator, options: CommunicationOptions | None, are_views: bool
+    ) -> None:
+        self._model, self._communicator, self._options, self._are_views = model, communicator, options, are_views
         self._buckets: list[_Bucket] = []
         self._num_started = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -179,7 +191,7 @@ class _AveragedGradients:
             arrays = self._gradients(bucket)
             if arrays:
                 self._communicator.all_reduce("mean", arrays, self._options, out=arrays)
-            _hand_back(arrays, [parameter.grad for _, parameter in bucket.named if parameter.grad is not None])
+            _hand_back(arrays, bucket.averaged)
 
     def __del__(self) -> None:
         if not self._was_entered:
@@ -203,7 +215,6 @@ class _AveragedGradients:
             if len(following.ready) < len(following.named):
                 return
             arrays = self._gradients(following)
-            following.started = [parameter.grad for _, parameter in following.named if parameter.grad is not None]
             try:
                 following.work = self._communicator.start_all_reduce("mean", arrays, self._options, out=arrays)
             except UnavailableError:
@@ -217,12 +228,20 @@ class _AveragedGradients:
             _wait_for(bucket)
 
     def _gradients(self, bucket: _Bucket) -> list[Array]:
-        """Return the gradients of a bucket that are there; ranks compare which are not."""
+        """Return the gradients of a bucket that are there, or what they are views of; ranks compare which are not."""
         missing = [name for name, parameter in bucket.named if parameter.grad is None]
         if missing:
             self._communicator.note(f"average_gradients without a gradient of {', '.join(missing)}")
+        elif self._are_views:
+            self._communicator.note(f"average_gradients of views: {_places_of(bucket)[2]}")
         with self._communicator.refusing("average_gradients"):
-            return [_gradient(name, parameter) for name, parameter in bucket.named if parameter.grad is not None]
+            named = [(name, parameter.grad) for name, parameter in bucket.named if parameter.grad is not None]
+            for name, gradient in named:
+                _check_gradient(name, gradient, self._are_views)
+            if self._are_views and not missing:
+                named = [("a bucket", _as_views(bucket))]
+            bucket.averaged = [gradient for _, gradient in named]
+            return [_in_memory_order(gradient, name) for name, gradient in named]
 
 
 def _communicator(call: str, communicator: BaseCommunicator | None) -> BaseCommunicator:
@@ -249,35 +268,77 @@ def _check_module(call: str, model: object, communicator: BaseCommunicator) -> N
 
 def _buckets_of(model: torch.nn.Module, bucket_bytes: int) -> list[_Bucket]:
     """Return the parameters in buckets, in about the order in which backward gets to them."""
-    buckets = [_Bucket()]
+    full: list[_Bucket] = []
+    filling: dict[torch.dtype, _Bucket] = {}
     for name, parameter in reversed([each for each in model.named_parameters() if each[1].requires_grad]):
-        nbytes = parameter.numel() * parameter.element_size()
+        nbytes, bucket = parameter.numel() * parameter.element_size(), filling.setdefault(parameter.dtype, _Bucket())
         most = bucket_bytes or (GPU_BUCKET_BYTES if parameter.is_cuda else HOST_BUCKET_BYTES)
-        if buckets[-1].named and buckets[-1].nbytes + nbytes > most:
-            buckets.append(_Bucket())
-        buckets[-1].named.append((name, parameter))
-        buckets[-1].nbytes += nbytes
-    return buckets
+        if bucket.named and bucket.nbytes + nbytes > most:
+            full.append(bucket)
+            bucket = filling[parameter.dtype] = _Bucket()
+        bucket.named.append((name, parameter))
+        bucket.nbytes += nbytes
+    return [*full, *filling.values()]
 
 
 def _wait_for(bucket: _Bucket) -> None:
     """Wait for a bucket, if it has been started; on a GPU by the streams of PyTorch."""
     if bucket.work is not None:
-        _hand_back(bucket.work.wait(), bucket.started)
+        _hand_back(bucket.work.wait(), bucket.averaged)
 
 
-def _gradient(name: str, parameter: torch.nn.Parameter) -> Array:
-    """Return the gradient of a parameter as an array that shares its memory."""
+def _check_gradient(name: str, gradient: torch.Tensor, is_view: bool) -> None:
     import torch
 
-    gradient = parameter.grad
-    assert gradient is not None, "the caller has looked"
     if gradient.layout is not torch.strided:
         raise UnsupportedDtypeError(
             f"the gradient of {name} is sparse, which is not averaged: make its layer with sparse=False, or pass "
             "IndexedSlices to the all_reduce of a replica context"
         )
-    return _in_memory_order(gradient, name)
+    if is_view and gradient.requires_grad:
+        raise InvalidArgumentError(
+            f"the gradient of {name} has a graph, by backward(create_graph=True), which no view of a bucket has: "
+            "gradient_as_bucket_view=False leaves gradients where they are"
+        )
+
+
+def _places_of(bucket: _Bucket) -> tuple[list[tuple[torch.Size, tuple[int, ...], int]], int, str]:
+    """Return shape, strides and first element of each gradient in one buffer; the elements of that, and a text of both."""
+    return _places(tuple([(parameter.shape, parameter.stride()) for _, parameter in bucket.named]))
+
+
+@lru_cache(_LAYOUTS_KEPT)
+def _places(
+    parameters: tuple[tuple[torch.Size, tuple[int, ...]], ...],
+) -> tuple[list[tuple[torch.Size, tuple[int, ...], int]], int, str]:
+    import torch
+
+    views, first = [], 0
+    for shape, given in parameters:
+        strides = torch.empty_like(torch.empty_strided(shape, given, device="meta")).stride()  # as PyTorch makes gradients
+        views.append((shape, strides, first))
+        first += shape.numel()
+    return views, first, ", ".join([f"{tuple(shape)} {strides}" for shape, strides, _ in views])
+
+
+def _as_views(bucket: _Bucket) -> torch.Tensor:
+    """Return the buffer that the gradients of a bucket, which are all there, are views of, or become."""
+    import torch
+
+    gradients, (places, elements, _) = [parameter.grad for _, parameter in bucket.named], _places_of(bucket)
+    memory, itemsize = gradients[0].untyped_storage(), gradients[0].element_size()
+    start, is_whole = memory.data_ptr(), memory.nbytes() == elements * itemsize
+    if is_whole and all(
+        gradient.data_ptr() == start + first * itemsize and gradient.stride() == strides
+        for gradient, (_, strides, first) in zip(gradients, places, strict=True)
+    ):
+        return gradients[0].as_strided((elements,), (1,))
+    buffer = gradients[0].new_empty(elements)
+    views = [buffer.as_strided(*place) for place in places]
+    torch._foreach_copy_(views, gradients)
+    for (_, parameter), view in zip(bucket.named, views, strict=True):
+        parameter.grad = view
+    return buffer
 
 
 def _in_memory_order(tensor: torch.Tensor, name: str) -> Array:

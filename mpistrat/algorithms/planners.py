@@ -155,14 +155,9 @@ def reduce_scatter(world: World, bounds: Sequence[int], itemsize: int, algorithm
         rule = pipeline_rule(world)
         num_chunks = -(-longest // max((chunk_bytes or rule.max_bytes) // itemsize // world.size, 1))
         longest, depth = -(-longest // num_chunks), min(rule.depth, num_chunks)
-    phases, chunk_count = scatter_phases(world), longest * world.size
-    return Plan("hierarchical", world, bounds[-1], itemsize, phases, chunk_count, depth, bounds=tuple(bounds))
-
-
-def scatter_phases(world: World) -> tuple[Phase, ...]:
-    """Return the phases of a reduce-scatter on this world."""
     scopes = [Scope.INTRA] * (world.num_shards > 1) + [Scope.INTER] * (world.num_nodes > 1)
-    return tuple(Phase(Verb.REDUCE_SCATTER, scope) for scope in scopes)
+    phases, chunk_count = tuple(Phase(Verb.REDUCE_SCATTER, scope) for scope in scopes), longest * world.size
+    return Plan("hierarchical", world, bounds[-1], itemsize, phases, chunk_count, depth, bounds=tuple(bounds))
 
 
 def _phases(world: World) -> tuple[Phase, ...]:

@@ -137,9 +137,9 @@ class DataMovement:
             elif row_bytes:
                 whole[starts[self._rank] : starts[self._rank + 1]] = mine
                 move.run(move.route.sender.all_gather(as_bytes(whole), bounds).run())
-                if self._nccl is not None and move.route.is_on_gpu and axis == 0:
+                if self._nccl is not None and move.route.is_on_gpu:
                     enqueue = self._nccl.bind(self._nccl.gather_calls(bounds))
-                    self._remember(move, ("all_gather", given_axis, out is None), array, options, whole, enqueue)
+                    self._remember(move, ("all_gather", given_axis, out is None), array, options, whole, enqueue, axis)
             return _delivered(_moved(whole, 0, axis), array, out, move)
 
     def gather(self, array: Array, root: int, options: CommunicationOptions | None) -> list[Array] | None:
@@ -260,15 +260,20 @@ class DataMovement:
             except BaseException as error:
                 raise self._guard.fail_current(error) from None
 
-    def _remember(self, move: _Move, kind: object, array: Array, options: Any, result: Array, enqueue: Enqueue) -> None:
-        """Remember a call that NCCL has made: the next one that is like it on all ranks needs to exchange no more than that."""
+    def _remember(
+        self, move: _Move, kind: object, array: Array, options: Any, result: Array, enqueue: Enqueue, axis: int = 0
+    ) -> None:
+        """Remember a call of NCCL, which made `result`, that axis first: like calls of all ranks exchange no more than that."""
         # what `Known.gives` asks of a later `out` is what it has in common with the array
         is_like = array.__class__ is result.__class__ and array.dtype == result.dtype
         if self._gpu is not None and is_like and move.call.seconds == self._guard.deadlines.default_seconds:
             signature, in_place = move.call.signature, array.shape == result.shape
             propose = partial(self._propose, signature.text, options, digest_of(f"{move.digests} {move.numbers}"))
-            run = self._gpu.by_nccl(enqueue, (result.shape, array.dtype), in_place, propose)
-            self._programs.add(kind, [array], options, Known(signature, signature.digest, run, shape=result.shape))
+            run, shape = self._gpu.by_nccl(enqueue, (result.shape, array.dtype), in_place, propose), result.shape
+            if axis:
+                shape = _moved(result, 0, axis).shape
+                run = self._gpu.along(axis, shape, array.dtype, run)
+            self._programs.add(kind, [array], options, Known(signature, signature.digest, run, shape=shape))
 
     def _propose(self, text: str, options: CommunicationOptions | None, digest: int) -> Steps | None:
         """Begin a call, if all ranks propose to make that which the digest is of; else return None: all are to begin anew."""

@@ -135,6 +135,21 @@ class GpuArrays:
 
         return run
 
+    def along(self, axis: int, shape: tuple[int, ...], dtype: np.dtype[Any], run: Blocking) -> Blocking:
+        """Return what makes a result of a shape by `run`, which takes arrays of a dtype with that axis as their first one."""
+
+        def run_along(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
+            [array] = arrays
+            with self.device.activate():
+                allocate, moved = self._guard.allocate, np.moveaxis(array, axis, 0)
+                result = allocate(partial(self.empty, shape, array.dtype)) if out is None else out[0]
+                made = run([allocate(partial(moved.astype, dtype, order="C", copy=False))], None)
+                for each in made:
+                    result[...] = np.moveaxis(each, 0, axis)
+            return [result] if made else []
+
+        return run_along
+
     def enqueue(self, call: Callable[..., T], arrays: Sequence[Array], out: Sequence[Array] | None) -> Work[T]:
         """Make a call on the stream of started operations, after the work of the current one so far; return its handle.
 

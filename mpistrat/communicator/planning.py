@@ -25,6 +25,7 @@ from mpistrat.communicator.options import (
     shaping_values,
     text_of_shaping,
 )
+from mpistrat.device.kernels import divide_kernel
 from mpistrat.errors import InvalidArgumentError, TransportError, Unsuitable
 from mpistrat.execution import compile as compiled
 from mpistrat.execution.device_executor import DeviceExecutor
@@ -103,18 +104,18 @@ class Planner:
                 "are auto, hierarchical, or wire_dtype='native'"
             )
 
-    def compile(self, asked: Reduction) -> Program:
+    def compile(self, asked: Reduction, settle: Callable[[], None]) -> Program:
         """Choose plans for arrays of these shapes and dtypes, and bind them. A collective call.
 
-        That of a reduce-scatter is an all-reduce where another one is not possible or not faster: `Program.scattered_dtype`
-        tells which.
+        `settle` waits for what GPUs were given: memory that this uses may be freed. That of a reduce-scatter is an all-reduce
+        where another one is not possible or not faster: `Program.scattered_dtype` tells which.
         """
-        found = None if asked.axis is None else self._compile_scatter(asked, asked.arrays[0], asked.axis)
+        found = None if asked.axis is None else self._compile_scatter(asked, asked.arrays[0], asked.axis, settle)
         if found is not None:
             self._shorten(found, asked)
             return found
         while True:  # enlarging the scratch memory for a later bucket unbinds the earlier ones; then it is large enough for all
-            program = Program([self._bind(asked, pack) for pack in self._lay_out(asked)])
+            program = Program([self._bind(asked, pack, settle) for pack in self._lay_out(asked)])
             if program.is_current:
                 break
         program.on_gpu = self.executor.device is not None and bool(asked.arrays)
@@ -125,13 +126,15 @@ class Planner:
         """Give a program its blocking call, if it is a single one."""
         shorten(program, self.executor, asked.op, asked.arrays)
 
-    def _bind(self, asked: Reduction, pack: _LaidOut) -> Bucket:
+    def _bind(self, asked: Reduction, pack: _LaidOut, settle: Callable[[], None]) -> Bucket:
         """Choose the plan of a bucket, and bind it. A collective call."""
         op, options, (combined, members, layout) = asked.op, asked.options, pack
         dtypes = [asked.arrays[index].dtype for index in members]
         choice, dtype = self._decide(op, layout, combined, dtypes, options)
         plan, wire = choice.plan, _wire(op, combined, options)
         self._say(f"{op.name} of {layout.count} elements: {plan}; {choice.reason}")
+        if self.executor.device is None or not plan.is_direct:  # NCCL takes arrays where they lie: nothing is freed for that
+            settle()
         crosses_nodes = Scope.INTER in plan.scopes
         bucket = compiled.all_reduce(self.executor, plan, layout, dtype, op, dtypes, wire if crosses_nodes else None)
         bucket.indices = members
@@ -151,7 +154,7 @@ class Planner:
         dtype = combined if combined.itemsize == choice.plan.itemsize else np.dtype(np.float32)
         return replace(choice, plan=self.executor.adapt(choice.plan, layout, dtype, op, dtypes)), dtype
 
-    def _compile_scatter(self, asked: Reduction, array: Array, axis: int) -> Program | None:
+    def _compile_scatter(self, asked: Reduction, array: Array, axis: int, settle: Callable[[], None]) -> Program | None:
         """Bind the plan of a reduce-scatter; return None, on all ranks, if an all-reduce is used instead."""
         op, options = asked.op, asked.options
         dtype = self._combined_in(op, array.dtype, options)
@@ -159,26 +162,26 @@ class Planner:
             return None
         row_count = array.size // max(array.shape[axis], 1)
         bounds = [row_count * row for row in part_bounds(array.shape[axis], self._world.size)]
-        bucket = self._scatter(op, dtype, bounds, options)
-        if bucket is None:
-            return None
-        self._say(f"{op.name} of {array.size} elements, divided along axis {axis}: {bucket.plan}")
-        program = Program([bucket])
-        program.scattered_dtype, program.on_gpu = dtype, self.executor.device is not None
+        if self.executor.device is None:
+            settle()
+        program = self._scatter(asked, dtype, bounds)
+        if program is not None:
+            how = program.buckets[0].plan if program.buckets else "by NCCL"
+            self._say(f"{op.name} of {array.size} elements, divided along axis {axis}: {how}")
+            program.scattered_dtype = dtype
         return program
 
-    def _scatter(
-        self, op: ReduceOp, dtype: np.dtype[Any], bounds: Sequence[int], options: CommunicationOptions
-    ) -> Bucket | None:
+    def _scatter(self, asked: Reduction, dtype: np.dtype[Any], bounds: Sequence[int]) -> Program | None:
         """Return what gives rank r elements ``bounds[r]:bounds[r + 1]`` of the combination, if there is something."""
         if not self.executor.scatters:
             return None
+        algorithm = asked.options.algorithm or "auto"
         try:
-            plan = planners.reduce_scatter(self._world, bounds, dtype.itemsize, options.algorithm or "auto", self._chunk_bytes)
+            plan = planners.reduce_scatter(self._world, bounds, dtype.itemsize, algorithm, self._chunk_bytes)
         except Unsuitable:
             return None
         self.executor.reserve_exchange(self._world.size)
-        return compiled.reduce_scatter(self.executor, plan, dtype, op) if self.executor.scatters else None
+        return Program([compiled.reduce_scatter(self.executor, plan, dtype, asked.op)]) if self.executor.scatters else None
 
     def explain(self, asked: Reduction) -> Explanation:
         """Return how a sum is computed."""
@@ -248,27 +251,29 @@ class DevicePlanner(Planner):
         program.new_results = self._gpu.maker(asked.arrays) if len(asked.arrays) > 1 else None
         if nccl is None or not len(program.buckets) == len(asked.arrays) == 1:
             return
-        [bucket], [array], num_ranks = program.buckets, asked.arrays, self._world.size
-        fold = Fold(asked.op, array.dtype, num_ranks if asked.op is ReduceOp.MEAN else 1)
+        [bucket], [array] = program.buckets, asked.arrays
         if asked.axis is None and bucket.plan.is_direct and bucket.plan.phases:
-            enqueue = nccl.bind(nccl.all_reduce_calls(array.size, array.dtype, asked.op), array.size, fold)
-            program.blocking = self._gpu.by_nccl(enqueue, (array.shape, array.dtype), in_place=True)
-        elif bucket.plan.bounds and program.scattered_dtype == array.dtype and asked.key[0] == 0 and array.size:
-            first, last, *_ = part_bounds(array.shape[0], num_ranks)[self.executor.hierarchy.rank :]
-            program.scattered_shape = shape = (last - first, *array.shape[1:])
-            enqueue = nccl.bind(nccl.scatter_calls(bucket.plan.bounds, array.dtype, asked.op), prod(shape), fold)
-            program.blocking = self._gpu.by_nccl(enqueue, (shape, array.dtype), in_place=False)
+            calls, fold = nccl.all_reduce_calls(array.size, array.dtype, asked.op), self._fold(asked.op, array.dtype)
+            program.blocking = self._gpu.by_nccl(nccl.bind(calls, array.size, fold), (array.shape, array.dtype), in_place=True)
 
-    def _scatter(
-        self, op: ReduceOp, dtype: np.dtype[Any], bounds: Sequence[int], options: CommunicationOptions
-    ) -> Bucket | None:
-        nccl = self.executor.transports.everywhere
+    def _scatter(self, asked: Reduction, dtype: np.dtype[Any], bounds: Sequence[int]) -> Program | None:
+        op, nccl, [array], axis = asked.op, self.executor.transports.everywhere, asked.arrays, asked.key[0]
         if nccl is None or nccl.refusal(dtype, op):
             return None
-        phases, count = planners.scatter_phases(self._world), bounds[-1]
-        chunk_count = max(count, 1) * self._world.size
-        plan = Plan("hierarchical", self._world, count, dtype.itemsize, phases, chunk_count, bounds=tuple(bounds))
-        return compiled.reduce_scatter_by_nccl(self.executor, self.executor.device, nccl, plan, dtype, op)
+        first, last, *_ = part_bounds(array.shape[axis], self._world.size)[self.executor.hierarchy.rank :]
+        before, after, program = array.shape[:axis], array.shape[axis + 1 :], Program([])
+        program.scattered_shape, moved = (*before, last - first, *after), (last - first, *before, *after)
+        enqueue = nccl.bind(nccl.scatter_calls(bounds, dtype, op), prod(moved), self._fold(op, dtype))
+        program.blocking = run = self._gpu.by_nccl(enqueue, (moved, dtype), in_place=False)
+        if axis or dtype != array.dtype:
+            program.blocking = self._gpu.along(axis, program.scattered_shape, dtype, run)
+        return program
+
+    def _fold(self, op: ReduceOp, dtype: np.dtype[Any]) -> Fold:
+        """Return how NCCL's result is divided; its kernel is loaded."""
+        if op is ReduceOp.MEAN:
+            self.executor.device.prepare(divide_kernel(dtype))
+        return Fold(op, dtype, self._world.size if op is ReduceOp.MEAN else 1)
 
     def _combined_in(self, op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> np.dtype[Any]:
         is_native = options.intra_dtype == NATIVE and op in _ROUNDING_OPS and dtype in HALF_DTYPES

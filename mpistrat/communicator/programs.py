@@ -10,7 +10,7 @@ the same call.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -31,7 +31,7 @@ from mpistrat.execution.program import Blocking, Program
 from mpistrat.groups.agreement import Signature
 from mpistrat.watch.recorder import recorder
 
-PROGRAMS_KEPT = 64
+PROGRAMS_KEPT = 128
 
 _SIGNATURE = attrgetter("shape", "dtype", "__class__")
 _DEFAULT = 0
@@ -70,7 +70,7 @@ class Known:
 
 
 class Programs:
-    """The programs of a communicator, at most 64."""
+    """The programs of a communicator, at most 128."""
 
     def __init__(self, guard: Guard, host: Planner, device: DevicePlanner | None) -> None:
         self._guard, self._options, self._host, self._device = guard, guard.options, host, device
@@ -86,18 +86,20 @@ class Programs:
         program = self._programs.get(asked.key)
         return program if program is not None and program.is_current else None
 
-    def compile(self, asked: Reduction) -> Program:
-        """Make the program for it, which was checked. A collective call."""
+    def compile(self, asked: Reduction, settle: Callable[[], None]) -> Program:
+        """Make the program for it, which was checked; `settle` waits for what GPUs were given. A collective call."""
         planner = self._planner(asked.arrays)
         generation = planner.executor.generation
         try:
-            program = self._programs[asked.key] = planner.compile(asked)
+            program = self._programs[asked.key] = planner.compile(asked, settle)
         finally:
             is_full = len(self._programs) > PROGRAMS_KEPT
             if is_full:
                 # the oldest, not the least recently used: all ranks must forget the same one, and calls that are
                 # remembered are not looked up here
-                self._programs.popitem(last=False)
+                _, oldest = self._programs.popitem(last=False)
+                if not all(bucket.plan.is_direct for bucket in oldest.buckets):
+                    settle()
             if is_full or generation != planner.executor.generation:
                 # the next call of a program that is gone, or lost its memory, compiles it again: all ranks take part
                 self.forget_calls()

@@ -71,6 +71,12 @@ class Reductions:
             if axis is None:
                 results, sources = self._results_and_sources(arrays, out)
                 self._guard.run(call, self._steps(program, sources, results))
+            elif program.scattered_shape is not None:  # NCCL makes the first call as all later ones
+                self._guard.deadlines.begin_limit(call.seconds)
+                try:
+                    results = run(arrays, out)
+                except BaseException as error:
+                    raise self._guard.fail_current(error) from None
             else:
                 target = None if out is None else out[0]
                 results = [self._scatter(program, arrays[0], axis, target, partial(self._guard.run, call))]
@@ -251,9 +257,8 @@ class Reductions:
         elif call.ends:
             self._guard.raise_if_given_up(call)
         if program is None:
-            if self._gpu is not None:  # binding may free memory that enqueued operations use
-                self._guard.run(call, self._gpu.executor.settle())
-            program = self.programs.compile(asked)
+            settling = iter(()) if self._gpu is None else self._gpu.executor.settle()
+            program = self.programs.compile(asked, partial(self._guard.run, call, settling))
         program.is_agreed = program.is_agreed or (is_limited and program.blocking is not None)
         return program
 

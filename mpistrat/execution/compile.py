@@ -17,8 +17,7 @@ import numpy as np
 
 from mpistrat.algorithms.plan import Phase, Plan, Scope
 from mpistrat.arrays import Array, flat
-from mpistrat.device.abstract import Device, are_contiguous
-from mpistrat.device.kernels import divide_kernel
+from mpistrat.device.abstract import are_contiguous
 from mpistrat.errors import TransportError
 from mpistrat.execution.executor import CopySteps, Executor
 from mpistrat.execution.program import Bucket, Lanes
@@ -26,7 +25,6 @@ from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp, divide
 from mpistrat.steps import WORKED, Steps
 from mpistrat.transports.base import FlatArrays, Operation, SegmentCache
-from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.wire import Cast, Wire
 
 SLOT_ALIGNMENT_BYTES = 4096
@@ -414,20 +412,6 @@ class _Scatter:
     def _record(self, name: str, lane: str, started: float, array: Array) -> None:
         if self._executor.timeline.enabled:
             self._executor.timeline.record(name, lane, started, array.nbytes)
-
-
-def reduce_scatter_by_nccl(
-    executor: Executor, device: Device, nccl: NcclTransport, plan: Plan, dtype: np.dtype[Any], op: ReduceOp
-) -> Bucket:
-    """Bind the same to NCCL, which combines the caller's arrays, and writes each rank's part where it goes."""
-    fold = Fold(op, dtype, plan.world.size if op is ReduceOp.MEAN else 1)
-    if op is ReduceOp.MEAN:
-        device.prepare(divide_kernel(dtype))
-
-    def lanes(sources: Sequence[Array], targets: Sequence[Array]) -> Lanes:
-        return Lanes(lambda _: nccl.scatter_between(sources[0].reshape(-1), plan.bounds, targets[0].reshape(-1), fold))
-
-    return Bucket(plan, lanes, lambda: True, begins_with_barrier=False, detects_mismatch=executor.detects_mismatch(plan.phases))
 
 
 def interleave(lanes: Sequence[Steps]) -> Steps:

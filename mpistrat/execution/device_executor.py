@@ -24,7 +24,8 @@ from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.steps import WAITING, Steps
 from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Transport, Watched
-from mpistrat.transports.nccl import NcclTransport, nccl_refusal
+from mpistrat.transports.nccl import NcclTransport
+from mpistrat.transports.nccl_bindings import nccl_refusal
 from mpistrat.transports.pairwise import ordered_all_reduce
 from mpistrat.transports.wire import Cast
 

@@ -24,59 +24,9 @@ HOST_TABLES = 8
 
 
 class _DeviceCopy:
-    """Copies segments of arrays into or out of places in a bucket, by one launch for each dtype of the arrays."""
+    """Copies between arrays of these dtypes and parts of a range of a bucket, by one launch for each dtype, on one stream."""
 
-    def __init__(
-        self,
-        device: Device,
-        segments: Sequence[tuple[Segment, DeviceArray]],
-        dtypes: Sequence[np.dtype[Any]],
-        pack: bool,
-        divisor: int,
-    ) -> None:
-        self._device, self._are_contiguous = device, False
-        members: dict[np.dtype[Any], list[tuple[Segment, DeviceArray]]] = {}
-        for segment, place in segments:
-            members.setdefault(dtypes[segment.array], []).append((segment, place))
-        self._launches = [_Launch(device, alike, dtype, pack, divisor) for dtype, alike in members.items()]
-
-    def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
-        """Copy from or to contiguous `arrays`, casting where the buffer has another dtype."""
-        if not self._are_contiguous:
-            assert all(array.flags.c_contiguous for array in arrays), "not contiguous"
-            self._are_contiguous = True
-        for launch in self._launches:
-            yield from launch.run(arrays)
-
-
-class DeviceCopyIn(_DeviceCopy):
-    """Copies arrays of these dtypes into one range of a bucket's buffer, on the device's current stream."""
-
-    def __init__(
-        self,
-        device: Device,
-        layout: Layout,
-        start: int,
-        stop: int,
-        buffer: DeviceArray,
-        dtypes: Sequence[np.dtype[Any]],
-    ) -> None:
-        segments = [(segment, buffer[segment.offset :]) for segment in layout.segments(start, stop, stop - start)]
-        super().__init__(device, segments, dtypes, pack=True, divisor=1)
-        self._padding = buffer[stop - start :]
-
-    def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
-        """Copy from contiguous `arrays`; what lies beyond the range is set to zero."""
-        yield from super().run(arrays)
-        if self._padding.size:
-            self._device.current_stream().clear(address(self._padding), self._padding.nbytes)
-
-
-class DeviceCopyOut(_DeviceCopy):
-    """Copies parts of a range of a bucket out to arrays of these dtypes, on the device's current stream.
-
-    The source of a part is memory of this GPU, or mapped memory of another one.
-    """
+    _packs = False
 
     def __init__(
         self,
@@ -88,12 +38,42 @@ class DeviceCopyOut(_DeviceCopy):
         divisor: int,
         dtypes: Sequence[np.dtype[Any]],
     ) -> None:
-        segments = [
-            (segment, source[segment.offset :])
-            for first, last, source in parts
-            for segment in layout.segments(start + first, min(start + last, stop), stop - start)
-        ]
-        super().__init__(device, segments, dtypes, pack=False, divisor=divisor)
+        self._device, self._are_contiguous = device, False
+        members: dict[np.dtype[Any], list[tuple[Segment, DeviceArray]]] = {}
+        for first, last, memory in parts:
+            for segment in layout.segments(start + first, min(start + last, stop), stop - start):
+                members.setdefault(dtypes[segment.array], []).append((segment, memory[segment.offset :]))
+        self._launches = [_Launch(device, alike, dtype, self._packs, divisor) for dtype, alike in members.items()]
+
+    def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
+        """Copy from or to contiguous `arrays`, casting where the buffer has another dtype."""
+        if not self._are_contiguous:
+            assert all(array.flags.c_contiguous for array in arrays), "not contiguous"
+            self._are_contiguous = True
+        for launch in self._launches:
+            yield from launch.run(arrays)
+
+
+class DeviceCopyOut(_DeviceCopy):
+    """Copies parts of a range of a bucket out to arrays: from memory of this GPU, or mapped memory of another one."""
+
+
+class DeviceCopyIn(_DeviceCopy):
+    """Copies arrays into one range of a bucket's buffer; what lies beyond it is set to zero."""
+
+    _packs = True
+
+    def __init__(
+        self, device: Device, layout: Layout, start: int, stop: int, buffer: DeviceArray, dtypes: Sequence[np.dtype[Any]]
+    ) -> None:
+        super().__init__(device, layout, start, stop, [(0, stop - start, buffer)], 1, dtypes)
+        self._padding = buffer[stop - start :]
+
+    def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
+        """Copy from contiguous `arrays`."""
+        yield from super().run(arrays)
+        if self._padding.size:
+            self._device.current_stream().clear(address(self._padding), self._padding.nbytes)
 
 
 class _Launch:

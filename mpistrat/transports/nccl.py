@@ -15,9 +15,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import cache
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,16 @@ import numpy as np
 
 from mpistrat.arrays import part_bounds
 from mpistrat.device.abstract import Allocator, Device, DeviceArray, Event, Stream, address
-from mpistrat.device.kernels import PACKET_BYTES, computed_in, divide_kernel, fold_kernel, fold_name, num_blocks, real_dtype
+from mpistrat.device.kernels import PACKET_BYTES, computed_in, divide_kernel, fold_kernel, num_blocks, real_dtype
 from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups.agreement import bcast_or_raise, gather_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.logger import logger
-from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
+from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.steps import WAITING, Steps
 from mpistrat.text import ranks_by, ranks_text
 from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Watched
-from mpistrat.transports.nccl_bindings import Nccl4py, find_binding, version_text
+from mpistrat.transports.nccl_bindings import Nccl4py, connecting_first, find_binding, native_type, nccl_refusal, version_text
 from mpistrat.transports.nccl_watcher import NcclWatcher
 
 JOIN_SECONDS, ABORT_SECONDS, DESTROY_SECONDS = 120.0, 0.5, 5.0
@@ -46,27 +45,8 @@ _OF_WINDOWS = "NCCL_WIN_ENABLE", "NCCL_CUMEM_ENABLE"
 POLLS_PER_CHECK = 64
 _POLL_SECONDS = 1e-4
 
-_TYPES = {"int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64"}
 # NCCL destroys a communicator on all ranks of a node together: garbage collection, at any moment of one rank, must not
 _undisposed: set[Any] = set()
-
-
-@cache
-def native_type(dtype: np.dtype[Any], op: ReduceOp) -> tuple[str, int, str] | None:
-    """Return how NCCL combines such values, or None: its type, how many of these make one value, and its operation."""
-    native = fold_name(dtype, op).upper()
-    if dtype.kind == "b":
-        return "UINT8", 1, native
-    if dtype.kind == "c" and native == "SUM":
-        return f"FLOAT{4 * dtype.itemsize}", 2, native
-    # NCCL's minimum and maximum pass NaN over
-    loses_nan = (dtype.kind == "f" or dtype in HALF_DTYPES) and op in (ReduceOp.MIN, ReduceOp.MAX)
-    return None if loses_nan or dtype.name not in _TYPES else (dtype.name.upper(), 1, native)
-
-
-def nccl_refusal(dtype: np.dtype[Any], op: ReduceOp) -> str:
-    """Return why NCCL does not combine such values, or an empty text."""
-    return "" if native_type(dtype, op) else f"NCCL does not combine {dtype} by {op.name} as this library defines it"
 
 
 class NcclTransport(DeviceTransport):
@@ -90,7 +70,7 @@ class NcclTransport(DeviceTransport):
         self._ended: Event | None = None
         self._failure, self._is_overdue, self._told_at = "", False, -math.inf
         self._connected: set[tuple[str, int]] = set()  # by point-to-point calls
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._watcher: NcclWatcher | None = None
         self._windows: list[tuple[Any, DeviceArray]] = []  # and their memory
         self._is_captured = False  # so that there may be CUDA graphs with its calls
@@ -145,9 +125,7 @@ class NcclTransport(DeviceTransport):
 
     def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind ncclAllReduce, in place."""
-        start = address(buffer)
-        calls = _placed(self.all_reduce_calls(buffer.size, buffer.dtype, op), start, start)
-        return self._operation(calls, [Part(0, buffer.size, (buffer,))])
+        return self._between(buffer, buffer, self.all_reduce_calls(buffer.size, buffer.dtype, op))
 
     def all_reduce_arrays(self, arrays: FlatArrays, fold: Fold) -> Steps:
         """Combine arrays of the caller, after what its stream was given so far: ncclAllReduce of each, together."""
@@ -195,28 +173,16 @@ class NcclTransport(DeviceTransport):
     def reduce_scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind ncclReduceScatter in place, or one ncclReduce per part where parts differ."""
         start, stop = bounds[self.group.rank : self.group.rank + 2]
-        own = buffer[start:stop]
-        calls = _placed(self.scatter_calls(bounds, buffer.dtype, op), address(buffer), address(own))
-        return self._operation(calls, [Part(start, stop, (own,))])
-
-    def scatter_between(self, source: DeviceArray, bounds: Sequence[int], target: DeviceArray, fold: Fold) -> Steps:
-        """Combine arrays that share no memory; rank r gets elements ``bounds[r]:bounds[r + 1]``. A collective call."""
-        calls = _placed(self.scatter_calls(bounds, source.dtype, fold.op), address(source), address(target))
-        yield from self._operation(calls, []).run()
-        self._divide(address(target), target.size, fold)
+        return self._between(buffer, buffer[start:stop], self.scatter_calls(bounds, buffer.dtype, op), start)
 
     def all_gather(self, buffer: DeviceArray, bounds: Sequence[int]) -> Operation:
         """Bind ncclAllGather in place, or one ncclBroadcast per part where parts differ."""
-        start = address(buffer)
-        own = start + bounds[self.group.rank] * buffer.dtype.itemsize
-        calls = _placed(self.gather_calls(bounds, buffer.dtype.itemsize), own, start)
-        return self._operation(calls, [Part(0, buffer.size, (buffer,))])
+        start, stop = bounds[self.group.rank : self.group.rank + 2]
+        return self._between(buffer[start:stop], buffer, self.gather_calls(bounds, buffer.dtype.itemsize))
 
     def broadcast(self, buffer: DeviceArray, root: int = 0) -> Operation:
         """Bind ncclBroadcast, in place."""
-        start = address(buffer)
-        calls = _placed(self.broadcast_calls(buffer.nbytes, root), start, start)
-        return self._operation(calls, [Part(0, buffer.size, (buffer,))])
+        return self._between(buffer, buffer, self.broadcast_calls(buffer.nbytes, root))
 
     def bind(self, calls: Sequence[_Call], count: int = 0, fold: Fold | None = None) -> Enqueue:
         """Return what enqueues calls on memory of the caller, and divides a mean of so many elements by a prepared kernel."""
@@ -262,9 +228,14 @@ class NcclTransport(DeviceTransport):
         return iter(()) if self._watcher is None else self._watcher.settle()
 
     def abort(self, reason: str) -> None:
-        """Give the communicator up, with whatever is under way; every later use raises `reason`. The peers must do likewise."""
+        """Give the communicator up, with whatever is under way; every later use raises `reason`. The peers must do likewise.
+
+        That is done on a thread of its own: NCCL may wait there for peers that have stopped, and the caller is to raise.
+        """
         with self._lock:
-            self._abort(reason)
+            if not self._failure:
+                self._failure = reason
+                self._start(self._comm.abort)[0].join(ABORT_SECONDS)
 
     def close(self) -> None:
         """Free the memory of windows, which nothing under way uses; after a failure something may, and nothing is freed."""
@@ -281,10 +252,16 @@ class NcclTransport(DeviceTransport):
         self.close()
         if not self._failure:
             self._failure = "it was closed"
-            if self._is_captured:
-                self._destroy_apart()
-            else:
+            if not self._is_captured:
                 self._comm.destroy()
+            else:
+                thread, _ = self._start(self._comm.destroy)
+                thread.join(DESTROY_SECONDS)
+                if thread.is_alive():
+                    logger.warning(
+                        f"{self.group.name}: NCCL's communicator keeps its memory until the CUDA graphs that contain its "
+                        "collectives are deleted, on all ranks: delete them before its owner is closed"
+                    )
         _undisposed.discard(self._comm)
         self._comm = None
 
@@ -332,6 +309,11 @@ class NcclTransport(DeviceTransport):
     def broadcast_calls(self, nbytes: int, root: int) -> list[_Call]:
         """Return what sends bytes of the root to all, itself included."""
         return [("broadcast", 0, 0, nbytes, self._nccl.NCCL_UINT8, root)]
+
+    def _between(self, source: DeviceArray, target: DeviceArray, calls: Sequence[_Call], first: int = 0) -> Operation:
+        """Return what makes calls on these arrays; the target is from element `first` on."""
+        part = Part(first, first + target.size, (target,))
+        return self._operation(_placed(calls, address(source), address(target)), [part])
 
     def _operation(self, calls: Sequence[_Call], parts: list[Part], connects: bool = False) -> Operation:
         """Return what makes calls, after what the caller's stream was given so far; some may connect ranks first."""
@@ -423,10 +405,10 @@ class NcclTransport(DeviceTransport):
                 try:
                     self._comm.check_async_error()
                 except Exception as error:  # CuPy raises KeyError for results that it has no name for
-                    self._abort(f"{error}")
+                    self.abort(f"{error}")
             if asks_peers and not self._failure and self._watcher is not None and self._watcher.watched.peer_has_aborted():
                 self._told_at = time.monotonic()
-                self._abort("another rank has given up")
+                self.abort("another rank has given up")
         self.raise_failure()
 
     def _give_up(self, seconds: float) -> None:
@@ -434,32 +416,12 @@ class NcclTransport(DeviceTransport):
         with self._lock:
             if not self._failure:
                 self._is_overdue = True
-                self._abort(
+                self.abort(
                     f"rank {self.group.ranks[self.group.rank]}, {self.group.name}: what NCCL was given has not ended within "
                     f"{round(seconds, 2):g} s on the GPU, although all ranks came to the call: one has stopped after that, or "
                     "a GPU, or a link between GPUs, gets no further"
                 )
         self.raise_failure()
-
-    def _abort(self, reason: str) -> None:
-        if not self._failure:
-            self._failure = reason
-            self._abort_apart()
-
-    def _abort_apart(self) -> None:
-        """Abort on a thread of its own, as NCCL may wait there for peers that have stopped, and the caller is to raise."""
-        thread, _ = self._start(self._comm.abort)
-        thread.join(ABORT_SECONDS)
-
-    def _destroy_apart(self) -> None:
-        """Destroy the communicator on a thread of its own, and warn if that takes long."""
-        thread, _ = self._start(self._comm.destroy)
-        thread.join(DESTROY_SECONDS)
-        if thread.is_alive():
-            logger.warning(
-                f"{self.group.name}: NCCL's communicator keeps its memory until the CUDA graphs that contain its collectives "
-                "are deleted, on all ranks: delete them before its owner is closed"
-            )
 
     def _join(self) -> None:
         """Make the communicator, on a thread of its own."""
@@ -476,16 +438,16 @@ class NcclTransport(DeviceTransport):
                 self._comm.abort()  # its kernels would wait for peers for ever
                 raise
 
-        with _connecting_first():
+        with connecting_first():
             thread, failures = self._start(join)
             thread.join(JOIN_SECONDS)
         problem = f"not all ranks had joined after {JOIN_SECONDS:g} s" if thread.is_alive() else "".join(failures)
         problems, windows = zip(*self.group.comm.allgather((problem, bool(self._windows))), strict=True)
         failed = [rank for rank, text in zip(self.group.ranks, problems, strict=True) if text]
         if failed:
-            if not problem:
-                self._abort_apart()
             text = next(filter(None, problems))
+            if not problem:
+                self.abort(text)
             raise TransportError(
                 f"{self.group.name}: NCCL could not join {ranks_text(failed)}: {text}. NCCL_DEBUG=WARN shows more"
             )
@@ -573,20 +535,6 @@ class NcclTransport(DeviceTransport):
                 ) from error
 
         return bcast_or_raise(self.group.comm, find)
-
-
-@contextmanager
-def _connecting_first() -> Iterator[None]:
-    """Have NCCL connect ranks where they join, and not where it is first used; jobs that this process starts are their own."""
-    name = "NCCL_RUNTIME_CONNECT"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
 
 
 _Call = tuple[Any, ...]

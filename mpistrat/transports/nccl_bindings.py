@@ -7,14 +7,20 @@ buffers there, and lets the switches of NVLink add.
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from mpistrat.device.abstract import Allocator
+from mpistrat.device.kernels import fold_name
 from mpistrat.errors import TransportError
+from mpistrat.reduction import HALF_DTYPES, ReduceOp
 
 GRACE_SECONDS = 0.25  # in which peers learn that a communicator is given up
 _FIRST_WITH_REVOKE = 22807
@@ -28,6 +34,40 @@ _VERBS = {
     "send": "send",
     "recv": "recv",
 }
+
+_TYPES = {"int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64"}
+
+
+@cache
+def native_type(dtype: np.dtype[Any], op: ReduceOp) -> tuple[str, int, str] | None:
+    """Return how NCCL combines such values, or None: its type, how many of these make one value, and its operation."""
+    native = fold_name(dtype, op).upper()
+    if dtype.kind == "b":
+        return "UINT8", 1, native
+    if dtype.kind == "c" and native == "SUM":
+        return f"FLOAT{4 * dtype.itemsize}", 2, native
+    # NCCL's minimum and maximum pass NaN over
+    loses_nan = (dtype.kind == "f" or dtype in HALF_DTYPES) and op in (ReduceOp.MIN, ReduceOp.MAX)
+    return None if loses_nan or dtype.name not in _TYPES else (dtype.name.upper(), 1, native)
+
+
+def nccl_refusal(dtype: np.dtype[Any], op: ReduceOp) -> str:
+    """Return why NCCL does not combine such values, or an empty text."""
+    return "" if native_type(dtype, op) else f"NCCL does not combine {dtype} by {op.name} as this library defines it"
+
+
+@contextmanager
+def connecting_first() -> Iterator[None]:
+    """Have NCCL connect ranks where they join, and not where it is first used; jobs that this process starts are their own."""
+    name = "NCCL_RUNTIME_CONNECT"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 @cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from tests.gpu.calls import raw_nccl
 from tests.gpu.program import settle, the_gpu, write_report
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
-ARRAYS, COUNT, CALLS = 161, 1000, 2000
+ARRAYS, SHAPES, COUNT, CALLS = 161, 100, 1000, 2000
 REAL_CALLS = 200  # no more than a GPU queues: the host would wait for ranks that take turns on it
 
 
@@ -58,6 +59,8 @@ def calls(communicator: Any, device: Device) -> dict[str, Callable[[], object]]:
     new = device.array_module.empty
     x, out, part = new(COUNT, np.float32), new(COUNT, np.float32), new(COUNT * communicator.size, np.float32)
     many, turns = [[new(COUNT, np.float32) for _ in range(ARRAYS)] for _ in range(2)], [0]
+    square = new((communicator.size, communicator.size), np.float32)
+    shapes = cycle([new(COUNT + extent, np.float32) for extent in range(SHAPES)])
 
     def other_addresses() -> object:
         turns[0] ^= 1
@@ -68,11 +71,14 @@ def calls(communicator: Any, device: Device) -> dict[str, Callable[[], object]]:
         "all_reduce, one array, out=": lambda: communicator.all_reduce(SUM, x, out=out),
         "all_reduce, one array, in place": lambda: communicator.all_reduce(SUM, x, out=x),
         "all_reduce, mean of one array": lambda: communicator.all_reduce(MEAN, x),
+        f"all_reduce, one array of {SHAPES} shapes in turn": lambda: communicator.all_reduce(SUM, next(shapes)),
         f"all_reduce, {ARRAYS} arrays": lambda: communicator.all_reduce(SUM, many[0]),
         f"all_reduce, {ARRAYS} arrays, in place": lambda: communicator.all_reduce(SUM, many[0], out=many[0]),
         f"all_reduce, {ARRAYS} arrays, other addresses": other_addresses,
         "reduce_scatter": lambda: communicator.reduce_scatter(SUM, part),
+        "reduce_scatter, along axis 1": lambda: communicator.reduce_scatter(SUM, square, 1),
         "all_gather": lambda: communicator.all_gather(x),
+        "all_gather, along axis 1": lambda: communicator.all_gather(square, 1),
         "broadcast": lambda: communicator.broadcast(x),
         "start_all_reduce, wait": lambda: communicator.start_all_reduce(SUM, x, out=out).wait(),
     }
@@ -94,7 +100,7 @@ def _times(name: str, calls: int) -> int:
 
 def _microseconds(call: Callable[[], object], times: int, device: Device, barrier: Callable[[], None]) -> float:
     """Return the host's time of a warm call, on this thread."""
-    for _ in range(20):
+    for _ in range(max(20, times // 10)):
         call()
     settle(device)
     barrier()

@@ -46,6 +46,9 @@ def _quiet_arrays(cupy):
         def copy(self, order="C"):
             return self
 
+        def astype(self, dtype, order="C", copy=True):
+            return self
+
         def __array_function__(self, func, types, args, kwargs):
             return None if func is np.copyto else super().__array_function__(func, types, args, kwargs)
 
@@ -117,10 +120,10 @@ class _Communicator:
 @contextmanager
 def bound(num_ranks):
     """Have this process compute on a null device, with an NCCL that joins any ranks."""
-    from mpistrat.transports import nccl
+    from mpistrat.transports import nccl, nccl_bindings
 
     device = NullDevice(num_ranks)
-    types = {f"NCCL_{name}": 0 for name in (*map(str.upper, nccl._TYPES), "SUM", "PROD", "MIN", "MAX")}
+    types = {f"NCCL_{name}": 0 for name in (*map(str.upper, nccl_bindings._TYPES), "SUM", "PROD", "MIN", "MAX")}
     library = SimpleNamespace(
         available=True,
         get_version=lambda: 23203,

@@ -83,7 +83,7 @@ def train(
         with _stream(device, is_side=step % SIDE_EVERY == 0):
             if device == "cuda" and step % DELAY_EVERY == 0 and communicator.rank == communicator.size - 1:
                 torch.cuda._sleep(DELAY_CYCLES)
-            with mpistrat.torch.average_gradients(model, communicator, OPTIONS):
+            with mpistrat.torch.average_gradients(model, communicator, OPTIONS, gradient_as_bucket_view=step % 2 == 1):
                 mine = _loss(model, batch[communicator.rank])
                 backward(mine)
                 mean = mpistrat.torch.average(mine.detach(), communicator)

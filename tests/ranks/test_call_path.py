@@ -222,10 +222,12 @@ def test_a_warm_call_by_nccl_makes_few_calls(comm, monkeypatch):
     made = {}
     with null_device.bound(comm.size) as device, mpistrat.Communicator(comm) as communicator:
         for name, call in host_time.calls(communicator, device).items():
-            for _ in range(3):
+            for _ in range(host_time.SHAPES):
                 call()
             made[name] = min(calls_made(call) for _ in range(32))
     print(made)
-    most = {"all_gather": CALLS_OF_A_PROPOSAL, "broadcast": CALLS_OF_A_PROPOSAL, "start_all_reduce, wait": 116}
+    proposed = dict.fromkeys(["all_gather", "all_gather, along axis 1", "broadcast"], CALLS_OF_A_PROPOSAL)
+    most = {**proposed, "start_all_reduce, wait": 116}
     for name, count in made.items():
-        assert count <= most.get(name, CALLS_OF_A_BATCH_BY_NCCL if "arrays" in name else CALLS_BY_NCCL), name
+        calls = most.get(name, CALLS_OF_A_BATCH_BY_NCCL if "arrays" in name else CALLS_BY_NCCL)
+        assert count <= calls + 20 * ("along" in name), name  # NumPy's function that moves an axis has some itself

@@ -78,7 +78,10 @@ def verbs(node):
         (lambda put, to: to.all_reduce(SUM, put(large))),
         (lambda put, to: to.all_reduce(MEAN, [put(array) for array in small])),
         (lambda put, to: to.reduce_scatter(SUM, put(rows))),
+        (lambda put, to: to.reduce_scatter(MEAN, put(rows), 1)),
+        (lambda put, to: to.reduce_scatter(SUM, put(rows.astype(np.float16)))),
         (lambda put, to: to.all_gather(put(rows))),
+        (lambda put, to: to.all_gather(put(rows), 1)),
         (lambda put, to: to.broadcast(put(rows), node.size - 1)),
         (lambda put, to: to.all_to_all([put(rows)] * node.size)),
     )
@@ -113,6 +116,20 @@ def refused_in_capture(stream, why):
     with stream.capturing() as graph, pytest.raises((InvalidArgumentError, TransportError), match=why):
         yield
     assert not graph
+
+
+def test_arrays_of_other_shapes_in_turn_are_given_to_nccl_without_waiting_for_those_before(node, monkeypatch):
+    monkeypatch.setattr("mpistrat.communicator.programs.PROGRAMS_KEPT", 4)  # so that each is new
+    given = [values((2 * rows, 3), np.float32, node.rank) for rows in range(1, 8)] * 2
+    for call in (
+        lambda array, to: to.all_reduce(SUM, array),
+        lambda array, to: to.all_reduce(MEAN, array),
+        lambda array, to: to.reduce_scatter(SUM, array),
+    ):
+        arrays = [node.up(array) for array in given]
+        call(arrays[0], node.gpu)  # a kernel is loaded
+        found = held_call(node, lambda call=call, arrays=arrays: [call(array, node.gpu) for array in arrays])
+        node.check(found, [call(array, node.host) for array in given])
 
 
 def test_what_cannot_be_captured_raises_before_anything_is_enqueued(node):
@@ -645,6 +662,7 @@ class _Parameter:
 
     def __init__(self, tensor):
         self.numel, self.element_size, self.detach, self.grad = tensor.numel, tensor.element_size, lambda: tensor, None
+        self.dtype = tensor.dtype
 
     def register_hook(self, _):
         return SimpleNamespace(remove=lambda: None)

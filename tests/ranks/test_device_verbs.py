@@ -15,7 +15,8 @@ from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.testing.transport_cases import operations
 from mpistrat.transports import nccl
-from mpistrat.transports.nccl import NcclTransport, nccl_refusal
+from mpistrat.transports.nccl import NcclTransport
+from mpistrat.transports.nccl_bindings import nccl_refusal
 from tests.gpu import stand_in_arrays, verbs_rank
 from tests.gpu.bound import TRIAL_BYTES
 from tests.gpu.pair import Pair, values

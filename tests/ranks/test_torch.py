@@ -16,6 +16,7 @@ from tests.other_arrays import installed
 pytestmark = on_ranks(2)  # the library is heavy to start, and other numbers of ranks would tell nothing new
 
 SMALL_BUCKETS = CommunicationOptions(bytes_per_pack=1)  # one for each gradient
+as_views = pytest.mark.parametrize("are_views", [False, True], ids=["apart", "views"])
 
 
 @pytest.fixture
@@ -55,12 +56,13 @@ def _check(torch, found, size, num_passes=1):
         torch.testing.assert_close(parameter.grad, expected.grad)
 
 
+@as_views
 @pytest.mark.parametrize("bucket_bytes", [1 << 30, 4096, 1], ids=["one bucket", "two or three", "one for each"])
-def test_gradients_are_those_of_the_mean_loss_and_several_passes_add_up(torch, ours, communicator, bucket_bytes):
+def test_gradients_are_those_of_the_mean_loss_and_several_passes_add_up(torch, ours, communicator, bucket_bytes, are_views):
     model = _model(torch)
-    averaged = ours.average_gradients(model, communicator, CommunicationOptions(bytes_per_pack=bucket_bytes))
+    averaged = ours.average_gradients(model, communicator, CommunicationOptions(bytes_per_pack=bucket_bytes), are_views)
     for num_passes in (1, 3, 2):  # a block may be entered again
-        model.zero_grad()
+        model.zero_grad(set_to_none=num_passes == 3)
         with averaged:
             if num_passes > 1:  # the last layer has no gradient yet
                 model[:3](_rows(torch, 0)).sum().mul(0.0).backward()
@@ -69,9 +71,10 @@ def test_gradients_are_those_of_the_mean_loss_and_several_passes_add_up(torch, o
         _check(torch, model, communicator.size, num_passes)
 
 
-def test_gradients_may_be_dropped_between_two_passes(torch, ours, communicator):
+@as_views
+def test_gradients_may_be_dropped_between_two_passes(torch, ours, communicator, are_views):
     model = _model(torch)
-    with ours.average_gradients(model, communicator, SMALL_BUCKETS):
+    with ours.average_gradients(model, communicator, SMALL_BUCKETS, are_views):
         model(_rows(torch, 9)).sum().backward()
         model.zero_grad()
         model(_rows(torch, communicator.rank)).square().mean().backward()
@@ -122,24 +125,29 @@ def test_an_empty_block_averages_in_place_what_is_there(torch, ours, communicato
     _check(torch, model, communicator.size, 2)
 
 
-def test_gradients_of_other_layouts_and_dtypes(torch, ours, communicator):
+@as_views
+def test_gradients_of_other_layouts_and_dtypes(torch, ours, communicator, are_views):
     model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     half = torch.nn.Linear(2, 2).to(torch.bfloat16)
     whole = torch.nn.ModuleList([model, half])
+    whole.empty = torch.nn.Parameter(torch.empty(0, 3))
     for parameter in whole.parameters():
         parameter.grad = torch.full_like(parameter, communicator.rank + 1)
     assert not model.weight.grad.is_contiguous()
-    with ours.average_gradients(whole, communicator):
+    with ours.average_gradients(whole, communicator, None, are_views):
         pass
     for parameter in whole.parameters():
-        assert set(parameter.grad.flatten().tolist()) == {(communicator.size + 1) / 2}
+        assert set(parameter.grad.flatten().tolist()) <= {(communicator.size + 1) / 2}
+    assert model.weight.grad.stride() == model.weight.stride()
+    assert len({parameter.grad.untyped_storage().data_ptr() for parameter in half.parameters()}) == 2 - are_views
 
 
-def test_a_gradient_that_no_rank_has_stays_none(torch, ours, communicator):
+@as_views
+def test_a_gradient_that_no_rank_has_stays_none(torch, ours, communicator, are_views):
     model = _model(torch)
     model.unused = torch.nn.Linear(2, 2)
     frozen = model[0].weight.requires_grad_(False)
-    with ours.average_gradients(model, communicator, SMALL_BUCKETS):
+    with ours.average_gradients(model, communicator, CommunicationOptions(bytes_per_pack=64), are_views):
         torch.nn.Sequential(*list(model)[:4])(_rows(torch, communicator.rank)).square().mean().backward()
     assert frozen.grad is None
     assert model.unused.weight.grad is None
@@ -158,6 +166,58 @@ def test_a_gradient_that_some_ranks_lack_is_named(torch, ours, comm, bucket_byte
     for bucket in averaged._buckets:  # nobody is to be told of what was started behind, at the end of the session
         with suppress(CollectiveError):
             assert bucket.work is None or bucket.work.wait()
+
+
+def test_gradients_stay_views_of_one_buffer_that_is_averaged_in_place(torch, ours, communicator, monkeypatch):
+    model, reduced = _model(torch), []
+    optimizer, combine = torch.optim.Adam(model.parameters(), foreach=True), communicator.all_reduce
+
+    def noted(op, arrays, *rest, out):
+        reduced.append([array.shape for array in arrays])
+        assert out is arrays
+        return combine(op, arrays, *rest, out=out)
+
+    monkeypatch.setattr(communicator, "all_reduce", noted)
+    places, elements = [], sum(parameter.numel() for parameter in model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        with ours.average_gradients(model, communicator, gradient_as_bucket_view=True):
+            model(_rows(torch, communicator.rank)).square().mean().backward()
+        optimizer.step()
+        places.append([parameter.grad.data_ptr() for parameter in model.parameters()])
+    assert places == [places[0]] * 3
+    assert reduced == [[(elements,)]] * 3
+    gradient = model[0].bias.grad
+    model[0].bias.grad = torch.ones_like(gradient)  # which is no view
+    with ours.average_gradients(model, communicator, gradient_as_bucket_view=True):
+        pass
+    assert set(model[0].bias.grad.tolist()) == {1.0}
+    assert len({parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()}) == 1
+    with pytest.raises(RuntimeError, match="detach"):  # as under DistributedDataParallel
+        model[0].bias.grad.detach_()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
+def test_a_gradient_with_a_graph_is_no_view(torch, ours, communicator):
+    model = _model(torch)
+    averaged = ours.average_gradients(model, communicator, gradient_as_bucket_view=True)
+    with pytest.raises(InvalidArgumentError, match=r"the gradient of 3.bias has a graph"), averaged:
+        model(_rows(torch, communicator.rank)).square().mean().backward(create_graph=True)
+
+
+@pytest.mark.parametrize("what", ["shapes", "strides", "views"])
+def test_ranks_whose_buffers_have_other_gradients_are_told(torch, ours, comm, what):
+    communicator = mpistrat.Communicator(comm)
+    is_other = bool(communicator.rank)
+    model = torch.nn.Conv2d(2, 6 if is_other and what == "shapes" else 3, 2, bias=False)
+    if is_other and what == "shapes":
+        model.weight = torch.nn.Parameter(model.weight.reshape(3, 2, 2, 4).clone())
+    if is_other and what == "strides":
+        model.to(memory_format=torch.channels_last)
+    model.weight.grad = torch.ones_like(model.weight)
+    averaged = ours.average_gradients(model, communicator, None, not (is_other and what == "views"))
+    with pytest.raises(AgreementError, match=r"average_gradients of views: \(3, 2, 2, 2\)"), averaged:
+        pass
 
 
 def test_sparse_gradients_are_refused_by_name(torch, ours, communicator):

@@ -16,7 +16,7 @@ from mpistrat.device.kernels import fold_kernel
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, combine, divide
 from mpistrat.transports import mpi
-from mpistrat.transports.nccl import native_type, nccl_refusal
+from mpistrat.transports.nccl_bindings import native_type, nccl_refusal
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 INTEGERS = [np.dtype(code) for code in "bBhHiIqQ"]

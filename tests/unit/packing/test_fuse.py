@@ -16,6 +16,7 @@ SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 @pytest.fixture(autouse=True)
 def _small_segments(monkeypatch):
     monkeypatch.setattr(fuse, "SEGMENT_BYTES", 64)
+    monkeypatch.setattr(fuse, "GROUP_BYTES", 48)
 
 
 def finish(steps):
@@ -42,17 +43,18 @@ def test_what_goes_in_comes_out(counts, data):
 def test_copies_are_steps_of_bounded_size():
     layout, buffer = Layout([100, 3]), np.empty(103, np.float32)
     arrays = [np.ones(100, np.float32), np.ones(3, np.float32)]
-    assert finish(CopyIn(layout, 0, 103, buffer).run(arrays)) == 8, "7 pieces of 16 elements or fewer, and 1"
-    assert finish(CopyOut(layout, 0, 103, [(0, 103, (buffer,))], SUM, 1).run(arrays)) == 8
+    assert finish(CopyIn(layout, 0, 103, buffer).run(arrays)) == 7, "6 pieces of 16 elements, and 4 with the other array"
+    assert finish(CopyOut(layout, 0, 103, [(0, 103, (buffer,))], SUM, 1).run(arrays)) == 7
 
 
 @pytest.mark.parametrize(
     ("op", "divisor", "expected"), [(SUM, 1, 111), (MEAN, 2, 55.5), (ReduceOp.MAX, 1, 100), (ReduceOp.PROD, 1, 1000)]
 )
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_addends_are_folded(op, divisor, expected, dtype):
+@pytest.mark.parametrize("counts", [[40], [2, 1, 0, 3, 1, 33]], ids=["one array", "small ones"])
+def test_addends_are_folded(op, divisor, expected, dtype, counts):
     addends = tuple(np.full(40, value, np.float64) for value in (1, 10, 100))
-    target = np.empty(40, dtype)
-    finish(CopyOut(Layout([40]), 0, 40, [(0, 40, addends)], op, divisor).run([target]))
-    assert target.tolist() == [expected] * 40
-    assert [addend[0] for addend in addends] == [1, 10, 100], "peers' memory is only read"
+    targets = [np.empty(count, dtype) for count in counts]
+    finish(CopyOut(Layout(counts), 0, 40, [(0, 40, addends)], op, divisor).run(targets))
+    assert np.concatenate(targets).tolist() == [expected] * 40
+    assert [set(addend) for addend in addends] == [{1}, {10}, {100}], "peers' memory is only read"
