@@ -15,7 +15,6 @@ Rows with the same index are applied one after another; none is lost.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from enum import Enum
 from hashlib import blake2b
@@ -343,18 +342,3 @@ def flat_indices(call: str, indices: Any, shape: tuple[int, ...]) -> tuple[Array
             )
         numbers = numbers * extent + along.astype(np.int64)
     return numbers, shape[depth:]
-
-
-def flattened(array: Array, entry: tuple[int, ...]) -> Array:
-    """Return an array with its axes before those of an entry flattened to one: a view if it is contiguous."""
-    leading = array.shape[: array.ndim - len(entry)]
-    return array.reshape(math.prod(leading), *entry)
-
-
-def checked_slices(call: str, indices: Any, updates: Any, shape: tuple[int, ...]) -> IndexedSlices:
-    """Return updates of single entries as rows, with their flat indices."""
-    numbers, entry = flat_indices(call, indices, shape)
-    values = as_array(updates, "updates")
-    if values.shape != numbers.shape + entry:
-        raise InvalidArgumentError(f"{call}: these indices need updates of shape {numbers.shape + entry}; got {values.shape}")
-    return IndexedSlices(values.reshape(numbers.size, *entry), numbers.reshape(-1))

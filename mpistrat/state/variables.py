@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
@@ -30,7 +31,6 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.state.changes import (
     COMPARING,
     ChangeMethods,
-    Rows,
     VariableAggregation,
     VariableSynchronization,
     apply,
@@ -38,12 +38,10 @@ from mpistrat.state.changes import (
     check_equal,
     checked_aggregation,
     checked_rows,
-    checked_slices,
     checked_synchronization,
     checked_value,
     checksum,
     flat_indices,
-    flattened,
     gathered_rows,
     share,
 )
@@ -247,37 +245,15 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         return self._take("sparse_read", lambda: as_array(indices, "indices")[..., np.newaxis])
 
     def gather_nd(self, indices: Any, name: str | None = None) -> Array:
-        """Return single entries, as a new array; communicates and raises like `read`. For `indices` see `scatter_nd_add`."""
-        return self._take("gather_nd", lambda: indices)
-
-    def scatter_nd_add(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
-        """Add to single entries, and return the variable; communicates and raises like `scatter_add`.
+        """Return single entries, as a new array; communicates and raises like `read`.
 
         Parameters
         ----------
         indices : array_like of int
             Its last axis holds the indices of one entry along the first axes of the variable: of all of them for a number, of
             fewer for an array.
-        updates : array_like
-            One for each entry, of its shape.
         """
-        return self._scatter("scatter_nd_add", (indices, updates))
-
-    def scatter_nd_sub(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
-        """Subtract from single entries, like `scatter_nd_add`."""
-        return self._scatter("scatter_nd_sub", (indices, updates))
-
-    def scatter_nd_min(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
-        """Keep the elementwise minimum of updates and entries, like `scatter_nd_add`; communicates like `scatter_update`."""
-        return self._scatter("scatter_nd_min", (indices, updates))
-
-    def scatter_nd_max(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
-        """Keep the elementwise maximum of updates and entries, like `scatter_nd_add`; communicates like `scatter_update`."""
-        return self._scatter("scatter_nd_max", (indices, updates))
-
-    def scatter_nd_update(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
-        """Replace single entries, like `scatter_nd_add`; communicates like `scatter_update`."""
-        return self._scatter("scatter_nd_update", (indices, updates))
+        return self._take("gather_nd", lambda: indices)
 
     def writable(self) -> Array:
         """Return the writable array of this replica, which ``ctx.update(variable, fn)`` passes to `fn`; only inside ``run``."""
@@ -381,7 +357,8 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         with self._refusing(method, Participants.ALL_RANKS if self._is_combined_here() else Participants.LOCAL):
             numbers, entry = flat_indices(f"{self!r}.{method}", indices(), self.shape)
         array = self.read()
-        taken = flattened(array, entry).take(like(numbers, array), axis=0)
+        num_entries = math.prod(array.shape[: array.ndim - len(entry)])
+        taken = array.reshape(num_entries, *entry).take(like(numbers, array), axis=0)
         return in_dtype(taken, taken.dtype)  # numbers become arrays without axes
 
     def _assign(self, method: str, value: Any) -> None:
@@ -411,35 +388,26 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
             raise self._refusal("no aggregation", method)
 
     def _scatter(self, method: str, delta: Any) -> Variable:
-        """Apply rows, or for ``scatter_nd_…`` indices and updates, of the ranks that take part, and return the variable."""
-        scope, of_rows = self._participants(f"Variable.{method}"), method.replace("_nd_", "_")
+        """Apply rows of the ranks that take part, and return the variable."""
+        scope = self._participants(f"Variable.{method}")
         with self._refusing(method, scope):
-            target, rows = self._checked_rows(method, of_rows, scope, delta)
+            delta = self._own_part(method, scope, delta)
+            if self._is_on_read and self._strategy is not default_mode().strategy:
+                raise self._refusal("scatter", method)
+            if method not in COMPARING:
+                self._require_aggregation(method, scope)
+            elif scope is Participants.REPLICAS and self._aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
+                raise self._refusal("scatter aggregation", method)
+            rows = checked_rows(method, delta, self._array, self)
         self._compare(method, scope, *rows)
         if scope is Participants.REPLICAS:
             if self._aggregation is VariableAggregation.NONE:
                 self._require_equal(method, *rows)
             else:
                 rows = gathered_rows(rows, self._aggregation, self._communicator)
-        apply(of_rows, target, rows)
+        apply(method, self._array, rows)
         self._send_root()
         return self
-
-    def _checked_rows(self, method: str, of_rows: str, scope: Participants, delta: Any) -> tuple[Array, Rows]:
-        """Return the array whose rows are changed by `of_rows`, perhaps a view with flattened leading axes, and the rows."""
-        by_entries = method != of_rows
-        given = [self._own_part(method, scope, part) for part in (delta if by_entries else (delta,))]
-        if self._is_on_read and self._strategy is not default_mode().strategy:
-            raise self._refusal("scatter", method)
-        if of_rows not in COMPARING:
-            self._require_aggregation(method, scope)
-        elif scope is Participants.REPLICAS and self._aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
-            raise self._refusal("scatter aggregation", method)
-        if not by_entries:
-            return self._array, checked_rows(of_rows, given[0], self._array, self)
-        slices = checked_slices(f"{self!r}.{method}", given[0], given[1], self.shape)
-        target = flattened(self._array, slices.values.shape[1:])
-        return target, checked_rows(of_rows, slices, target, self)
 
     def _send_root(self) -> None:
         """Broadcast the array of the root, under central storage."""

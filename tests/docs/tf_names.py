@@ -199,7 +199,7 @@ OneDeviceStrategy(device)
 experimental.CentralStorageStrategy(compute_devices=None, parameter_device=None)
     The ranks of one node; the variables are kept on one of them, and every rank has a read-only copy.
 experimental.ParameterServerStrategy(cluster_resolver, variable_partitioner=None)
-    The tasks are ranks of one MPI job; a variable goes to the server with the fewest bytes (`placement="even_bytes"`).
+    The tasks are ranks of one MPI job; a variable goes to the server with the fewest bytes.
 InputContext.num_input_pipelines
     The number of ranks: every rank is an input pipeline; TensorFlow has one for all replicas of a worker.
 InputContext.input_pipeline_id
@@ -222,12 +222,6 @@ Variable.assign(value, use_locking=False, name=None, read_value=True)
 Variable.assign_add(delta, use_locking=False, name=None, read_value=True)
 Variable.assign_sub(delta, use_locking=False, name=None, read_value=True)
     In `run` with NONE, values that differ raise on all replicas, where TensorFlow lets the copies diverge.
-Variable.scatter_nd_add(indices, updates, name=None)
-Variable.scatter_nd_sub(indices, updates, name=None)
-Variable.scatter_nd_min(indices, updates, name=None)
-Variable.scatter_nd_max(indices, updates, name=None)
-Variable.scatter_nd_update(indices, updates, name=None)
-    Works under every strategy, also in `run`; in TensorFlow only without a strategy.
 is_chief(cluster_spec, task_type, task_id) -> cluster.is_chief
     `cluster_spec` is called `cluster`.
 cluster_resolver.UnionResolver(*resolvers, rpc_layer, task_type, task_id)
@@ -288,7 +282,12 @@ Variable.ref()
 Variable.set_shape(shape)
     A variable always has the shape of its initial value.
 Variable.batch_scatter_update(sparse_delta)
-    `scatter_nd_update` takes indices of several axes.
+Variable.scatter_nd_add(indices, updates, name=None)
+Variable.scatter_nd_sub(indices, updates, name=None)
+Variable.scatter_nd_min(indices, updates, name=None)
+Variable.scatter_nd_max(indices, updates, name=None)
+Variable.scatter_nd_update(indices, updates, name=None)
+    In TensorFlow for variables of no strategy; `scatter_add` and the others change rows, `assign` all.
 cluster_resolver.KubernetesClusterResolver
 cluster_resolver.GCEClusterResolver
 cluster_resolver.SageMakerClusterResolver

@@ -264,9 +264,6 @@ def test_rows_of_other_dtypes(dtype):
         (ROWS, "gather_nd", [[0, 2]], InvalidArgumentError, "indices along axis 1 must be 0 to 1; got 2 to 2"),
         (ROWS, "gather_nd", 0, InvalidArgumentError, r"holds up to 2 indices, .*; got indices of shape \(\)"),
         (ROWS, "gather_nd", [[0, 1, 0]], InvalidArgumentError, r"got indices of shape \(1, 3\)"),
-        (ROWS, "scatter_nd_add", ([[0, 1]], [[1.0]]), InvalidArgumentError, r"need updates of shape \(1,\); got \(1, 1\)"),
-        (ROWS, "scatter_nd_add", ([[9]], [[1.0, 1.0]]), InvalidArgumentError, "scatter_nd_add: indices along axis 0 must be"),
-        (ROWS, "scatter_nd_update", ([[0]], [["a", "b"]]), UnsupportedDtypeError, "updates has dtype"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(start, method, delta, kind, message):
@@ -334,41 +331,8 @@ def test_a_variable_of_no_elements_is_read_and_scattered_into():
     assert table.scatter_add(IndexedSlices(np.zeros((0, 0)), np.zeros(0, np.int64))).shape == (3, 0)
     assert table.sparse_read([2, 2]).shape == (2, 0)
     assert table.gather_nd(np.zeros((0, 2), int)).shape == (0,)
-    table.scatter_nd_add([[1]], np.zeros((1, 0)))
     scalar = mpistrat.Variable(2.0)
     assert float(scalar.gather_nd(np.zeros(0, int))) == 2
-    assert float(scalar.scatter_nd_update(np.zeros((1, 0), int), [5.0])) == 5
-
-
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        ("scatter_nd_add", [[6, 1], [2, 6]]),
-        ("scatter_nd_sub", [[-6, 1], [2, 0]]),
-        ("scatter_nd_min", [[0, 1], [2, 3]]),
-        ("scatter_nd_max", [[4, 1], [2, 3]]),
-        ("scatter_nd_update", [[4, 1], [2, 3]]),
-    ],
-)
-def test_entries_are_scattered(method, expected):
-    variable = mpistrat.Variable([[0.0, 1.0], [2.0, 3.0]])
-    indices, updates = [[0, 0], [1, 1], [0, 0]], [2.0, 3.0, 4.0]
-    assert getattr(variable, method)(indices, updates, name="update") is variable
-    assert variable.numpy().tolist() == expected
-
-
-def test_entries_of_all_replicas_are_scattered():
-    def program(strategy):
-        table = made(strategy, np.zeros((2, 2, 2)), aggregation=AGGREGATION.SUM)
-
-        def step():
-            replica = mpistrat.get_replica_context().replica_id_in_sync_group
-            table.scatter_nd_add([[0, replica], [1, 1]], [[1.0, 2.0], [10.0, 10.0]])
-
-        strategy.run(step)
-        return table.numpy().tolist()
-
-    assert on_replicas(2, program) == [[[[1, 2], [1, 2]], [[0, 0], [20, 20]]]] * 2
 
 
 def test_assignments_take_the_other_arguments_of_tensorflow():
