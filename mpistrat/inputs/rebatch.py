@@ -13,6 +13,7 @@ rows            replicas  shares
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, cycle, pairwise
@@ -48,15 +49,10 @@ def share_sizes(num_rows: int, replica: int, num_replicas: int) -> list[int]:
 
 def num_batches_of(num_rows: int, sizes: list[int]) -> int:
     """Return the number of batches that `batched` makes of some rows, by these sizes cyclically."""
-    if not num_rows:
-        return 0
     whole, rest = divmod(num_rows, sum(sizes))
-    count = whole * len(sizes)
-    for size in sizes:
-        if rest < size:
-            break
-        count, rest = count + 1, rest - size
-    return count + (rest > 0)
+    ends = [*accumulate(sizes)]
+    full = bisect_right(ends, rest) if num_rows else 0
+    return whole * len(sizes) + full + (rest > (ends[full - 1] if full else 0))
 
 
 def readable(leaf: Any) -> Array:

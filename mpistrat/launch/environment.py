@@ -138,13 +138,10 @@ def in_slurm_allocation(environ: Mapping[str, str]) -> bool:
 
 def _which_started(environ: Mapping[str, str]) -> Iterator[Launcher]:
     for launcher in LAUNCHERS:
-        if launcher.started(environ) and (launcher.name != SRUN or _is_task_of_srun(environ)):
+        step = environ.get("SLURM_STEP_ID", "")
+        is_task = launcher.name != SRUN or (step.isdigit() and int(step) < _FIRST_SPECIAL_STEP)
+        if is_task and launcher.started(environ):
             yield launcher
-
-
-def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
-    step = environ.get("SLURM_STEP_ID", "")
-    return step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
 
 
 def _number(launcher: str, name: str, environ: Mapping[str, str]) -> int | None:

@@ -174,14 +174,11 @@ def _candidates(flavour: MpiFlavour, library: Path) -> Iterator[Path]:
 
 def _is_world_writable(folder: Path) -> bool:
     """Return whether any user can write to a folder, such as ``/tmp``, or to its ``bin``, and so plant an mpiexec."""
-    return any(_mode(path) & stat.S_IWOTH for path in (folder, folder / "bin"))
-
-
-def _mode(path: Path) -> int:
-    try:
-        return path.stat().st_mode
-    except OSError:  # a folder that cannot be read offers no mpiexec
-        return 0
+    for path in (folder, folder / "bin"):
+        with suppress(OSError):  # a folder that cannot be read offers no mpiexec
+            if path.stat().st_mode & stat.S_IWOTH:
+                return True
+    return False
 
 
 # what `python -m mpi4py` runs, in one process: each one that loads the library takes a tenth of a second

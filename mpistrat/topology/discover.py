@@ -100,11 +100,22 @@ def check_gpu_assignment(comm: MPI.Intracomm) -> None:
 
     Rank 0 logs a warning if ranks do not see the GPUs of their neighbours; with MPISTRAT_VERBOSE it lists all GPUs.
     """
+    bound, prints = what_is_bound(), comm.Get_rank() == 0 and settings.VERBOSE.read_or_default()
+    if not any(comm.allgather(bound_device() is not None or bool(bound and bound.problem))):
+        if prints and bound is not None:
+            logger.info(f"computing on CPUs: {bound.why}")
+        return
+    answers = comm.allgather(_answer(comm))
     try:
-        _check_assignment(comm)
+        check_answers(answers, comm.bcast(settings.ALLOW_SHARED_GPU.read_or_default()))
     except MpistratError as error:
         error.raised_everywhere = True
         raise
+    if comm.Get_rank() == 0 and (warning := isolation(answers)):
+        logger.warning(warning)
+    if prints:
+        for rank, answer in enumerate(answers):
+            logger.info(f"rank {rank}: {'; '.join(filter(None, (str(answer.gpu), answer.bound.why)))}")
 
 
 def check_answers(answers: Sequence[Answer], allow_shared: bool) -> None:
@@ -148,21 +159,6 @@ def isolation(answers: Sequence[Answer]) -> str:
         "others. SLURM: --gpus-per-node=N --gpu-bind=none instead of --gpus-per-task; elsewhere give all ranks of a node the "
         "same CUDA_VISIBLE_DEVICES"
     )
-
-
-def _check_assignment(comm: MPI.Intracomm) -> None:
-    bound, prints = what_is_bound(), comm.Get_rank() == 0 and settings.VERBOSE.read_or_default()
-    if not any(comm.allgather(bound_device() is not None or bool(bound and bound.problem))):
-        if prints and bound is not None:
-            logger.info(f"computing on CPUs: {bound.why}")
-        return
-    answers = comm.allgather(_answer(comm))
-    check_answers(answers, comm.bcast(settings.ALLOW_SHARED_GPU.read_or_default()))
-    if comm.Get_rank() == 0 and (warning := isolation(answers)):
-        logger.warning(warning)
-    if prints:
-        for rank, answer in enumerate(answers):
-            logger.info(f"rank {rank}: {'; '.join(filter(None, (str(answer.gpu), answer.bound.why)))}")
 
 
 def _check_place(rank: int, answer: Answer) -> None:
