@@ -148,7 +148,7 @@ def broadcast_state(
 
 @dataclass
 class _Bucket:
-    """Parameters of one dtype whose gradients are reduced together."""
+    """Parameters of one dtype and device whose gradients are reduced together."""
 
     named: list[tuple[str, torch.nn.Parameter]] = field(default_factory=list)
     nbytes: int = 0
@@ -269,13 +269,14 @@ def _check_module(call: str, model: object, communicator: BaseCommunicator) -> N
 def _buckets_of(model: torch.nn.Module, bucket_bytes: int) -> list[_Bucket]:
     """Return the parameters in buckets, in about the order in which backward gets to them."""
     full: list[_Bucket] = []
-    filling: dict[torch.dtype, _Bucket] = {}
+    filling: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
     for name, parameter in reversed([each for each in model.named_parameters() if each[1].requires_grad]):
-        nbytes, bucket = parameter.numel() * parameter.element_size(), filling.setdefault(parameter.dtype, _Bucket())
+        nbytes, kind = parameter.numel() * parameter.element_size(), (parameter.dtype, parameter.device)
+        bucket = filling.setdefault(kind, _Bucket())
         most = bucket_bytes or (GPU_BUCKET_BYTES if parameter.is_cuda else HOST_BUCKET_BYTES)
         if bucket.named and bucket.nbytes + nbytes > most:
             full.append(bucket)
-            bucket = filling[parameter.dtype] = _Bucket()
+            bucket = filling[kind] = _Bucket()
         bucket.named.append((name, parameter))
         bucket.nbytes += nbytes
     return [*full, *filling.values()]
