@@ -2,6 +2,7 @@
 
 import json
 import mmap
+import time
 from math import prod
 from pathlib import Path
 from zlib import crc32
@@ -79,16 +80,22 @@ def test_checksums_are_those_of_zlib(folder):
     assert {piece.name: piece.checksum for piece in pieces} == {name: crc32(each) for name, each in found.items()}
 
 
-@pytest.mark.parametrize("seconds", [0, 8.0])
-def test_checksums_are_computed_with_pauses_unless_somebody_waits_for_them(monkeypatch, seconds):
+def test_checksums_are_computed_with_pauses(monkeypatch):
     pauses = []
     monkeypatch.setattr(files, "_SUMMED_BYTES", 1000)
-    monkeypatch.setattr(files.time, "sleep", pauses.append)
     layout = files.layout_of([files.Piece("a", 0, 100), files.Piece("b", 0, 20_000), files.Piece("c", 0, 20_000)], ["int8"] * 3)
     memory = np.arange(layout.num_bytes).astype(np.uint8)
-    found = files.with_checksums(layout, memory, seconds)
+    found = files.with_checksums(layout, memory, 8.0, pauses.append)
     assert [piece.checksum for piece in found] == [crc32(memory[place]) for place in layout.places]
-    assert sum(pauses) == pytest.approx(seconds, rel=0.2)
+    assert sum(pauses) == pytest.approx(8.0, rel=0.2)
+
+
+def test_a_save_that_is_awaited_makes_no_pauses(tmp_path, monkeypatch):
+    compute, began = files.with_checksums, time.monotonic()
+    monkeypatch.setattr(files, "_SUMMED_BYTES", 64)
+    monkeypatch.setattr(files, "with_checksums", lambda layout, memory, _, pause: compute(layout, memory, 30.0, pause))
+    mpistrat.Checkpoint(w=np.arange(100.0)).save(tmp_path / "one", wait=True)
+    assert time.monotonic() - began < 15
 
 
 def test_a_manifest_of_a_newer_version_is_refused(folder):
