@@ -93,7 +93,7 @@ def test_checksums_are_computed_with_pauses(monkeypatch):
 def test_a_save_that_is_awaited_makes_no_pauses(tmp_path, monkeypatch):
     compute, began = files.with_checksums, time.monotonic()
     monkeypatch.setattr(files, "_SUMMED_BYTES", 64)
-    monkeypatch.setattr(files, "with_checksums", lambda layout, memory, _, pause: compute(layout, memory, 30.0, pause))
+    monkeypatch.setattr(files, "with_checksums", lambda layout, memory, _, pause: compute(layout, memory, 200.0, pause))
     mpistrat.Checkpoint(w=np.arange(100.0)).save(tmp_path / "one", wait=True)
     assert time.monotonic() - began < 15
 
