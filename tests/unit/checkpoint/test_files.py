@@ -2,7 +2,6 @@
 
 import json
 import mmap
-import time
 from math import prod
 from pathlib import Path
 from zlib import crc32
@@ -78,24 +77,6 @@ def test_checksums_are_those_of_zlib(folder):
     found = load_file(folder / "arrays-00000.safetensors")
     [pieces] = files.read_manifest(folder).pieces.values()
     assert {piece.name: piece.checksum for piece in pieces} == {name: crc32(each) for name, each in found.items()}
-
-
-def test_checksums_are_computed_with_pauses(monkeypatch):
-    pauses = []
-    monkeypatch.setattr(files, "_SUMMED_BYTES", 1000)
-    layout = files.layout_of([files.Piece("a", 0, 100), files.Piece("b", 0, 20_000), files.Piece("c", 0, 20_000)], ["int8"] * 3)
-    memory = np.arange(layout.num_bytes).astype(np.uint8)
-    found = files.with_checksums(layout, memory, 8.0, pauses.append)
-    assert [piece.checksum for piece in found] == [crc32(memory[place]) for place in layout.places]
-    assert sum(pauses) == pytest.approx(8.0, rel=0.2)
-
-
-def test_a_save_that_is_awaited_makes_no_pauses(tmp_path, monkeypatch):
-    compute, began = files.with_checksums, time.monotonic()
-    monkeypatch.setattr(files, "_SUMMED_BYTES", 64)
-    monkeypatch.setattr(files, "with_checksums", lambda layout, memory, _, pause: compute(layout, memory, 200.0, pause))
-    mpistrat.Checkpoint(w=np.arange(100.0)).save(tmp_path / "one", wait=True)
-    assert time.monotonic() - began < 15
 
 
 def test_a_manifest_of_a_newer_version_is_refused(folder):
