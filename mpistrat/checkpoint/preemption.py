@@ -291,6 +291,7 @@ class _Votes:
             from mpi4py import MPI
 
             self._maximum, self._guard, self._members = MPI.MAX, communicator._guard, communicator.hierarchy.members
+            self._owner = communicator
             self._comm = communicator.hierarchy.world_group.comm.Dup()
             self._among = f"votes, communicator {communicator.hierarchy.number}, collective {communicator.num_collectives}"
             self.are_of_whole_job = communicator.size == MPI.COMM_WORLD.Get_size()
@@ -308,7 +309,7 @@ class _Votes:
         """Complete what was started, free the communicator; both are kept where ranks are out of step. A collective call."""
         if self._comm is None:
             return
-        if self._request is not None and self._guard.is_broken():
+        if self._request is not None and not self._owner.is_closed and self._guard.is_broken():
             keep_alive_for_peers(self)
         else:
             self._complete("its end")

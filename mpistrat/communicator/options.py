@@ -109,8 +109,8 @@ class CommunicationOptions:
             raise InvalidArgumentError(f"wire_dtype must be {NATIVE}, {' or '.join(WIRE_DTYPES)}; got {self.wire_dtype!r}")
         if self.intra_dtype not in (None, *_INTRA_DTYPES):
             raise InvalidArgumentError(f"intra_dtype must be {' or '.join(_INTRA_DTYPES)}; got {self.intra_dtype!r}")
-        if self.num_packs is not None and self.num_packs < 0:
-            raise InvalidArgumentError(f"num_packs must be None, 0 (each array by itself) or positive; got {self.num_packs}")
+        if self.num_packs is not None and not (isinstance(self.num_packs, int) and self.num_packs >= 0):
+            raise InvalidArgumentError(f"num_packs must be None, 0 (each array by itself) or positive; got {self.num_packs!r}")
         for name in ("deterministic", "error_feedback"):
             if not isinstance(getattr(self, name), (bool, type(None))):
                 raise InvalidArgumentError(f"{name} must be True or False; got {getattr(self, name)!r}")

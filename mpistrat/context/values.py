@@ -66,6 +66,8 @@ class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if "out" in kwargs:
             _check_targets(kwargs["out"])
+        if "where" in kwargs:
+            kwargs["where"] = _read(kwargs["where"])
         return getattr(ufunc, method)(*map(_read, inputs), **kwargs)
 
     def __array_function__(

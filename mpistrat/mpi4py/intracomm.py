@@ -42,6 +42,8 @@ _DERIVING = (
     "Create_group",
     "Dup",
     "Dup_with_info",
+    "Idup",
+    "Idup_with_info",
     "Split",
     "Split_type",
     "Sub",
@@ -104,9 +106,9 @@ class WrappedIntracomm(MPI.Intracomm):
             communicator.note("Iallreduce by MPI")  # compared with the next collective: to compare it now would wait
             return super().Iallreduce(sendbuf, recvbuf, op)
         reduce_op, source, target = operands
-        if not is_aligned(target):
-            return WorkRequest.of(communicator.start_all_reduce(reduce_op, source).then(partial(np.copyto, target)))
-        return WorkRequest.of(communicator.start_all_reduce(reduce_op, source, out=target))
+        memory = target if is_aligned(target) else np.empty_like(target)
+        work = communicator.start_all_reduce(reduce_op, source, out=memory)
+        return WorkRequest.of(work, _nothing if memory is target else partial(np.copyto, target, memory))
 
     def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:  # noqa: N802
         """Combine arrays of all ranks; each gets its part, of equal lengths, in `recvbuf`. A collective call."""
@@ -153,10 +155,18 @@ class WrappedIntracomm(MPI.Intracomm):
 
     def Free(self) -> None:  # noqa: N802
         """Free the communicator, and what makes its collectives. A collective call."""
+        self._close()
+        super().Free()
+
+    def Disconnect(self) -> None:  # noqa: N802
+        """Do what `Free` does, after all that is under way. A collective call."""
+        self._close()
+        super().Disconnect()
+
+    def _close(self) -> None:
         if self._communicator is not None:
             self._communicator.close()
         vars(self).pop("Allreduce", None)  # it holds what it calls, which holds this
-        super().Free()
 
     def _combine(
         self, name: str, verb: Callable[..., Any], sendbuf: Any, recvbuf: Any, op: MPI.Op, blocks: int = 1
@@ -208,17 +218,21 @@ class WorkRequest(MPI.Grequest):
     _work: Work[Any]
 
     @classmethod
-    def of(cls, work: Work[Any]) -> WorkRequest:
-        """Return the request of what has been started."""
+    def of(cls, work: Work[Any], deliver: Callable[[], object]) -> WorkRequest:
+        """Return the request of what has been started; it is complete when that has ended and `deliver` has been called."""
 
         def query(_: MPI.Status) -> None:
             for _waits in until(work.done):  # on a GPU; raises what made it fail, which mpi4py turns into an error of MPI
                 yield_core()
 
+        def complete() -> None:
+            deliver()
+            started.Complete()
+
         started = MPI.Grequest.Start(query, _nothing, _nothing)
         request = cls(started)
         request._work = work
-        work.add_done_callback(started.Complete)
+        work.add_done_callback(complete)
         return request
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:  # noqa: N802 - MPI's name
@@ -262,12 +276,15 @@ def _wrapping(kind: Any) -> type[WrappedIntracomm]:
     return type(f"Wrapped{kind.__name__}", (WrappedIntracomm, kind), {"__doc__": WrappedIntracomm.__doc__, **derived})
 
 
-def _deriving(method: Callable[..., MPI.Intracomm]) -> Callable[..., MPI.Intracomm]:
+def _deriving(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that wraps the communicator that a method returns."""
 
     @wraps(method)
-    def derive(self: WrappedIntracomm, *arguments: Any, **named: Any) -> MPI.Intracomm:
+    def derive(self: WrappedIntracomm, *arguments: Any, **named: Any) -> Any:
         made = method(self, *arguments, **named)
+        if isinstance(made, tuple):  # with the request after which there is a handle: this object gets it
+            made[0]._options = self._options
+            return made
         return wrapped(made, self._options) if made else made
 
     return derive
@@ -357,7 +374,8 @@ def unwrapped(given: Any) -> Any:
     if type(given) in (list, tuple) and 2 <= len(given) <= 3:
         array, datatype = given[0], given[-1]
         is_whole = type(array) is np.ndarray and (len(given) == 2 or (type(given[1]) is int and given[1] == array.size))
-        if is_whole and isinstance(datatype, MPI.Datatype) and _DTYPES.get(datatype.handle) == array.dtype:
+        known = _DTYPES.get(datatype.handle) if isinstance(datatype, MPI.Datatype) else None
+        if is_whole and known is not None and known == array.dtype:  # None would be equal to float64
             return array
     return given
 

@@ -96,10 +96,13 @@ def _stuck(states: Sequence[RankState], looked_up: Collection[Key]) -> Finding |
     """Find ranks that wait for each other, or for ranks that have ended."""
     calls = {state.rank: call for state in states if (call := state.waits_in) is not None}
     running = {state.rank for state in states if state.state == "in"}
-    missing = {
-        rank: others for rank, others in waits_for(states, looked_up).items() if rank in running and not calls[rank].is_started
-    }
     over = {state.rank for state in states if state.state in _OVER}
+    # the program may go on beside what it has started, which ends never if a rank that is over has not come to it
+    missing = {
+        rank: [other for other in others if other in over or not calls[rank].is_started]
+        for rank, others in waits_for(states, looked_up).items()
+        if rank in running
+    }
     held = {*missing, *over}
     while free := {rank for rank in held - over if not held.intersection(missing[rank])}:
         held -= free

@@ -200,6 +200,12 @@ def test_mpi_makes_the_reductions_that_are_none_of_ours(wrapped):
     assert found[0].item() == (1 - wrapped.size, wrapped.size - 1)
 
 
+def test_float64_of_another_datatype_are_what_that_says(wrapped):
+    received = np.zeros(2)
+    wrapped.Allreduce([np.array([1.0, 2.0]), MPI.DOUBLE_COMPLEX], [received, MPI.DOUBLE_COMPLEX], MPI.PROD)
+    assert received.view(complex)[0] == (1 + 2j) ** wrapped.size
+
+
 def test_requests_are_those_of_mpi(wrapped):
     arrays = [np.full(n, float(wrapped.rank)) for n in (1, 100, 40_000)]
     requests = [wrapped.Iallreduce(MPI.IN_PLACE, each) for each in arrays]
@@ -235,6 +241,15 @@ def test_communicators_made_of_it_are_wrapped_too(wrapped):
     assert type(line).__name__ == "WrappedCartcomm"
     nobody = wrapped.Split(MPI.UNDEFINED)
     assert nobody == MPI.COMM_NULL
+    with_options = mpistrat.mpi4py.wrap(wrapped.Dup(), CommunicationOptions(deterministic=True))
+    twice, request = with_options.Idup()
+    request.Wait()
+    twice.Barrier()
+    made = twice._communicator
+    assert made._options.deterministic
+    for each in (twice, with_options):
+        each.Disconnect()
+    assert made.is_closed
 
 
 def test_memory_of_a_datatype_may_be_at_any_address(wrapped):
@@ -246,8 +261,10 @@ def test_memory_of_a_datatype_may_be_at_any_address(wrapped):
         send[0][:] = 1
         wrapped.Allreduce(send, receive)
         assert receive[0].tolist() == [wrapped.size] * wrapped.size
-        wrapped.Iallreduce(MPI.IN_PLACE, send).Wait()
-        assert send[0].tolist() == [wrapped.size] * wrapped.size
+        for wait in (MPI.Request.Wait, lambda request: MPI.Request.Waitall([request])):
+            send[0][:] = 1
+            wait(wrapped.Iallreduce(MPI.IN_PLACE, send))
+            assert send[0].tolist() == [wrapped.size] * wrapped.size
         wrapped.Reduce_scatter_block(receive, part)
         assert part[0].tolist() == [wrapped.size**2]
 

@@ -37,12 +37,21 @@ def make(comm, tmp_path):
         handler.train = lambda: strategy.run(handler.step)
         return handler
 
-    made.strategies = strategies
+    made.strategies, made.size = strategies, comm.size
     yield made
     if preemption._active is not None:
         preemption._active.close()
     for strategy in strategies:
         strategy.close()
+
+
+@on_ranks(2)
+def test_a_strategy_may_be_closed_before_its_handler(make):
+    handler = make()
+    steps(handler, handler.train)
+    make.strategies.pop().close()
+    handler.close()
+    assert handler.weights.numpy().tolist() == [3 * make.size] * 2
 
 
 def abandon(make):

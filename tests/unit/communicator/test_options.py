@@ -68,6 +68,8 @@ def test_an_implementation_is_known_by_name(name):
         ({"error_feedback": 1}, "error_feedback must be True or False; got 1"),
         ({"error_feedback": True}, "error_feedback=True needs a wire_dtype: bfloat16 or float16"),
         ({"deterministic": True, "wire_dtype": "float16"}, "excludes wire_dtype='float16': what is cast depends on who shares"),
+        ({"num_packs": 1.5}, "num_packs must be None, 0 .each array by itself. or positive; got 1.5"),
+        ({"num_packs": "2"}, "num_packs must be None, 0 .each array by itself. or positive; got '2'"),
         ({"implementation": 3}, "implementation must be one of AUTO, RING, NCCL; got 3"),
     ],
 )

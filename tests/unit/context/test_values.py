@@ -68,6 +68,7 @@ def test_a_mirrored_value_reads_as_an_array_everywhere():
     assert (value.shape, value.dtype, value.ndim, value.size, len(value)) == ((2, 3, 4), np.float64, 3, 24, 2)
     assert (value.nbytes, value.T.shape, value.mT.shape, value.device) == (192, (4, 3, 2), (2, 4, 3), "cpu")
     assert value.__array_namespace__() is np
+    assert np.sum(np.ones(2), where=Mirrored(np.array([True, False]))) == 1
     assert (value[1, 2, 3], 23.0 in value, -1.0 in value) == (23, True, False)
     assert np.asarray(value, np.float32).dtype == np.float32
     assert (float(Mirrored(2.5)), int(Mirrored(3)), bool(Mirrored(0)), complex(Mirrored(2.0))) == (2.5, 3, False, 2)

@@ -56,6 +56,7 @@ MAY_GO_ON = {
     "one took part and was killed": ranks(call(), call(left=1.0), rank1="gone"),
     "what one called is forgotten": ranks(call(), replace(call(text=BARRIER), digest=0)),
     "what one called was started only": ranks(call(ONE, is_started=True), call(TWO)),
+    "what one has started waits for one that computes": ranks(call(ONE, is_started=True), None, call(ONE), rank2="killed"),
     "they wait for one that computes": [also(ranks(call(TWO))[0], call(ONE, left=1.0)), *ranks(None, call(ONE))[1:]],
     "one that ran ahead waits for those behind": [
         also(ranks(call((1, 6)))[0], call(ONE, left=1.0)),
@@ -134,6 +135,10 @@ def test_waiting_for_a_rank_that_is_over_is_in_vain(state, words):
     assert lines[0] == "rank 1 will not come to a collective that others wait in:"
     assert lines[1].startswith(f"  rank 1 (node0): {words}; last collective 4, {BARRIER} at train.py:7 (step), ended 1.5 s ago")
     assert lines[2] == f"  ranks 0, 2: collective 5, {SUM} at train.py:7 (step)"
+
+
+def test_what_was_started_ends_never_without_a_rank_that_has_ended():
+    assert "rank 1 will not come to a collective" in judged(ranks(call(is_started=True), None, rank1="ended"))
 
 
 def test_the_same_is_found_again_only_where_nobody_has_moved():
