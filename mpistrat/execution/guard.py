@@ -322,6 +322,7 @@ class Guard:
             except CollectiveError:  # the watcher may have compared the calls before
                 raise error from None
         self.number -= 1  # the other ranks have not made the call, or wait in it for this one
+        self.note(f"a refused {call.verb}")  # they wait in vain: what this one calls next is another call
         self._told = error
         self._record_entry(_failed(call, error))
         raise error

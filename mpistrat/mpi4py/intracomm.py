@@ -381,8 +381,8 @@ def unwrapped(given: Any) -> Any:
 
 
 def is_in_place(given: object) -> bool:
-    """Return whether an argument means MPI's in-place option."""
-    return given is None or given is MPI.IN_PLACE
+    """Return whether an argument means MPI's in-place option, also with a datatype beside it."""
+    return given is None or (given[0] if isinstance(given, (list, tuple)) and given else given) is MPI.IN_PLACE
 
 
 def _parts(given: Any) -> tuple[Any, int | None, int, MPI.Datatype | None]:

@@ -662,7 +662,7 @@ class _Parameter:
 
     def __init__(self, tensor):
         self.numel, self.element_size, self.detach, self.grad = tensor.numel, tensor.element_size, lambda: tensor, None
-        self.dtype = tensor.dtype
+        self.dtype, self.device = tensor.dtype, "cuda:0"
 
     def register_hook(self, _):
         return SimpleNamespace(remove=lambda: None)

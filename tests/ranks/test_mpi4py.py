@@ -122,7 +122,7 @@ def _check_specification(wrapped, sent, held, given, memory):
     wrapped.Allreduce(sent, given)
     assert memory.tolist() == [_sum_of_ranks(wrapped), size]
     memory[:] = [rank, 1]
-    wrapped.Allreduce(MPI.IN_PLACE, given, op=MPI.MAX)
+    wrapped.Allreduce([MPI.IN_PLACE, MPI.DOUBLE], given, op=MPI.MAX)
     assert memory.tolist() == [size - 1, 1]
     memory[:] = [rank, -rank]
     wrapped.Bcast(given, root=size - 1)
