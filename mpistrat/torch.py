@@ -154,7 +154,7 @@ class _Bucket:
     nbytes: int = 0
     ready: set[str] = field(default_factory=set)
     work: Work[list[Array]] | None = None
-    averaged: list[torch.Tensor] = field(default_factory=list)  # the gradients that there are, or what they are views of
+    averaged: list[torch.Tensor] = field(default_factory=list)  # the gradients, or the buffer of which they are views
 
 
 class _AveragedGradients:

@@ -13,7 +13,7 @@ HOST = socket.gethostname()
 STEPS = 200
 
 # an attempt each: a rank is killed, one does not come to a collective, one raises, one wants to go on elsewhere
-FAULTS = """time.sleep(state["step"] in (9, 16, 23, 25))  # what was saved before a fault is durable then
+FAULTS = """time.sleep(0.4 * (state["step"] in (9, 16, 23, 25)))  # what was saved before a fault is durable then
             if (attempt, rank, state["step"]) == (0, 1, 9): os.kill(os.getpid(), signal.SIGKILL)
             if (attempt, rank, state["step"]) == (1, 1, 16): time.sleep(1000)
             if (attempt, rank, state["step"]) == (2, 0, 23): raise ValueError("planted")
