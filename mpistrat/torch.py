@@ -235,10 +235,10 @@ class _AveragedGradients:
         elif self._are_views:
             self._communicator.note(f"average_gradients of views: {_places_of(bucket)[2]}")
         with self._communicator.refusing("average_gradients"):
-            named = [(name, parameter.grad) for name, parameter in bucket.named if parameter.grad is not None]
+            named = [(name, _resolved(parameter)) for name, parameter in bucket.named if parameter.grad is not None]
             for name, gradient in named:
                 _check_gradient(name, gradient, self._are_views)
-            if self._are_views and not missing:
+            if self._are_views and not missing and len({gradient.dtype for _, gradient in named}) == 1:
                 named = [("a bucket", _as_views(bucket))]
             bucket.averaged = [gradient for _, gradient in named]
             return [_in_memory_order(gradient, name) for name, gradient in named]
@@ -288,6 +288,16 @@ def _wait_for(bucket: _Bucket) -> None:
         _hand_back(bucket.work.wait(), bucket.averaged)
 
 
+def _resolved(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return a gradient that lies in memory as it is: PyTorch may leave conjugation and signs to whoever reads it."""
+    gradient = parameter.grad
+    assert gradient is not None, "the caller has looked"
+    resolved = gradient.resolve_conj().resolve_neg()
+    if resolved is not gradient:
+        parameter.grad = resolved
+    return resolved
+
+
 def _check_gradient(name: str, gradient: torch.Tensor, is_view: bool) -> None:
     import torch
 
@@ -327,13 +337,14 @@ def _as_views(bucket: _Bucket) -> torch.Tensor:
     import torch
 
     gradients, (places, elements, _) = [parameter.grad for _, parameter in bucket.named], _places_of(bucket)
-    memory, itemsize = gradients[0].untyped_storage(), gradients[0].element_size()
+    one = next((gradient for gradient in gradients if gradient.numel()), gradients[0])  # those of no elements have no address
+    memory, itemsize = one.untyped_storage(), one.element_size()
     start, is_whole = memory.data_ptr(), memory.nbytes() == elements * itemsize
     if is_whole and all(
-        gradient.data_ptr() == start + first * itemsize and gradient.stride() == strides
+        not gradient.numel() or (gradient.data_ptr() == start + first * itemsize and gradient.stride() == strides)
         for gradient, (_, strides, first) in zip(gradients, places, strict=True)
     ):
-        return gradients[0].as_strided((elements,), (1,))
+        return one.as_strided((elements,), (1,), 0)
     buffer = gradients[0].new_empty(elements)
     views = [buffer.as_strided(*place) for place in places]
     torch._foreach_copy_(views, gradients)

@@ -283,7 +283,7 @@ class Guard:
             self.noted, self._notes = 0, []
 
     def take_back(self, call: Call) -> None:
-        """Take back a call that all ranks have compared, and make in another way: the next has its number and notes."""
+        """Take back a call that all ranks make in another way, or this one not at all: the next has its number and notes."""
         self.number -= 1
         self.noted, self._notes = call.noted, list(call.notes)
 
@@ -321,7 +321,7 @@ class Guard:
                 self.agree(call, error)
             except CollectiveError:  # the watcher may have compared the calls before
                 raise error from None
-        self.number -= 1  # the other ranks have not made the call, or wait in it for this one
+        self.take_back(call)  # the other ranks have not made it, or wait in it for this one
         self.note(f"a refused {call.verb}")  # they wait in vain: what this one calls next is another call
         self._told = error
         self._record_entry(_failed(call, error))

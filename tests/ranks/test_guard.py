@@ -52,15 +52,16 @@ def test_what_was_noted_is_compared_with_the_next_collective(one_node, comm):
 
 
 @needs_ranks(2)
+@pytest.mark.parametrize("common", [0, 1])
 @pytest.mark.parametrize("is_started", [False, True])
-def test_a_call_is_not_paired_with_one_that_a_rank_has_refused(one_node, comm, is_started):
+def test_a_call_is_not_paired_with_one_that_a_rank_has_refused(one_node, comm, is_started, common):
     def wrong():
         with pytest.raises(InvalidArgumentError):
             (one_node.start_all_reduce if is_started else one_node.all_reduce)(SUM, [np.ones(3)], out=[np.ones(2)])
 
     wrong()  # on all ranks
     assert one_node.all_reduce(SUM, [np.ones(3)])[0][0] == comm.size
-    if comm.rank == 0:
+    for _ in range(common + (comm.rank == 0)):
         wrong()
     with pytest.raises(AgreementError, match=r"rank 0: .*, after a refused (start_)?all_reduce"):
         one_node.all_reduce(SUM, [np.ones(3)])

@@ -143,6 +143,20 @@ def test_gradients_of_other_layouts_and_dtypes(torch, ours, communicator, are_vi
 
 
 @as_views
+def test_gradients_that_pytorch_has_not_conjugated_or_negated_yet(torch, ours, communicator, are_views):
+    model, rank = torch.nn.Module(), communicator.rank
+    model.w = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    model.v = torch.nn.Parameter(torch.ones(2))
+    model.w.grad = torch.full((2,), 1 + rank + 1j).conj()
+    model.v.grad = torch.full((2,), 1 + rank + 1j).conj().imag
+    assert (model.w.grad.is_conj(), model.v.grad.is_neg()) == (True, True)
+    with ours.average_gradients(model, communicator, None, are_views):
+        pass
+    assert model.w.grad.tolist() == [(communicator.size + 1) / 2 - 1j] * 2
+    assert model.v.grad.tolist() == [-1] * 2
+
+
+@as_views
 def test_a_gradient_that_no_rank_has_stays_none(torch, ours, communicator, are_views):
     model = _model(torch)
     model.unused = torch.nn.Linear(2, 2)
@@ -170,6 +184,8 @@ def test_a_gradient_that_some_ranks_lack_is_named(torch, ours, comm, bucket_byte
 
 def test_gradients_stay_views_of_one_buffer_that_is_averaged_in_place(torch, ours, communicator, monkeypatch):
     model, reduced = _model(torch), []
+    model.empty = torch.nn.Parameter(torch.empty(0, 3))
+    model.empty.grad = torch.empty(0, 3)
     optimizer, combine = torch.optim.Adam(model.parameters(), foreach=True), communicator.all_reduce
 
     def noted(op, arrays, *rest, out):
@@ -182,7 +198,7 @@ def test_gradients_stay_views_of_one_buffer_that_is_averaged_in_place(torch, our
     for _ in range(3):
         optimizer.zero_grad(set_to_none=False)
         with ours.average_gradients(model, communicator, gradient_as_bucket_view=True):
-            model(_rows(torch, communicator.rank)).square().mean().backward()
+            model[:](_rows(torch, communicator.rank)).square().mean().backward()
         optimizer.step()
         places.append([parameter.grad.data_ptr() for parameter in model.parameters()])
     assert places == [places[0]] * 3
