@@ -461,7 +461,9 @@ def test_a_deadline_ends_a_collective_on_gpus_on_all_ranks(comm, make_pair, num_
     pair.gpu.all_reduce(SUM, [given], CommunicationOptions(timeout_seconds=60, algorithm="hierarchical"))  # makes the plan
     if pair.rank == late:  # it has come, and then goes no further
         pair.gpu._reductions._steps = lambda *_: repeat(False)
-    with pytest.raises(DeadlineExceededError, match=r"did not end within 0\.3 s|was given up by rank"):
+    comm.Barrier()
+    # on a busy machine a rank may come after the others have given it up
+    with pytest.raises(DeadlineExceededError, match=r"did not end within 0\.3 s|was given up by rank|comes too late"):
         pair.gpu.all_reduce(SUM, [given], options)
     comm.Barrier()
     with pytest.raises(UnavailableError):
