@@ -32,7 +32,7 @@ from mpistrat.state.variables import Variable
 
 _RESERVED = "__metadata__"
 _BROADCAST_BYTES = 8 << 20  # of small arrays at once: few enough to be copied out of a cache
-_COMPARED_BYTES = 1 << 9  # of each array, before ranks save parts of it together: each element is a cache miss
+_COMPARED_BYTES = 1 << 6  # of each array, before ranks save parts of it together: each element is a cache miss
 
 
 class PerRank:
@@ -130,8 +130,8 @@ class Checkpoint:
 
         tree, own, folder, step = communicator.agree_on("Checkpoint.save", capture)
         arrays = {name: leaf.read() if isinstance(leaf, Variable) else leaf for name, leaf in tree.leaves.items()} | own.leaves
-        pieces = files.pieces_of(tree.specs, communicator.rank, communicator.size)
-        pieces += [Piece(name, 0, spec.size) for name, spec in own.specs.items() if spec.size]
+        pieces = files.pieces_of(tuple(tree.specs.items()), communicator.rank, communicator.size)
+        pieces += tuple(Piece(name, 0, spec.size) for name, spec in own.specs.items() if spec.size)
         document, specs = tree.document, dict(tree.specs)
         for nodes, others in (communicator.gather_objects((own.document[1], own.specs)) or []) if self._own else []:
             document[1].extend(nodes)
@@ -258,26 +258,27 @@ class Checkpoint:
         own = [name.removesuffix(_of_rank("", self._communicator.rank)) for name in self._own]
         return None, ", ".join([*self._common, *(f"{name} of each rank" for name in own)])
 
-    def _stage(self, pieces: Sequence[Piece], arrays: dict[str, Array]) -> tuple[Layout, Array]:
-        """Return the layout of a file, and it in host memory, which the next save uses again; checksums come later.
+    def _stage(self, pieces: tuple[Piece, ...], arrays: dict[str, Array]) -> tuple[Layout, Array]:
+        """Return the layout of a file, and it in host memory, which the next save uses again.
 
-        What lies on a GPU gets there by DMA.
+        What lies on a GPU gets there by DMA, and checksums of that come later.
         """
         parts = [flat(arrays[piece.name])[piece.start : piece.stop] for piece in pieces]
-        layout = files.layout_of(pieces, [name_of(part.dtype) for part in parts])
-        memory, device = self._reserve(layout.num_bytes), bound_device()
+        layout = files.layout_of(pieces, tuple(name_of(part.dtype) for part in parts))
+        memory, device, staged = self._reserve(layout.num_bytes), bound_device(), list[Piece]()
         memory[: len(layout.header)] = np.frombuffer(layout.header, np.uint8)
-        for place, part in zip(layout.places, parts, strict=True):
-            target = memory[place].view(part.dtype)
+        for piece, place, part in zip(pieces, layout.places, parts, strict=True):
+            target, checksum = memory[place], None
             if device is None or not is_on_device(part):
-                target[...] = part
+                checksum = files.copied(target, part)
             else:
                 device.current_stream().copy(address(target), address(part), part.nbytes)
+            staged.append(piece._replace(checksum=checksum))
         if device is not None:
             event = device.current_stream().record()
             while not event.done():
                 time.sleep(0)
-        return layout, memory
+        return layout._replace(pieces=staged), memory
 
     def _read(self, folder: Path, manifest: Manifest, targets: dict[str, Array]) -> dict[str, Array]:
         """Return the arrays, which are `targets` or new: each rank reads its share of the files, and broadcasts what they hold.

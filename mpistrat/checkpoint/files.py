@@ -16,17 +16,19 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from errno import EFAULT, EINVAL
 from fcntl import F_GETFL, F_SETFL, fcntl
+from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpistrat import ending
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, as_bytes
 from mpistrat.checkpoint.tree import KINDS, Node, Spec, below, itemsize_of
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.interface import BaseCommunicator
@@ -54,6 +56,8 @@ _STORED = {
 }
 ALIGNMENT = 1 << 12
 """Of memory that a disk reads by itself, and of where it writes that in a file, in bytes."""
+_IS_FAST = crc32.__module__ != "zlib"
+_COPIED_BYTES = 1 << 18  # at a time: what was copied is in the core's cache when its checksum is computed
 _MOVED_BYTES = 8 << 20  # at a time
 _DIRECT_BYTES = 128 << 20  # at a time, where the disk reads memory by itself: each call takes a core for 0.1 ms
 _POLL_SECONDS = 0.002
@@ -63,12 +67,12 @@ _started = list["Writer"]()  # until somebody has seen how it has ended
 
 
 class Piece(NamedTuple):
-    """Some elements of an array that lie in one file, and their checksum."""
+    """Some elements of an array that lie in one file, and their checksum, once it is known."""
 
     name: str
     start: int
     stop: int
-    checksum: int = 0
+    checksum: int | None = None
 
 
 class Manifest(NamedTuple):
@@ -97,9 +101,10 @@ class Layout(NamedTuple):
     num_bytes: int
 
 
-def pieces_of(arrays: Mapping[str, Spec], part: int, num_parts: int) -> list[Piece]:
+@lru_cache(maxsize=8)
+def pieces_of(arrays: tuple[tuple[str, Spec], ...], part: int, num_parts: int) -> tuple[Piece, ...]:
     """Return the pieces of one part of arrays: parts have equal bytes, up to an element."""
-    sizes = {name: (spec.size, spec.itemsize) for name, spec in arrays.items()}
+    sizes = {name: (spec.size, spec.itemsize) for name, spec in arrays}
     total = sum(size * itemsize for size, itemsize in sizes.values())
     bounds = total * part // num_parts, total * (part + 1) // num_parts
     pieces, begin = [], 0
@@ -109,12 +114,25 @@ def pieces_of(arrays: Mapping[str, Spec], part: int, num_parts: int) -> list[Pie
         if start < stop:
             pieces.append(Piece(name, start, stop))
         begin += nbytes
-    return pieces
+    return tuple(pieces)
 
 
 def file_name(rank: int) -> str:
     """Return the name of the file of a rank."""
     return f"arrays-{rank:05d}.safetensors"
+
+
+def copied(target: Array, source: Array) -> int | None:
+    """Copy an array to memory, and return the checksum of a large one, which takes hardly longer than the copy alone."""
+    data, checksum = as_bytes(source), 0
+    if len(target) <= _COPIED_BYTES or not _IS_FAST:
+        target[...] = data
+        return None
+    for begin in range(0, len(target), _COPIED_BYTES):
+        part = target[begin : begin + _COPIED_BYTES]
+        part[...] = data[begin : begin + _COPIED_BYTES]
+        checksum = crc32(part, checksum)
+    return checksum
 
 
 def write_file(path: Path, memory: Array, num_bytes: int) -> None:
@@ -140,7 +158,7 @@ def size_of(path: Path, layout: Layout) -> int:
 def read_file(path: Path, layout: Layout, memory: Array | None = None) -> None:
     """Read a file into aligned memory of `size_of` bytes, or only to look at it: its bytes must be those that were written."""
     size, (pieces, header, order, places, _) = size_of(path, layout), layout
-    parts = [("its header", slice(0, len(header)), crc32(header))]
+    parts: list[tuple[str, slice, int | None]] = [("its header", slice(0, len(header)), crc32(header))]
     parts += [(pieces[number].name, places[number], pieces[number].checksum) for number in order]
     scratch = new_memory(_MOVED_BYTES) if memory is None else memory
     number = checksum = 0
@@ -213,11 +231,14 @@ def in_groups(layout: Layout, most_bytes: int) -> Iterator[tuple[list[Piece], sl
 
 def layouts_of(manifest: Manifest) -> dict[str, Layout]:
     """Return the layout of each file."""
-    arrays = manifest.arrays
-    return {name: layout_of(each, [arrays[piece.name].dtype for piece in each]) for name, each in manifest.pieces.items()}
+    found = {}
+    for name, pieces in manifest.pieces.items():
+        found[name] = layout_of(tuple(pieces), tuple(manifest.arrays[piece.name].dtype for piece in pieces))
+    return found
 
 
-def layout_of(pieces: Sequence[Piece], dtypes: Sequence[str]) -> Layout:
+@lru_cache(maxsize=8)
+def layout_of(pieces: tuple[Piece, ...], dtypes: tuple[str, ...]) -> Layout:
     """Return the layout of a file with pieces of arrays of these dtypes."""
     stored = [dtype if dtype in _STORED else "uint8" for dtype in dtypes]
     order = sorted(range(len(pieces)), key=lambda place: -itemsize_of(stored[place]))  # so all of them are aligned
@@ -304,7 +325,7 @@ def prepare(folder: Path) -> list[Path]:
     remove(folder)
     if folder.is_dir():
         raise CheckpointError(f"{folder} holds what is no part of a checkpoint: save to another folder")
-    absent = [path for path in folder.parents if not path.exists()]
+    absent = list(takewhile(lambda path: not path.exists(), folder.parents))
     folder.mkdir(parents=True)
     return [path.parent for path in (folder, *absent)]
 
@@ -468,7 +489,7 @@ class Writer:
             if layout.pieces:
                 write_file(folder / file_name(self.rank), save.memory, layout.num_bytes)
             written = [
-                piece._replace(checksum=crc32(save.memory[place]))
+                piece._replace(checksum=crc32(save.memory[place])) if piece.checksum is None else piece
                 for piece, place in zip(layout.pieces, layout.places, strict=True)
             ]
         except Exception as failed:  # the library that writes arrays has exceptions of its own

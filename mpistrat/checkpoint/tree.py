@@ -254,6 +254,8 @@ def is_array(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
+    if type(value) is np.ndarray:  # most are, and the questions below take time
+        return "array"
     if type(value) in _PLAIN:
         return "plain value"
     if isinstance(value, Variable):
