@@ -270,9 +270,18 @@ def job_folders() -> Iterator[Path]:
 
 
 def remove_record(file: Path) -> None:
-    """Remove the record of a process; with the last one all else, and the folder unless a rank that starts writes to it."""
+    """Remove the record of a process that has ended, once no other one of the job runs here: they see that it will not come.
+
+    With it those of others that have ended, and with the last one all else, and the folder unless a rank that starts writes to
+    it.
+    """
     with suppress(OSError):
-        file.unlink()
+        others = [path for path in _records([*file.parent.iterdir()]) if path != file]
+        states = {path: np.fromfile(path, HEADER, 1)[0]["state"] for path in others}
+        if any(state == State.RUNNING and has_owner(path) for path, state in states.items()):
+            return
+        for path in (file, *(path for path, state in states.items() if state == State.ENDED)):
+            path.unlink(missing_ok=True)
         left = list(file.parent.iterdir())
         if not _records(left):
             for path in left:

@@ -154,8 +154,9 @@ class FlightRecorder:
         self._header["looked"] = now
 
     def close(self) -> None:
-        """Remove the file, and the folder of the job with the last one; later records cannot be read by other processes."""
+        """Record that this program has ended, and remove the file once those of the other ranks here have."""
         if self.path is not None:
+            self.note(state=State.ENDED)
             remove_record(self.path)
             self.path = None
 

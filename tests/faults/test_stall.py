@@ -174,6 +174,16 @@ def test_a_rank_that_ends_while_others_wait_ends_the_job(job):
     assert f"rank 1 ({HOST}): its program has ended; last collective " in ended.stderr
 
 
+def test_a_rank_of_a_communicator_of_some_ranks_that_has_ended_is_found_too(job):
+    """Where no communicator is of all ranks, nobody waits at the end: the record stays until all have ended."""
+    made = "part = mpistrat.Communicator(comm.Split(comm.rank % 2)); part.barrier()"
+    after = "time.sleep(1); part.barrier()"
+    ended = job(4, program("sys.exit()", made, after, seconds=30))
+    ended.check(1)
+    assert re.search(r"\[rank 3 on .*UnavailableError: rank 1 will not come to a collective that others wait in:", ended.stderr)
+    assert f"rank 1 ({HOST}): its program has ended; last collective " in ended.stderr
+
+
 def test_without_abort_every_rank_that_waits_raises_and_ends(job):
     ended = job(3, program("sys.exit()", seconds=30), MPISTRAT_ABORT="0")
     ended.check(1)
