@@ -84,7 +84,7 @@ class Comparison:
 
     def __init__(self, hierarchy: Hierarchy, agreement: Agreement, window: NodeWindow | None) -> None:
         self._agreement, self._window, self._one_node = agreement, window, hierarchy.world.num_nodes == 1
-        self._present, self._rank, self._job_ranks = hierarchy.call, hierarchy.rank, hierarchy.job_ranks
+        self._present, self._rank, self._job_ranks = hierarchy.call, hierarchy.job_rank, hierarchy.job_ranks
         self._communicator, self._watcher, self._recorder = hierarchy.number, watcher.start(), recorder()
 
     def agree(
@@ -137,7 +137,8 @@ class Comparison:
         sent = self._agreement.exchange([(number, mine[number]) for number in recent], complete)
         every: list[dict[int, str]] = [dict(pairs) for pairs in sent]
         first = next((n for n in recent if len({texts.get(n) for texts in every}) > 1), call.number)
-        return calls_differ(first, {rank: texts.get(first, "another") for rank, texts in enumerate(every)})
+        by_rank = zip(self._job_ranks, [texts.get(first, "another") for texts in every], strict=True)
+        return calls_differ(first, dict(by_rank))
 
     def difference(self, error: BaseException, number: int, text: str) -> CollectiveError | None:
         """Return the error that names each rank's call, if it explains `error`; this rank's has a number and a text.
@@ -151,9 +152,9 @@ class Comparison:
         texts = {self._rank: text}
         states = [] if self._watcher is None else self._watcher.compare(ranks=self._job_ranks)
         calls = entered(states, (self._communicator, number))
-        for rank, state in enumerate(states):
+        for state in states:
             found = calls.get(state.rank)
-            texts.setdefault(rank, found.text if found else f"({state.doing()})")
+            texts.setdefault(state.rank, found.text if found else f"({state.doing()})")
         if isinstance(error, CallsDifferError) or len(set(texts.values())) > 1:
             return calls_differ(number, texts)
         return None

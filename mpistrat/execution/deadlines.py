@@ -44,7 +44,7 @@ class Deadlines:
         self.barrier = DeadlineBarrier(hierarchy.world_group, nodes)
         self.default_seconds = self._seconds = seconds
         self.check_gpu: Callable[[], None] = lambda: None
-        self._rank, self._job_ranks, self._communicator = hierarchy.rank, hierarchy.job_ranks, hierarchy.number
+        self._rank, self._job_ranks, self._communicator = hierarchy.job_rank, hierarchy.job_ranks, hierarchy.number
         self._present, self._window, self._one_node = hierarchy.call, window, world.num_nodes == 1
         self._current, self._has_started, self._watcher = current, has_started, watcher.start()
         self._present.drive, self._present.must_poll = self.drive, bool(seconds)

@@ -65,7 +65,7 @@ class Guard:
         self.options, self.is_strict, self.checks = options, hierarchy.settings[STRICT], hierarchy.settings[CHECK]
         self.refusal, self.noted, self.is_on_gpu = "", 0, False
         self.number, self.signature = 0, Signature("")
-        self.communicator, self._members, self._rank = hierarchy.number, hierarchy.members, hierarchy.rank
+        self.communicator, self._members, self._rank = hierarchy.number, hierarchy.members, hierarchy.job_rank
         self.thread = CallingThread()
         self.deadlines = Deadlines(
             hierarchy,

@@ -105,7 +105,8 @@ class Group:
     """Some ranks of the world and the communicator that joins them, made for this group, which frees it.
 
     `name` is for error messages: ``world``, ``intra node0``, ``rail 1``; `ranks` are world ranks, in the order of their rank in
-    `comm`. Groups of one hierarchy share the `call` that is under way.
+    `comm`, but those of ``world`` are ranks of the job, as error messages name them. Groups of one hierarchy share the `call`
+    that is under way.
     """
 
     def __init__(self, comm: MPI.Intracomm, name: str, ranks: tuple[int, ...], call: CallState | None = None) -> None:

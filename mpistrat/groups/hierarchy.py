@@ -32,9 +32,10 @@ class Hierarchy:
         self.place = world.place(self.rank)
         self.call = CallState()
         self.settings = self.call.settings
-        self.world_group = Group(comm.Dup(), "world", tuple(range(world.size)), self.call)
+        self.job_ranks = job_ranks_of(comm)  # by which errors and records name them
+        self.job_rank = self.job_ranks[self.rank]
+        self.world_group = Group(comm.Dup(), "world", self.job_ranks, self.call)
         self.number = self._agree_on_number()  # a unique id, the same on all ranks
-        self.job_ranks = job_ranks_of(comm)
         node = world.nodes[self.place.node_index]
         self.intra = _own(self.world_group.comm.Split(node.index, self.rank), f"intra {node.name}", node.ranks, self.call)
         several = world.num_nodes > 1

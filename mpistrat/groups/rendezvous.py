@@ -60,7 +60,7 @@ def rendezvous(call: str, timeout_seconds: float = 0.0, comm: MPI.Intracomm | No
     members = "" if comm is None else members_text(job_ranks_of(comm))
     with watched(call, members):
         world = bootstrap.start()
-        group = Group(_own(comm or world, call, timeout_seconds), "world", tuple(range((comm or world).Get_size())))
+        group = Group(_own(comm or world, call, timeout_seconds), "world", job_ranks_of(comm or world))
         try:
             if group.size == world.Get_size():
                 _watch(world, call, timeout_seconds)

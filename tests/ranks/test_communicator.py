@@ -57,6 +57,21 @@ def test_some_of_the_ranks_work_by_themselves(comm, monkeypatch, nodes):
         assert communicator.all_reduce("sum", np.ones(1)).item() == comm.size
 
 
+@needs_ranks(3)
+def test_errors_name_the_ranks_of_the_job(comm):
+    """As tracebacks, the watcher and the doctor do; those of a communicator of some ranks are other numbers."""
+    last = comm.size - 1
+    part = comm.Split(comm.rank > 0, -comm.rank)
+    communicator = mpistrat.Communicator(part)
+    if comm.rank:
+        named = r"\n  rank(s 1-2| 1): all_reduce\(SUM, \[float64 \(3,\).*\n  rank " + str(last) + r": all_reduce.*\(4,\)"
+        with pytest.raises(AgreementError, match=named):
+            communicator.all_reduce("sum", np.ones(4 if comm.rank == last else 3))
+    else:
+        communicator.close()
+    part.Free()
+
+
 def test_a_communicator_is_made_of_an_intracommunicator(comm):
     with pytest.raises(InvalidArgumentError, match="such as MPI.COMM_WORLD; got str"):
         mpistrat.Communicator("world")
