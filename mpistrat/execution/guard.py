@@ -415,6 +415,7 @@ class Guard:
 
     def confirm(self) -> None:
         """Compare the calls that have not been compared yet. A collective call if there are any."""
+        self.wait_for_started()  # until then ranks may not agree on whether there are any
         if self._present.unconfirmed:
             with self:
                 self.number += 1

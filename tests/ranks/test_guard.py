@@ -67,6 +67,18 @@ def test_a_call_is_not_paired_with_one_that_a_rank_has_refused(one_node, comm, i
         one_node.all_reduce(SUM, [np.ones(3)])
 
 
+@needs_ranks(2)
+def test_what_was_started_has_ended_when_calls_are_confirmed(comm, make_ops):
+    ops, ones = make_ops(f"{comm.size}x1", STRICT="0"), np.ones(20_000, np.float32)  # which MPI sums between nodes
+    for _ in range(3):
+        work = ops.start_all_reduce(SUM, ones)
+        if comm.rank == 0:
+            work.wait()
+        ops.confirm()  # on the others it is still under way
+        assert not ops.hierarchy.call.unconfirmed
+        assert (work.wait() == comm.size).all()
+
+
 def test_the_record_of_a_call_has_the_bytes_that_this_rank_passes(make_ops):
     ops = make_ops()
     for call in (ops.all_reduce, lambda *given: ops.start_all_reduce(*given).wait()):
