@@ -183,8 +183,8 @@ class Guard:
             return result
 
         job = Job(recorded, lambda: str(call), self, self.is_on_gpu)
+        submit(job)  # before it is one to wait for: a signal handler that raises in there may leave it unsubmitted
         self._last, self.refusal = job, f"an earlier {call.verb} is still under way: wait for it first"
-        submit(job)
         return Work(job)
 
     def give_up_started(self, call: Call, error: CollectiveError) -> None:

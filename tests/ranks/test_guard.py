@@ -10,6 +10,7 @@ import pytest
 import mpistrat
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.errors import AgreementError, InvalidArgumentError, UnavailableError
+from mpistrat.execution import guard
 from mpistrat.reduction import ReduceOp
 from mpistrat.watch.record import RankFile
 from mpistrat.watch.recorder import recorder
@@ -232,20 +233,19 @@ def test_a_thread_that_makes_a_communicator_and_another_that_calls_it_are_told_a
 
 
 @needs_ranks(2)
-@pytest.mark.parametrize("calls_before", [0, 2], ids=["a new call", "a known one"])
-def test_an_exception_after_a_call_has_its_number_is_told_to_the_other_ranks(comm, one_node, monkeypatch, calls_before):
-    for _ in range(calls_before):
+@pytest.mark.parametrize("kind", ["new", "known", "started"])
+def test_an_exception_after_a_call_has_its_number_is_told_to_the_other_ranks(comm, one_node, monkeypatch, kind):
+    number = 3 if kind == "known" else 1
+    for _ in range(number - 1):
         one_node.all_reduce(SUM, np.ones(3))
     if comm.rank == 0:
         planted = Mock(side_effect=KeyboardInterrupt)
-        if calls_before:
-            monkeypatch.setattr(one_node, "_recorder", Mock(places={}, find_line=planted))
-        else:
-            monkeypatch.setattr(one_node._guard, "_move_notes", planted)
-    told = None if comm.rank == 0 else f"rank 0 has left collective {1 + calls_before}"
+        where = {"new": (one_node._guard, "_move_notes"), "started": (guard, "submit"), "known": (one_node, "_recorder")}
+        monkeypatch.setattr(*where[kind], Mock(places={}, find_line=planted) if kind == "known" else planted)
+    told = None if comm.rank == 0 else f"rank 0 has left collective {number}"
     with pytest.raises(UnavailableError if told else KeyboardInterrupt, match=told):
-        one_node.all_reduce(SUM, np.ones(3))
-    with pytest.raises(UnavailableError, match=f"an earlier {'all_reduce' if calls_before else '.*'} did not end"):
+        one_node.start_all_reduce(SUM, np.ones(3)).wait() if kind == "started" else one_node.all_reduce(SUM, np.ones(3))
+    with pytest.raises(UnavailableError, match=f"an earlier {'all_reduce' if kind == 'known' else '.*'} did not end"):
         one_node.barrier()
 
 
