@@ -13,7 +13,7 @@ from mpistrat.context.values import PerReplica
 from mpistrat.errors import AgreementError, DeadlineExceededError, UnavailableError
 from mpistrat.groups.agreement import ROW
 from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS
-from mpistrat.reduction import ReduceOp
+from mpistrat.reduction import Fold, ReduceOp
 from tests.launches import on_ranks
 
 SUM = ReduceOp.SUM
@@ -232,6 +232,29 @@ def test_steps_that_do_not_end_name_who_does_not_answer(comm, make, monkeypatch)
         # it hears at its next call, or when it closes, that the others will not come
         with pytest.raises(DeadlineExceededError, match=r"comes too late: rank|was given up by ranks? 0"):
             ops.barrier(within(60))
+
+
+@two_ranks
+@pytest.mark.parametrize("calls_before", [0, 2], ids=["a new call", "a known one"])
+def test_a_rank_returns_no_sum_of_what_another_has_changed_after_its_deadline(comm, make_ops, monkeypatch, calls_before):
+    ops, values, into = make_ops(), np.ones(1 << 20), Fold.into
+    if not ops._executor.intra.combines_arrays:
+        pytest.skip("arrays are combined where they lie by cross-memory attach alone")
+    for _ in range(calls_before):
+        ops.all_reduce(SUM, values, within(60))
+
+    def slow(*given):
+        monkeypatch.setattr(Fold, "into", into)
+        comm.recv(source=0)
+        into(*given)
+
+    if comm.rank == 1:
+        monkeypatch.setattr(Fold, "into", slow)
+    with pytest.raises(DeadlineExceededError, match="comes too late: rank 0" if comm.rank else "did not end within"):
+        ops.all_reduce(SUM, values, within(60 if comm.rank else SECONDS))
+    if comm.rank == 0:
+        values[:] = 5
+        comm.send(None, 1)
 
 
 @two_ranks
