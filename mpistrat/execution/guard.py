@@ -94,6 +94,7 @@ class Guard:
                 wait_for_gpu(self)
             self.raise_if_failed()
         except BaseException:
+            self.note("a call that has not begun")  # but on other ranks: what this one calls next is another call
             self.thread.unlock()
             raise
 

@@ -69,6 +69,26 @@ def test_a_call_is_not_paired_with_one_that_a_rank_has_refused(one_node, comm, i
 
 
 @needs_ranks(2)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_call_is_not_paired_with_one_that_raises_what_was_started_has_failed_of(one_node, comm, is_known):
+    def fail():
+        raise OSError("in a callback")
+
+    for _ in range(2 * is_known):
+        one_node.all_reduce(SUM, np.ones(3))
+    if comm.rank:
+        comm.Barrier()
+    work = one_node.start_all_reduce(SUM, np.ones(3))
+    if comm.rank == 0:
+        work.add_done_callback(fail)
+        comm.Barrier()
+        with pytest.raises(OSError, match="in a callback"):
+            one_node.all_reduce(SUM, np.ones(3))  # in which the others wait meanwhile
+    with pytest.raises(AgreementError, match="after a call that has not begun"):
+        one_node.all_reduce(SUM, np.ones(3))
+
+
+@needs_ranks(2)
 def test_what_was_started_has_ended_when_calls_are_confirmed(comm, make_ops):
     ops, ones = make_ops(f"{comm.size}x1", STRICT="0"), np.ones(20_000, np.float32)  # which MPI sums between nodes
     for _ in range(3):
