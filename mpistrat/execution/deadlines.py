@@ -67,8 +67,11 @@ class Deadlines:
     ) -> None:
         self._present.ends = time.monotonic() + rest if rest else 0.0
         drive(steps, what, rest, lambda: self._overdue(what(), seconds), back, self._check_progress)
-        if rest:  # a rank that has given up may have changed its arrays before this one read them
+        # a rank that has given up may have changed its arrays before this one read them
+        if rest:
             self.barrier.raise_if_given_up(what, probes=PROBES)
+        if self._window is not None:
+            self._window.raise_if_left(what)
 
     def wait(self, what: str, steps: Steps) -> None:
         """Run steps that have no deadline here: what else watches them raises."""

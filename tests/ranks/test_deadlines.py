@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat import steps
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.context.values import PerReplica
-from mpistrat.errors import AgreementError, DeadlineExceededError, UnavailableError
+from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededError, UnavailableError
 from mpistrat.groups.agreement import ROW
 from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS
 from mpistrat.reduction import Fold, ReduceOp
@@ -236,25 +237,37 @@ def test_steps_that_do_not_end_name_who_does_not_answer(comm, make, monkeypatch)
 
 @two_ranks
 @pytest.mark.parametrize("calls_before", [0, 2], ids=["a new call", "a known one"])
-def test_a_rank_returns_no_sum_of_what_another_has_changed_after_its_deadline(comm, make_ops, monkeypatch, calls_before):
+@pytest.mark.parametrize("seconds", [SECONDS, None], ids=["deadline", "signal"])
+def test_no_rank_returns_a_sum_of_what_another_has_changed_that_has_left_the_call(
+    comm, make_ops, monkeypatch, seconds, calls_before
+):
     ops, values, into = make_ops(), np.ones(1 << 20), Fold.into
     if not ops._executor.intra.combines_arrays:
         pytest.skip("arrays are combined where they lie by cross-memory attach alone")
     for _ in range(calls_before):
-        ops.all_reduce(SUM, values, within(60))
+        ops.all_reduce(SUM, values, within(seconds and 60))
 
     def slow(*given):
         monkeypatch.setattr(Fold, "into", into)
+        comm.send(None, 0)
         comm.recv(source=0)
         into(*given)
 
-    if comm.rank == 1:
-        monkeypatch.setattr(Fold, "into", slow)
-    with pytest.raises(DeadlineExceededError, match="comes too late: rank 0" if comm.rank else "did not end within"):
-        ops.all_reduce(SUM, values, within(60 if comm.rank else SECONDS))
+    def interrupted(_):
+        if not seconds and comm.iprobe(source=1):
+            raise KeyboardInterrupt
+
     if comm.rank == 0:
+        monkeypatch.setattr(steps, "yield_core", interrupted)
+        with pytest.raises(DeadlineExceededError if seconds else KeyboardInterrupt):
+            ops.all_reduce(SUM, values, within(seconds))
         values[:] = 5
+        comm.recv(source=1)
         comm.send(None, 1)
+    else:
+        monkeypatch.setattr(Fold, "into", slow)
+        with pytest.raises(CollectiveError, match="comes too late: rank 0" if seconds else "rank 0 has left it"):
+            ops.all_reduce(SUM, values, within(seconds and 60))
 
 
 @two_ranks
