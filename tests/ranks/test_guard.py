@@ -100,6 +100,17 @@ def test_what_was_started_has_ended_when_calls_are_confirmed(comm, make_ops):
         assert (work.wait() == comm.size).all()
 
 
+@needs_ranks(2)
+def test_what_was_started_has_ended_when_calls_become_strict(comm, one_node):
+    for _ in range(10):
+        work = one_node.start_all_reduce(SUM, np.ones(100_000))
+        if comm.rank == 0:
+            work.wait()
+        one_node.is_strict = True  # on the others it may not have begun
+        assert (work.wait() == comm.size).all()
+        one_node.is_strict = False
+
+
 def test_the_record_of_a_call_has_the_bytes_that_this_rank_passes(make_ops):
     ops = make_ops()
     for call in (ops.all_reduce, lambda *given: ops.start_all_reduce(*given).wait()):
