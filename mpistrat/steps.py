@@ -39,16 +39,16 @@ def drive(
     def advance() -> None:
         polls = waits = 0
         deadline = time.monotonic() + timeout_seconds if timeout_seconds else 0.0
-        for worked in steps:
-            if worked:
-                waits = 0
-                continue
-            wait(waits)
-            waits += 1
-            polls += 1
-            if polls % polls_per_clock:
-                continue
-            try:
+        try:
+            for worked in steps:
+                if worked:
+                    waits = 0
+                    continue
+                wait(waits)
+                waits += 1
+                polls += 1
+                if polls % polls_per_clock:
+                    continue
                 if check is not None:
                     check()
                 if deadline and time.monotonic() > deadline:
@@ -57,10 +57,10 @@ def drive(
                         if overdue is None
                         else overdue()
                     )
-            except BaseException:
-                if isinstance(steps, Generator):
-                    steps.close()  # runs its cleanup now, and it cannot be resumed
-                raise
+        except BaseException:  # of a signal handler, too
+            if isinstance(steps, Generator):
+                steps.close()  # runs its cleanup now, and it cannot be resumed
+            raise
 
     quiet()(advance)
 

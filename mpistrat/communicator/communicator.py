@@ -162,6 +162,7 @@ class Communicator(BaseCommunicator):
 
     @is_strict.setter
     def is_strict(self, is_strict: bool) -> None:
+        self._guard.wait_for_started()  # which all ranks are to make in one way
         self._guard.is_strict = is_strict
         self._programs.forget_calls()
 

@@ -66,7 +66,7 @@ class CommunicationOptions:
     error_feedback : bool or None
         With `wire_dtype`: the rounding errors of one call are added to what the next call sends, so that sums over many calls,
         such as those of an optimiser, stay as close as with float32. Errors are kept per bucket of arrays, so give unrelated
-        calls different shapes, or make them one call. They are lost when new shapes need more scratch memory, and after 64
+        calls different shapes, or make them one call. They are lost when new shapes need more scratch memory, and after 128
         other kinds of calls. Costs four bytes per element that a replica sends. Not in TensorFlow.
     intra_dtype : str or None
         ``native``: SUM, MEAN and PROD of float16 and bfloat16 arrays on GPUs are computed in the dtype of the arrays inside a

@@ -72,7 +72,8 @@ class Passing:
             dtype, size, flags = recvbuf.dtype, recvbuf.size, recvbuf.flags.num
             last_op, last_dtype, last_size, last_outdated, found = last
             if not (op is last_op and dtype is last_dtype and size == last_size and record.outdated is last_outdated):
-                outdated, entry = record.outdated, programs.passed.get((op.handle, size, dtype))
+                handle = getattr(op, "handle", 0)  # `otherwise` refuses what is no operation
+                outdated, entry = record.outdated, programs.passed.get((handle, size, dtype))
                 if entry is None:
                     return otherwise(sendbuf, recvbuf, op)
                 found, last_code = (*entry, guard.index(entry[2], entry[1].text, entry[1].nbytes)), None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mpistrat.errors import DeadlineExceededError
 from mpistrat.execution.comparison import Call
 from mpistrat.execution.engine import back_off
-from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, DeadlineBarrier
+from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, PROBES, DeadlineBarrier
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.steps import Steps, drive, ends_soon
 from mpistrat.transports.window import NodeWindow
@@ -67,6 +67,11 @@ class Deadlines:
     ) -> None:
         self._present.ends = time.monotonic() + rest if rest else 0.0
         drive(steps, what, rest, lambda: self._overdue(what(), seconds), back, self._check_progress)
+        # a rank that has given up may have changed its arrays before this one read them
+        if rest:
+            self.barrier.raise_if_given_up(what, probes=PROBES)
+        if self._window is not None:
+            self._window.raise_if_left(what)
 
     def wait(self, what: str, steps: Steps) -> None:
         """Run steps that have no deadline here: what else watches them raises."""

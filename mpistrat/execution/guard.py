@@ -94,6 +94,7 @@ class Guard:
                 wait_for_gpu(self)
             self.raise_if_failed()
         except BaseException:
+            self.note("a call that has not begun")  # but on other ranks: what this one calls next is another call
             self.thread.unlock()
             raise
 
@@ -183,8 +184,8 @@ class Guard:
             return result
 
         job = Job(recorded, lambda: str(call), self, self.is_on_gpu)
+        submit(job)  # before it is one to wait for: a signal handler that raises in there may leave it unsubmitted
         self._last, self.refusal = job, f"an earlier {call.verb} is still under way: wait for it first"
-        submit(job)
         return Work(job)
 
     def give_up_started(self, call: Call, error: CollectiveError) -> None:
@@ -415,6 +416,7 @@ class Guard:
 
     def confirm(self) -> None:
         """Compare the calls that have not been compared yet. A collective call if there are any."""
+        self.wait_for_started()  # until then ranks may not agree on whether there are any
         if self._present.unconfirmed:
             with self:
                 self.number += 1

@@ -35,7 +35,7 @@ SHORTEST_GRACE_SECONDS, LONGEST_GRACE_SECONDS = 0.2, 1.0
 _OVERDUE, _HERE, _GONE, _FAILED = 1, 2, 3, 4
 
 # MPI may show a message only some probes after the one that received it
-_PROBES = 8
+PROBES = 8
 _SPINS = 64
 
 
@@ -71,9 +71,7 @@ class DeadlineBarrier:
         returns which ranks are known not to be in this call; others that have not entered may be waiting for those.
         """
         self._turn += 1
-        for _ in range(_PROBES):
-            self._listen()
-        self.raise_if_given_up(what, self._turn)
+        self.raise_if_given_up(what, self._turn, PROBES)
         request = enter()
         try:
             yield from self._wait(request, what, seconds, absent)
@@ -106,8 +104,13 @@ class DeadlineBarrier:
                 raise self.given_up(what())
             raise self._not_all_entered(what, seconds, time.monotonic() > deadline, absent)
 
-    def raise_if_given_up(self, what: Callable[[], str], turn: float = math.inf) -> None:
-        """Raise a CollectiveError if other ranks do not wait any more for a call that this one begins."""
+    def raise_if_given_up(self, what: Callable[[], str], turn: float = math.inf, probes: int = 1) -> None:
+        """Raise a CollectiveError if other ranks do not wait any more for a call that this one begins, or ends.
+
+        With several `probes` it finds all notices that were sent before.
+        """
+        for _ in range(probes - 1):
+            self._listen()
         if self._listen() or any(other >= turn for other in self._here.values()):
             if self._failed:
                 raise self.given_up(what(), has_entered=False)

@@ -177,6 +177,7 @@ class Exchange:
             # the caller may change its arrays when no peer reads or writes them any more
             yield from window.barrier()
         except BaseException:
+            window.leave()
             keep_alive_for_peers((arrays.sources, arrays.targets))
             raise
 

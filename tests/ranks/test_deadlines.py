@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat import steps
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.context.values import PerReplica
-from mpistrat.errors import AgreementError, DeadlineExceededError, UnavailableError
+from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededError, UnavailableError
 from mpistrat.groups.agreement import ROW
 from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS
-from mpistrat.reduction import ReduceOp
+from mpistrat.reduction import Fold, ReduceOp
 from tests.launches import on_ranks
 
 SUM = ReduceOp.SUM
@@ -232,6 +233,41 @@ def test_steps_that_do_not_end_name_who_does_not_answer(comm, make, monkeypatch)
         # it hears at its next call, or when it closes, that the others will not come
         with pytest.raises(DeadlineExceededError, match=r"comes too late: rank|was given up by ranks? 0"):
             ops.barrier(within(60))
+
+
+@two_ranks
+@pytest.mark.parametrize("calls_before", [0, 2], ids=["a new call", "a known one"])
+@pytest.mark.parametrize("seconds", [SECONDS, None], ids=["deadline", "signal"])
+def test_no_rank_returns_a_sum_of_what_another_has_changed_that_has_left_the_call(
+    comm, make_ops, monkeypatch, seconds, calls_before
+):
+    ops, values, into = make_ops(), np.ones(1 << 20), Fold.into
+    if not ops._executor.intra.combines_arrays:
+        pytest.skip("arrays are combined where they lie by cross-memory attach alone")
+    for _ in range(calls_before):
+        ops.all_reduce(SUM, values, within(seconds and 60))
+
+    def slow(*given):
+        monkeypatch.setattr(Fold, "into", into)
+        comm.send(None, 0)
+        comm.recv(source=0)
+        into(*given)
+
+    def interrupted(_):
+        if not seconds and comm.iprobe(source=1):
+            raise KeyboardInterrupt
+
+    if comm.rank == 0:
+        monkeypatch.setattr(steps, "yield_core", interrupted)
+        with pytest.raises(DeadlineExceededError if seconds else KeyboardInterrupt):
+            ops.all_reduce(SUM, values, within(seconds))
+        values[:] = 5
+        comm.recv(source=1)
+        comm.send(None, 1)
+    else:
+        monkeypatch.setattr(Fold, "into", slow)
+        with pytest.raises(CollectiveError, match="comes too late: rank 0" if seconds else "rank 0 has left it"):
+            ops.all_reduce(SUM, values, within(seconds and 60))
 
 
 @two_ranks

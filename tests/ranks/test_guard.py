@@ -10,6 +10,7 @@ import pytest
 import mpistrat
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.errors import AgreementError, InvalidArgumentError, UnavailableError
+from mpistrat.execution import guard
 from mpistrat.reduction import ReduceOp
 from mpistrat.watch.record import RankFile
 from mpistrat.watch.recorder import recorder
@@ -65,6 +66,49 @@ def test_a_call_is_not_paired_with_one_that_a_rank_has_refused(one_node, comm, i
         wrong()
     with pytest.raises(AgreementError, match=r"rank 0: .*, after a refused (start_)?all_reduce"):
         one_node.all_reduce(SUM, [np.ones(3)])
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_call_is_not_paired_with_one_that_raises_what_was_started_has_failed_of(one_node, comm, is_known):
+    def fail():
+        raise OSError("in a callback")
+
+    for _ in range(2 * is_known):
+        one_node.all_reduce(SUM, np.ones(3))
+    if comm.rank:
+        comm.Barrier()
+    work = one_node.start_all_reduce(SUM, np.ones(3))
+    if comm.rank == 0:
+        work.add_done_callback(fail)
+        comm.Barrier()
+        with pytest.raises(OSError, match="in a callback"):
+            one_node.all_reduce(SUM, np.ones(3))  # in which the others wait meanwhile
+    with pytest.raises(AgreementError, match="after a call that has not begun"):
+        one_node.all_reduce(SUM, np.ones(3))
+
+
+@needs_ranks(2)
+def test_what_was_started_has_ended_when_calls_are_confirmed(comm, make_ops):
+    ops, ones = make_ops(f"{comm.size}x1", STRICT="0"), np.ones(20_000, np.float32)  # which MPI sums between nodes
+    for _ in range(3):
+        work = ops.start_all_reduce(SUM, ones)
+        if comm.rank == 0:
+            work.wait()
+        ops.confirm()  # on the others it is still under way
+        assert not ops.hierarchy.call.unconfirmed
+        assert (work.wait() == comm.size).all()
+
+
+@needs_ranks(2)
+def test_what_was_started_has_ended_when_calls_become_strict(comm, one_node):
+    for _ in range(10):
+        work = one_node.start_all_reduce(SUM, np.ones(100_000))
+        if comm.rank == 0:
+            work.wait()
+        one_node.is_strict = True  # on the others it may not have begun
+        assert (work.wait() == comm.size).all()
+        one_node.is_strict = False
 
 
 def test_the_record_of_a_call_has_the_bytes_that_this_rank_passes(make_ops):
@@ -220,20 +264,19 @@ def test_a_thread_that_makes_a_communicator_and_another_that_calls_it_are_told_a
 
 
 @needs_ranks(2)
-@pytest.mark.parametrize("calls_before", [0, 2], ids=["a new call", "a known one"])
-def test_an_exception_after_a_call_has_its_number_is_told_to_the_other_ranks(comm, one_node, monkeypatch, calls_before):
-    for _ in range(calls_before):
+@pytest.mark.parametrize("kind", ["new", "known", "started"])
+def test_an_exception_after_a_call_has_its_number_is_told_to_the_other_ranks(comm, one_node, monkeypatch, kind):
+    number = 3 if kind == "known" else 1
+    for _ in range(number - 1):
         one_node.all_reduce(SUM, np.ones(3))
     if comm.rank == 0:
         planted = Mock(side_effect=KeyboardInterrupt)
-        if calls_before:
-            monkeypatch.setattr(one_node, "_recorder", Mock(places={}, find_line=planted))
-        else:
-            monkeypatch.setattr(one_node._guard, "_move_notes", planted)
-    told = None if comm.rank == 0 else f"rank 0 has left collective {1 + calls_before}"
+        where = {"new": (one_node._guard, "_move_notes"), "started": (guard, "submit"), "known": (one_node, "_recorder")}
+        monkeypatch.setattr(*where[kind], Mock(places={}, find_line=planted) if kind == "known" else planted)
+    told = None if comm.rank == 0 else f"rank 0 has left collective {number}"
     with pytest.raises(UnavailableError if told else KeyboardInterrupt, match=told):
-        one_node.all_reduce(SUM, np.ones(3))
-    with pytest.raises(UnavailableError, match=f"an earlier {'all_reduce' if calls_before else '.*'} did not end"):
+        one_node.start_all_reduce(SUM, np.ones(3)).wait() if kind == "started" else one_node.all_reduce(SUM, np.ones(3))
+    with pytest.raises(UnavailableError, match=f"an earlier {'all_reduce' if kind == 'known' else '.*'} did not end"):
         one_node.barrier()
 
 

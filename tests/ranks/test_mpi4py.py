@@ -468,6 +468,18 @@ def test_what_is_in_the_place_of_allreduce_stays_there(comm):
 
 
 @needs_ranks(2)
+def test_a_call_is_not_paired_with_one_of_no_operation(passing):
+    ones, total = np.ones(5000), np.empty(5000)
+    for _ in range(2):
+        passing.Allreduce(ones, total)
+    if passing.rank == 0:
+        with pytest.raises(AttributeError):
+            passing.Allreduce(ones, total, "SUM")
+    with pytest.raises(AgreementError, match="after a refused Allreduce"):
+        passing.Allreduce(ones, total)
+
+
+@needs_ranks(2)
 @pytest.mark.parametrize("is_refused_before", [False, True])
 def test_small_arrays_that_differ_are_told_in_the_next_comparison(passing, is_refused_before):
     def add(count, op):
