@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import mpistrat
 from mpistrat.context.values import PerReplica
-from tests.fuzz.reference import check, random_values
 from tests.launches import up_to_ranks
+from tests.reference import check, random_values
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=8, max_size=8)
 EXTENTS = st.lists(st.integers(0, 4), max_size=2)
