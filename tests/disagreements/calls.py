@@ -20,6 +20,7 @@ import mpistrat
 from mpistrat import VariableAggregation, VariableSynchronization
 from mpistrat.experimental import CommunicationOptions
 from tests.disagreements.case import Case
+from tests.reference import of_verb
 
 ITSELF = -1  # as `Call.place`: the rank that makes the call
 _FOR_EVER, _LATE_SECONDS = 3600.0, 0.8
@@ -177,14 +178,14 @@ def _reduce(case: Case, call: Call) -> None:
 def _gather(case: Case, call: Call) -> None:
     array, strategy = _array(case, call), case.strategies[call.strategy]
     result = strategy.gather(strategy.run(lambda: array), call.place or 0)
-    case.look("gather", result, lambda: np.concatenate(_parts(case), call.place or 0))
+    case.look("gather", result, lambda: of_verb("all_gather", _parts(case), call.place or 0, case.rank)[0])
 
 
-def _move(case: Case, call: Call, expected: Callable[[list[np.ndarray], int], np.ndarray]) -> None:
+def _move(case: Case, call: Call) -> None:
     """Call the method of a replica context that has the name of the verb, with an array and an axis or a root."""
     array, place = _array(case, call), case.rank if call.place == ITSELF else call.place or 0
     result = _run(case, call, lambda context: getattr(context, call.verb)(array, place))
-    case.look(call.verb, result, lambda: expected(_parts(case), place))
+    case.look(call.verb, result, lambda: of_verb(call.verb, _parts(case), place, case.rank)[0])
 
 
 def _reduce_scatter(case: Case, call: Call) -> None:
@@ -285,9 +286,9 @@ VERBS: dict[str, Callable[[Case, Call], object]] = {
     "merge_call": _merge_call,
     "merge_nothing": lambda case, call: _run(case, call, lambda context: context.merge_call(lambda strategy: None)),
     "reduce": _reduce,
-    "all_gather": partial(_move, expected=np.concatenate),
+    "all_gather": _move,
     "gather": _gather,
-    "broadcast": partial(_move, expected=lambda parts, root: parts[root]),
+    "broadcast": _move,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
     "barrier": lambda case, call: _run(case, call, lambda context: context.barrier()),

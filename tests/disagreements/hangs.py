@@ -185,12 +185,8 @@ def _running(
     with TemporaryDirectory(prefix="disagree-", ignore_cleanup_errors=True) as folder:
         script, said = Path(folder, _NAME), Path(folder, "output")
         script.write_text(program(Path(folder)))
-        with said.open("wb") as stream:
-            process = place.start([sys.executable, str(script)], environment, stream)
-        try:
+        with place.started([sys.executable, str(script)], environment, said) as process:
             yield process, said
-        finally:
-            place.end(process)
 
 
 def _await(process: subprocess.Popen[bytes], said: Path, lines: Collection[str], until: str = "", begun: int = 0) -> Found:

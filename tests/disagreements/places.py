@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from mpistrat.launch.mpiexec import command
 from mpistrat.topology.world import World
 from tests.hosts import lab
-from tests.processes import kill_session
+from tests.processes import started
 
 HOSTS = "hosts:"
 _ROOT = Path(__file__).parents[2]
@@ -38,28 +38,23 @@ class Place:
         """Return why jobs cannot run here, or an empty text."""
         return lab.missing() if self._hosts else ""
 
-    def start(self, argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
-        """Start a program on all ranks; all it prints goes to `output`."""
+    @contextmanager
+    def started(self, argv: Sequence[str], environment: Mapping[str, str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
+        """Start a program on all ranks, and end the job with all its processes; all it prints goes to a file."""
         if self._hosts:
-            started, variables = self._in_lab(argv)
+            command_line, variables = self._in_lab(argv)
         else:
             nodes = self.shape if len(self._local_sizes) > 1 else ""
-            started, variables = command(self.size, argv, nodes, environ=environment)
-        return subprocess.Popen(
-            started,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env={**environment, **variables},
-            start_new_session=True,
-        )
-
-    def end(self, process: subprocess.Popen[bytes]) -> None:
-        """End a job with all its processes."""
-        if self._lab is not None and process.poll() is None:
-            self.close()  # what runs on other hosts is not of the launcher's session
-        kill_session(process.pid)
-        process.wait()
+            command_line, variables = command(self.size, argv, nodes, environ=environment)
+        with (
+            output.open("wb") as stream,
+            started(command_line, stdout=stream, stderr=stream, env={**environment, **variables}) as process,
+        ):
+            try:
+                yield process
+            finally:
+                if self._lab is not None and process.poll() is None:
+                    self.close()  # what runs on other hosts is not of the launcher's session
 
     def close(self) -> None:
         """Give back what jobs ran on."""
@@ -70,7 +65,7 @@ class Place:
     def _in_lab(self, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         if self._lab is None:
             self._lab = lab.Lab(len(self._local_sizes)).__enter__()
-        started, variables = self._lab.mpirun(self.size, "+".join(map(str, self._local_sizes)), argv)
+        command_line, variables = self._lab.mpirun(self.size, "+".join(map(str, self._local_sizes)), argv)
         inside = self._lab.environment(**variables)
         added = {name: inside[name] for name in ("PATH", "LAB_FOLDER", *variables)}
-        return self._lab.on(self._lab.hosts[0], started), added
+        return self._lab.on(self._lab.hosts[0], command_line), added

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,18 +28,20 @@ class Ranks:
 
     def __init__(self, place: Place, module: str, environment: Mapping[str, str]) -> None:
         self.place, self.lines = place, list[Connection]()
-        self._temporary = TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
-        self.folder = Path(self._temporary.name)
-        with socket.socket(socket.AF_UNIX) as server, (self.folder / "output").open("wb") as output:
+        self._stack = ExitStack()
+        self.folder = Path(self._stack.enter_context(TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)))
+        environment = {**environment, _FOLDER: str(self.folder)}
+        with socket.socket(socket.AF_UNIX) as server:
             server.bind(str(self.folder / "socket"))
             server.listen(place.size)
-            self.process = place.start([sys.executable, "-m", module], {**environment, _FOLDER: str(self.folder)}, output)
+            job = place.started([sys.executable, "-m", module], environment, self.folder / "output")
+            self.process = self._stack.enter_context(job)
             while len(self.lines) < place.size:
                 if (line := next_line(server, lambda: self.process.poll() is not None)) is None:
                     printed = self.output()
                     self.end()
                     raise JobError(f"the ranks did not start: {printed[-3000:]}")
-                self.lines.append(line)
+                self.lines.append(self._stack.enter_context(line))
 
     def ask(self, **request: Any) -> None:
         """Send a request to all ranks."""
@@ -67,10 +70,7 @@ class Ranks:
 
     def end(self) -> None:
         """End the ranks."""
-        self.place.end(self.process)
-        for line in self.lines:
-            line.close()
-        self._temporary.cleanup()
+        self._stack.close()
 
     def _drop(self, line: Connection) -> None:
         self.lines.remove(line)

@@ -18,8 +18,8 @@ from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.errors import MpistratError
 from mpistrat.experimental import CommunicationOptions
 from tests.fuzz.operands import OPS, VERBS, Operand, Operands, draw_targets, is_refused, overlaps, told
-from tests.fuzz.reference import UFUNCS
 from tests.fuzz.strategy_cases import make_strategy, play_strategy, play_variable
+from tests.reference import UFUNCS, of_verb
 
 _MOST_REPEATS = 3
 
@@ -126,7 +126,7 @@ def _call(name: str) -> Callable[[Field, np.random.Generator], Callable[[], None
             operands.be_inexact()
         kind, targets, refused = "none", None, not has_axis
         if has_axis:
-            shapes = [verb.of(operand, place, size, rank)[0].shape for operand in operands]
+            shapes = [operand.after(name, place, size, rank)[0].shape for operand in operands]
             kind, targets = draw_targets(rng, operands, shapes, verb.targets)
             refused = is_refused(targets, operands, shapes)
         if name == "broadcast" and refused and kind not in ("read-only", "strided", "unaligned"):
@@ -142,7 +142,7 @@ def _call(name: str) -> Callable[[Field, np.random.Generator], Callable[[], None
 
         def look(results: list[Any], before: list[bytes]) -> None:
             for operand, result in zip(operands, results, strict=True):
-                verb.check(result, operand, place, size, rank)
+                operand.check(result, size, name, place, rank)
             if targets is not None:
                 assert all(result is target for result, target in zip(results, targets, strict=True)), "not out"
             else:
@@ -238,9 +238,9 @@ def _exchange(field: Field, rng: np.random.Generator) -> Callable[[], None]:
         elif not operand.shape:
             _must_refuse(lambda: communicator.all_to_all(mine, options), field.note)
         else:
-            pieces = [np.array_split(np.asarray(operand.part(rank)), size)[communicator.rank] for rank in range(size)]
-            received = communicator.all_to_all(mine, options)
-            assert received.tobytes() == np.concatenate(pieces).tobytes()
+            parts = [np.asarray(operand.part(rank)) for rank in range(size)]
+            wanted, _ = of_verb("all_to_all", parts, None, communicator.rank)
+            assert communicator.all_to_all(mine, options).tobytes() == wanted.tobytes()
         assert operand.snapshot() == before, f"an argument was changed: {operand}"
 
     return run

@@ -9,17 +9,9 @@ from typing import Any
 import numpy as np
 
 from mpistrat.experimental import CommunicationOptions
-from tests.fuzz.reference import DTYPES, LAYOUTS, NO_OPS, check, random_values, read_only, reference
+from tests.reference import DTYPES, LAYOUTS, NO_OPS, check, of_verb, random_values, read_only, unaligned
 
 OPS = ("SUM", "MEAN", "MIN", "MAX", "PROD")
-
-
-def unaligned(array: np.ndarray) -> np.ndarray:
-    """Return a copy whose first element lies at an odd address."""
-    memory = np.zeros(array.nbytes + 1, np.uint8)
-    view = np.frombuffer(memory.data, array.dtype, array.size, 1).reshape(array.shape)
-    view[...] = array
-    return view
 
 
 def _one_value(array: np.ndarray) -> np.ndarray:
@@ -87,14 +79,17 @@ class Operand:
         """Return the bytes of the array."""
         return np.asarray(self.array).tobytes()
 
-    def reduced(self, size: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return what the arrays of all ranks are reduced to, and by how much a result may differ."""
+    def after(self, verb: str, place: Any, size: int, rank: int) -> tuple[Any, np.ndarray | None]:
+        """Return what a rank has after a verb, and by how much it may differ."""
+        parts = [np.asarray(self.part(each)) for each in range(size)]
         with np.errstate(all="ignore"):
-            return reference(self.op, [np.asarray(self.part(rank)) for rank in range(size)], self.is_exact)
+            return of_verb(verb, parts, place, rank, self.op if VERBS[verb].reduces else "", self.is_exact)
 
-    def check(self, found: Any, size: int) -> None:
-        """Check the result of an all-reduce."""
-        check(np.asarray(found), *self.reduced(size), self.dtype)
+    def check(self, found: Any, size: int, verb: str = "all_reduce", place: Any = None, rank: int = 0) -> None:
+        """Check what it has become on a rank; what is not reduced comes bit by bit."""
+        wanted, bound = self.after(verb, place, size, rank)
+        check(np.asarray(found), wanted, bound, self.dtype)
+        assert VERBS[verb].reduces or np.asarray(found).tobytes() == wanted.tobytes(), f"other bits: {self}"
 
     def __repr__(self) -> str:
         kind = " huge" if self.is_huge else "" if self.is_exact else " inexact"
@@ -213,30 +208,14 @@ class Verb:
 
     reduces: bool  # whether it is told an operation
     place: str  # what it is told of where: an axis, a root, or nothing
-    result: Callable[[list[Any], Any, int], Any]  # of the arrays of all ranks, or what they reduce to; the place; a rank
     targets: Sequence[str]  # kinds of `out`, which all ranks must refuse, or none
-
-    def of(self, operand: Operand, place: Any, size: int, rank: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return what an operand becomes, and by how much that may differ."""
-        if not self.reduces:
-            return self.result([np.asarray(operand.part(each)) for each in range(size)], place, rank), None
-        whole, bound = operand.reduced(size)
-        return self.result([whole] * size, place, rank), None if bound is None else self.result([bound] * size, place, rank)
-
-    def check(self, found: Any, operand: Operand, place: Any, size: int, rank: int) -> None:
-        """Check what an operand has become; what is not reduced comes bit by bit."""
-        wanted, bound = self.of(operand, place, size, rank)
-        check(np.asarray(found), wanted, bound, operand.dtype)
-        assert self.reduces or np.asarray(found).tobytes() == wanted.tobytes(), f"other bits: {operand}"
 
 
 VERBS = {
-    "all_reduce": Verb(True, "", lambda parts, _, rank: parts[0], (*OWN_TARGETS, "shifted", *CHANGED)),
-    "reduce_scatter": Verb(
-        True, "axis", lambda parts, axis, rank: np.array_split(parts[0], len(parts), axis)[rank], ("fresh", "shifted", "next")
-    ),
-    "all_gather": Verb(False, "axis", lambda parts, axis, rank: np.concatenate(parts, axis), ("shifted", "next", *CHANGED)),
-    "broadcast": Verb(False, "root", lambda parts, root, rank: parts[root], (*OWN_TARGETS, "shifted", *CHANGED)),
+    "all_reduce": Verb(True, "", (*OWN_TARGETS, "shifted", *CHANGED)),
+    "reduce_scatter": Verb(True, "axis", ("fresh", "shifted", "next")),
+    "all_gather": Verb(False, "axis", ("shifted", "next", *CHANGED)),
+    "broadcast": Verb(False, "root", (*OWN_TARGETS, "shifted", *CHANGED)),
 }
 
 

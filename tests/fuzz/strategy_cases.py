@@ -91,7 +91,7 @@ def play_strategy(field: Any, rng: np.random.Generator) -> Callable[[], None]:
             assert np.allclose(np.asarray(result, np.float64), wanted, rtol=0.02, atol=0.02), (result, wanted)
         else:
             alike = _LIKE.get(verb, verb)
-            VERBS[alike].check(result, operand, size - 1 if alike == "broadcast" else 0, size, rank)
+            operand.check(result, size, alike, size - 1 if alike == "broadcast" else 0, rank)
 
     def run() -> None:
         for repeat in range(repeats if operands else 0):

@@ -11,6 +11,7 @@ from zlib import crc32
 
 import pytest
 
+from mpistrat.settings import VIRTUAL_NODES
 from tests.gpu import on_host, sanitizer
 from tests.gpu.fake_nccl4py import bound_by
 from tests.gpu.stand_in import StandInDevice
@@ -21,8 +22,11 @@ TRIAL_BYTES = (1 << 9, 1 << 10)  # the stand-in sums on the host
 
 
 @contextmanager
-def stand_in(comm: Any, has_nccl: bool = True, nccl_by: str = "CuPy") -> Iterator[StandInDevice]:
-    """Bind a stand-in device, each rank to its own, and an NCCL for any ranks, by CuPy or nccl4py. A collective call."""
+def stand_in(comm: Any, has_nccl: bool = True, nccl_by: str = "CuPy", nodes: str = "") -> Iterator[StandInDevice]:
+    """Bind a stand-in device, each rank to its own, and an NCCL for any ranks, by CuPy or nccl4py. A collective call.
+
+    A shape of virtual nodes is that of strategies which are made meanwhile.
+    """
     if on_host.missing():
         pytest.skip(on_host.missing())
     with pytest.MonkeyPatch.context() as patch, stand_in_gpu(comm.rank, comm.rank % 2) as device:
@@ -32,6 +36,8 @@ def stand_in(comm: Any, has_nccl: bool = True, nccl_by: str = "CuPy") -> Iterato
         bound = bound_by(library, nccl_by)
         patch.setattr("mpistrat.transports.nccl.find_binding", lambda: bound)
         patch.setattr("mpistrat.transports.nccl.TRIAL_BYTES", TRIAL_BYTES)
+        if nodes:
+            patch.setenv(VIRTUAL_NODES.name, nodes)
         yield device
 
 

@@ -20,16 +20,12 @@ from mpistrat.arrays import is_on_device
 from mpistrat.device.binding import bound_device
 from mpistrat.experimental import CommunicationOptions
 from tests.gpu.program import with_strategy, write_report
+from tests.reference import of_verb
 
 DTYPES = ("float32", "float64", "int32", "int64", "int16", "complex64", "float16", ml_dtypes.bfloat16)
 SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (3, 5), (0, 4), (257, 129), (300_001,))
 SMALL_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (3, 5), (0, 4), (33, 17), (5001,))  # in their place, where that is slow
-OPS: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
-    "sum": lambda rows: rows.sum(axis=0, dtype=rows.dtype),
-    "mean": lambda rows: (rows.sum(axis=0, dtype=rows.dtype) / len(rows)).astype(rows.dtype),
-    "min": lambda rows: rows.min(axis=0),
-    "max": lambda rows: rows.max(axis=0),
-}
+OPS = ("sum", "mean", "min", "max")
 LARGEST = 7  # sums of the narrowest dtype stay exact
 
 Case = tuple[str, Callable[[], Sequence[Any]], Sequence[NDArray[Any]]]
@@ -73,7 +69,10 @@ def cases(
     # rank r gathers r + 1 columns, and sends r + i rows to rank i
     columns = [rows[:, : rank + 1] for rank, rows in enumerate(large)]
     sent = [rows[: me + rank] for rank, rows in enumerate(large)]
-    together, parts = np.concatenate(columns, 1), [np.array_split(rows, size)[me] for rows in large]
+
+    def has(verb: str, rows: Sequence[NDArray[Any]], place: int | None = None, op: str = "") -> Any:
+        """Return what this replica has after a verb."""
+        return of_verb(verb, list(rows), place, me, op.upper())[0]
 
     def mine(rows: Sequence[NDArray[Any]] | NDArray[Any]) -> Any:
         return make(np.array(rows[me]))  # a copy, which calls may write to
@@ -87,32 +86,33 @@ def cases(
         return targets
 
     def reduced(op: str, axis: int) -> Iterator[Case]:
-        expected, part = [OPS[op](rows) for rows in every], np.array_split(OPS[op](large), size, axis)[me]
+        expected, part = [has("all_reduce", rows, None, op) for rows in every], has("reduce_scatter", large, axis, op)
         yield f"all_reduce({op}, {dtype})", lambda: context.all_reduce(op, all_mine()), expected
         yield f"start_all_reduce({op}, {dtype})", lambda: context.start_all_reduce(op, all_mine()).wait(), expected
         yield f"reduce_scatter({op}, {dtype}, {axis})", lambda: [context.reduce_scatter(op, mine(large), axis)], [part]
 
     def of_root(root: int) -> Iterator[Case]:
-        gathered = list(small) if me == root else []
-        yield f"broadcast({dtype}, {root})", lambda: [context.broadcast(mine(large), root)], [large[root]]
+        gathered = has("gather", small, root) or []
+        yield f"broadcast({dtype}, {root})", lambda: [context.broadcast(mine(large), root)], [has("broadcast", large, root)]
         yield f"gather({dtype}, {root})", lambda: communicator.gather(mine(small), root) or [], gathered
 
     for index, op in enumerate(OPS if dtype.kind != "c" else ("sum", "mean")):
         yield from reduced(op, index % 2)
     for root in {0, last}:
         yield from of_root(root)
-    total, whole = OPS["sum"](large), np.concatenate(list(small))
-    yield f"all_reduce({dtype}), deterministic", lambda: [context.all_reduce("sum", mine(large), in_order)], [total]
+    sums = [has("all_reduce", rows, None, "sum") for rows in every]
+    whole, together = has("all_gather", small, 0), has("all_gather", columns, 1)
+    yield f"all_reduce({dtype}), deterministic", lambda: [context.all_reduce("sum", mine(large), in_order)], [sums[4]]
     yield f"all_gather({dtype})", lambda: [context.all_gather(mine(small), 0)], [whole]
     yield f"all_gather({dtype}) of unequal arrays", lambda: [context.all_gather(mine(columns), 1)], [together]
     yield f"all_to_all({dtype})", lambda: context.all_to_all([make(large[me][: me + peer]) for peer in range(size)]), sent
-    yield f"all_to_all({dtype}) of one array", lambda: [communicator.all_to_all(mine(large))], [np.concatenate(parts)]
+    yield f"all_to_all({dtype}) of one array", lambda: [communicator.all_to_all(mine(large))], [has("all_to_all", large)]
     if not can_be_written:
         return
     in_place = lambda arrays: communicator.all_reduce("sum", arrays, out=arrays)  # noqa: E731
     gather = lambda targets: communicator.all_gather([mine(columns)], 1, out=targets)  # noqa: E731
     receive = lambda arrays: communicator.broadcast(arrays, last, out=arrays)  # noqa: E731
-    yield f"all_reduce({dtype}) in place", lambda: into(in_place, *all_mine()), [OPS["sum"](rows) for rows in every]
+    yield f"all_reduce({dtype}) in place", lambda: into(in_place, *all_mine()), sums
     yield f"all_gather({dtype}) into an array", lambda: into(gather, make(np.zeros_like(together))), [together]
     yield f"broadcast({dtype}) in place", lambda: into(receive, mine(large)), [large[last]]
 

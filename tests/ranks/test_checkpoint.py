@@ -448,35 +448,3 @@ def test_the_chief_saves_and_restores_what_servers_keep_on_any_number_of_them(co
         resolver = MPIClusterResolver(chief=1, ps=num_servers)
         ParameterServerStrategy.main(program, resolver, FixedShardsPartitioner(num_servers))
     assert start().rank or shards == [2, 1, 3]
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_data_that_each_rank_reads_go_on_on_fewer_ranks_or_are_refused_on_all(comm, folder, shuffle):
-    def made(strategy, batch_size):
-        def shard(context):
-            rows = mpistrat.ArrayDataset(np.arange(30), batch_size, shuffle=shuffle)
-            return rows.shard(context.num_input_pipelines, context.input_pipeline_id)
-
-        data = strategy.distribute_datasets_from_function(shard)
-        with strategy.scope():
-            weights = np.full(3, float(batch_size))
-            return data, weights, mpistrat.Checkpoint(data=data, weights=weights)
-
-    strategy = strategy_of(comm, "2+1")
-    data, _, checkpoint = made(strategy, 2)
-    next(iter(data))
-    path = checkpoint.save(folder / "one", wait=True)
-    strategy.close()
-    with some_ranks(comm, "2x1") as strategy:
-        if strategy is None:
-            return
-        data, weights, checkpoint = made(strategy, 3)
-        if shuffle:
-            with pytest.raises(CheckpointError, match=r"data: batch 1 .* 3 ranks .* and now .* 2 ranks .* not shuffled"):
-                checkpoint.restore(path)
-            assert weights.tolist() == [3.0] * 3
-        else:
-            checkpoint.restore(path)
-            rows = [row for batch in data for row in strategy.local(batch).tolist()]
-            assert rows == [*range(6 + comm.rank, 30, 2)]

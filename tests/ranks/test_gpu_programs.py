@@ -24,10 +24,9 @@ DELAY_TURNS = 400
 @contextmanager
 def on_nodes(comm, shape, monkeypatch):
     """Give a strategy on stand-in devices of these virtual nodes, and the device."""
-    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
     monkeypatch.setenv("MPISTRAT_ALLOW_SHARED_GPU", "1")
     monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "4KiB")
-    with stand_in(comm) as device:
+    with stand_in(comm, nodes=shape) as device:
         strategy = mpistrat.MultiWorkerMirroredStrategy()
         yield strategy, device
         strategy.close()

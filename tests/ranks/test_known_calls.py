@@ -17,8 +17,8 @@ from mpistrat.execution.one_call import SMALL_BATCH_BYTES, SmallBatch
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
 from mpistrat.testing.transport_cases import DTYPES, operations
 from mpistrat.transports.window import NodeWindow
-from tests.fuzz.reference import LAYOUTS
 from tests.launches import needs_ranks, up_to_ranks
+from tests.reference import LAYOUTS
 
 pytestmark = up_to_ranks(3)
 

@@ -1,7 +1,6 @@
 """Strategies of several replicas that compute on GPUs: stand-in devices whose streams dawdle; the host is the oracle."""
 
 import re
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -20,17 +19,9 @@ pytestmark = on_ranks(1, 2)  # devices that dawdle take many cores
 SHAPES = {1: "1x1", 2: "1x2", 3: "2+1", 4: "2x2"}
 
 
-@contextmanager
-def bound(comm, shape):
-    """Bind stand-in devices of ranks on virtual nodes of a shape."""
-    with pytest.MonkeyPatch.context() as patch, stand_in(comm) as device:
-        patch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
-        yield device
-
-
 @pytest.fixture
 def gpu(comm):
-    with bound(comm, SHAPES.get(comm.size, "")) as device:
+    with stand_in(comm, nodes=SHAPES.get(comm.size, "")) as device:
         yield device
 
 
@@ -191,7 +182,7 @@ def test_batches_come_to_the_gpu_of_each_replica(comm, on_gpu, xp):
 
 
 def test_central_storage_keeps_variables_on_a_gpu(comm):
-    with bound(comm, f"1x{comm.size}") as device:
+    with stand_in(comm, nodes=f"1x{comm.size}") as device:
         strategy = mpistrat.experimental.CentralStorageStrategy()
         with strategy.scope():
             variable = mpistrat.Variable(np.zeros(2), aggregation=mpistrat.VariableAggregation.SUM)

@@ -5,7 +5,6 @@ works afterwards in both cases.
 """
 
 import ctypes
-from functools import reduce
 from itertools import product
 
 import numpy as np
@@ -14,10 +13,9 @@ import pytest
 import mpistrat
 from mpistrat.errors import MpistratError
 from mpistrat.structures import flatten
-from tests.fuzz.operands import unaligned
-from tests.fuzz.reference import LAYOUTS
 from tests.launches import up_to_ranks
 from tests.ranks.cases import case
+from tests.reference import LAYOUTS, of_verb, unaligned
 
 pytestmark = up_to_ranks(3)
 REFUSED = "refused"
@@ -67,42 +65,32 @@ OTHERS = {
 }
 
 
-def _sum(parts, rank):
-    return reduce(np.add, parts).astype(parts[0].dtype)
-
-
-def _mean(parts, rank):
-    return _sum(parts, rank) / len(parts)
-
-
-def _along(act):
-    return lambda parts, rank: act(parts, rank) if parts[0].ndim else REFUSED
-
-
-def _scattered(parts, rank):
-    return np.array_split(_sum(parts, rank), len(parts))[rank]
-
-
-def _exchanged(parts, rank):
-    return np.concatenate([np.array_split(part, len(parts))[rank] for part in parts])
-
-
-_gathered = _along(lambda parts, rank: np.concatenate(parts))
+# a name, what calls it, and what it is called in `tests.reference`
 VERBS = {
-    "all_reduce": (lambda c, x: c.all_reduce("sum", x), _sum),
-    "start_all_reduce": (lambda c, x: c.start_all_reduce("sum", x).wait(), _sum),
-    "reduce_scatter": (lambda c, x: c.reduce_scatter("sum", x), _along(_scattered)),
-    "all_gather": (lambda c, x: c.all_gather(x, 0), _gathered),
-    "broadcast": (lambda c, x: c.broadcast(x), lambda parts, rank: parts[0]),
+    "all_reduce": (lambda c, x: c.all_reduce("sum", x), "all_reduce"),
+    "start_all_reduce": (lambda c, x: c.start_all_reduce("sum", x).wait(), "all_reduce"),
+    "reduce_scatter": (lambda c, x: c.reduce_scatter("sum", x), "reduce_scatter"),
+    "all_gather": (lambda c, x: c.all_gather(x, 0), "all_gather"),
+    "broadcast": (lambda c, x: c.broadcast(x), "broadcast"),
 }
 OF_COMMUNICATORS = {
-    "gather": (lambda c, x: c.gather(x, c.size - 1), lambda parts, rank: parts if rank == len(parts) - 1 else None),
-    "all_to_all": (lambda c, x: c.all_to_all(x), _along(_exchanged)),
+    "gather": (lambda c, x: c.gather(x, c.size - 1), "gather"),
+    "all_to_all": (lambda c, x: c.all_to_all(x), "all_to_all"),
 }
 OF_STRATEGIES = {
-    "reduce": (lambda s, x: s.reduce("sum", x, axis=None), _sum),
-    "gather": (lambda s, x: s.gather(x, 0), _gathered),
+    "reduce": (lambda s, x: s.reduce("sum", x, axis=None), "all_reduce"),
+    "gather": (lambda s, x: s.gather(x, 0), "all_gather"),
 }
+
+
+def expect(verb, parts, rank, op="SUM"):
+    """Return what a rank has after a verb, or that all refuse these arrays."""
+    if not parts[0].ndim and verb in ("reduce_scatter", "all_gather", "all_to_all"):
+        return REFUSED
+    place = len(parts) - 1 if verb == "gather" else 0
+    found, bound = of_verb(verb, parts, place, rank, op if "reduce" in verb else "")
+    assert bound is None
+    return found
 
 
 @pytest.fixture
@@ -116,13 +104,13 @@ def _is_equal(found, expected):
     return type(found) is np.ndarray and found.dtype == expected.dtype and np.array_equal(found, expected)
 
 
-def _check(call, make, expect, communicator, leaves_of):
-    """Check what a verb makes of a value, twice: the second time by what it knows."""
+def _check(call, make, verb, communicator, leaves_of):
+    """Check what a verb, or one that refuses, makes of a value, twice: the second time by what it knows."""
     rank, size = communicator.rank, communicator.size
     expected = REFUSED
-    if expect is not None:
+    if verb is not None:
         leaves = zip(*(map(np.asarray, leaves_of(make(each))) for each in range(size)), strict=True)
-        expected = [expect(list(parts), rank) for parts in leaves]
+        expected = [expect(verb, parts, rank) for parts in leaves]
         expected = REFUSED if any(one is REFUSED for one in expected if isinstance(one, str)) else expected
     for _ in range(2):
         if expected is REFUSED:
@@ -144,24 +132,24 @@ ALL = {**TAKEN, **NESTS, **OTHERS}
 
 def _cases(verbs, taken):
     """Return each value through each verb: both names, what calls and what makes it, it, and what to expect."""
-    for (verb, (call, expect)), (name, make) in product(verbs.items(), ALL.items()):
+    for (verb, (call, known)), (name, make) in product(verbs.items(), ALL.items()):
         is_refused = name not in taken or (name == "bool" and "reduce" in verb)
-        yield f"{verb} of {name}", call, make, make(0), None if is_refused else expect
+        yield f"{verb} of {name}", call, make, make(0), None if is_refused else known
 
 
 def test_a_communicator(ops):
-    for name, call, make, value, expect in _cases({**VERBS, **OF_COMMUNICATORS}, TAKEN):
+    for name, call, make, value, verb in _cases({**VERBS, **OF_COMMUNICATORS}, TAKEN):
         if isinstance(value, list) and name.startswith("all_to_all"):  # one for each rank: tested with it
             continue
         leaves_of = _items if isinstance(value, list) else lambda value: [value]
         with case(name):
-            _check(lambda: call(ops, make(ops.rank)), make, expect, ops, leaves_of)  # noqa: B023
+            _check(lambda: call(ops, make(ops.rank)), make, verb, ops, leaves_of)  # noqa: B023
 
 
 def test_a_replica_context_and_a_strategy(strategy):
     communicator = strategy.communicator
     for verbs, is_context in ((VERBS, True), (OF_STRATEGIES, False)):
-        for name, call, make, _, expect in _cases(verbs, {**TAKEN, **NESTS}):
+        for name, call, make, _, verb in _cases(verbs, {**TAKEN, **NESTS}):
 
             def run():
                 value = make(communicator.rank)  # noqa: B023
@@ -170,17 +158,17 @@ def test_a_replica_context_and_a_strategy(strategy):
                 return strategy.local(strategy.run(lambda: call(mpistrat.get_replica_context(), value)))  # noqa: B023
 
             with case(name):
-                _check(run, make, expect, communicator, lambda value: flatten(value)[0])
+                _check(run, make, verb, communicator, lambda value: flatten(value)[0])
 
 
 # verbs with `out`: the call, and the elements of the result of 2 elements for each rank
 WITH_OUT = {
-    "all_reduce": (lambda c, x, out: c.all_reduce("sum", x, out=out), _sum, lambda size: 2 * size),
-    "all_reduce mean": (lambda c, x, out: c.all_reduce("mean", x, out=out), _mean, lambda size: 2 * size),
-    "start_all_reduce": (lambda c, x, out: c.start_all_reduce("sum", x, out=out).wait(), _sum, lambda size: 2 * size),
-    "reduce_scatter": (lambda c, x, out: c.reduce_scatter("sum", x, out=out), _scattered, lambda size: 2),
-    "all_gather": (lambda c, x, out: c.all_gather(x, out=out), _gathered, lambda size: 2 * size * size),
-    "broadcast": (lambda c, x, out: c.broadcast(x, out=out), lambda parts, rank: parts[0], lambda size: 2 * size),
+    "all_reduce": (lambda c, x, out: c.all_reduce("sum", x, out=out), lambda size: 2 * size),
+    "all_reduce mean": (lambda c, x, out: c.all_reduce("mean", x, out=out), lambda size: 2 * size),
+    "start_all_reduce": (lambda c, x, out: c.start_all_reduce("sum", x, out=out).wait(), lambda size: 2 * size),
+    "reduce_scatter": (lambda c, x, out: c.reduce_scatter("sum", x, out=out), lambda size: 2),
+    "all_gather": (lambda c, x, out: c.all_gather(x, out=out), lambda size: 2 * size * size),
+    "broadcast": (lambda c, x, out: c.broadcast(x, out=out), lambda size: 2 * size),
 }
 # of a value and an `out` that would fit, what does not
 MISFITS = {
@@ -206,18 +194,19 @@ def test_results_may_be_written_over_what_is_yet_to_be_sent(ops):
     length = 2 * ops.size
     parts = [np.arange(length) + 10.0 * rank for rank in range(ops.size)]
     doubled = [2 * part for part in parts]
-    for (call, expect, count), _ in product(WITH_OUT.values(), range(3)):
+    for (name, (call, count)), _ in product(WITH_OUT.items(), range(3)):
+        verb, op = name.removeprefix("start_").split()[0], "MEAN" if name.endswith("mean") else "SUM"
         memory = np.zeros(count(ops.size) + length + 1)
         x, out = memory[1 : length + 1], memory[: count(ops.size)]
         x[:] = parts[ops.rank]
         assert call(ops, x, out) is out
-        assert out.tolist() == expect(parts, ops.rank).tolist()
+        assert out.tolist() == expect(verb, parts, ops.rank, op).tolist()
         x[:] = doubled[ops.rank]
         found = call(ops, [parts[ops.rank], x], [out, other := np.empty(out.size).view(Named)])
         assert found[0] is out
         assert found[1] is other
-        assert out.tolist() == expect(parts, ops.rank).tolist()
-        assert other.tolist() == expect(doubled, ops.rank).tolist()
+        assert out.tolist() == expect(verb, parts, ops.rank, op).tolist()
+        assert other.tolist() == expect(verb, doubled, ops.rank, op).tolist()
 
 
 def without_base(memory, start, count):
@@ -268,7 +257,7 @@ def test_known_calls_refuse_overlapping_results_too(ops):
 
 
 def test_an_out_that_does_not_fit_is_refused_on_every_rank(ops):
-    for (verb, (call, _, count)), (name, misfit) in product(WITH_OUT.items(), MISFITS.items()):
+    for (verb, (call, count)), (name, misfit) in product(WITH_OUT.items(), MISFITS.items()):
         for rank in {0, ops.size - 1, None}:
             x, out = np.ones(2 * ops.size), np.zeros(count(ops.size))
             is_wrong = rank in (None, ops.rank)

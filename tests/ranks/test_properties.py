@@ -11,10 +11,8 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-import mpistrat
 from mpistrat.context.values import PerReplica
-from tests.fuzz.reference import check, random_values
-from tests.launches import up_to_ranks
+from tests.reference import check, random_values
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=8, max_size=8)
 EXTENTS = st.lists(st.integers(0, 4), max_size=2)
@@ -87,33 +85,3 @@ def test_reducing_over_rows_is_exact(comm, shape, strategy):
         assert np.allclose(mean.astype(wanted.dtype), wanted, rtol=2 * eps, atol=0, equal_nan=True), (mean, wanted)
 
     check_examples(comm, shape, check_one, st.sampled_from("?bBhHiIqQefdFD"), LENGTHS, EXTENTS, st.booleans(), SEEDS)
-
-
-def test_a_weighted_mean_is_that_of_all_rows(comm, shape, strategy):
-    def check_one(code, lengths, extents, number):
-        parts = rows_of_all(code, [lengths[0] + 1, *lengths[1 : comm.size]], extents, number, "SUM")
-        mine = parts[comm.rank]
-        with np.errstate(invalid="ignore"):
-            mean = np.asarray(mine.sum(axis=0) / mine.dtype.type(len(mine)))  # NaN where there are no rows, with no weight
-        reduced = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("mean", {"g": mean}, weight=len(mine)))
-        found = strategy.local(reduced)["g"]
-        wanted = np.concatenate(parts).astype(np.float64).mean(axis=0)
-        assert found.dtype == mine.dtype
-        assert np.allclose(found, wanted, rtol=0, atol=16 * comm.size * np.finfo(mine.dtype).eps), (found, wanted)
-
-    check_examples(comm, shape, check_one, st.sampled_from("fd"), LENGTHS, EXTENTS, SEEDS)
-
-
-@up_to_ranks(8)
-def test_global_batches_are_the_same_at_any_number_of_replicas(comm, shape, strategy):
-    def check_one(rows, batch, shuffle, drop, number):
-        arrays = {"x": np.arange(2 * rows).reshape(rows, 2), "y": np.arange(rows, dtype=np.float32)}
-        how = {"shuffle": shuffle, "seed": number, "drop_remainder": drop}
-        alone, shared = (mpistrat.ArrayDataset(arrays, batch, **how) for _ in range(2))
-        distributed = strategy.experimental_distribute_dataset(shared)
-        for _ in range(2):
-            found = [strategy.gather(step, axis=0) for step in distributed]
-            as_lists = lambda steps: [{name: array.tolist() for name, array in step.items()} for step in steps]  # noqa: E731
-            assert as_lists(found) == as_lists(alone)
-
-    check_examples(comm, shape, check_one, st.integers(0, 40), st.integers(1, 17), st.booleans(), st.booleans(), SEEDS)

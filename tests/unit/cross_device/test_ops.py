@@ -47,20 +47,6 @@ def plain(value):
     return np.asarray(value).tolist()
 
 
-@pytest.mark.parametrize("family", FAMILY)
-@pytest.mark.parametrize(
-    ("op", "expected"), [("sum", [6, 9]), ("mean", [2, 3]), ("MIN", [1, 2]), ("max", [3, 4]), ("prod", [6, 24])]
-)
-def test_the_family_combines(family, op, expected):
-    def program(rank):
-        value = PerReplica(np.array([rank + 1.0, rank + 2.0]))
-        result = family().reduce(op, value, value)
-        assert isinstance(result, Mirrored)
-        return plain(result)
-
-    assert in_scope(3, program) == [expected] * 3
-
-
 def test_a_value_that_is_elsewhere_says_where():
     def program(rank):
         value = PerReplica(np.array([rank]))
@@ -109,28 +95,6 @@ def test_a_value_that_is_not_distributed():
             ops.reduce("prod", 5, "/cpu:0")
 
     in_scope(2, program)
-
-
-def test_broadcasting_copies_the_value_of_replica_0():
-    def program(rank):
-        ops, array = HierarchicalAllReduce(), np.array([rank + 1.0])
-        variable = mpistrat.Variable([9.0])
-        copies = [ops.broadcast(array, variable), ops.broadcast(rank + 7, "rank:1"), ops.broadcast(variable, array)]
-        assert variable.numpy().tolist() == [9]
-        assert array.tolist() == [rank + 1]
-        return [plain(copy) for copy in copies]
-
-    assert in_scope(2, program) == [[[1], None, [9]], [[1], 7, [9]]]
-
-
-def test_gathering():
-    def program(rank):
-        ops, value = HierarchicalAllReduce(), PerReplica(np.full((rank + 1, 1), rank))
-        with pytest.raises(NotImplementedError, match=r"IndexedSlices\(.*cannot be gathered"):
-            ops.gather_implementation(PerReplica(IndexedSlices([1.0], [0])), value, 0, None)
-        return plain(ops.gather_implementation(value, value, 0, None)), plain(ops.gather_implementation(value, 1, 0, None))
-
-    assert in_scope(2, program) == [([[0], [1], [1]], None), ([[0], [1], [1]], [[0], [1], [1]])]
 
 
 @pytest.mark.parametrize("family", FAMILY)

@@ -6,9 +6,8 @@ import pytest
 
 import mpistrat
 from mpistrat.communicator.sparse import IndexedSlices
-from mpistrat.context.values import PerReplica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from tests.unit.replicas import IN_REPLICA, in_run, on_replicas
+from tests.unit.replicas import IN_REPLICA, in_run
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, np.complex64])
@@ -28,19 +27,6 @@ def test_a_replica_without_weight_contributes_nothing_even_if_it_has_nothing():
     results = in_run(lambda context, rank: context.all_reduce("mean", np.nan if rank else 3.0, weight=0 if rank else 5))
     assert results == [3, 3]
     assert np.isnan(in_run(lambda context, rank: context.all_reduce("mean", np.ones(2), weight=0))).all()
-
-
-def test_broadcast_hands_out_the_value_of_the_root():
-    def program(strategy):
-        nest = {"a": np.full(strategy.rank + 1, strategy.rank), "b": PerReplica(strategy.rank)}
-        inside = strategy.run(lambda value: mpistrat.get_replica_context().broadcast(value, root=1), (nest,))
-        with strategy.scope():
-            assert strategy.broadcast(strategy.rank) == 0
-        return [(each["a"].tolist(), int(each["b"])) for each in (strategy.broadcast(nest, root=1), strategy.local(inside))]
-
-    assert on_replicas(3, program) == [[([1, 1], 1)] * 2] * 3
-    with pytest.raises(InvalidArgumentError, match="root must be a replica, 0 to 0; got 3"):
-        mpistrat.OneDeviceStrategy().broadcast(1.0, root=3)
 
 
 def weighted(value, weight, op="mean"):

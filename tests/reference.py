@@ -1,8 +1,8 @@
-"""The reference: random values of every rank, however they lie in memory, what NumPy makes of them, and how exactly."""
+"""The reference: random values of every rank, however they lie in memory, what each verb makes of them, and how exactly."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -30,6 +30,14 @@ def read_only(array: np.ndarray) -> np.ndarray:
     return array
 
 
+def unaligned(array: np.ndarray) -> np.ndarray:
+    """Return a copy whose first element lies at an odd address."""
+    memory = np.zeros(array.nbytes + 1, np.uint8)
+    view = np.frombuffer(memory.data, array.dtype, array.size, 1).reshape(array.shape)
+    view[...] = array
+    return view
+
+
 LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "C": lambda array: array,
     "Fortran": np.asfortranarray,
@@ -45,7 +53,7 @@ LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 def random_values(rng: np.random.Generator, dtype: np.dtype, shape: tuple[int, ...], op: str, exact: bool) -> np.ndarray:
     """Return random values; exact ones combine to the same bits in every order."""
     if dtype.kind == "b":
-        return rng.random(shape) < 0.5
+        return rng.random(shape) < (0.2 if op == "MAX" else 0.8)  # so that both results occur, even with many ranks
     if dtype.kind in "iu":
         info = np.iinfo(dtype)
         # the mean of 64-bit integers is summed in 64 bits, and must not wrap around
@@ -76,13 +84,36 @@ def reference(op: str, parts: list[np.ndarray], exact: bool) -> tuple[np.ndarray
     total = np.asarray(reduce(UFUNCS[op], [part.astype(wide) for part in parts]))
     if op in ("MIN", "MAX"):
         return total.astype(dtype), None
-    if exact and not (op == "MEAN" and dtype.kind == "c"):  # complex numbers are divided with several roundings
+    if exact:
         if op == "MEAN":
             narrow = np.dtype(np.float32) if dtype in HALVES else dtype
             total = total.astype(narrow) / narrow.type(len(parts))
         return np.asarray(total, dtype), None
     mean = total / len(parts) if op == "MEAN" else total
     return mean, _bound(op, parts, mean, dtype)
+
+
+# of the arrays of all ranks, or of what they are reduced to for each of them; an axis, or a root; and a rank
+_RESULTS: dict[str, Callable[[Sequence[Any], Any, int], Any]] = {
+    "all_reduce": lambda parts, _, rank: parts[rank],
+    "reduce_scatter": lambda parts, axis, rank: np.array_split(parts[rank], len(parts), axis)[rank],
+    "all_gather": lambda parts, axis, rank: np.concatenate(parts, axis),
+    "broadcast": lambda parts, root, rank: parts[root],
+    "gather": lambda parts, root, rank: list(parts) if rank == root else None,
+    "all_to_all": lambda parts, _, rank: np.concatenate([np.array_split(part, len(parts))[rank] for part in parts]),
+}
+
+
+def of_verb(
+    verb: str, parts: Sequence[np.ndarray], place: Any, rank: int, op: str = "", exact: bool = True
+) -> tuple[Any, np.ndarray | None]:
+    """Return what a rank has after a verb, which may reduce, of the arrays of all ranks, and by how much it may differ."""
+    result = _RESULTS[verb]
+    if not op:
+        return result(parts, place, rank), None
+    whole, bound = reference(op, list(parts), exact)
+    of_all = lambda array: result([array] * len(parts), place, rank)  # noqa: E731
+    return of_all(whole), None if bound is None else of_all(bound)
 
 
 def _integers(op: str, parts: list[np.ndarray]) -> np.ndarray:
