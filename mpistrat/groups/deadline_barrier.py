@@ -45,7 +45,7 @@ class DeadlineBarrier:
     def __init__(self, group: Group, nodes: Sequence[str]) -> None:
         from mpi4py import MPI
 
-        self._any, self._status = MPI.ANY_SOURCE, MPI.Status()
+        self._any, self._new_status = MPI.ANY_SOURCE, MPI.Status
         self._group, self._nodes = group, nodes
         self._others = [rank for rank in range(group.size) if rank != group.rank]
         self._turn = 0
@@ -54,7 +54,6 @@ class DeadlineBarrier:
         self._here: dict[int, int] = {}
         self._gone: dict[int, tuple[int, bool]] = {}
         self._failed: set[int] = set()
-        self._notice = np.empty(3, np.int64)
         self._sent: list[MPI.Request] = []
 
     def steps(
@@ -152,10 +151,11 @@ class DeadlineBarrier:
     def _listen(self) -> bool:
         """Receive all notices that have arrived; return whether a rank has given up."""
         comm = self._group.comm
-        while comm.Iprobe(self._any, _NOTICE_TAG, self._status):
-            source = self._status.Get_source()
-            comm.Recv(self._notice, source, _NOTICE_TAG)
-            kind, turn, entered = (int(word) for word in self._notice)
+        # a message that is found is received by nobody else: the engine's thread may look here too
+        while (message := comm.Improbe(self._any, _NOTICE_TAG)) is not None:
+            notice, status = np.empty(3, np.int64), self._new_status()
+            message.Recv(notice, status)
+            source, (kind, turn, entered) = status.Get_source(), notice.tolist()
             if kind in (_GONE, _FAILED):
                 self._gone[source] = turn, bool(entered)
                 self._failed |= {source} if kind == _FAILED else set()

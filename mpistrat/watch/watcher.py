@@ -198,12 +198,13 @@ class Watcher:
         abort.before_end.append(lambda: self._recorder.note(state=State.FAILED))
 
     def raise_verdict(self) -> None:
-        if self.verdict is None:
+        verdict = self.verdict  # other threads may take it back meanwhile
+        if verdict is None:
             return
         if self._verdict_on is not None and self._verdict_on not in self._inside():
             self.verdict = None  # this rank has raised another error for it, and has gone on
             return
-        raise type(self.verdict)(*self.verdict.args)
+        raise type(verdict)(*verdict.args)
 
     def _inside(self) -> set[Key]:
         return {call.key for call in self._own.inside()}
