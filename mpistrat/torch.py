@@ -8,6 +8,8 @@ from functools import lru_cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpistrat.arrays import Array, as_array, as_operand, like
 from mpistrat.communicator.communicator import average_leaves, job_communicator
 from mpistrat.communicator.interface import BaseCommunicator
@@ -378,4 +380,4 @@ def _from_tensor(leaf: Any) -> Any:
 def _to_tensor(leaf: Any) -> Any:
     import torch
 
-    return like(leaf, torch.empty(0)) if hasattr(leaf, "dtype") else leaf
+    return like(leaf, torch.empty(0)) if hasattr(leaf, "dtype") and not isinstance(leaf, np.generic) else leaf

@@ -293,7 +293,7 @@ def test_all_ranks_begin_with_the_state_of_one(torch, ours, communicator):
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.fill_(communicator.rank + 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 if is_root else 0.5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=np.float64(0.1 if is_root else 0.5))  # a number of NumPy stays one
     if is_root:
         model(torch.randn(4, 3)).sum().backward()
         optimizer.step()
