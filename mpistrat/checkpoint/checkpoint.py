@@ -211,7 +211,7 @@ class Checkpoint:
             mine = str(error)
         except Exception as error:
             mine, cause = f"rank {rank}: {type(error).__name__}: {error}", error
-        gathered = self._communicator.all_gather(np.frombuffer(f"{mine}\0".encode(), np.uint8))
+        gathered = self._communicator.all_gather(np.frombuffer(f"{mine}\0".encode(errors="backslashreplace"), np.uint8))
         told = list(dict.fromkeys(filter(None, gathered.tobytes().decode().split("\0"))))
         if told:
             raise CheckpointError("; ".join(told)) from cause
