@@ -267,6 +267,8 @@ def test_averages_of_losses_and_metrics(torch, ours, communicator):
     assert found["loss"].item() == expected
     assert found["parts"][0].tolist() == [expected] * 2
     assert found["parts"][1] == expected
+    with pytest.raises(UnsupportedDtypeError, match=r"value\['right'\] has dtype int64, whose mean would be a whole number"):
+        ours.average({"right": torch.tensor(rank)}, communicator)
 
 
 def test_wrong_arguments_are_refused_by_name_when_the_block_begins(torch, ours, communicator):
