@@ -8,13 +8,15 @@ from functools import lru_cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpistrat.arrays import Array, as_array, as_operand, like
 from mpistrat.communicator.communicator import average_leaves, job_communicator
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.errors import InvalidArgumentError, UnavailableError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
-from mpistrat.structures import flatten, leaf_names, map_leaves
+from mpistrat.structures import each_leaf, flatten, leaf_names, map_leaves
 
 if TYPE_CHECKING:
     import torch
@@ -95,10 +97,10 @@ def average(value: Any, communicator: BaseCommunicator | None = None) -> Any:
     UnsupportedDtypeError
         If a leaf is not an array of floats.
     """
-    leaves, structure = flatten(value)
-    return structure.unflatten(
-        average_leaves(leaves, lambda: leaf_names(value), structure, _communicator("average", communicator))
-    )
+    communicator, (leaves, structure) = _communicator("average", communicator), flatten(value)
+    with communicator.refusing("average"):
+        each_leaf(_check_has_mean, leaves, lambda: leaf_names(value))
+    return structure.unflatten(average_leaves(leaves, lambda: leaf_names(value), structure, communicator))
 
 
 def broadcast_state(
@@ -298,6 +300,11 @@ def _resolved(parameter: torch.nn.Parameter) -> torch.Tensor:
     return resolved
 
 
+def _check_has_mean(leaf: Any, name: str = "value") -> None:
+    if (dtype := as_array(leaf, name).dtype).kind in "iu":
+        raise UnsupportedDtypeError(f"{name} has dtype {dtype}, whose mean would be a whole number: convert it to float first")
+
+
 def _check_gradient(name: str, gradient: torch.Tensor, is_view: bool) -> None:
     import torch
 
@@ -378,4 +385,4 @@ def _from_tensor(leaf: Any) -> Any:
 def _to_tensor(leaf: Any) -> Any:
     import torch
 
-    return like(leaf, torch.empty(0)) if hasattr(leaf, "dtype") else leaf
+    return like(leaf, torch.empty(0)) if hasattr(leaf, "dtype") and not isinstance(leaf, np.generic) else leaf

@@ -53,8 +53,8 @@ class Checkpoint:
 
     The strategy in whose scope it is made says which ranks save together; outside all scopes these are all ranks of the job.
     Each writes an equal share of the bytes, and any number of ranks restores them. Values are those that all ranks have in
-    common: arrays, numbers and random generators must be equal on all ranks, unless they are `PerRank`; of variables
-    synchronized ON_READ the aggregated value is saved.
+    common: arrays, numbers, random generators, and variables that were made outside all scopes must be equal on all ranks,
+    unless they are `PerRank`, which variables cannot be; of variables synchronized ON_READ the aggregated value is saved.
 
     Parameters
     ----------
@@ -211,7 +211,7 @@ class Checkpoint:
             mine = str(error)
         except Exception as error:
             mine, cause = f"rank {rank}: {type(error).__name__}: {error}", error
-        gathered = self._communicator.all_gather(np.frombuffer(f"{mine}\0".encode(), np.uint8))
+        gathered = self._communicator.all_gather(np.frombuffer(f"{mine}\0".encode(errors="backslashreplace"), np.uint8))
         told = list(dict.fromkeys(filter(None, gathered.tobytes().decode().split("\0"))))
         if told:
             raise CheckpointError("; ".join(told)) from cause

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import cache
 from hashlib import blake2b
@@ -29,6 +30,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array, as_target, is_a, is_aligned, is_on_device, like, to_device
 from mpistrat.communicator.validate import name_of
+from mpistrat.context.stack import default_mode
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.inputs.position import DatasetIterator, Resumable
 from mpistrat.state.changes import checksum
@@ -108,8 +110,8 @@ class Tree:
         start = crc32(os.fsencode(path))
         texts = []
         for (name, node), names in zip(self.document[1], self._names, strict=True):
-            leaves = map(self.leaves.__getitem__, names)
-            arrays = checksum([leaf for leaf in leaves if not isinstance(leaf, Variable)], most_bytes, start)
+            leaves = [leaf for leaf in map(self.leaves.__getitem__, names) if not _is_shared(leaf)]
+            arrays = checksum(map(as_array, leaves), most_bytes, start)
             text = dumps([node, [self.specs[key] for key in names], arrays])
             texts.append(f"{name}: {len(names)} arrays ({blake2b(text.encode(), digest_size=4).hexdigest()})")
         return ", ".join(texts)
@@ -161,7 +163,7 @@ class Tree:
         if kind == "dict":
             if not all(type(key) in _PLAIN for key in value):
                 raise InvalidArgumentError(f"the keys of {name} must be texts or numbers; got {list(value)!r}")
-            return [kind, [[key, self._encoded(each, f"{name}/{key}")] for key, each in value.items()]]
+            return [kind, [[key, self._encoded(each, f"{name}/{key}")] for key, each in value.items()], *_versions(value)]
         if kind in ("list", "tuple"):
             return [kind, [self._encoded(each, f"{name}/{index}") for index, each in enumerate(value)]]
         if not is_array(value):
@@ -185,7 +187,7 @@ def restored(node: Node, values: Mapping[str, Array], old: Any = None) -> Any:
         if isinstance(old, dict):
             for key, each in found.items():  # a Counter's update would add
                 old[key] = each
-        return old if isinstance(old, dict) else found
+        return old if isinstance(old, dict) else _with_versions(found, *library)
     if kind in ("list", "tuple"):
         before = [*(old if isinstance(old, (list, tuple)) else ()), *repeat(None, len(content))]
         items = [restored(each, values, one) for each, one in zip(content, before, strict=False)]
@@ -218,7 +220,19 @@ def _in_classes(value: Any, model: Any) -> Any:
     found.clear()
     for key, each in value.items():
         found[key] = _in_classes(each, model.get(key))
-    return found
+    return _with_versions(found, *_versions(value))
+
+
+def _versions(value: Any) -> list[dict[str, Any]]:
+    """Return in a list what PyTorch keeps beside the state of a module: by their versions its parts know how to load it."""
+    return [dict(value._metadata)] if type(value) is OrderedDict and hasattr(value, "_metadata") else []
+
+
+def _with_versions(value: dict[Any, Any], *versions: dict[str, Any]) -> dict[Any, Any]:
+    for each in versions:
+        value = OrderedDict(value)
+        vars(value)["_metadata"] = each
+    return value
 
 
 def below(node: Node) -> list[tuple[Any, Node]]:
@@ -286,6 +300,11 @@ def _misfits(node: Node, value: Any, root: str) -> Iterator[str]:
                 old.check_position(restored(each[1], {}))
             except InvalidArgumentError as error:
                 yield f"{name}: {error}"
+
+
+def _is_shared(leaf: Any) -> bool:
+    """Return whether a leaf is a variable of several ranks; one that was made outside all scopes each rank has for itself."""
+    return isinstance(leaf, Variable) and getattr(leaf, "distribute_strategy", None) is not default_mode().strategy
 
 
 def _memory(value: Any) -> Array | None:

@@ -31,7 +31,7 @@ _POLL_SECONDS = 0.002
 
 # Options that concern the pytest process that shows the results, or choose the tests, which it has done.
 _NOT_ON_RANKS: dict[str, Any] = {
-    **dict.fromkeys(("lf", "failedfirst", "newfirst", "stepwise", "usepdb", "trace", "collectonly"), False),
+    **dict.fromkeys(("lf", "failedfirst", "newfirst", "stepwise", "usepdb", "trace", "collectonly", "setupshow"), False),
     **dict.fromkeys(("keyword", "markexpr"), ""),
     **dict.fromkeys(("xmlpath", "numprocesses"), None),
     "maxfail": 0,
@@ -62,7 +62,7 @@ class RankJobs:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         """Report the results that a job sends of a test with the mark; other tests run in this process."""
-        if not _num_ranks(item):
+        if not _num_ranks(item) or self._config.getoption("setuponly", False):  # then only fixtures are shown
             return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         for report in self._reports(item, nextitem):
@@ -169,7 +169,7 @@ class RankJob:
 
     def _start(self) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "mpistrat", "run", "-n", str(self.num_ranks), "-m", "mpistrat.pytest.rank_jobs"]
-        with nullcontext() if self._config.option.capture == "no" else self._output.open("wb") as output:
+        with nullcontext() if self._config.getoption("capture", "no") == "no" else self._output.open("wb") as output:
             # os.environ, because an earlier test may have started MPI here, which sets variables that only C programs see
             return subprocess.Popen(
                 [*argv, self._folder.name], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=dict(os.environ)

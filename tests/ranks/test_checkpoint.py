@@ -231,6 +231,17 @@ def test_ranks_that_disagree_are_told_and_the_job_goes_on(comm, two, folder, str
 
 
 @on_ranks(2)
+def test_variables_that_each_rank_has_for_itself_are_compared(comm, folder):
+    variable = mpistrat.Variable(np.full(9, 1.0 + comm.rank))
+    checkpoint = mpistrat.Checkpoint(variable=variable)
+    with pytest.raises(AgreementError, match="variable: 1 arrays"):
+        checkpoint.save(folder / "a")
+    variable.assign(np.ones(9))
+    checkpoint.save(folder / "a", wait=True)
+    checkpoint.close()
+
+
+@on_ranks(2)
 def test_a_rank_that_cannot_write_fails_the_save_on_all(comm, two, folder, monkeypatch):
     checkpoint, state = two
     first = checkpoint.save(folder / "first", wait=True, step=1)

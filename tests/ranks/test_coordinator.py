@@ -151,9 +151,11 @@ def test_each_element_of_a_dataset_is_visited_once(coordinator):
             if len(numbers) >= 60:
                 break
         assert sorted(numbers) == list(range(60))
-        coordinator.schedule(lambda iterator: [next(iterator) for _ in range(61)], (iterator,))
+        ended = coordinator.schedule(lambda iterator: [next(iterator) for _ in range(61)], (iterator,))
         with pytest.raises(OutOfRangeError, match="the dataset of the worker has ended"):
             coordinator.join()
+        with pytest.raises(OutOfRangeError, match="the dataset of the worker has ended"):
+            coordinator.fetch([ended])
     with pytest.raises(NotImplementedError, match="are on the workers"):
         next(iterator)
 

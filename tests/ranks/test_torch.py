@@ -267,6 +267,8 @@ def test_averages_of_losses_and_metrics(torch, ours, communicator):
     assert found["loss"].item() == expected
     assert found["parts"][0].tolist() == [expected] * 2
     assert found["parts"][1] == expected
+    with pytest.raises(UnsupportedDtypeError, match=r"value\['right'\] has dtype int64, whose mean would be a whole number"):
+        ours.average({"right": torch.tensor(rank)}, communicator)
 
 
 def test_wrong_arguments_are_refused_by_name_when_the_block_begins(torch, ours, communicator):
@@ -293,7 +295,7 @@ def test_all_ranks_begin_with_the_state_of_one(torch, ours, communicator):
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.fill_(communicator.rank + 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 if is_root else 0.5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=np.float64(0.1 if is_root else 0.5))  # a number of NumPy stays one
     if is_root:
         model(torch.randn(4, 3)).sum().backward()
         optimizer.step()

@@ -191,6 +191,18 @@ def test_a_process_of_xdist_runs_the_tests_that_it_is_given(folder):
     }, done.stdout
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [(["-p", "no:capture"], "1 passed"), (["--setup-show"], "1 passed"), (["--setup-plan"], "SETUP    F communicator")],
+    ids=lambda value: value[-1],
+)
+def test_options_that_show_what_pytest_does_are_taken(folder, options, told):
+    (folder / "test_planted.py").write_text("import pytest\n@pytest.mark.ranks(2)\ndef test_any(communicator): pass\n")
+    done, _ = _run(folder, *options)
+    assert done.returncode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED), done.stdout + done.stderr
+    assert told in done.stdout
+
+
 def test_fixtures_of_a_module_are_made_once_on_ranks(folder):
     (folder / "test_planted.py").write_text(
         "import pytest\n"

@@ -72,6 +72,38 @@ def test_a_module_of_pytorch_comes_back(tmp_path):
         mpistrat.Checkpoint(net=other).restore(tmp_path / "one")
 
 
+def test_a_module_is_told_by_which_version_its_state_was_saved(tmp_path):
+    torch = pytest.importorskip("torch")
+
+    class Renewed(torch.nn.Linear):
+        _version = 2
+
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *others):
+            if local_metadata.get("version") != 2:  # as PyTorch's own modules convert what an older one has saved
+                state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * 10
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
+    class Trainer:
+        def __init__(self):
+            self.net = torch.nn.Sequential(Renewed(3, 2))
+
+        def state_dict(self):
+            return {"net": self.net.state_dict()}
+
+        def load_state_dict(self, state):
+            self.net.load_state_dict(state["net"])
+
+    before, after = ({"net": torch.nn.Sequential(Renewed(3, 2)), "trainer": Trainer()} for _ in range(2))
+    saved_and_restored(tmp_path / "one", before, after)
+    assert torch.equal(after["net"][0].weight, before["net"][0].weight)
+    assert torch.equal(after["trainer"].net[0].weight, before["trainer"].net[0].weight)
+
+
+def test_what_is_wrong_with_a_folder_of_any_name_is_told(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no.udcff is no whole checkpoint"):
+        mpistrat.Checkpoint(w=np.zeros(3)).restore(tmp_path / os.fsdecode(b"no\xff"))
+
+
 def test_arrays_of_jax_come_back_in_a_dict(tmp_path):
     jnp = pytest.importorskip("jax.numpy")
     got = saved_and_restored(tmp_path / "one", {"nest": {"w": jnp.arange(3)}}, {"nest": {"w": jnp.zeros(3, int)}})
