@@ -119,7 +119,10 @@ class Guard:
                 self.signature = Signature("which had not begun there")
                 self._fail_and_notify("collective", InterruptedError(why))
                 self.raise_if_failed()
-            raise self._unavailable(_SAME_THREAD if self.thread.is_this() else _OTHER_THREAD)
+            if self.thread.is_this():
+                self.note("a refused call within another one")  # which ranks between two calls have made
+                raise self._unavailable(_SAME_THREAD)
+            raise self._unavailable(_OTHER_THREAD)
         try:
             if not self.thread.is_this():
                 self._change_thread()
