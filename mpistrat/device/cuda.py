@@ -158,6 +158,12 @@ class CudaDevice(Device):
         values: NDArray[Any] = source.get()
         return values
 
+    def synchronize(self) -> None:
+        from cupy.cuda import runtime
+
+        with self.activate():
+            runtime.deviceSynchronize()
+
     def stream(self) -> Stream:
         """Return a stream that is not synchronised with the legacy default stream."""
         import cupy
