@@ -445,6 +445,7 @@ class NcclTransport(DeviceTransport):
         def join() -> None:
             self._comm = self._nccl.NcclCommunicator(self.group.size, identifier, self.group.rank)
             try:
+                self.raise_failure()  # it may have been given up meanwhile: its kernels would wait on the GPU
                 if self._tries_windows:
                     with suppress(Exception):  # an old NCCL has no windows, and one that has may have none here
                         self._register(values)
@@ -456,7 +457,9 @@ class NcclTransport(DeviceTransport):
         with connecting_first():
             thread, failures = self._start(join)
             thread.join(JOIN_SECONDS)
-        problem = f"not all ranks had joined after {JOIN_SECONDS:g} s" if thread.is_alive() else "".join(failures)
+        problem = "".join(failures)
+        if thread.is_alive():
+            problem = self._failure = f"not all ranks had joined after {JOIN_SECONDS:g} s"
         problems, windows = zip(*self.group.comm.allgather((problem, bool(self._windows))), strict=True)
         failed = [rank for rank, text in zip(self.group.ranks, problems, strict=True) if text]
         if failed:
@@ -544,6 +547,7 @@ class NcclTransport(DeviceTransport):
             expected[size : size + count] *= size
         event, ends = self._stream.record(), time.monotonic() + JOIN_SECONDS
         while not event.done():
+            self.raise_failure()
             if time.monotonic() > ends:
                 raise TransportError(f"its first sums had not ended after {JOIN_SECONDS:g} s")
             time.sleep(_POLL_SECONDS)
