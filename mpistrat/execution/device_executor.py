@@ -22,7 +22,7 @@ from mpistrat.groups.group import Group
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp
-from mpistrat.steps import WAITING, Steps
+from mpistrat.steps import WAITING, Steps, until
 from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Transport, Watched
 from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.nccl_bindings import nccl_refusal
@@ -148,8 +148,7 @@ class DeviceExecutor(Executor):
         """Wait until all that was enqueued has ended."""
         for transport in self._on_gpus:
             yield from transport.settle()
-        while not self._has_copied_out():
-            yield WAITING
+        yield from until(self._has_copied_out)
 
     def close(self) -> None:
         """Free the scratch memory and the transports, once all that was enqueued has ended. A collective call."""

@@ -501,27 +501,23 @@ class NcclTransport(DeviceTransport):
 
     def _prepare(self) -> DeviceArray:
         """Make the stream, and return memory for the first calls: what one rank lacks, all must raise before they wait."""
-        values, problem, version = None, "", 0
-        try:
-            self._stream, version = self.device.stream(), int(self._nccl.get_version())
-            values = self.device.allocate(max([8 * self.group.size, *TRIAL_BYTES]), self._allocator).view(np.int64)
-        except RuntimeError as error:  # a TransportError, or CUDA's own
-            problem = f"{error}"
-        if os.environ.get("NCCL_COMM_BLOCKING") == "0":
-            problem = "NCCL_COMM_BLOCKING=0 is set: calls would return before the GPU has them; unset it"
-        switches = [os.environ.get(name) for name in _OF_WINDOWS]
-        answers = self.group.comm.allgather((problem, version, self._allocator is not None, switches))
-        problems, versions, allocators, every = zip(*answers, strict=True)
+        taken: list[DeviceArray] = []
+
+        def take() -> tuple[int, bool, list[str | None]]:
+            if os.environ.get("NCCL_COMM_BLOCKING") == "0":
+                raise TransportError("NCCL_COMM_BLOCKING=0 is set: calls would return before the GPU has them; unset it")
+            self._stream, nbytes = self.device.stream(), max([8 * self.group.size, *TRIAL_BYTES])
+            taken.append(self.device.allocate(nbytes, self._allocator).view(np.int64))
+            return int(self._nccl.get_version()), self._allocator is not None, [os.environ.get(name) for name in _OF_WINDOWS]
+
+        versions, allocators, switches = zip(*gather_or_raise(self.group, take), strict=True)
         self._has_nccl4py = all(allocators)
-        self._tries_windows = self._has_nccl4py and all(switches == others for others in every)
-        problem = next(filter(None, problems), "")
-        if not problem and len(set(versions)) > 1:
+        self._tries_windows = self._has_nccl4py and all(switches[0] == others for others in switches)
+        if len(set(versions)) > 1:
             ranks = ranks_by(zip(self.group.ranks, versions, strict=True))
             listed = ", ".join(f"{version_text(version)} on {ranks_text(members)}" for version, members in ranks.items())
-            problem = f"{self.group.name}: NCCL {listed}; install one version on all ranks"
-        if problem:
-            raise TransportError(problem)
-        return values
+            raise TransportError(f"{self.group.name}: NCCL {listed}; install one version on all ranks")
+        return taken[0]
 
     def _try_verbs(self, values: DeviceArray) -> None:
         """Make the first call of each verb, and check the results.

@@ -280,7 +280,7 @@ def test_a_transport_that_one_rank_cannot_make_nobody_takes(comm, monkeypatch, a
         elif comm.rank == 1:
             monkeypatch.setattr("mpistrat.transports.nccl.find_binding", partial(fail_once, 0))
         with Communicator(Hierarchy(comm, world)) as communicator:
-            told = r"cuda_ipc inside nodes, one shot up to .* \(nccl: (RuntimeError: )?planted: an error of CUDA's"
+            told = r"cuda_ipc inside nodes, one shot up to .* \(nccl: (rank 1 failed for all: )?RuntimeError: planted"
             assert re.match(told, communicator.path)
 
 
