@@ -92,7 +92,7 @@ class DeviceExecutor(Executor):
 
         def run(arrays: Sequence[Array]) -> Steps:
             yield from copy.run(arrays)
-            self._copied_out = self.device.current_stream().record()
+            self._copied_out = self.device.current_stream().record(self._copied_out)
             while self.intra.peers_read and not self._copied_out.done():
                 yield WAITING
 
