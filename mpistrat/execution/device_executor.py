@@ -155,6 +155,7 @@ class DeviceExecutor(Executor):
         self.hierarchy.call.drive(self.settle())
         for bound in self.bound_plans:
             bound.unbind()  # memory of peers must not be mapped any more when they free it
+        self._arena = np.empty(0, np.uint8)
         for transport in (*self._on_gpus, *self.rails.values()):
             transport.dispose()
 
