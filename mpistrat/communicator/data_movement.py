@@ -22,13 +22,14 @@ from mpistrat.communicator.gpu_arrays import GpuArrays
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.programs import Known, Programs
 from mpistrat.communicator.validate import check_gather, check_parts, check_root, check_target, name_of
-from mpistrat.errors import AgreementError, InvalidArgumentError
+from mpistrat.errors import AgreementError, InvalidArgumentError, TransportError
 from mpistrat.execution.comparison import Call
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard
-from mpistrat.groups.agreement import digest_of
+from mpistrat.groups.agreement import digest_of, gather_or_raise
 from mpistrat.reduction import HALF_DTYPES, check_elements
 from mpistrat.steps import Steps
+from mpistrat.text import format_bytes
 from mpistrat.transports.mpi import MpiTransport, until_complete
 from mpistrat.transports.nccl import Enqueue, NcclTransport
 
@@ -283,6 +284,34 @@ class DataMovement:
             return iter(())
         guard.take_back(call)
         return None
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a new array in memory that NCCL works on fastest: see `BaseCommunicator.empty`. A collective call."""
+        gpu, nccl, guard, made = self._gpu, self._nccl, self._guard, list[Array]()
+        module, nbytes = np if gpu is None else gpu.device.array_module, prod(shape) * dtype.itemsize
+
+        def check(_: object) -> None:
+            if min(shape, default=0) < 0:
+                raise InvalidArgumentError(f"an array has no negative extents; got shape {shape}")
+            check_elements(dtype, "empty")
+            if gpu is not None and gpu.is_capturing():
+                raise InvalidArgumentError("memory is not allocated while a CUDA graph is captured: call empty before")
+
+        def make() -> None:
+            try:
+                made.append(module.empty(shape, dtype))
+            except MemoryError as error:
+                raise TransportError(f"no memory for an array of {format_bytes(nbytes)} ({error})") from None
+
+        with guard:
+            call, _ = guard.begin("empty", None, lambda _: f"({shape}, {name_of(dtype)})", check)
+            guard.agree(call)
+            if gpu is None or nccl is None or not (nccl.has_windows and nbytes):
+                gather_or_raise(self._group, make)
+                return made[0]
+            guard.run(call, gpu.executor.settle())  # memory that is freed may be in use
+            array: Array = module.asarray(nccl.allocate(nbytes)).view(dtype).reshape(shape)
+            return array
 
     def barrier(self, options: CommunicationOptions | None) -> None:
         """Wait until all ranks have entered the barrier. A collective call."""

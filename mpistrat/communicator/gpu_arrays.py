@@ -67,11 +67,11 @@ class GpuArrays:
 
         NCCL is called afterwards: it compares nothing, and its kernels wait for all ranks. A collective call.
         """
+        window = self._window
+        if window is not None and not self.executor.compares_by_messages:
+            return window.barrier()
         by_messages = self._agreement.barrier(self._call.digest if self._guard.checks else 0)
-        if self._window is None:
-            return by_messages
-        in_window = self._window.barrier()
-        return chain(in_window, by_messages) if self.executor.compares_by_messages else in_window
+        return by_messages if window is None else chain(window.barrier(), by_messages)
 
     def abort_on_error(self, steps: Steps) -> Steps:
         """Run steps on GPUs; if they fail, abort, so that no kernel waits forever for a rank that has failed."""

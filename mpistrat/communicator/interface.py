@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array, like
@@ -258,6 +260,32 @@ class BaseCommunicator(ABC):
         """
         send = lambda array, target: self._movement.broadcast(array, root, options, target)  # noqa: E731
         return self._each("broadcast", send, arrays, out, options, number=root)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Return a new array of undefined values: on the GPU, or in host memory if replicas compute there. A collective call.
+
+        Where nccl4py joins all ranks the array is in memory of NCCL, in a symmetric window: kernels of NCCL read and write it
+        without a copy, and switches of NVLink can add what lies there. That takes whole blocks of 2 MiB, so make few large
+        arrays, and views of them. Other libraries may be unable to send it, such as MPI. An array is freed as all others, by a
+        later call of `empty` or `close` on all ranks.
+
+        Parameters
+        ----------
+        shape, dtype : int or tuple of int, dtype
+            The same on all ranks.
+
+        Raises
+        ------
+        TransportError
+            On every rank, if one has no memory for it.
+        """
+        self._require_open()
+        with self.refusing("empty"):
+            extents = tuple(map(operator.index, shape if isinstance(shape, (tuple, list)) else [shape]))
+            wanted = np.dtype(dtype)
+        with self._active():
+            made: Array = self._movement.empty(extents, wanted)
+        return made
 
     def barrier(self, options: CommunicationOptions | None = None) -> None:
         """Wait until all ranks have entered the barrier. A collective call."""

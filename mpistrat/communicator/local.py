@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.algorithms.choose import Choice
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, array_module
 from mpistrat.communicator.interface import Arrays, BaseCommunicator, as_lists
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.validate import alike, check_gather, check_parts, check_root, check_target, copy_overlapping
@@ -106,6 +106,11 @@ class _Copies:
     def broadcast(self, array: Array, root: int, options: object, out: Array | None) -> Array:
         check_root(root, 1)
         return self._copy(array, options, out)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        self._count(None)
+        array: Array = array_module().empty(shape, dtype)
+        return array
 
     def barrier(self, options: object) -> None:
         self._count(options)

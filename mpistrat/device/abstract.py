@@ -1,7 +1,8 @@
 """Device: the interface of a GPU that transports and packing use.
 
-Invariant: nothing here waits but `Device.get`. Work is enqueued on streams, and its completion is polled with events. A
-device-wide synchronisation during a collective would stall its peers, and so would allocating or freeing device memory.
+Invariant: nothing here waits but `Device.get` and `Device.synchronize`. Work is enqueued on streams, and its completion is
+polled with events. A device-wide synchronisation during a collective would stall its peers, and so would allocating or freeing
+device memory.
 """
 
 from __future__ import annotations
@@ -150,7 +151,11 @@ class Device(ABC):
 
     @abstractmethod
     def get(self, source: DeviceArray) -> NDArray[Any]:
-        """Return a host copy of an array, after all work on the current stream; the only method that waits."""
+        """Return a host copy of an array, after all work on the current stream."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until all work has completed, on all streams."""
 
     @abstractmethod
     def stream(self) -> Stream:

@@ -158,6 +158,12 @@ class CudaDevice(Device):
         values: NDArray[Any] = source.get()
         return values
 
+    def synchronize(self) -> None:
+        from cupy.cuda import runtime
+
+        with self.activate():
+            runtime.deviceSynchronize()
+
     def stream(self) -> Stream:
         """Return a stream that is not synchronised with the legacy default stream."""
         import cupy
@@ -255,8 +261,8 @@ def in_blocks(arrays: Sequence[DeviceArray], alloc: Callable[[int], Any], kind: 
         sizes[-1] += nbytes
 
     def make() -> list[DeviceArray]:
-        blocks = list(map(alloc, sizes))
-        return [kind(shape, dtype, blocks[index] + start) for shape, dtype, index, start in places]
+        blocks, new = list(map(alloc, sizes)), kind.__new__  # CuPy's arrays are complete then: to call `__init__` takes a sixth
+        return [new(kind, shape, dtype, blocks[index] + start) for shape, dtype, index, start in places]
 
     return make
 

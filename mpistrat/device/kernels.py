@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +110,15 @@ class SegmentTable:
         """Set the addresses of all sources, of all targets, or both; those of empty arrays are ignored."""
         for column, places in enumerate((sources, targets)):
             if places is not None and self._kept:
-                self.rows[:, column] = np.array([places[index] for index in self._kept], np.uint64)
+                kept = places if len(places) == len(self._kept) else [places[index] for index in self._kept]
+                self.rows[:, column] = np.array(kept, np.uint64)
+
+    def in_memory(self, memory: NDArray[np.uint8]) -> SegmentTable:
+        """Return a copy whose rows lie in memory, with the first blocks behind them."""
+        table, size = copy(self), self.rows.nbytes
+        table.rows = memory[:size].view(np.uint64).reshape(self.rows.shape)
+        table.rows[...], memory[size:] = self.rows, self.first_tile.view(np.uint8)
+        return table
 
 
 def num_blocks(count: int, itemsize: int) -> int:

@@ -22,7 +22,7 @@ from mpistrat.groups.group import Group
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp
-from mpistrat.steps import WAITING, Steps
+from mpistrat.steps import WAITING, Steps, until
 from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Transport, Watched
 from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.nccl_bindings import nccl_refusal
@@ -92,7 +92,7 @@ class DeviceExecutor(Executor):
 
         def run(arrays: Sequence[Array]) -> Steps:
             yield from copy.run(arrays)
-            self._copied_out = self.device.current_stream().record()
+            self._copied_out = self.device.current_stream().record(self._copied_out)
             while self.intra.peers_read and not self._copied_out.done():
                 yield WAITING
 
@@ -148,14 +148,14 @@ class DeviceExecutor(Executor):
         """Wait until all that was enqueued has ended."""
         for transport in self._on_gpus:
             yield from transport.settle()
-        while not self._has_copied_out():
-            yield WAITING
+        yield from until(self._has_copied_out)
 
     def close(self) -> None:
         """Free the scratch memory and the transports, once all that was enqueued has ended. A collective call."""
         self.hierarchy.call.drive(self.settle())
         for bound in self.bound_plans:
             bound.unbind()  # memory of peers must not be mapped any more when they free it
+        self._arena = np.empty(0, np.uint8)
         for transport in (*self._on_gpus, *self.rails.values()):
             transport.dispose()
 

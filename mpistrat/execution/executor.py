@@ -274,8 +274,8 @@ class Executor:
             bound.unbind()
         self.bound_plans.clear()
         self.hierarchy.intra.comm.Barrier()
-        self.intra.close()
         held_bytes, self._arena = self._arena.nbytes, np.empty(0, np.uint8)
+        self.intra.close()
         self.slots = Slots()
         self.generation += 1
         refusal: TransportError | None = None

@@ -97,17 +97,18 @@ class _Launch:
         # of each segment, its array and the first byte in it
         self._starts = [(segment.array, segment.start * array_dtype.itemsize) for segment, _ in segments]
         self._are_whole = self._starts == [(index, 0) for index in range(len(segments))]
-        self._table = SegmentTable(counts, source, target)
+        table = SegmentTable(counts, source, target)
         self._arrays, bucket = ("sources", "targets") if pack else ("targets", "sources")
-        self._table.point(**{bucket: [address(place) for _, place in segments]})
-        self._rows_bytes = self._table.rows.nbytes
-        nbytes = self._rows_bytes + self._table.first_tile.nbytes
-        self._memory, pinned = device.allocate(nbytes), device.pinned(HOST_TABLES * nbytes).reshape(HOST_TABLES, nbytes)
-        pinned[:, self._rows_bytes :] = self._table.first_tile.view(np.uint8)
-        # each with the event after which it has been sent
-        self._host: deque[tuple[Any, Event | None]] = deque((table, None) for table in pinned)
+        table.point(**{bucket: [address(place) for _, place in segments]})
+        self._num_tiles, self._nbytes = table.num_tiles, table.rows.nbytes + table.first_tile.nbytes
+        pinned = device.pinned(HOST_TABLES * self._nbytes).reshape(HOST_TABLES, self._nbytes)
+        # each with its address, and the event after which it has been sent
+        self._host: deque[tuple[SegmentTable, int, Event | None]] = deque(
+            (table.in_memory(memory), address(memory), None) for memory in pinned
+        )
+        self._memory = device.allocate(self._nbytes)
         start = address(self._memory)
-        self._arguments = start, start + self._rows_bytes, np.int32(len(self._table.rows)), computed_in(source).type(divisor)
+        self._arguments = start, start + table.rows.nbytes, np.int32(len(table.rows)), computed_in(source).type(divisor)
         self._array_addresses: list[int] = []
         device.prepare(self._kernel)
 
@@ -118,12 +119,11 @@ class _Launch:
         if not self._are_whole or len(array_addresses) != len(self._starts):
             array_addresses = [array_addresses[index] + start_bytes for index, start_bytes in self._starts]
         if array_addresses != self._array_addresses:
-            table, sent = self._host[0]
+            table, start, sent = self._host[0]
             yield from () if sent is None else until(sent.done)
-            self._table.point(**{self._arrays: array_addresses})
-            table[: self._rows_bytes] = self._table.rows.reshape(-1).view(np.uint8)
-            stream.copy(self._arguments[0], address(table), table.nbytes)
-            self._host[0] = table, stream.record(sent)
+            table.point(**{self._arrays: array_addresses})
+            stream.copy(self._arguments[0], start, self._nbytes)
+            self._host[0] = table, start, stream.record(sent)
             self._host.rotate(-1)
             self._array_addresses = array_addresses
-        stream.launch(self._kernel, self._table.num_tiles, self._arguments)
+        stream.launch(self._kernel, self._num_tiles, self._arguments)

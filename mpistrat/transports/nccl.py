@@ -63,7 +63,9 @@ class NcclTransport(DeviceTransport):
     def __init__(self, group: Group, device: Device | None = None, library: Any = None) -> None:
         super().__init__(group, device)
         self._nccl = library or find_binding()
-        self._allocator: Allocator | None = self._nccl.allocator if isinstance(self._nccl, Nccl4py) else None
+        self._allocator: Allocator | None = None
+        if isinstance(self._nccl, Nccl4py):
+            self._allocator = Allocator(self._nccl.allocator.allocate, self._leave)
         self._stream: Stream
         # recorded again by each operation: what the caller's stream was given before it, and the end of the operation
         self._given: Event | None = None
@@ -72,7 +74,8 @@ class NcclTransport(DeviceTransport):
         self._connected: set[tuple[str, int]] = set()  # by point-to-point calls
         self._lock = threading.RLock()
         self._watcher: NcclWatcher | None = None
-        self._windows: list[tuple[Any, DeviceArray]] = []  # and their memory
+        self._windows: dict[int, Any] = {}  # by the address of their memory, in the order in which all ranks have made them
+        self._left: set[int] = set()  # such memory that no array is on any more
         self._is_captured = False  # so that there may be CUDA graphs with its calls
         self._comm: Any = None
         self._join()
@@ -106,17 +109,21 @@ class NcclTransport(DeviceTransport):
         return ""
 
     def allocate(self, nbytes: int) -> DeviceArray:
-        """Return memory of the device, in a window of NCCL if all ranks get one; then all ranks raise what one lacks."""
+        """Return memory of the device, in a window of NCCL if all ranks get one; then all ranks raise what one lacks.
+
+        What was returned before is freed then, if no rank has an array on it any more.
+        """
         if not self.has_windows:
             return super().allocate(nbytes)
+        self.close()
         taken: list[DeviceArray] = []
         gather_or_raise(self.group, lambda: taken.append(self.device.allocate(nbytes, self._allocator)))
-        before, are_everywhere = len(self._windows), False
+        are_everywhere = False
         try:
             are_everywhere = all(gather_or_raise(self.group, lambda: self._register(taken[0])))
         finally:
             if not are_everywhere:  # NCCL would choose kernels for windows on some ranks only
-                self._end_windows(before)
+                self._end_windows([address(taken[0])])
         return taken[0]
 
     def refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
@@ -238,9 +245,17 @@ class NcclTransport(DeviceTransport):
                 self._start(self._comm.abort)[0].join(ABORT_SECONDS)
 
     def close(self) -> None:
-        """Free the memory of windows, which nothing under way uses; after a failure something may, and nothing is freed."""
-        if not self._failure:
-            self._end_windows()
+        """Free the memory of windows that no rank has an array on; after a failure something may use it, and nothing is freed.
+
+        All ranks end the same windows: NCCL finds a place for the next one by those that there are, on each rank by itself.
+        """
+        if not self.has_windows:
+            return
+        made = list(self._windows)
+        mine = None if self._failure else {index for index, start in enumerate(made) if start in self._left}
+        all_ranks = self.group.comm.allgather(mine)
+        if None not in all_ranks:
+            self._end_windows([made[index] for index in sorted(set.intersection(*all_ranks))])
 
     def dispose(self) -> None:
         """Destroy the communicator, here and now: CuPy would do it when its object is collected, on whichever thread.
@@ -249,8 +264,8 @@ class NcclTransport(DeviceTransport):
         """
         if self._watcher is not None:
             self._watcher.stop()
-        self.close()
         if not self._failure:
+            self._end_windows(list(self._windows))  # arrays may go on to use their memory
             self._failure = "it was closed"
             if not self._is_captured:
                 self._comm.destroy()
@@ -430,6 +445,7 @@ class NcclTransport(DeviceTransport):
         def join() -> None:
             self._comm = self._nccl.NcclCommunicator(self.group.size, identifier, self.group.rank)
             try:
+                self.raise_failure()  # it may have been given up meanwhile: its kernels would wait on the GPU
                 if self._tries_windows:
                     with suppress(Exception):  # an old NCCL has no windows, and one that has may have none here
                         self._register(values)
@@ -441,54 +457,67 @@ class NcclTransport(DeviceTransport):
         with connecting_first():
             thread, failures = self._start(join)
             thread.join(JOIN_SECONDS)
-        problem = f"not all ranks had joined after {JOIN_SECONDS:g} s" if thread.is_alive() else "".join(failures)
+        problem = "".join(failures)
+        if thread.is_alive():
+            problem = self._failure = f"not all ranks had joined after {JOIN_SECONDS:g} s"
         problems, windows = zip(*self.group.comm.allgather((problem, bool(self._windows))), strict=True)
         failed = [rank for rank, text in zip(self.group.ranks, problems, strict=True) if text]
         if failed:
             text = next(filter(None, problems))
             if not problem:
                 self.abort(text)
+            self._windows.clear()
             raise TransportError(
                 f"{self.group.name}: NCCL could not join {ranks_text(failed)}: {text}. NCCL_DEBUG=WARN shows more"
             )
         self.has_windows = all(windows)
-        self.close()
+        self._end_windows(list(self._windows))
 
     def _register(self, memory: DeviceArray) -> bool:
         """Register memory of NCCL in a window, and return whether there can be one. A collective call."""
         if window := self._comm.register(address(memory), memory.nbytes):
-            self._windows.append((window, memory))
+            self._windows[address(memory)] = window
         return bool(window)
 
-    def _end_windows(self, first: int = 0) -> None:
-        """End the windows from the `first` one on."""
-        for window, _ in self._windows[first:]:
-            self._comm.deregister(window)
-        del self._windows[first:]
+    def _end_windows(self, starts: Sequence[int]) -> None:
+        """End windows, if there are any at these addresses, and free what no array is on, when the GPU uses it no more."""
+        if starts := [start for start in starts if start in self._windows]:
+            self.device.synchronize()  # without the lock: the watcher needs it to abort what does not end
+        with self._lock:
+            for start in starts:
+                self._comm.deregister(self._windows.pop(start))
+                if start in self._left:
+                    self._left.remove(start)
+                    self._nccl.allocator.free(start)
+
+    def _leave(self, start: int) -> None:
+        """Free memory of NCCL that the last array has left, on whichever thread, or keep it as long as it is in a window."""
+        with self._lock:
+            if start in self._windows:
+                self._left.add(start)
+                return
+        self.device.synchronize()  # as CUDA does when it frees memory of its own
+        self._nccl.allocator.free(start)
 
     def _prepare(self) -> DeviceArray:
         """Make the stream, and return memory for the first calls: what one rank lacks, all must raise before they wait."""
-        values, problem, version = None, "", 0
-        try:
-            self._stream, version = self.device.stream(), int(self._nccl.get_version())
-            values = self.device.allocate(max([8 * self.group.size, *TRIAL_BYTES]), self._allocator).view(np.int64)
-        except RuntimeError as error:  # a TransportError, or CUDA's own
-            problem = f"{error}"
-        if os.environ.get("NCCL_COMM_BLOCKING") == "0":
-            problem = "NCCL_COMM_BLOCKING=0 is set: calls would return before the GPU has them; unset it"
-        switches = [os.environ.get(name) for name in _OF_WINDOWS]
-        answers = self.group.comm.allgather((problem, version, self._allocator is not None, switches))
-        problems, versions, allocators, every = zip(*answers, strict=True)
+        taken: list[DeviceArray] = []
+
+        def take() -> tuple[int, bool, list[str | None]]:
+            if os.environ.get("NCCL_COMM_BLOCKING") == "0":
+                raise TransportError("NCCL_COMM_BLOCKING=0 is set: calls would return before the GPU has them; unset it")
+            self._stream, nbytes = self.device.stream(), max([8 * self.group.size, *TRIAL_BYTES])
+            taken.append(self.device.allocate(nbytes, self._allocator).view(np.int64))
+            return int(self._nccl.get_version()), self._allocator is not None, [os.environ.get(name) for name in _OF_WINDOWS]
+
+        versions, allocators, switches = zip(*gather_or_raise(self.group, take), strict=True)
         self._has_nccl4py = all(allocators)
-        self._tries_windows = self._has_nccl4py and all(switches == others for others in every)
-        problem = next(filter(None, problems), "")
-        if not problem and len(set(versions)) > 1:
+        self._tries_windows = self._has_nccl4py and all(switches[0] == others for others in switches)
+        if len(set(versions)) > 1:
             ranks = ranks_by(zip(self.group.ranks, versions, strict=True))
             listed = ", ".join(f"{version_text(version)} on {ranks_text(members)}" for version, members in ranks.items())
-            problem = f"{self.group.name}: NCCL {listed}; install one version on all ranks"
-        if problem:
-            raise TransportError(problem)
-        return values
+            raise TransportError(f"{self.group.name}: NCCL {listed}; install one version on all ranks")
+        return taken[0]
 
     def _try_verbs(self, values: DeviceArray) -> None:
         """Make the first call of each verb, and check the results.
@@ -514,6 +543,7 @@ class NcclTransport(DeviceTransport):
             expected[size : size + count] *= size
         event, ends = self._stream.record(), time.monotonic() + JOIN_SECONDS
         while not event.done():
+            self.raise_failure()
             if time.monotonic() > ends:
                 raise TransportError(f"its first sums had not ended after {JOIN_SECONDS:g} s")
             time.sleep(_POLL_SECONDS)

@@ -43,10 +43,10 @@ class UniqueId:
 
 
 class Window:
-    """A window that a communicator has, unless it has ended; false where it could not be had."""
+    """A window that a communicator has, unless it has ended, at a place of its address space; false if it could not be had."""
 
-    def __init__(self, comm, start, is_there):
-        self.comm, self.start, self._is_there = comm, start, is_there
+    def __init__(self, comm, start, is_there, place=-1):
+        self.comm, self.start, self._is_there, self.place = comm, start, is_there, place
 
     def __bool__(self):
         return self._is_there
@@ -105,21 +105,24 @@ class FakeNccl4py(ModuleType):
         is_used = any(window.start == ptr and not window.comm.is_over for window in self.windows)
         if is_used:  # nobody sees what a finalizer raises
             self.library.device.errors.append("memory of a window was freed")
-        del self.memory[ptr]
+        self.memory.pop(ptr)[...] = RUBBISH
 
     def comm_window_register(self, comm, buff, size, win_flags):
         assert win_flags == SYMMETRIC
         assert self.memory[buff].nbytes == size, "only whole memory from mem_alloc is symmetric"
         if os.environ.get("NCCL_WIN_ENABLE") == "0":
             return Window(comm, 0, False)
-        sizes = np.empty(comm.comm.size, np.int64)
-        await_peers([comm.comm.Iallgather(np.array([size]), sizes)], "window")
-        assert len(set(sizes)) == 1, "windows have one size on all ranks"
+        taken = {window.place for window in self.windows if window.comm is comm}
+        place = next(place for place in range(len(taken) + 1) if place not in taken)  # each rank finds one by itself
+        found = np.empty((comm.comm.size, 2), np.int64)
+        await_peers([comm.comm.Iallgather(np.array([size, place]), found)], "window")
+        assert (found == found[0]).all(), "windows have one size on all ranks, and lie at one place: kernels would miss them"
         if self.problem:
             raise NCCLError(self.problem)
         self.registered += 1
-        self.windows += [window := Window(comm, buff, self.has_windows)] if self.has_windows else []
-        return window if self.has_windows else Window(comm, 0, False)
+        window = Window(comm, buff, self.has_windows, place)
+        self.windows += [window] if window else []
+        return window
 
     def comm_window_deregister(self, comm, win):
         assert not comm.is_over, "a window of a communicator that has ended"

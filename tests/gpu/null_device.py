@@ -59,7 +59,7 @@ class NullDevice(Device):
     """Of `bound`; its memory comes from one block of the host, from the beginning again when that is used up."""
 
     index, array_module = 0, None
-    prepare = put = _do_nothing
+    prepare = put = synchronize = _do_nothing
 
     def __init__(self, num_ranks):
         import cupy

@@ -141,12 +141,13 @@ def _of(rows: NDArray[Any], context: mpistrat.ReplicaContext) -> NDArray[Any]:
 
 
 def _use(strategy: mpistrat.Strategy, nbytes: int) -> None:
-    """Add arrays, in a plain call and in a started one."""
+    """Add arrays in memory of `empty`, in a plain call and in a started one."""
 
     def run() -> None:
         context = mpistrat.get_replica_context()
         size, values = context.num_replicas_in_sync, np.arange(nbytes // 4, dtype=np.float32) % 1000
-        array = strategy.array_module.asarray(values + context.replica_id_in_sync_group)
+        array = strategy.communicator.empty(values.shape, values.dtype)
+        array[...] = strategy.array_module.asarray(values + context.replica_id_in_sync_group)
         for result in (context.all_reduce("sum", array), context.start_all_reduce("sum", array).wait()):
             _check(result, values * size + sum(range(size)), values.dtype, f"{nbytes} bytes")
 

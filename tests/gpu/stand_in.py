@@ -298,8 +298,7 @@ class StandInDevice(Device):
                 if busy:
                     self._random.choice(busy).advance()
 
-    def drain(self) -> None:
-        """Wait for all streams."""
+    def synchronize(self) -> None:
         while any(stream.waiting for stream in self.streams):
             self.progress()
 

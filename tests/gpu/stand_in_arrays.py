@@ -19,7 +19,7 @@ import numpy as np
 import optree
 
 from mpistrat.device.binding import bind, bound_device
-from tests.gpu.stand_in import StandInDevice
+from tests.gpu.stand_in import StandInArray, StandInDevice
 
 _SCALARS = (bool, int, float, complex, np.generic)
 _VIEWS = (int, np.integer, slice, type(None), type(Ellipsis))
@@ -204,6 +204,8 @@ class Namespace(ModuleType):
     def asarray(self, value: Any, dtype: Any = None) -> ndarray:
         if isinstance(value, ndarray):
             return value if dtype is None else value.astype(dtype, copy=False)
+        if isinstance(value, StandInArray):  # of `Device.allocate`, whose memory CuPy's array would own
+            return ndarray(value.view(np.ndarray), self._on)
         if hasattr(value, "__cuda_array_interface__"):
             return ndarray(_mapped(**value.__cuda_array_interface__), self._on)
         return _new(np.array(value, dtype), self._on)

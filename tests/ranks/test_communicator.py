@@ -242,3 +242,4 @@ def test_a_strategy_of_one_device_has_objects_too():
     communicator = mpistrat.OneDeviceStrategy().communicator
     assert communicator.broadcast_object({1}) == {1}
     assert communicator.gather_objects({1}) == [{1}]
+    assert communicator.empty((2, 3), "f2").shape == (2, 3)

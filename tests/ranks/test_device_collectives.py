@@ -15,8 +15,16 @@ import pytest
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.reductions import Reductions
+from mpistrat.device.abstract import address
 from mpistrat.device.kernels import TYPES
-from mpistrat.errors import AgreementError, DeadlineExceededError, InvalidArgumentError, TransportError, UnavailableError
+from mpistrat.errors import (
+    AgreementError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    TransportError,
+    UnavailableError,
+    UnsupportedDtypeError,
+)
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
 from mpistrat.testing.transport_cases import operations
@@ -272,7 +280,7 @@ def test_a_transport_that_one_rank_cannot_make_nobody_takes(comm, monkeypatch, a
         elif comm.rank == 1:
             monkeypatch.setattr("mpistrat.transports.nccl.find_binding", partial(fail_once, 0))
         with Communicator(Hierarchy(comm, world)) as communicator:
-            told = r"cuda_ipc inside nodes, one shot up to .* \(nccl: (RuntimeError: )?planted: an error of CUDA's"
+            told = r"cuda_ipc inside nodes, one shot up to .* \(nccl: (rank 1 failed for all: )?RuntimeError: planted"
             assert re.match(told, communicator.path)
 
 
@@ -525,3 +533,96 @@ def test_what_mpi_is_to_send_lies_in_no_window(comm, world, monkeypatch, is_dire
         windows = pair.nccl._nccl._calls.windows
         assert len(windows) == (0 if is_direct else 1)
     assert not windows
+
+
+@pytest.fixture
+def windowed(comm, world, monkeypatch):
+    """Give collectives by nccl4py, which joins all ranks."""
+    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "nccl")
+    with Pair(comm, world, nccl_by="nccl4py") as pair:
+        yield pair
+
+
+@pytest.mark.ranks(nodes=["1x2", "2x2"])
+def test_memory_of_empty_lies_in_a_window_and_is_freed_when_no_rank_has_an_array_on_it(windowed):
+    calls, rank, given = windowed.library._calls, windowed.rank, values((30, 5), np.float32, windowed.rank)
+    before = len(calls.windows)
+    for _ in range(4):
+        array = windowed.gpu.empty((30, 5), np.float32)
+        array[...] = windowed.up(given)
+        windowed.check(windowed.gpu.all_reduce(SUM, array, out=array), windowed.host.all_reduce(SUM, given))
+        assert address(array) in {window.start for window in calls.windows[before:]}
+        assert len(calls.windows) <= before + 2, "that of the turn before is still there, and no more"
+    del array
+    kept = [windowed.gpu.empty(100 + rank_of, BF16) for rank_of in range(windowed.size + 1)]
+    kept = kept[rank : rank + 1]
+    last = windowed.gpu.empty([7], int)
+    assert len(calls.windows) == before + windowed.size + 1, "each rank has another array, and the last one"
+    assert (kept[0].shape, kept[0].dtype, last.shape) == ((100 + rank,), BF16, (7,))
+    kept.clear()
+    windowed.gpu.empty((), bool)
+    assert len(calls.windows) == len(calls.memory) == before + 2
+
+
+@pytest.mark.ranks(nodes="1x2")
+def test_memory_of_empty_is_freed_after_what_uses_it(windowed):
+    given, target = values(1000, np.float32, windowed.rank), windowed.up(np.zeros(1000, np.float32))
+    array, other = windowed.gpu.empty(1000, np.float32), windowed.device.stream()
+    array[...] = windowed.up(given)
+    windowed.device.synchronize()
+    release = windowed.hold(other, 0.1)
+    with windowed.device.activate(other):
+        target[...] = array
+    del array
+    windowed.gpu.empty(10, np.float32)
+    release.join()
+    windowed.check(target, given)
+
+
+@pytest.mark.ranks(nodes="1x2")
+def test_an_array_of_empty_outlives_its_communicator(windowed):
+    calls, given = windowed.library._calls, values(1000, np.float32, windowed.rank)
+    array = windowed.gpu.empty(1000, np.float32)
+    array[...] = windowed.up(given)
+    windowed.gpu.all_reduce(SUM, [array[:5], array[5:9]])  # in a bucket
+    view = array[10:]
+    del array
+    windowed.gpu.close()
+    assert (len(calls.windows), len(calls.memory)) == (0, 1), "only the array of the program is left"
+    windowed.check(view, given[10:])
+    del view
+    assert not calls.memory
+
+
+@pytest.mark.ranks(nodes="1x2")
+def test_an_array_for_which_one_rank_has_no_memory_is_refused_on_all(windowed, mapped):
+    is_last = windowed.rank == windowed.size - 1
+    most, windowed.device.most_bytes = windowed.device.most_bytes, 100 if is_last else 1000
+    with pytest.raises(TransportError, match="rank 1: planted: no 400 bytes"):
+        windowed.gpu.empty(100, np.float32)
+    windowed.device.most_bytes = most
+    with pytest.MonkeyPatch.context() as patch:
+        if is_last:
+            patch.setattr(mapped.device.array_module, "empty", Mock(side_effect=MemoryError("planted")))
+        with pytest.raises(TransportError, match=r"rank 1: no memory for an array of 400 B \(planted\)"):
+            mapped.gpu.empty(100, np.float32)
+    for pair in (windowed, mapped):
+        with pytest.raises(AgreementError, match=r"empty\(\(1,\), float32\)"):
+            pair.gpu.empty(1 + pair.rank, np.float32)
+
+
+def test_what_empty_cannot_make_is_refused(pair):
+    for call, error in (
+        (lambda to: to.empty((2, -1), np.float32), InvalidArgumentError),
+        (lambda to: to.empty(2, object), UnsupportedDtypeError),
+        (lambda to: to.empty(2.5, int), TypeError),
+    ):
+        for communicator in (pair.gpu, pair.host):
+            with pytest.raises(error):
+                call(communicator)
+    with pair.device.current_stream().capturing(), pytest.raises(InvalidArgumentError, match="call empty before"):
+        pair.gpu.empty(2, int)
+    for shape in (3, (2, 0), ()):
+        made = pair.gpu.empty(shape, BF16), pair.host.empty(shape, BF16)
+        assert [type(array) for array in made] == [pair.device.array_module.ndarray, np.ndarray]
+        assert {array.shape for array in made} == {shape if type(shape) is tuple else (shape,)}

@@ -503,7 +503,7 @@ def test_a_call_that_waits_for_room_on_a_stream_is_ended_by_the_watcher(node, mo
 def test_a_communicator_that_is_dropped_is_not_destroyed_on_one_rank_alone(node):
     communicator = Communicator(Hierarchy(node.comm, node.world))
     communicator.all_reduce(SUM, node.up(values(100, np.float32, node.rank)))
-    node.device.drain()
+    node.device.synchronize()
     watcher = communicator._gpu.executor.transports.everywhere._watcher
     watcher.stop()  # its thread would keep everything
     del communicator, watcher

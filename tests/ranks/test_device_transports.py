@@ -248,6 +248,22 @@ def test_an_nccl_that_cannot_join_is_refused_on_all_ranks(group, device, comm, m
         NcclTransport(group, device, bound_by(library, binding))
 
 
+@needs_ranks(2)
+def test_a_rank_that_joins_too_late_leaves_no_kernel_on_its_gpu(group, device, comm, binding, monkeypatch):
+    monkeypatch.setattr(nccl, "JOIN_SECONDS", 0.2)
+    monkeypatch.setattr(stand_in_nccl, "CONNECT_SECONDS", 0.5)
+    library, goes_on = StandInNccl(device, comm), threading.Event()
+    if comm.rank == 0:
+        join = library.NcclCommunicator
+        library.NcclCommunicator = lambda *given: (join(*given), goes_on.wait(20.0))[0]
+    with pytest.raises(TransportError, match="not all ranks had joined after 0.2 s"):
+        NcclTransport(group, device, bound_by(library, binding))
+    goes_on.set()
+    assert until(lambda: library.aborted, 10.0)
+    assert not (comm.rank == 0 and library.calls)
+    comm.Barrier()
+
+
 def test_wrong_first_sums_of_nccl_are_told_to_all(group, device, comm, monkeypatch):
     get, library = device.get, StandInNccl(device, comm)
     monkeypatch.setattr(device, "get", lambda array: get(array) + (comm.rank == comm.size - 1))

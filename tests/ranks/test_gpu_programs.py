@@ -86,14 +86,14 @@ def test_arrays_are_read_when_they_are_written_and_their_memory_is_given_to_othe
     monkeypatch.setenv("MPISTRAT_ALGORITHM", "hierarchical")
     with on_nodes(comm, "1x2" if comm.size == 2 else "2x2", monkeypatch) as (strategy, device):
         communicator = strategy.extended.communicator
-        found = streams.check(communicator, device, delay, device.drain, 4099)
+        found = streams.check(communicator, device, delay, device.synchronize, 4099)
         assert found["right"] == 2 * len(streams.CASES) * streams.TURNS
         assert found["reused"] > 0
         monkeypatch.setattr(streams, "without", lambda *_: nullcontext())
         monkeypatch.setattr(streams, "_without_wait", lambda *_: nullcontext())
         monkeypatch.setattr(streams, "CASES", {"all_reduce": streams.CASES["all_reduce"]})
         with pytest.raises(AssertionError, match="the delay proves nothing"):
-            streams.check(communicator, device, delay, device.drain, 64)
+            streams.check(communicator, device, delay, device.synchronize, 64)
 
 
 class Graphs:

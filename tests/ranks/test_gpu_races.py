@@ -42,7 +42,7 @@ def run(pair, monkeypatch, breaks=None):
                 (gpu.all_reduce("sum", many, out=many), host.all_reduce("sum", arrays)),
             )
         results += [(streams[turn % 2], *each) for each in made]
-    device.drain()
+    device.synchronize()
     return found, results
 
 

@@ -131,9 +131,21 @@ def test_a_thread_that_computes_on_another_gpu_may_read_a_tensor_in_a_capture(gp
 
 def test_small_new_arrays_share_allocations_that_are_not_large():
     given, asked = [np.empty(nbytes, np.uint8) for nbytes in (1, 512, 0, (1 << 20) - 1024, 1, 5 << 20, 3)], []
-    starts = in_blocks(given, lambda nbytes: asked.append(nbytes) or len(asked) << 30, lambda shape, dtype, start: start)()
+    kind = type("Start", (), {"__new__": lambda kind, shape, dtype, start: start})
+    starts = in_blocks(given, lambda nbytes: asked.append(nbytes) or len(asked) << 30, kind)()
     assert asked == [1 << 20, 512, 5 << 20, 512]
     assert starts == [1 << 30, (1 << 30) + 512, (1 << 30) + 1024, (1 << 30) + 1024, 2 << 30, 3 << 30, 4 << 30]
+
+
+def test_arrays_that_share_an_allocation_are_those_that_cupy_makes():
+    cupy, host = pytest.importorskip("cupy"), np.zeros(4096, np.uint8)
+    block = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(host.ctypes.data, host.nbytes, host, 0), 0)
+    given = [np.empty((3, 5), np.float32), np.empty((), BFLOAT16), np.empty((0, 2), np.int64)]
+    for made, array, start in zip(in_blocks(given, lambda _: block, cupy.ndarray)(), given, (0, 512, 1024), strict=True):
+        wanted = cupy.ndarray(array.shape, array.dtype, block + start)
+        for name in ("shape", "dtype", "strides", "nbytes", "base", "__class__", "_c_contiguous", "_f_contiguous"):
+            assert getattr(made, name) == getattr(wanted, name), name
+        assert made.data.ptr == host.ctypes.data + start
 
 
 def test_an_array_of_the_gpu_is_refused_where_the_process_computes_on_its_cpu(elsewhere):
