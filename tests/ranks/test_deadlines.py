@@ -1,5 +1,6 @@
 """A rank that does not come in time: every verb ends, says who is missing, and is the last of its strategy."""
 
+import os
 import time
 from contextlib import contextmanager
 from itertools import product
@@ -233,6 +234,22 @@ def test_steps_that_do_not_end_name_who_does_not_answer(comm, make, monkeypatch)
         # it hears at its next call, or when it closes, that the others will not come
         with pytest.raises(DeadlineExceededError, match=r"comes too late: rank|was given up by ranks? 0"):
             ops.barrier(within(60))
+
+
+@two_ranks
+def test_a_rank_on_a_busy_machine_learns_in_time_that_another_has_left_the_call(comm, make_ops, monkeypatch):
+    ops = make_ops("1x2")
+    for _ in range(2):
+        ops.all_reduce(SUM, ONES)
+    if comm.rank == 0:
+        monkeypatch.setattr(os, "sched_yield", lambda: time.sleep(0.01))  # as if other processes had run
+        with pytest.raises(UnavailableError, match="rank 1 has left"):  # after TAKE_SECONDS the watcher would end the job
+            ops.all_reduce(SUM, ONES)
+    else:
+        with ops._guard:
+            ops._guard.number += 1
+            ops._guard.fail_current(RuntimeError("planted"))
+    comm.Barrier()
 
 
 @two_ranks
