@@ -16,6 +16,7 @@ from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededErr
 from mpistrat.groups.agreement import ROW
 from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS
 from mpistrat.reduction import Fold, ReduceOp
+from mpistrat.transports import mpi_world
 from tests.launches import on_ranks
 
 SUM = ReduceOp.SUM
@@ -249,6 +250,28 @@ def test_a_rank_on_a_busy_machine_learns_in_time_that_another_has_left_the_call(
         with ops._guard:
             ops._guard.number += 1
             ops._guard.fail_current(RuntimeError("planted"))
+    comm.Barrier()
+
+
+@two_ranks
+def test_no_rank_returns_a_sum_by_mpi_of_what_another_has_changed_that_has_left_the_call(comm, make_ops, monkeypatch):
+    ops, values, until_complete = make_ops("1x2", MPISTRAT_INTRA_TRANSPORT="mpi"), np.ones(1 << 20), mpi_world.until_complete
+
+    def interrupted(requests, memory):
+        comm.recv(source=1)
+        kept.append(memory)
+        raise KeyboardInterrupt
+        yield
+
+    def late(requests, memory):
+        comm.send(None, 0)
+        yield from until_complete(requests, memory)
+
+    kept = []
+    monkeypatch.setattr(mpi_world, "until_complete", late if comm.rank else interrupted)
+    with pytest.raises(CollectiveError if comm.rank else KeyboardInterrupt, match="rank 0 has left it" if comm.rank else None):
+        ops.all_reduce(SUM, values, within(60, algorithm="flat"))
+    values[:] = 5
     comm.Barrier()
 
 
