@@ -315,12 +315,14 @@ class _RetainedMemory:
     """Memory of large results, and the block that lies in it, if that still exists."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finalizer or a signal handler may come in between
+        self._lock = threading.Lock()
         self._entries: list[tuple[Array, weakref.ref[_Block]]] = []
 
     def block(self, nbytes: int) -> _Block:
         """Return a block of `nbytes` bytes in memory that no array uses; the oldest is forgotten if there is too much."""
-        with self._lock:
+        if not self._lock.acquire(blocking=False):  # another thread is here, or a finalizer or a signal handler came in between
+            return _Block(np.empty(nbytes, np.uint8))
+        try:
             places = range(len(self._entries))
             idle = [place for place in places if self._entries[place][0].nbytes == nbytes and self._entries[place][1]() is None]
             memory = self._entries.pop(idle[0])[0] if idle else np.empty(nbytes, np.uint8)
@@ -329,11 +331,12 @@ class _RetainedMemory:
             while sum(memory.nbytes for memory, _ in self._entries) > _MOST_RETAINED_BYTES:
                 del self._entries[0]  # if it is in use, its block keeps it
             return block
+        finally:
+            self._lock.release()
 
     def idle_bytes(self) -> int:
         """Return how many bytes no array uses."""
-        with self._lock:
-            return sum(memory.nbytes for memory, block in self._entries if block() is None)
+        return sum(memory.nbytes for memory, block in self._entries[:] if block() is None)
 
 
 _retained = _RetainedMemory()

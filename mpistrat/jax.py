@@ -27,7 +27,7 @@ def average(tree: Any, communicator: BaseCommunicator | None = None) -> Any:
     AgreementError
         On every rank, if structures, shapes or dtypes differ.
     UnsupportedDtypeError
-        If a leaf is not an array of numbers, or is being traced.
+        If a leaf is not an array of floats, or is being traced.
     """
     import jax
 

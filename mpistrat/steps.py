@@ -5,6 +5,7 @@ A generator yields WAITING where it would have to wait, and WORKED after it has 
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -15,7 +16,8 @@ from mpistrat.reduction import quiet
 Steps = Iterator[bool]
 WAITING, WORKED = False, True
 
-_POLLS_PER_CLOCK = 256
+_POLLS_PER_CLOCK = 16  # on a busy machine each may take 20 ms
+_LOOK_SECONDS = 1e-3
 _POLLS_AT_ONCE = 64
 
 
@@ -38,7 +40,8 @@ def drive(
 
     def advance() -> None:
         polls = waits = 0
-        deadline = time.monotonic() + timeout_seconds if timeout_seconds else 0.0
+        now = time.monotonic()
+        deadline, look = now + timeout_seconds if timeout_seconds else math.inf, now + _LOOK_SECONDS
         try:
             for worked in steps:
                 if worked:
@@ -47,11 +50,12 @@ def drive(
                 wait(waits)
                 waits += 1
                 polls += 1
-                if polls % polls_per_clock:
+                if polls % polls_per_clock or (now := time.monotonic()) < look:
                     continue
+                look = now + _LOOK_SECONDS
                 if check is not None:
                     check()
-                if deadline and time.monotonic() > deadline:
+                if now > deadline:
                     raise (
                         DeadlineExceededError(f"{what()} did not end within {timeout_seconds:g} s; not all ranks have arrived")
                         if overdue is None

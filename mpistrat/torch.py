@@ -16,7 +16,7 @@ from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.errors import InvalidArgumentError, UnavailableError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
-from mpistrat.structures import each_leaf, flatten, leaf_names, map_leaves
+from mpistrat.structures import flatten, leaf_names, map_leaves
 
 if TYPE_CHECKING:
     import torch
@@ -97,10 +97,10 @@ def average(value: Any, communicator: BaseCommunicator | None = None) -> Any:
     UnsupportedDtypeError
         If a leaf is not an array of floats.
     """
-    communicator, (leaves, structure) = _communicator("average", communicator), flatten(value)
-    with communicator.refusing("average"):
-        each_leaf(_check_has_mean, leaves, lambda: leaf_names(value))
-    return structure.unflatten(average_leaves(leaves, lambda: leaf_names(value), structure, communicator))
+    leaves, structure = flatten(value)
+    return structure.unflatten(
+        average_leaves(leaves, lambda: leaf_names(value), structure, _communicator("average", communicator))
+    )
 
 
 def broadcast_state(
@@ -298,11 +298,6 @@ def _resolved(parameter: torch.nn.Parameter) -> torch.Tensor:
     if resolved is not gradient:
         parameter.grad = resolved
     return resolved
-
-
-def _check_has_mean(leaf: Any, name: str = "value") -> None:
-    if (dtype := as_array(leaf, name).dtype).kind in "iu":
-        raise UnsupportedDtypeError(f"{name} has dtype {dtype}, whose mean would be a whole number: convert it to float first")
 
 
 def _check_gradient(name: str, gradient: torch.Tensor, is_view: bool) -> None:

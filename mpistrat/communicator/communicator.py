@@ -36,6 +36,7 @@ from mpistrat.errors import (
     InvalidArgumentError,
     MpistratError,
     UnavailableError,
+    UnsupportedDtypeError,
 )
 from mpistrat.execution import last_calls
 from mpistrat.execution.executor import Executor
@@ -516,7 +517,16 @@ def average_leaves(
     """Return the averages over all ranks of the leaves of a nest, whose `names` are for errors. A collective call."""
     communicator = communicator or job_communicator()
     with communicator.refusing("average"):
-        arrays = each_leaf(as_operand, leaves, names)
+        arrays = each_leaf(_with_mean, leaves, names)
     communicator.note(f"average of {structure}")
     averages = communicator.all_reduce("mean", arrays) if arrays else []
     return list(map(like, averages, leaves))
+
+
+def _with_mean(leaf: Any, name: str = "value") -> Array:
+    array = as_operand(leaf, name)
+    if array.dtype.kind in "iu":
+        raise UnsupportedDtypeError(
+            f"{name} has dtype {array.dtype}, whose mean would be a whole number: convert it to float first"
+        )
+    return array

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def build_hierarchy(comm: MPI.Intracomm, options: CommunicationOptions | None, measured: Measured | None) -> Hierarchy:
     """Return the hierarchy of groups over the ranks of `comm`, which is duplicated. A collective call."""
-    _check_comm(comm)
+    check_comm(comm)
     with rendezvous("Communicator", rendezvous_seconds(options), comm) as job:
         given = "" if measured is None else f", measured={measured}"
         job.agree(f"Communicator(options={options}{given})", lambda: check_options(options))
@@ -31,7 +31,8 @@ def rendezvous_seconds(options: object) -> float:
     return settings.TIMEOUT_SECONDS.read_or_default()
 
 
-def _check_comm(comm: object) -> None:
+def check_comm(comm: object) -> None:
+    """Check that it is an intracommunicator."""
     from mpi4py import MPI
 
     if comm == MPI.COMM_NULL:

@@ -289,7 +289,9 @@ class Guard:
     def take_back(self, call: Call) -> None:
         """Take back a call that all ranks make in another way, or this one not at all: the next has its number and notes."""
         self.number -= 1
-        self.noted, self._notes = call.noted, list(call.notes)
+        meanwhile, self.noted, self._notes = self._notes, call.noted, list(call.notes)
+        for text in meanwhile:  # of a signal handler
+            self.note(text)
 
     def agree(
         self, call: Call, error: Exception | None = None, facts: Sequence[int] = (0, 0), memory: Array | None = None

@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from mpistrat.arrays import Array, as_array, is_aligned, is_on_device
 from mpistrat.communicator.communicator import Communicator
+from mpistrat.communicator.construction import check_comm
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.passing import Passing
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
@@ -31,6 +32,8 @@ _OPS = {
     MPI.MAX.handle: ReduceOp.MAX,
 }
 _DTYPES = {MPI.Datatype.fromcode(code).handle: np.dtype(code) for code in "bhilqBHILQfdFD"}
+# of which mpi4py has it that they are integers
+_NO_NUMBERS = {kind.handle for kind in (MPI.LOGICAL, MPI.LOGICAL1, MPI.LOGICAL2, MPI.LOGICAL4, MPI.LOGICAL8, MPI.PACKED)}
 # what returns another communicator; that of `Dup` is of the class of the one that is duplicated
 _DERIVING = (
     "Clone",
@@ -259,6 +262,7 @@ def _nothing(*_: object) -> None:
 
 def wrapped(comm: MPI.Intracomm, options: CommunicationOptions | None) -> WrappedIntracomm:
     """Return an intracommunicator as one that is wrapped, and has not made a collective yet."""
+    check_comm(comm)
     found = _wrapping(_kind(comm))(comm)
     found._options = options
     return found
@@ -444,7 +448,7 @@ def _dtype_of(datatype: MPI.Datatype) -> np.dtype[Any] | None:
     """Return the dtype of a datatype of MPI that is that of an array's elements."""
     if not datatype.is_predefined or datatype.size != datatype.extent:
         return None
-    return np.dtype(datatype.typestr)
+    return np.dtype((np.void, datatype.size) if datatype.handle in _NO_NUMBERS else datatype.typestr)
 
 
 def _check_packed(position: int, packed: Array) -> None:

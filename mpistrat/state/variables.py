@@ -257,10 +257,18 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
 
     def writable(self) -> Array:
         """Return the writable array of this replica, which ``ctx.update(variable, fn)`` passes to `fn`; only inside ``run``."""
-        if self._participants("ctx.update of a variable") is Participants.ALL_RANKS:
+        scope = self._participants("ctx.update of a variable")
+        if scope is Participants.ALL_RANKS:
             wanted = f"inside strategy.run of {self._strategy!r}"
             raise misplaced(f"ctx.update of {self!r}", wanted, "ctx.update of a variable")
+        if self._root is not None:
+            self._compare("update", scope)
         return self._array
+
+    def send_root(self) -> None:
+        """Broadcast the array of the root, under central storage."""
+        if self._root is not None:
+            self._array[...] = self._communicator.broadcast(self._array, self._root)
 
     def update_component(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -363,7 +371,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
 
     def _assign(self, method: str, value: Any) -> None:
         assign_to(self._array, method, self._incoming(method, value))
-        self._send_root()
+        self.send_root()
 
     def _incoming(self, method: str, value: Any) -> Array:
         """Return the array to assign to, or add to, the array of this replica, for a value passed in the present context."""
@@ -406,13 +414,8 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
             else:
                 rows = gathered_rows(rows, self._aggregation, self._communicator)
         apply(method, self._array, rows)
-        self._send_root()
+        self.send_root()
         return self
-
-    def _send_root(self) -> None:
-        """Broadcast the array of the root, under central storage."""
-        if self._root is not None:
-            self._array[...] = self._communicator.broadcast(self._array, self._root)
 
 
 def initial_array(given: Any, dtype: Any, shape: Sequence[int] | None, name: str) -> Array:

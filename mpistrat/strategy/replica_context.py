@@ -258,6 +258,8 @@ class ReplicaContext:
     ) -> None:
         """Update the component of a variable by ``fn(array, *args, **kwargs)``, without communication.
 
+        Under central storage it is a collective call: the array of the rank that keeps the variable is broadcast.
+
         `fn` returns the new value of this replica's array, of its shape, or writes to the array and returns None. Use it to
         apply a gradient that `all_reduce` has reduced: for the variable to stay mirrored, arguments must be equal on all
         replicas.
@@ -268,6 +270,7 @@ class ReplicaContext:
         result = fn(component, *given_args, **given_kwargs)
         if result is not None:
             component[...] = assignable(result, component, variable)
+        variable.send_root()
 
     def __enter__(self) -> ReplicaContext:  # noqa: PYI034 - Self is newer than Python 3.10
         if in_replica_context_of(self._strategy, "strategy.run"):

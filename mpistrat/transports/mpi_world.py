@@ -132,10 +132,15 @@ class MpiAllReduce:
         if not (self._call.must_poll or self._is_polled):
             self._combine(source, target)
             return
-        for given, result in self._world.parts(source, target):
-            # Open MPI takes another algorithm for MPI.IN_PLACE, which not all ranks may pass
-            sent = given if isinstance(given, np.ndarray) else self._world.copied(result)
-            yield from until_complete([self._comm.Iallreduce(sent, result, self._op)], (sent, result))
+        try:
+            for given, result in self._world.parts(source, target):
+                # Open MPI takes another algorithm for MPI.IN_PLACE, which not all ranks may pass
+                sent = given if isinstance(given, np.ndarray) else self._world.copied(result)
+                yield from until_complete([self._comm.Iallreduce(sent, result, self._op)], (sent, result))
+        except BaseException:
+            if self._window is not None:
+                self._window.leave()
+            raise
         self._note()
 
     def blocking(self) -> Callable[[Array, Array | None], Array]:

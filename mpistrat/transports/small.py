@@ -30,7 +30,7 @@ from mpistrat.transports.window import CALL, ENTERED, LEAST_SMALL_BYTES, RESULT,
 MOST_RANKS = 16
 """Ranks of a node: with more, MPI's tree takes fewer steps."""
 _POLLS = 40  # before yielding the core: a peer on its own core usually arrives by then
-_YIELDS = 600  # before checking deadlines and verdicts
+_YIELDS = 64  # before checking deadlines and verdicts: on a busy machine each may take 20 ms
 _LARGE_BYTES = 1 << 14
 """From here on two ranks, each on a core, read their own array where it is: 64 KiB take 11.4 us, and 13.2 from the slot."""
 

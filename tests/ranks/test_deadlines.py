@@ -1,5 +1,6 @@
 """A rank that does not come in time: every verb ends, says who is missing, and is the last of its strategy."""
 
+import os
 import time
 from contextlib import contextmanager
 from itertools import product
@@ -15,6 +16,7 @@ from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededErr
 from mpistrat.groups.agreement import ROW
 from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS
 from mpistrat.reduction import Fold, ReduceOp
+from mpistrat.transports import mpi_world
 from tests.launches import on_ranks
 
 SUM = ReduceOp.SUM
@@ -233,6 +235,44 @@ def test_steps_that_do_not_end_name_who_does_not_answer(comm, make, monkeypatch)
         # it hears at its next call, or when it closes, that the others will not come
         with pytest.raises(DeadlineExceededError, match=r"comes too late: rank|was given up by ranks? 0"):
             ops.barrier(within(60))
+
+
+@two_ranks
+def test_a_rank_on_a_busy_machine_learns_in_time_that_another_has_left_the_call(comm, make_ops, monkeypatch):
+    ops = make_ops("1x2")
+    for _ in range(2):
+        ops.all_reduce(SUM, ONES)
+    if comm.rank == 0:
+        monkeypatch.setattr(os, "sched_yield", lambda: time.sleep(0.01))  # as if other processes had run
+        with pytest.raises(UnavailableError, match="rank 1 has left"):  # after TAKE_SECONDS the watcher would end the job
+            ops.all_reduce(SUM, ONES)
+    else:
+        with ops._guard:
+            ops._guard.number += 1
+            ops._guard.fail_current(RuntimeError("planted"))
+    comm.Barrier()
+
+
+@two_ranks
+def test_no_rank_returns_a_sum_by_mpi_of_what_another_has_changed_that_has_left_the_call(comm, make_ops, monkeypatch):
+    ops, values, until_complete = make_ops("1x2", MPISTRAT_INTRA_TRANSPORT="mpi"), np.ones(1 << 20), mpi_world.until_complete
+
+    def interrupted(requests, memory):
+        comm.recv(source=1)
+        kept.append(memory)
+        raise KeyboardInterrupt
+        yield
+
+    def late(requests, memory):
+        comm.send(None, 0)
+        yield from until_complete(requests, memory)
+
+    kept = []
+    monkeypatch.setattr(mpi_world, "until_complete", late if comm.rank else interrupted)
+    with pytest.raises(CollectiveError if comm.rank else KeyboardInterrupt, match="rank 0 has left it" if comm.rank else None):
+        ops.all_reduce(SUM, values, within(60, algorithm="flat"))
+    values[:] = 5
+    comm.Barrier()
 
 
 @two_ranks

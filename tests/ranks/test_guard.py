@@ -296,3 +296,18 @@ def test_a_call_within_a_call_is_refused(one_node, monkeypatch, is_on_all):
     with nullcontext() if is_on_all else pytest.raises(AgreementError, match="a refused call within another one"):
         one_node.barrier()  # which ranks may make that were between two calls
     one_node.barrier()
+
+
+@needs_ranks(2)
+def test_a_call_within_a_call_that_all_ranks_refuse_is_noted(one_node, monkeypatch):
+    def within(call):
+        if one_node.rank == 0:
+            with pytest.raises(UnavailableError, match="this thread is in a collective already"):
+                one_node.barrier()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one_node._guard, "_move_notes", within)
+        with pytest.raises(InvalidArgumentError, match="root"):
+            one_node.broadcast(np.ones(3), root=99)
+    with pytest.raises(AgreementError, match="a refused call within another one"):
+        one_node.barrier()

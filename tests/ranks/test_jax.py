@@ -53,6 +53,11 @@ def test_what_is_traced_is_refused(jax, average):
         jax.jit(average)({"w": jax.numpy.ones(2)})
 
 
+def test_whole_numbers_have_no_mean(jax, average):
+    with pytest.raises(UnsupportedDtypeError, match=r"tree\['steps'\] has dtype int32, whose mean would be a whole number"):
+        average({"steps": jax.numpy.ones(2, "int32")})
+
+
 def test_other_trees_are_told(jax, average, comm):
     ones = jax.numpy.ones(2)
     with pytest.raises(AgreementError, match="average of PyTreeDef"):

@@ -179,6 +179,12 @@ def test_ranks_may_describe_the_same_bytes_by_other_datatypes(wrapped):
     backwards.Free()
 
 
+@pytest.mark.parametrize("given", [None, MPI.COMM_NULL])
+def test_what_is_no_intracommunicator_is_refused(given):
+    with pytest.raises(InvalidArgumentError, match="a Communicator is made"):
+        mpistrat.mpi4py.wrap(given)
+
+
 def test_mpi_makes_the_reductions_that_are_none_of_ours(wrapped):
     def add(source, target, _):
         np.frombuffer(target)[:] += np.frombuffer(source)
@@ -194,6 +200,9 @@ def test_mpi_makes_the_reductions_that_are_none_of_ours(wrapped):
     received = np.zeros(2, bool)
     wrapped.Allreduce(np.array([True, False]), received, MPI.LOR)
     assert received.tolist() == [True, False]
+    for kind in (MPI.LOGICAL, MPI.PACKED):
+        with pytest.raises(MPI.Exception):  # as of mpi4py: they are no numbers
+            wrapped.Allreduce([np.ones(kind.size, np.uint8), 1, kind], [np.ones(kind.size, np.uint8), 1, kind])
     pair = np.dtype([("value", "f8"), ("rank", "i4")], align=True)
     found, mine = np.zeros(1, pair), np.array([(-wrapped.rank, wrapped.rank)], pair)
     wrapped.Allreduce([mine, 1, MPI.DOUBLE_INT], [found, 1, MPI.DOUBLE_INT], MPI.MINLOC)

@@ -305,6 +305,18 @@ class TestCentralStorage:
         extended.update(variable, lambda kept, value: kept.assign(value), args=(sent,))
         assert variable.numpy().tolist() == [7.0, 7.0]
 
+    def test_what_a_replica_updates_is_that_of_the_rank_which_keeps_it(self, comm, make_strategy):
+        strategy = make_strategy(CentralStorageStrategy, parameter_device=f"rank:{comm.size - 1}")
+        with strategy.scope():
+            variable = mpistrat.Variable(np.zeros(2))
+
+        def step(new):
+            mpistrat.get_replica_context().update(variable, lambda _, new: new, (new,))
+            return variable.numpy().copy()
+
+        held = strategy.local(strategy.run(step, args=(np.full(2, comm.rank + 1.0),)))
+        assert held.tolist() == [comm.size] * 2
+
     def test_what_is_on_read_acts_as_on_write(self, comm, make_strategy, together):
         strategy, kind = make_strategy(CentralStorageStrategy), mpistrat.VariableSynchronization.ON_READ
         with strategy.scope():

@@ -45,6 +45,17 @@ def test_who_drives_may_say_how_to_rest():
         drive(iter([WAITING] * 3), lambda: "this", 0.01, back_off=lambda _: time.sleep(0.02))
 
 
+def test_who_waits_on_a_busy_machine_looks_in_time_for_what_ends_the_wait(monkeypatch):
+    def verdict():
+        raise RuntimeError("a verdict")
+
+    monkeypatch.setattr(os, "sched_yield", lambda: time.sleep(0.01))  # as if other processes had run
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="a verdict"):
+        drive(repeat(WAITING), lambda: "this", check=verdict)
+    assert time.monotonic() - started < 1
+
+
 def test_what_is_at_work_is_not_late():
     def steps():
         for _ in range(3):
