@@ -137,8 +137,8 @@ class Comparison:
         sent = self._agreement.exchange([(number, mine[number]) for number in recent], complete)
         every: list[dict[int, str]] = [dict(pairs) for pairs in sent]
         first = next((n for n in recent if len({texts.get(n) for texts in every}) > 1), call.number)
-        by_rank = zip(self._job_ranks, [texts.get(first, "another") for texts in every], strict=True)
-        return calls_differ(first, dict(by_rank))
+        texts = [each.get(first, "another") for each in every]
+        return calls_differ(first, dict(zip(self._job_ranks, texts, strict=True)))
 
     def difference(self, error: BaseException, number: int, text: str) -> CollectiveError | None:
         """Return the error that names each rank's call, if it explains `error`; this rank's has a number and a text.

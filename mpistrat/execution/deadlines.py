@@ -44,6 +44,7 @@ class Deadlines:
         self.barrier = DeadlineBarrier(hierarchy.world_group, nodes)
         self.default_seconds = self._seconds = seconds
         self.check_gpu: Callable[[], None] = lambda: None
+        self._node_ranks = world.nodes[hierarchy.place.node_index].ranks
         self._rank, self._job_ranks, self._communicator = hierarchy.job_rank, hierarchy.job_ranks, hierarchy.number
         self._present, self._window, self._one_node = hierarchy.call, window, world.num_nodes == 1
         self._current, self._has_started, self._watcher = current, has_started, watcher.start()
@@ -134,7 +135,7 @@ class Deadlines:
 
     def _missing(self) -> list[int]:
         """Return the ranks that have not arrived, as far as this node's memory and the records of all ranks show."""
-        missing = set() if self._window is None else set(self._window.missing())
+        missing = {self._node_ranks[rank] for rank in (() if self._window is None else self._window.missing())}
         # what was started is compared first; meanwhile the program may have started more, which the number counts
         is_known = self._one_node or (self._has_started() and not missing)
         return sorted(missing if is_known else missing | self._absent())

@@ -162,7 +162,8 @@ class DeviceExecutor(Executor):
     def adapt(self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Sequence[np.dtype[Any]]) -> Plan:
         """Return a plan as it runs here: NCCL combines one array where it lies, or a few large ones: see `Executor.adapt`."""
         is_large = layout.count * dtype.itemsize >= DIRECT_FROM_BYTES * (len(layout.offsets) - 1)
-        are_alike = set(given) == {dtype} and layout.has_whole_arrays and (layout.is_one_array or is_large)
+        has_whole_arrays = layout.count == layout.offsets[-1]
+        are_alike = set(given) == {dtype} and has_whole_arrays and (layout.is_one_array or is_large)
         if plan.in_order or not are_alike or plan.scopes not in ({Scope.INTRA}, {Scope.WORLD}):
             return plan
         transport, [scope] = self._direct(plan, dtype, op), plan.scopes

@@ -343,15 +343,11 @@ def _on_host(hierarchy: Hierarchy, setting: settings.Setting[str]) -> str:
     if wanted not in _ON_DEVICE:
         return wanted
     if bound_device() is None:
+        accepted = ", ".join(name for name in setting.choices if name not in _ON_DEVICE)
         raise TransportError(
-            f"{setting.name}={wanted} moves memory of GPUs, and these ranks compute on CPUs; accepted are "
-            f"{', '.join(_accepted_on_host(setting))}"
+            f"{setting.name}={wanted} moves memory of GPUs, and these ranks compute on CPUs; accepted are {accepted}"
         )
     return "auto"
-
-
-def _accepted_on_host(setting: settings.Setting[str]) -> list[str]:
-    return [name for name in setting.choices if name not in _ON_DEVICE]
 
 
 def _unusable(group: str, refusals: str, accepted: Iterable[str]) -> TransportError:

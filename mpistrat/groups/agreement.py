@@ -197,11 +197,10 @@ class Agreement:
         answers: list[tuple[str, bool]] = self.exchange((mine, error is not None), complete)
         if error is not None:
             raise error
-        texts = {rank: text for rank, (text, _) in zip(self._group.ranks, answers, strict=True)}
+        told = dict(zip(self._group.ranks, answers, strict=True))
+        texts = {rank: text for rank, (text, _) in told.items()}
         disagreement = calls_differ(number or self._sequence, texts, self._group.name)
-        disagreement.failed_ranks = tuple(
-            rank for rank, (_, has_failed) in zip(self._group.ranks, answers, strict=True) if has_failed
-        )
+        disagreement.failed_ranks = tuple(rank for rank, (_, has_failed) in told.items() if has_failed)
         raise disagreement
 
     def exchange(self, value: object, complete: Completion | None = None) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Group: a communicator of this library, with its name, the world ranks in it, and the call that is under way in it."""
+"""Group: a communicator of this library, with its name, the ranks of the job in it, and the call that is under way in it."""
 
 from __future__ import annotations
 
@@ -102,16 +102,17 @@ def _run_to_end(steps: Steps) -> None:
 
 
 class Group:
-    """Some ranks of the world and the communicator that joins them, made for this group, which frees it.
+    """Some ranks of the job and the communicator that joins them, made for this group, which frees it.
 
-    `name` is for error messages: ``world``, ``intra node0``, ``rail 1``; `ranks` are world ranks, in the order of their rank in
-    `comm`, but those of ``world`` are ranks of the job, as error messages name them. Groups of one hierarchy share the `call`
-    that is under way.
+    `name` is for error messages: ``world``, ``intra node0``, ``rail 1``; so are the `ranks`, those of the job, in the order of
+    their rank in `comm`. Groups of one hierarchy share the `call` that is under way.
     """
 
-    def __init__(self, comm: MPI.Intracomm, name: str, ranks: tuple[int, ...], call: CallState | None = None) -> None:
-        assert comm.Get_size() == len(ranks), f"group {name} has {comm.Get_size()} members, {len(ranks)} ranks were named"
-        self.comm, self.name, self.ranks = comm, name, ranks
+    def __init__(self, comm: MPI.Comm, name: str, call: CallState | None = None) -> None:
+        from mpi4py import MPI
+
+        assert isinstance(comm, MPI.Intracomm), f"{name}: {comm!r} is not an intracommunicator"
+        self.comm, self.name, self.ranks = comm, name, job_ranks_of(comm)
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.call = CallState() if call is None else call
         self.settings = self.call.settings
@@ -122,6 +123,17 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group({self.name}, rank={self.rank}({self.size}))"
+
+
+def job_ranks_of(comm: MPI.Intracomm) -> tuple[int, ...]:
+    """Return the ranks in COMM_WORLD of the members of a communicator, in its order."""
+    from mpi4py import MPI
+
+    own, job = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    ranks = own.Translate_ranks(None, job)
+    own.Free()
+    job.Free()
+    return tuple(ranks)
 
 
 _kept: list[object] = []

@@ -32,12 +32,12 @@ class Hierarchy:
         self.place = world.place(self.rank)
         self.call = CallState()
         self.settings = self.call.settings
-        self.job_ranks = job_ranks_of(comm)  # by which errors and records name them
+        self.world_group = Group(comm.Dup(), "world", self.call)
+        self.job_ranks = self.world_group.ranks  # by which errors and records name them
         self.job_rank = self.job_ranks[self.rank]
-        self.world_group = Group(comm.Dup(), "world", self.job_ranks, self.call)
         self.number = self._agree_on_number()  # a unique id, the same on all ranks
         node = world.nodes[self.place.node_index]
-        self.intra = _own(self.world_group.comm.Split(node.index, self.rank), f"intra {node.name}", node.ranks, self.call)
+        self.intra = Group(self.world_group.comm.Split(node.index, self.rank), f"intra {node.name}", self.call)
         several = world.num_nodes > 1
         # shard -> the group of its owners, for this rank's shards; created in rising order, which excludes a deadlock
         self.rails = {
@@ -61,7 +61,7 @@ class Hierarchy:
         joined = comm.Create_group(members, tag)
         members.Free()
         whole.Free()
-        return _own(joined, name, ranks, self.call)
+        return Group(joined, name, self.call)
 
     @property
     def members(self) -> str:
@@ -86,25 +86,6 @@ class Hierarchy:
 
     def __repr__(self) -> str:
         return f"Hierarchy({self.world}, {self.place})"
-
-
-def _own(comm: MPI.Comm, name: str, ranks: tuple[int, ...], call: CallState) -> Group:
-    """Return the group of a communicator, which must be an intracommunicator."""
-    from mpi4py import MPI
-
-    assert isinstance(comm, MPI.Intracomm), f"{name}: {comm!r} is not an intracommunicator"
-    return Group(comm, name, ranks, call)
-
-
-def job_ranks_of(comm: MPI.Intracomm) -> tuple[int, ...]:
-    """Return the ranks in COMM_WORLD of the members of a communicator, in its order."""
-    from mpi4py import MPI
-
-    own, job = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    ranks = own.Translate_ranks(None, job)
-    own.Free()
-    job.Free()
-    return tuple(ranks)
 
 
 def members_text(job_ranks: Sequence[int]) -> str:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mpistrat.errors import DeadlineExceededError
 from mpistrat.groups.agreement import Agreement, wait_for
-from mpistrat.groups.group import Group
-from mpistrat.groups.hierarchy import job_ranks_of, members_text
+from mpistrat.groups.group import Group, job_ranks_of
+from mpistrat.groups.hierarchy import members_text
 from mpistrat.launch import bootstrap
 from mpistrat.topology.discover import check_gpu_assignment, discover
 from mpistrat.topology.world import World
@@ -60,7 +60,7 @@ def rendezvous(call: str, timeout_seconds: float = 0.0, comm: MPI.Intracomm | No
     members = "" if comm is None else members_text(job_ranks_of(comm))
     with watched(call, members):
         world = bootstrap.start()
-        group = Group(_own(comm or world, call, timeout_seconds), "world", job_ranks_of(comm or world))
+        group = Group(_own(comm or world, call, timeout_seconds), "world")
         try:
             if group.size == world.Get_size():
                 _watch(world, call, timeout_seconds)
@@ -89,7 +89,7 @@ def _own(comm: MPI.Intracomm, call: str, timeout_seconds: float) -> MPI.Intracom
     def check() -> None:
         if time.monotonic() > deadline:
             raise DeadlineExceededError(
-                f"rank {comm.Get_rank()}: timeout waiting for the cluster: after {timeout_seconds} s some of the "
+                f"rank {MPI.COMM_WORLD.Get_rank()}: timeout waiting for the cluster: after {timeout_seconds} s some of the "
                 f"{comm.Get_size()} ranks had not entered {call}. Either they do not make this call, or they need longer: "
                 "increase CommunicationOptions(timeout_seconds=…) or MPISTRAT_TIMEOUT_SECONDS"
             )

@@ -22,11 +22,6 @@ class Layout:
         """Whether the range is one whole array."""
         return len(self.offsets) == 2 and self.count == self.offsets[-1]
 
-    @property
-    def has_whole_arrays(self) -> bool:
-        """Whether the range contains all elements of all arrays."""
-        return self.first == 0 and self.count == self.offsets[-1]
-
     def segments(self, start: int, stop: int, longest: int) -> list[Segment]:
         """Return the segments in elements [start, stop) of the range, in order, each of at most `longest` elements."""
         found: list[Segment] = []

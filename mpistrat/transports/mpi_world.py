@@ -49,7 +49,7 @@ class WorldTransport(MpiTransport):
         self.num_nodes = hierarchy.world.num_nodes
         self.window = window if hierarchy.intra.size > 1 else None
         self.small = SmallExchange(hierarchy, self.window)
-        self._own: list[MPI.Intracomm] = []
+        self._own: list[MPI.Comm] = []
         self._copy = np.empty(0, np.uint8)
         super().__init__(self._in_order_of_nodes(hierarchy) if self.num_nodes > 1 else hierarchy.world_group)
 
@@ -100,12 +100,11 @@ class WorldTransport(MpiTransport):
         world, comm = hierarchy.world, hierarchy.world_group.comm
         ranks = tuple(rank for node in world.nodes for rank in node.ranks)
         ordered = comm.Split(0, ranks.index(comm.rank))
-        assert isinstance(ordered, MPI.Intracomm)
         info = MPI.Info.Create(openmpi.WITHOUT_HAN if _may_advise(hierarchy) else {})
         self._own.append(ordered.Dup_with_info(info))
         info.Free()
         ordered.Free()
-        return Group(self._own[0], "world by nodes", ranks, hierarchy.call)
+        return Group(self._own[0], "world by nodes", hierarchy.call)
 
 
 class MpiAllReduce:

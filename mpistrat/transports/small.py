@@ -112,7 +112,7 @@ class SmallExchange:
     def _is_supported(self, hierarchy: Hierarchy) -> bool:
         """Return whether every node has a window, or a single rank."""
         world = hierarchy.world
-        fits = (world.num_nodes == 1 or world.num_nodes in RADICES) and len(hierarchy.intra.ranks) <= MOST_RANKS
+        fits = (world.num_nodes == 1 or world.num_nodes in RADICES) and hierarchy.intra.size <= MOST_RANKS
         mine = fits and (self.window is not None or hierarchy.intra.size == 1) and world.size > 1
         return hierarchy.all_agree(mine)
 

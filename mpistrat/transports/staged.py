@@ -79,7 +79,8 @@ class StagedTransport(DeviceTransport):
         bind: Callable[[Any, Sequence[int]], Operation],
     ) -> Operation:
         """Bind a verb, with the bounds of the parts in each chunk: this rank puts in the range `d2h`, and gets out `h2d`."""
-        chunk_bytes = self._chunk_bytes_of(buffer.nbytes)
+        # small enough that both copies and the host's part of a middle-sized buffer overlap
+        chunk_bytes = min(self._chunk_bytes, max(SMALL_CHUNK_BYTES, buffer.nbytes // CHUNKS_OF_A_BUFFER))
         slots = self._slots_of(channel, min(buffer.nbytes, chunk_bytes))
         per_chunk = max(1, chunk_bytes // buffer.dtype.itemsize)
         chunks = []
@@ -89,10 +90,6 @@ class StagedTransport(DeviceTransport):
             moves = [_move(buffer, slot, first, part) for part in (d2h, h2d)]
             chunks.append(_Chunk(bind(slot, _within(bounds, first, count)), *moves))
         return Operation(lambda: self._run(chunks, (buffer, slots)), [Part(0, buffer.size, (buffer,))])
-
-    def _chunk_bytes_of(self, nbytes: int) -> int:
-        """Return the size of a chunk: small enough that both copies and the host's part of a middle-sized buffer overlap."""
-        return min(self._chunk_bytes, max(SMALL_CHUNK_BYTES, nbytes // CHUNKS_OF_A_BUFFER))
 
     def _slots_of(self, channel: int, nbytes: int) -> list[Any]:
         """Return the slots of a channel: no longer than its longest chunk so far."""

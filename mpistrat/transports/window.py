@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 HEADER_BYTES = 256
 ENTERED, CALL, FACTS, RELEASED, RESULT, LEFT = 0, 1, 4, 16, 24, 25
 """Offsets of a rank's control words, in units of 8 bytes: barriers entered; in the same cache line, for each of the last two
-calls, its digest plus the number of the barrier, and two facts; results released; small results published; whether it has left
-a call in which peers read its arrays."""
+calls, its digest plus the number of the barrier, and two facts; results released; small results published; and, which is not
+the rank's own, 1 plus the rank of a peer that has left a call in which others read its arrays, or 0."""
 LEAST_SMALL_BYTES, MOST_SMALL_BYTES, MOST_READ_BYTES = 1 << 15, 1 << 19, 6 << 20
 """Bounds of the size of a slot for small arrays, and of what all ranks of a node read together: each reads the slots of all.
 
@@ -223,21 +223,21 @@ class NodeWindow:
                 raise CallsDifferError([words[place] - entered for words in self.words])
 
     def missing(self) -> list[int]:
-        """Return the world ranks that have not entered the barrier this rank is in."""
-        ranks = zip(self.group.ranks, self.words, strict=True)
-        return [rank for rank, words in ranks if words[ENTERED] < self.entered]
+        """Return the ranks of the group that have not entered the barrier this rank is in."""
+        return [rank for rank, words in enumerate(self.words) if words[ENTERED] < self.entered]
 
     def leave(self) -> None:
         """Tell the peers that an error lets this rank leave a call in which they read its arrays: these may change now."""
-        self.own[LEFT] = 1
+        for words in self.words:
+            words[LEFT] = 1 + self.group.rank
         self.fence_memory()
 
     def raise_if_left(self, what: Callable[[], str]) -> None:
         """Raise an UnavailableError if a peer has left a call."""
-        for rank, words in zip(self.group.ranks, self.words, strict=True):
-            if words[LEFT]:
-                why = "where it raised an error, and may have changed its arrays before they were read"
-                raise UnavailableError(f"{what()} has no result: rank {rank} has left it, {why}; make a new strategy on all")
+        if left := self.own[LEFT]:
+            why = "where it raised an error, and may have changed its arrays before they were read"
+            who = f"rank {self.group.ranks[left - 1]} has left it, {why}"
+            raise UnavailableError(f"{what()} has no result: {who}; make a new strategy on all")
 
     def complete(self, entered: int) -> Steps:
         """Return the steps that wait until all ranks have entered a barrier, of that number, and compare their calls."""

@@ -275,7 +275,7 @@ def remove_record(file: Path) -> None:
     With it those of others that have ended, and with the last one all else, and the folder unless a rank that starts writes to
     it.
     """
-    with suppress(OSError):
+    with suppress(OSError, IndexError):  # where one is damaged, all go with those of killed jobs
         others = [path for path in _records([*file.parent.iterdir()]) if path != file]
         states = {path: np.fromfile(path, HEADER, 1)[0]["state"] for path in others}
         if any(state == State.RUNNING and has_owner(path) for path, state in states.items()):

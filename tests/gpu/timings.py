@@ -182,7 +182,7 @@ def staged(bench: _Bench) -> dict[str, float]:
     rounds = bench.sizes.rounds
     down = nbytes / bench.seconds(lambda _: stream.copy(host, address(buffer), nbytes), rounds)
     up = nbytes / bench.seconds(lambda _: stream.copy(address(buffer), host, nbytes), rounds)
-    group = Group(MPI.COMM_SELF.Dup(), "alone", (0,))
+    group = Group(MPI.COMM_SELF.Dup(), "alone")
     operation = StagedTransport(group, bench.device).all_reduce(buffer.view(F32), ReduceOp.SUM)
     both = nbytes / bench.seconds(lambda _: drive(operation.run(), lambda: "staged", STUCK_SECONDS), rounds)
     group.close()

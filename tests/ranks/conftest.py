@@ -89,7 +89,7 @@ def group(comm):
     """Give the group of all ranks."""
     from mpistrat.groups.group import Group
 
-    group = Group(comm.Dup(), "world", tuple(range(comm.size)))
+    group = Group(comm.Dup(), "world")
     yield group
     group.close()
 

@@ -11,7 +11,14 @@ from mpi4py import MPI
 import mpistrat
 from mpistrat.algorithms.choose import NOTHING, Measured
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import AgreementError, InvalidArgumentError, LaunchError, SettingError, TransportError
+from mpistrat.errors import (
+    AgreementError,
+    InvalidArgumentError,
+    LaunchError,
+    SettingError,
+    TransportError,
+    UnavailableError,
+)
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = up_to_ranks(3)
@@ -67,6 +74,16 @@ def test_errors_name_the_ranks_of_the_job(comm):
         named = r"\n  rank(s 1-2| 1): all_reduce\(SUM, \[float64 \(3,\).*\n  rank " + str(last) + r": all_reduce.*\(4,\)"
         with pytest.raises(AgreementError, match=named):
             communicator.all_reduce("sum", np.ones(4 if comm.rank == last else 3))
+    else:
+        communicator.close()
+    communicator = mpistrat.Communicator(part)
+    window = communicator._executor.intra.window
+    if comm.rank and window is not None:
+        if comm.rank == last:
+            window.leave()
+        part.Barrier()
+        with pytest.raises(UnavailableError, match=f"rank {last} has left it"):
+            communicator.all_reduce("sum", np.ones(1 << 20))
     else:
         communicator.close()
     part.Free()

@@ -225,7 +225,7 @@ def test_a_rank_without_memory_keeps_the_others_from_waiting_in_nccl(comm, make_
 def test_a_deadline_ends_a_first_exchange_while_nccl_connects(comm, monkeypatch):
     """It waits on the host for its peers then, on a thread of its own."""
     monkeypatch.setattr(nccl, "TRIAL_BYTES", TRIAL_BYTES)
-    group, device = Group(comm.Dup(), "world", tuple(range(comm.size))), StandInDevice(comm.rank)
+    group, device = Group(comm.Dup(), "world"), StandInDevice(comm.rank)
     library = StandInNccl(device, comm)
     transport = NcclTransport(group, device, library)
     sends, receives = ([device.allocate(64) for _ in range(comm.size)] for _ in range(2))

@@ -220,6 +220,13 @@ def test_only_a_program_that_fails_leaves_its_record(end, is_kept):
     records.remove_record(record)
 
 
+def test_a_program_ends_beside_a_damaged_record(tmp_path):
+    mine = FlightRecorder(records.make_job(tmp_path / "base", "job") / "rank-0")
+    (tmp_path / "base" / "job" / "rank-1").touch()
+    mine.close()
+    assert mine.path is None
+
+
 def test_ranks_of_one_launcher_agree_on_the_name_of_their_job():
     program = (
         "import os, subprocess, sys\n"
