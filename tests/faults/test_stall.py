@@ -167,6 +167,23 @@ def test_ranks_that_wait_for_each_other_end_with_the_reason(job):
     assert re.search(r'\[rank \d on .*\]   File ".*job\.py", line \d+, in (odd|step)', ended.stderr)
 
 
+@pytest.mark.parametrize("made", ["", "own = mpistrat.Communicator(second)"], ids=["made beside", "made before"])
+def test_threads_with_a_communicator_each_may_come_in_any_order(job, made):
+    """On each rank one thread waits for the other rank, where another thread comes later."""
+    before = f"""
+    first, second = mpistrat.Communicator(comm.Split(0)), comm.Split(0)
+    {made}
+    def beside():
+        comm.rank == 1 and time.sleep(4)
+        {"own = mpistrat.Communicator(second)" if not made else "pass"}
+        own.barrier()
+    """.strip()
+    after = "thread = threading.Thread(target=beside); thread.start(); comm.rank == 0 and time.sleep(4)"
+    after += "; first.barrier(); thread.join(); print('done')"
+    ended = job(2, program("pass", before, after, seconds=30))
+    assert (ended.code, ended.stdout.split()) == (0, ["done"] * 2), ended.stderr
+
+
 def test_a_rank_that_ends_while_others_wait_ends_the_job(job):
     ended = job(2, program("sys.exit()", seconds=30))
     ended.check(1)
