@@ -176,6 +176,7 @@ class Watcher:
         self._recorder: FlightRecorder = recorder()
         self._own = RankFile(self._recorder.memory)
         self._size, self._pid = size, os.getpid()
+        timeline.write_at_exit_as(self._own.rank)
         job = self._recorder.path.parent if self._recorder.path else Path(os.devnull)
         self._neighbours, self._notices = Neighbours(job, self._own), Notices(job)
         self._messages: HostMessages | None = None
@@ -232,7 +233,7 @@ class Watcher:
         self._stagger_seconds = min(messages.place * STAGGER_SECONDS, LONGEST_BETWEEN_LOOKS_SECONDS)
         self._wants_trace = joined[0][1]  # rank 0 writes it, and asks all
         if self._wants_trace:
-            timeline.skip_write_at_exit()
+            timeline.write_at_exit_as(None)
         ending.watch_finalize()
 
     @property

@@ -221,6 +221,14 @@ def test_a_job_that_ends_well_writes_the_trace_of_all_ranks_and_leaves_nothing_e
     assert max(row["dur"] for row in calls if row["pid"] == 0) > 0.15e6, "rank 1 comes 0.2 s late"
 
 
+def test_ranks_that_never_meet_write_a_trace_each(job):
+    made = "part = mpistrat.Communicator(comm.Split(comm.rank)); part.all_reduce('sum', [np.ones(3)])"
+    assert job(2, program("pass", made, "pass", seconds=30), MPISTRAT_TIMELINE="trace.json").code == 0
+    for rank, name in enumerate(["trace.json", "trace-1.json"]):
+        rows = json.loads((job.folder / name).read_text())["traceEvents"]
+        assert {row["pid"] for row in rows if row["ph"] == "X"} == {rank}
+
+
 def test_one_rank_alone_has_no_thread(job):
     assert job(1, f"import numpy as np, mpistrat; {MAKE}; sys.exit(threading.active_count() - 1)").code == 0
 
