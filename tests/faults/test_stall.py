@@ -149,6 +149,16 @@ def test_nodes_that_wait_each_for_a_rank_of_their_own_do_not_wait_for_each_other
     assert set(missing) <= {"1", "3"}, ended.stderr
 
 
+def test_the_rank_is_named_that_others_wait_for_which_are_missed_themselves(job):
+    """Rank 0 waits in its row for rank 2, which waits in its column for rank 1."""
+    made = "row, column = (mpistrat.Communicator(comm.Split(*one)) for one in [(comm.rank == 1, 0), (comm.rank == 0, 0)])"
+    after = "comm.rank and column.barrier(); comm.rank != 1 and row.barrier(); print('done')"
+    ended = job(3, program("time.sleep(2.5)", made, after, seconds=30), MPISTRAT_STALL_SECONDS="1")
+    assert (ended.code, ended.stdout.split()) == (0, ["done"] * 3), ended.stderr
+    missed = {(block[0].split()[2], rank) for block in reports(ended) for rank in re.findall(r"missing: rank (\d)", str(block))}
+    assert missed == {("0", "2"), ("2", "1")}, ended.stderr
+
+
 def test_ranks_that_have_ended_tell_whom_mpi_waits_for(job):
     # of two reports the second would come after 2 s
     ended = job(2, program("time.sleep(1.7)", after="", seconds=30), MPISTRAT_STALL_SECONDS="1")
