@@ -242,7 +242,7 @@ TIME_LIMIT = setting("MPISTRAT_TIME_LIMIT", parse_duration, 0.0)(
 )
 TIMELINE = setting("MPISTRAT_TIMELINE", str, "")(
     "A trace file, trace.json for example, with the timeline of every rank, which rank 0 writes at exit; open it at "
-    "ui.perfetto.dev. Empty: none."
+    "ui.perfetto.dev. Where no communicator or strategy is of all ranks, each writes one: rank 1 trace-1.json. Empty: none."
 )
 VERBOSE = setting("MPISTRAT_VERBOSE", _parse_bool, False)(
     "Rank 0 prints the nodes that it found, and each plan that is chosen and why."

@@ -15,7 +15,7 @@ from mpistrat import ending, settings
 from mpistrat.logger import logger
 
 _kept: list[Timeline] = []
-_is_alone = True
+_writes_as: int | None = 0
 
 
 class TimelineEvent(NamedTuple):
@@ -66,20 +66,24 @@ def merged() -> Timeline:
     return whole
 
 
-def skip_write_at_exit() -> None:
-    """Do not write a trace of this rank at exit: the caller writes the trace of all ranks."""
-    global _is_alone
-    _is_alone = False
+def write_at_exit_as(rank: int | None) -> None:
+    """Write a trace of this process at exit, as this rank of its job; None: the caller writes the trace of all ranks."""
+    global _writes_as
+    _writes_as = rank
 
 
 def _write_alone() -> None:
-    if _is_alone:
-        write_trace({0: merged()})
+    if _writes_as is not None:
+        write_trace({_writes_as: merged()})
 
 
 def write_trace(timelines: dict[int, Timeline]) -> None:
-    """Write the file that MPISTRAT_TIMELINE names; if that fails, log why: at exit nobody could catch an exception."""
-    path = settings.TIMELINE.read()
+    """Write the file that MPISTRAT_TIMELINE names, or for a rank alone one beside it; if that fails, log why.
+
+    At exit nobody could catch an exception.
+    """
+    path, first = Path(settings.TIMELINE.read()), min(timelines)
+    path = path.with_name(f"{path.stem}-{first}{path.suffix}") if first else path
     try:
         write_chrome_trace(path, timelines)
     except OSError as error:

@@ -13,6 +13,8 @@ import threading
 import weakref
 from types import FrameType
 
+from mpistrat.watch.recorder import recorder
+
 _POOLS = ("ThreadPoolExecutor", "asyncio", "Dummy")  # names of threads, as the standard library begins them
 
 
@@ -39,6 +41,9 @@ class CallingThread:
         # of the threads but the main one: which makes calls, and which were there when it made its first one
         self._other: threading.Thread | None = None
         self._beside: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._recorder = recorder()
+        self._recorder.note_thread(id(self))
+        weakref.finalize(self, self._recorder.forget_thread, id(self)).atexit = False
 
     def is_this(self) -> bool:
         """Return whether it is the current one."""
@@ -71,6 +76,7 @@ class CallingThread:
         now, was_main = threading.current_thread(), self._is_main
         self._is_main = now is threading.main_thread()
         self.own.free = self._free = []  # nothing comes back to the list of the thread before
+        self._recorder.note_thread(id(self))
         if self._is_main:
             return "" if was_main else "a change to the main thread"
         if now is self._other and not was_main:

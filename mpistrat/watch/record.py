@@ -30,7 +30,7 @@ from mpistrat.launch.environment import MOST_RANKS
 from mpistrat.text import parse_spans
 
 MAGIC = int.from_bytes(b"mpistrat", "little")
-VERSION = 5
+VERSION = 6
 
 # the ranks of a collective, if their list is too long for an entry of the table
 NOT_LISTED, LONGEST_TEXT = "?", 400
@@ -46,8 +46,8 @@ class State(IntEnum):
 
 
 # `started`: of the process, in clock ticks since the host booted; `namespace`: of its pid; `looked`: when the watching thread
-# last woke; `now_at`, `sampled`: the line at which the main thread was seen last, and when
-_WORDS = ("magic", "version", "state", "pid", "started", "namespace", "rank", "size", "looked", "now_at", "sampled")
+# last woke; `now_at`, `sampled`: the line at which the main thread was seen last, and when; `threads`: how many make calls
+_WORDS = ("magic", "version", "state", "pid", "started", "namespace", "rank", "size", "looked", "now_at", "sampled", "threads")
 _TEXTS = {"node": "S256", "host": "S256", "program": "S1024", "activity": "S512"}
 HEADER = np.dtype([*((name, "u8") for name in _WORDS), *_TEXTS.items()])
 RING = np.dtype([(name, "u8") for name in ("number", "communicator", "text", "line", "entered", "left")])
@@ -155,6 +155,11 @@ class RankFile:
     def looked(self) -> int:
         """When its watching thread last woke; 0 before the first time."""
         return int(self._header["looked"])
+
+    @property
+    def threads(self) -> int:
+        """How many of its threads make collective calls: where one waits in a call, another may come to the next."""
+        return int(self._header["threads"])
 
     @property
     def now_at(self) -> tuple[str, int]:

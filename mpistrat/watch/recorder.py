@@ -94,6 +94,7 @@ class FlightRecorder:
         self.outdated = object()
         # of the last asynchronous collective the index of its word `line`; and whether the program waits for it
         self._started, self._is_awaited, self._marking = 0, False, threading.RLock()
+        self._threads: dict[object, threading.Thread] = {}
         self._introduce(rank, size)
 
     def intern(self, text: str, nbytes: int = 0, call_digest: int | None = None, ranks: str = "") -> int:
@@ -152,6 +153,20 @@ class FlightRecorder:
         if frame is not None:
             self._header["now_at"], self._header["sampled"] = self._lines_of(frame), now
         self._header["looked"] = now
+        self._count_threads()  # some may have ended
+
+    def note_thread(self, caller: object) -> None:
+        """Record that the current thread makes the calls of a `caller` from now on."""
+        self._threads[caller] = threading.current_thread()
+        self._count_threads()
+
+    def forget_thread(self, caller: object) -> None:
+        """Record that a caller makes no more calls."""
+        self._threads.pop(caller, None)
+        self._count_threads()
+
+    def _count_threads(self) -> None:
+        self._header["threads"] = len({thread for thread in list(self._threads.values()) if thread.is_alive()})
 
     def close(self) -> None:
         """Record that this program has ended, and remove the file once those of the other ranks here have."""
@@ -274,12 +289,16 @@ def watched(text: str, members: str = "", among: str = "") -> Iterator[None]:
     mine = recorder()
     communicator = _NO_COMMUNICATOR | crc32(f"{members} {among}".encode()) if members or among else 0
     index = mine.intern(text, ranks=members)
+    caller = object()
+    mine.note_thread(caller)
     slot = mine.enter(communicator, next(_numbers[members, among]), index)
     try:
         yield
     except BaseException:
         mine.fail(slot)
         raise
+    finally:
+        mine.forget_thread(caller)
     mine.leave(slot)
 
 

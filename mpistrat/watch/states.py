@@ -38,6 +38,7 @@ class RankState:
     seen_seconds_ago: float = 0.0
     is_silent: bool = False  # its watching thread is blocked: a call in C holds the interpreter lock, or no core is free
     program: str = ""
+    has_threads: bool = False  # several make collective calls: where one waits, another one may come to what others wait in
     activity: str = ""  # what it is doing beside collectives, such as a task of a job with parameter servers
 
     @property
@@ -145,6 +146,7 @@ def look(file: RankFile, wanted: Collection[Key] = ()) -> RankState:
         (now - sampled) / 1e9,
         alive and state != "stopped" and 0 < file.looked < now - SILENT_SECONDS * 1e9,
         file.text("program"),
+        file.threads > 1,
         file.text("activity") if state in ("in", "out", "stopped", "gone", "killed") else "",
     )
 

@@ -97,9 +97,10 @@ def _stuck(states: Sequence[RankState], looked_up: Collection[Key]) -> Finding |
     calls = {state.rank: call for state in states if (call := state.waits_in) is not None}
     running = {state.rank for state in states if state.state == "in"}
     over = {state.rank for state in states if state.state in _OVER}
-    # the program may go on beside what it has started, which never ends if a rank that is over has not come to it
+    # the program may go on beside what it has started, or on other threads; what a rank that is over has not come to never ends
+    goes_on = {state.rank for state in states if state.has_threads or (state.waits_in and state.waits_in.is_started)}
     missing = {
-        rank: [other for other in others if other in over or not calls[rank].is_started]
+        rank: [other for other in others if other in over or rank not in goes_on]
         for rank, others in waits_for(states, looked_up).items()
         if rank in running
     }

@@ -29,7 +29,7 @@ from mpistrat.timeline import Timeline, TimelineEvent
 from mpistrat.watch.record import Key, RankFile, RecordedCall, State, seconds_since
 from mpistrat.watch.recorder import FlightRecorder, collection_paused, encoded, innermost, recorder
 from mpistrat.watch.states import Neighbours, RankState, decode, encode, end_report, look, stall_report
-from mpistrat.watch.verdict import Finding, Notice, Notices, judge
+from mpistrat.watch.verdict import Finding, Notice, Notices, judge, waits_for
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -176,6 +176,7 @@ class Watcher:
         self._recorder: FlightRecorder = recorder()
         self._own = RankFile(self._recorder.memory)
         self._size, self._pid = size, os.getpid()
+        timeline.write_at_exit_as(self._own.rank)
         job = self._recorder.path.parent if self._recorder.path else Path(os.devnull)
         self._neighbours, self._notices = Neighbours(job, self._own), Notices(job)
         self._messages: HostMessages | None = None
@@ -232,7 +233,7 @@ class Watcher:
         self._stagger_seconds = min(messages.place * STAGGER_SECONDS, LONGEST_BETWEEN_LOOKS_SECONDS)
         self._wants_trace = joined[0][1]  # rank 0 writes it, and asks all
         if self._wants_trace:
-            timeline.skip_write_at_exit()
+            timeline.write_at_exit_as(None)
         ending.watch_finalize()
 
     @property
@@ -406,7 +407,8 @@ class Watcher:
             self._put_off_report(waited)
             # ranks of other hosts may have waited as long
             if not any(_reports(state) for state in states[: self._own.rank]):
-                logger.warning(stall_report(states[self._own.rank], states))
+                for state in _to_report(self._own.rank, states, known, self._patience):
+                    logger.warning(stall_report(state, states))
 
     def _put_off_report(self, waited: float) -> None:
         while self._next_report <= waited:
@@ -498,6 +500,16 @@ def _reports(state: RankState) -> bool:
     call = state.waits_in if state.state == "in" and not state.is_silent else None
     # ranks that entered at nearly the same time must agree on which of them it is
     return call is not None and call.entered_seconds_ago > PATIENCE_SECONDS / 2
+
+
+def _to_report(own: int, states: Sequence[RankState], looked_up: Collection[Key], seconds: float) -> list[RankState]:
+    """Return this rank, and the first one of each other collective that lasts half as long, and misses a rank in none."""
+    misses, found = waits_for(states, looked_up), {call.key: states[own] for call in [states[own].waits_in] if call}
+    for rank, others in misses.items():
+        call = states[rank].waits_in
+        if call and call.entered_seconds_ago >= seconds / 2 and any(states[other].waits_in is None for other in others):
+            found.setdefault(call.key, states[rank])
+    return [*found.values()]
 
 
 def _end_job(error: CollectiveError, frame: FrameType | None, own: RankFile) -> None:

@@ -149,6 +149,16 @@ def test_nodes_that_wait_each_for_a_rank_of_their_own_do_not_wait_for_each_other
     assert set(missing) <= {"1", "3"}, ended.stderr
 
 
+def test_the_rank_is_named_that_others_wait_for_which_are_missed_themselves(job):
+    """Rank 0 waits in its row for rank 2, which waits in its column for rank 1."""
+    made = "row, column = (mpistrat.Communicator(comm.Split(*one)) for one in [(comm.rank == 1, 0), (comm.rank == 0, 0)])"
+    after = "comm.rank and column.barrier(); comm.rank != 1 and row.barrier(); print('done')"
+    ended = job(3, program("time.sleep(2.5)", made, after, seconds=30), MPISTRAT_STALL_SECONDS="1")
+    assert (ended.code, ended.stdout.split()) == (0, ["done"] * 3), ended.stderr
+    missed = {(block[0].split()[2], rank) for block in reports(ended) for rank in re.findall(r"missing: rank (\d)", str(block))}
+    assert missed == {("0", "2"), ("2", "1")}, ended.stderr
+
+
 def test_ranks_that_have_ended_tell_whom_mpi_waits_for(job):
     # of two reports the second would come after 2 s
     ended = job(2, program("time.sleep(1.7)", after="", seconds=30), MPISTRAT_STALL_SECONDS="1")
@@ -165,6 +175,23 @@ def test_ranks_that_wait_for_each_other_end_with_the_reason(job):
     assert re.search(r"rank 0: collective \d+ of communicator \d+, all_reduce\(.*job\.py:\d+ \(step\)", ended.stderr)
     assert re.search(r"rank 1: collective \d+ of communicator 0, MultiWorkerMirroredStrategy at .*\(odd\)", ended.stderr)
     assert re.search(r'\[rank \d on .*\]   File ".*job\.py", line \d+, in (odd|step)', ended.stderr)
+
+
+@pytest.mark.parametrize("made", ["", "own = mpistrat.Communicator(second)"], ids=["made beside", "made before"])
+def test_threads_with_a_communicator_each_may_come_in_any_order(job, made):
+    """On each rank one thread waits for the other rank, where another thread comes later."""
+    before = f"""
+    first, second = mpistrat.Communicator(comm.Split(0)), comm.Split(0)
+    {made}
+    def beside():
+        comm.rank == 1 and time.sleep(4)
+        {"own = mpistrat.Communicator(second)" if not made else "pass"}
+        own.barrier()
+    """.strip()
+    after = "thread = threading.Thread(target=beside); thread.start(); comm.rank == 0 and time.sleep(4)"
+    after += "; first.barrier(); thread.join(); print('done')"
+    ended = job(2, program("pass", before, after, seconds=30))
+    assert (ended.code, ended.stdout.split()) == (0, ["done"] * 2), ended.stderr
 
 
 def test_a_rank_that_ends_while_others_wait_ends_the_job(job):
@@ -202,6 +229,14 @@ def test_a_job_that_ends_well_writes_the_trace_of_all_ranks_and_leaves_nothing_e
     calls = [row for row in rows if row["ph"] == "X" and row["name"].startswith("all_reduce(SUM")]
     assert {row["pid"] for row in calls} == {0, 1}
     assert max(row["dur"] for row in calls if row["pid"] == 0) > 0.15e6, "rank 1 comes 0.2 s late"
+
+
+def test_ranks_that_never_meet_write_a_trace_each(job):
+    made = "part = mpistrat.Communicator(comm.Split(comm.rank)); part.all_reduce('sum', [np.ones(3)])"
+    assert job(2, program("pass", made, "pass", seconds=30), MPISTRAT_TIMELINE="trace.json").code == 0
+    for rank, name in enumerate(["trace.json", "trace-1.json"]):
+        rows = json.loads((job.folder / name).read_text())["traceEvents"]
+        assert {row["pid"] for row in rows if row["ph"] == "X"} == {rank}
 
 
 def test_one_rank_alone_has_no_thread(job):

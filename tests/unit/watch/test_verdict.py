@@ -57,6 +57,7 @@ MAY_GO_ON = {
     "what one called is forgotten": ranks(call(), replace(call(text=BARRIER), digest=0)),
     "what one called was started only": ranks(call(ONE, is_started=True), call(TWO)),
     "what one has started waits for one that computes": ranks(call(ONE, is_started=True), None, call(ONE), rank2="killed"),
+    "another thread of one may come": [replace(ranks(call(ONE))[0], has_threads=True), ranks(None, call(TWO))[1]],
     "they wait for one that computes": [also(ranks(call(TWO))[0], call(ONE, left=1.0)), *ranks(None, call(ONE))[1:]],
     "one that ran ahead waits for those behind": [
         also(ranks(call((1, 6)))[0], call(ONE, left=1.0)),
