@@ -63,7 +63,8 @@ def flatten_arrays(value: Any, kind: type) -> tuple[list[Any], Structure] | None
 def map_leaves(function: Callable[..., Any], value: Any, *others: Any) -> Any:
     """Return the nested value whose leaves are ``function(leaf, *other_leaves)``; all values must have the same structure."""
     leaves, structure = flatten(value)
-    return structure.unflatten(map(function, leaves, *(_flattened_like(structure, other) for other in others)))
+    rows = zip(leaves, *(_flattened_like(structure, other) for other in others), strict=True)
+    return structure.unflatten([function(*row) for row in rows])  # a map would end at a StopIteration of the function
 
 
 def leaf_names(value: Any, root: str = "value") -> list[str]:

@@ -13,7 +13,7 @@ from mpistrat.execution.engine import back_off
 from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, PROBES, DeadlineBarrier
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.steps import Steps, drive, ends_soon
-from mpistrat.transports.window import NodeWindow
+from mpistrat.transports.window import LEFT, NodeWindow
 from mpistrat.watch import watcher
 from mpistrat.watch.states import entered
 
@@ -71,8 +71,8 @@ class Deadlines:
         # a rank that has given up may have changed its arrays before this one read them
         if rest:
             self.barrier.raise_if_given_up(what, probes=PROBES)
-        if self._window is not None:
-            self._window.raise_if_left(what)
+        if self._window is not None and self._window.own[LEFT]:
+            raise self._window.has_no_result(what())
 
     def wait(self, what: str, steps: Steps) -> None:
         """Run steps that have no deadline here: what else watches them raises."""
@@ -91,7 +91,7 @@ class Deadlines:
     def watch(self, call: Call) -> None:
         """Have the watcher end the job if this rank is blocked in MPI when the deadline of a call has passed."""
         if self._watcher is not None:
-            self._watcher.limit = (
+            self._watcher.limits[self] = (
                 call.ends,
                 lambda: DeadlineExceededError(
                     f"rank {self._rank}: {call} did not end within {call.seconds:g} s: this rank waits in a call of MPI that "
@@ -109,7 +109,7 @@ class Deadlines:
         """Forget the deadline of a call: the default applies again."""
         self._seconds, self._present.must_poll, self._present.ends = self.default_seconds, bool(self.default_seconds), 0.0
         if self._watcher is not None:
-            self._watcher.limit = None
+            self._watcher.limits.pop(self, None)
 
     def _check_progress(self) -> None:
         """Raise if the current call is known not to end."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -143,6 +143,7 @@ class NodeWindow:
         """Free the control window too; nothing can be shared any more. A collective call."""
         self.close()
         self.words, self.others, self.compared, self.small = [], [], [], []
+        self.own = memoryview(bytes(HEADER_BYTES)).cast("Q")
         _free(self._control)
 
     def walk(self, starts: range) -> range:
@@ -232,12 +233,11 @@ class NodeWindow:
             words[LEFT] = 1 + self.group.rank
         self.fence_memory()
 
-    def raise_if_left(self, what: Callable[[], str]) -> None:
-        """Raise an UnavailableError if a peer has left a call."""
-        if left := self.own[LEFT]:
-            why = "where it raised an error, and may have changed its arrays before they were read"
-            who = f"rank {self.group.ranks[left - 1]} has left it, {why}"
-            raise UnavailableError(f"{what()} has no result: {who}; make a new strategy on all")
+    def has_no_result(self, what: str) -> UnavailableError:
+        """Return the error of a call that a peer has left: see LEFT."""
+        why = "where it raised an error, and may have changed its arrays before they were read"
+        who = f"rank {self.group.ranks[self.own[LEFT] - 1]} has left it, {why}"
+        return UnavailableError(f"{what} has no result: {who}; make a new strategy on all")
 
     def complete(self, entered: int) -> Steps:
         """Return the steps that wait until all ranks have entered a barrier, of that number, and compare their calls."""

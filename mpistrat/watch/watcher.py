@@ -170,9 +170,9 @@ class Watcher:
         # the error of a deadlock or mismatch that is certain: a program that waits in a collective, or enters one, raises it
         self.verdict: CollectiveError | None = None
         self._verdict_on: Key | None = None  # the only collective that it is raised in; None if in any
-        # the deadline of the current call, on the clock of `time.monotonic`, and its error, which the program raises itself; if
-        # it cannot, because it is in a call in C, the watcher prints it and ends the job
-        self.limit: tuple[float, Callable[[], CollectiveError]] | None = None
+        # for each communicator the deadline of its current call, on the clock of `time.monotonic`, and its error, which the
+        # program raises itself; if it cannot, because it is in a call in C, the watcher prints it and ends the job
+        self.limits: dict[object, tuple[float, Callable[[], CollectiveError]]] = {}
         self._recorder: FlightRecorder = recorder()
         self._own = RankFile(self._recorder.memory)
         self._size, self._pid = size, os.getpid()
@@ -361,10 +361,10 @@ class Watcher:
             self._next_look = since + PATIENCE_SECONDS + self._stagger_seconds
             self._next_report = self._patience
             self._suspicion, self._wanted = None, set()
-        limit = self.limit
-        if limit is not None and waiting is not None and time.monotonic() > limit[0] + TAKE_SECONDS:
-            self.limit = None
-            _end_job(limit[1](), self._program(), self._own)
+        for ends, error in list(self.limits.values()):
+            if waiting is not None and time.monotonic() > ends + TAKE_SECONDS:
+                self.limits.clear()
+                _end_job(error(), self._program(), self._own)
         if self.verdict is None or waiting is None or waiting.is_started or self._verdict_on not in (None, waiting.key):
             self._judged = None
         elif self._judged is None or self._judged[1].entered != waiting.entered:

@@ -13,10 +13,12 @@ from mpistrat import steps
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.context.values import PerReplica
 from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededError, UnavailableError
-from mpistrat.groups.agreement import ROW
+from mpistrat.execution.comparison import Call
+from mpistrat.groups.agreement import ROW, Signature
 from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS
 from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.transports import mpi_world
+from mpistrat.watch import watcher
 from tests.launches import on_ranks
 
 SUM = ReduceOp.SUM
@@ -402,3 +404,15 @@ def test_the_deadline_of_a_call_of_a_strategy_holds_in_all_its_steps(comm, make_
     assert "comes too late" in str(caught.value) or f"missing rank {comm.size - 1}" in str(caught.value)
     if comm.rank < comm.size - 1:
         assert time.monotonic() - started < PATIENCE_SECONDS
+
+
+@two_ranks
+def test_calls_of_one_communicator_leave_the_deadline_of_another_one(make_ops):
+    """As of another thread, which may be blocked in MPI: the watcher holds the deadline then."""
+    one, other = make_ops(), make_ops()
+    waiting = one._guard.deadlines
+    waiting.watch(Call(1, "barrier", Signature("()"), 60.0, ends=time.monotonic() + 60))
+    other.barrier(within(60))
+    assert list(watcher.start().limits) == [waiting]
+    waiting.end()
+    assert not watcher.start().limits

@@ -383,7 +383,7 @@ def test_a_rendezvous_that_not_all_ranks_enter(comm, monkeypatch):
         lambda: mpistrat.MirroredStrategy(communication_options=soon),
         lambda: mpistrat.MultiWorkerMirroredStrategy(communication_options=soon),
     ):
-        told = "rank 1: timeout waiting for the cluster: after 0.05 s some of the 3 ranks had not entered"
+        told = f"rank {comm.rank}: timeout waiting for the cluster: after 0.05 s some of the 3 ranks had not entered"
         error = refused(DeadlineExceededError, told, make)
         assert isinstance(error, RuntimeError)
         assert isinstance(error, TimeoutError)
