@@ -48,6 +48,7 @@ class Deadlines:
         self._rank, self._job_ranks, self._communicator = hierarchy.job_rank, hierarchy.job_ranks, hierarchy.number
         self._present, self._window, self._one_node = hierarchy.call, window, world.num_nodes == 1
         self._current, self._has_started, self._watcher = current, has_started, watcher.start()
+        self._limits: watcher.Limits = {} if self._watcher is None else self._watcher.limits
         self._present.drive, self._present.must_poll = self.drive, bool(seconds)
 
     def run(self, call: Call, steps: Steps) -> None:
@@ -90,14 +91,13 @@ class Deadlines:
 
     def watch(self, call: Call) -> None:
         """Have the watcher end the job if this rank is blocked in MPI when the deadline of a call has passed."""
-        if self._watcher is not None:
-            self._watcher.limits[self] = (
-                call.ends,
-                lambda: DeadlineExceededError(
-                    f"rank {self._rank}: {call} did not end within {call.seconds:g} s: this rank waits in a call of MPI that "
-                    "does not return, for ranks that have stopped or ended"
-                ),
-            )
+        self._limits[self] = (
+            call.ends,
+            lambda: DeadlineExceededError(
+                f"rank {self._rank}: {call} did not end within {call.seconds:g} s: this rank waits in a call of MPI that "
+                "does not return, for ranks that have stopped or ended"
+            ),
+        )
 
     def begin_limit(self, seconds: float) -> None:
         """Give a call on a fast path a deadline of its own, or none, which is 0; raise if other ranks have given it up."""
@@ -108,8 +108,8 @@ class Deadlines:
     def end(self) -> None:
         """Forget the deadline of a call: the default applies again."""
         self._seconds, self._present.must_poll, self._present.ends = self.default_seconds, bool(self.default_seconds), 0.0
-        if self._watcher is not None:
-            self._watcher.limits.pop(self, None)
+        if self._limits:
+            self._limits.pop(self, None)
 
     def _check_progress(self) -> None:
         """Raise if the current call is known not to end."""

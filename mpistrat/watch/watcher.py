@@ -34,6 +34,8 @@ from mpistrat.watch.verdict import Finding, Notice, Notices, judge, waits_for
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+Limits = dict[object, tuple[float, Callable[[], CollectiveError]]]
+"""Deadlines of calls, by whose they are, and their errors."""
 Message = dict[str, Any]
 """A message between watchers: a JSON object."""
 
@@ -172,7 +174,7 @@ class Watcher:
         self._verdict_on: Key | None = None  # the only collective that it is raised in; None if in any
         # for each communicator the deadline of its current call, on the clock of `time.monotonic`, and its error, which the
         # program raises itself; if it cannot, because it is in a call in C, the watcher prints it and ends the job
-        self.limits: dict[object, tuple[float, Callable[[], CollectiveError]]] = {}
+        self.limits: Limits = {}
         self._recorder: FlightRecorder = recorder()
         self._own = RankFile(self._recorder.memory)
         self._size, self._pid = size, os.getpid()
