@@ -247,7 +247,7 @@ class NcclTransport(DeviceTransport):
     def close(self) -> None:
         """Free the memory of windows that no rank has an array on; after a failure something may use it, and nothing is freed.
 
-        All ranks end the same windows: NCCL finds a place for the next one by those that there are, on each rank by itself.
+        All ranks end the same windows: each rank chooses the address of the next one by its own list of open windows.
         """
         if not self.has_windows:
             return
