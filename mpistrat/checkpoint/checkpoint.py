@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,21 @@ import numpy as np
 from mpistrat.arrays import Array, as_bytes, flat, is_on_device
 from mpistrat.checkpoint import files
 from mpistrat.checkpoint.files import Layout, Manifest, Piece, Save, Writer
-from mpistrat.checkpoint.tree import Node, Spec, Tree
+from mpistrat.checkpoint.tree import Node, Spec, Tree, listed
 from mpistrat.communicator.communicator import job_communicator
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.validate import checked_int, name_of
 from mpistrat.context.stack import default_mode, get_strategy, has_strategy, in_cross_replica_context, misplaced
 from mpistrat.device.abstract import address
 from mpistrat.device.binding import bound_device
-from mpistrat.errors import CheckpointError, InvalidArgumentError
+from mpistrat.errors import AgreementError, CheckpointError, InvalidArgumentError
 from mpistrat.inputs.distribute import DistributedDataset
 from mpistrat.inputs.position import DatasetIterator, Resumable
 from mpistrat.inputs.sources import Dataset
 from mpistrat.launch.environment import detect
 from mpistrat.parameter_server.client import open_clients
 from mpistrat.state.variables import Variable
+from mpistrat.text import ranks_text
 
 _RESERVED = "__metadata__"
 _BROADCAST_BYTES = 8 << 20  # of small arrays at once: few enough to be copied out of a cache
@@ -123,12 +125,17 @@ class Checkpoint:
         started, communicator = time.perf_counter(), self._communicator
         self._finish("save")
 
-        def capture() -> tuple[tuple[Tree, Tree, Path, int], str]:
-            tree, own, number = Tree(self._common), Tree(self._own), checked_int(step, "step", 0)
-            outline = tree.outline(None if communicator.is_strict else _COMPARED_BYTES, path)
-            return (tree, own, Path(path), number), f"{os.fspath(path)!r}, step={number}, {outline}"
+        most_bytes = None if communicator.is_strict else _COMPARED_BYTES
 
-        tree, own, folder, step = communicator.agree_on("Checkpoint.save", capture)
+        def capture() -> tuple[tuple[Tree, Tree, Path, int, int], str]:
+            tree, own, number = Tree(self._common), Tree(self._own), checked_int(step, "step", 0)
+            digest = tree.digest(most_bytes, path)
+            return (tree, own, Path(path), number, digest), f"{os.fspath(path)!r}, step={number}"
+
+        tree, own, folder, step, digest = communicator.agree_on("Checkpoint.save", capture)
+        if len({*communicator.all_gather(np.array([digest])).tolist()}) > 1:
+            gathered = communicator.gather_objects(tree.digests(most_bytes, path))
+            raise AgreementError(communicator.broadcast_object(gathered and _differences(gathered)))
         arrays = {name: leaf.read() if isinstance(leaf, Variable) else leaf for name, leaf in tree.leaves.items()} | own.leaves
         pieces = files.pieces_of(tuple(tree.specs.items()), communicator.rank, communicator.size)
         pieces += tuple(Piece(name, 0, spec.size) for name, spec in own.specs.items() if spec.size)
@@ -319,6 +326,21 @@ class Checkpoint:
         if self._memory.nbytes < num_bytes:
             self._memory = files.new_memory(num_bytes, None if device is None else device.pinned)
         return self._memory[:num_bytes]
+
+
+def _differences(digests: Sequence[dict[str, int]]) -> str:
+    """Return what ranks are told that hold different values, of which each has a digest by its name."""
+    first, texts = digests[0], list[str]()
+    for name in dict.fromkeys(chain(*digests)):
+        others = [rank for rank, found in enumerate(digests) if found.get(name) != first.get(name)]
+        if others:
+            verb = "does" if len(others) == 1 else "do"
+            texts.append(f"{name}: {ranks_text(others)} {verb} not hold what rank 0 does")
+    cure = (
+        "make them equal, as mpistrat.torch.broadcast_state does with a module, or save those of each rank: "
+        "mpistrat.Checkpoint(name=mpistrat.PerRank(value))"
+    )
+    return listed("a checkpoint has one value for all ranks, and these differ:", texts, [cure])
 
 
 def _in_no_scope(why: str) -> InvalidArgumentError:

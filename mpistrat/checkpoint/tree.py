@@ -16,10 +16,9 @@ from __future__ import annotations
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from hashlib import blake2b
-from itertools import pairwise, repeat
+from itertools import repeat
 from json import dumps
 from math import prod
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from mpistrat.arrays import Array, as_array, as_target, is_a, is_aligned, is_on_
 from mpistrat.communicator.validate import name_of
 from mpistrat.context.stack import default_mode
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.groups.agreement import digest_of
 from mpistrat.inputs.position import DatasetIterator, Resumable
 from mpistrat.state.changes import checksum
 from mpistrat.state.variables import Variable
@@ -39,11 +39,17 @@ from mpistrat.state.variables import Variable
 Node = Any
 _PLAIN = (type(None), bool, int, float, str)
 KINDS = ("array", "variable", "state", "generator", "dict", "list", "tuple")
-_SHOWN = 20  # reasons why a checkpoint does not fit
+_MOST_SHOWN = 20  # reasons why a checkpoint does not fit, or cannot be saved
 _ACCEPTED = (
     "accepted are variables, arrays, objects with state_dict and load_state_dict, generators of NumPy, numbers, texts, and "
     "dicts, lists and tuples of these"
 )
+
+
+def listed(head: str, texts: Sequence[str], tail: Sequence[str] = ()) -> str:
+    """Return texts one below the other, but for those after the first 20."""
+    rest = [f"and {len(texts) - _MOST_SHOWN} more"] if len(texts) > _MOST_SHOWN else []
+    return "\n    ".join([head, *texts[:_MOST_SHOWN], *rest, *tail])
 
 
 @cache
@@ -80,13 +86,7 @@ class Tree:
         self.leaves: dict[str, Any] = {}
         # how the names of arrays begin that may come and go: an optimizer has none before its first step
         self._changing: list[str] = []
-        nodes, begins = list[Node](), [0]
-        for name, value in objects.items():
-            nodes.append([name, self._encoded(value, name)])
-            begins.append(len(self.leaves))
-        self.document: Node = ["dict", nodes]
-        names = list(self.leaves)
-        self._names = [names[begin:end] for begin, end in pairwise(begins)]  # of each object's leaves
+        self.document: Node = ["dict", [[name, self._encoded(value, name)] for name, value in objects.items()]]
         self.specs = {name: Spec(name_of(leaf.dtype), tuple(leaf.shape)) for name, leaf in self.leaves.items()}
 
     def check_in_place(self) -> None:
@@ -102,19 +102,24 @@ class Tree:
                     "    correct:    state = {'step': 0}; mpistrat.Checkpoint(state=state)"
                 )
 
-    def outline(self, most_bytes: int | None, path: str | os.PathLike[str]) -> str:
-        """Return a text that differs between ranks if they hold other things.
+    def digest(self, most_bytes: int | None, path: str | os.PathLike[str]) -> int:
+        """Return a hash that differs between ranks if they hold other things.
 
         Of each array a sample of so many bytes is looked at, which moves from save to save: it follows from the path.
         """
-        start = crc32(os.fsencode(path))
-        texts = []
-        for (name, node), names in zip(self.document[1], self._names, strict=True):
-            leaves = [leaf for leaf in map(self.leaves.__getitem__, names) if not _is_shared(leaf)]
-            arrays = checksum(map(as_array, leaves), most_bytes, start)
-            text = dumps([node, [self.specs[key] for key in names], arrays])
-            texts.append(f"{name}: {len(names)} arrays ({blake2b(text.encode(), digest_size=4).hexdigest()})")
-        return ", ".join(texts)
+        arrays = checksum(map(as_array, self._compared().values()), most_bytes, crc32(os.fsencode(path)))
+        return digest_of(dumps([self.document, self.specs, arrays]))
+
+    def digests(self, most_bytes: int | None, path: str | os.PathLike[str]) -> dict[str, int]:
+        """Return such a hash of each array, and of what objects hold beside these."""
+        found = {f"{name}, beside its arrays": digest_of(dumps(node)) for name, node in self.document[1]}
+        for name, leaf in self._compared().items():
+            array = checksum([as_array(leaf)], most_bytes, crc32(os.fsencode(path)))
+            found[name] = digest_of(f"{self.specs[name]} {array}")
+        return found
+
+    def _compared(self) -> dict[str, Any]:
+        return {name: leaf for name, leaf in self.leaves.items() if not _is_shared(leaf)}
 
     def check(self, saved: Mapping[str, Spec], document: Node, is_strict: bool) -> None:
         """Check that what was saved can be restored to the objects; the error has all reasons why not."""
@@ -130,8 +135,7 @@ class Tree:
             others = self._others(nodes, saved, self._objects, mine)
             texts += [f"{name} is unexpected: nothing here has this name" for name in others]
         if texts:
-            rest = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
-            raise CheckpointError("\n    ".join(["what was saved does not fit these objects:", *texts[:_SHOWN], *rest]))
+            raise CheckpointError(listed("what was saved does not fit these objects:", texts))
 
     def targets(self, document: Node) -> dict[str, Array]:
         """Return the memory of the arrays to which `restore` writes what has their names, where that is host memory."""

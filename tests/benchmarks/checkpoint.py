@@ -12,7 +12,7 @@ from tests.benchmarks.pages import Table, spread
 from tests.benchmarks.session import Session, answers_of
 from tests.gradients import resnet50
 
-NUM_BYTES, ROUNDS = 256 << 20, 5
+NUM_BYTES, ROUNDS = 256 << 20, 15
 QUICK = 16 << 20, 1
 _NAMES = {"mpistrat": "mpistrat", "torch": "PyTorch `async_save`", "savez": "`np.savez`, chief"}
 

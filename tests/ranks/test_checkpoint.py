@@ -216,9 +216,12 @@ def test_ranks_that_disagree_are_told_and_the_job_goes_on(comm, two, folder, str
     with pytest.raises(AgreementError, match=r"(?s)/a'.*/b'"):
         checkpoint.save(folder / on_one(comm, 0, "a", "b"))
     state["w"][7] += comm.rank
-    with pytest.raises(AgreementError, match="state: 1 arrays"):
+    with pytest.raises(AgreementError, match=r"state/w: rank 1 does not hold what rank 0 does\n.*PerRank"):
         checkpoint.save(folder / "a")
     state["w"][7] -= comm.rank
+    state["extra"] = comm.rank
+    with pytest.raises(AgreementError, match="state, beside its arrays: rank 1"):
+        checkpoint.save(folder / "a")
     state["extra"] = on_one(comm, 1, object(), 1)
     error = on_one(comm, 1, mpistrat.errors.UnsupportedDtypeError, AgreementError)
     with pytest.raises(error, match="state/extra is of type object"):
@@ -234,7 +237,7 @@ def test_ranks_that_disagree_are_told_and_the_job_goes_on(comm, two, folder, str
 def test_variables_that_each_rank_has_for_itself_are_compared(comm, folder):
     variable = mpistrat.Variable(np.full(9, 1.0 + comm.rank))
     checkpoint = mpistrat.Checkpoint(variable=variable)
-    with pytest.raises(AgreementError, match="variable: 1 arrays"):
+    with pytest.raises(AgreementError, match="variable: rank 1"):
         checkpoint.save(folder / "a")
     variable.assign(np.ones(9))
     checkpoint.save(folder / "a", wait=True)

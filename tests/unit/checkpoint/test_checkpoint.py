@@ -304,10 +304,10 @@ def test_a_position_in_other_data_is_refused_before_anything_is_changed(tmp_path
 def test_saves_compare_other_elements_until_all_have_been(dtype):
     array = np.zeros((100, 100), dtype)
     paths = [f"checkpoints/ckpt-{step:08}" for step in range(0, 1_000_000, 1000)]
-    before = [Tree({"w": array}).outline(1 << 12, path) for path in paths]
+    before = [Tree({"w": array}).digest(1 << 12, path) for path in paths]
     for index in (0, 1, 5003, 9999):
         array.flat[index] = 1
-        told = [Tree({"w": array}).outline(1 << 12, path) != text for path, text in zip(paths, before, strict=True)]
+        told = [Tree({"w": array}).digest(1 << 12, path) != text for path, text in zip(paths, before, strict=True)]
         assert any(told[:200])
         assert not all(told)
         array.flat[index] = 0
