@@ -108,8 +108,9 @@ def as_array(value: Any, name: str = "value") -> Array:
     """
     array: Array = value if type(value) is np.ndarray else _read(value, name)
     if array.dtype.kind in "OUSMmT" or array.dtype.type is np.void:
+        found = "" if array is value else f". It is made of a value of type {type(value).__name__}"
         raise UnsupportedDtypeError(
-            f"{name} has dtype {array.dtype}, which collectives do not support; accepted are arrays of {ACCEPTED}"
+            f"{name} has dtype {array.dtype}, which collectives do not support; accepted are arrays of {ACCEPTED}{found}"
         )
     return array
 
