@@ -7,7 +7,8 @@ A call has a digest, a 64-bit hash of its description. Ranks that make different
 - a call that is made for the first time, and every verb that needs the shapes of the other ranks, is compared on all ranks
   first, by a small exchange;
 - what is not a collective by itself (a structure, an assignment outside run) is noted, and compared with the next call;
-- where MPI reduces arrays between nodes, calls are compared afterwards: every 128 small calls, and before the program ends.
+- where MPI reduces small arrays between nodes, it combines digests with them (`transports.mpi_world`); calls with others are
+  compared afterwards: every 128 small calls, and before the program ends.
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ def small(transport, world):
 
 
 @up_to_ranks(8)
-@pytest.mark.parametrize("way", ["by slots", "by MPI"])
+@pytest.mark.parametrize("way", ["by slots", "by MPI", "by MPI, with the digest"])
 def test_every_dtype_operation_and_shape(transport, request, comm, way):
-    small = transport.small if way == "by MPI" else request.getfixturevalue("small")
+    small = request.getfixturevalue("small") if way == "by slots" else transport.small
     shapes = [(), (1,), (3,), (2, 3), (17, 5, 2)]
     cases = [(dtype, op) for dtype in DTYPES if dtype.kind != "V" for op in operations(dtype)]
     for seed, (dtype, op) in enumerate(cases):
@@ -50,10 +50,10 @@ def test_every_dtype_operation_and_shape(transport, request, comm, way):
         given = inputs(dtype, op, int(np.prod(shape, dtype=int)), comm.size, seed)
         total = combine(op).reduce(given, axis=0, dtype=given.dtype).reshape(shape)
         mine = given[comm.rank].reshape(shape)
-        if way == "by MPI":
-            bound = MpiAllReduce(transport, op, dtype, shape, transport.window)
-        else:
+        if way == "by slots":
             bound = SmallAllReduce(small, op, dtype, shape)
+        else:
+            bound = MpiAllReduce(transport, op, dtype, shape, transport.window, carries_digest=way != "by MPI")
         small.call.digest = digest_of(str(seed))
 
         def by_steps(source, target, bound=bound, shape=shape, dtype=dtype):
@@ -108,6 +108,43 @@ def test_ranks_of_a_node_in_different_calls_are_told_before_anything_is_read(sma
         run(np.ones(5), target)
     assert len(set(caught.value.digests)) == 2
     assert (target == -1).all()
+
+
+@up_to_ranks(8)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "int32", "uint64"])
+@pytest.mark.parametrize("op", ["SUM", "MAX"])
+def test_no_result_of_mpi_is_of_different_calls(transport, comm, dtype, op):
+    if (dtype, op) == ("complex64", "MAX"):
+        pytest.skip("complex numbers have no order")
+    run = MpiAllReduce(transport, ReduceOp[op], np.dtype(dtype), (5,), None, carries_digest=True).blocking()
+    call, source, wanted = transport.group.call, np.ones(5, dtype), comm.size if op == "SUM" else 1
+    for odd in [*range(comm.size), None]:
+        call.digest = digest_of("odd" if comm.rank == odd else "even")
+        target = np.zeros(5, dtype)
+        if odd is None:
+            assert (run(source, target) == wanted).all()
+            continue
+        with pytest.raises(CallsDifferError):
+            run(source, target)
+        assert (target == 0).all()
+
+
+@pytest.mark.ranks(nodes="8x1")
+@pytest.mark.parametrize("size", [1, 10_000])
+def test_between_many_nodes_calls_are_told_before_a_result(ops, size, comm):
+    ops.is_strict = False
+    for op in (ReduceOp.SUM, ReduceOp.MAX):
+        for _ in range(3):
+            ops.all_reduce(op, [np.ones(size, np.float32)])
+    assert bool(ops.hierarchy.call.unconfirmed) == (size > 1000)
+    told, odd = r"(?s)ranks 0-6: all_reduce\(SUM.*rank 7: all_reduce\(MAX", comm.rank == 7
+
+    def differ():
+        ops.all_reduce(ReduceOp.MAX if odd else ReduceOp.SUM, [np.ones(size, np.float32)])
+        ops.confirm()  # of large ones
+
+    with pytest.raises(AgreementError, match=told):
+        differ()
 
 
 def test_what_is_too_long_or_empty_goes_by_mpi(transport):
