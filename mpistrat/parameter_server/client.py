@@ -22,7 +22,7 @@ from mpistrat.errors import CollectiveError, UnavailableError
 from mpistrat.groups.group import keep_alive_for_peers
 from mpistrat.parameter_server import messages
 from mpistrat.parameter_server.functions import FunctionTable, dumps, loads, loads_error, use
-from mpistrat.parameter_server.messages import BARE, REPLY, REQUEST, Channel, Message, Receiver
+from mpistrat.parameter_server.messages import BARE, REPLY, REQUEST, Channel, Message, Received, Receiver
 from mpistrat.state.changes import METHODS
 
 # how many writes a server may have before it is asked whether it has done them
@@ -81,8 +81,6 @@ class Client:
         self._replies = [Receiver(channel, REPLY, rank) for rank in self._ranks]
         self._lock = threading.RLock()
         self._under_way: list[_Pending] = []
-        # replies that have come before the array of an earlier call: MPI does not order messages of two tags
-        self._early: dict[int, tuple[bool, bytes]] = {}
         self._given_up: tuple[BaseException, str] | None = None
         _clients[channel.group.number] = self
 
@@ -240,31 +238,31 @@ class Client:
         losses = len(lost)
         has_sent = self.channel.have_ended(pending.requests, lost)  # all of them, also where the server is lost
         has_arrived = self.channel.have_ended(pending.arriving, lost)
-        if len(lost) > losses:
-            pending.call = None  # no answer comes
-        if not has_sent or pending.call is None or (pending.is_bare and has_arrived):
-            return has_sent and has_arrived
-        try:
-            if pending.call not in self._early:
-                received = self._replies[pending.server].poll()
-                if received is None:
-                    return False
-                call = received.message.call
-                if call != pending.call and not (pending.is_bare and any(one.call == call for one in self._under_way)):
-                    raise CollectiveError(
-                        f"{self.channel.name}: waited for {self._waits_for()}, request {pending.call}; "
-                        f"what came answers request {call}"
-                    )
-                self._early[call] = bool(received.message.is_error), bytes(self.channel.payload(received))
-                if call != pending.call:
-                    return False
-            pending.is_error, pending.answer = self._early.pop(pending.call)
-            for request in pending.arriving:  # nothing comes for them: the answer is an error
-                request.Cancel()
-                request.Free()
-        except UnavailableError as error:
-            lost.append(error)
-        return True
+        if len(lost) > losses or (pending.is_bare and has_arrived):
+            pending.call = None  # no other answer comes
+        if has_sent and pending.call is not None:
+            try:
+                if (received := self._replies[pending.server].poll()) is not None:
+                    self._take_answer(received)
+            except UnavailableError as error:
+                lost.append(error)
+                pending.call = None
+        return has_sent and pending.call is None and not pending.arriving
+
+    def _take_answer(self, received: Received) -> None:
+        """Give an answer to what has asked: an error may come before the array of an earlier call, which has another tag."""
+        call, is_error = received.message
+        pending = next((one for one in self._under_way if one.call == call), None)
+        if pending is None:
+            raise CollectiveError(
+                f"{self.channel.name}: waited for {self._waits_for()}, request {self._under_way[0].call}; "
+                f"what came answers request {call}"
+            )
+        pending.call, pending.is_error, pending.answer = None, is_error, bytes(self.channel.payload(received))
+        for request in pending.arriving:  # nothing comes for them: the answer is an error
+            request.Cancel()
+            request.Free()
+        pending.arriving.clear()
 
 
 def _raise_first_error(asked: Sequence[_Pending]) -> None:
