@@ -25,7 +25,6 @@ from mpistrat.errors import DeadlineExceededError, UnavailableError
 from mpistrat.groups.agreement import pause
 from mpistrat.groups.group import keep_alive_for_peers
 from mpistrat.launch.abort import acknowledge_losses, survives_losses
-from mpistrat.launch.openmpi import num_cores, yields_when_idle
 from mpistrat.logger import logger
 from mpistrat.parameter_server.tasks import TaskGroup
 from mpistrat.watch.recorder import encoded, recorder
@@ -44,7 +43,6 @@ _PAYLOAD, _TAGS, _NUMBERS_IN_TAGS = 16, 4, 4096
 _INLINE_BYTES = 16 << 10
 # a message below each transport's eager limit has come as a whole, and cannot stop half-way when its rank is lost
 _INLINE_BYTES_WHERE_RANKS_ARE_LOST = 3 << 10
-_POLLS = 100  # before the core is given away, where each rank has one of its own
 _RECORDED_FROM_SECONDS = 0.01  # a wait that is shorter is not recorded
 _NOTIFIED_WITHIN_SECONDS = 2.0  # a message may fail before the launcher has reported that its rank is gone
 
@@ -163,7 +161,8 @@ class Channel:
 
         assert group.comm is not None, "an evaluator takes part in no communication"
         self.group, self.comm, self.failure = group, group.comm, MPI.Exception
-        self.name = group.names[self.comm.Get_rank()]
+        self.rank = self.comm.Get_rank()
+        self.name = group.names[self.rank]
         self.activity = Activity(self.name.partition(" (")[0])
         self.survives = survives_losses(os.environ)  # the loss of ranks
         self.inline_bytes = _INLINE_BYTES_WHERE_RANKS_ARE_LOST if self.survives else _INLINE_BYTES
@@ -171,8 +170,6 @@ class Channel:
         self._seconds = group.settings[settings.TIMEOUT_SECONDS]
         self._patience = group.settings[settings.STALL_SECONDS]
         self._most = group.settings[settings.MAX_MESSAGE_BYTES]
-        is_crowded = self.comm.Get_size() > num_cores() or yields_when_idle(os.environ)
-        self.polls = 0 if is_crowded else _POLLS
 
     def send(self, requests: list[Request], rank: int, tag: int, message: Message, *payload: Buffer) -> list[Request]:
         """Start to send a message and C-contiguous arrays or bytes, which stay as they are until the requests have ended.
@@ -202,6 +199,11 @@ class Channel:
         kind, pack = _PACKED[Stopped]
         taken = self._start([], self.comm.Issend, [(pack(kind, 0), self.group.chief, RESULT)])
         self.wait(taken, lambda: "the chief, to take what this task has sent", has_deadline=False)
+
+    def close(self) -> None:
+        """Free the communicator, when all tasks have ended; where ranks are lost, what they did not take stays in it."""
+        if not self.survives:
+            self.comm.Free()
 
     def receive_payload(self, received: Received, *targets: Buffer) -> None:
         """Receive the payload of a message into arrays that together have its size."""
@@ -239,9 +241,6 @@ class Channel:
 
     def wait_until(self, has_come: Callable[[], object], what: Callable[[], str], *, has_deadline: bool = True) -> None:
         """Wait until a condition holds, as `wait` does."""
-        for _ in range(self.polls):
-            if has_come():
-                return
         began = time.monotonic()
         limit = self._seconds if has_deadline and self._seconds else float("inf")
         patience = self._patience or float("inf")
@@ -286,7 +285,7 @@ class Channel:
         """Check that a needed rank is not known to be lost: all ranks raise that, and the lowest one that is left prints it."""
         if rank in self.lost:
             error = self.lost_error([rank])
-            error.raised_everywhere = self.comm.Get_rank() != min(set(range(self.comm.Get_size())) - self.lost)
+            error.raised_everywhere = self.rank != min(set(range(self.comm.Get_size())) - self.lost)
             raise error
 
     def lost_error(self, ranks: Sequence[int]) -> UnavailableError:

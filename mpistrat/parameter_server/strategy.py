@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
@@ -247,7 +248,7 @@ class ParameterServerExtended(StrategyExtended):
             shard, if `shape` and `dtype` are given: so a table may be larger than the memory of the chief.
         """
         name, group = str(name or "Variable"), self._client.channel.group
-        if group.task_type != CHIEF:
+        if self._client.channel.rank != group.chief:
             raise RuntimeError(
                 f"{name} was made in a function that {self._client.channel.name} runs: make variables on the chief, in "
                 "strategy.scope(), and use them in the function"
@@ -422,7 +423,7 @@ class Server:
             self._group = join_cluster(self._cluster, self._job, self._index)
 
     def join(self) -> None:
-        """Serve until the chief closes the strategy or its program ends; for an evaluator, return at once.
+        """Serve until the chief closes the strategy or its program ends; for an evaluator, and from then on, return at once.
 
         Raises
         ------
@@ -435,16 +436,17 @@ class Server:
             raise RuntimeError("the server was made with start=False: call start() on all ranks before join()")
         if self._group.comm is None:
             return
-        channel = Channel(self._group)
+        channel, self._group = Channel(self._group), replace(self._group, comm=None)
         if self._job == PS:
             VariableServer(channel).serve()
-            return
-        client = Client(channel)
-        client.strategy = Strategy(ParameterServerExtended(client))
-        try:
-            Worker(client).serve()
-        finally:
-            client.close()
+        else:
+            client = Client(channel)
+            client.strategy = Strategy(ParameterServerExtended(client))
+            try:
+                Worker(client).serve()
+            finally:
+                client.close()
+        channel.close()
 
     def __repr__(self) -> str:
         return f"Server({self._job} {self._index})"
