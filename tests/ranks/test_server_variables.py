@@ -207,23 +207,6 @@ def test_variables_that_cannot_be_are_refused(coordinator):
         coordinator.schedule(lambda: mpistrat.Variable(1.0)).fetch()
 
 
-def cannot_be_unpickled():
-    raise RuntimeError("planted")
-
-
-class Name(str):
-    __slots__ = ()
-
-    def __reduce__(self):
-        return cannot_be_unpickled, ()
-
-
-@on_chief()
-def test_a_name_that_cannot_be_unpickled_serves(coordinator):
-    number = variable(coordinator, 1.0, name=Name("number"))
-    assert coordinator.schedule(lambda: (number.name, number.numpy())).fetch() == ("number", 1)
-
-
 @on_chief(num_servers=[1, 2])
 def test_servers_free_the_variables_that_the_chief_drops(coordinator):
     extended, size = coordinator.strategy.extended, 1 << 18
