@@ -55,8 +55,8 @@ class _Pending:
     what: str
     call: int | None = None
     requests: list[messages.Request] = field(default_factory=list)
-    is_bare: bool = False  # the answer is an array without a header, unless it is an error
-    arriving: list[messages.Request] = field(default_factory=list)  # that array
+    is_bare: bool = False  # the answer is arrays without a header, unless it is an error
+    arriving: list[messages.Request] = field(default_factory=list)  # those arrays
     is_error: bool = False
     answer: bytes = b""
 
@@ -103,26 +103,19 @@ class Client:
                 if target.nbytes:
                     stop = start + len(target) if target.ndim else 0
                     message = messages.Read(next(numbers), ref.number, start, stop)
-                    self._ask(ref.server, f"read of {ref.name}", message, call=message.call, into=target)
+                    self._ask(ref.server, f"read of {ref.name}", message, call=message.call, into=(target,))
 
     def read_rows(self, parts: Sequence[tuple[VariableRef, Array, Array]]) -> None:
         """Read single rows: of which variables, which, and into which C-contiguous arrays; each server is asked once."""
         by_server: dict[int, list[tuple[VariableRef, Array, Array]]] = {}
         for part in parts:
             by_server.setdefault(part[0].server, []).append(part)
-        arrived = []
         with self._call():
             for server, shards in by_server.items():
                 refs, rows, targets = zip(*shards, strict=True)
-                wanted = np.array([[ref.number for ref in refs], [len(one) for one in rows]], np.int64)
-                into = targets[0] if len(targets) == 1 else np.concatenate(targets)  # one answer has the rows of all
+                wanted = np.concatenate(([ref.number for ref in refs], [len(one) for one in rows], *rows))
                 message = messages.Gather(next(numbers), len(shards))
-                self._ask(server, "read of rows", message, wanted, *rows, call=message.call, into=into)
-                arrived.append((targets, into))
-        for targets, into in arrived:
-            if len(targets) > 1:
-                for target, own in zip(targets, np.split(into, np.cumsum([len(one) for one in targets[:-1]])), strict=True):
-                    target[...] = own
+                self._ask(server, "read of rows", message, wanted, call=message.call, into=targets)
 
     def write(self, method: str, parts: Sequence[tuple[VariableRef, Array, Array | None]]) -> None:
         """Change variables, or rows with these indices, by one of `METHODS`, before anything that this rank asks for later."""
@@ -189,13 +182,13 @@ class Client:
                 raise
 
     def _ask(
-        self, server: int, what: str, message: Message, *payload: Any, call: int | None = None, into: Array | None = None
+        self, server: int, what: str, message: Message, *payload: Any, call: int | None = None, into: Sequence[Array] = ()
     ) -> _Pending:
-        """Start to ask a server for something; it answers a call, perhaps without a header, `into` an array."""
-        rank, pending = self._ranks[server], _Pending(server, what, call, is_bare=into is not None)
+        """Start to ask a server for something; it answers a call, perhaps without a header, `into` arrays."""
+        rank, pending = self._ranks[server], _Pending(server, what, call, is_bare=bool(into))
         self._under_way.append(pending)
-        if call is not None and into is not None:
-            self.channel.receive(pending.arriving, rank, BARE, call, into)
+        for target in into:
+            self.channel.receive(pending.arriving, rank, BARE, message[0], target)
         self.channel.send(pending.requests, rank, REQUEST, message, *payload)
         return pending
 

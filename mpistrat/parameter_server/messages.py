@@ -63,7 +63,7 @@ class Read(NamedTuple):  # send rows of a variable, without a header, or answer 
     stop: int
 
 
-class Gather(NamedTuple):  # likewise single rows; the payload: variables, how many rows of each, and which
+class Gather(NamedTuple):  # likewise single rows, an array of each variable; the payload: these, how many of each, and which
     call: int
     num_variables: int
 
@@ -174,7 +174,8 @@ class Channel:
     def send(self, requests: list[Request], rank: int, tag: int, message: Message, *payload: Buffer) -> list[Request]:
         """Start to send a message and C-contiguous arrays or bytes, which stay as they are until the requests have ended.
 
-        As in all methods that start something, the requests are added to a list, which is returned: an interrupt loses none.
+        What goes as several is received as so many: `payload` takes one. As in all methods that start something, the requests
+        are added to a list, which is returned: an interrupt loses none.
         """
         views = [*map(_as_bytes, payload)]
         nbytes = sum(map(len, views))
@@ -186,9 +187,10 @@ class Channel:
         parts = [part for view in views for part in self._parts(view, rank, payload_tag)]
         return self._start(requests, self.comm.Isend, [(header, rank, tag), *parts])
 
-    def send_bare(self, requests: list[Request], rank: int, call: int, array: Buffer) -> list[Request]:
-        """Start to send an array as the reply to a call, without a header, to a rank that knows what it will be."""
-        return self._start(requests, self.comm.Isend, self._parts(_as_bytes(array), rank, _payload_tag(BARE, call)))
+    def send_bare(self, rank: int, call: int, arrays: Sequence[Buffer]) -> list[Request]:
+        """Start to send arrays as the reply to a call, without a header, to a rank that knows what they will be."""
+        tag = _payload_tag(BARE, call)
+        return self._start([], self.comm.Isend, [part for one in arrays for part in self._parts(_as_bytes(one), rank, tag)])
 
     def receive(self, requests: list[Request], rank: int, tag: int, number: int, target: Buffer) -> list[Request]:
         """Start to receive what `send_bare` sends for a call, or a part of the payload of a message with this first field."""
