@@ -272,14 +272,9 @@ def _text(value: Any) -> str | None:
 
 
 def _index(value: Any) -> int | None:
-    if value is None:
-        return None
     try:
-        number = int(value)
-        if isinstance(value, float) and value != number:
-            raise ValueError("a fraction")
-        return number
-    except (TypeError, ValueError, OverflowError):
+        return None if value is None else int(str(value))
+    except ValueError:
         raise InvalidArgumentError(f"the task index must be a number; got {value!r}; TF_CONFIG is as in {_EXAMPLE}") from None
 
 

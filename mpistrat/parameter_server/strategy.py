@@ -335,10 +335,8 @@ def _initial(
     value: Any, dtype: Any, shape: Sequence[int] | None, name: str
 ) -> tuple[tuple[int, ...], np.dtype[Any], Callable[[int, int], Array]]:
     """Return the shape and dtype of an initial value, and what returns some of its rows."""
-    parameters = inspect.signature(value).parameters if shape and callable(value) else {}
-    takes_info = "shard_info" in parameters
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    takes_partition = takes_any or {"partition_shape", "partition_offset"} <= set(parameters)
+    parameters = set(inspect.signature(value).parameters) if shape and callable(value) else set()
+    takes_info, takes_partition = "shard_info" in parameters, {"partition_shape", "partition_offset"} <= parameters
     if not shape or not (takes_info or (takes_partition and dtype is not None)):
         array = initial_array(value, dtype, shape, name)
         return array.shape, array.dtype, lambda start, stop: array[start:stop] if array.ndim else array
@@ -346,11 +344,8 @@ def _initial(
 
     def rows(start: int, stop: int) -> Array:
         shard = ShardInfo((stop - start, *extents[1:]), (start, *[0] * (len(extents) - 1)))
-        partition = {"partition_shape": shard.shape, "partition_offset": shard.offset}
-        made = value(**({"shard_info": shard} if takes_info else partition))
-        if not takes_info and np.shape(made) == extents:  # it takes any keywords, and has no use for these
-            made = made[start:stop]
-        return initial_array(made, kind, shard.shape, name)
+        given = {"shard_info": shard} if takes_info else {"partition_shape": shard.shape, "partition_offset": shard.offset}
+        return initial_array(value(**given), kind, shard.shape, name)
 
     return extents, kind, rows
 
