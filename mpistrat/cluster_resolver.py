@@ -272,14 +272,9 @@ def _text(value: Any) -> str | None:
 
 
 def _index(value: Any) -> int | None:
-    if value is None:
-        return None
     try:
-        number = int(value)
-        if isinstance(value, float) and value != number:
-            raise ValueError("a fraction")
-        return number
-    except (TypeError, ValueError, OverflowError):
+        return None if value is None else int(str(value))
+    except ValueError:
         raise InvalidArgumentError(f"the task index must be a number; got {value!r}; TF_CONFIG is as in {_EXAMPLE}") from None
 
 
@@ -393,7 +388,7 @@ def tasks_of_ranks(world: World, jobs: Mapping[str, int] | None, port_base: int)
             raise InvalidArgumentError(f"jobs gives {count!r} tasks to {job!r}; a number of tasks is 0 or greater")
     if not isinstance(port_base, int) or not 0 < port_base <= 65536 - num_ports:
         raise InvalidArgumentError(
-            f"port_base must be a port, 1 to {65536 - num_ports}, that {num_ports} ports follow; got {port_base!r}"
+            f"port_base must be the first of {num_ports} ports, 1 to {65536 - num_ports}; got {port_base!r}"
         )
     if sum(counts.values()) != world.size:
         asked = ", ".join(f"{count} of {job}" for job, count in counts.items())

@@ -55,12 +55,14 @@ def start() -> MPI.Intracomm:
         return _world
 
 
-def check_launched_size(view: environment.LauncherView | None, size: int, vendor: str, version: str) -> None:
-    """Check that MPI joined all ranks that the launcher says it started: else it does not understand this launcher."""
+def check_launched_size(view: environment.LauncherView | None, size: int, text: str) -> None:
+    """Check that MPI, which says this of itself, joined all ranks that the launcher says it started: else they do not fit."""
     if view is None or view.size is None or view.size <= size:
         return
+    known = recognise(text)
+    vendor, version = (known[0].name, f" {known[1]}") if known else (text, "")
     found = (
-        f"rank {view.rank} of {view.launcher}: {view.launcher} started {view.size} ranks, but MPI ({vendor} {version}) "
+        f"rank {view.rank} of {view.launcher}: {view.launcher} started {view.size} ranks, but MPI ({vendor}{version}) "
         f"formed worlds of {size}"
     )
     if view.launcher != environment.SRUN:
@@ -68,12 +70,11 @@ def check_launched_size(view: environment.LauncherView | None, size: int, vendor
             f"{found}: this launcher does not belong to this MPI. Start with the mpiexec of {vendor}, "
             f"which `mpistrat run -n {view.size}` finds, or name the launcher's libmpi.so in MPI4PY_LIBMPI."
         )
-    options = {flavour.name: flavour.srun_option for flavour in FLAVOURS}
-    advice = options.get(vendor, "another --mpi type (`srun --mpi=list` shows them)")
-    known = ", ".join(f"{name}: {option}" for name, option in options.items())
+    advice = known[0].srun_option if known else "another --mpi type (`srun --mpi=list` shows them)"
+    accepted = ", ".join(f"{flavour.name}: {flavour.srun_option}" for flavour in FLAVOURS)
     raise LaunchError(
         f"{found}: srun's --mpi type does not fit this MPI. Use srun {advice} for {vendor}, "
-        f"or its own mpiexec inside the allocation. Accepted are {known}."
+        f"or its own mpiexec inside the allocation. Accepted are {accepted}."
     )
 
 
@@ -107,7 +108,7 @@ def _start() -> MPI.Intracomm:
     for name in chosen if view is None and MPI.Is_initialized() else ():
         os.environ.pop(name, None)
     _check_running()
-    check_launched_size(view, MPI.COMM_WORLD.size, *_vendor())
+    check_launched_size(view, MPI.COMM_WORLD.size, library_version())
     abort.watch_exit()
     os.register_at_fork(after_in_child=_begin_child)
     if checksum := _checksum(os.environ):
@@ -117,16 +118,6 @@ def _start() -> MPI.Intracomm:
     if launcher is not None and MPI.COMM_WORLD.size > 1:
         process.watch_launcher(launcher, MPI.COMM_WORLD.rank)
     return MPI.COMM_WORLD
-
-
-def _vendor() -> tuple[str, str]:
-    """Return the name of the MPI library and its version."""
-    from mpi4py import MPI
-
-    if found := recognise(MPI.Get_library_version()):
-        return found[0].name, found[1]
-    name, version = MPI.get_vendor()
-    return name, ".".join(map(str, version))
 
 
 def _check_running() -> None:

@@ -22,7 +22,7 @@ from mpistrat.errors import CollectiveError, UnavailableError
 from mpistrat.groups.group import keep_alive_for_peers
 from mpistrat.parameter_server import messages
 from mpistrat.parameter_server.functions import FunctionTable, dumps, loads, loads_error, use
-from mpistrat.parameter_server.messages import BARE, REPLY, REQUEST, Channel, Message, Receiver
+from mpistrat.parameter_server.messages import BARE, REPLY, REQUEST, Channel, Message, Received, Receiver
 from mpistrat.state.changes import METHODS
 
 # how many writes a server may have before it is asked whether it has done them
@@ -55,8 +55,8 @@ class _Pending:
     what: str
     call: int | None = None
     requests: list[messages.Request] = field(default_factory=list)
-    is_bare: bool = False  # the answer is an array without a header, unless it is an error
-    arriving: list[messages.Request] = field(default_factory=list)  # that array
+    is_bare: bool = False  # the answer is arrays without a header, unless it is an error
+    arriving: list[messages.Request] = field(default_factory=list)  # those arrays
     is_error: bool = False
     answer: bytes = b""
 
@@ -81,8 +81,6 @@ class Client:
         self._replies = [Receiver(channel, REPLY, rank) for rank in self._ranks]
         self._lock = threading.RLock()
         self._under_way: list[_Pending] = []
-        # replies that have come before the array of an earlier call: MPI does not order messages of two tags
-        self._early: dict[int, tuple[bool, bytes]] = {}
         self._given_up: tuple[BaseException, str] | None = None
         _clients[channel.group.number] = self
 
@@ -105,26 +103,19 @@ class Client:
                 if target.nbytes:
                     stop = start + len(target) if target.ndim else 0
                     message = messages.Read(next(numbers), ref.number, start, stop)
-                    self._ask(ref.server, f"read of {ref.name}", message, call=message.call, into=target)
+                    self._ask(ref.server, f"read of {ref.name}", message, call=message.call, into=(target,))
 
     def read_rows(self, parts: Sequence[tuple[VariableRef, Array, Array]]) -> None:
         """Read single rows: of which variables, which, and into which C-contiguous arrays; each server is asked once."""
         by_server: dict[int, list[tuple[VariableRef, Array, Array]]] = {}
         for part in parts:
             by_server.setdefault(part[0].server, []).append(part)
-        arrived = []
         with self._call():
             for server, shards in by_server.items():
                 refs, rows, targets = zip(*shards, strict=True)
-                wanted = np.array([[ref.number for ref in refs], [len(one) for one in rows]], np.int64)
-                into = targets[0] if len(targets) == 1 else np.concatenate(targets)  # one answer has the rows of all
+                wanted = np.concatenate(([ref.number for ref in refs], [len(one) for one in rows], *rows))
                 message = messages.Gather(next(numbers), len(shards))
-                self._ask(server, "read of rows", message, wanted, *rows, call=message.call, into=into)
-                arrived.append((targets, into))
-        for targets, into in arrived:
-            if len(targets) > 1:
-                for target, own in zip(targets, np.split(into, np.cumsum([len(one) for one in targets[:-1]])), strict=True):
-                    target[...] = own
+                self._ask(server, "read of rows", message, wanted, call=message.call, into=targets)
 
     def write(self, method: str, parts: Sequence[tuple[VariableRef, Array, Array | None]]) -> None:
         """Change variables, or rows with these indices, by one of `METHODS`, before anything that this rank asks for later."""
@@ -191,13 +182,13 @@ class Client:
                 raise
 
     def _ask(
-        self, server: int, what: str, message: Message, *payload: Any, call: int | None = None, into: Array | None = None
+        self, server: int, what: str, message: Message, *payload: Any, call: int | None = None, into: Sequence[Array] = ()
     ) -> _Pending:
-        """Start to ask a server for something; it answers a call, perhaps without a header, `into` an array."""
-        rank, pending = self._ranks[server], _Pending(server, what, call, is_bare=into is not None)
+        """Start to ask a server for something; it answers a call, perhaps without a header, `into` arrays."""
+        rank, pending = self._ranks[server], _Pending(server, what, call, is_bare=bool(into))
         self._under_way.append(pending)
-        if call is not None and into is not None:
-            self.channel.receive(pending.arriving, rank, BARE, call, into)
+        for target in into:
+            self.channel.receive(pending.arriving, rank, BARE, message[0], target)
         self.channel.send(pending.requests, rank, REQUEST, message, *payload)
         return pending
 
@@ -240,31 +231,31 @@ class Client:
         losses = len(lost)
         has_sent = self.channel.have_ended(pending.requests, lost)  # all of them, also where the server is lost
         has_arrived = self.channel.have_ended(pending.arriving, lost)
-        if len(lost) > losses:
-            pending.call = None  # no answer comes
-        if not has_sent or pending.call is None or (pending.is_bare and has_arrived):
-            return has_sent and has_arrived
-        try:
-            if pending.call not in self._early:
-                received = self._replies[pending.server].poll()
-                if received is None:
-                    return False
-                call = received.message.call
-                if call != pending.call and not (pending.is_bare and any(one.call == call for one in self._under_way)):
-                    raise CollectiveError(
-                        f"{self.channel.name}: waited for {self._waits_for()}, request {pending.call}; "
-                        f"what came answers request {call}"
-                    )
-                self._early[call] = bool(received.message.is_error), bytes(self.channel.payload(received))
-                if call != pending.call:
-                    return False
-            pending.is_error, pending.answer = self._early.pop(pending.call)
-            for request in pending.arriving:  # nothing comes for them: the answer is an error
-                request.Cancel()
-                request.Free()
-        except UnavailableError as error:
-            lost.append(error)
-        return True
+        if len(lost) > losses or (pending.is_bare and has_arrived):
+            pending.call = None  # no other answer comes
+        if has_sent and pending.call is not None:
+            try:
+                if (received := self._replies[pending.server].poll()) is not None:
+                    self._take_answer(received)
+            except UnavailableError as error:
+                lost.append(error)
+                pending.call = None
+        return has_sent and pending.call is None and not pending.arriving
+
+    def _take_answer(self, received: Received) -> None:
+        """Give an answer to what has asked: an error may come before the array of an earlier call, which has another tag."""
+        call, is_error = received.message
+        pending = next((one for one in self._under_way if one.call == call), None)
+        if pending is None:
+            raise CollectiveError(
+                f"{self.channel.name}: waited for {self._waits_for()}, request {self._under_way[0].call}; "
+                f"what came answers request {call}"
+            )
+        pending.call, pending.is_error, pending.answer = None, is_error, bytes(self.channel.payload(received))
+        for request in pending.arriving:  # nothing comes for them: the answer is an error
+            request.Cancel()
+            request.Free()
+        pending.arriving.clear()
 
 
 def _raise_first_error(asked: Sequence[_Pending]) -> None:

@@ -67,8 +67,9 @@ class RemoteValue:
         self._wait(self)
         if self._error is not None:
             raise self._error
-        if self._data is not None:
-            self._value, self._data = loads(self._data), None
+        data = self._data
+        if data is not None:
+            self._value, self._data = loads(data), None
         return self._value
 
     get = fetch
@@ -181,7 +182,8 @@ class Dispatcher:
             self.wait(lambda: bool(self._unavailable) or time.monotonic() > deadline, "news of what a worker has lost")
         self._check_available()
         error, self._error = self._error, None
-        raise error
+        if error is not None:  # no other thread has raised it meanwhile
+            raise error
 
     def stop(self, patience: float = math.inf) -> None:
         """Cancel what has not begun, and end the workers, then the servers; where functions run for longer, call it again."""
@@ -199,6 +201,7 @@ class Dispatcher:
             self._beside.join()
         self._receiver.close()
         self._client.close()
+        self._channel.close()
 
     def _pump(self) -> None:
         while (received := self._receiver.poll()) is not None:

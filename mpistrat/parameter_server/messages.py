@@ -25,7 +25,6 @@ from mpistrat.errors import DeadlineExceededError, UnavailableError
 from mpistrat.groups.agreement import pause
 from mpistrat.groups.group import keep_alive_for_peers
 from mpistrat.launch.abort import acknowledge_losses, survives_losses
-from mpistrat.launch.openmpi import num_cores, yields_when_idle
 from mpistrat.logger import logger
 from mpistrat.parameter_server.tasks import TaskGroup
 from mpistrat.watch.recorder import encoded, recorder
@@ -44,7 +43,6 @@ _PAYLOAD, _TAGS, _NUMBERS_IN_TAGS = 16, 4, 4096
 _INLINE_BYTES = 16 << 10
 # a message below each transport's eager limit has come as a whole, and cannot stop half-way when its rank is lost
 _INLINE_BYTES_WHERE_RANKS_ARE_LOST = 3 << 10
-_POLLS = 100  # before the core is given away, where each rank has one of its own
 _RECORDED_FROM_SECONDS = 0.01  # a wait that is shorter is not recorded
 _NOTIFIED_WITHIN_SECONDS = 2.0  # a message may fail before the launcher has reported that its rank is gone
 
@@ -65,7 +63,7 @@ class Read(NamedTuple):  # send rows of a variable, without a header, or answer 
     stop: int
 
 
-class Gather(NamedTuple):  # likewise single rows; the payload: variables, how many rows of each, and which
+class Gather(NamedTuple):  # likewise single rows, an array of each variable; the payload: these, how many of each, and which
     call: int
     num_variables: int
 
@@ -163,7 +161,8 @@ class Channel:
 
         assert group.comm is not None, "an evaluator takes part in no communication"
         self.group, self.comm, self.failure = group, group.comm, MPI.Exception
-        self.name = group.names[self.comm.Get_rank()]
+        self.rank = self.comm.Get_rank()
+        self.name = group.names[self.rank]
         self.activity = Activity(self.name.partition(" (")[0])
         self.survives = survives_losses(os.environ)  # the loss of ranks
         self.inline_bytes = _INLINE_BYTES_WHERE_RANKS_ARE_LOST if self.survives else _INLINE_BYTES
@@ -171,13 +170,12 @@ class Channel:
         self._seconds = group.settings[settings.TIMEOUT_SECONDS]
         self._patience = group.settings[settings.STALL_SECONDS]
         self._most = group.settings[settings.MAX_MESSAGE_BYTES]
-        is_crowded = self.comm.Get_size() > num_cores() or yields_when_idle(os.environ)
-        self.polls = 0 if is_crowded else _POLLS
 
     def send(self, requests: list[Request], rank: int, tag: int, message: Message, *payload: Buffer) -> list[Request]:
         """Start to send a message and C-contiguous arrays or bytes, which stay as they are until the requests have ended.
 
-        As in all methods that start something, the requests are added to a list, which is returned: an interrupt loses none.
+        What goes as several is received as so many: `payload` takes one. As in all methods that start something, the requests
+        are added to a list, which is returned: an interrupt loses none.
         """
         views = [*map(_as_bytes, payload)]
         nbytes = sum(map(len, views))
@@ -189,9 +187,10 @@ class Channel:
         parts = [part for view in views for part in self._parts(view, rank, payload_tag)]
         return self._start(requests, self.comm.Isend, [(header, rank, tag), *parts])
 
-    def send_bare(self, requests: list[Request], rank: int, call: int, array: Buffer) -> list[Request]:
-        """Start to send an array as the reply to a call, without a header, to a rank that knows what it will be."""
-        return self._start(requests, self.comm.Isend, self._parts(_as_bytes(array), rank, _payload_tag(BARE, call)))
+    def send_bare(self, rank: int, call: int, arrays: Sequence[Buffer]) -> list[Request]:
+        """Start to send arrays as the reply to a call, without a header, to a rank that knows what they will be."""
+        tag = _payload_tag(BARE, call)
+        return self._start([], self.comm.Isend, [part for one in arrays for part in self._parts(_as_bytes(one), rank, tag)])
 
     def receive(self, requests: list[Request], rank: int, tag: int, number: int, target: Buffer) -> list[Request]:
         """Start to receive what `send_bare` sends for a call, or a part of the payload of a message with this first field."""
@@ -202,6 +201,11 @@ class Channel:
         kind, pack = _PACKED[Stopped]
         taken = self._start([], self.comm.Issend, [(pack(kind, 0), self.group.chief, RESULT)])
         self.wait(taken, lambda: "the chief, to take what this task has sent", has_deadline=False)
+
+    def close(self) -> None:
+        """Free the communicator, when all tasks have ended; where ranks are lost, what they did not take stays in it."""
+        if not self.survives:
+            self.comm.Free()
 
     def receive_payload(self, received: Received, *targets: Buffer) -> None:
         """Receive the payload of a message into arrays that together have its size."""
@@ -239,9 +243,6 @@ class Channel:
 
     def wait_until(self, has_come: Callable[[], object], what: Callable[[], str], *, has_deadline: bool = True) -> None:
         """Wait until a condition holds, as `wait` does."""
-        for _ in range(self.polls):
-            if has_come():
-                return
         began = time.monotonic()
         limit = self._seconds if has_deadline and self._seconds else float("inf")
         patience = self._patience or float("inf")
@@ -286,7 +287,7 @@ class Channel:
         """Check that a needed rank is not known to be lost: all ranks raise that, and the lowest one that is left prints it."""
         if rank in self.lost:
             error = self.lost_error([rank])
-            error.raised_everywhere = self.comm.Get_rank() != min(set(range(self.comm.Get_size())) - self.lost)
+            error.raised_everywhere = self.rank != min(set(range(self.comm.Get_size())) - self.lost)
             raise error
 
     def lost_error(self, ranks: Sequence[int]) -> UnavailableError:

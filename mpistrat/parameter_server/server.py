@@ -102,16 +102,18 @@ class _Task:
 
     def _answer(self, received: Received, call: int, run: Callable[[], bytes]) -> None:
         """Call a function, and answer the bytes that it returns, or its error."""
-        is_error = False
+        answer: bytes | Exception
         try:
             answer = run()
         except Exception as error:
-            is_error, answer = True, dumps_error(error, self.channel.name)
+            answer = error
         self.channel.activity.set(self.idle)
-        self._send_result(received.source, call, is_error, answer)
+        self._send_result(received.source, call, answer)
 
-    def _send_result(self, rank: int, call: int, is_error: bool = False, answer: bytes = b"") -> None:
-        self._keep_sending(rank, self.channel.send([], rank, self.answers, messages.Result(call, is_error), answer))
+    def _send_result(self, rank: int, call: int, answer: bytes | Exception) -> None:
+        is_error = isinstance(answer, Exception)
+        data = dumps_error(answer, self.channel.name) if isinstance(answer, Exception) else answer
+        self._keep_sending(rank, self.channel.send([], rank, self.answers, messages.Result(call, is_error), data))
 
     def _keep_sending(self, rank: int, requests: list[messages.Request], variable: int = -1) -> None:
         if not self.channel.have_ended(requests, []):
@@ -144,21 +146,21 @@ class VariableServer(_Task):
         self._answer(received, message.variable, create)
 
     def read(self, message: messages.Read, received: Received) -> None:
-        def rows() -> Array:
+        def rows() -> list[Array]:
             array = self._variable(message.variable).value
-            return array[message.start : message.stop] if array.ndim else array
+            return [array[message.start : message.stop] if array.ndim else array]
 
         self._send_rows(received, rows, message.variable)
 
     def gather(self, message: messages.Gather, received: Received) -> None:
         asked = np.frombuffer(self.channel.payload(received), np.int64)
 
-        def rows() -> Array:
+        def rows() -> list[Array]:
             found, start = [], 2 * message.num_variables
             for number, num_rows in asked[:start].reshape(2, -1).T.tolist():
                 found.append(self._variable(number).value.take(asked[start : start + num_rows], axis=0))
                 start += num_rows
-            return found[0] if len(found) == 1 else np.concatenate(found)
+            return found
 
         self._send_rows(received, rows)
 
@@ -192,19 +194,17 @@ class VariableServer(_Task):
         self._answer(received, message.call, run)
 
     def flush(self, message: messages.Flush, received: Received) -> None:
-        error = self._failed.pop(received.source, None)
-        answer = b"" if error is None else dumps_error(error, self.channel.name)
-        self._send_result(received.source, message.call, error is not None, answer)
+        self._send_result(received.source, message.call, self._failed.pop(received.source, b""))
 
-    def _send_rows(self, received: Received, rows: Callable[[], Array], variable: int = -1) -> None:
-        """Answer a call with what a function returns, without a header, or with its error."""
+    def _send_rows(self, received: Received, rows: Callable[[], list[Array]], variable: int = -1) -> None:
+        """Answer a call with the arrays that a function returns, without a header, or with its error."""
         source, call = received.source, received.message.call
         try:
             found = rows()
         except Exception as error:
-            self._send_result(source, call, True, dumps_error(error, self.channel.name))
+            self._send_result(source, call, error)
         else:
-            self._keep_sending(source, self.channel.send_bare([], source, call, found), variable)
+            self._keep_sending(source, self.channel.send_bare(source, call, found), variable)
 
     def _variable(self, number: int) -> StoredVariable:
         if number not in self._variables:

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
@@ -247,7 +248,7 @@ class ParameterServerExtended(StrategyExtended):
             shard, if `shape` and `dtype` are given: so a table may be larger than the memory of the chief.
         """
         name, group = str(name or "Variable"), self._client.channel.group
-        if group.task_type != CHIEF:
+        if self._client.channel.rank != group.chief:
             raise RuntimeError(
                 f"{name} was made in a function that {self._client.channel.name} runs: make variables on the chief, in "
                 "strategy.scope(), and use them in the function"
@@ -334,10 +335,8 @@ def _initial(
     value: Any, dtype: Any, shape: Sequence[int] | None, name: str
 ) -> tuple[tuple[int, ...], np.dtype[Any], Callable[[int, int], Array]]:
     """Return the shape and dtype of an initial value, and what returns some of its rows."""
-    parameters = inspect.signature(value).parameters if shape and callable(value) else {}
-    takes_info = "shard_info" in parameters
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    takes_partition = takes_any or {"partition_shape", "partition_offset"} <= set(parameters)
+    parameters = set(inspect.signature(value).parameters) if shape and callable(value) else set()
+    takes_info, takes_partition = "shard_info" in parameters, {"partition_shape", "partition_offset"} <= parameters
     if not shape or not (takes_info or (takes_partition and dtype is not None)):
         array = initial_array(value, dtype, shape, name)
         return array.shape, array.dtype, lambda start, stop: array[start:stop] if array.ndim else array
@@ -345,11 +344,8 @@ def _initial(
 
     def rows(start: int, stop: int) -> Array:
         shard = ShardInfo((stop - start, *extents[1:]), (start, *[0] * (len(extents) - 1)))
-        partition = {"partition_shape": shard.shape, "partition_offset": shard.offset}
-        made = value(**({"shard_info": shard} if takes_info else partition))
-        if not takes_info and np.shape(made) == extents:  # it takes any keywords, and has no use for these
-            made = made[start:stop]
-        return initial_array(made, kind, shard.shape, name)
+        given = {"shard_info": shard} if takes_info else {"partition_shape": shard.shape, "partition_offset": shard.offset}
+        return initial_array(value(**given), kind, shard.shape, name)
 
     return extents, kind, rows
 
@@ -422,7 +418,7 @@ class Server:
             self._group = join_cluster(self._cluster, self._job, self._index)
 
     def join(self) -> None:
-        """Serve until the chief closes the strategy or its program ends; for an evaluator, return at once.
+        """Serve until the chief closes the strategy or its program ends; for an evaluator, and from then on, return at once.
 
         Raises
         ------
@@ -435,16 +431,17 @@ class Server:
             raise RuntimeError("the server was made with start=False: call start() on all ranks before join()")
         if self._group.comm is None:
             return
-        channel = Channel(self._group)
+        channel, self._group = Channel(self._group), replace(self._group, comm=None)
         if self._job == PS:
             VariableServer(channel).serve()
-            return
-        client = Client(channel)
-        client.strategy = Strategy(ParameterServerExtended(client))
-        try:
-            Worker(client).serve()
-        finally:
-            client.close()
+        else:
+            client = Client(channel)
+            client.strategy = Strategy(ParameterServerExtended(client))
+            try:
+                Worker(client).serve()
+            finally:
+                client.close()
+        channel.close()
 
     def __repr__(self) -> str:
         return f"Server({self._job} {self._index})"

@@ -31,7 +31,6 @@ class TaskGroup:
     """The chief, the workers and the servers of a job, and what they talk through."""
 
     comm: MPI.Comm | None  # of these ranks alone, in the order of the ranks of the job; an evaluator has none
-    task_type: str
     chief: int  # ranks in `comm`, in the order of their task ids
     workers: tuple[int, ...]
     servers: tuple[int, ...]
@@ -97,7 +96,6 @@ def join_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | Non
     chief, workers, servers = ([ranks[kind, index] for index in cluster.task_indices(kind)] for kind in (CHIEF, WORKER, PS))
     return TaskGroup(
         comm=None if is_outside else comm,
-        task_type=str(task_type),
         chief=chief[0],
         workers=tuple(workers),
         servers=tuple(servers),

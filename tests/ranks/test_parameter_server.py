@@ -75,12 +75,14 @@ def test_strategies_of_a_process_do_not_disturb_each_other():
         servers = [mpistrat.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id) for _ in range(2)]
         for server in servers:
             server.join()
+            server.join()  # which returns at once
         return
     coordinators = [ClusterCoordinator(ParameterServerStrategy(resolver)) for _ in range(2)]
     for value, coordinator in enumerate(coordinators):
         number = variable(coordinator, value)
         assert (int(number), coordinator.schedule(lambda number=number: int(number) + 1).fetch()) == (value, value + 1)
         coordinator.strategy.close()
+        assert not coordinator.strategy.client.channel.comm, "MPI keeps no communicator of it"
         with pytest.raises(RuntimeError, match="or the strategy that made the variable was closed"):
             number.numpy()
 

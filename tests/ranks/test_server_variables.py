@@ -124,8 +124,9 @@ def test_rows_are_read_by_their_ids(coordinator, num_shards):
         np.testing.assert_array_equal(embedding_lookup(table, ids), wanted[ids])
     with pytest.raises(InvalidArgumentError, match="must be 0 to 9; got -1 to 3"):
         table.sparse_read([3, -1])
-    large = variable(coordinator, np.arange(100_000.0).reshape(1000, 100))
-    np.testing.assert_array_equal(large.sparse_read(np.arange(0, 1000, 2)), large.numpy()[::2])
+    large = variable(coordinator, np.arange(100_000.0).reshape(10_000, 10))
+    for ids in np.arange(0, 10_000, 20), np.arange(0, 10_000, 2):  # those of each server are sent with the request, or after it
+        np.testing.assert_array_equal(large.sparse_read(ids), large.numpy()[ids])
 
 
 @on_chief(FixedShardsPartitioner(5), num_servers=[1, 2])
@@ -145,7 +146,8 @@ def test_rows_are_asked_for_once_for_each_server(coordinator):
     np.testing.assert_array_equal(embedding_lookup(table, ids), np.arange(40.0).reshape(20, 2)[ids])
     channel.send = send
     assert sorted(rank for rank, _ in asked) == list(range(1, 1 + len(servers)))
-    assert sum(part.size for _, frame in asked for part in frame[3:]) == 5, "rows 0, 3, 7, 11 and 19, each once"
+    shards_and_rows = sum(part.size for _, frame in asked for part in frame[2:])
+    assert shards_and_rows == 2 * 4 + 5, "rows 0, 3, 7, 11 and 19 of four shards, each once"
 
 
 @on_chief(FixedShardsPartitioner(3))
@@ -182,17 +184,13 @@ def test_initial_values_of_shards_are_made_one_by_one(coordinator):
         asked.append((partition_shape, partition_offset))
         return np.full(partition_shape or shape, (partition_offset or [0])[0], dtype)
 
-    def ignores(**kwargs):
-        return np.arange(10.0).reshape(5, 2)
-
     for rows in of_shard, partial(of_partition, (5, 2), np.int64):
         table = variable(coordinator, rows, shape=(5, 2), dtype=np.int64)
         np.testing.assert_array_equal(table[:, 0], [0, 0, 0, 3, 3])
     assert asked == 2 * [((3, 2), (0, 0)), ((2, 2), (3, 0))]
-    np.testing.assert_array_equal(variable(coordinator, ignores, shape=(5, 2), dtype=np.float64), ignores())
     np.testing.assert_array_equal(variable(coordinator, lambda: [[1.0], [2.0]]), [[1], [2]])
     with pytest.raises(InvalidArgumentError, match=r"must have shape \(3, 2\); got an initial value of shape \(3, 1\)"):
-        variable(coordinator, lambda **kwargs: np.zeros((3, 1)), shape=(5, 2), dtype=np.float64)
+        variable(coordinator, lambda shard_info: np.zeros((3, 1)), shape=(5, 2))
 
 
 @on_chief(lambda shape, dtype: [2, 2])
@@ -205,23 +203,6 @@ def test_variables_that_cannot_be_are_refused(coordinator):
         variable(coordinator, np.ones((4, 4)))
     with pytest.raises(RuntimeError, match=r"make variables on the chief, in strategy.scope\(\)"):
         coordinator.schedule(lambda: mpistrat.Variable(1.0)).fetch()
-
-
-def cannot_be_unpickled():
-    raise RuntimeError("planted")
-
-
-class Name(str):
-    __slots__ = ()
-
-    def __reduce__(self):
-        return cannot_be_unpickled, ()
-
-
-@on_chief()
-def test_a_name_that_cannot_be_unpickled_serves(coordinator):
-    number = variable(coordinator, 1.0, name=Name("number"))
-    assert coordinator.schedule(lambda: (number.name, number.numpy())).fetch() == ("number", 1)
 
 
 @on_chief(num_servers=[1, 2])

@@ -168,8 +168,8 @@ def test_ranks_are_tasks_in_the_order_of_ranks():
         ({"chief": 1, "worker": 4}, 1, LaunchError, r"jobs asks for 5 tasks \(1 of chief, 4 of worker\), but 4 were"),
         ({"worker": -1}, 1, InvalidArgumentError, "jobs gives -1 tasks to 'worker'; a number of tasks is 0 or greater"),
         ({"worker": "4"}, 1, InvalidArgumentError, "jobs gives '4' tasks to 'worker'"),
-        (None, 65535, InvalidArgumentError, "port_base must be a port, 1 to 65534, that 2 ports follow; got 65535"),
-        (None, "8888", InvalidArgumentError, "port_base must be a port"),
+        (None, 65535, InvalidArgumentError, "port_base must be the first of 2 ports, 1 to 65534; got 65535"),
+        (None, "8888", InvalidArgumentError, "port_base must be the first of 2 ports"),
     ],
 )
 def test_jobs_that_ranks_cannot_be(jobs, port_base, error, message):

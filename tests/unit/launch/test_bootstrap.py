@@ -20,7 +20,7 @@ from tests.processes import python
     ],
 )
 def test_kept_promise_passes(view):
-    check_launched_size(view, 4, "Open MPI", "5.0.11")
+    check_launched_size(view, 4, "Open MPI v5.0.11")
 
 
 @pytest.mark.parametrize(
@@ -28,18 +28,23 @@ def test_kept_promise_passes(view):
     [
         (
             "srun",
-            ("Open MPI", "5.0.11"),
+            "Open MPI v5.0.11",
             "rank 2 of srun: srun started 4 ranks, but MPI (Open MPI 5.0.11) formed worlds of 1: srun's --mpi type does not "
             "fit this MPI. Use srun --mpi=pmix for Open MPI, or its own mpiexec inside the allocation. Accepted are "
             "Open MPI: --mpi=pmix, MPICH: --mpi=pmi2, MVAPICH: --mpi=pmi2, Cray MPICH: --mpi=cray_shasta, "
             "Intel MPI: --mpi=pmi2 and I_MPI_PMI_LIBRARY=<SLURM's libpmi2.so>.",
         ),
-        ("srun", ("MPICH", "1.0"), "Use srun --mpi=pmi2 for MPICH,"),
-        ("srun", ("Intel MPI", "1.0"), "Use srun --mpi=pmi2 and I_MPI_PMI_LIBRARY=<SLURM's libpmi2.so> for Intel MPI,"),
-        ("srun", ("NEC MPI", "1.0"), "Use srun another --mpi type (`srun --mpi=list` shows them) for NEC MPI,"),
+        ("srun", "MPICH Version:      1.0", "Use srun --mpi=pmi2 for MPICH,"),
+        (
+            "srun",
+            "Intel(R) MPI Library 1.0",
+            "Use srun --mpi=pmi2 and I_MPI_PMI_LIBRARY=<SLURM's libpmi2.so> for Intel MPI,",
+        ),
+        ("srun", "NEC MPI 1.0", "MPI (NEC MPI 1.0) formed worlds of 1: srun's --mpi type does not fit"),
+        ("srun", "NEC MPI 1.0", "Use srun another --mpi type (`srun --mpi=list` shows them) for NEC MPI 1.0,"),
         (
             "hydra's mpiexec",
-            ("Open MPI", "5.0.11"),
+            "Open MPI v5.0.11",
             "rank 2 of hydra's mpiexec: hydra's mpiexec started 4 ranks, but MPI (Open MPI 5.0.11) formed worlds of 1: this "
             "launcher does not belong to this MPI. Start with the mpiexec of Open MPI, which `mpistrat run -n 4` finds, or "
             "name the launcher's libmpi.so in MPI4PY_LIBMPI.",
@@ -48,7 +53,7 @@ def test_kept_promise_passes(view):
 )
 def test_worlds_of_one_name_the_right_option_or_launcher(launcher, library, message):
     with pytest.raises(LaunchError, match=re.escape(message)):
-        check_launched_size(LauncherView(launcher, 2, 4, 0, 2), 1, *library)
+        check_launched_size(LauncherView(launcher, 2, 4, 0, 2), 1, library)
 
 
 def start_here(program, **environ):
@@ -60,7 +65,6 @@ def start_here(program, **environ):
 def test_cray_mpich_is_not_taken_for_the_mpich_that_it_is_derived_from():
     program = """
 from mpi4py import MPI
-MPI.get_vendor = lambda: ("MPICH", (3, 4, 0))
 MPI.Get_library_version = lambda: "MPI VERSION    : CRAY MPICH version 8.1.25.17 (ANL base 3.4a2)"
 """
     said = start_here(program, SLURM_PROCID="0", SLURM_STEP_ID="0", SLURM_LOCALID="0", SLURM_STEP_NUM_TASKS="4")

@@ -10,7 +10,7 @@ import pytest
 from mpistrat.errors import CancelledError
 from mpistrat.parameter_server import dispatcher
 from mpistrat.parameter_server.dispatcher import Dispatcher, RemoteValue, ScheduledCall
-from mpistrat.parameter_server.functions import Pickled
+from mpistrat.parameter_server.functions import Pickled, dumps
 from mpistrat.parameter_server.messages import Received, Result
 
 
@@ -42,6 +42,19 @@ def test_it_is_idle_only_when_the_result_that_has_come_is_there(monkeypatch):
         found.pump()
     assert looked == [False]
     assert found.is_idle()
+
+
+def test_an_error_is_raised_once_where_two_threads_wait(monkeypatch):
+    found = made(monkeypatch, iter([]))
+    found._error = ValueError("of a function")
+    monkeypatch.setattr(found, "wait", lambda *arguments: setattr(found, "_error", None))  # the other one raises it meanwhile
+    found.raise_error()
+
+
+def test_a_value_that_another_thread_has_loaded_meanwhile_is_there(monkeypatch):
+    found = [dumps(3, "a result"), None]  # at a first and a second look
+    monkeypatch.setattr(RemoteValue, "_data", property(lambda _: found.pop(0), lambda *_: None), raising=False)
+    assert RemoteValue(MagicMock()).fetch() == 3
 
 
 def test_an_interrupt_loses_no_call(monkeypatch):
