@@ -30,7 +30,7 @@ from mpistrat.launch.environment import MOST_RANKS
 from mpistrat.text import parse_spans
 
 MAGIC = int.from_bytes(b"mpistrat", "little")
-VERSION = 6
+VERSION = 7
 
 # the ranks of a collective, if their list is too long for an entry of the table
 NOT_LISTED, LONGEST_TEXT = "?", 400
@@ -46,8 +46,9 @@ class State(IntEnum):
 
 
 # `started`: of the process, in clock ticks since the host booted; `namespace`: of its pid; `looked`: when the watching thread
-# last woke; `now_at`, `sampled`: the line at which the main thread was seen last, and when; `threads`: how many make calls
-_WORDS = ("magic", "version", "state", "pid", "started", "namespace", "rank", "size", "looked", "now_at", "sampled", "threads")
+# last woke; `now_at`, `sampled`: the line at which the main thread was seen last, and when; `threads`: how many make calls;
+# `awaited`: whether the main thread waits for what was started, so that the program does not go on meanwhile
+_WORDS = "magic version state pid started namespace rank size looked now_at sampled threads awaited".split()
 _TEXTS = {"node": "S256", "host": "S256", "program": "S1024", "activity": "S512"}
 HEADER = np.dtype([*((name, "u8") for name in _WORDS), *_TEXTS.items()])
 RING = np.dtype([(name, "u8") for name in ("number", "communicator", "text", "line", "entered", "left")])
@@ -217,7 +218,7 @@ class RankFile:
             (now - entered) / 1e9,
             (now - left) / 1e9 if has_left else None,
             has_failed and has_left,
-            bool(line & STARTED_BIT),
+            bool(line & STARTED_BIT) and (has_left or not self._header["awaited"]),
             ranks,
             nbytes,
         )
