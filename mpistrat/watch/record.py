@@ -48,9 +48,10 @@ class State(IntEnum):
 # `started`: of the process, in clock ticks since the host booted; `namespace`: of its pid; `looked`: when the watching thread
 # last woke; `now_at`, `sampled`: the line at which the main thread was seen last, and when; `threads`: how many make calls;
 # `awaited`: whether the main thread waits for what was started, so that the program does not go on meanwhile
-_WORDS = "magic version state pid started namespace rank size looked now_at sampled threads awaited".split()
+_OF_RANK = ("magic", "version", "state", "pid", "started", "namespace", "rank", "size")
+_OF_THREADS = ("looked", "now_at", "sampled", "threads", "awaited")
 _TEXTS = {"node": "S256", "host": "S256", "program": "S1024", "activity": "S512"}
-HEADER = np.dtype([*((name, "u8") for name in _WORDS), *_TEXTS.items()])
+HEADER = np.dtype([*((name, "u8") for name in (*_OF_RANK, *_OF_THREADS)), *_TEXTS.items()])
 RING = np.dtype([(name, "u8") for name in ("number", "communicator", "text", "line", "entered", "left")])
 # an entry that overwrites another one gets a new index, so that references to the old one are recognised as stale
 _ENTRY = [("index", "u8"), ("first", "u8"), ("second", "u8")]
