@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpistrat.execution.select import TRANSPORTS
 from mpistrat.launch.mpiexec import command
 from tests.gpu.fault import FAULTS
 from tests.gpu.machine import Machine
@@ -173,7 +172,6 @@ PROBES: tuple[Probe, ...] = (
             ("sums", "calls sums", {}),
         )
     ),
-    *(_conformance(transport, "1x2") for transport in TRANSPORTS),
     *(_conformance(transport, shape, "GPU") for transport in ("staged", "cuda_ipc") for shape in SHAPES),
     *(_strategy(shape) for shape in SHAPES),
     _strategy("2x2", "staged"),

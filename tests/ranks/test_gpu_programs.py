@@ -12,13 +12,33 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
-from tests.gpu import calls, graphs, host_time, interop, null_device, sanitizer, soak, streams, torch_backward, verbs_rank
+from tests.gpu import (
+    calls,
+    conformance,
+    graphs,
+    host_time,
+    interop,
+    null_device,
+    sanitizer,
+    soak,
+    streams,
+    torch_backward,
+    verbs_rank,
+)
 from tests.gpu.bound import stand_in
 from tests.gpu.stand_in import UNFINISHED
 from tests.launches import on_ranks, up_to_ranks
 from tests.other_arrays import installed
 
 DELAY_TURNS = 400
+
+
+@on_ranks(2)
+def test_the_kit_runs_where_a_transport_does_not_decline(comm, monkeypatch):
+    monkeypatch.setattr(conformance.SUBJECTS["cuda_ipc"], "probe", lambda group: "planted" * (group.rank == 1))
+    with stand_in(comm):
+        assert conformance.main("staged", "2x1")["checks"] > 800
+        assert conformance.main("cuda_ipc", "1x2") == {"skipped": "planted"}
 
 
 @contextmanager
