@@ -29,6 +29,7 @@ _NCCL = {
     "NCCL_DEBUG": "WARN",
 }
 _IN_CHUNKS = {"MPISTRAT_ALGORITHM": "hierarchical", "MPISTRAT_CHUNK_BYTES": "1MiB"}
+_TRAINED = {"largest_difference": 1e-3, "weights_differ_by": 1e-3}
 _OUT = ("", "_out")  # a new result, and one where it is told
 _BY_NCCL = ("NCCL", "shared GPU")  # what ranks that share a GPU need to be joined by NCCL
 
@@ -188,7 +189,9 @@ PROBES: tuple[Probe, ...] = (
     *(_fault(when, "cuda_ipc") for when in ("first", "late")),
     _open_close("cuda_ipc", 100),
     _soak("cuda_ipc", 200.0),
-    _probe("training", "training_pair 4 2x2", *("MPI", "GPU", "scikit-learn"), most={"largest_difference": 1e-3}, seconds=90.0),
+    _probe(
+        "training", "training_pair", "GPU", "scikit-learn", ranks=4, most=_TRAINED, seconds=90.0, MPISTRAT_VIRTUAL_NODES="2x2"
+    ),
     *(_conformance("nccl", f"1x{number}", "GPU", "NCCL", f"{number} GPUs") for number in (1, 2, 4)),
     *(_conformance("nccl", shape, "GPU", *_BY_NCCL, way="with several ranks on a GPU", more="CuPy") for shape in SHAPES),
     _conformance("nccl", "1x1", "GPU", "NCCL", "nccl4py", way="by nccl4py", more="nccl4py"),

@@ -29,6 +29,7 @@ from tests.gpu.bound import stand_in
 from tests.gpu.stand_in import UNFINISHED
 from tests.launches import on_ranks, up_to_ranks
 from tests.other_arrays import installed
+from tests.reference import of_verb
 
 DELAY_TURNS = 400
 
@@ -60,6 +61,15 @@ def test_every_verb_on_device_arrays(comm, monkeypatch):
         found = verbs_rank.check(strategy)
     assert "staged" in found["path"]
     assert found["compared"] > 200
+
+
+@up_to_ranks(1)
+def test_a_wrong_sum_is_told(monkeypatch):
+    wrong = lambda verb, rows, place, rank, op: (of_verb(verb, rows, place, rank, op)[0] + (op == "MEAN"), None)  # noqa: E731
+    monkeypatch.setattr(verbs_rank, "of_verb", wrong)
+    strategy = mpistrat.OneDeviceStrategy("cpu:0")
+    with pytest.raises(AssertionError, match=r"all_reduce\(mean, float32\), call 0: got float32 \(\), and not what NumPy"):
+        strategy.run(verbs_rank._try_all, args=(strategy,))
 
 
 @on_ranks(2)
