@@ -169,8 +169,8 @@ PROBES: tuple[Probe, ...] = (
         for where, needs in (("2 GPUs", ("NCCL", "2 GPUs")), ("a GPU that they share", _BY_NCCL))
         for name, words, most in (
             ("host time", "host_time real", {"all_reduce, one array": 30}),
-            ("overhead", "calls overhead", {f"ratio{out}_{size}": 1.05 for size in ("16MiB", "256MiB") for out in _OUT}),
-            ("sums", "calls sums", {}),
+            ("overhead", "host_time overhead", {f"ratio{out}_{size}": 1.05 for size in ("16MiB", "256MiB") for out in _OUT}),
+            ("sums", "host_time sums", {}),
         )
     ),
     *(_conformance(transport, shape, "GPU") for transport in ("staged", "cuda_ipc") for shape in SHAPES),

@@ -13,7 +13,6 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
 from tests.gpu import (
-    calls,
     conformance,
     graphs,
     host_time,
@@ -76,12 +75,12 @@ def test_a_wrong_sum_is_told(monkeypatch):
 def test_calls_are_compared_with_those_of_a_binding(comm):
     with stand_in(comm) as device:
         communicator = Communicator(Hierarchy(comm, World.from_shape("1x2")))
-        with calls.raw_nccl(comm, communicator._gpu.executor.intra._nccl) as raw:
-            figures = calls.overhead(communicator, device, raw, {"4KiB": 4096}, rounds=2)
+        with host_time.raw_nccl(comm, communicator._gpu.executor.intra._nccl) as raw:
+            figures = host_time.overhead(communicator, device, raw, {"4KiB": 4096}, rounds=2)
         assert figures.keys() == {*(f"{way}_us_4KiB" for way in ("nccl", "call", "out")), "ratio_4KiB", "ratio_out_4KiB"}
         assert min(figures.values()) > 0
         with pytest.raises(AssertionError, match="nccl of 1024 elements of float32"):
-            calls.overhead(communicator, device, lambda *_: None, {"4KiB": 4096}, rounds=1)
+            host_time.overhead(communicator, device, lambda *_: None, {"4KiB": 4096}, rounds=1)
         communicator.close()
 
 
@@ -89,13 +88,13 @@ def test_calls_are_compared_with_those_of_a_binding(comm):
 def test_ways_to_sum_are_timed(comm, monkeypatch):
     small, large = {"4KiB": 4096}, {"64KiB": 1 << 16}
     with stand_in(comm) as device:
-        figures = calls.sums(comm, device, small, large, rounds=1)
+        figures = host_time.sums(comm, device, small, large, rounds=1)
         ways = [f"{way}_us_4KiB" for way in ("one_shot", "two_shots", "nccl")]
         assert [*figures] == [*ways, "bfloat16_in_float32_us_64KiB", "bfloat16_native_us_64KiB"]
         assert min(figures.values()) > 0
         monkeypatch.setattr(Communicator, "all_reduce", lambda *_, **__: None)  # fast, and wrong
         with pytest.raises(AssertionError, match=r"one_shot of 1024 elements of float32 gave a wrong result"):
-            calls.sums(comm, device, small, large, rounds=1)
+            host_time.sums(comm, device, small, large, rounds=1)
 
 
 @up_to_ranks(1)
