@@ -109,9 +109,9 @@ class Neighbours:
                 with suppress(OSError, ValueError):
                     same = known is not None and known[0] == entry.inode()
                     found[entry.name] = known if known and same else (entry.inode(), RankFile.open(Path(entry.path)))
-        # a rank that has ended removes its file; its last contents stay mapped
-        self._files |= found
-        files = {file.rank: file for _, file in self._files.values()}
+        # a rank that has ended removes its file; its last contents stay mapped. Another thread may look, too
+        every = self._files = self._files | found
+        files = {file.rank: file for _, file in every.values()}
         if self._own is not None:
             files[self._own.rank] = self._own
         return [files[rank] for rank in sorted(files)]

@@ -8,8 +8,8 @@ import pytest
 from mpistrat.errors import AgreementError, UnavailableError
 from mpistrat.launch import process
 from mpistrat.watch import states as states_of
-from mpistrat.watch.record import NOT_LISTED, RecordedCall
-from mpistrat.watch.recorder import hash_of
+from mpistrat.watch.record import NOT_LISTED, RankFile, RecordedCall
+from mpistrat.watch.recorder import FlightRecorder, hash_of
 from mpistrat.watch.states import RankState, decode, encode, stall_report
 from mpistrat.watch.verdict import Notice, Notices, judge, waits_for
 from mpistrat.watch.watcher import Watcher
@@ -254,3 +254,19 @@ def test_of_a_wrapper_and_the_program_that_it_starts_the_later_one_is_the_rank(m
     monkeypatch.setattr(states_of, "job_name", lambda *_: tmp_path.name)
     [rank], _ = states_of.Neighbours(tmp_path).states(expected=range(2))
     assert (rank.rank, rank.pid, rank.state) == (1, *((low, "absent") if later else (high, "stopped")))
+
+
+def test_files_may_be_looked_at_by_two_threads(tmp_path, monkeypatch):
+    neighbours, found = states_of.Neighbours(tmp_path), []
+
+    def rank(file):
+        if not found:  # here another thread comes, which finds one more
+            found.append(FlightRecorder(tmp_path / "rank-1", 1, 2))
+            neighbours.files()
+        return int(file._header["rank"])
+
+    FlightRecorder(tmp_path / "rank-0", 0, 2)
+    files = neighbours.files()
+    monkeypatch.setattr(RankFile, "rank", property(rank))
+    assert neighbours.files()[0] is files[0]
+    assert [file.pid for file in neighbours.files()] == [os.getpid()] * 2
