@@ -219,7 +219,7 @@ class _Awaited:
     @staticmethod
     def _tell(is_awaited: bool) -> None:
         if threading.current_thread() is threading.main_thread():
-            recorder().await_started(is_awaited)
+            recorder().note(awaited=is_awaited)
 
 
 _engine = _Engine()

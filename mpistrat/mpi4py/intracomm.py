@@ -152,9 +152,7 @@ class WrappedIntracomm(MPI.Intracomm):
         """Wait until all ranks have come here. A collective call."""
         self.open().barrier()
 
-    def barrier(self) -> None:
-        """Wait until all ranks have come here: as `Barrier`, which ranks may mix it with. A collective call."""
-        self.open().barrier()
+    barrier = Barrier  # ranks may mix them
 
     def Free(self) -> None:  # noqa: N802
         """Free the communicator, and what makes its collectives. A collective call."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from mpistrat.checkpoint import files
 from mpistrat.errors import CheckpointError
-from mpistrat.text import format_bytes, format_table
+from mpistrat.text import format_bytes, format_count, format_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,10 +35,11 @@ def execute(arguments: argparse.Namespace) -> int:
         print(json.dumps(rows))
     for row in [] if arguments.json else rows:
         found, ending = row.get("arrays", {}), ", whole" if action == "verify" else ""
-        told = row.get("error") or f"step {row['step']}, {len(found)} arrays of {format_bytes(row['bytes'])}{ending}"
+        what = format_count(len(found), "array")
+        told = row.get("error") or f"step {row['step']}, {what} of {format_bytes(row['bytes'])}{ending}"
         print(f"{row['path']}  {told}")
         if action == "show" and found:
-            print(f"written by {row['ranks']} ranks, mpistrat {row['version']}\n")
+            print(f"written by {format_count(row['ranks'], 'rank')}, mpistrat {row['version']}\n")
             print(format_table([(name, f"{spec['dtype']} {spec['shape']}") for name, spec in found.items()]))
     return int(any("error" in row for row in rows))
 

@@ -24,15 +24,18 @@ _SECONDS = 60.0
 # runs in a separate process, because a broken CuPy or driver may crash it
 _GPU = """
 import json
-import cupy
-found = {"gpus": [cupy.cuda.runtime.getDeviceProperties(i)["name"].decode() for i in range(cupy.cuda.runtime.getDeviceCount())]}
-try:
-    from mpistrat.transports.nccl_bindings import find_binding, nccl4py_refusal
+from cupy.cuda import runtime
+found = {"gpus": [runtime.getDeviceProperties(index)["name"].decode() for index in range(runtime.getDeviceCount())]}
+for name, number in {"CUDA": runtime.runtimeGetVersion(), "CUDA driver": runtime.driverGetVersion()}.items():
+    found[name] = f"{number // 1000}.{number // 10 % 100}"
+from mpistrat.transports.nccl import NcclTransport
+from mpistrat.transports.nccl_bindings import find_binding, nccl4py_refusal, version_text
+if refusal := NcclTransport.probe(None):
+    found["nccl problem"] = refusal
+else:
     refusal = nccl4py_refusal()
+    found["nccl"] = version_text(find_binding().get_version())
     found["nccl binding"] = f"CuPy's (nccl4py: {refusal})" if refusal else "nccl4py"
-    found["nccl"] = find_binding().get_version()
-except (ImportError, AttributeError) as error:
-    found["nccl"] = str(error)
 print(json.dumps(found))
 """
 

@@ -30,7 +30,7 @@ from mpistrat.launch.environment import MOST_RANKS
 from mpistrat.text import parse_spans
 
 MAGIC = int.from_bytes(b"mpistrat", "little")
-VERSION = 6
+VERSION = 7
 
 # the ranks of a collective, if their list is too long for an entry of the table
 NOT_LISTED, LONGEST_TEXT = "?", 400
@@ -46,10 +46,12 @@ class State(IntEnum):
 
 
 # `started`: of the process, in clock ticks since the host booted; `namespace`: of its pid; `looked`: when the watching thread
-# last woke; `now_at`, `sampled`: the line at which the main thread was seen last, and when; `threads`: how many make calls
-_WORDS = ("magic", "version", "state", "pid", "started", "namespace", "rank", "size", "looked", "now_at", "sampled", "threads")
+# last woke; `now_at`, `sampled`: the line at which the main thread was seen last, and when; `threads`: how many make calls;
+# `awaited`: whether the main thread waits for what was started, so that the program does not go on meanwhile
+_OF_RANK = ("magic", "version", "state", "pid", "started", "namespace", "rank", "size")
+_OF_THREADS = ("looked", "now_at", "sampled", "threads", "awaited")
 _TEXTS = {"node": "S256", "host": "S256", "program": "S1024", "activity": "S512"}
-HEADER = np.dtype([*((name, "u8") for name in _WORDS), *_TEXTS.items()])
+HEADER = np.dtype([*((name, "u8") for name in (*_OF_RANK, *_OF_THREADS)), *_TEXTS.items()])
 RING = np.dtype([(name, "u8") for name in ("number", "communicator", "text", "line", "entered", "left")])
 # an entry that overwrites another one gets a new index, so that references to the old one are recognised as stale
 _ENTRY = [("index", "u8"), ("first", "u8"), ("second", "u8")]
@@ -217,7 +219,7 @@ class RankFile:
             (now - entered) / 1e9,
             (now - left) / 1e9 if has_left else None,
             has_failed and has_left,
-            bool(line & STARTED_BIT),
+            bool(line & STARTED_BIT) and (has_left or not self._header["awaited"]),
             ranks,
             nbytes,
         )
@@ -329,13 +331,11 @@ def remove_old_jobs(base: Path) -> None:
 def has_owner(path: Path) -> bool:
     """Return whether the process that writes a record exists, or runs in another container, where that cannot be known."""
     try:
-        header = np.fromfile(path, HEADER, 1)[0]
-        owner = process.find(int(header["pid"]))
-        if header["namespace"] != process.pid_namespace():
-            # one from before a boot has looked in the future
-            return 0 <= time.monotonic_ns() - int(header["looked"]) < KEEP_SECONDS * 1e9
-        return owner is not None and owner.started == header["started"]
-    except (OSError, IndexError):
+        file = RankFile.open(path)
+        return file.process() is not None
+    except LookupError:  # one from before a boot has looked in the future
+        return 0 <= time.monotonic_ns() - file.looked < KEEP_SECONDS * 1e9
+    except (OSError, ValueError):
         return False
 
 

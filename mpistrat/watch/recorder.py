@@ -54,7 +54,6 @@ from mpistrat.watch.record import (
 )
 
 _MOST_PLACES = 16_384
-_LINE = 3  # the word `line` of a record
 write_entry = struct.Struct("=5Q").pack_into
 _frame_at = sys._getframe
 
@@ -92,8 +91,6 @@ class FlightRecorder:
         self._codes: dict[int, CodeType] = {}
         # another object once somebody may have kept the index of what was overwritten, or of a call that is forgotten
         self.outdated = object()
-        # of the last asynchronous collective the index of its word `line`; and whether the program waits for it
-        self._started, self._is_awaited, self._marking = 0, False, threading.RLock()
         self._threads: dict[object, threading.Thread] = {}
         self._introduce(rank, size)
 
@@ -116,23 +113,8 @@ class FlightRecorder:
     def enter_started(self, communicator: int, number: int, index: int, line: int) -> int:
         """Record that an asynchronous collective begins; `line` is where the program started it."""
         start, slot = next(self.slots)
-        with self._marking:
-            self._mark(is_started=True)
-            self._started = start // 8 + _LINE
-            write_entry(self.memory, start, number, communicator, index, line, monotonic_ns())
-            self._mark(is_started=not self._is_awaited)
+        write_entry(self.memory, start, number, communicator, index, line | STARTED_BIT, monotonic_ns())
         return slot
-
-    def await_started(self, is_awaited: bool) -> None:
-        """Record whether the main thread waits for what was started: then the program does not go on meanwhile."""
-        with self._marking:
-            self._is_awaited = is_awaited
-            self._mark(is_started=not is_awaited)
-
-    def _mark(self, is_started: bool) -> None:
-        if self._started:
-            line = self.words[self._started] & ~STARTED_BIT
-            self.words[self._started] = line | STARTED_BIT if is_started else line
 
     def leave(self, slot: int) -> None:
         """Record that the collective of a slot has returned."""
@@ -182,7 +164,6 @@ class FlightRecorder:
         memory[:] = self.memory
         self.memory = memory
         self._map()
-        self._marking = threading.RLock()
         self._calls.leave_to_parent(self._record["calls"])
         self._lines.leave_to_parent(self._record["lines"])
 

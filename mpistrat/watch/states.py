@@ -109,9 +109,9 @@ class Neighbours:
                 with suppress(OSError, ValueError):
                     same = known is not None and known[0] == entry.inode()
                     found[entry.name] = known if known and same else (entry.inode(), RankFile.open(Path(entry.path)))
-        # a rank that has ended removes its file; its last contents stay mapped
-        self._files |= found
-        files = {file.rank: file for _, file in self._files.values()}
+        # a rank that has ended removes its file; its last contents stay mapped. Another thread may look, too
+        every = self._files = self._files | found
+        files = {file.rank: file for _, file in every.values()}
         if self._own is not None:
             files[self._own.rank] = self._own
         return [files[rank] for rank in sorted(files)]
@@ -194,7 +194,7 @@ def _absent(job: Path, ranks: Collection[int]) -> list[RankState]:
 
     They are found by their launcher's variables; of several the newest counts, because a wrapper script precedes the program.
     """
-    found: dict[int, RankState] = {}
+    found: dict[int, process.Process] = {}
     for entry in Path("/proc").iterdir():
         seen = process.find(int(entry.name)) if entry.name.isdigit() else None
         variables = seen.environment() if seen else None
@@ -205,10 +205,13 @@ def _absent(job: Path, ranks: Collection[int]) -> list[RankState]:
         if not text.isdigit() or int(text) not in ranks or job_name(variables, seen.pid) != job.name:
             continue
         before = found.get(int(text))
-        if before is None or before.pid < seen.pid:
-            state = "stopped" if seen.is_stopped else "absent"
-            found[int(text)] = RankState(int(text), os.uname().nodename, seen.pid, state, program=_program(seen.pid))
-    return [found[rank] for rank in sorted(found)]
+        if before is None or (before.started, before.pid) < (seen.started, seen.pid):
+            found[int(text)] = seen
+    node = os.uname().nodename
+    return [
+        RankState(rank, node, seen.pid, "stopped" if seen.is_stopped else "absent", program=_program(seen.pid))
+        for rank, seen in sorted(found.items())
+    ]
 
 
 def _program(pid: int) -> str:

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.benchmarks.environments import CACHE
 from tests.benchmarks.experiments import EXPERIMENTS
 from tests.benchmarks.pages import RESULTS, markdown, write_table
-from tests.benchmarks.session import Session
+from tests.benchmarks.session import CACHE, Session
 from tests.hosts import lab
 
 

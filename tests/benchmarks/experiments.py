@@ -4,21 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.benchmarks import (
-    checkpoint,
-    data_parallel,
-    deterministic,
-    many_arrays,
-    memory,
-    messages,
-    overhead,
-    overlap,
-    parameter_server,
-    reduce_scatter,
-    safety,
-    safety_cost,
-    wire_dtype,
-)
+from tests.benchmarks import costs, many_arrays, messages, parameter_server, safety, safety_cost, training, variants
 from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 
@@ -26,17 +12,17 @@ EXPERIMENTS: dict[str, Callable[[Session], dict[str, Table]]] = {
     "large_messages": messages.large_messages,
     "small_messages": messages.small_messages,
     "one_host": messages.one_host,
-    "reduce_scatter": reduce_scatter.run,
+    "reduce_scatter": variants.reduce_scatter,
     "many_arrays": many_arrays.run,
-    "wire_dtype": wire_dtype.run,
-    "deterministic": deterministic.run,
-    "overlap": overlap.run,
-    "overhead": overhead.run,
+    "wire_dtype": variants.wire_dtype,
+    "deterministic": variants.deterministic,
+    "overlap": costs.overlap,
+    "overhead": costs.overhead,
     "from_mpi4py": messages.from_mpi4py,
-    "data_parallel": data_parallel.run,
-    "memory": memory.run,
+    "data_parallel": training.data_parallel,
+    "memory": costs.memory,
     "parameter_server": parameter_server.run,
-    "checkpoint": checkpoint.run,
+    "checkpoint": training.checkpoint,
     "safety": safety.run,
     "safety_programs": safety.run_drawn,
     "safety_hangs": safety.run_hangs,

@@ -30,8 +30,7 @@ def run(session: Session) -> dict[str, Table]:
         for name, (program, environ) in _programs(session, workers, arguments).items():
             [one] = answers(program, environ)
             found[name, workers] = one
-            functions.append([name, str(workers), format_seconds(one["seconds"]), f"{one['functions']:.0f}"])
-            session.say(", ".join(functions[-1]))
+            session.add(functions, [name, str(workers), format_seconds(one["seconds"]), f"{one['functions']:.0f}"])
     ours, theirs = found[OURS, WORKERS], found.get(("TensorFlow", WORKERS))
     lines = [_line(name, ours, theirs) for name in ours if name.partition(" ")[0] in ("pull", "push")]
     steps = []

@@ -42,8 +42,7 @@ def run(session: Session) -> dict[str, Table]:
         with Lab(hosts, "1gbit" if hosts > 1 else "unlimited") as lab:
             found = side_by_side(lab, ranks, (ROOT, {}), (ROOT, {"MPISTRAT_CHECK": "off"}), tasks, seconds, launches)
         for nbytes, times in zip(sizes, found, strict=True):
-            lines.append([where, format_bytes(nbytes), *_cells(nbytes, times)])
-            session.say(", ".join(lines[-1]))
+            session.add(lines, [where, format_bytes(nbytes), *_cells(nbytes, times)])
     return {"": lines}
 
 

@@ -11,19 +11,26 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mpistrat
 from mpistrat.launch.mpiexec import command, find_mpi
-from tests.benchmarks.environments import Environments
 from tests.hosts.lab import Lab
 from tests.processes import run_bounded
 
 _ROOT = Path(__file__).parents[2]
 PEERS = Path(__file__).parent / "peers"
 _LIMIT_SECONDS = 600.0
+CACHE = Path.home() / ".cache" / "mpistrat" / "benchmarks"
+_INSTALL_SECONDS = 1800
+# What pip installs for each. Open MPI is measured with the interpreter that runs the benchmarks: it is what starts ours.
+REQUIREMENTS = {
+    "mpich": ("mpi4py", "numpy", "mpich"),
+    "torch": ("torch==2.13.0", "numpy"),
+    "tensorflow": ("tensorflow-cpu==2.21.0",),
+}
 
 
 class Session:
@@ -46,6 +53,11 @@ class Session:
         """Show progress."""
         print(f"{self.name} {time.perf_counter() - self._started:6.1f} s: {text}", flush=True)
 
+    def add(self, table: list[list[str]], row: list[str]) -> None:
+        """Add a row to a table, and show it."""
+        table.append(row)
+        self.say(", ".join(row))
+
     def circumstances(self) -> str:
         """Return when, by what and on what this was measured."""
         chosen = "".join(f" --only {part}" for part in self.only)
@@ -53,6 +65,38 @@ class Session:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         missing = "".join(f"; without {name} ({reason})" for name, reason in self.environments.missing.items())
         return f"{self._date}, commit {self.commit}, {command_line}; {_machine()}; {versions}{missing}"
+
+
+class Environments:
+    """Virtual environments in one folder."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self.missing: dict[str, str] = {}  # those that were asked for and cannot be had, and why
+        self._folder, self._say = folder.expanduser().absolute(), say
+
+    def python(self, name: str) -> str:
+        """Return the interpreter of an environment, which is made first if need be; an empty text if it cannot be had."""
+        home = self._folder / name
+        if name not in self.missing and not (home / "complete").exists():
+            self._make(name, home)
+        return "" if name in self.missing else str(home / "bin" / "python")
+
+    def _make(self, name: str, home: Path) -> None:
+        self._say(f"installing {' '.join(REQUIREMENTS[name])} to {home}")
+        for argv in (
+            [sys.executable, "-m", "venv", "--clear", str(home)],
+            [str(home / "bin" / "pip"), "install", "--quiet", *REQUIREMENTS[name]],
+        ):
+            try:
+                done = subprocess.run(argv, capture_output=True, text=True, timeout=_INSTALL_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.missing[name] = f"not installed within {_INSTALL_SECONDS} s"
+                return
+            if done.returncode:
+                self.missing[name] = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+                self._say(f"{name} is left out: {self.missing[name]}")
+                return
+        (home / "complete").touch()
 
 
 def answers(program: Sequence[str], environ: Mapping[str, str]) -> list[Any]:

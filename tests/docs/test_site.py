@@ -1,4 +1,4 @@
-"""The site builds without a warning, its links lead somewhere, API pages say what docstrings say, and search finds names."""
+"""The site builds without a warning, its links lead somewhere, and API pages say what docstrings say."""
 
 import re
 import sys
@@ -103,7 +103,3 @@ def test_what_is_inherited_is_described_once(site):
     text = text_of(site / "docs" / "reference" / "api" / "MirroredStrategy.html")
     assert "Bases: mpistrat.Strategy" in text
     assert "experimental_distribute_dataset(" not in text
-
-
-def test_search_finds_names(site):
-    assert "all_reduce" in (site / "searchindex.js").read_text()

@@ -1,16 +1,21 @@
-"""A rank that computes on a stand-in device: kernels built once on a machine, the device bound, NCCL stood in for."""
+"""A rank that computes on a stand-in device, with kernels and an NCCL, and the same collectives in host memory, the oracle."""
 
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import pytest
 
+from mpistrat.communicator.communicator import Communicator
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.reduction import ReduceOp
 from mpistrat.settings import VIRTUAL_NODES
 from tests.gpu import on_host, sanitizer
 from tests.gpu.fake_nccl4py import bound_by
@@ -56,3 +61,61 @@ def all_kernels(comm: Any) -> on_host.HostKernels:
                 assert folder.exists()  # another session was faster
     comm.Barrier()
     return on_host.HostKernels(folder, names)
+
+
+class Pair:
+    """The same collectives on a device and in host memory."""
+
+    def __init__(self, comm, world, has_nccl=True, nccl_by="CuPy"):
+        self.comm, self.world, self.how = comm, world, (has_nccl, nccl_by)
+
+    def __enter__(self):
+        self.bound = stand_in(self.comm, *self.how)
+        self.device = self.bound.__enter__()
+        self.gpu = Communicator(Hierarchy(self.comm, self.world))
+        self.host = Communicator(Hierarchy(self.comm, self.world), uses_gpu=False)
+        self.rank, self.size, self.download = self.gpu.rank, self.gpu.size, self.device.get
+        executor = self.gpu._gpu.executor
+        self.nccl = executor.transports.everywhere or executor.intra
+        self.library = getattr(self.nccl, "_nccl", None)
+        return self
+
+    def __exit__(self, *error):
+        if error[0] is None:
+            self.gpu.close()
+            self.host.close()
+        self.bound.__exit__(*error)
+
+    def hold(self, stream, seconds):
+        """Let a stream get on no further for so many seconds; return the timer."""
+        self.device.held = stream
+        release = threading.Timer(seconds, setattr, (self.device, "held", None))
+        release.start()
+        return release
+
+    def up(self, array):
+        return self.device.array_module.asarray(array)
+
+    def reduce(self, op, arrays, *options):
+        """Reduce copies on the device."""
+        return self.gpu.all_reduce(op, list(map(self.up, arrays)), *options)
+
+    def compare(self, op, arrays, *options):
+        """Reduce in host memory and on the device; the values are such that every order of combining gives the same bits.
+
+        On the device last: streams get on only while ranks poll, and a rank in a call of the host does not.
+        """
+        expected = self.host.all_reduce(op, arrays, *options)
+        self.check(self.reduce(op, arrays, *options), expected)
+
+    def check(self, found, expected):
+        """Compare an array of the device, or a list of them, with what it should be."""
+        for one, wanted in zip(*(each if isinstance(each, list) else [each] for each in (found, expected)), strict=True):
+            got = self.download(one)
+            assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+            np.testing.assert_array_equal(got, wanted)
+
+
+def values(shape, dtype, seed, op=ReduceOp.SUM):
+    small = np.random.default_rng(seed).integers(1 if op is ReduceOp.PROD else -4, 3, shape)
+    return (np.abs(small) if np.dtype(dtype).kind == "u" else small).astype(dtype)

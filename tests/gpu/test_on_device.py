@@ -1,12 +1,27 @@
 """Everything that is known only of a real GPU: each probe is one test, in a session of its own with a deadline.
 
-On one GPU several ranks share it, as virtual nodes.
+On one GPU several ranks share it, as virtual nodes. Tests of strategies and datasets, which run on a stand-in elsewhere, have
+CuPy in its place.
 """
 
 import pytest
 
+from mpistrat.device import binding
+from mpistrat.device.cuda import CudaDevice
 from tests.gpu.machine import look
 from tests.gpu.probes import PROBES
+from tests.unit.device.test_binding import *  # noqa: F403
+from tests.unit.inputs.test_fetch import *  # noqa: F403
+
+
+@pytest.fixture
+def gpu():
+    """Take the place of the fixture that binds a stand-in."""
+    device = CudaDevice()
+    device.use()
+    binding.bind(device)
+    yield device
+    binding.bind(None)
 
 
 @pytest.fixture(scope="module")

@@ -169,7 +169,7 @@ def mixed(comm, make_ops):
 @pytest.fixture
 def make_pair(comm, monkeypatch):
     """Make collectives on a stand-in device and in host memory, as `make_ops` does."""
-    from tests.gpu.pair import Pair
+    from tests.gpu.bound import Pair
 
     def make(world=f"1x{comm.size}", has_nccl=True, **values):
         _set(monkeypatch, values)

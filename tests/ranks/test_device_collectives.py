@@ -31,8 +31,7 @@ from mpistrat.testing.transport_cases import operations
 from mpistrat.tools import bench
 from mpistrat.topology.world import World
 from mpistrat.transports.nccl_bindings import nccl_refusal
-from tests.gpu.bound import stand_in
-from tests.gpu.pair import Pair, values
+from tests.gpu.bound import Pair, stand_in, values
 from tests.launches import needs_ranks, on_ranks, up_to_ranks
 from tests.ranks.cases import on_thread
 

@@ -28,7 +28,7 @@ from mpistrat.torch import average_gradients, broadcast_state
 from mpistrat.transports import nccl_watcher
 from mpistrat.transports.nccl import NcclTransport
 from tests.gpu import stand_in, stand_in_nccl
-from tests.gpu.pair import values
+from tests.gpu.bound import values
 from tests.gpu.stand_in import UNFINISHED
 from tests.other_arrays import TorchDevice, fake_torch
 from tests.processes import until

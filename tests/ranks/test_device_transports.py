@@ -264,23 +264,16 @@ def test_a_rank_that_joins_too_late_leaves_no_kernel_on_its_gpu(group, device, c
     comm.Barrier()
 
 
-def test_wrong_first_sums_of_nccl_are_told_to_all(group, device, comm, monkeypatch):
-    get, library = device.get, StandInNccl(device, comm)
-    monkeypatch.setattr(device, "get", lambda array: get(array) + (comm.rank == comm.size - 1))
-    with pytest.raises(TransportError, match=rf"NCCL could not join ranks? {comm.size - 1}: its first sums were wrong"):
+@pytest.mark.parametrize("is_large", [False, True])
+def test_wrong_first_sums_of_nccl_are_told_to_all(group, device, comm, monkeypatch, is_large):
+    """All of a sum on the last rank, or the last element of a large one on all."""
+    get, library, size = device.get, StandInNccl(device, comm), comm.size
+    wrong = (lambda array: np.arange(array.size) == array.size - 1) if is_large else (lambda _: comm.rank == size - 1)
+    monkeypatch.setattr(device, "get", lambda array: get(array) + wrong(array))
+    told = f"{size + 1} in the place of {size}" if is_large else rf"could not join ranks? {size - 1}: its first sums were wrong"
+    with pytest.raises(TransportError, match=told):
         NcclTransport(group, device, library)
     assert (library.aborted, library.destroyed) == (1, 0), "no rank keeps a communicator that another one has given up"
-
-
-def test_nccl_is_tried_with_large_sums_too(group, device, comm, monkeypatch):
-    get, library = device.get, StandInNccl(device, comm)
-
-    def last_is_wrong(array):
-        return get(array) + (np.arange(array.size) == array.size - 1)
-
-    monkeypatch.setattr(device, "get", last_is_wrong)
-    with pytest.raises(TransportError, match=f"first sums were wrong: {comm.size + 1} in the place of {comm.size}"):
-        NcclTransport(group, device, library)
 
 
 def test_nccl_has_a_network_where_there_is_an_adapter_or_a_plugin(monkeypatch, tmp_path):

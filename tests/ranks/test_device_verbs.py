@@ -18,8 +18,7 @@ from mpistrat.transports import nccl
 from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.nccl_bindings import nccl_refusal
 from tests.gpu import stand_in_arrays, verbs_rank
-from tests.gpu.bound import TRIAL_BYTES
-from tests.gpu.pair import Pair, values
+from tests.gpu.bound import TRIAL_BYTES, Pair, values
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_nccl import StandInNccl
 from tests.launches import needs_ranks, up_to_ranks

@@ -12,13 +12,33 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
-from tests.gpu import calls, graphs, host_time, interop, null_device, sanitizer, soak, streams, torch_backward, verbs_rank
+from tests.gpu import (
+    conformance,
+    graphs,
+    host_time,
+    interop,
+    null_device,
+    sanitizer,
+    soak,
+    streams,
+    torch_backward,
+    verbs_rank,
+)
 from tests.gpu.bound import stand_in
 from tests.gpu.stand_in import UNFINISHED
 from tests.launches import on_ranks, up_to_ranks
 from tests.other_arrays import installed
+from tests.reference import of_verb
 
 DELAY_TURNS = 400
+
+
+@on_ranks(2)
+def test_the_kit_runs_where_a_transport_does_not_decline(comm, monkeypatch):
+    monkeypatch.setattr(conformance.SUBJECTS["cuda_ipc"], "probe", lambda group: "planted" * (group.rank == 1))
+    with stand_in(comm):
+        assert conformance.main("staged", "2x1")["checks"] > 800
+        assert conformance.main("cuda_ipc", "1x2") == {"skipped": "planted"}
 
 
 @contextmanager
@@ -42,16 +62,25 @@ def test_every_verb_on_device_arrays(comm, monkeypatch):
     assert found["compared"] > 200
 
 
+@up_to_ranks(1)
+def test_a_wrong_sum_is_told(monkeypatch):
+    wrong = lambda verb, rows, place, rank, op: (of_verb(verb, rows, place, rank, op)[0] + (op == "MEAN"), None)  # noqa: E731
+    monkeypatch.setattr(verbs_rank, "of_verb", wrong)
+    strategy = mpistrat.OneDeviceStrategy("cpu:0")
+    with pytest.raises(AssertionError, match=r"all_reduce\(mean, float32\), call 0: got float32 \(\), and not what NumPy"):
+        strategy.run(verbs_rank._try_all, args=(strategy,))
+
+
 @on_ranks(2)
 def test_calls_are_compared_with_those_of_a_binding(comm):
     with stand_in(comm) as device:
         communicator = Communicator(Hierarchy(comm, World.from_shape("1x2")))
-        with calls.raw_nccl(comm, communicator._gpu.executor.intra._nccl) as raw:
-            figures = calls.overhead(communicator, device, raw, {"4KiB": 4096}, rounds=2)
+        with host_time.raw_nccl(comm, communicator._gpu.executor.intra._nccl) as raw:
+            figures = host_time.overhead(communicator, device, raw, {"4KiB": 4096}, rounds=2)
         assert figures.keys() == {*(f"{way}_us_4KiB" for way in ("nccl", "call", "out")), "ratio_4KiB", "ratio_out_4KiB"}
         assert min(figures.values()) > 0
         with pytest.raises(AssertionError, match="nccl of 1024 elements of float32"):
-            calls.overhead(communicator, device, lambda *_: None, {"4KiB": 4096}, rounds=1)
+            host_time.overhead(communicator, device, lambda *_: None, {"4KiB": 4096}, rounds=1)
         communicator.close()
 
 
@@ -59,13 +88,13 @@ def test_calls_are_compared_with_those_of_a_binding(comm):
 def test_ways_to_sum_are_timed(comm, monkeypatch):
     small, large = {"4KiB": 4096}, {"64KiB": 1 << 16}
     with stand_in(comm) as device:
-        figures = calls.sums(comm, device, small, large, rounds=1)
+        figures = host_time.sums(comm, device, small, large, rounds=1)
         ways = [f"{way}_us_4KiB" for way in ("one_shot", "two_shots", "nccl")]
         assert [*figures] == [*ways, "bfloat16_in_float32_us_64KiB", "bfloat16_native_us_64KiB"]
         assert min(figures.values()) > 0
         monkeypatch.setattr(Communicator, "all_reduce", lambda *_, **__: None)  # fast, and wrong
         with pytest.raises(AssertionError, match=r"one_shot of 1024 elements of float32 gave a wrong result"):
-            calls.sums(comm, device, small, large, rounds=1)
+            host_time.sums(comm, device, small, large, rounds=1)
 
 
 @up_to_ranks(1)

@@ -12,8 +12,7 @@ from mpistrat.topology.world import World
 from mpistrat.transports import nccl
 from mpistrat.transports.nccl import NcclTransport
 from tests.gpu import stand_in_nccl
-from tests.gpu.bound import stand_in
-from tests.gpu.pair import Pair, values
+from tests.gpu.bound import Pair, stand_in, values
 from tests.gpu.stand_in_nccl import StandInNccl
 from tests.launches import needs_ranks, up_to_ranks
 

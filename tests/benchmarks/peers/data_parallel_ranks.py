@@ -10,6 +10,8 @@ import json
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,7 +29,7 @@ def main() -> None:
     comm = MPI.COMM_WORLD.Dup()
     join_gloo(comm)
     for count in map(int, sys.argv[1:]):
-        steps = {"ddp": _ddp(count), "ours": _ours(count)}
+        steps = {"ddp": _step(count, is_ours=False), "ours": _step(count, is_ours=True)}
         gradients = {name: step() for name, step in steps.items()}
         for one, other in zip(*gradients.values(), strict=True):
             torch.testing.assert_close(one, other)
@@ -61,27 +63,19 @@ def _rows(model: torch.nn.Module) -> torch.Tensor:
     return torch.randn(8, next(model.parameters()).shape[1], generator=generator)
 
 
-def _ddp(count: int) -> Callable[[], list[torch.Tensor | None]]:
+def _step(count: int, is_ours: bool) -> Callable[[], list[torch.Tensor | None]]:
     model = _model(count)
-    rows, wrapped = _rows(model), torch.nn.parallel.DistributedDataParallel(model)
+    rows, averaging, forward = _rows(model), nullcontext, model
+    if is_ours:
+        mpistrat.torch.broadcast_state(model)
+        averaging = partial(mpistrat.torch.average_gradients, model)
+    else:
+        forward = torch.nn.parallel.DistributedDataParallel(model)
 
     def step() -> list[torch.Tensor | None]:
         model.zero_grad()
-        wrapped(rows).square().mean().backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    return step
-
-
-def _ours(count: int) -> Callable[[], list[torch.Tensor | None]]:
-    model = _model(count)
-    rows = _rows(model)
-    mpistrat.torch.broadcast_state(model)
-
-    def step() -> list[torch.Tensor | None]:
-        model.zero_grad()
-        loss = model(rows).square().mean()
-        with mpistrat.torch.average_gradients(model):
+        loss = forward(rows).square().mean()
+        with averaging():
             loss.backward()
         return [parameter.grad for parameter in model.parameters()]
 

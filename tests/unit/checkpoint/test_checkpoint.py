@@ -221,6 +221,7 @@ def test_the_newest_are_kept_and_the_command_line_tells_them(tmp_path, capsys):
     assert cli.main(["checkpoint", "show", str(tmp_path)]) == 0
     assert "state/w" in (shown := capsys.readouterr().out)
     assert "float64 (1000,)" in shown
+    assert "step 8, 1 array of 7.812 KiB\nwritten by 1 rank, mpistrat" in shown
     [file] = (tmp_path / names[1]).glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     again.close()

@@ -8,9 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mpistrat.execution.select import TRANSPORTS
 from tests.gpu import sanitizer, timings
-from tests.gpu.machine import Machine, driver_version
+from tests.gpu.machine import Machine
 from tests.gpu.on_host import HostKernels
 from tests.gpu.probes import PROBES, Probe
 from tests.gpu.stand_in import StandInDevice
@@ -18,7 +17,6 @@ from tests.gpu.timings import TIMINGS, Sizes
 
 H200 = Machine(["NVIDIA H200"], {"CuPy": "14.2.0", "NCCL": "2.32.3", "Open MPI": "5.0.11"})
 OLD_NCCL = replace(H200, versions={"NCCL": "2.28.9"})
-ON_HOST = [f"{transport} 1x2" for transport in TRANSPORTS]
 
 
 @pytest.fixture
@@ -34,16 +32,10 @@ def program(tmp_path, monkeypatch):
     return make
 
 
-def test_without_a_gpu_those_of_host_memory_run():
-    [probe] = [probe for probe in PROBES if probe.name == ON_HOST[0]]
-    assert not probe.refusal(Machine(missing={"GPU": "no GPU"}))
-    assert probe.run()["checks"] > 500
-
-
-def test_without_a_gpu_all_others_say_why_they_are_left_out():
+def test_without_a_gpu_all_say_why_they_are_left_out():
     refusals = [probe.refusal(Machine(missing={"GPU": "no GPU"})) for probe in PROBES]
     # whoever adds a probe counts here: one that is lost is not missed by itself
-    assert (refusals.count("no GPU"), refusals.count("")) == (65, len(ON_HOST))
+    assert refusals == ["no GPU"] * 65
 
 
 @pytest.mark.parametrize(
@@ -53,7 +45,7 @@ def test_without_a_gpu_all_others_say_why_they_are_left_out():
         (OLD_NCCL, "nccl with several ranks on a GPU 1x2", "NCCL 2.28.9 lets no two ranks share a GPU; 2.30 does"),
         (replace(H200, missing={"NCCL": "no libnccl"}), "nccl 1x1", "no libnccl"),
         (replace(H200, missing={"nccl4py": "not installed"}), "nccl by nccl4py 1x2", "not installed"),
-        (replace(H200, missing={"MPI": "no MPI"}), "mpi 1x2", "no MPI"),
+        (replace(H200, missing={"MPI": "no MPI"}), "cuda_ipc 1x2", "no MPI"),
         (replace(H200, missing={"compute-sanitizer": "no toolkit"}), "sanitizer", "no toolkit"),
     ],
     ids=["one GPU", "an old NCCL", "no NCCL", "no nccl4py", "no MPI", "no sanitizer"],
@@ -63,13 +55,6 @@ def test_a_machine_that_lacks_something_runs_the_rest(machine, name, reason):
     assert refusals[name] == reason
     assert refusals["timing pack"] == "", "which needs a GPU alone"
     assert len(refusals) == len(PROBES), "each has a name of its own"
-
-
-def test_the_version_of_the_driver_is_read():
-    text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build  (root)\nGCC version: 12.3.0\n"
-    assert driver_version(text) == {"NVIDIA driver": "580.159.03"}
-    assert driver_version("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54  Tue Jun") == {"NVIDIA driver": "535.54"}
-    assert driver_version("") == {}
 
 
 def test_a_probe_is_judged_by_what_it_writes(program):

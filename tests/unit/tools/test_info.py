@@ -4,6 +4,8 @@ import argparse
 import json
 import os
 
+import pytest
+
 import mpistrat
 from mpistrat import settings
 from mpistrat.settings import SETTINGS
@@ -38,3 +40,28 @@ def test_a_misspelt_variable_is_named_with_the_one_that_is_meant(capsys, monkeyp
     known = {"MPISTRAT_STRICT": "1", "PATH": "", "MPISTRAT_RANK_PID": "7"}
     near = {"MPISTRAT_STRICKT": "MPISTRAT_STRICT", "mpistrat_strict": "MPISTRAT_STRICT", "MPISTRAT_WEATHER": ""}
     assert settings.misspelt({**dict.fromkeys(near, "1"), **known}) == near
+
+
+_CUPY = """
+from types import SimpleNamespace as Has
+runtime = Has(getDeviceCount=lambda: 1, getDeviceProperties=lambda _: {"name": b"H100"},
+              runtimeGetVersion=lambda: 13020, driverGetVersion=lambda: 13000)
+nccl = Has(available=%s, get_version=lambda: 23007)
+"""
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_it_asks_cupy_for_gpus_and_nccl_in_another_process(capsys, monkeypatch, tmp_path, available):
+    (tmp_path / "cupy").mkdir()
+    (tmp_path / "cupy" / "__init__.py").touch()
+    (tmp_path / "cupy" / "cuda.py").write_text(_CUPY % available)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = json.loads(run(capsys, "--json"))["gpu"]
+    assert [found.pop(name) for name in ("gpus", "CUDA", "CUDA driver")] == [["H100"], "13.2", "13.0"]
+    if available:
+        assert found.pop("nccl") == "2.30.7"
+        assert found.pop("nccl binding").startswith(("CuPy's (nccl4py: ", "nccl4py"))
+    else:
+        assert found.pop("nccl problem").startswith("CuPy finds no libnccl.so.2")
+    assert not found

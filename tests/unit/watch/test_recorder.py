@@ -73,7 +73,9 @@ def test_a_call_is_seen_while_it_is_inside_and_when_it_has_left(written):
 def test_calls_of_two_threads_end_each_for_itself(written):
     first = written.enter_started(0, 1, call(written), written.find_line(sys._getframe()))
     second = written.enter(0, 2, call(written, "barrier()"))
-    assert [(record.number, record.is_started) for record in read(written).inside()] == [(2, False), (1, True)]
+    for is_awaited in (True, False):  # by the main thread, which does not go on then
+        written.note(awaited=is_awaited)
+        assert [(each.number, each.is_started) for each in read(written).inside()] == [(2, False), (1, not is_awaited)]
     written.leave(first)
     assert [record.number for record in read(written).inside()] == [2]
     written.leave(second)

@@ -1,12 +1,15 @@
 """Who waits for whom, when that is in vain, and in which words it is told: from states that are made up."""
 
+import os
 from dataclasses import replace
 
 import pytest
 
 from mpistrat.errors import AgreementError, UnavailableError
-from mpistrat.watch.record import NOT_LISTED, RecordedCall
-from mpistrat.watch.recorder import hash_of
+from mpistrat.launch import process
+from mpistrat.watch import states as states_of
+from mpistrat.watch.record import NOT_LISTED, RankFile, RecordedCall
+from mpistrat.watch.recorder import FlightRecorder, hash_of
 from mpistrat.watch.states import RankState, decode, encode, stall_report
 from mpistrat.watch.verdict import Notice, Notices, judge, waits_for
 from mpistrat.watch.watcher import Watcher
@@ -236,3 +239,34 @@ def test_the_report_of_many_missing_ranks_is_short():
 def test_states_go_through_json():
     states = ranks(call(), None, call(left=1.0))
     assert decode(encode(states)) == states
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_of_a_wrapper_and_the_program_that_it_starts_the_later_one_is_the_rank(monkeypatch, tmp_path, later):
+    class Seen(process.Process):
+        def environment(self):
+            return {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+
+    low, high = sorted([os.getpid(), os.getppid()])
+    # numbers of processes begin again at low ones
+    found = {low: Seen(low, 1, 8 + later, "python", False), high: Seen(high, 1, 9 - later, "python", True)}
+    monkeypatch.setattr(process, "find", found.get)
+    monkeypatch.setattr(states_of, "job_name", lambda *_: tmp_path.name)
+    [rank], _ = states_of.Neighbours(tmp_path).states(expected=range(2))
+    assert (rank.rank, rank.pid, rank.state) == (1, *((low, "absent") if later else (high, "stopped")))
+
+
+def test_files_may_be_looked_at_by_two_threads(tmp_path, monkeypatch):
+    neighbours, found = states_of.Neighbours(tmp_path), []
+
+    def rank(file):
+        if not found:  # here another thread comes, which finds one more
+            found.append(FlightRecorder(tmp_path / "rank-1", 1, 2))
+            neighbours.files()
+        return int(file._header["rank"])
+
+    FlightRecorder(tmp_path / "rank-0", 0, 2)
+    files = neighbours.files()
+    monkeypatch.setattr(RankFile, "rank", property(rank))
+    assert neighbours.files()[0] is files[0]
+    assert [file.pid for file in neighbours.files()] == [os.getpid()] * 2

@@ -1,4 +1,4 @@
-"""Checkpoints: what a step waits for, whole saves, restores, and steps meanwhile, beside PyTorch's and `numpy.savez`."""
+"""Steps of a training, and checkpoints that are saved meanwhile, beside PyTorch's: jobs that print what they took."""
 
 from __future__ import annotations
 
@@ -6,21 +6,44 @@ import importlib.metadata
 import json
 import math
 import statistics
+from typing import Any
 
-from mpistrat.text import format_bytes
+from mpistrat.text import format_bytes, format_seconds
 from tests.benchmarks.pages import Table, spread
 from tests.benchmarks.session import Session, answers_of
 from tests.gradients import resnet50
+from tests.hosts.lab import Lab
+
+COUNTS = (10_000, 100_000, 1_000_000, 5_000_000, 25_000_000)
+_RANK = "data_parallel_ranks.py"
+
+
+def data_parallel(session: Session) -> dict[str, Table]:
+    """Data parallel: steps of a PyTorch module with `average_gradients`, beside DistributedDataParallel on gloo."""
+    session.versions["PyTorch"] = importlib.metadata.version("torch")
+    counts = [*map(str, COUNTS[:2] if session.quick else COUNTS)]
+    lines = [["hosts × ranks", "parameters", "mpistrat", "DDP on gloo", "DDP / mpistrat"]]
+    for shape in ("1x2",) if session.quick else ("1x2", "1x4", "2x2"):
+        for row in _in_lab(counts) if shape == "2x2" else answers_of(int(shape[-1]), _RANK, *counts):
+            parameters, times = f"{row['parameters']:_}".replace("_", " "), [row["ours"], row["ddp"]]
+            ratio = f"{row['ddp'] / row['ours']:.2f}"
+            session.add(lines, [shape.replace("x", "×"), parameters, *map(format_seconds, times), ratio])
+    return {"": lines}
+
+
+def _in_lab(counts: list[str]) -> list[Any]:
+    with Lab(2, "1gbit") as lab:
+        return answers_of(4, _RANK, *counts, lab=lab, GLOO_SOCKET_IFNAME="eth0", OMP_NUM_THREADS="1")
+
 
 NUM_BYTES, ROUNDS = 256 << 20, 15
-QUICK = 16 << 20, 1
 _NAMES = {"mpistrat": "mpistrat", "torch": "PyTorch `async_save`", "savez": "`np.savez`, chief"}
 
 
-def run(session: Session) -> dict[str, Table]:
-    """Measure two ranks: 161 arrays, as ResNet-50 has, and 8."""
+def checkpoint(session: Session) -> dict[str, Table]:
+    """Checkpoints: what a step waits for, whole saves, restores, and steps meanwhile, beside PyTorch's and `numpy.savez`."""
     session.versions.update({name: importlib.metadata.version(name) for name in ("torch", "safetensors")})
-    num_bytes, rounds = QUICK if session.quick else (NUM_BYTES, ROUNDS)
+    num_bytes, rounds = (16 << 20, 1) if session.quick else (NUM_BYTES, ROUNDS)
     heads = ["arrays", "what", "step waits", "of a copy", "whole save", "plain write / save", "restore", "steps meanwhile"]
     lines = [heads]
     shares = [[math.prod(shape) for shape in resnet50()], [1] * 8]
@@ -30,11 +53,9 @@ def run(session: Session) -> dict[str, Table]:
         beside = answer["seconds"].pop("beside")
         copy, write = (statistics.median(beside[what]) for what in ("copy", "write"))
         alone = [spread(beside["copy"]), "1.00", spread(beside["write"]), "1.00", "", _slower(beside)]
-        lines.append([arrays, "a copy, and a plain write", *alone])
-        session.say(", ".join(lines[-1]))
+        session.add(lines, [arrays, "a copy, and a plain write", *alone])
         for name, seconds in answer["seconds"].items():
-            lines.append([arrays, _NAMES[name], *_cells(seconds, copy, write, name == "savez")])
-            session.say(", ".join(lines[-1]))
+            session.add(lines, [arrays, _NAMES[name], *_cells(seconds, copy, write, name == "savez")])
     return {"": lines}
 
 

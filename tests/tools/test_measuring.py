@@ -1,6 +1,7 @@
-"""``mpistrat bench``: what it prints and writes on several ranks."""
+"""``mpistrat bench`` and ``tune``: what they print, keep and show on several ranks, and what they refuse."""
 
 import json
+import os
 import textwrap
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.errors import DeadlineExceededError, SettingError
 from mpistrat.settings import ALGORITHM
-from mpistrat.tools import bench
+from mpistrat.tools import bench, cli
 from mpistrat.tools.bench import MAX_BLOCKS, MAX_ROUNDS, MIN_BLOCKS, MIN_ROUNDS
 from tests.gpu.stand_in import UNFINISHED
 from tests.gpu.stand_in_arrays import stand_in_gpu
@@ -62,12 +63,6 @@ def test_names_of_algorithms_are_the_planners():
         assert ALGORITHM.read({ALGORITHM.name: name}) == name
 
 
-def test_refusal_on_several_ranks_ends_the_job():
-    done = run_mpistrat("run", "-n", "2", "-m", "mpistrat", "bench", "all_reduce", "--min-bytes", "6", code=2)
-    assert "sizes from 6 to 67108864 bytes" in done.stderr
-    assert "size " not in done.stdout, "nothing was measured"
-
-
 def test_what_is_measured_on_a_gpu_has_a_deadline(monkeypatch):
     monkeypatch.setattr(bench, "DEADLINE_SECONDS", 0.05)
     with stand_in_gpu() as device:
@@ -75,3 +70,50 @@ def test_what_is_measured_on_a_gpu_has_a_deadline(monkeypatch):
         call = bench.timed(lambda: device.current_stream().put(lambda: UNFINISHED), SimpleNamespace(path="nccl inside nodes"))
         with pytest.raises(DeadlineExceededError, match=r"a call that is measured on GPUs did not end within 0\.05 s"):
             call()
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    """Give the folder in which files are kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MPISTRAT_TUNING", "auto")
+    return tmp_path / "mpistrat"
+
+
+def test_it_measures_and_keeps_and_shows(kept, monkeypatch, capsys):
+    done = run_mpistrat("tune", "-n", "2", "--max-bytes", "1KiB")
+    [path] = kept.iterdir()
+    assert f"\nWrote {path}. Programs use it automatically; MPISTRAT_TUNING=off ignores it" in done.stdout
+    lines = done.stdout.splitlines()
+    heads = next(line.split() for line in lines if line.startswith("size"))
+    assert heads == ["size", "flat", "hierarchical", "auto", "chooses"]
+    assert [line.split() for line in lines if line.startswith("ranks")] == [["ranks", "1x2", "block"]]
+    for size in ("16 B", "64 B", "256 B", "1 KiB"):
+        row = next(line.split() for line in reversed(lines) if line.startswith(f"{size} "))
+        assert row[-1] in ("flat", "hierarchical")
+
+    (kept / "other.json").write_text("{}")
+    assert cli.main(["tune", "--show"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{path}\n\ncluster " in shown
+    assert f"{kept / 'other.json'}\nignored: it is not a file of mpistrat tune" in shown
+    assert shown.endswith(f"2 files of mpistrat tune in {kept}\n")
+    monkeypatch.setenv("MPISTRAT_TUNING", str(kept / "other.json"))
+    assert cli.main(["tune", "--show"]) == 0
+    assert str(path) not in capsys.readouterr().out
+
+
+def test_files_that_are_not_ours_are_shown_as_such(kept, capsys):
+    kept.mkdir()
+    (kept / "deep.json").write_text("[" * 100_000)
+    os.mkfifo(kept / "pipe.json")
+    assert cli.main(["tune", "--show"]) == 0
+    said = capsys.readouterr().out
+    assert "ignored: it is nested too deeply to be a file of mpistrat" in said
+    assert "ignored: it is not a regular file" in said
+
+
+def test_one_rank_has_nothing_to_tune(kept):
+    done = run_mpistrat("tune", "-n", "1", code=2)
+    assert "a single rank has no other to communicate with; start more: mpistrat tune -n 4" in done.stderr
+    assert not kept.exists()
