@@ -242,15 +242,22 @@ def test_the_newest_are_kept_and_the_command_line_tells_them(tmp_path, capsys):
     assert "holds no checkpoint" in capsys.readouterr().err
 
 
-def test_scalars_of_numpy_stay_scalars_and_a_dataset_that_was_distributed_is_refused(tmp_path):
+def test_scalars_of_numpy_stay_scalars(tmp_path):
     state = {"best": np.float64(3), "n": np.int64(2)}
     checkpoint = mpistrat.Checkpoint(state=state)
     path = checkpoint.save(tmp_path / "one", wait=True)
     state.clear()
     checkpoint.restore(path, strict=False)
     assert [(type(value), value) for value in state.values()] == [(np.float64, 3.0), (np.int64, 2)]
-    dataset = mpistrat.ArrayDataset(np.arange(4), 2)
-    dataset.is_distributed = True
+
+
+@pytest.mark.parametrize("from_function", [False, True])
+def test_a_dataset_that_was_distributed_is_refused(from_function):
+    strategy, dataset = mpistrat.OneDeviceStrategy(), mpistrat.ArrayDataset(np.arange(4), 2)
+    if from_function:
+        strategy.distribute_datasets_from_function(lambda context: dataset)
+    else:
+        strategy.experimental_distribute_dataset(dataset)
     with pytest.raises(InvalidArgumentError, match="dataset was distributed"):
         mpistrat.Checkpoint(dataset=dataset)
 
