@@ -332,7 +332,14 @@ class ReductionToOneDevice(CrossDeviceOps):
             array = as_operand(component)
             check_dtype(reduce_op, array.dtype)
             root = ranks[0] if self._reduce_to_device is None else self._root(communicator)
-        result = self._combined(reduce_op, array, communicator.gather(array, root, options), communicator, options)
+        parts = communicator.gather(array, root, options)
+
+        def reduced() -> tuple[Array, str]:
+            return array if parts is None else self._reduced(reduce_op, parts), ""
+
+        call = f"{reduce_op.name} by ReductionToOneDevice with an accumulation_fn"
+        # all ranks raise what the user's function raises on one of them
+        result = communicator.agree_on(call, reduced, options) if self._accumulation_fn else reduced()[0]
         if ranks != (root,):
             result = communicator.broadcast(result, root, options)
         return deliver(like(result, component), ranks, communicator)
@@ -346,25 +353,12 @@ class ReductionToOneDevice(CrossDeviceOps):
             )
         return ranks[0]
 
-    def _combined(
-        self,
-        op: ReduceOp,
-        array: Array,
-        parts: list[Array] | None,
-        communicator: BaseCommunicator,
-        options: CommunicationOptions,
-    ) -> Array:
-        """Return the reduction of `parts` on the rank that has them, and a placeholder elsewhere."""
-        if self._accumulation_fn is None:
-            return array if parts is None else _finished(op, quiet()(_folded, op, parts), array, len(parts))
-        error: Exception | None = None
-        try:
-            if parts is not None:
-                array = _finished(op, self._accumulated(op, parts), array, len(parts))
-        except Exception as refused:  # the other ranks must raise too, whatever the user's function raises
-            error = refused
-        communicator.agree(f"{op.name} by ReductionToOneDevice with an accumulation_fn", error, options)
-        return array
+    def _reduced(self, op: ReduceOp, parts: list[Array]) -> Array:
+        """Return the reduction of the components, in their dtype."""
+        total = self._accumulated(op, parts) if self._accumulation_fn else quiet()(_folded, op, parts)
+        result = np.empty_like(parts[0], order="C")
+        divide(total, len(parts) if op is ReduceOp.MEAN else 1, result)
+        return result
 
     def _accumulated(self, op: ReduceOp, parts: list[Array]) -> Array:
         """Return the result of `accumulation_fn` for the components."""
@@ -389,13 +383,6 @@ def _folded(op: ReduceOp, parts: Sequence[Array]) -> Array:
     for part in parts[1:]:
         combine(op)(total, part, out=total)
     return total
-
-
-def _finished(op: ReduceOp, total: Array, array: Array, count: int) -> Array:
-    """Return a total as the result of the operation, divided for MEAN, in the dtype of `array`."""
-    result = np.empty_like(array, order="C")
-    divide(total, count if op is ReduceOp.MEAN else 1, result)
-    return result
 
 
 def current_communicator() -> BaseCommunicator:
