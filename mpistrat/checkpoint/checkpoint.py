@@ -351,7 +351,7 @@ class CheckpointManager:
     Raises
     ------
     InvalidArgumentError
-        If `checkpoint` is no Checkpoint, or a number is not positive.
+        If `checkpoint` is no Checkpoint, or a number is below 1.
     CheckpointError
         On all ranks, if the directory cannot be read.
     """
@@ -366,8 +366,8 @@ class CheckpointManager:
         if not isinstance(checkpoint, Checkpoint):
             raise InvalidArgumentError(f"checkpoint must be a mpistrat.Checkpoint; got {type(checkpoint).__name__}")
         for name, value in (("max_to_keep", max_to_keep), ("keep_every", keep_every)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise InvalidArgumentError(f"{name} must be a positive number or None; got {value!r}")
+            if value is not None:
+                checked_int(value, name, 1)
         self._checkpoint, self._directory = checkpoint, Path(directory)
         self._max_to_keep, self._keep_every = max_to_keep, keep_every
         checkpoint._finish("restore")
