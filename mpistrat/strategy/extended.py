@@ -21,7 +21,7 @@ from mpistrat.context.stack import (
     outside_replica,
     updating,
 )
-from mpistrat.context.values import PerReplica, across_replicas_of, container_of, in_replica, select_replica
+from mpistrat.context.values import PerReplica, component_of, container_of, in_replica, select_replica
 from mpistrat.cross_device.ops import CrossDeviceOps, HierarchicalAllReduce
 from mpistrat.cross_device.pairs import OnSomeReplicas
 from mpistrat.device.binding import own_device
@@ -211,7 +211,7 @@ class StrategyExtended:
     ) -> Any:
         """Check this replica's components of all leaves of a nest, then make a collective call for each."""
         leaves, structure = flatten(value)
-        leaves = [in_replica(across_replicas_of(leaf)) for leaf in leaves]
+        leaves = list(map(component_of, leaves))
         with self.communicator.refusing(method, options):
             check_options(options)
             arrays = each_leaf(operand_or_slices, leaves, lambda: leaf_names(value))
