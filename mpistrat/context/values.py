@@ -76,7 +76,7 @@ class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
         written = (args or tuple(kwargs.values()))[:1] if func in _WRITERS else ()
         if written or "out" in kwargs:
             _check_targets((written, kwargs.get("out")))
-        return func(*map_leaves(_read, args), **(map_leaves(_read, kwargs) if kwargs else {}))
+        return func(*map_leaves(_read, args), **map_leaves(_read, kwargs))
 
     # protocols of sequences and numbers work if `read` does
     __len__ = _of_array(len)

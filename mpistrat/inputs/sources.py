@@ -91,7 +91,7 @@ class Dataset(Resumable):
         if checked_int(index, "index", 0) >= num_shards:
             raise InvalidArgumentError(f"index must be one of 0 to {num_shards - 1}; got {index}")
         part = self._part(num_shards, index)
-        part.is_hinted = False
+        part.is_hinted = part.is_distributed = False
         return part
 
     @abstractmethod

@@ -260,6 +260,7 @@ def test_a_dataset_that_was_distributed_is_refused(from_function):
         strategy.experimental_distribute_dataset(dataset)
     with pytest.raises(InvalidArgumentError, match="dataset was distributed"):
         mpistrat.Checkpoint(dataset=dataset)
+    mpistrat.Checkpoint(other=dataset.shard(2, 0))  # which has a position of its own
 
 
 def test_an_iterator_goes_on_where_that_of_another_job_was(tmp_path):
