@@ -13,14 +13,13 @@ import numpy as np
 from mpistrat.arrays import Array, as_array, as_operand, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
-from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices, broadcast_slices, gather_refused
+from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices, broadcast_slices
 from mpistrat.context.stack import current, default_mode, get_strategy, in_cross_replica_context, misplaced, outside_replica
-from mpistrat.context.values import Mirrored, PerReplica, assignable, in_replica, select_replica
+from mpistrat.context.values import Mirrored, PerReplica, assignable, in_replica
 from mpistrat.cross_device.pairs import (
     OnSomeReplicas,
     Pair,
     broadcast_source,
-    checked_component,
     checked_pairs,
     deliver,
     resolve,
@@ -153,10 +152,8 @@ class CrossDeviceOps:
         A collective call, in cross-replica context. The components are in replica order.
         """
         communicator = current_communicator()
-        component = checked_component(per_replica_value)
-        if isinstance(component, IndexedSlices):
-            communicator.refuse("gather", gather_refused(component), options)
-        whole = like(communicator.all_gather(component, axis, options), select_replica(per_replica_value))
+        component = in_replica(per_replica_value)
+        whole = like(communicator.all_gather(as_operand(component), axis, options), component)
         return deliver(whole, resolve(destinations, communicator), communicator)
 
     def _reduce(
@@ -330,7 +327,6 @@ class ReductionToOneDevice(CrossDeviceOps):
             return deliver(all_reduce_slices(communicator, reduce_op, component, options), ranks, communicator)
         with communicator.refusing("ReductionToOneDevice", options):
             array = as_operand(component)
-            check_dtype(reduce_op, array.dtype)
             root = ranks[0] if self._reduce_to_device is None else self._root(communicator)
         parts = communicator.gather(array, root, options)
 
