@@ -235,7 +235,7 @@ class Checkpoint:
         datasets = dict[int, str]()
         if _RESERVED in tree.leaves:
             raise InvalidArgumentError(f"the name {_RESERVED} is reserved in files of safetensors: give the array another one")
-        for name, value in {**tree.leaves, **self._objects}.items():
+        for name, value in {**tree.leaves, **tree.states}.items():
             source = value.dataset if isinstance(value, DatasetIterator) else value
             if isinstance(source, Dataset) and source.is_distributed:
                 raise InvalidArgumentError(

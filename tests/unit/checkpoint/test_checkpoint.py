@@ -258,8 +258,9 @@ def test_a_dataset_that_was_distributed_is_refused(from_function):
         strategy.distribute_datasets_from_function(lambda context: dataset)
     else:
         strategy.experimental_distribute_dataset(dataset)
-    with pytest.raises(InvalidArgumentError, match="dataset was distributed"):
-        mpistrat.Checkpoint(dataset=dataset)
+    for objects in ({"dataset": dataset}, {"state": {"dataset": dataset}}):
+        with pytest.raises(InvalidArgumentError, match="dataset was distributed"):
+            mpistrat.Checkpoint(**objects)
     mpistrat.Checkpoint(other=dataset.shard(2, 0))  # which has a position of its own
 
 
@@ -281,8 +282,8 @@ def test_an_iterator_goes_on_where_that_of_another_job_was(tmp_path):
     next(iterator, None)  # ended: the next epoch is what goes on
     saved_and_restored(tmp_path / "ended", {"iterator": iterator}, {"iterator": fresh})
     assert [batch.tolist() for batch in fresh] == [batch.tolist() for batch in data]
-    with pytest.raises(InvalidArgumentError, match="data and iterator have the position of one dataset"):
-        mpistrat.Checkpoint(data=data, iterator=iterator)
+    with pytest.raises(InvalidArgumentError, match="data and nest/0 have the position of one dataset"):
+        mpistrat.Checkpoint(data=data, nest=[iterator])
     once = iter(mpistrat.inputs.sources.as_dataset(iter([np.ones(2)])))
     with pytest.raises(CheckpointError, match="once: its batches come from an iterator"):
         mpistrat.Checkpoint(once=once).restore(mpistrat.Checkpoint(once=once).save(tmp_path / "once", wait=True))
