@@ -19,7 +19,7 @@ from mpistrat.checkpoint.tree import Node, Spec, Tree
 from mpistrat.communicator.communicator import job_communicator
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.validate import checked_int, name_of
-from mpistrat.context.stack import default_mode, get_strategy, has_strategy, in_cross_replica_context, misplaced
+from mpistrat.context.stack import default_mode, get_strategy, has_strategy, in_cross_replica_context, inside, misplaced
 from mpistrat.device.abstract import address
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import CheckpointError, InvalidArgumentError
@@ -177,9 +177,10 @@ class Checkpoint:
         values = self._read(folder, manifest, targets)
         with self._failing_together():
             tree.restore(document, values)
-        for name, leaf in tree.leaves.items():
-            if isinstance(leaf, Variable) and name in values:
-                leaf.assign(values[name])
+        with inside(default_mode()):  # a variable may have been made outside the scope in which this is called
+            for name, leaf in tree.leaves.items():
+                if isinstance(leaf, Variable) and name in values:
+                    leaf.assign(values[name])
         return manifest.step
 
     def close(self) -> None:

@@ -251,6 +251,19 @@ def test_scalars_of_numpy_stay_scalars(tmp_path):
     assert [(type(value), value) for value in state.values()] == [(np.float64, 3.0), (np.int64, 2)]
 
 
+def test_a_scope_in_which_variables_are_restored_need_not_be_theirs(tmp_path):
+    strategy, plain = mpistrat.OneDeviceStrategy(), mpistrat.Variable(1.0)
+    with strategy.scope():
+        own = mpistrat.Variable(2.0)
+        checkpoint = mpistrat.Checkpoint(plain=plain, own=own)
+        path = checkpoint.save(tmp_path / "one", wait=True)
+    plain.assign(0.0), own.assign(0.0)
+    with strategy.scope():
+        checkpoint.restore(path)
+        assert mpistrat.get_strategy() is strategy
+    assert (float(plain), float(own)) == (1, 2)
+
+
 @pytest.mark.parametrize("from_function", [False, True])
 def test_a_dataset_that_was_distributed_is_refused(from_function):
     strategy, dataset = mpistrat.OneDeviceStrategy(), mpistrat.ArrayDataset(np.arange(4), 2)
