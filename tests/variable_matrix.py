@@ -163,6 +163,11 @@ def of_central_storage(cell: Cell) -> Cell:
     return replace(cell, outcome=NEEDS) if cell.where == "run" and _is_none(cell) and not is_compared else cell
 
 
+def of_default_strategy(cell: Cell) -> Cell:
+    """Return what a cell says of a variable of the default strategy: a plain array, however declared."""
+    return replace(cell, outcome=ALONE[cell.operation])
+
+
 def made(strategy: Any, *arguments: Any, **keywords: Any) -> Any:
     """Return a variable that is made in the scope of a strategy."""
     with strategy.scope():
@@ -214,16 +219,6 @@ def check_cell(strategy: Any, cell: Cell) -> None:
         check_arrays(strategy, variable, expected)
 
 
-def check_plain(operation: str, synchronization: VariableSynchronization, aggregation: VariableAggregation, run: Any) -> None:
-    """Do an operation to a variable of the default strategy: a plain array, however declared; `run` calls a function."""
-    variable = mpistrat.Variable(START, synchronization=synchronization, aggregation=aggregation)
-    if operation != "read":
-        assert run(lambda: _apply(variable, operation, 6.0)) is variable
-    touched = TOUCHED if operation.startswith("scatter") else range(3)
-    expected = [ALONE[operation](x, 1, 0) if index in touched else x for index, x in enumerate(START)]
-    assert run(variable.numpy).tolist() == expected
-
-
 def check_refused(refused: Refused, act: Callable[[], Any]) -> None:
     """Check the exact type of what is raised, and that its text holds all that it must, in order."""
     with pytest.raises(refused.kind) as caught:
@@ -241,7 +236,7 @@ def check_arrays(strategy: Any, variable: Any, expected: Callable[[int], list[fl
     held = strategy.experimental_local_results(strategy.run(variable.numpy))[0]
     np.testing.assert_allclose(held, expected(rank), rtol=1e-12)
     arrays = np.array([expected(replica) for replica in range(size)])
-    if variable.synchronization is VariableSynchronization.ON_WRITE:
+    if variable.synchronization is VariableSynchronization.ON_WRITE or strategy is mpistrat.get_strategy():
         np.testing.assert_allclose(variable.numpy(), arrays[0], rtol=1e-12)
     elif variable.aggregation is VariableAggregation.NONE:
         check_refused(UNREADABLE, variable.numpy)

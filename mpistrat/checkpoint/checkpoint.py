@@ -20,7 +20,7 @@ from mpistrat.checkpoint.tree import Node, Spec, Tree, listed
 from mpistrat.communicator.communicator import job_communicator
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.validate import checked_int, name_of
-from mpistrat.context.stack import default_mode, get_strategy, has_strategy, in_cross_replica_context, misplaced
+from mpistrat.context.stack import default_mode, get_strategy, has_strategy, in_cross_replica_context, inside, misplaced
 from mpistrat.device.abstract import address
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import AgreementError, CheckpointError, InvalidArgumentError
@@ -184,9 +184,10 @@ class Checkpoint:
         values = self._read(folder, manifest, targets)
         with self._failing_together():
             tree.restore(document, values)
-        for name, leaf in tree.leaves.items():
-            if isinstance(leaf, Variable) and name in values:
-                leaf.assign(values[name])
+        with inside(default_mode()):  # a variable may have been made outside the scope in which this is called
+            for name, leaf in tree.leaves.items():
+                if isinstance(leaf, Variable) and name in values:
+                    leaf.assign(values[name])
         return manifest.step
 
     def close(self) -> None:
@@ -242,7 +243,7 @@ class Checkpoint:
         datasets = dict[int, str]()
         if _RESERVED in tree.leaves:
             raise InvalidArgumentError(f"the name {_RESERVED} is reserved in files of safetensors: give the array another one")
-        for name, value in {**tree.leaves, **self._objects}.items():
+        for name, value in {**tree.leaves, **tree.states}.items():
             source = value.dataset if isinstance(value, DatasetIterator) else value
             if isinstance(source, Dataset) and source.is_distributed:
                 raise InvalidArgumentError(
@@ -373,7 +374,7 @@ class CheckpointManager:
     Raises
     ------
     InvalidArgumentError
-        If `checkpoint` is no Checkpoint, or a number is not positive.
+        If `checkpoint` is no Checkpoint, or a number is below 1.
     CheckpointError
         On all ranks, if the directory cannot be read.
     """
@@ -388,8 +389,8 @@ class CheckpointManager:
         if not isinstance(checkpoint, Checkpoint):
             raise InvalidArgumentError(f"checkpoint must be a mpistrat.Checkpoint; got {type(checkpoint).__name__}")
         for name, value in (("max_to_keep", max_to_keep), ("keep_every", keep_every)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise InvalidArgumentError(f"{name} must be a positive number or None; got {value!r}")
+            if value is not None:
+                checked_int(value, name, 1)
         self._checkpoint, self._directory = checkpoint, Path(directory)
         self._max_to_keep, self._keep_every = max_to_keep, keep_every
         checkpoint._finish("restore")

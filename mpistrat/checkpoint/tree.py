@@ -79,11 +79,12 @@ class Spec(NamedTuple):
 
 
 class Tree:
-    """What objects hold now: the document, and `leaves`, their variables and arrays by name."""
+    """What objects hold now: the document, and by name `leaves`, their variables and arrays, and `states`, what has a state."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._objects = objects
         self.leaves: dict[str, Any] = {}
+        self.states: dict[str, Any] = {}
         # how the names of arrays begin that may come and go: an optimizer has none before its first step
         self._changing: list[str] = []
         self.document: Node = ["dict", [[name, self._encoded(value, name)] for name, value in objects.items()]]
@@ -161,6 +162,7 @@ class Tree:
         if kind == "plain value":
             return value
         if kind in ("state", "generator"):
+            self.states.setdefault(name, value)
             if not is_a(value, "torch.nn", "Module"):
                 self._changing.append(f"{name}/")
             return [kind, self._encoded(value.state_dict() if kind == "state" else value.bit_generator.state, name)]

@@ -383,7 +383,7 @@ class BaseCommunicator(ABC):
         """Return a context that refuses a call, as by `refuse`, if what is in it raises."""
         return _Refusing(self, call, options)
 
-    def agree_on(self, call: str, make: Callable[[], tuple[T, str]]) -> T:
+    def agree_on(self, call: str, make: Callable[[], tuple[T, str]], options: CommunicationOptions | None = None) -> T:
         """Return the first of what `make` returns, after comparing the second, a text, on all replicas. A collective call.
 
         If `make` raises on one replica, the others raise an AgreementError that tells it.
@@ -391,9 +391,9 @@ class BaseCommunicator(ABC):
         try:
             made, text = make()
         except Exception as error:
-            self.agree(call, error)
+            self.agree(call, error, options)
             raise
-        self.agree(f"{call}({text})")
+        self.agree(f"{call}({text})", None, options)
         return made
 
     @abstractmethod

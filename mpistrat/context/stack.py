@@ -152,15 +152,19 @@ def enter_or_assert_strategy(strategy: Any) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def outside_replica() -> Iterator[None]:
-    """Leave replica context for the time of a ``with`` block; that of the default strategy stays."""
-    found = current()
-    outside = found if found is default_mode() else found.strategy.cross_replica_mode
-    push(outside)
+def inside(mode: Mode) -> Iterator[None]:
+    """Make a mode the current one for the time of a ``with`` block, whatever the one before."""
+    push(mode)
     try:
         yield
     finally:
-        pop(outside)
+        pop(mode)
+
+
+def outside_replica() -> AbstractContextManager[None]:
+    """Leave replica context for the time of a ``with`` block; that of the default strategy stays."""
+    found = current()
+    return inside(found if found is default_mode() else found.strategy.cross_replica_mode)
 
 
 def in_replica_context_of(strategy: Any, call: str) -> bool:

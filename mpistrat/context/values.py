@@ -76,7 +76,7 @@ class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
         written = (args or tuple(kwargs.values()))[:1] if func in _WRITERS else ()
         if written or "out" in kwargs:
             _check_targets((written, kwargs.get("out")))
-        return func(*map_leaves(_read, args), **(map_leaves(_read, kwargs) if kwargs else {}))
+        return func(*map_leaves(_read, args), **map_leaves(_read, kwargs))
 
     # protocols of sequences and numbers work if `read` does
     __len__ = _of_array(len)
@@ -167,14 +167,14 @@ def select_replica(value: Any) -> Any:
     return map_leaves(in_replica, value)
 
 
-def across_replicas(value: Any) -> Any:
-    """Return a nested value in which each distributed value is replaced by what a reduction over replicas takes for it."""
-    return map_leaves(across_replicas_of, value)
-
-
-def across_replicas_of(leaf: Any) -> Any:
+def across_replicas(leaf: Any) -> Any:
     """Return what replaces a leaf in a reduction over replicas."""
     return leaf.across_replicas() if isinstance(leaf, DistributedValues) else leaf
+
+
+def component_of(leaf: Any) -> Any:
+    """Return what a reduction over replicas takes from this one for a leaf."""
+    return in_replica(across_replicas(leaf))
 
 
 def regroup(value: Any, num_replicas: int) -> Any:

@@ -13,14 +13,13 @@ import numpy as np
 from mpistrat.arrays import Array, as_array, as_operand, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
-from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices, broadcast_slices, gather_refused
+from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices, broadcast_slices
 from mpistrat.context.stack import current, default_mode, get_strategy, in_cross_replica_context, misplaced, outside_replica
-from mpistrat.context.values import Mirrored, PerReplica, assignable, in_replica, select_replica
+from mpistrat.context.values import Mirrored, PerReplica, assignable, in_replica
 from mpistrat.cross_device.pairs import (
     OnSomeReplicas,
     Pair,
     broadcast_source,
-    checked_component,
     checked_pairs,
     deliver,
     resolve,
@@ -153,10 +152,8 @@ class CrossDeviceOps:
         A collective call, in cross-replica context. The components are in replica order.
         """
         communicator = current_communicator()
-        component = checked_component(per_replica_value)
-        if isinstance(component, IndexedSlices):
-            communicator.refuse("gather", gather_refused(component), options)
-        whole = like(communicator.all_gather(component, axis, options), select_replica(per_replica_value))
+        component = in_replica(per_replica_value)
+        whole = like(communicator.all_gather(as_operand(component), axis, options), component)
         return deliver(whole, resolve(destinations, communicator), communicator)
 
     def _reduce(
@@ -330,9 +327,15 @@ class ReductionToOneDevice(CrossDeviceOps):
             return deliver(all_reduce_slices(communicator, reduce_op, component, options), ranks, communicator)
         with communicator.refusing("ReductionToOneDevice", options):
             array = as_operand(component)
-            check_dtype(reduce_op, array.dtype)
             root = ranks[0] if self._reduce_to_device is None else self._root(communicator)
-        result = self._combined(reduce_op, array, communicator.gather(array, root, options), communicator, options)
+        parts = communicator.gather(array, root, options)
+
+        def reduced() -> tuple[Array, str]:
+            return array if parts is None else self._reduced(reduce_op, parts), ""
+
+        call = f"{reduce_op.name} by ReductionToOneDevice with an accumulation_fn"
+        # all ranks raise what the user's function raises on one of them
+        result = communicator.agree_on(call, reduced, options) if self._accumulation_fn else reduced()[0]
         if ranks != (root,):
             result = communicator.broadcast(result, root, options)
         return deliver(like(result, component), ranks, communicator)
@@ -346,25 +349,12 @@ class ReductionToOneDevice(CrossDeviceOps):
             )
         return ranks[0]
 
-    def _combined(
-        self,
-        op: ReduceOp,
-        array: Array,
-        parts: list[Array] | None,
-        communicator: BaseCommunicator,
-        options: CommunicationOptions,
-    ) -> Array:
-        """Return the reduction of `parts` on the rank that has them, and a placeholder elsewhere."""
-        if self._accumulation_fn is None:
-            return array if parts is None else _finished(op, quiet()(_folded, op, parts), array, len(parts))
-        error: Exception | None = None
-        try:
-            if parts is not None:
-                array = _finished(op, self._accumulated(op, parts), array, len(parts))
-        except Exception as refused:  # the other ranks must raise too, whatever the user's function raises
-            error = refused
-        communicator.agree(f"{op.name} by ReductionToOneDevice with an accumulation_fn", error, options)
-        return array
+    def _reduced(self, op: ReduceOp, parts: list[Array]) -> Array:
+        """Return the reduction of the components, in their dtype."""
+        total = self._accumulated(op, parts) if self._accumulation_fn else quiet()(_folded, op, parts)
+        result = np.empty_like(parts[0], order="C")
+        divide(total, len(parts) if op is ReduceOp.MEAN else 1, result)
+        return result
 
     def _accumulated(self, op: ReduceOp, parts: list[Array]) -> Array:
         """Return the result of `accumulation_fn` for the components."""
@@ -389,13 +379,6 @@ def _folded(op: ReduceOp, parts: Sequence[Array]) -> Array:
     for part in parts[1:]:
         combine(op)(total, part, out=total)
     return total
-
-
-def _finished(op: ReduceOp, total: Array, array: Array, count: int) -> Array:
-    """Return a total as the result of the operation, divided for MEAN, in the dtype of `array`."""
-    result = np.empty_like(array, order="C")
-    divide(total, count if op is ReduceOp.MEAN else 1, result)
-    return result
 
 
 def current_communicator() -> BaseCommunicator:

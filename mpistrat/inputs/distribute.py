@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, cast
@@ -17,7 +16,7 @@ from mpistrat.device.binding import bound_device, own_device
 from mpistrat.errors import InvalidArgumentError, OutOfRangeError
 from mpistrat.inputs.input_options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode, read_options
 from mpistrat.inputs.position import DatasetIterator, Resumable
-from mpistrat.inputs.prefetch import Fetcher, Prefetcher
+from mpistrat.inputs.prefetch import fetched, prefetched
 from mpistrat.inputs.rebatch import batched, empty_like, num_batches_of, own_parts, share_sizes, shares, spec_of
 from mpistrat.inputs.sources import Dataset, RowDataset, as_dataset
 from mpistrat.reduction import ReduceOp
@@ -152,10 +151,9 @@ class DistributedIterator(DatasetIterator):
         options, batches = dataset._options, dataset._batches(epoch, first)
         buffer_size = options.experimental_per_replica_buffer_size
         if device is not None:
-            lifts = options.experimental_fetch_to_device is not False
-            self._batches = Fetcher(batches, buffer_size, device, lifts)
+            self._batches = fetched(batches, buffer_size, device, options.experimental_fetch_to_device is not False)
         else:
-            self._batches = Prefetcher(batches, buffer_size) if buffer_size else batches
+            self._batches = prefetched(batches, buffer_size) if buffer_size else batches
         self._epoch, self._taken, self._length = epoch, first, dataset._length
         # number of elements of every replica: known from the start, from the first exchange on, or never
         self._steps = self._length if dataset._policy is DATA else None
@@ -198,10 +196,7 @@ class DistributedIterator(DatasetIterator):
 
     def close(self) -> None:
         """End the iteration and the prefetching thread. All replicas must do it."""
-        self._is_over = True
-        if isinstance(self._batches, (Fetcher, Prefetcher)):
-            self._batches.close()
-        self._batches, self._ahead = iter(()), None
+        self._is_over, self._batches, self._ahead = True, iter(()), None
 
     def __next__(self) -> Any:
         return self.get_next()
@@ -217,8 +212,8 @@ class DistributedIterator(DatasetIterator):
             self._communicator.refuse(self._call, refusal)
         if self._is_over:
             return []
-        (shares, error), self._ahead = self._ahead or self._attempt(), None
         try:
+            (shares, error), self._ahead = self._ahead or self._attempt(), None
             is_over = self._agree_on_end(bool(shares), error)
         except BaseException:
             self.close()
@@ -267,16 +262,11 @@ class DistributedIterator(DatasetIterator):
             communicator.agree(self._call, error)  # raises on all: they pass different texts or an error
             raise error or AssertionError("replicas have failed or are out of step, but their texts do not differ")
         if state == _GOES_ON and lacks_spec:
-            self._learn(communicator, -source)
+            known = communicator.broadcast_object(self._empty, -source)
+            self._empty = known if self._empty is None else self._empty
         if length != _UNKNOWN:
             self._steps = length
         return bool(state == _ENDED)
-
-    def _learn(self, communicator: BaseCommunicator, root: int) -> None:
-        """Broadcast a batch of no rows from replica `root`, for replicas that have had no element."""
-        received = communicator.broadcast(np.frombuffer(pickle.dumps(self._empty), np.uint8), root)
-        if self._empty is None:
-            self._empty = pickle.loads(received.tobytes())
 
     @property
     def _call(self) -> str:
@@ -304,7 +294,6 @@ def distribute_dataset(strategy: Any, dataset: Any, options: InputOptions | None
         if default_mode().strategy is strategy:
             return cast("Iterable[Any]", dataset), ""
         source = as_dataset(dataset)
-        source.is_distributed = True
         part, policy = _part_of(source, wanted.auto_shard_policy, communicator.rank, communicator.size)
         if wanted.virtual_replicas is not None:
             own_parts(wanted.virtual_replicas, communicator.rank, communicator.size)
@@ -363,6 +352,7 @@ def _refuse_per_replica(strategy: Any, call: str, options: InputOptions) -> None
 
 def _part_of(dataset: Dataset, policy: AutoShardPolicy, pipeline: int, num_pipelines: int) -> tuple[Dataset, AutoShardPolicy]:
     """Return the dataset of an input pipeline, and whether a replica takes its rows of each batch (DATA) or all rows (OFF)."""
+    dataset.is_distributed = True
     if policy is AUTO:
         policy = FILE if dataset.is_file_based else DATA
     if dataset.is_hinted and policy is not HINT:

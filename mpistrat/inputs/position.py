@@ -55,8 +55,8 @@ class Resumable(ABC):
         is_end = num_rows is not None and row >= num_rows
         if there != order or size is None or batch_size is None or (row % batch_size and not is_end):
             raise InvalidArgumentError(
-                f"batch {batch} of an epoch cannot be found again: it was one of {_described(there, size)}, and now they are "
-                f"those of {_described(order, batch_size)}. Save at the end of an epoch to change this; to change the number "
+                f"batch {batch} of an epoch cannot be found again: it was one of {described(there, size)}, and now they are "
+                f"those of {described(order, batch_size)}. Save at the end of an epoch to change this; to change the number "
                 "of ranks, share batches (AutoShardPolicy.DATA), or have each rank read its shard of rows that are not shuffled"
             )
         return -(-row // batch_size)
@@ -78,7 +78,8 @@ class Resumable(ABC):
             self._now = self._next
 
 
-def _described(order: str, batch_size: int | None) -> str:
+def described(order: str, batch_size: int | None) -> str:
+    """Return a description of batches."""
     return f"{order}, batches of {batch_size}" if batch_size else order
 
 

@@ -5,14 +5,13 @@ from the one to the other on a stream of its own. When the program takes the bat
 newly allocated arrays, which the program may keep. That second copy stays on the GPU and takes a fraction of the time of the
 first. Slots are reused.
 
-Invariant: the thread does not communicate, and holds no reference to the Prefetcher or Fetcher, so that it ends with it.
+Invariant: the thread does not communicate, and holds no reference to the iterator that the program has: it ends with that.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 from queue import SimpleQueue
@@ -25,34 +24,33 @@ from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
 from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.structures import Structure, flatten
 
-
-class Prefetcher(Iterator[Any]):
-    """Iterates over the elements of `source`, which a thread reads ahead. Errors of the source are raised in order."""
-
-    def __init__(self, source: Iterator[Any], buffer_size: int) -> None:
-        self._made: SimpleQueue[_Made] = SimpleQueue()
-        self._slots = threading.Semaphore(buffer_size)
-        stopped = threading.Event()
-        self._stop = weakref.finalize(self, _stop, stopped, self._slots)
-        arguments = (source, self._made, self._slots, stopped)
-        threading.Thread(target=_fill, args=arguments, name="mpistrat-prefetch", daemon=True).start()
-
-    def close(self) -> None:
-        """End the thread and the iteration."""
-        self._stop()
-
-    def __next__(self) -> Any:
-        if not self._stop.alive:
-            raise StopIteration
-        element, error = self._made.get()
-        self._slots.release()
-        if error is not None:
-            self.close()
-            raise error
-        return element
-
-
 _Made = tuple[Any, BaseException | None]  # an element, or the error after which there is none: StopIteration at the end
+
+
+def prefetched(source: Iterator[Any], buffer_size: int) -> Iterator[Any]:
+    """Return what yields the elements of `source`, which a thread reads ahead. Errors of the source are raised in order."""
+    made, slots, stopped = SimpleQueue[_Made](), threading.Semaphore(buffer_size), threading.Event()
+    arguments = (source, made, slots, stopped)
+    threading.Thread(target=_fill, args=arguments, name="mpistrat-prefetch", daemon=True).start()
+
+    def taken() -> Iterator[Any]:
+        try:
+            yield None
+            while True:
+                element, error = made.get()
+                slots.release()
+                if isinstance(error, StopIteration):
+                    return
+                if error is not None:
+                    raise error
+                yield element
+        finally:  # of the data, or of the iterator
+            stopped.set()
+            slots.release()
+
+    elements = taken()
+    next(elements)  # what has not begun has no end
+    return elements
 
 
 def _fill(source: Iterator[Any], made: SimpleQueue[_Made], slots: threading.Semaphore, stopped: threading.Event) -> None:
@@ -67,42 +65,36 @@ def _fill(source: Iterator[Any], made: SimpleQueue[_Made], slots: threading.Sema
             return
 
 
-def _stop(stopped: threading.Event, slots: threading.Semaphore) -> None:
-    stopped.set()
-    slots.release()
-
-
 _ALIGNMENT = 256  # bytes, of each array in a slot
 _POLL_SECONDS = 1e-4
 
 
-class Fetcher(Iterator[Any]):
-    """Iterates over `source`, with its arrays on the GPU; leaves that are not numeric, such as text, are unchanged."""
+def fetched(source: Iterator[Any], buffer_size: int, device: Device, lifts: bool = True) -> Iterator[Any]:
+    """Return what yields the elements of `source`, prefetched if `buffer_size` is not 0, with their arrays on the GPU.
 
-    def __init__(self, source: Iterator[Any], buffer_size: int, device: Device, lifts: bool = True) -> None:
-        self._device, self._stream = device, device.stream()
-        self._follow()  # arrays of a dataset that are on the GPU are complete by then
-        # one slot for each prefetched batch, and one for that which is being read or taken
-        fetched = _fetched(source, lifts, self._stream, [_Slot(device, self._stream) for _ in range(buffer_size + 1)])
-        self._fetched = Prefetcher(fetched, buffer_size) if buffer_size else fetched
+    Leaves that are not numeric, such as text, are unchanged; without `lifts` also those in host memory.
+    """
+    stream = device.stream()
 
-    def close(self) -> None:
-        """End the iteration, and the thread."""
-        if isinstance(self._fetched, Prefetcher):
-            self._fetched.close()
-        self._fetched = iter(())
+    def follow() -> None:
+        """Make the stream of the copies wait for the work on the current stream of the calling thread."""
+        with device.activate():
+            stream.wait(device.current_stream().record())
 
-    def __next__(self) -> Any:
-        if not isinstance(self._fetched, Prefetcher):
-            self._follow()  # without a thread, the source may use what the program has just computed
-        batch = next(self._fetched)
-        with self._device.activate():
-            return batch.take()
+    def taken(batches: Iterator[_Fetched]) -> Iterator[Any]:
+        while True:
+            if not buffer_size:
+                follow()  # without a thread, the source may use what the program has just computed
+            if (batch := next(batches, None)) is None:
+                return
+            with device.activate():
+                arrays = batch.take()
+            yield arrays
 
-    def _follow(self) -> None:
-        """Make the Fetcher's stream wait for the work on the current stream of the calling thread."""
-        with self._device.activate():
-            self._stream.wait(self._device.current_stream().record())
+    follow()  # arrays of a dataset that are on the GPU are complete by then
+    # one slot for each prefetched batch, and one for that which is being read or taken
+    batches = _copied(source, lifts, stream, [_Slot(device, stream) for _ in range(buffer_size + 1)])
+    return taken(prefetched(batches, buffer_size) if buffer_size else batches)
 
 
 class _Part(NamedTuple):
@@ -182,7 +174,7 @@ class _Fetched(NamedTuple):
         return array
 
 
-def _fetched(source: Iterator[Any], lifts: bool, stream: Stream, slots: Sequence[_Slot]) -> Iterator[_Fetched]:
+def _copied(source: Iterator[Any], lifts: bool, stream: Stream, slots: Sequence[_Slot]) -> Iterator[_Fetched]:
     for slot in cycle(slots):
         with slot.device.activate(stream):
             slot.clear()

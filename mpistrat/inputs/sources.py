@@ -18,7 +18,7 @@ from mpistrat.arrays import Array, as_array, like
 from mpistrat.communicator.validate import checked_int
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs.input_options import SHARD_HINT
-from mpistrat.inputs.position import DatasetIterator, Resumable
+from mpistrat.inputs.position import DatasetIterator, Resumable, described
 from mpistrat.inputs.rebatch import batched, num_rows, readable, shard_bounds, share, spec_of
 from mpistrat.structures import flatten, leaf_names, map_leaves
 
@@ -62,12 +62,12 @@ class Dataset(Resumable):
         """The nest of `ArraySpec` that describes every batch."""
 
     @abstractmethod
-    def describe(self) -> str:
-        """Return a description that must be the same on all ranks that share the batches: sizes, dtypes, order."""
-
     def describe_order(self) -> str:
-        """Return a description of the rows of an epoch and their order, whatever batches they are cut into."""
-        return self.describe()
+        """Return a description of the rows of an epoch and their order, whatever batches they are cut into: sizes, dtypes."""
+
+    def describe(self) -> str:
+        """Return a description that must be the same on all ranks that share the batches."""
+        return described(self.describe_order(), self.batch_size)
 
     def _contents(self) -> tuple[str, int | None, int | None]:
         return self.describe_order(), self.batch_size, self.num_rows
@@ -91,7 +91,7 @@ class Dataset(Resumable):
         if checked_int(index, "index", 0) >= num_shards:
             raise InvalidArgumentError(f"index must be one of 0 to {num_shards - 1}; got {index}")
         part = self._part(num_shards, index)
-        part.is_hinted = False
+        part.is_hinted = part.is_distributed = False
         return part
 
     @abstractmethod
@@ -133,8 +133,7 @@ class BatchedDataset(Dataset):
         return self._batch_size
 
     def describe(self) -> str:
-        rest = ", remainder dropped" if self._drop_remainder else ""
-        return f"{self.describe_order()}, batches of {self._batch_size}{rest}"
+        return super().describe() + (", remainder dropped" if self._drop_remainder else "")
 
     def describe_order(self) -> str:
         order = f"shuffled with seed {self._seed}" if self._shuffle else "in order"
@@ -463,7 +462,7 @@ class IterableDataset(Dataset):
         whole = self._counted(self._begin())
         return (share(batch, replica, num_replicas, count) for batch in islice(whole, first, None))
 
-    def describe(self) -> str:
+    def describe_order(self) -> str:
         kind = type(self._source).__name__
         return kind if self.num_batches is None else f"{kind} of {self.num_batches} batches"
 

@@ -26,7 +26,7 @@ from mpistrat.parameter_server.client import Client
 from mpistrat.parameter_server.functions import dumps, dumps_error, loads, loads_on
 from mpistrat.parameter_server.messages import REPLY, REQUEST, RESULT, Channel, Received, Receiver
 from mpistrat.parameter_server.variables import StoredVariable
-from mpistrat.state.changes import METHODS, apply, assign_to
+from mpistrat.state.changes import METHODS, apply
 
 _DROPPED = (
     "the variable was dropped by the chief, and its server has freed it: keep it on the chief for as long as functions use it"
@@ -178,7 +178,7 @@ class VariableServer(_Task):
             if len(indices):
                 apply(method, array, (values.reshape(len(indices), *array.shape[1:]), indices))
             else:
-                assign_to(array, method, values.reshape(array.shape))
+                apply(method, array, (values.reshape(array.shape),))
         except Exception as error:  # such as an overflow, where the program makes that one; it is told with the next `Flush`
             self._failed.setdefault(received.source, error)
 

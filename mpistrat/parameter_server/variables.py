@@ -13,7 +13,7 @@ from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.parameter_server.client import Client, VariableRef, current_client
-from mpistrat.state.changes import ChangeMethods, apply, assign_to, checked_rows, checked_value, flat_indices
+from mpistrat.state.changes import ChangeMethods, apply, checked, flat_indices
 from mpistrat.state.variables import Variable, register
 from mpistrat.structures import map_leaves
 
@@ -155,12 +155,13 @@ class ServerVariable(ChangeMethods, Mirrored):
         self._client().read(self._parts(rows, start))
         return rows
 
-    def _assign(self, method: str, value: Any) -> None:
-        array = np.asarray(to_host(checked_value(method, value, self._component, self)), order="C")
-        self._client().write(method, [(ref, part, None) for ref, _, part in self._parts(array, 0)])
-
-    def _scatter(self, method: str, delta: IndexedSlices) -> Self:
-        values, indices = map(to_host, checked_rows(method, delta, self._component, self))
+    def _change(self, method: str, value: Any) -> Self:
+        values, *rest = map(to_host, checked(method, value, self._component, self))
+        if not rest:
+            whole = np.asarray(values, order="C")
+            self._client().write(method, [(ref, part, None) for ref, _, part in self._parts(whole, 0)])
+            return self
+        [indices] = rest
         if len(self._refs) > 1:
             order = np.argsort(indices, kind="stable")  # rows of one index stay in their order
             values, indices = values[order], indices[order]
@@ -290,11 +291,8 @@ class StoredVariable(ChangeMethods, Mirrored):
         rows: Array = self.value[numbers]
         return rows
 
-    def _assign(self, method: str, value: Any) -> None:
-        assign_to(self.value, method, checked_value(method, value, self.value, self))
-
-    def _scatter(self, method: str, delta: IndexedSlices) -> Self:
-        apply(method, self.value, checked_rows(method, delta, self.value, self))
+    def _change(self, method: str, value: Any) -> Self:
+        apply(method, self.value, checked(method, value, self.value, self))
         return self
 
     def __repr__(self) -> str:

@@ -32,8 +32,8 @@ from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# the rows, and their indices
-Rows = tuple[Array, Array]
+Change = tuple[Array, ...]
+"""What changes an array: another one of its shape; or some rows, and their indices."""
 
 # the updates for which SUM and MEAN of the replicas' rows are not defined
 COMPARING = ("scatter_max", "scatter_min", "scatter_update")
@@ -131,14 +131,10 @@ def _unknown(argument: str, value: object, accepted: Iterable[Enum]) -> InvalidA
 
 
 class ChangeMethods:
-    """The methods by which variables are changed, those on servers too; `_assign` and `_scatter` do it."""
+    """The methods by which variables are changed, those on servers too; `_change` does it."""
 
-    def _assign(self, method: str, value: Any) -> None:
-        """Do one of `METHODS` to the whole array."""
-        raise NotImplementedError
-
-    def _scatter(self, method: str, delta: Any) -> Self:
-        """Apply rows by one of `METHODS`, and return the variable."""
+    def _change(self, method: str, value: Any) -> Self:
+        """Do one of `METHODS`, and return the variable."""
         raise NotImplementedError
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
@@ -169,8 +165,8 @@ class ChangeMethods:
             On every replica, if they pass different values inside ``strategy.run`` and the aggregation is NONE. From the next
             collective, if ranks pass different ones outside it.
         """
-        self._assign("assign", value)
-        return self if read_value else None
+        changed = self._change("assign", value)
+        return changed if read_value else None
 
     def assign_add(self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         """Add to the variable, and return it; communicates and raises like `assign`.
@@ -178,13 +174,13 @@ class ChangeMethods:
         Outside ``strategy.run`` it raises InvalidArgumentError for a variable synchronized ON_READ with aggregation SUM. What
         several ranks add to a variable on servers at the same time is all added.
         """
-        self._assign("assign_add", delta)
-        return self if read_value else None
+        changed = self._change("assign_add", delta)
+        return changed if read_value else None
 
     def assign_sub(self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         """Subtract from the variable, as `assign_add` adds to it. Not defined for bool."""
-        self._assign("assign_sub", delta)
-        return self if read_value else None
+        changed = self._change("assign_sub", delta)
+        return changed if read_value else None
 
     def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
         """Add rows to the rows with the given indices, and return the variable.
@@ -207,52 +203,45 @@ class ChangeMethods:
             If rows have another shape than those of the variable or an index is out of range; under central storage also
             inside ``strategy.run`` with aggregation NONE.
         """
-        return self._scatter("scatter_add", sparse_delta)
+        return self._change("scatter_add", sparse_delta)
 
     def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
         """Subtract rows, and return the variable; communicates and raises like `scatter_add`."""
-        return self._scatter("scatter_sub", sparse_delta)
+        return self._change("scatter_sub", sparse_delta)
 
     def scatter_mul(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
         """Multiply by rows, and return the variable; communicates and raises like `scatter_add`."""
-        return self._scatter("scatter_mul", sparse_delta)
+        return self._change("scatter_mul", sparse_delta)
 
     def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
         """Divide by rows, and return the variable; communicates and raises like `scatter_add`. Not defined for integers."""
-        return self._scatter("scatter_div", sparse_delta)
+        return self._change("scatter_div", sparse_delta)
 
     def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
         """Keep the elementwise minimum of rows and variable, and return it; communicates and raises like `scatter_update`."""
-        return self._scatter("scatter_min", sparse_delta)
+        return self._change("scatter_min", sparse_delta)
 
     def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
         """Keep the elementwise maximum of rows and variable, and return it; communicates and raises like `scatter_update`."""
-        return self._scatter("scatter_max", sparse_delta)
+        return self._change("scatter_max", sparse_delta)
 
     def scatter_update(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
         """Replace rows, and return the variable; communicates and raises like `scatter_add`.
 
         Inside ``strategy.run`` the aggregation must be ONLY_FIRST_REPLICA or NONE.
         """
-        return self._scatter("scatter_update", sparse_delta)
+        return self._change("scatter_update", sparse_delta)
 
 
-def checked_value(method: str, value: Any, target: Array, owner: object) -> Array:
-    """Return a value as an array, after checking that `method` can apply it to `target`, that of `owner`."""
+def checked(method: str, value: Any, target: Array, owner: object) -> Change:
+    """Return what `method` does with a value, after checking that it can change `target`, the array of `owner`."""
+    if method.startswith("scatter"):
+        return _checked_rows(method, value, target, owner)
     _check_method(method, target, owner)
-    return assignable(value, target, owner)
+    return (assignable(value, target, owner),)
 
 
-def assign_to(target: Array, method: str, value: Array) -> None:
-    """Change a whole array."""
-    if method == "assign":
-        target[...] = value
-    else:
-        _UFUNCS[method](target, value, out=target)
-
-
-def checked_rows(method: str, delta: object, target: Array, owner: object) -> Rows:
-    """Return the rows of `delta`, after checking that `method` can apply them to `target`, the array of `owner`."""
+def _checked_rows(method: str, delta: object, target: Array, owner: object) -> Change:
     if not isinstance(delta, IndexedSlices):
         raise TypeError(
             f"{owner!r}.{method} takes IndexedSlices; got {type(delta).__name__}.\n"
@@ -271,21 +260,27 @@ def checked_rows(method: str, delta: object, target: Array, owner: object) -> Ro
     return converted(values, target.dtype, owner), indices
 
 
-def gathered_rows(rows: Rows, aggregation: VariableAggregation, communicator: BaseCommunicator) -> Rows:
+def gathered_rows(rows: Change, aggregation: VariableAggregation, communicator: BaseCommunicator) -> Change:
     """Return the rows of all replicas, in replica order. A collective call."""
-    rows = to_host(rows[0]), to_host(rows[1])  # rows are applied in host memory
+    rows = tuple(map(to_host, rows))  # rows are applied in host memory
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        return communicator.broadcast(rows[0]), communicator.broadcast(rows[1])
-    values, indices = (communicator.all_gather(part) for part in rows)
+        return tuple(map(communicator.broadcast, rows))
+    values, indices = map(communicator.all_gather, rows)
     if aggregation is VariableAggregation.MEAN:
         wide = values.astype(_wide(values), copy=False)
         values = wide / wide.dtype.type(communicator.size)
     return values, indices
 
 
-def apply(method: str, target: Array, rows: Rows) -> None:
-    """Apply rows to `target`, accumulating 16-bit floats in float32; the affected rows go through host memory."""
-    values, indices = map(to_host, rows)
+def apply(method: str, target: Array, change: Change) -> None:
+    """Change `target`. Rows accumulate 16-bit floats in float32, and go through host memory."""
+    if len(change) == 1:
+        if method == "assign":
+            target[...] = change[0]
+        else:
+            _UFUNCS[method](target, change[0], out=target)
+        return
+    values, indices = map(to_host, change)
     if method == "scatter_update" and not is_on_device(target):
         target[indices] = values
         return

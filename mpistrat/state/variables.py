@@ -30,16 +30,15 @@ from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.reduction import ReduceOp
 from mpistrat.state.changes import (
     COMPARING,
+    Change,
     ChangeMethods,
     VariableAggregation,
     VariableSynchronization,
     apply,
-    assign_to,
     check_equal,
+    checked,
     checked_aggregation,
-    checked_rows,
     checked_synchronization,
-    checked_value,
     checksum,
     flat_indices,
     gathered_rows,
@@ -369,53 +368,48 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         taken = array.reshape(num_entries, *entry).take(like(numbers, array), axis=0)
         return in_dtype(taken, taken.dtype)  # numbers become arrays without axes
 
-    def _assign(self, method: str, value: Any) -> None:
-        assign_to(self._array, method, self._incoming(method, value))
-        self.send_root()
-
-    def _incoming(self, method: str, value: Any) -> Array:
-        """Return the array to assign to, or add to, the array of this replica, for a value passed in the present context."""
+    def _change(self, method: str, value: Any) -> Variable:
         scope = self._participants(f"Variable.{method}")
-        is_shared = scope is Participants.ALL_RANKS and self._is_on_read and self._aggregation is VariableAggregation.SUM
         with self._refusing(method, scope):
             value = self._own_part(method, scope, value)
-            array = checked_value(method, value, self._array, self)
-            if is_shared and method != "assign":
-                raise self._refusal("sum outside run", method)
-            self._require_aggregation(method, scope)
-        self._compare(method, scope, array)
+            self._require_defined(method, scope)
+            change = checked(method, value, self._array, self)
+        self._compare(method, scope, *change)
         if scope is Participants.REPLICAS and not self._is_on_read:
-            if self._aggregation is not VariableAggregation.NONE:
-                return self._aggregated(array)
-            self._require_equal(method, array)
-        return share(array, self._communicator) if is_shared else array
-
-    def _require_aggregation(self, method: str, scope: Participants) -> None:
-        """Refuse the replicas' values where there is one array, under central storage, and no aggregation."""
-        if scope is Participants.REPLICAS and self._root is not None and self._aggregation is VariableAggregation.NONE:
-            raise self._refusal("no aggregation", method)
-
-    def _scatter(self, method: str, delta: Any) -> Variable:
-        """Apply rows of the ranks that take part, and return the variable."""
-        scope = self._participants(f"Variable.{method}")
-        with self._refusing(method, scope):
-            delta = self._own_part(method, scope, delta)
-            if self._is_on_read and self._strategy is not default_mode().strategy:
-                raise self._refusal("scatter", method)
-            if method not in COMPARING:
-                self._require_aggregation(method, scope)
-            elif scope is Participants.REPLICAS and self._aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
-                raise self._refusal("scatter aggregation", method)
-            rows = checked_rows(method, delta, self._array, self)
-        self._compare(method, scope, *rows)
-        if scope is Participants.REPLICAS:
-            if self._aggregation is VariableAggregation.NONE:
-                self._require_equal(method, *rows)
-            else:
-                rows = gathered_rows(rows, self._aggregation, self._communicator)
-        apply(method, self._array, rows)
+            change = self._combined(method, change)
+        elif self._is_split(scope):
+            change = (share(change[0], self._communicator),)
+        apply(method, self._array, change)
         self.send_root()
         return self
+
+    def _is_split(self, scope: Participants) -> bool:
+        """Return whether each replica gets a part of what is assigned, because the arrays are summed when they are read."""
+        return scope is Participants.ALL_RANKS and self._is_on_read and self._aggregation is VariableAggregation.SUM
+
+    def _require_defined(self, method: str, scope: Participants) -> None:
+        """Refuse what has no meaning for a variable of this kind in the present context."""
+        if self._is_on_read:
+            if method.startswith("scatter") and self._strategy is not default_mode().strategy:
+                raise self._refusal("scatter", method)
+            if method != "assign" and self._is_split(scope):
+                raise self._refusal("sum outside run", method)
+        elif scope is Participants.REPLICAS:
+            is_none = self._aggregation is VariableAggregation.NONE
+            if method not in COMPARING:
+                if is_none and self._root is not None:
+                    raise self._refusal("no aggregation", method)
+            elif not is_none and self._aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
+                raise self._refusal("scatter aggregation", method)
+
+    def _combined(self, method: str, change: Change) -> Change:
+        """Return what the replicas pass in ``run``, combined. A collective call."""
+        if self._aggregation is VariableAggregation.NONE:
+            self._require_equal(method, *change)
+            return change
+        if len(change) == 1:
+            return (self._aggregated(change[0]),)
+        return gathered_rows(change, self._aggregation, self._communicator)
 
 
 def initial_array(given: Any, dtype: Any, shape: Sequence[int] | None, name: str) -> Array:

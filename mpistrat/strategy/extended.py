@@ -21,7 +21,7 @@ from mpistrat.context.stack import (
     outside_replica,
     updating,
 )
-from mpistrat.context.values import PerReplica, across_replicas_of, container_of, in_replica, select_replica
+from mpistrat.context.values import PerReplica, component_of, container_of, in_replica, regroup, select_replica
 from mpistrat.cross_device.ops import CrossDeviceOps, HierarchicalAllReduce
 from mpistrat.cross_device.pairs import OnSomeReplicas
 from mpistrat.device.binding import own_device
@@ -211,7 +211,7 @@ class StrategyExtended:
     ) -> Any:
         """Check this replica's components of all leaves of a nest, then make a collective call for each."""
         leaves, structure = flatten(value)
-        leaves = [in_replica(across_replicas_of(leaf)) for leaf in leaves]
+        leaves = list(map(component_of, leaves))
         with self.communicator.refusing(method, options):
             check_options(options)
             arrays = each_leaf(operand_or_slices, leaves, lambda: leaf_names(value))
@@ -251,12 +251,14 @@ class StrategyExtended:
         group : bool
             True: return None. False: return what `fn` returned, with a list of one component, that of this rank, for each leaf.
         """
-        if in_replica_context_of(self._strategy, "strategy.extended.update"):
-            return current().replica_context.merge_call(lambda _: self.update(var, fn, args, kwargs, group))
         with self.communicator.refusing("extended.update"):
             if not hasattr(var, "update_component"):
                 raise TypeError(f"extended.update changes a mpistrat.Variable; got {var!r}")
             given = tuple(args), dict(kwargs or {})
+        if in_replica_context_of(self._strategy, "strategy.extended.update"):
+            if self.root is None:  # else what the rank passes that keeps the variable is what counts
+                given = regroup(given, self.communicator.size)
+            return current().replica_context.merge_call(lambda _: self.update(var, fn, *given, group))
         args, kwargs = self._arguments_of_update(given)
         with self.communicator.refusing("extended.update"):
             leaves = _given_by_all(args, kwargs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,16 +32,44 @@ def reduce_locally(
     op: ReduceOp, values: Sequence[Any], given: Sequence[Any], axis: int | Iterable[int] | None, num_replicas: int
 ) -> LocalReduction:
     """Reduce what is given of values on this replica over `axis`, and return what has to be reduced across replicas."""
-    components: list[Any] = [each if isinstance(each, IndexedSlices) else as_operand(each) for each in given]
+    if axis is not None and op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise InvalidArgumentError(f"reduce over axis={axis!r} takes SUM or MEAN, got {op.name}; use axis=None for {op.name}")
+    parts = [_part(op, each if isinstance(each, IndexedSlices) else as_operand(each), axis) for each in given]
     passed = [as_passed(op, value) for value in values]
+    is_sent = [num_replicas == 1 or isinstance(value, PerReplica) for value in passed]
+    ambiguous = []
+    for (own, _), value, sent in zip(parts, passed, is_sent, strict=True):
+        is_equal = not sent and isinstance(value, DistributedValues)
+        check_defined(op, own[0], num_replicas if is_equal else 1)
+        if not (sent or is_equal):
+            ambiguous.append(own[0])
+
+    def finish(totals: list[Any]) -> list[Any]:
+        coming = iter(totals)
+        return [
+            result(*([next(coming) for _ in own] if sent else map(_copied, own)))
+            for (own, result), sent in zip(parts, is_sent, strict=True)
+        ]
+
+    across = [array for (own, _), sent in zip(parts, is_sent, strict=True) if sent for array in own]
+    return LocalReduction(op if axis is None else ReduceOp.SUM, across, finish, ambiguous)
+
+
+def _part(op: ReduceOp, component: Any, axis: int | Iterable[int] | None) -> tuple[list[Any], Callable[..., Any]]:
+    """Return what is reduced across replicas for a component, and what makes its result of the totals.
+
+    For the mean over axes these are sums and numbers of elements, so that every row has the same weight on all replicas.
+    """
     if axis is None:
-        return _across(op, components, passed, num_replicas)
-    axes = [_normalized(axis, component) for component in components]
-    if op is ReduceOp.SUM:
-        return _sum_over(axes, components, passed, num_replicas)
+        return [component], lambda total: total
+    axes, dtype = _normalized(axis, component), _counted(component.dtype)
     if op is ReduceOp.MEAN:
-        return _mean_over(axes, components, passed, num_replicas)
-    raise InvalidArgumentError(f"reduce over axis={axis!r} takes SUM or MEAN, got {op.name}; use axis=None for {op.name}")
+        check_dtype(op, dtype)
+    added = _added(component, axes, accumulation_dtype(op, dtype))
+    if op is ReduceOp.SUM:
+        return [added], lambda total: total.astype(dtype, copy=False)
+    count = np.asarray(np.prod([component.shape[each] for each in axes], dtype=np.int64))
+    return [added, count], lambda total, count: _quotient(total, count, dtype)
 
 
 def check_ambiguous(part: LocalReduction, communicator: BaseCommunicator, options: CommunicationOptions | None = None) -> None:
@@ -56,57 +83,6 @@ def check_ambiguous(part: LocalReduction, communicator: BaseCommunicator, option
         except InvalidArgumentError as error:
             error.raised_everywhere = True
             raise
-
-
-def _is_sent(value: Any, num_replicas: int) -> bool:
-    return num_replicas == 1 or isinstance(value, PerReplica)
-
-
-def _across(op: ReduceOp, components: list[Any], values: list[Any], num_replicas: int) -> LocalReduction:
-    is_sent = [_is_sent(value, num_replicas) for value in values]
-    ambiguous = []
-    for component, value, sent in zip(components, values, is_sent, strict=True):
-        is_equal = not sent and isinstance(value, DistributedValues)
-        check_defined(op, component, num_replicas if is_equal else 1)
-        if not (sent or is_equal):
-            ambiguous.append(component)
-
-    def finish(totals: list[Any]) -> list[Any]:
-        reduced = iter(totals)
-        return [next(reduced) if sent else _copied(component) for component, sent in zip(components, is_sent, strict=True)]
-
-    return LocalReduction(op, list(compress(components, is_sent)), finish, ambiguous)
-
-
-def _sum_over(axes: list[tuple[int, ...]], arrays: list[Array], values: list[Any], num_replicas: int) -> LocalReduction:
-    dtypes = [_counted(array.dtype) for array in arrays]
-    wide = [accumulation_dtype(ReduceOp.SUM, dtype) for dtype in dtypes]
-    part = _across(ReduceOp.SUM, list(map(_added, arrays, axes, wide)), values, num_replicas)
-
-    def finish(totals: list[Array]) -> list[Array]:
-        return [total.astype(dtype, copy=False) for total, dtype in zip(part.finish(totals), dtypes, strict=True)]
-
-    return part._replace(finish=finish)
-
-
-def _mean_over(axes: list[tuple[int, ...]], arrays: list[Array], values: list[Any], num_replicas: int) -> LocalReduction:
-    """Sum elements and counts across replicas, then divide, so that every row has the same weight on all replicas."""
-    sums, counts = [], []
-    for array, over in zip(arrays, axes, strict=True):
-        dtype = _counted(array.dtype)
-        check_dtype(ReduceOp.MEAN, dtype)
-        sums.append(_added(array, over, accumulation_dtype(ReduceOp.MEAN, dtype)))
-        counts.append(np.asarray(np.prod([array.shape[axis] for axis in over], dtype=np.int64)))
-    picked = [index for index, value in enumerate(values) if _is_sent(value, num_replicas)]
-
-    def finish(totals: list[Array]) -> list[Array]:
-        for position, index in enumerate(picked):
-            sums[index], counts[index] = totals[position], totals[position + len(picked)]
-        return [
-            _quotient(total, count, _counted(array.dtype)) for total, count, array in zip(sums, counts, arrays, strict=True)
-        ]
-
-    return LocalReduction(ReduceOp.SUM, [group[index] for group in (sums, counts) for index in picked], finish, [])
 
 
 def _counted(dtype: np.dtype[Any]) -> np.dtype[Any]:

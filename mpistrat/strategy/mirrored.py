@@ -275,50 +275,29 @@ def _check_devices(argument: str, devices: Sequence[str] | None, world: World) -
     """Check that a list of devices names each rank of a node once, in order. None is accepted."""
     if devices is None:
         return
+    accepted = [own_device()] if world.size == 1 else [f"rank:{rank}" for rank in range(world.size)]
     if not isinstance(devices, (list, tuple)):
-        raise TypeError(f"{argument} must be None or a list of device names, {_all_devices(world)!r} here; got {devices!r}")
-    named = [ranks_of(device, world) for device in devices]
-    problem = _problem(devices, named, world)
-    if problem:
+        raise TypeError(f"{argument} must be None or a list of device names, {accepted!r} here; got {devices!r}")
+    if [ranks_of(device, world) for device in devices] != [(rank,) for rank in range(world.size)]:
         raise InvalidArgumentError(
-            f"{argument}={list(devices)!r} {problem}. This node has {format_count(world.size, 'rank')}, and a "
-            f"replica runs on each: pass {argument}=None or {_all_devices(world)!r}, or launch another number of ranks"
+            f"{argument}={list(devices)!r} must name each rank of this node once, in order. This node has "
+            f"{format_count(world.size, 'rank')}, and a replica runs on each: pass {argument}=None or {accepted!r}, or launch "
+            "another number of ranks"
         )
 
 
-def _node_world(rendezvous: Rendezvous) -> World:
+def _node_world(job: Rendezvous) -> World:
     """Return the world that consists of this rank's node only, with ranks from 0."""
-    node = rendezvous.world.nodes[rendezvous.world.place(rendezvous.rank).node_index]
+    node = job.world.nodes[job.world.place(job.rank).node_index]
     return World.from_node_of_rank([0] * len(node.ranks), [node.name] * len(node.ranks))
 
 
-def _node_hierarchy(rendezvous: Rendezvous) -> Hierarchy:
+def _node_hierarchy(job: Rendezvous) -> Hierarchy:
     """Return the groups of this rank's node. A collective call of all ranks of the job."""
-    node_comm = cast(
-        "MPI.Intracomm", rendezvous.comm.Split(rendezvous.world.place(rendezvous.rank).node_index, rendezvous.rank)
-    )
-    hierarchy = Hierarchy(node_comm, _node_world(rendezvous))
+    node_comm = cast("MPI.Intracomm", job.comm.Split(job.world.place(job.rank).node_index, job.rank))
+    hierarchy = Hierarchy(node_comm, _node_world(job))
     node_comm.Free()
     return hierarchy
-
-
-def _all_devices(world: World) -> list[str]:
-    return [own_device()] if world.size == 1 else [f"rank:{rank}" for rank in range(world.size)]
-
-
-def _problem(devices: Sequence[str], named: Sequence[tuple[int, ...]], world: World) -> str:
-    """Return what is wrong with the devices, or an empty text."""
-    for device, owners in zip(devices, named, strict=True):
-        if len(owners) > 1:
-            return f"is ambiguous: every rank has a device {device!r}"
-    ranks = [owners[0] for owners in named]
-    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-    missing = sorted(set(range(world.size)) - set(ranks))
-    if twice:
-        return f"names rank {twice[0]} more than once"
-    if missing:
-        return f"leaves out {', '.join(f'rank {rank}' for rank in missing)}"
-    return "" if ranks == sorted(ranks) else "is not in the order of ranks, which is that of replicas"
 
 
 def _check_communication(cross_device_ops: object, options: object) -> None:

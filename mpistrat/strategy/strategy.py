@@ -16,7 +16,7 @@ from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.context.stack import EXAMPLES, Mode, StrategyScope, default_mode, register_default
-from mpistrat.context.values import across_replicas, across_replicas_of, in_replica, regroup, select_replica
+from mpistrat.context.values import across_replicas, component_of, in_replica, regroup, select_replica
 from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.execution.memory import MemoryReport
@@ -29,7 +29,7 @@ from mpistrat.strategy.deprecated import RunOptions, accepts_hints, with_old_nam
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.local_reduction import check_ambiguous, reduce_locally
 from mpistrat.strategy.replica_context import ReplicaContext
-from mpistrat.structures import flatten
+from mpistrat.structures import flatten, map_leaves
 from mpistrat.topology.world import parse_device, ranks_of
 
 
@@ -147,7 +147,7 @@ class Strategy:
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the components on this rank, a tuple of one; a value that is not distributed is its own component."""
         self._extended.require_cross_replica("strategy.experimental_local_results")
-        return (select_replica(across_replicas(value)),)
+        return (self.local(value),)
 
     def local(self, value: Any) -> Any:
         """Return the component of this replica for each leaf of a nest. Not in TensorFlow.
@@ -155,7 +155,7 @@ class Strategy:
         Not a collective call: one rank may call it alone, also inside `run`. A leaf that is not a distributed value is its own
         component. For a variable synchronized ON_READ the array of this replica is returned, any other variable unchanged.
         """
-        return select_replica(across_replicas(value))
+        return map_leaves(component_of, value)
 
     @accepts_hints
     def reduce(
@@ -193,7 +193,7 @@ class Strategy:
         self._extended.require_cross_replica("strategy.reduce")
         communicator = self._extended.communicator
         leaves, structure = flatten(value)
-        given = [across_replicas_of(leaf) for leaf in leaves]
+        given = [across_replicas(leaf) for leaf in leaves]
         components = [in_replica(leaf) for leaf in given]
         with communicator.refusing("reduce", options):
             check_options(options)

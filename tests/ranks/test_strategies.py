@@ -72,7 +72,7 @@ class Moody(ClusterResolver):
 
 MIRRORED, MULTI = mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy
 NO_GPU = "device '/gpu:0' does not exist: ranks compute on CPUs here; accepted are /cpu:0 (each rank's own) and rank:0"
-TWICE = "devices=['rank:0', 'rank:0'] names rank 0 more than once. This node has"
+NOT_EACH = " must name each rank of this node once, in order. This node has "
 NO_OPS = "cross_device_ops must be a CrossDeviceOps, such as mpistrat.ReductionToOneDevice(); got "
 NO_RESOLVER = (
     "cluster_resolver must be a ClusterResolver or None; got {}.\n"
@@ -83,8 +83,8 @@ REFUSED = [
     (lambda: MIRRORED(["/gpu:0"]), InvalidArgumentError, NO_GPU),
     (lambda: MIRRORED(["rank:99"]), InvalidArgumentError, "device 'rank:99' does not exist: there is no rank 99; accepted are"),
     (lambda: MIRRORED(["tpu:0"]), InvalidArgumentError, "'tpu:0' is not a device name; accepted are /cpu:0"),
-    (lambda: MIRRORED(["rank:0", "rank:0"]), InvalidArgumentError, TWICE),
-    (lambda: MIRRORED([]), InvalidArgumentError, "devices=[] leaves out rank 0"),
+    (lambda: MIRRORED(["rank:0", "rank:0"]), InvalidArgumentError, f"devices=['rank:0', 'rank:0']{NOT_EACH}"),
+    (lambda: MIRRORED([]), InvalidArgumentError, f"devices=[]{NOT_EACH}"),
     (lambda: MIRRORED("/cpu:0"), TypeError, "devices must be None or a list of device names, ['"),
     (lambda: MIRRORED({"rank:0"}), TypeError, "devices must be None or a list of device names, ['"),
     (lambda: MIRRORED(cross_device_ops="nccl"), TypeError, f"{NO_OPS}'nccl'"),
@@ -146,24 +146,14 @@ class TestMirrored:
             assert strategy.cluster_resolver is None
             assert all_reduced(strategy, np.ones(2)).tolist() == [comm.size] * 2
 
-    def test_one_rank_is_the_cpu(self, comm, make_strategy, together):
+    def test_the_list_names_each_rank_in_order_and_one_rank_as_the_cpu(self, comm, make_strategy, together):
         if comm.size == 1:
             assert make_strategy(mpistrat.MirroredStrategy, ["/cpu:0"]).num_replicas_in_sync == 1
             return
-        message = "devices=['/cpu:0'] is ambiguous: every rank has a device '/cpu:0'. This node "
-        message += f"has {comm.size} ranks, and a replica runs on each: pass devices=None or ['rank:0', 'rank:1'"
-        refused(InvalidArgumentError, message, lambda: mpistrat.MirroredStrategy(["/cpu:0"]))
-
-    @needs_ranks(2)
-    def test_a_rank_that_the_list_leaves_out(self, comm, together):
         names = [f"rank:{rank}" for rank in range(comm.size)]
-        message = (
-            f"devices={names[:-1]} leaves out rank {comm.size - 1}. This node has {comm.size} ranks, and a replica runs on "
-        )
-        message += f"each: pass devices=None or {names}, or launch another number of ranks"
-        refused(InvalidArgumentError, message, lambda: mpistrat.MirroredStrategy(names[:-1]))
-        order = f"devices={names[::-1]} is not in the order of ranks, which is that of replicas"
-        refused(InvalidArgumentError, order, lambda: mpistrat.MirroredStrategy(names[::-1]))
+        for devices in (["/cpu:0"], names[:-1], names[::-1]):
+            message = f"devices={devices}{NOT_EACH}{comm.size} ranks, and a replica runs on each: pass devices=None or {names}"
+            refused(InvalidArgumentError, message, lambda: mpistrat.MirroredStrategy(devices))  # noqa: B023
 
     def test_each_node_counts_its_ranks_from_0(self, comm, world, make_strategy):
         place = world.place(comm.rank)
@@ -343,7 +333,7 @@ class TestCentralStorage:
         message = f"device 'rank:99' does not exist: there is no rank 99; accepted are /cpu:0 (each rank's own) and {last}"
         refused(InvalidArgumentError, message, lambda: CentralStorageStrategy(parameter_device="rank:99"))
         refused(InvalidArgumentError, message, lambda: CentralStorageStrategy(["rank:99"]))
-        refused(InvalidArgumentError, "compute_devices=[] leaves out rank 0", lambda: CentralStorageStrategy([]))
+        refused(InvalidArgumentError, f"compute_devices=[]{NOT_EACH}", lambda: CentralStorageStrategy([]))
         refused(TypeError, "compute_devices must be None or a list of device names", lambda: CentralStorageStrategy("/cpu:0"))
 
     def test_several_nodes_are_refused(self, comm, world, together):

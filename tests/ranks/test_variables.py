@@ -180,7 +180,7 @@ def test_an_optimizer_updates_by_what_replicas_have_reduced(comm, strategy, stri
 
 @needs_ranks(2)
 @pytest.mark.parametrize("num_elements", [2, 1 << 18])
-@pytest.mark.parametrize("method", ["update", "update_non_slot", "assign_sub"])
+@pytest.mark.parametrize("method", ["update", "update in run", "update_non_slot", "assign_sub"])
 def test_an_update_that_differs_between_replicas_is_found_afterwards(comm, strategy, method, num_elements):
     variable = made(strategy, np.zeros(num_elements))
 
@@ -193,9 +193,13 @@ def test_an_update_that_differs_between_replicas_is_found_afterwards(comm, strat
             strategy.extended.update_non_slot(None, lambda g: None, (gradient,))
 
     def step():
-        mpistrat.get_replica_context().merge_call(apply, args=(np.full(num_elements, comm.rank + 1.0),))
+        gradient = np.full(num_elements, comm.rank + 1.0)
+        if method == "update in run":
+            strategy.extended.update(variable, lambda v, g: v.assign_sub(g), kwargs={"g": gradient})
+        else:
+            mpistrat.get_replica_context().merge_call(apply, args=(gradient,))
         mpistrat.get_replica_context().barrier()
 
-    with pytest.raises(AgreementError, match=rf"{method}(.|\n)*checksum") as caught:
+    with pytest.raises(AgreementError, match=rf"{method.split()[0]}(.|\n)*checksum") as caught:
         strategy.run(step)
     assert len(str(caught.value)) < 4000

@@ -243,17 +243,39 @@ def test_the_newest_are_kept_and_the_command_line_tells_them(tmp_path, capsys):
     assert "holds no checkpoint" in capsys.readouterr().err
 
 
-def test_scalars_of_numpy_stay_scalars_and_a_dataset_that_was_distributed_is_refused(tmp_path):
+def test_scalars_of_numpy_stay_scalars(tmp_path):
     state = {"best": np.float64(3), "n": np.int64(2)}
     checkpoint = mpistrat.Checkpoint(state=state)
     path = checkpoint.save(tmp_path / "one", wait=True)
     state.clear()
     checkpoint.restore(path, strict=False)
     assert [(type(value), value) for value in state.values()] == [(np.float64, 3.0), (np.int64, 2)]
-    dataset = mpistrat.ArrayDataset(np.arange(4), 2)
-    dataset.is_distributed = True
-    with pytest.raises(InvalidArgumentError, match="dataset was distributed"):
-        mpistrat.Checkpoint(dataset=dataset)
+
+
+def test_a_scope_in_which_variables_are_restored_need_not_be_theirs(tmp_path):
+    strategy, plain = mpistrat.OneDeviceStrategy(), mpistrat.Variable(1.0)
+    with strategy.scope():
+        own = mpistrat.Variable(2.0)
+        checkpoint = mpistrat.Checkpoint(plain=plain, own=own)
+        path = checkpoint.save(tmp_path / "one", wait=True)
+    plain.assign(0.0), own.assign(0.0)
+    with strategy.scope():
+        checkpoint.restore(path)
+        assert mpistrat.get_strategy() is strategy
+    assert (float(plain), float(own)) == (1, 2)
+
+
+@pytest.mark.parametrize("from_function", [False, True])
+def test_a_dataset_that_was_distributed_is_refused(from_function):
+    strategy, dataset = mpistrat.OneDeviceStrategy(), mpistrat.ArrayDataset(np.arange(4), 2)
+    if from_function:
+        strategy.distribute_datasets_from_function(lambda context: dataset)
+    else:
+        strategy.experimental_distribute_dataset(dataset)
+    for objects in ({"dataset": dataset}, {"state": {"dataset": dataset}}):
+        with pytest.raises(InvalidArgumentError, match="dataset was distributed"):
+            mpistrat.Checkpoint(**objects)
+    mpistrat.Checkpoint(other=dataset.shard(2, 0))  # which has a position of its own
 
 
 def test_an_iterator_goes_on_where_that_of_another_job_was(tmp_path):
@@ -274,8 +296,8 @@ def test_an_iterator_goes_on_where_that_of_another_job_was(tmp_path):
     next(iterator, None)  # ended: the next epoch is what goes on
     saved_and_restored(tmp_path / "ended", {"iterator": iterator}, {"iterator": fresh})
     assert [batch.tolist() for batch in fresh] == [batch.tolist() for batch in data]
-    with pytest.raises(InvalidArgumentError, match="data and iterator have the position of one dataset"):
-        mpistrat.Checkpoint(data=data, iterator=iterator)
+    with pytest.raises(InvalidArgumentError, match="data and nest/0 have the position of one dataset"):
+        mpistrat.Checkpoint(data=data, nest=[iterator])
     once = iter(mpistrat.inputs.sources.as_dataset(iter([np.ones(2)])))
     with pytest.raises(CheckpointError, match="once: its batches come from an iterator"):
         mpistrat.Checkpoint(once=once).restore(mpistrat.Checkpoint(once=once).save(tmp_path / "once", wait=True))

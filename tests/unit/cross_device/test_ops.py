@@ -388,11 +388,12 @@ class Both(StockByOne):
 )
 def test_what_a_subclass_overrides_sees_every_reduction(family, batch):
     def program(strategy):
-        ops, rank = family(), strategy.extended.communicator.rank
+        ops, rank = family(), strategy.rank
+        strategy = mpistrat.Strategy(mpistrat.StrategyExtended(strategy.communicator, ops))
         with strategy.scope():
             value = PerReplica(np.array([rank]))
             results = [ops.reduce("max", value, value), *ops.batch_reduce("sum", [(value, value)] * 3)]
-        arrays = strategy.run(lambda: ops.all_reduce_in_replica(ReduceOp.SUM, [np.array(rank)] * 3))
+        arrays = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", [np.array(rank)] * 3))
         assert all(type(array.values[0]) is np.ndarray for array in arrays)
         return ops.seen, [plain(result) for result in results], [array.values[0].tolist() for array in arrays]
 

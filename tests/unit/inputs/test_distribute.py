@@ -303,13 +303,21 @@ def test_an_error_of_the_source_is_raised_once_and_ends_the_iteration(buffer_siz
     assert list(iterator) == []
 
 
-def test_even_an_exit_of_the_source_leaves_nobody_waiting():
-    def exiting():
-        raise SystemExit(3)
-        yield
+@pytest.mark.parametrize("buffer_size", [0, 1])
+def test_an_exit_of_the_source_leaves_nobody_waiting_and_ends_the_iteration(buffer_size):
+    class Exiting:
+        def __iter__(self):
+            yield np.zeros(2)
+            raise SystemExit(3)
 
+        def __len__(self):
+            return 3
+
+    iterator = iter(distribute_dataset(ONE(), Exiting(), InputOptions(experimental_per_replica_buffer_size=buffer_size)))
+    next(iterator)
     with pytest.raises(SystemExit):
-        next(iter(distribute_dataset(ONE(), exiting())))
+        next(iterator)
+    assert list(iterator) == [], "no batches of no rows instead of those that were not read"
 
 
 @pytest.mark.parametrize("how", ["close", "forget"])

@@ -9,7 +9,7 @@ import pytest
 
 import mpistrat
 from mpistrat.inputs.distribute import distribute_from_function
-from mpistrat.inputs.prefetch import Fetcher
+from mpistrat.inputs.prefetch import fetched
 from tests.gpu.stand_in_arrays import stand_in_gpu
 from tests.other_arrays import StandardArray, fake_torch
 
@@ -41,7 +41,7 @@ def batches(count=9):
 def test_every_batch_arrives_and_stays_as_it_was(gpu, buffer_size):
     found = []
     with gpu.activate(gpu.stream()):
-        for batch in Fetcher(batches(), buffer_size, gpu):
+        for batch in fetched(batches(), buffer_size, gpu):
             found.append(batch)
             batch["x"] += 1  # the program may write to what is its own
         for batch, sent in zip(found, batches(), strict=True):
@@ -58,9 +58,9 @@ def test_arrays_that_are_on_the_gpu_are_copied_there(gpu, buffer_size):
     xp = gpu.array_module
     with gpu.activate(gpu.stream()):
         made = [xp.asarray(np.full(4, number)) for number in range(6)]
-        found = list(Fetcher((made[number] + 0 for number in range(6)), buffer_size, gpu))
+        found = list(fetched((made[number] + 0 for number in range(6)), buffer_size, gpu))
         assert [array.tolist() for array in found] == [[number] * 4 for number in range(6)]
-        kept = [list(Fetcher(iter(made), buffer_size, gpu, lifts)) for lifts in (True, False)]
+        kept = [list(fetched(iter(made), buffer_size, gpu, lifts)) for lifts in (True, False)]
         made[2][...] = 77
         assert [arrays[2].tolist() for arrays in kept] == [[2] * 4] * 2
 
@@ -72,7 +72,7 @@ def test_what_a_dataset_computes_with_is_there_by_then(gpu, buffer_size):
         data, late = xp.zeros(4), xp.ones(4)
         addresses = [array.__cuda_array_interface__["data"][0] for array in (data, late)]
         gpu.current_stream().copy(*addresses, 32)
-        assert next(Fetcher((data + 1 for _ in range(1)), buffer_size, gpu)).tolist() == [2] * 4
+        assert next(fetched((data + 1 for _ in range(1)), buffer_size, gpu)).tolist() == [2] * 4
 
 
 @BUFFERS
@@ -88,12 +88,12 @@ def test_what_a_dataset_leaves_on_its_stream_is_there_when_it_is_taken(gpu, buff
         yield array
 
     with gpu.activate(gpu.stream()):
-        assert next(Fetcher(source(), buffer_size, gpu, lifts)).tolist() == [1] * 4
+        assert next(fetched(source(), buffer_size, gpu, lifts)).tolist() == [1] * 4
 
 
 def test_any_thread_may_take_batches(gpu):
     found = []
-    thread = threading.Thread(target=lambda: found.extend(Fetcher(iter([np.ones(2)] * 3), 1, gpu)))
+    thread = threading.Thread(target=lambda: found.extend(fetched(iter([np.ones(2)] * 3), 1, gpu)))
     thread.start()
     thread.join(10)
     assert [batch.tolist() for batch in found] == [[1, 1]] * 3
@@ -104,12 +104,12 @@ def test_a_dataset_that_is_asked_in_turn_sees_what_the_program_computed_before(g
     with gpu.activate(gpu.stream()):
         state, late = xp.zeros(4), xp.zeros(4)
         target, source = (array.__cuda_array_interface__["data"][0] for array in (state, late))
-        fetcher = Fetcher((state + 0 for _ in range(3)), 0, gpu)
+        elements = fetched((state + 0 for _ in range(3)), 0, gpu)
         for step in range(3):
             late += 1
             for first in (*[target] * 50, source):  # much to do before
                 gpu.current_stream().copy(target, first, 32)
-            assert next(fetcher).tolist() == [step + 1] * 4
+            assert next(elements).tolist() == [step + 1] * 4
 
 
 def test_the_second_epoch_allocates_nothing_on_the_gpu(gpu, monkeypatch):
@@ -118,7 +118,7 @@ def test_the_second_epoch_allocates_nothing_on_the_gpu(gpu, monkeypatch):
         original = getattr(gpu, verb)
         monkeypatch.setattr(gpu, verb, lambda nbytes, original=original: sizes.append(nbytes) or original(nbytes))
     same = [np.zeros((4, 3))] * 20
-    assert len(list(Fetcher(iter(same), 1, gpu))) == 20
+    assert len(list(fetched(iter(same), 1, gpu))) == 20
     assert sizes == [256] * 4
 
 
@@ -128,10 +128,10 @@ def test_an_error_of_the_source_comes_where_it_falls_due(gpu, buffer_size):
         yield np.zeros(3)
         raise OSError("planted")
 
-    fetcher = Fetcher(source(), buffer_size, gpu)
-    assert next(fetcher).tolist() == [0, 0, 0]
+    elements = fetched(source(), buffer_size, gpu)
+    assert next(elements).tolist() == [0, 0, 0]
     with pytest.raises(OSError, match="planted"):
-        next(fetcher)
+        next(elements)
 
 
 def _fed(dataset, options=None):
@@ -149,12 +149,12 @@ def test_rows_may_be_on_the_gpu_from_the_start(gpu):
 
 
 def test_arrays_of_other_libraries_go_to_the_gpu(gpu, monkeypatch):
-    [batch] = Fetcher(iter([StandardArray(np.ones(2))]), 0, gpu)
+    [batch] = fetched(iter([StandardArray(np.ones(2))]), 0, gpu)
     assert isinstance(batch, gpu.array_module.ndarray)
     assert batch.tolist() == [1, 1]
     torch = fake_torch()
     monkeypatch.setitem(sys.modules, "torch", torch)
-    [batch] = Fetcher(iter([torch.Tensor(np.ones(2))]), 0, gpu)
+    [batch] = fetched(iter([torch.Tensor(np.ones(2))]), 0, gpu)
     assert type(batch) is torch.Tensor
     assert (str(batch.device), batch.array.tolist()) == ("cuda:0", [1, 1])
 

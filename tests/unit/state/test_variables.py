@@ -12,7 +12,7 @@ from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from tests.other_arrays import installed, jax_array, tensor
 from tests.unit.replicas import on_replicas
-from tests.variable_matrix import ALONE, CELLS, METHODS, check_cells, check_plain, made
+from tests.variable_matrix import ALONE, CELLS, METHODS, check_cells, made, of_default_strategy
 
 AGGREGATION = mpistrat.VariableAggregation
 SYNCHRONIZATION = mpistrat.VariableSynchronization
@@ -380,12 +380,8 @@ def test_cells_of_one_device():
     check_cells(mpistrat.OneDeviceStrategy(), CELLS)
 
 
-@pytest.mark.parametrize("synchronization", SYNCHRONIZATIONS)
-@pytest.mark.parametrize("aggregation", mpistrat.VariableAggregation)
-def test_outside_all_scopes(synchronization, aggregation):
-    for operation in ALONE:
-        check_plain(operation, synchronization, aggregation, lambda fn: fn())
-        check_plain(operation, synchronization, aggregation, mpistrat.get_strategy().run)
+def test_cells_outside_all_scopes():
+    check_cells(mpistrat.get_strategy(), list(map(of_default_strategy, CELLS)))
 
 
 def test_no_cell_is_missing():
