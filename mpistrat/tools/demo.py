@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import shutil
 import socket
+import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,12 +25,14 @@ from mpistrat.tools import run, train_digits
 from mpistrat.tools.bench import place_text
 from mpistrat.topology.world import World
 
-NEEDED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
-Say = Callable[[str], None]
-"""Prints a text, on rank 0."""
+if TYPE_CHECKING:
+    from rich.console import Console
 
+NEEDED = {"rich": "rich", "sklearn": "scikit-learn", "matplotlib": "matplotlib"}
 # wide enough for more than 1 MiB of gradients
 HIDDEN, RATE = 4096, 0.03
+# the progress bar shows the mean of so many steps, because single steps vary
+RECENT = 10
 # every scope of a plan; training steps have their own lane
 LANES = ("intra", "inter", "world")
 
@@ -54,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder for plot and timeline (default: mpistrat-demo)",
     )
+    # a rank cannot find out itself: mpiexec reads its output, and may give it a pseudo-terminal
+    parser.add_argument("--width", type=int, default=0, help=argparse.SUPPRESS)
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -73,7 +78,8 @@ def execute(arguments: argparse.Namespace) -> int:
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidArgumentError(f"--out {arguments.out} cannot be created as a folder: {error.strerror}") from None
-    program = ["-m", "mpistrat.tools.demo", *arguments.words[1:]]
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    program = ["-m", "mpistrat.tools.demo", "--width", str(width), *arguments.words[1:]]
     return run.start(program, world.size, nodes, {settings.TIMELINE.name: str(arguments.out / "timeline.json")})
 
 
@@ -120,38 +126,48 @@ def means(steps: Sequence[Step]) -> tuple[float, float, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train on one of the ranks; print and write the results on rank 0. A collective call."""
+    from rich.console import Console
+
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     strategy = mpistrat.MultiWorkerMirroredStrategy()
     communicator, chief = strategy.extended.communicator, strategy.extended.should_save_summary
-    say: Say = partial(print, flush=True) if chief else lambda *_: None
-    _introduce(say, communicator)
+    console = Console(
+        force_terminal=arguments.width > 0, width=arguments.width or None, soft_wrap=True, highlight=False, quiet=not chief
+    )
+    _introduce(console, communicator)
     meter = Meter(communicator.timeline)
-    accuracy = _train(say, strategy, arguments.epochs, arguments.checkpoint, meter)
+    accuracy = _train(console, strategy, arguments.epochs, arguments.checkpoint, meter)
     if not meter.steps:
-        say(f"all {format_count(arguments.epochs, 'epoch')} were in {arguments.checkpoint}: test accuracy {accuracy:.3f}")
+        console.print(
+            f"all {format_count(arguments.epochs, 'epoch')} were in {arguments.checkpoint}: test accuracy {accuracy:.3f}"
+        )
         return
     if chief:
         _plot(arguments.out / "training.png", f"{_sizes(communicator.world)}: test accuracy {accuracy:.3f}", meter.steps)
-    _conclude(say, accuracy, meter.steps, arguments.out)
+    _conclude(console, accuracy, meter.steps, arguments.out)
 
 
-def _introduce(say: Say, communicator: BaseCommunicator) -> None:
+def _introduce(console: Console, communicator: BaseCommunicator) -> None:
     """Show the topology, and the plan for the gradients."""
+    from rich.markup import escape
+
     # the loss and the number of images are reduced together with the gradients
     count = sum(array.size for array in train_digits.first_weights(HIDDEN).values()) + 2
     dtype = np.dtype(np.float32)
     kind = "virtual nodes on" if settings.VIRTUAL_NODES.read() else "real nodes, this is"
     choice = communicator.choose(count, dtype)
     facts = [
-        ("computed", place_text(communicator)),
+        ("computed", escape(place_text(communicator))),
         ("gradients", f"{format_bytes(count * dtype.itemsize)} of {dtype} on each rank, summed over all ranks in each step"),
         ("plan", "one replica: nothing is sent" if choice is None else str(choice.plan)),
         ("why", "there is only one rank" if choice is None else choice.reason),
     ]
-    say(f"A network learns handwritten digits on {_sizes(communicator.world)}, {kind} {socket.gethostname()}\n")
-    say(f"{_topology(communicator.world)}\n\n{format_table(facts)}\n")
+    console.print(
+        f"[bold]A network learns handwritten digits on {_sizes(communicator.world)}[/], {kind} {socket.gethostname()}\n"
+    )
+    console.print(_topology(communicator.world), "", format_table(facts), "", sep="\n")
 
 
 def _topology(world: World) -> str:
@@ -161,23 +177,32 @@ def _topology(world: World) -> str:
     return format_table([("", *(f"rail {shard}" for shard in shards)), *nodes])
 
 
-def _train(say: Say, strategy: mpistrat.Strategy, epochs: int, checkpoints: Path | None, meter: Meter) -> float:
-    """Train with a line for each epoch; return the accuracy on the test data."""
-    say("rank 0 loads the images: it imports scikit-learn …")
+def _train(console: Console, strategy: mpistrat.Strategy, epochs: int, checkpoints: Path | None, meter: Meter) -> float:
+    """Train with a progress bar, or without a terminal a line per epoch; return the accuracy on the test data."""
+    from rich.progress import BarColumn, Progress, TextColumn
 
-    def on_start(epoch: int) -> None:
-        if epoch:
-            say(f"goes on after epoch {epoch}, from {checkpoints}")
-        meter.start()
+    console.print("rank 0 loads the images: it imports scikit-learn …")
+    columns = (TextColumn("epoch {task.fields[epoch]}"), BarColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        total = epochs * train_digits.TRAINING_IMAGES
+        bar = progress.add_task("", total=total, epoch=1)
 
-    def on_step(epoch: int, loss: float, images: int) -> None:
-        meter.end_step(epoch, loss, images)
-        if sum(step.images for step in meter.steps) % train_digits.TRAINING_IMAGES == 0:
-            say(f"epoch {epoch + 1}/{epochs}  {_summary([step for step in meter.steps if step.epoch == epoch])}")
+        def on_start(epoch: int) -> None:
+            if epoch:
+                console.print(f"goes on after epoch {epoch}, from {checkpoints}")
+                progress.update(bar, advance=epoch * train_digits.TRAINING_IMAGES)
+            meter.start()
 
-    return train_digits.train(
-        strategy, epochs, rate=RATE, hidden=HIDDEN, checkpoints=checkpoints, on_start=on_start, on_step=on_step
-    )[1]
+        def on_step(epoch: int, loss: float, images: int) -> None:
+            meter.end_step(epoch, loss, images)
+            progress.update(bar, advance=images, epoch=epoch + 1, description=_summary(meter.steps[-RECENT:]))
+            ended = sum(step.images for step in meter.steps) % train_digits.TRAINING_IMAGES == 0
+            if ended and not console.is_terminal:
+                console.print(f"epoch {epoch + 1}/{epochs}  {_summary([step for step in meter.steps if step.epoch == epoch])}")
+
+        return train_digits.train(
+            strategy, epochs, rate=RATE, hidden=HIDDEN, checkpoints=checkpoints, on_start=on_start, on_step=on_step
+        )[1]
 
 
 def _summary(steps: Sequence[Step]) -> str:
@@ -185,16 +210,16 @@ def _summary(steps: Sequence[Step]) -> str:
     return f"loss {loss:.3f}  {rate:6.0f} images/s  {share:4.0%} communicating"
 
 
-def _conclude(say: Say, accuracy: float, steps: Sequence[Step], out: Path) -> None:
-    say(f"\ntest accuracy {accuracy:.3f} after {format_count(steps[-1].epoch + 1, 'epoch')}")
+def _conclude(console: Console, accuracy: float, steps: Sequence[Step], out: Path) -> None:
+    console.print(f"\n[bold]test accuracy {accuracy:.3f}[/] after {format_count(steps[-1].epoch + 1, 'epoch')}")
     _, rate, share = means(steps)
-    say(f"{rate:.0f} images/s; {share:.0%} of the time communicating, copies and waiting for other ranks included\n")
+    console.print(f"{rate:.0f} images/s; {share:.0%} of the time communicating, copies and waiting for other ranks included\n")
     files = [
         (str(out / "training.png"), "loss and throughput of each step"),
         (str(out / "timeline.json"), "what each rank did when: open it at https://ui.perfetto.dev or chrome://tracing"),
         (train_digits.__file__, "the training script; start it with python, mpiexec, srun or mpistrat run"),
     ]
-    say(format_table(files))
+    console.print(format_table(files))
 
 
 def _sizes(world: World) -> str:
