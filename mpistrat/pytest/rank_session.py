@@ -227,7 +227,8 @@ def _draw_equal_examples(config: pytest.Config) -> None:
 
 def _headline(report: pytest.TestReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
-    return crash.message.partition("\n")[0] if crash else ""
+    told = crash.message if crash else getattr(report.longrepr, "errorstring", "")  # of a fixture that there is not
+    return str(told).partition("\n")[0]
 
 
 def _text(report: pytest.TestReport) -> str:

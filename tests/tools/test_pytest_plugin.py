@@ -66,6 +66,10 @@ def test_after_all_that(communicator, tmp_path, request):
     communicator.barrier()
     assert (tmp_path / "mine").read_text() == str(communicator.rank)
 
+@pytest.mark.ranks(2)
+def test_without_a_fixture(comm):
+    pass
+
 @pytest.mark.ranks(8)
 def test_not_selected():
     assert False
@@ -114,9 +118,10 @@ def test_each_test_of_several_ranks_is_one_test_here(folder):
     skipped = {name for name, (outcome, _) in results.items() if outcome == "skipped"}
     assert skipped == {"test_fails_as_expected[2-ranks]", "test_skipped[2-ranks]"}
     assert re.search(r"SKIPPED \[1\] test_planted.py:\d+: planted", done.stdout)
-    failures = {name: text for name, (outcome, text) in results.items() if outcome == "failure"}
+    failures = {name: text for name, (outcome, text) in results.items() if outcome in ("failure", "error")}
     assert failures.keys() == results.keys() - passed - skipped
     assert failures["test_wrong_on_one_rank[2-ranks-1]"].startswith("rank 1 of 2: AssertionError: planted")
+    assert failures["test_without_a_fixture[2-ranks]"].startswith("rank 0 of 2 (ranks 0, 1 failed): fixture 'comm' not found")
     assert failures["test_skipped_on_one_rank[2-ranks]"] == "ranks disagree: ['passed', 'skipped']"
     assert "all_reduce(SUM, [float64 (3,)]" in failures["test_left_by_one_rank[2-ranks]"]
     assert "the end of test_planted.py::test_left_by_one_rank" in failures["test_left_by_one_rank[2-ranks]"]
