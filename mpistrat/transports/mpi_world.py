@@ -208,7 +208,7 @@ class _Parcel:
     def __init__(
         self, call: CallState, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...], bits: int, num_ranks: int
     ) -> None:
-        self._call, self._bits, self._digest, self._wanted = call, bits, -1, b""  # no call has this digest
+        self._call, self._bits, self._digest, self._wanted = call, bits, -1, list[int]()  # no call has this digest
         self._is_sum, self._num_ranks, count = op in (ReduceOp.SUM, ReduceOp.MEAN), num_ranks, -(-_DIGEST_BITS // bits)
         self._sent, self._received = (np.empty(2 * count + prod(shape), dtype) for _ in range(2))
         self._pieces, self._found = self._sent[: 2 * count], self._received[: 2 * count]
@@ -223,15 +223,16 @@ class _Parcel:
 
     def unpack(self, target: Array) -> None:
         """Write the result to `target`; raise CallsDifferError if ranks were in different calls."""
-        if self._found.tobytes() != self._wanted:
+        if self._found.tolist() != self._wanted:  # not their bytes: those of long doubles have some of no meaning
             raise CallsDifferError([self._digest])
         target[...] = self._result
 
     def _write(self, digest: int) -> None:
         largest = (1 << self._bits) - 1
         pieces = [digest >> 1 + place * self._bits & largest for place in range(len(self._pieces) // 2)]
-        self._pieces[:] = pieces + [piece**2 if self._is_sum else largest - piece for piece in pieces]
-        self._wanted = (self._pieces * self._num_ranks if self._is_sum else self._pieces).astype(self._pieces.dtype).tobytes()
+        pieces += [piece**2 if self._is_sum else largest - piece for piece in pieces]
+        self._pieces[:] = pieces
+        self._wanted = [piece * self._num_ranks for piece in pieces] if self._is_sum else pieces
         self._digest = digest
 
 
@@ -239,7 +240,8 @@ def _bits_of_piece(op: ReduceOp, dtype: np.dtype[Any], num_ranks: int) -> int:
     """Return of how many bits a piece of a digest may be, so that the sum of its squares is exact; 0 if that is too few."""
     if op is ReduceOp.PROD or dtype.kind not in "fciu":
         return 0
-    exact = np.iinfo(dtype).max.bit_length() if dtype.kind in "iu" else np.finfo(dtype).nmant + 1
+    # NumPy reads long complex numbers from a list by way of float64
+    exact = np.iinfo(dtype).max.bit_length() if dtype.kind in "iu" else min(np.finfo(dtype).nmant + 1, 53)
     bits = (exact - num_ranks.bit_length()) // 2
     return bits if bits >= _LEAST_PIECE_BITS else 0
 
