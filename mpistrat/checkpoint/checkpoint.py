@@ -133,7 +133,7 @@ class Checkpoint:
             return (tree, own, Path(path), number, digest), f"{os.fspath(path)!r}, step={number}"
 
         tree, own, folder, step, digest = communicator.agree_on("Checkpoint.save", capture)
-        if len({*communicator.all_gather(np.array([digest])).tolist()}) > 1:
+        if len({*communicator.all_gather(np.array([digest], np.uint64)).tolist()}) > 1:
             gathered = communicator.gather_objects(tree.digests(most_bytes, path))
             raise AgreementError(communicator.broadcast_object(gathered and _differences(gathered)))
         arrays = {name: leaf.read() if isinstance(leaf, Variable) else leaf for name, leaf in tree.leaves.items()} | own.leaves

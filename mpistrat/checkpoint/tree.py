@@ -31,10 +31,10 @@ from mpistrat.arrays import Array, as_array, as_target, is_a, is_aligned, is_on_
 from mpistrat.communicator.validate import name_of
 from mpistrat.context.stack import default_mode
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.groups.agreement import digest_of
 from mpistrat.inputs.position import DatasetIterator, Resumable
 from mpistrat.state.changes import checksum
 from mpistrat.state.variables import Variable
+from mpistrat.watch.recorder import hash_of
 
 Node = Any
 _PLAIN = (type(None), bool, int, float, str)
@@ -109,14 +109,14 @@ class Tree:
         Of each array a sample of so many bytes is looked at, which moves from save to save: it follows from the path.
         """
         arrays = checksum(map(as_array, self._compared().values()), most_bytes, crc32(os.fsencode(path)))
-        return digest_of(dumps([self.document, self.specs, arrays]))
+        return hash_of(dumps([self.document, self.specs, arrays]))
 
     def digests(self, most_bytes: int | None, path: str | os.PathLike[str]) -> dict[str, int]:
         """Return such a hash of each array, and of what objects hold beside these."""
-        found = {f"{name}, beside its arrays": digest_of(dumps(node)) for name, node in self.document[1]}
+        found = {f"{name}, beside its arrays": hash_of(dumps(node)) for name, node in self.document[1]}
         for name, leaf in self._compared().items():
             array = checksum([as_array(leaf)], most_bytes, crc32(os.fsencode(path)))
-            found[name] = digest_of(f"{self.specs[name]} {array}")
+            found[name] = hash_of(f"{self.specs[name]} {array}")
         return found
 
     def _compared(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from mpistrat.checkpoint import files
 from mpistrat.checkpoint.files import write_file
 from mpistrat.checkpoint.tree import Tree
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.groups.agreement import digest_of
 from mpistrat.tools import cli
 
 Pair = namedtuple("Pair", "first second")  # noqa: PYI024
@@ -334,6 +335,13 @@ def test_saves_compare_other_elements_until_all_have_been(dtype):
         assert any(told[:200])
         assert not all(told)
         array.flat[index] = 0
+
+
+def test_what_saves_compare_is_not_kept():
+    before = digest_of.cache_info().misses
+    for step in range(3):
+        Tree({"w": np.full(3, step)}).digest(None, "checkpoints/one")
+    assert digest_of.cache_info().misses == before
 
 
 class Scheduler:
