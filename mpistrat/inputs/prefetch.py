@@ -10,6 +10,7 @@ Invariant: the thread does not communicate, and holds no reference to the iterat
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
 from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.structures import Structure, flatten
 
+_EXIT_SECONDS = 1.0  # a source may wait for ever
 _Made = tuple[Any, BaseException | None]  # an element, or the error after which there is none: StopIteration at the end
 
 
@@ -31,7 +33,17 @@ def prefetched(source: Iterator[Any], buffer_size: int) -> Iterator[Any]:
     """Return what yields the elements of `source`, which a thread reads ahead. Errors of the source are raised in order."""
     made, slots, stopped = SimpleQueue[_Made](), threading.Semaphore(buffer_size), threading.Event()
     arguments = (source, made, slots, stopped)
-    threading.Thread(target=_fill, args=arguments, name="mpistrat-prefetch", daemon=True).start()
+    thread = threading.Thread(target=_fill, args=arguments, name="mpistrat-prefetch", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        stopped.set()
+        slots.release()
+
+    def stop_at_exit() -> None:
+        """Wait for the thread, too: Python ends the process by a signal if it ends while a thread is inside C++."""
+        stop()
+        thread.join(_EXIT_SECONDS)
 
     def taken() -> Iterator[Any]:
         try:
@@ -45,9 +57,10 @@ def prefetched(source: Iterator[Any], buffer_size: int) -> Iterator[Any]:
                     raise error
                 yield element
         finally:  # of the data, or of the iterator
-            stopped.set()
-            slots.release()
+            atexit.unregister(stop_at_exit)
+            stop()
 
+    atexit.register(stop_at_exit)
     elements = taken()
     next(elements)  # what has not begun has no end
     return elements

@@ -24,7 +24,7 @@ from mpistrat.inputs.input_options import (
 from mpistrat.inputs.rebatch import ArraySpec
 from mpistrat.inputs.sources import ArrayDataset, FileDataset, MapDataset
 from mpistrat.structures import flatten
-from tests.processes import until
+from tests.processes import python, until
 from tests.unit.replicas import on_replicas
 
 OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
@@ -333,6 +333,25 @@ def test_the_thread_ends_with_the_iterator(how):
         del iterator
         gc.collect()
     assert until(lambda: threading.active_count() == before, 30)
+
+
+def test_a_program_does_not_end_while_a_thread_reads():
+    program = """
+import threading, time
+from mpistrat.inputs.prefetch import prefetched
+
+reads = threading.Event()
+
+def source():
+    reads.set()
+    time.sleep(0.3)
+    print("has read", flush=True)
+    yield 1
+
+iterator = prefetched(source(), 1)
+reads.wait()
+"""
+    assert python(program).stdout == "has read\n"
 
 
 @pytest.mark.parametrize("buffer_size", [0, 1, 3])
