@@ -331,11 +331,13 @@ def remove_old_jobs(base: Path) -> None:
 def has_owner(path: Path) -> bool:
     """Return whether the process that writes a record exists, or runs in another container, where that cannot be known."""
     try:
-        file = RankFile.open(path)
-        return file.process() is not None
-    except LookupError:  # one from before a boot has looked in the future
-        return 0 <= time.monotonic_ns() - file.looked < KEEP_SECONDS * 1e9
-    except (OSError, ValueError):
+        header = np.fromfile(path, HEADER, 1)[0]  # that of another version begins alike, and its job may be running
+        owner = process.find(int(header["pid"]))
+        if header["namespace"] != process.pid_namespace():
+            # one from before a boot has looked in the future
+            return 0 <= time.monotonic_ns() - int(header["looked"]) < KEEP_SECONDS * 1e9
+        return owner is not None and owner.started == header["started"]
+    except (OSError, IndexError):
         return False
 
 

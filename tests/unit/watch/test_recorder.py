@@ -315,6 +315,13 @@ def test_a_record_of_another_container_is_kept_for_a_day(tmp_path, monkeypatch, 
     own.close()
 
 
+def test_a_record_of_another_version_has_an_owner(tmp_path):
+    own = FlightRecorder(tmp_path / "rank-0")
+    own._header["version"] -= 1
+    assert records.has_owner(tmp_path / "rank-0")
+    own.close()
+
+
 def test_without_room_for_the_file_there_is_none(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
