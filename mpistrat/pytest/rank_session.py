@@ -227,7 +227,7 @@ def _draw_equal_examples(config: pytest.Config) -> None:
 
 def _headline(report: pytest.TestReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
-    told = crash.message if crash else getattr(report.longrepr, "errorstring", "")  # of a fixture that there is not
+    told = crash.message if crash else getattr(report.longrepr, "errorstring", "")  # a missing fixture has this
     return str(told).partition("\n")[0]
 
 

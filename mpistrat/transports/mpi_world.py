@@ -137,8 +137,8 @@ class MpiAllReduce:
         self._op, self._dtype, self._shape, self._nbytes = mpi_op(op, dtype), dtype, shape, prod(shape) * dtype.itemsize
         self._is_polled = world.num_nodes > 1 and self._nbytes >= POLL_FROM_BYTES
         bits = _bits_of_piece(op, dtype, world.group.size) if carries_digest else 0
-        self._parcel = _Parcel(self._call, op, dtype, shape, bits, world.group.size) if bits else None
-        self._is_compared = self._parcel is not None or (world.num_nodes == 1 and window is not None)
+        self._with_digest = _ArrayWithDigest(self._call, op, dtype, shape, bits, world.group.size) if bits else None
+        self._is_compared = self._with_digest is not None or (world.num_nodes == 1 and window is not None)
         self.name = "MPI_Iallreduce" if self._is_polled else "MPI_Allreduce"
 
     def steps(self, source: Array, target: Array) -> Steps:
@@ -189,20 +189,20 @@ class MpiAllReduce:
         self._end(target)
 
     def _parts(self, source: Array, target: Array) -> list[tuple[Any, Array]]:
-        return self._world.parts(source, target) if self._parcel is None else [self._parcel.packed(source)]
+        return self._world.parts(source, target) if self._with_digest is None else [self._with_digest.packed(source)]
 
     def _end(self, target: Array) -> None:
-        if self._parcel is not None:
-            self._parcel.unpack(target)
+        if self._with_digest is not None:
+            self._with_digest.unpack(target)
         if not self._is_compared:
             self._call.add_unconfirmed(self._nbytes)
 
 
-class _Parcel:
+class _ArrayWithDigest:
     """An array with the digest of its call in pieces before it, of which MPI's result tells whether all ranks have the same.
 
     Each piece is there twice. For a sum these are d and d²: over n ranks they add up to n d and n d² only if all are d
-    (Cauchy-Schwarz). For a minimum or maximum they are d, and what is left of the largest piece.
+    (Cauchy-Schwarz). For a minimum or maximum they are d and m - d, where m is the largest piece.
     """
 
     def __init__(
