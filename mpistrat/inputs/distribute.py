@@ -302,6 +302,7 @@ def distribute_dataset(strategy: Any, dataset: Any, options: InputOptions | None
                     "virtual_replicas are parts of batches that ranks share, and with auto_shard_policy="
                     f"{wanted.auto_shard_policy.name} each rank reads other data: use AutoShardPolicy.DATA"
                 )
+        source.is_distributed = True  # no argument is refused
         shared = "data of each rank's own" if wanted.auto_shard_policy is OFF else source.describe()
         text = f"{shared}, auto_shard_policy={wanted.auto_shard_policy.name}, virtual_replicas={wanted.virtual_replicas}"
         return DistributedDataset(strategy, part, policy, wanted), text
@@ -335,8 +336,9 @@ def distribute_from_function(
             raise TypeError(f"dataset_fn must be a function of an InputContext that returns a dataset; got {dataset_fn!r}")
         if default_mode().strategy is strategy:
             return cast("Iterable[Any]", dataset_fn(InputContext())), ""
-        made = dataset_fn(InputContext(communicator.size, communicator.rank, communicator.size))
-        part, _ = _part_of(as_dataset(made), OFF, communicator.rank, communicator.size)
+        made = as_dataset(dataset_fn(InputContext(communicator.size, communicator.rank, communicator.size)))
+        part, _ = _part_of(made, OFF, communicator.rank, communicator.size)
+        made.is_distributed = True
         return DistributedDataset(strategy, part, None, wanted), ""
 
     return _described(communicator.agree_on(call, make))
@@ -352,7 +354,6 @@ def _refuse_per_replica(strategy: Any, call: str, options: InputOptions) -> None
 
 def _part_of(dataset: Dataset, policy: AutoShardPolicy, pipeline: int, num_pipelines: int) -> tuple[Dataset, AutoShardPolicy]:
     """Return the dataset of an input pipeline, and whether a replica takes its rows of each batch (DATA) or all rows (OFF)."""
-    dataset.is_distributed = True
     if policy is AUTO:
         policy = FILE if dataset.is_file_based else DATA
     if dataset.is_hinted and policy is not HINT:

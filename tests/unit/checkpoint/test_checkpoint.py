@@ -276,7 +276,10 @@ def test_a_dataset_that_was_distributed_is_refused(from_function):
     for objects in ({"dataset": dataset}, {"state": {"dataset": dataset}}):
         with pytest.raises(InvalidArgumentError, match="dataset was distributed"):
             mpistrat.Checkpoint(**objects)
-    mpistrat.Checkpoint(other=dataset.shard(2, 0))  # which has a position of its own
+    other = dataset.shard(2, 0)  # which has a position of its own
+    with pytest.raises(InvalidArgumentError, match="FILE shards files"):
+        strategy.experimental_distribute_dataset(other, mpistrat.InputOptions(auto_shard_policy=mpistrat.AutoShardPolicy.FILE))
+    mpistrat.Checkpoint(other=other)
 
 
 def test_an_iterator_goes_on_where_that_of_another_job_was(tmp_path):
