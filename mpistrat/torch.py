@@ -62,7 +62,7 @@ def average_gradients(
     Raises
     ------
     AgreementError
-        On every rank, if gradients have other shapes or dtypes, or are None on some ranks only; it names these.
+        On every rank, if gradients have other shapes, dtypes or memory formats, or are None on some ranks only; it names these.
     UnsupportedDtypeError
         If a gradient is sparse.
     TypeError
@@ -126,9 +126,9 @@ def broadcast_state(
     Raises
     ------
     AgreementError, InvalidArgumentError
-        If models have other names, shapes or dtypes: on every rank.
+        On every rank, if models have other names, shapes, dtypes or memory formats, or some ranks have no optimizer.
     TypeError
-        If `model` is not a module.
+        If `model` is not a module, `optimizer` not an optimizer, or `communicator` not a communicator.
     """
     communicator = communicator_of("broadcast_state", communicator)
     _check_module("broadcast_state", model, communicator)

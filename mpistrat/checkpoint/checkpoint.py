@@ -375,6 +375,8 @@ class CheckpointManager:
     ------
     InvalidArgumentError
         If `checkpoint` is no Checkpoint, or a number is below 1.
+    AgreementError
+        On all ranks, if they pass different arguments.
     CheckpointError
         On all ranks, if the directory cannot be read.
     """
