@@ -398,7 +398,7 @@ def tasks_of_ranks(world: World, jobs: Mapping[str, int] | None, port_base: int)
         )
     places = map(world.place, range(world.size))
     addresses = iter([f"{world.nodes[place.node_index].name}:{port_base + place.local_rank}" for place in places])
-    spec = ClusterSpec({job: [next(addresses) for _ in range(count)] for job, count in counts.items()})
+    spec = ClusterSpec({job: [next(addresses) for _ in range(count)] for job, count in counts.items() if count})
     return spec, [(job, index) for job, count in counts.items() for index in range(count)]
 
 

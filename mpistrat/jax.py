@@ -28,6 +28,8 @@ def average(tree: Any, communicator: BaseCommunicator | None = None) -> Any:
         On every rank, if structures, shapes or dtypes differ.
     UnsupportedDtypeError
         If a leaf is not an array of floats, or is being traced.
+    TypeError
+        If `communicator` is not a communicator.
     """
     import jax
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, as_operand, like
-from mpistrat.communicator.communicator import average_leaves, job_communicator
+from mpistrat.communicator.communicator import average_leaves, communicator_of
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.errors import InvalidArgumentError, UnavailableError, UnsupportedDtypeError
@@ -62,7 +62,7 @@ def average_gradients(
     Raises
     ------
     AgreementError
-        On every rank, if gradients have other shapes or dtypes, or are None on some ranks only; it names these.
+        On every rank, if gradients have other shapes, dtypes or memory formats, or are None on some ranks only; it names these.
     UnsupportedDtypeError
         If a gradient is sparse.
     TypeError
@@ -70,7 +70,7 @@ def average_gradients(
     InvalidArgumentError
         If `options` are not CommunicationOptions, or what is to be a view has a graph, by ``backward(create_graph=True)``.
     """
-    communicator = _communicator("average_gradients", communicator)
+    communicator = communicator_of("average_gradients", communicator)
     _check_module("average_gradients", model, communicator)
     with communicator.refusing("average_gradients"):
         check_options(options)
@@ -98,9 +98,7 @@ def average(value: Any, communicator: BaseCommunicator | None = None) -> Any:
         If a leaf is not an array of floats.
     """
     leaves, structure = flatten(value)
-    return structure.unflatten(
-        average_leaves(leaves, lambda: leaf_names(value), structure, _communicator("average", communicator))
-    )
+    return structure.unflatten(average_leaves(leaves, lambda: leaf_names(value), structure, communicator))
 
 
 def broadcast_state(
@@ -128,18 +126,26 @@ def broadcast_state(
     Raises
     ------
     AgreementError, InvalidArgumentError
-        If models have other names, shapes or dtypes: on every rank.
+        On every rank, if models have other names, shapes, dtypes or memory formats, or some ranks have no optimizer.
     TypeError
-        If `model` is not a module.
+        If `model` is not a module, `optimizer` not an optimizer, or `communicator` not a communicator.
     """
-    communicator = _communicator("broadcast_state", communicator)
+    communicator = communicator_of("broadcast_state", communicator)
     _check_module("broadcast_state", model, communicator)
-    named = [*model.named_parameters(), *model.named_buffers()]
-    communicator.note(f"broadcast_state of {', '.join(name for name, _ in named)}")
-    tensors = [tensor.detach() for _, tensor in named]
-    arrays = [_in_memory_order(tensor, name) for tensor, (name, _) in zip(tensors, named, strict=True)]
+    if not (optimizer is None or hasattr(optimizer, "load_state_dict")):
+        error = TypeError(
+            f"broadcast_state takes a torch.optim.Optimizer, or None; got {type(optimizer).__name__}.\n"
+            "    incorrect:  broadcast_state(model, communicator)\n"
+            "    correct:    broadcast_state(model, communicator=communicator)"
+        )
+        communicator.refuse("broadcast_state", error)
+    named = [(name, tensor.detach()) for name, tensor in [*model.named_parameters(), *model.named_buffers()]]
+    with communicator.refusing("broadcast_state"):
+        arrays, orders = _in_memory_order(named)
+    what = [*(name for name, _ in named), *([] if optimizer is None else ["its optimizer"])]
+    communicator.note(f"broadcast_state of {', '.join(what)}{orders}")
     communicator.broadcast(arrays, root, out=arrays)
-    _hand_back(arrays, tensors)
+    _hand_back(arrays, [tensor for _, tensor in named])
     if optimizer is None:
         return
     mine = map_leaves(_from_tensor, optimizer.state_dict()) if communicator.rank == root else None
@@ -243,17 +249,10 @@ class _AveragedGradients:
             if self._are_views and not missing and len({gradient.dtype for _, gradient in named}) == 1:
                 named = [("a bucket", _as_views(bucket))]
             bucket.averaged = [gradient for _, gradient in named]
-            return [_in_memory_order(gradient, name) for name, gradient in named]
-
-
-def _communicator(call: str, communicator: BaseCommunicator | None) -> BaseCommunicator:
-    if not isinstance(communicator, (BaseCommunicator, type(None))):
-        raise TypeError(
-            f"{call} takes a Communicator, or None for all ranks of the job; got {type(communicator).__name__}.\n"
-            f"    incorrect:  {call}(…, MPI.COMM_WORLD); average_gradients(model, options)\n"
-            f"    correct:    {call}(…, communicator=mpistrat.Communicator(comm)); average_gradients(model, options=options)"
-        )
-    return job_communicator() if communicator is None else communicator
+            arrays, orders = _in_memory_order(named)
+        if orders:
+            self._communicator.note(f"average_gradients{orders}")
+        return arrays
 
 
 def _check_module(call: str, model: object, communicator: BaseCommunicator) -> None:
@@ -355,14 +354,18 @@ def _as_views(bucket: _Bucket) -> torch.Tensor:
     return buffer
 
 
-def _in_memory_order(tensor: torch.Tensor, name: str) -> Array:
-    """Return a tensor as a C-contiguous array that shares its memory: axes in the order of their strides."""
-    array = as_operand(tensor, name)
-    if not array.flags.c_contiguous:
-        array = array.transpose(sorted(range(array.ndim), key=lambda axis: -array.strides[axis]))
-    if not array.flags.c_contiguous:
-        raise InvalidArgumentError(f"{name} has gaps in memory or overlaps itself: replace it by {name}.contiguous()")
-    return array
+def _in_memory_order(named: list[tuple[str, torch.Tensor]]) -> tuple[list[Array], str]:
+    """Return tensors as C-contiguous arrays that share their memory, and a text that tells which axes are in another order."""
+    arrays, orders = [], ""
+    for name, tensor in named:
+        array = as_operand(tensor, name)
+        if not array.flags.c_contiguous:
+            axes = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
+            array, orders = array.transpose(axes), f"{orders}; {name} has axes {axes} in memory"
+        if not array.flags.c_contiguous:
+            raise InvalidArgumentError(f"{name} has gaps in memory or overlaps itself: replace it by {name}.contiguous()")
+        arrays.append(array)
+    return arrays, orders
 
 
 def _hand_back(arrays: list[Array], tensors: list[torch.Tensor]) -> None:

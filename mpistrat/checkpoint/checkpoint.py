@@ -375,6 +375,8 @@ class CheckpointManager:
     ------
     InvalidArgumentError
         If `checkpoint` is no Checkpoint, or a number is below 1.
+    AgreementError
+        On all ranks, if they pass different arguments.
     CheckpointError
         On all ranks, if the directory cannot be read.
     """
@@ -388,13 +390,17 @@ class CheckpointManager:
     ) -> None:
         if not isinstance(checkpoint, Checkpoint):
             raise InvalidArgumentError(f"checkpoint must be a mpistrat.Checkpoint; got {type(checkpoint).__name__}")
-        for name, value in (("max_to_keep", max_to_keep), ("keep_every", keep_every)):
-            if value is not None:
-                checked_int(value, name, 1)
-        self._checkpoint, self._directory = checkpoint, Path(directory)
-        self._max_to_keep, self._keep_every = max_to_keep, keep_every
+        self._checkpoint, communicator = checkpoint, checkpoint._communicator
         checkpoint._finish("restore")
-        communicator = checkpoint._communicator
+
+        def checked() -> tuple[Path, str]:
+            for name, value in (("max_to_keep", max_to_keep), ("keep_every", keep_every)):
+                if value is not None:
+                    checked_int(value, name, 1)
+            return Path(directory), f"{os.fspath(directory)!r}, max_to_keep={max_to_keep}, keep_every={keep_every}"
+
+        self._directory = communicator.agree_on("CheckpointManager", checked)
+        self._max_to_keep, self._keep_every = max_to_keep, keep_every
         with checkpoint._failing_together():
             which = (False, True) if communicator.rank == 0 else ()
             found = [files.find_checkpoints(self._directory, interrupted) for interrupted in which]

@@ -130,15 +130,24 @@ class PreemptionCheckpointHandler:
         global _active
         made, config = checkpoint_or_manager, termination_config or TerminationConfig()
         checkpoint = made._checkpoint if isinstance(made, CheckpointManager) else made
-        if not isinstance(checkpoint, Checkpoint) or isinstance(made, CheckpointManager) is not (checkpoint_dir is None):
-            raise InvalidArgumentError(
-                f"a CheckpointManager, or a Checkpoint and its checkpoint_dir, are needed; got {type(made).__name__} and "
-                f"{checkpoint_dir!r}\n"
-                "    incorrect:  PreemptionCheckpointHandler(None, mpistrat.Checkpoint(weights=weights))\n"
-                '    correct:    PreemptionCheckpointHandler(None, mpistrat.Checkpoint(weights=weights), "checkpoints")'
-            )
+        wrong = InvalidArgumentError(
+            f"a CheckpointManager, or a Checkpoint and its checkpoint_dir, are needed; got {type(made).__name__} and "
+            f"{checkpoint_dir!r}\n"
+            "    incorrect:  PreemptionCheckpointHandler(None, mpistrat.Checkpoint(weights=weights))\n"
+            '    correct:    PreemptionCheckpointHandler(None, mpistrat.Checkpoint(weights=weights), "checkpoints")'
+        )
+        if not isinstance(checkpoint, Checkpoint):
+            raise wrong
+
+        def checked() -> tuple[None, str]:
+            if isinstance(made, CheckpointManager) is not (checkpoint_dir is None):
+                raise wrong
+            if not isinstance(config, TerminationConfig):
+                raise InvalidArgumentError(f"termination_config must be a TerminationConfig or None; got {config!r}")
+            return None, f"grace_period={config.grace_period}"
+
         communicator = checkpoint._communicator
-        communicator.agree(f"PreemptionCheckpointHandler(grace_period={config.grace_period})")
+        communicator.agree_on("PreemptionCheckpointHandler", checked)
         self._checkpoint, self._config, self._rank = checkpoint, config, communicator.rank
         first = None
         if _active is not None:

@@ -3,7 +3,8 @@
 In the document a number, a text, a bool and None stand for themselves. Everything else is a list of its kind and what it holds:
 
 =============================  =====================================================
-``["array", name, library]``   an array of NumPy, CuPy, PyTorch or JAX, or a scalar of NumPy
+``["array", name, library]``   an array of NumPy, CuPy, PyTorch or JAX
+``["scalar", bytes, dtype]``   a scalar of NumPy, which may take the place of a number, and a number its place
 ``["variable", name]``         an `mpistrat.Variable`, or one on servers
 ``["state", node]``            an object with ``state_dict`` and ``load_state_dict``
 ``["generator", node]``        a generator of random numbers of NumPy
@@ -38,7 +39,7 @@ from mpistrat.watch.recorder import hash_of
 
 Node = Any
 _PLAIN = (type(None), bool, int, float, str)
-KINDS = ("array", "variable", "state", "generator", "dict", "list", "tuple")
+KINDS = ("array", "scalar", "variable", "state", "generator", "dict", "list", "tuple")
 _MOST_SHOWN = 20  # reasons why a checkpoint does not fit, or cannot be saved
 _ACCEPTED = (
     "accepted are variables, arrays, objects with state_dict and load_state_dict, generators of NumPy, numbers, texts, and "
@@ -94,7 +95,7 @@ class Tree:
         """Check that each object can be changed."""
         for name, value in self._objects.items():
             kind = _kind(value)
-            is_fixed = kind in ("plain value", "tuple") or (kind == "array" and _memory(value) is None)
+            is_fixed = kind in ("plain value", "scalar", "tuple") or (kind == "array" and _memory(value) is None)
             if is_fixed or (kind == "dict" and not isinstance(value, dict)):
                 raise InvalidArgumentError(
                     f"{name} is of type {type(value).__name__}, and cannot be restored in place; {_ACCEPTED}. Numbers, and "
@@ -161,6 +162,8 @@ class Tree:
         kind = _kind(value)
         if kind == "plain value":
             return value
+        if kind == "scalar":
+            return [kind, as_array(value, name).tobytes().hex(), name_of(value.dtype)]
         if kind in ("state", "generator"):
             self.states.setdefault(name, value)
             if not is_a(value, "torch.nn", "Module"):
@@ -211,10 +214,10 @@ def restored(node: Node, values: Mapping[str, Array], old: Any = None) -> Any:
         else:
             old.load_state_dict(_in_classes(state, old.state_dict()))
         return old
+    if kind == "scalar":
+        return np.frombuffer(bytes.fromhex(content), *library)[0]
     if isinstance(old, Variable):
         return old
-    if library == ["scalar"]:
-        return values[content][()]
     return _written(old, values[content]) if is_array(old) else _new(values[content], *library)
 
 
@@ -262,7 +265,7 @@ def _pairs(node: Node, old: Any, name: str = "") -> Iterator[tuple[Node, Any, st
 def _targets(node: Node, old: Any) -> Iterator[tuple[str, Array]]:
     """Yield the names and the memory of arrays to which `restored` writes, but for those of objects with a state."""
     for each, one, _ in _pairs(node, old):
-        if isinstance(each, list) and each[0] == "array" and each[2:] != ["scalar"] and _kind(one) == "array" and is_array(one):
+        if isinstance(each, list) and each[0] == "array" and _kind(one) == "array" and is_array(one):
             memory = _memory(one)
             if memory is not None and not is_on_device(memory) and memory.flags.c_contiguous and is_aligned(memory):
                 yield each[1], memory
@@ -278,6 +281,8 @@ def _kind(value: Any) -> str:
         return "array"
     if type(value) in _PLAIN:
         return "plain value"
+    if isinstance(value, np.generic):
+        return "scalar"
     if isinstance(value, Variable):
         return "variable"
     if isinstance(value, np.random.Generator):
@@ -333,8 +338,6 @@ def _written(value: Any, saved: Array) -> Any:
 
 
 def _library(value: Any) -> str:
-    if isinstance(value, np.generic):
-        return "scalar"
     return {"jaxlib": "jax"}.get(found := type(value).__module__.partition(".")[0], found)
 
 

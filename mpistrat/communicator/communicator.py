@@ -511,11 +511,22 @@ def job_communicator() -> Communicator:
     return Communicator(bootstrap.start())
 
 
+def communicator_of(call: str, communicator: BaseCommunicator | None) -> BaseCommunicator:
+    """Return the communicator that a call takes: that of all ranks of the job if it was given None."""
+    if not isinstance(communicator, (BaseCommunicator, type(None))):
+        raise TypeError(
+            f"{call} takes a Communicator, or None for all ranks of the job; got {type(communicator).__name__}.\n"
+            f"    incorrect:  {call}(…, MPI.COMM_WORLD); average_gradients(model, options)\n"
+            f"    correct:    {call}(…, communicator=mpistrat.Communicator(comm)); average_gradients(model, options=options)"
+        )
+    return job_communicator() if communicator is None else communicator
+
+
 def average_leaves(
     leaves: Sequence[Any], names: Callable[[], Sequence[str]], structure: object, communicator: BaseCommunicator | None
 ) -> list[Any]:
     """Return the averages over all ranks of the leaves of a nest, whose `names` are for errors. A collective call."""
-    communicator = communicator or job_communicator()
+    communicator = communicator_of("average", communicator)
     with communicator.refusing("average"):
         arrays = each_leaf(_with_mean, leaves, names)
     communicator.note(f"average of {structure}")

@@ -147,8 +147,13 @@ class DistributedIterator(DatasetIterator):
 
     def _begin(self, epoch: int, first: int) -> None:
         self.close()
-        dataset, device = self.dataset, bound_device()
-        options, batches = dataset._options, dataset._batches(epoch, first)
+        dataset, device, options = self.dataset, bound_device(), self.dataset._options
+        # an element that was read for element_spec, or the error of the iterable's __iter__; it has not been taken
+        self._ahead: tuple[list[Any], Exception | None] | None = None
+        try:
+            batches = dataset._batches(epoch, first)
+        except Exception as error:
+            batches, self._ahead = iter(()), ([], error)
         buffer_size = options.experimental_per_replica_buffer_size
         if device is not None:
             self._batches = fetched(batches, buffer_size, device, options.experimental_fetch_to_device is not False)
@@ -157,8 +162,6 @@ class DistributedIterator(DatasetIterator):
         self._epoch, self._taken, self._length = epoch, first, dataset._length
         # number of elements of every replica: known from the start, from the first exchange on, or never
         self._steps = self._length if dataset._policy is DATA else None
-        # an element that was read for element_spec, and has not been taken
-        self._ahead: tuple[list[Any], Exception | None] | None = None
         self._is_over = False
 
     @property

@@ -4,6 +4,7 @@ import errno
 import importlib.util
 import threading
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import mpistrat
 from mpistrat.checkpoint import files
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.errors import AgreementError, CheckpointError, InvalidArgumentError
-from mpistrat.experimental import ParameterServerStrategy
+from mpistrat.experimental import ParameterServerStrategy, PreemptionCheckpointHandler
 from mpistrat.experimental.partitioners import FixedShardsPartitioner
 from mpistrat.launch.bootstrap import start
 from mpistrat.strategy.extended import StrategyExtended
@@ -229,6 +230,16 @@ def test_ranks_that_disagree_are_told_and_the_job_goes_on(comm, two, folder, str
     with pytest.raises(AgreementError):
         checkpoint.restore(folder / "a", strict=on_one(comm, 0, True, False))
     state["extra"] = 1
+    for make, mine, other, wrong in (
+        (mpistrat.CheckpointManager, (folder,), (folder, 0), InvalidArgumentError),
+        (mpistrat.CheckpointManager, (folder,), (None,), TypeError),
+        (mpistrat.CheckpointManager, (folder,), (folder / "b",), AgreementError),
+        (mpistrat.CheckpointManager, (folder,), (folder, 5, 2), AgreementError),
+        (partial(PreemptionCheckpointHandler, None), (folder,), (None,), InvalidArgumentError),
+        (partial(PreemptionCheckpointHandler, None), (folder,), (folder, {"grace_period": 3}), InvalidArgumentError),
+    ):
+        with pytest.raises(on_one(comm, 1, wrong, AgreementError)):
+            make(checkpoint, *on_one(comm, 1, other, mine))
     checkpoint.save(folder / "a", wait=True)
     assert checkpoint.restore(folder / "a") == 0
 

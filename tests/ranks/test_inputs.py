@@ -77,20 +77,26 @@ def test_ranks_that_are_out_of_data_see_empty_batches(comm, either, kinds):
 @needs_ranks(2)
 @pytest.mark.parametrize("buffer_size", [0, 1])
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_generator_that_fails_on_one_rank_ends_the_iteration_on_all(comm, either, culprit, buffer_size):
-    def generate():
-        for step in range(4):
-            if step == 2 and comm.rank == culprit:
-                raise OSError(f"the disk of rank {comm.rank} is gone")
-            yield np.arange(8)
+@pytest.mark.parametrize("step", [2, 0], ids=["in the epoch", "before it"])
+def test_an_iterable_that_fails_on_one_rank_ends_the_iteration_on_all(comm, either, culprit, buffer_size, step):
+    class Failing:
+        def __iter__(self):
+            whole = [np.arange(8)] * 4
+            return self.fail() if comm.rank == culprit and step == 0 else map(self.checked, whole, range(4))
+
+        def checked(self, batch, number):
+            return self.fail() if comm.rank == culprit and number == step else batch
+
+        def fail(self):
+            raise OSError(f"the disk of rank {comm.rank} is gone")
 
     options = InputOptions(experimental_per_replica_buffer_size=buffer_size)
     taken = []
     is_mine = comm.rank == culprit
     message = "" if is_mine else f"rank {culprit}: the next element.*OSError: "
     with pytest.raises(OSError if is_mine else AgreementError, match=rf"(?s){message}the disk of rank {culprit} is gone"):
-        taken.extend(either.experimental_distribute_dataset(generate(), options))
-    assert len(taken) == 2
+        taken.extend(either.experimental_distribute_dataset(Failing(), options))
+    assert len(taken) == step
     either.extended.communicator.barrier()
 
 

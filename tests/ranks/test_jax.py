@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+import mpistrat.jax
 from mpistrat.errors import AgreementError, UnsupportedDtypeError
 from tests.launches import on_ranks
 from tests.other_arrays import installed
@@ -26,8 +27,6 @@ def jax():
 
 @pytest.fixture
 def average(jax, comm):
-    import mpistrat.jax
-
     with mpistrat.Communicator(comm) as communicator:
         yield lambda tree: mpistrat.jax.average(tree, communicator)
 
@@ -59,6 +58,8 @@ def test_whole_numbers_have_no_mean(jax, average):
 
 
 def test_other_trees_are_told(jax, average, comm):
+    with pytest.raises(TypeError, match="average takes a Communicator, or None for all ranks of the job; got Intracomm"):
+        mpistrat.jax.average({}, comm)
     ones = jax.numpy.ones(2)
     with pytest.raises(AgreementError, match="average of PyTreeDef"):
         average({"a": ones, "b": ones} if comm.rank else {"a": ones, "c": ones})

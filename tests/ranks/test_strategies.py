@@ -219,6 +219,12 @@ class TestMultiWorker:
         assert make_strategy(mpistrat.MultiWorkerMirroredStrategy, resolver).extended.should_checkpoint == is_last
 
     @needs_ranks(2)
+    def test_a_job_without_tasks_is_none(self, comm, make_strategy):
+        resolver = MPIClusterResolver(chief=1)
+        assert resolver.cluster_spec().jobs == ["chief", "worker"]
+        assert make_strategy(mpistrat.MultiWorkerMirroredStrategy, resolver).is_chief == (comm.rank == 0)
+
+    @needs_ranks(2)
     def test_tf_config_on_one_rank_only(self, comm, monkeypatch, together):
         if comm.rank == 0:
             monkeypatch.setenv("TF_CONFIG", "{}")

@@ -1,7 +1,7 @@
 """`mpistrat.torch`: gradients averaged during backward, and the same state on all ranks."""
 
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import pytest
@@ -236,6 +236,17 @@ def test_ranks_whose_buffers_have_other_gradients_are_told(torch, ours, comm, wh
         pass
 
 
+@pytest.mark.parametrize("what", ["gradients", "state"])
+def test_ranks_whose_tensors_lie_in_memory_in_another_order_are_told(torch, ours, comm, what):
+    communicator, model = mpistrat.Communicator(comm), torch.nn.Linear(3, 3)
+    if communicator.rank:
+        model.weight = torch.nn.Parameter(model.weight.detach().t().contiguous().t())
+    model.weight.grad = torch.ones_like(model.weight)
+    block = ours.average_gradients(model, communicator) if what == "gradients" else nullcontext()
+    with pytest.raises(AgreementError, match=r"rank 1: .*weight has axes \[1, 0\] in memory"), block:
+        what == "gradients" or ours.broadcast_state(model, communicator=communicator)
+
+
 def test_sparse_gradients_are_refused_by_name(torch, ours, communicator):
     model = torch.nn.Embedding(4, 2, sparse=True)
     model(torch.tensor([1])).sum().backward()
@@ -277,6 +288,8 @@ def test_wrong_arguments_are_refused_by_name_when_the_block_begins(torch, ours, 
         ours.average_gradients(model.parameters(), communicator)
     with pytest.raises(TypeError, match=r"broadcast_state takes a torch.nn.Module"):
         ours.broadcast_state(model.state_dict(), communicator=communicator)
+    with pytest.raises(TypeError, match=r"got Communicator.\n.*\n    correct: .*\(model, communicator=communicator"):
+        ours.broadcast_state(model, communicator)
     with pytest.raises(TypeError, match=r"got CommunicationOptions.\n(.|\n)*correct: .*\(model, options=options"):
         ours.average_gradients(model, SMALL_BUCKETS)
     with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got 25"):
@@ -311,10 +324,16 @@ def test_all_ranks_begin_with_the_state_of_one(torch, ours, communicator):
     optimizer.step()
 
 
-def test_models_of_other_shapes_are_told(torch, ours, communicator):
-    model = torch.nn.Linear(3, 2 if communicator.rank else 3)
+def test_models_of_other_shapes_and_optimizers_of_one_rank_are_told(torch, ours, comm):
+    model = torch.nn.Linear(3, 2 if comm.rank else 3)
     with pytest.raises((AgreementError, ValueError)):
-        ours.broadcast_state(model, communicator=communicator)
+        ours.broadcast_state(model, communicator=mpistrat.Communicator(comm))
+    model = torch.nn.Linear(3, 3)
+    before = model.weight.tolist()
+    optimizer = torch.optim.SGD(model.parameters()) if comm.rank else None
+    with pytest.raises(AgreementError, match="rank 1: .*broadcast_state of weight, bias, its optimizer"):
+        ours.broadcast_state(model, optimizer, mpistrat.Communicator(comm))
+    assert model.weight.tolist() == before
 
 
 def test_without_a_communicator_all_ranks_of_the_job_take_part(torch, ours, comm):

@@ -244,13 +244,14 @@ def test_the_newest_are_kept_and_the_command_line_tells_them(tmp_path, capsys):
     assert "holds no checkpoint" in capsys.readouterr().err
 
 
-def test_scalars_of_numpy_stay_scalars(tmp_path):
-    state = {"best": np.float64(3), "n": np.int64(2)}
-    checkpoint = mpistrat.Checkpoint(state=state)
-    path = checkpoint.save(tmp_path / "one", wait=True)
-    state.clear()
-    checkpoint.restore(path, strict=False)
-    assert [(type(value), value) for value in state.values()] == [(np.float64, 3.0), (np.int64, 2)]
+def test_scalars_of_numpy_stay_scalars_also_where_a_number_was(tmp_path):
+    saved = {"best": np.float64(3), "n": np.int64(2), "root": np.complex64(1j), "small": ml_dtypes.bfloat16(0.5), "plain": 1.0}
+    path = mpistrat.Checkpoint(state=dict(saved)).save(tmp_path / "one", wait=True)
+    for state in ({"best": float("inf"), "n": 0}, dict.fromkeys(saved, np.float64(0)), {}):
+        mpistrat.Checkpoint(state=state).restore(path)
+        assert {name: (type(value), value) for name, value in state.items()} == {
+            name: (type(value), value) for name, value in saved.items()
+        }
 
 
 def test_a_scope_in_which_variables_are_restored_need_not_be_theirs(tmp_path):

@@ -140,6 +140,9 @@ def test_a_strategy_cannot_be_set_inside_a_scope():
     strategy = OneDeviceStrategy()
     with pytest.raises(RuntimeError, match="experimental_set_strategy must be called outside all scopes"):
         strategy.run(mpistrat.experimental_set_strategy, (strategy,))
+    with pytest.raises(TypeError, match="takes a strategy, or None for the default one; got 'mirrored'"):
+        mpistrat.experimental_set_strategy("mirrored")
+    assert not mpistrat.has_strategy()
     with strategy.scope(), pytest.raises(RuntimeError, match="experimental_set_strategy must be called outside all scopes"):
         mpistrat.experimental_set_strategy(None)
 

@@ -145,6 +145,8 @@ def test_update_refuses_foreign_variables():
     update = strategy.extended.update
     with pytest.raises(TypeError, match="extended.update changes a mpistrat.Variable; got array"):
         update(np.ones(1), print)
+    with pytest.raises(TypeError, match="^update changes a mpistrat.Variable; got array"):
+        strategy.run(lambda: mpistrat.get_replica_context().update(np.zeros(2), np.add, (1,)))
     with pytest.raises(RuntimeError, match="two strategies cannot be mixed"):
         other.extended.update(weights, print)
     with pytest.raises(RuntimeError, match="two strategies cannot be mixed"), other.scope():
