@@ -46,11 +46,15 @@ def test_hierarchical_has_the_phases_its_world_needs_and_flat_has_one(shape, exp
 
 @pytest.mark.parametrize("name", PLANNERS)
 def test_scratch_memory_is_bounded(name):
-    world = World.from_shape("16x3")  # on which chunks do not overlap
-    at_the_bound, beyond = (PLANNERS[name](world, count, 4, 0) for count in (64 * MIB // 4 // 3 * 3, 200 * MIB // 4))
-    assert (at_the_bound.num_chunks, beyond.num_chunks) == (1, 4)
-    assert (at_the_bound.depth, beyond.depth) == (1, 1)
-    assert beyond.chunk_count * 4 <= 64 * MIB
+    world = World.from_shape("16x3")  # on which chunks of ours do not overlap
+    plan = PLANNERS[name](world, 200 * MIB // 4, 4, 0)
+    assert plan.depth * plan.chunk_count * 4 <= 64 * MIB
+
+
+@pytest.mark.parametrize("planner", [flat, hierarchical])
+def test_what_fits_the_bound_is_one_chunk(planner):
+    plans_made = [planner(World.from_shape("16x3"), count, 4) for count in (64 * MIB // 4 // 3 * 3, 200 * MIB // 4)]
+    assert [(plan.num_chunks, plan.depth) for plan in plans_made] == [(1, 1), (4, 1)]
 
 
 @pytest.mark.parametrize(
