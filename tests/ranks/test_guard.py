@@ -265,18 +265,19 @@ def test_a_thread_that_makes_a_communicator_and_another_that_calls_it_are_told_a
 
 
 @needs_ranks(2)
-@pytest.mark.parametrize("kind", ["new", "known", "started"])
+@pytest.mark.parametrize("kind", ["new", "known", "started", "planned"])
 def test_an_exception_after_a_call_has_its_number_is_told_to_the_other_ranks(comm, one_node, monkeypatch, kind):
-    number = 3 if kind == "known" else 1
+    number, array = 3 if kind == "known" else 1, np.ones(1 << 20 if kind == "planned" else 3)
     for _ in range(number - 1):
-        one_node.all_reduce(SUM, np.ones(3))
+        one_node.all_reduce(SUM, array)
     if comm.rank == 0:
         planted = Mock(side_effect=KeyboardInterrupt)
         where = {"new": (one_node._guard, "_move_notes"), "started": (guard, "submit"), "known": (one_node, "_recorder")}
+        where["planned"] = one_node._executor, "reserve"  # in which the other ranks wait
         monkeypatch.setattr(*where[kind], Mock(places={}, find_line=planted) if kind == "known" else planted)
     told = None if comm.rank == 0 else f"rank 0 has left collective {number}"
     with pytest.raises(UnavailableError if told else KeyboardInterrupt, match=told):
-        one_node.start_all_reduce(SUM, np.ones(3)).wait() if kind == "started" else one_node.all_reduce(SUM, np.ones(3))
+        one_node.start_all_reduce(SUM, array).wait() if kind == "started" else one_node.all_reduce(SUM, array)
     with pytest.raises(UnavailableError, match=f"an earlier {'all_reduce' if kind == 'known' else '.*'} did not end"):
         one_node.barrier()
 
