@@ -3,7 +3,8 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from unittest.mock import Mock
+from functools import partial
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -67,6 +68,19 @@ def test_a_call_is_not_paired_with_one_that_a_rank_has_refused(one_node, comm, i
         wrong()
     with pytest.raises(AgreementError, match=r"rank 0: .*, after a refused (start_)?all_reduce"):
         one_node.all_reduce(SUM, [np.ones(3)])
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize(
+    ("verb", "error"), [("all_gather", RuntimeError), ("all_gather", KeyboardInterrupt), ("reduce_scatter", RuntimeError)]
+)
+def test_a_call_is_not_paired_with_one_whose_argument_raises(one_node, comm, verb, error):
+    call = partial(getattr(one_node, verb), *[SUM] * (verb == "reduce_scatter"), np.ones(4))
+    if comm.rank == 0:
+        with pytest.raises(error):
+            call(axis=MagicMock(__index__=Mock(side_effect=error)))
+    with pytest.raises(AgreementError, match=f"after a (refused {verb}|call that has not begun)"):
+        call()
 
 
 @needs_ranks(2)
