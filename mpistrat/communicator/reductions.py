@@ -258,7 +258,11 @@ class Reductions:
             self._guard.raise_if_given_up(call)
         if program is None:
             settling = iter(()) if self._gpu is None else self._gpu.executor.settle()
-            program = self.programs.compile(asked, partial(self._guard.run, call, settling))
+            try:
+                program = self.programs.compile(asked, partial(self._guard.run, call, settling))
+            except UnavailableError as error:  # a rank has left the call
+                self._guard.fail(call.verb, error)
+                raise
         program.is_agreed = program.is_agreed or (is_limited and program.blocking is not None)
         return program
 

@@ -15,6 +15,7 @@ from mpistrat.device.abstract import Device
 from mpistrat.errors import TransportError
 from mpistrat.execution.memory import keep_freed_memory
 from mpistrat.execution.select import Transports, host_transports, warn_of_next
+from mpistrat.groups.agreement import wait_for
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.packing.fuse import CopyIn, CopyOut
@@ -273,7 +274,7 @@ class Executor:
         for bound in self.bound_plans:
             bound.unbind()
         self.bound_plans.clear()
-        self.hierarchy.intra.comm.Barrier()
+        wait_for(self.hierarchy.intra.comm.Ibarrier())
         held_bytes, self._arena = self._arena.nbytes, np.empty(0, np.uint8)
         self.intra.close()
         self.slots = Slots()

@@ -42,6 +42,7 @@ from mpistrat.watch.recorder import recorder
 T = TypeVar("T")
 
 _NOTES_KEPT = 64
+_NOT_BEGUN = "a call that has not begun"  # but on other ranks: what this one calls next is another call
 _OTHER_THREAD = "another thread is in a collective: make all collectives of a strategy on one thread"
 _SAME_THREAD = "this thread is in a collective already: signal handlers, finalizers and callbacks must not make one"
 
@@ -94,7 +95,7 @@ class Guard:
                 wait_for_gpu(self)
             self.raise_if_failed()
         except BaseException:
-            self.note("a call that has not begun")  # but on other ranks: what this one calls next is another call
+            self.note(_NOT_BEGUN)
             self.thread.unlock()
             raise
 
@@ -145,10 +146,14 @@ class Guard:
     def account_for(self, error: BaseException, has_begun: bool) -> None:
         """Notify the other ranks of an error of a call that they make, unless they know of it."""
         told, self._told = self._told, None
-        if self.number != self._number_before and not (isinstance(error, MpistratError) or error is told or self._failure):
-            if not has_begun:
-                self.signature = Signature("which had not begun there")
-            self._fail_and_notify("collective", error)
+        if isinstance(error, MpistratError) or error is told or self._failure:
+            return
+        if self.number == self._number_before:
+            self.note(_NOT_BEGUN)
+            return
+        if not has_begun:
+            self.signature = Signature("which had not begun there")
+        self._fail_and_notify("collective", error)
 
     def is_broken(self) -> bool:
         """Return whether a collective has failed, here or on a rank that has reported it."""
@@ -254,7 +259,7 @@ class Guard:
             asked = ask(wanted)
             if check is not None:
                 check(asked)
-        except (MpistratError, TypeError) as error:
+        except Exception as error:
             refused = error
         asked = ask(wanted) if asked is None else asked
         return self._next_call(verb, f"{verb}{asked}", wanted), asked, refused

@@ -252,5 +252,14 @@ def wait_for(request: MPI.Request, check: Callable[[], None] = lambda: None) -> 
         raise
 
 
+def all_agree(comm: MPI.Intracomm, yes: bool) -> bool:
+    """Return whether all ranks say yes. A collective call, in which none waits for one that has failed."""
+    from mpi4py import MPI
+
+    found = np.array(yes)
+    wait_for(comm.Iallreduce(MPI.IN_PLACE, found, MPI.LAND))
+    return bool(found)
+
+
 def _poll(enter: Callable[[], MPI.Request]) -> None:
     wait_for(enter())

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mpistrat.groups.agreement import all_agree
 from mpistrat.groups.group import CallState, Group
 from mpistrat.text import spans_text
 from mpistrat.topology.world import World
@@ -70,9 +71,7 @@ class Hierarchy:
 
     def all_agree(self, yes: bool) -> bool:
         """Return whether all ranks say yes. A collective call."""
-        from mpi4py import MPI
-
-        return bool(self.world_group.comm.allreduce(yes, MPI.LAND))
+        return all_agree(self.world_group.comm, yes)
 
     def groups(self) -> list[Group]:
         """Return all groups of this rank, the world last."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.errors import MpistratError, TransportError, UnavailableError
-from mpistrat.groups.agreement import CallsDifferError, gather_or_raise
+from mpistrat.groups.agreement import CallsDifferError, all_agree, gather_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.settings import CHECK
 from mpistrat.steps import WAITING, Steps
@@ -153,8 +153,6 @@ class NodeWindow:
 
     def _check_space(self, nbytes: int) -> None:
         """Raise on all ranks if the node has too little shared memory: writing to it would kill the process (SIGBUS)."""
-        from mpi4py import MPI
-
         try:
             folder = os.statvfs("/dev/shm")
             free = folder.f_bavail * folder.f_frsize
@@ -162,7 +160,7 @@ class NodeWindow:
         except OSError as error:
             free, flaw = 0, f", which cannot be used ({error.strerror})"
         needed = self.group.size * nbytes
-        if self.group.comm.allreduce(free < needed or bool(flaw), MPI.LOR):
+        if not all_agree(self.group.comm, free >= needed and not flaw):
             raise TransportError(
                 f"{self.group.name}: {format_bytes(needed)} of shared memory are needed, {format_bytes(free)} are free in "
                 f"/dev/shm{flaw}; remove what ended jobs have left there, enlarge it (containers: --shm-size), lower "

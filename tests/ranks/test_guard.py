@@ -3,7 +3,8 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from unittest.mock import Mock
+from functools import partial
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -67,6 +68,19 @@ def test_a_call_is_not_paired_with_one_that_a_rank_has_refused(one_node, comm, i
         wrong()
     with pytest.raises(AgreementError, match=r"rank 0: .*, after a refused (start_)?all_reduce"):
         one_node.all_reduce(SUM, [np.ones(3)])
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize(
+    ("verb", "error"), [("all_gather", RuntimeError), ("all_gather", KeyboardInterrupt), ("reduce_scatter", RuntimeError)]
+)
+def test_a_call_is_not_paired_with_one_whose_argument_raises(one_node, comm, verb, error):
+    call = partial(getattr(one_node, verb), *[SUM] * (verb == "reduce_scatter"), np.ones(4))
+    if comm.rank == 0:
+        with pytest.raises(error):
+            call(axis=MagicMock(__index__=Mock(side_effect=error)))
+    with pytest.raises(AgreementError, match=f"after a (refused {verb}|call that has not begun)"):
+        call()
 
 
 @needs_ranks(2)
@@ -265,18 +279,19 @@ def test_a_thread_that_makes_a_communicator_and_another_that_calls_it_are_told_a
 
 
 @needs_ranks(2)
-@pytest.mark.parametrize("kind", ["new", "known", "started"])
+@pytest.mark.parametrize("kind", ["new", "known", "started", "planned"])
 def test_an_exception_after_a_call_has_its_number_is_told_to_the_other_ranks(comm, one_node, monkeypatch, kind):
-    number = 3 if kind == "known" else 1
+    number, array = 3 if kind == "known" else 1, np.ones(1 << 20 if kind == "planned" else 3)
     for _ in range(number - 1):
-        one_node.all_reduce(SUM, np.ones(3))
+        one_node.all_reduce(SUM, array)
     if comm.rank == 0:
         planted = Mock(side_effect=KeyboardInterrupt)
         where = {"new": (one_node._guard, "_move_notes"), "started": (guard, "submit"), "known": (one_node, "_recorder")}
+        where["planned"] = one_node._executor, "reserve"  # in which the other ranks wait
         monkeypatch.setattr(*where[kind], Mock(places={}, find_line=planted) if kind == "known" else planted)
     told = None if comm.rank == 0 else f"rank 0 has left collective {number}"
     with pytest.raises(UnavailableError if told else KeyboardInterrupt, match=told):
-        one_node.start_all_reduce(SUM, np.ones(3)).wait() if kind == "started" else one_node.all_reduce(SUM, np.ones(3))
+        one_node.start_all_reduce(SUM, array).wait() if kind == "started" else one_node.all_reduce(SUM, array)
     with pytest.raises(UnavailableError, match=f"an earlier {'all_reduce' if kind == 'known' else '.*'} did not end"):
         one_node.barrier()
 
