@@ -234,7 +234,6 @@ def test_tasks_without_a_rank():
         (CLUSTER, (None, None), "gives a cluster with the jobs chief, worker, but not which task of it this process is"),
         (CLUSTER, ("worker", None), "task_type is 'worker' and task_id None; both are needed, as in task_type='worker', "),
         (CLUSTER, ("worker", 2), "task id 2 is not in job 'worker', whose tasks are 0, 1"),
-        (CLUSTER, ("boss", 0), "task type 'boss' is unknown"),
         ({"ps": ["a:1"], "worker": ["b:1"]}, ("ps", 0), "process is ps 0 of a cluster with the jobs ps, worker: only chief"),
         (CLUSTER, ("evaluator", 0), "only chief and workers train together; start an evaluator as a job of its own"),
         ({**CLUSTER, "evaluator": ["e:1"]}, ("chief", 0), "a cluster with the jobs chief, worker, evaluator: only chief and"),

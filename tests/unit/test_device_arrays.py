@@ -101,10 +101,16 @@ def test_an_array_of_another_device_is_refused_with_both_and_the_cure(xp, elsewh
         as_array(xp.zeros(2, "f4,i4"), "x")
 
 
-def test_a_tensor_is_refused_while_a_graph_is_captured_on_another_stream(gpu, torch, monkeypatch):
-    streams = SimpleNamespace(cuda_stream=gpu.stream().pointer)
+@pytest.fixture
+def streams(gpu, torch, monkeypatch):
+    """Have PyTorch capture on another stream than the current one of the GPU; give what says which, on threads of that GPU."""
+    found, of_another_gpu = SimpleNamespace(cuda_stream=gpu.stream().pointer), SimpleNamespace(cuda_stream=-1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: found if gpu.is_active() else of_another_gpu, raising=False)
+    return found
+
+
+def test_a_tensor_is_refused_while_a_graph_is_captured_on_another_stream(gpu, torch, streams):
     with pytest.raises(InvalidArgumentError, match="^PyTorch is capturing a CUDA graph, in which x can be read only on its"):
         as_operand(torch.Tensor(np.zeros(2), "cuda:0"), "x")
     assert is_on_device(as_operand(gpu.array_module.zeros(2))), "nothing is ordered for an array of CuPy"
@@ -112,16 +118,13 @@ def test_a_tensor_is_refused_while_a_graph_is_captured_on_another_stream(gpu, to
     assert is_on_device(as_operand(torch.Tensor(np.zeros(2), "cuda:0"), "x"))
 
 
-def test_pytorch_cannot_tell_where_cupy_captures_on_a_stream_that_the_default_one_waits_for(gpu, torch, monkeypatch):
+def test_pytorch_cannot_tell_where_cupy_captures_on_a_stream_that_the_default_one_waits_for(gpu, torch, streams, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", Mock(side_effect=RuntimeError("implicit capture")))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=gpu.stream().pointer), raising=False)
     assert not is_captured_elsewhere(gpu)
 
 
-def test_a_thread_that_computes_on_another_gpu_may_read_a_tensor_in_a_capture(gpu, torch, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    streams = SimpleNamespace(cuda_stream=gpu.current_stream().pointer)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams, raising=False)
+def test_a_thread_that_computes_on_another_gpu_may_read_a_tensor_in_a_capture(gpu, torch, streams):
+    streams.cuda_stream = gpu.current_stream().pointer
     found, tensor = [], torch.Tensor(np.zeros(2), "cuda:0")
     thread = threading.Thread(target=lambda: found.append(as_operand(tensor, "x")))
     thread.start()

@@ -39,14 +39,6 @@ def test_it_goes_from_flat_to_hierarchical_to_chunks(shape, sizes):
         assert {size: chosen(shape, size) for size in chosen_for} == dict.fromkeys(chosen_for, name)
 
 
-@pytest.mark.parametrize("shape", ["1x4", "2x2", "4x2", "4x8", "3+1+2+2"])
-def test_the_defaults_never_go_back_to_a_simpler_algorithm(shape):
-    order = ["flat", "hierarchical", "chunks"]
-    ranks = [order.index(chosen(shape, 2**exponent)) for exponent in range(3, 29)]
-    assert ranks == sorted(ranks)
-    assert (ranks[0], ranks[-1]) == (0, 2)
-
-
 def test_the_reason_names_the_limit_or_the_two_fastest_or_what_was_asked_for():
     world = World.from_shape("4x8")
     assert choose(world, 1000, 4).reason == "on such nodes flat takes less than 288 KiB"

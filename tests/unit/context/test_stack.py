@@ -110,9 +110,16 @@ def test_an_exception_restores_the_context():
     def fail(*_):
         raise KeyError("planted")
 
-    with pytest.raises(KeyError, match="planted"):
-        strategy.run(lambda: mpistrat.get_replica_context().merge_call(fail))
-    assert not mpistrat.has_strategy()
+    with strategy.scope():
+        weights = mpistrat.Variable(0.0)
+    for call in (
+        lambda: strategy.run(lambda: mpistrat.get_replica_context().merge_call(fail)),
+        lambda: strategy.extended.update(weights, fail),
+    ):
+        with pytest.raises(KeyError, match="planted"):
+            call()
+        assert get_update_replica_id() is None
+        assert not mpistrat.has_strategy()
 
 
 def test_a_strategy_set_without_a_block_holds_for_every_thread_until_another_is_set():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.device.binding import bound_device
 from mpistrat.inputs.distribute import distribute_from_function
 from mpistrat.inputs.prefetch import fetched
 from tests.gpu.stand_in_arrays import stand_in_gpu
@@ -35,6 +36,14 @@ def batches(count=9):
             "none": x[:0],
             "text": np.array(["a"] * rows),
         }
+
+
+def copied_late(target, source):
+    """Leave much to do on the current stream, and then a copy of an array of 32 bytes into another one."""
+    into, out_of = (array.__cuda_array_interface__["data"][0] for array in (target, source))
+    for _ in range(50):
+        bound_device().current_stream().copy(into, into, 32)
+    bound_device().current_stream().copy(into, out_of, 32)
 
 
 @BUFFERS
@@ -70,8 +79,7 @@ def test_what_a_dataset_computes_with_is_there_by_then(gpu, buffer_size):
     xp = gpu.array_module
     with gpu.activate(gpu.stream()):
         data, late = xp.zeros(4), xp.ones(4)
-        addresses = [array.__cuda_array_interface__["data"][0] for array in (data, late)]
-        gpu.current_stream().copy(*addresses, 32)
+        copied_late(data, late)
         assert next(fetched((data + 1 for _ in range(1)), buffer_size, gpu)).tolist() == [2] * 4
 
 
@@ -82,9 +90,7 @@ def test_what_a_dataset_leaves_on_its_stream_is_there_when_it_is_taken(gpu, buff
 
     def source():
         array, late = xp.zeros(4), xp.ones(4)
-        target, source = (one.__cuda_array_interface__["data"][0] for one in (array, late))
-        for first in (*[source] * 50, target):  # much to do before
-            gpu.current_stream().copy(first, source, 32)
+        copied_late(array, late)
         yield array
 
     with gpu.activate(gpu.stream()):
@@ -103,12 +109,10 @@ def test_a_dataset_that_is_asked_in_turn_sees_what_the_program_computed_before(g
     xp = gpu.array_module
     with gpu.activate(gpu.stream()):
         state, late = xp.zeros(4), xp.zeros(4)
-        target, source = (array.__cuda_array_interface__["data"][0] for array in (state, late))
         elements = fetched((state + 0 for _ in range(3)), 0, gpu)
         for step in range(3):
             late += 1
-            for first in (*[target] * 50, source):  # much to do before
-                gpu.current_stream().copy(target, first, 32)
+            copied_late(state, late)
             assert next(elements).tolist() == [step + 1] * 4
 
 

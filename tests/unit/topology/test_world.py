@@ -57,13 +57,7 @@ def test_nodes_are_ordered_by_lowest_rank_and_take_its_name():
     assert [(node.index, node.name, node.ranks) for node in world.nodes] == [(0, "b", (0, 2)), (1, "a", (1,))]
     assert world.leaders == (0, 1)
     assert World.from_node_of_rank([0, 1, 1, 0]).placement == "mixed"
-
-
-def test_smaller_nodes_own_several_shards():
-    world = World.from_shape("3+1")
-    assert [list(world.shards_of(rank)) for rank in range(4)] == [[0], [1], [2], [0, 1, 2]]
-    assert world.rails == ((0, 3), (1, 3), (2, 3))
-    assert repr(world.place(1)) == "Place(rank=1(4), node=0(2), local_rank=1(3))"
+    assert repr(World.from_shape("3+1").place(1)) == "Place(rank=1(4), node=0(2), local_rank=1(3))"
 
 
 @given(random_worlds)
