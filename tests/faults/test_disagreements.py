@@ -11,8 +11,8 @@ from tests.disagreements.places import Place
 
 _PATIENCE_SECONDS = 8.0
 _ENOUGH = 12  # failures; each of them may have stood still for a while
-# which part of all kinds is tried in a shape, with one or two cases each
-_SHARES = {"1x2": 0.11, "2x2": 0.019, "1x4": 0.015, "3+1": 0.015, "hosts:2+2": 0.012}
+# which part of all kinds is tried in a shape, with one or two cases each; shapes of equally many ranks draw the same kinds
+_SHARES = {"1x2": 0.11, "2x2": 0.019, "1x4": 0.008, "3+1": 0.012, "hosts:2+2": 0.012}
 
 
 def check(shape, plans):
@@ -35,7 +35,7 @@ def test_ranks_that_disagree_are_told(shape):
     check(shape, quick_plans(place.size, share=_SHARES[shape]))
 
 
-@pytest.mark.parametrize("shape", ["1x2", "2+1", "2x2", "1x4"])
+@pytest.mark.parametrize("shape", ["1x2", "2+1", "2x2"])
 def test_one_disagreement_in_a_random_program_is_told(shape):
     check(shape, drawn_plans("drawn_program", Place(shape).size, 8, 100_000))
 

@@ -362,8 +362,9 @@ STARTED = """
 """
 
 
-@pytest.mark.parametrize("abort", ["1", "0"], ids=["", "without the hooks"])
-@pytest.mark.parametrize("then", ["pass", "strategy.close()", "strategy.run(meet)"])
+@pytest.mark.parametrize(
+    ("then", "abort"), [("pass", "0"), ("pass", "1"), ("strategy.close()", "1"), ("strategy.run(meet)", "1")]
+)
 def test_a_failure_that_nobody_waits_for_is_told(job, then, abort):
     ended = job(2, STARTED.format(then=then), MPISTRAT_ABORT=abort)
     assert ended.code == 1

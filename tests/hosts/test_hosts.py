@@ -37,7 +37,7 @@ def test_topology_is_found(job):
 
 
 def test_every_verb_is_exact(job):
-    assert job[1]["compared"] > 500
+    assert job[1]["compared"] > 200
 
 
 def test_each_host_sends_no_more_than_it_must(job):

@@ -70,25 +70,25 @@ def test_large_buffers_by_rule(ops, world):
 def test_one_node_works_between_the_arrays_of_the_caller(comm, make_ops, reads):
     for chunk_bytes in ("0", "256KiB"):
         ops = make_ops(PEER_MEMORY=reads, CHUNK_BYTES=chunk_bytes)
-        for count in (1, 0, 1000, 300_001, *([1_000_003] if comm.size <= 4 else []), 1000):
+        for count in (1, 0, 1000, 300_001, 1_000_003, 1000):
             given = rows(np.dtype(np.float64), MEAN, count, comm.size, count)
+            wanted = expected(MEAN, given)
             for turn in range(3):
                 array = given[comm.rank].copy()
                 if turn == comm.rank:
                     time.sleep(0.001)
                 options = by_name("hierarchical")
                 [result] = ops.all_reduce(MEAN, [array], options, out=[array] if turn == 2 else None)
-                assert same_bits(result, expected(MEAN, given)), (chunk_bytes, count)
+                assert same_bits(result, wanted), (chunk_bytes, count)
                 # what a rank does with its arrays afterwards is its own affair
                 array.fill(np.nan)
                 result.fill(np.nan)
 
 
-@up_to_ranks(4)
 @pytest.mark.parametrize("reads", ["0", "1"])
 def test_one_node_works_between_lists_of_arrays(comm, make_ops, reads):
     ops = make_ops(PEER_MEMORY=reads)
-    for dtype, counts in product((np.float64, np.float16, BFLOAT16), ([5, 0, 1000, 1, 70_001], [900_001, 0, 800_000])):
+    for dtype, counts in product((np.float64, BFLOAT16), ([5, 0, 1000, 1, 70_001], [900_001, 0, 800_000])):
         sources = [(np.arange(count) % 7 + comm.rank).astype(dtype) for count in counts]
         for out in (None, sources):
             results = ops.all_reduce(MEAN, sources, by_name("hierarchical"), out=out)

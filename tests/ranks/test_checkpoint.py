@@ -26,7 +26,7 @@ from tests.crashes import saves
 from tests.crashes.saves import strategy_of
 from tests.launches import on_ranks
 
-SHAPES = ("1x1", "2x1", "1x3", "1x4", "2x2", "3+1")
+SHAPES = ("1x1", "2x1", "1x3", "3+1")
 ON_READ = mpistrat.VariableSynchronization.ON_READ
 
 

@@ -40,7 +40,7 @@ def one_node(comm):
     hierarchy.close()
 
 
-@up_to_ranks(8)
+@pytest.mark.ranks(nodes=["1x2", "2+1", "2x2:cyclic", "3+1+2+2"])
 @pytest.mark.parametrize("lone_slot_bytes", [1, 1 << 30], ids=["one slot", "two slots"])
 def test_slots_are_taken_again_and_again_whoever_is_slow(comm, make_ops, world, monkeypatch, lone_slot_bytes):
     """A chunk that is alone has one slot, as long ones have, or two; slots of one plan lie across those of another."""
@@ -50,7 +50,7 @@ def test_slots_are_taken_again_and_again_whoever_is_slow(comm, make_ops, world, 
         ops = make_ops(world, STRICT="0", CHUNK_BYTES=chunk_bytes)
         # several arrays, across chunk boundaries, with padding at the end
         for counts in ([5, 0, 1000, 1, 77], [20_000, 1], [5, 0, 1000, 1, 77]):
-            for turn in range(15 + size):
+            for turn in range(size + 2):
                 if comm.rank == turn:
                     time.sleep(0.002)
                 sources = [np.arange(count, dtype=np.float32) * (comm.rank + 1) + turn for count in counts]
@@ -191,7 +191,7 @@ def all_verbs(communicator, count):
     rank, size = communicator.rank, communicator.size
     mine = np.arange(count, dtype=np.float32) + rank
     total = np.arange(count, dtype=np.float32) * size + sum(range(size))
-    for _ in range(3):  # the second time by the fast path
+    for _ in range(2):  # the second time by the fast path
         assert np.array_equal(communicator.all_reduce("sum", mine), total)
         assert all(np.array_equal(each, total) for each in communicator.all_reduce("sum", [mine, mine.copy()]))
         assert np.array_equal(communicator.reduce_scatter("sum", mine), np.array_split(total, size)[rank])
@@ -207,7 +207,7 @@ def test_a_node_without_shared_memory_goes_on_over_mpi(comm, make_ops, monkeypat
     world = World.from_shape("3+1")
     Little(monkeypatch, room * max(world.local_sizes), comm.rank in world.nodes[0].ranks)
     communicator = make_ops(world, STRICT=strict)
-    for count in (10, 300_000, 3_000_000, 10, 300_000):
+    for count in (10, 300_000, 3_000_000, 10):
         all_verbs(communicator, count)
     flaw = ", which has no inodes left" if room < 0 else ""
     warned = said.getvalue().count(f"are free in /dev/shm{flaw}; remove what ended jobs have left there")

@@ -230,9 +230,10 @@ def test_overlapping_arrays_are_reduced_as_if_they_were_apart(ops):
         memory = np.empty(3 * count)
         first, second, third = (cut(memory, start, count) for start in (0, 1, 2 * count))
         assert (first.base is None) == (cut is without_base)
+        filled = np.arange(memory.size) % 97
         each_twice = [([first], [second]), ([first, third], [third, second])] * 2
         for op, (sources, targets) in product(("sum", "mean"), each_twice):
-            memory[:] = np.arange(memory.size) % 97
+            memory[:] = filled
             wanted = [source * (ops.size if op == "sum" else 1) for source in sources]
             ops.all_reduce(op, sources, out=targets)
             for target, total in zip(targets, wanted, strict=True):

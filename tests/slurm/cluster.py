@@ -97,6 +97,13 @@ class Cluster:
             if done.returncode:
                 raise ClusterError(f"scontrol update of job {job}: {done.stderr}")
 
+    def cancel_all(self) -> None:
+        """Cancel every job that has not ended, and wait until the nodes are idle."""
+        if self.run(["squeue", "--noheader", "--states=PENDING,RUNNING,SUSPENDED"]).stdout:
+            self.run(["scancel", "--user=root"])
+            if not until(self._is_idle, 60, _PAUSE_SECONDS):
+                raise ClusterError(f"jobs were cancelled, and the nodes are not idle\n{self.logs()}")
+
     def state(self, job: int) -> str:
         """Return the state of a job now."""
         text = self.run(["scontrol", "show", "job", str(job)]).stdout

@@ -12,10 +12,17 @@ from tests.slurm.cluster import Cluster
 
 
 @pytest.fixture(scope="session")
-def cluster():
-    """Give a cluster of two nodes."""
+def shared_cluster():
+    """Give a cluster of two nodes, which all tests share."""
     with Cluster(num_nodes=2) as nodes:
         yield nodes
+
+
+@pytest.fixture
+def cluster(shared_cluster):
+    """Give the cluster, and cancel what a test has left running, as one that fails may: the next one would wait for it."""
+    yield shared_cluster
+    shared_cluster.cancel_all()
 
 
 @pytest.fixture(scope="session")

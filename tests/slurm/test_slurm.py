@@ -151,6 +151,14 @@ def test_a_job_that_fails_does_not_go_back_into_the_queue(submit, openmpi_bin, t
     assert submit("requeue.sbatch", openmpi_bin, "", _TWO)[0] == "FAILED"
 
 
+def test_what_a_test_leaves_is_cancelled_before_the_next_one(cluster, tmp_path):
+    sleep = ["--nodes=2", "--exclusive", "--wrap=sleep 1000", "--output=/dev/null"]
+    running, waiting = cluster.submit(sleep, tmp_path), cluster.submit(sleep, tmp_path)
+    assert until(lambda: cluster.state(running) == "RUNNING", 60)
+    cluster.cancel_all()
+    assert [cluster.state(job) for job in (running, waiting)] == ["CANCELLED"] * 2
+
+
 _SWEEP = """
 import sys, pathlib
 import mpistrat

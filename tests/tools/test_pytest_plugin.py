@@ -93,7 +93,8 @@ def folder(tmp_path):
 
 def _run(folder, *options, seconds=120.0, environ=None):
     """Run pytest there; return how it ended, and for each test its outcome and text."""
-    argv = [sys.executable, "-m", "pytest", "--junitxml=results.xml", *options]
+    # Hypothesis would be imported for nothing, by each rank too
+    argv = [sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", "--junitxml=results.xml", *options]
     done = run_bounded(argv, seconds, {**os.environ, **(environ or {})}, folder)
     found: dict[str, tuple[str, str]] = {}
     for case in ET.parse(folder / "results.xml").getroot().iter("testcase"):
@@ -159,8 +160,8 @@ def test_any(communicator, x): pass
 
 
 def test_the_start_of_a_job_is_not_counted_as_the_time_of_a_test(folder):
-    (folder / "test_planted.py").write_text(_SLOW.format(seconds=7))
-    done, results = _run(folder, "-o", "ranks_timeout=6")
+    (folder / "test_planted.py").write_text(_SLOW.format(seconds=4))
+    done, results = _run(folder, "-o", "ranks_timeout=3")
     assert [outcome for outcome, _ in results.values()] == ["passed", "passed"], done.stdout
 
 
@@ -198,7 +199,7 @@ def test_a_process_of_xdist_runs_the_tests_that_it_is_given(folder):
 
 @pytest.mark.parametrize(
     ("options", "told"),
-    [(["-p", "no:capture"], "1 passed"), (["--setup-show"], "1 passed"), (["--setup-plan"], "SETUP    F communicator")],
+    [(["-p", "no:capture", "--setup-show"], "1 passed"), (["--setup-plan"], "SETUP    F communicator")],
     ids=lambda value: value[-1],
 )
 def test_options_that_show_what_pytest_does_are_taken(folder, options, told):
