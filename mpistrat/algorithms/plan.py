@@ -96,18 +96,15 @@ class Plan:
     @property
     def num_chunks(self) -> int:
         """Number of chunks; 0 for an empty buffer."""
-        return len(self.parts() if self.bounds else self.chunks())
+        return len(self.parts() if self.bounds else self.chunks)
 
     def padded(self, count: int) -> int:
         """Return `count` rounded up to a multiple of the number of shards."""
         return padded(self.world, count)
 
-    def chunks(self) -> list[tuple[int, int]]:
-        """Return (first element, elements) of each chunk of an all-reduce, without padding."""
-        return self._chunks
-
     @cached_property
-    def _chunks(self) -> list[tuple[int, int]]:
+    def chunks(self) -> list[tuple[int, int]]:
+        """(First element, elements) of each chunk of an all-reduce, without padding."""
         lengths = chunk_lengths(self.world, self.count, self.end_count or self.chunk_count, self.chunk_count)
         return list(zip(accumulate(lengths, initial=0), lengths, strict=False))
 

@@ -135,7 +135,7 @@ class _Buffered:
         # a plan of one chunk alternates between its two slots
         turns = slots if plan.num_chunks == 1 else 1
         self.turns = [
-            [self._chunk(start, count, (index + turn) % slots) for index, (start, count) in enumerate(plan.chunks())]
+            [self._chunk(start, count, (index + turn) % slots) for index, (start, count) in enumerate(plan.chunks)]
             for turn in range(turns)
         ]
         executor.bound_plans.add(self)

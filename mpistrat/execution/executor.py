@@ -234,7 +234,7 @@ class Executor:
         if plan.in_order or plan.wire_itemsize:
             return _IN_ORDER
         shard, *_ = self.rails
-        sizes = {plan.padded(count) // plan.world.num_shards for _, count in plan.chunks()}
+        sizes = {plan.padded(count) // plan.world.num_shards for _, count in plan.chunks}
         return " and ".join(sorted({self._rail(shard, np.empty(size, dtype), op).name for size in sizes}))
 
     @property

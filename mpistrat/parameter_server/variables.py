@@ -285,7 +285,7 @@ class StoredVariable(ChangeMethods, Mirrored):
         copied: Array = self.value.copy()
         return copied
 
-    def sparse_read(self, indices: Any) -> Array:
+    def sparse_read(self, indices: Any, name: str | None = None) -> Array:
         """Return some of the rows, as a new array, as `mpistrat.Variable.sparse_read`."""
         numbers, _ = flat_indices(f"{self!r}.sparse_read", np.asarray(indices)[..., np.newaxis], self.shape)
         rows: Array = self.value[numbers]

@@ -65,7 +65,7 @@ def _check_chunks(plan: Plan) -> None:
     if plan.depth < 1:
         raise AssertionError(f"{where}: depth {plan.depth} lets no chunk start")
     reached = 0
-    for start, length in plan.chunks():
+    for start, length in plan.chunks:
         if start != reached or not 0 < length <= plan.padded(length) <= plan.chunk_count:
             raise AssertionError(
                 f"{where}: a chunk of {length} elements at {start} follows elements up to {reached}; chunks must follow "

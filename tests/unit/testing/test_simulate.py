@@ -92,6 +92,6 @@ def test_chunks_must_hold_equal_shards_and_some_must_start(changes, message):
     ],
 )
 def test_chunks_must_tile_the_buffer(monkeypatch, chunks, message):
-    monkeypatch.setattr(Plan, "chunks", lambda self: chunks)
+    monkeypatch.setattr(Plan, "chunks", chunks)
     with pytest.raises(AssertionError, match=message):
         simulate(plan_of("2x2", WORLD))
