@@ -92,6 +92,8 @@ def average(value: Any, communicator: BaseCommunicator | None = None) -> Any:
 
     Raises
     ------
+    TypeError
+        If `communicator` is not a Communicator.
     AgreementError
         On every rank, if structures, shapes or dtypes differ.
     UnsupportedDtypeError

@@ -144,7 +144,8 @@ class PreemptionCheckpointHandler:
                 raise wrong
             if not isinstance(config, TerminationConfig):
                 raise InvalidArgumentError(f"termination_config must be a TerminationConfig or None; got {config!r}")
-            return None, f"grace_period={config.grace_period}"
+            directory = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
+            return None, f"checkpoint_dir={directory!r}, grace_period={config.grace_period}"
 
         communicator = checkpoint._communicator
         communicator.agree_on("PreemptionCheckpointHandler", checked)

@@ -3,8 +3,7 @@
 In the document a number, a text, a bool and None stand for themselves. Everything else is a list of its kind and what it holds:
 
 =============================  =====================================================
-``["array", name, library]``   an array of NumPy, CuPy, PyTorch or JAX
-``["scalar", bytes, dtype]``   a scalar of NumPy, which may take the place of a number, and a number its place
+``["array", name, library]``   an array of NumPy, CuPy, PyTorch or JAX, or a scalar of NumPy
 ``["variable", name]``         an `mpistrat.Variable`, or one on servers
 ``["state", node]``            an object with ``state_dict`` and ``load_state_dict``
 ``["generator", node]``        a generator of random numbers of NumPy
@@ -39,7 +38,7 @@ from mpistrat.watch.recorder import hash_of
 
 Node = Any
 _PLAIN = (type(None), bool, int, float, str)
-KINDS = ("array", "scalar", "variable", "state", "generator", "dict", "list", "tuple")
+KINDS = ("array", "variable", "state", "generator", "dict", "list", "tuple")
 _MOST_SHOWN = 20  # reasons why a checkpoint does not fit, or cannot be saved
 _ACCEPTED = (
     "accepted are variables, arrays, objects with state_dict and load_state_dict, generators of NumPy, numbers, texts, and "
@@ -95,7 +94,7 @@ class Tree:
         """Check that each object can be changed."""
         for name, value in self._objects.items():
             kind = _kind(value)
-            is_fixed = kind in ("plain value", "scalar", "tuple") or (kind == "array" and _memory(value) is None)
+            is_fixed = kind in ("plain value", "tuple") or (kind == "array" and _memory(value) is None)
             if is_fixed or (kind == "dict" and not isinstance(value, dict)):
                 raise InvalidArgumentError(
                     f"{name} is of type {type(value).__name__}, and cannot be restored in place; {_ACCEPTED}. Numbers, and "
@@ -125,7 +124,10 @@ class Tree:
 
     def check(self, saved: Mapping[str, Spec], document: Node, is_strict: bool) -> None:
         """Check that what was saved can be restored to the objects; the error has all reasons why not."""
-        nodes, mine = dict(document[1]), self.specs
+        nodes = dict(document[1])
+        pairs = [pair for name in nodes if name in self._objects for pair in _pairs(nodes[name], self._objects[name], name)]
+        numbers = {name for node, old, name in pairs if _is_number(node) and isinstance(old, (*_PLAIN, np.generic))}
+        mine, saved = ({name: each for name, each in specs.items() if name not in numbers} for specs in (self.specs, saved))
         texts = [
             f"{name} has {mine[name]} here, and {saved[name]} there"
             for name in mine
@@ -162,8 +164,6 @@ class Tree:
         kind = _kind(value)
         if kind == "plain value":
             return value
-        if kind == "scalar":
-            return [kind, as_array(value, name).tobytes().hex(), name_of(value.dtype)]
         if kind in ("state", "generator"):
             self.states.setdefault(name, value)
             if not is_a(value, "torch.nn", "Module"):
@@ -214,10 +214,10 @@ def restored(node: Node, values: Mapping[str, Array], old: Any = None) -> Any:
         else:
             old.load_state_dict(_in_classes(state, old.state_dict()))
         return old
-    if kind == "scalar":
-        return np.frombuffer(bytes.fromhex(content), *library)[0]
     if isinstance(old, Variable):
         return old
+    if library == ["scalar"]:
+        return values[content][()]
     return _written(old, values[content]) if is_array(old) else _new(values[content], *library)
 
 
@@ -265,10 +265,15 @@ def _pairs(node: Node, old: Any, name: str = "") -> Iterator[tuple[Node, Any, st
 def _targets(node: Node, old: Any) -> Iterator[tuple[str, Array]]:
     """Yield the names and the memory of arrays to which `restored` writes, but for those of objects with a state."""
     for each, one, _ in _pairs(node, old):
-        if isinstance(each, list) and each[0] == "array" and _kind(one) == "array" and is_array(one):
+        if isinstance(each, list) and each[0] == "array" and each[2:] != ["scalar"] and _kind(one) == "array" and is_array(one):
             memory = _memory(one)
             if memory is not None and not is_on_device(memory) and memory.flags.c_contiguous and is_aligned(memory):
                 yield each[1], memory
+
+
+def _is_number(node: Node) -> bool:
+    """Return whether a node stands for a number, a text or None, also of NumPy: these take each other's place."""
+    return not isinstance(node, list) or node[2:] == ["scalar"]
 
 
 def is_array(value: Any) -> bool:
@@ -281,8 +286,6 @@ def _kind(value: Any) -> str:
         return "array"
     if type(value) in _PLAIN:
         return "plain value"
-    if isinstance(value, np.generic):
-        return "scalar"
     if isinstance(value, Variable):
         return "variable"
     if isinstance(value, np.random.Generator):
@@ -338,6 +341,8 @@ def _written(value: Any, saved: Array) -> Any:
 
 
 def _library(value: Any) -> str:
+    if isinstance(value, np.generic):
+        return "scalar"
     return {"jaxlib": "jax"}.get(found := type(value).__module__.partition(".")[0], found)
 
 

@@ -516,8 +516,8 @@ def communicator_of(call: str, communicator: BaseCommunicator | None) -> BaseCom
     if not isinstance(communicator, (BaseCommunicator, type(None))):
         raise TypeError(
             f"{call} takes a Communicator, or None for all ranks of the job; got {type(communicator).__name__}.\n"
-            f"    incorrect:  {call}(…, MPI.COMM_WORLD); average_gradients(model, options)\n"
-            f"    correct:    {call}(…, communicator=mpistrat.Communicator(comm)); average_gradients(model, options=options)"
+            f"    incorrect:  {call}(…, MPI.COMM_WORLD)\n"
+            f"    correct:    {call}(…, communicator=mpistrat.Communicator(comm)), and others by name: options=…"
         )
     return job_communicator() if communicator is None else communicator
 

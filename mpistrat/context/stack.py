@@ -92,7 +92,7 @@ def experimental_set_strategy(strategy: Any) -> None:
     global _process_wide
     if entered.modes:
         raise misplaced("experimental_set_strategy", "outside all scopes")
-    if not (strategy is None or hasattr(strategy, "extended")):
+    if not (strategy is None or hasattr(strategy, "extended")) or isinstance(strategy, type):
         raise TypeError(f"experimental_set_strategy takes a strategy, or None for the default one; got {strategy!r}")
     _process_wide = None if strategy is None or strategy is default_mode().strategy else Mode(strategy)
 

@@ -15,7 +15,7 @@ from mpistrat.device.abstract import Device
 from mpistrat.errors import TransportError
 from mpistrat.execution.memory import keep_freed_memory
 from mpistrat.execution.select import Transports, host_transports, warn_of_next
-from mpistrat.groups.agreement import wait_for
+from mpistrat.groups.agreement import all_agree, wait_for
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.packing.fuse import CopyIn, CopyOut
@@ -284,7 +284,7 @@ class Executor:
             self._arena = self.intra.allocate(nbytes)
         except TransportError as error:
             refusal = error
-        if not self.hierarchy.all_agree(refusal is None):
+        if not all_agree(self.hierarchy.world_group.comm, refusal is None):
             self._go_on(refusal, nbytes, held_bytes)
 
     def _inside(self, verb: Verb, dtype: np.dtype[Any], op: ReduceOp) -> Transport:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpistrat.groups.agreement import all_agree
 from mpistrat.groups.group import CallState, Group
 from mpistrat.text import spans_text
 from mpistrat.topology.world import World
@@ -68,10 +67,6 @@ class Hierarchy:
     def members(self) -> str:
         """The ranks of the job that these are, as the flight recorder writes them."""
         return members_text(self.job_ranks)
-
-    def all_agree(self, yes: bool) -> bool:
-        """Return whether all ranks say yes. A collective call."""
-        return all_agree(self.world_group.comm, yes)
 
     def groups(self) -> list[Group]:
         """Return all groups of this rank, the world last."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -148,7 +148,7 @@ class DistributedIterator(DatasetIterator):
     def _begin(self, epoch: int, first: int) -> None:
         self.close()
         dataset, device, options = self.dataset, bound_device(), self.dataset._options
-        # an element that was read for element_spec, or the error of the iterable's __iter__; it has not been taken
+        # what comes first: an element that was read for element_spec, or the error of the iterable's __iter__
         self._ahead: tuple[list[Any], Exception | None] | None = None
         try:
             batches = dataset._batches(epoch, first)
@@ -276,8 +276,14 @@ class DistributedIterator(DatasetIterator):
         return f"the next element of a DistributedIterator (number {self._taken} of epoch {self._epoch})"
 
 
-def _described(dataset: Iterable[Any]) -> Iterable[Any]:
+_Made = tuple[Iterable[Any], Dataset | None]
+"""What a call returns, and the dataset that it distributes; None under the default strategy, which returns that as it is."""
+
+
+def _described(dataset: Iterable[Any], source: Dataset | None) -> Iterable[Any]:
     """Return a dataset after all ranks have agreed on what describes the data that each reads by itself. A collective call."""
+    if source is not None:
+        source.is_distributed = True
     if isinstance(dataset, DistributedDataset) and dataset._policy is not DATA:
         communicator = dataset._communicator
         found = communicator.broadcast_object(communicator.gather_objects(dataset._described))
@@ -291,11 +297,11 @@ def distribute_dataset(strategy: Any, dataset: Any, options: InputOptions | None
     communicator: BaseCommunicator = strategy.extended.communicator
     call = "experimental_distribute_dataset"
 
-    def make() -> tuple[Iterable[Any], str]:
+    def make() -> tuple[_Made, str]:
         wanted = read_options(options)
         _refuse_per_replica(strategy, call, wanted)
         if default_mode().strategy is strategy:
-            return cast("Iterable[Any]", dataset), ""
+            return (dataset, None), ""
         source = as_dataset(dataset)
         part, policy = _part_of(source, wanted.auto_shard_policy, communicator.rank, communicator.size)
         if wanted.virtual_replicas is not None:
@@ -305,12 +311,11 @@ def distribute_dataset(strategy: Any, dataset: Any, options: InputOptions | None
                     "virtual_replicas are parts of batches that ranks share, and with auto_shard_policy="
                     f"{wanted.auto_shard_policy.name} each rank reads other data: use AutoShardPolicy.DATA"
                 )
-        source.is_distributed = True  # no argument is refused
         shared = "data of each rank's own" if wanted.auto_shard_policy is OFF else source.describe()
         text = f"{shared}, auto_shard_policy={wanted.auto_shard_policy.name}, virtual_replicas={wanted.virtual_replicas}"
-        return DistributedDataset(strategy, part, policy, wanted), text
+        return (DistributedDataset(strategy, part, policy, wanted), source), text
 
-    return _described(communicator.agree_on(call, make))
+    return _described(*communicator.agree_on(call, make))
 
 
 def distribute_from_function(
@@ -324,7 +329,7 @@ def distribute_from_function(
     communicator: BaseCommunicator = strategy.extended.communicator
     call = "distribute_datasets_from_function"
 
-    def make() -> tuple[Iterable[Any], str]:
+    def make() -> tuple[_Made, str]:
         wanted = read_options(options)
         if not accepts_per_replica:
             _refuse_per_replica(strategy, call, wanted)
@@ -338,13 +343,12 @@ def distribute_from_function(
         if not callable(dataset_fn):
             raise TypeError(f"dataset_fn must be a function of an InputContext that returns a dataset; got {dataset_fn!r}")
         if default_mode().strategy is strategy:
-            return cast("Iterable[Any]", dataset_fn(InputContext())), ""
+            return (dataset_fn(InputContext()), None), ""
         made = as_dataset(dataset_fn(InputContext(communicator.size, communicator.rank, communicator.size)))
         part, _ = _part_of(made, OFF, communicator.rank, communicator.size)
-        made.is_distributed = True
-        return DistributedDataset(strategy, part, None, wanted), ""
+        return (DistributedDataset(strategy, part, None, wanted), made), ""
 
-    return _described(communicator.agree_on(call, make))
+    return _described(*communicator.agree_on(call, make))
 
 
 def _refuse_per_replica(strategy: Any, call: str, options: InputOptions) -> None:

@@ -57,8 +57,7 @@ def num_batches_of(num_rows: int, sizes: list[int]) -> int:
 
 def readable(leaf: Any) -> Array:
     """Return a leaf as an array: unlike `as_array`, also arrays of text and dates, which collectives do not support."""
-    is_plain = type(leaf) in (np.ndarray, np.memmap) or isinstance(leaf, (str, bytes, np.datetime64))
-    return np.asarray(leaf) if is_plain else as_array(leaf)
+    return np.asarray(leaf) if type(leaf) in (np.ndarray, np.memmap) else as_array(leaf)
 
 
 def num_rows(batch: Any) -> int:

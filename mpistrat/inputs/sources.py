@@ -14,7 +14,7 @@ from zlib import crc32
 
 import numpy as np
 
-from mpistrat.arrays import Array, like
+from mpistrat.arrays import Array, as_array, like
 from mpistrat.communicator.validate import checked_int
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs.input_options import SHARD_HINT
@@ -319,7 +319,7 @@ class MapDataset(RowDataset):
 def stack(samples: list[Any]) -> Any:
     """Return a batch of samples: a nest of arrays with one row per sample."""
     try:
-        return map_leaves(lambda *leaves: like(np.stack(list(map(readable, leaves))), leaves[0]), *samples)
+        return map_leaves(lambda *leaves: like(np.stack(list(map(as_array, leaves))), leaves[0]), *samples)
     except ValueError as error:
         raise InvalidArgumentError(
             f"samples of different shapes or structures cannot be stacked: {error}. Pad them, or pass a collate_fn that does"

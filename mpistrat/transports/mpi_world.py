@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat.arrays import Array, new_array
-from mpistrat.groups.agreement import CallsDifferError
+from mpistrat.groups.agreement import CallsDifferError, all_agree
 from mpistrat.groups.group import CallState, Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import openmpi
@@ -259,4 +259,4 @@ def _may_advise(hierarchy: Hierarchy) -> bool:
     from mpi4py import MPI
 
     is_known = MPI.get_vendor()[0] == "Open MPI" and openmpi.has_wheel(os.environ)
-    return hierarchy.all_agree(is_known and not openmpi.has_chosen_collectives(os.environ))
+    return all_agree(hierarchy.world_group.comm, is_known and not openmpi.has_chosen_collectives(os.environ))

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array
+from mpistrat.groups.agreement import all_agree
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.openmpi import num_cores, yields_when_idle
 from mpistrat.reduction import ReduceOp, combine, quiet_call
@@ -114,7 +115,7 @@ class SmallExchange:
         world = hierarchy.world
         fits = (world.num_nodes == 1 or world.num_nodes in RADICES) and hierarchy.intra.size <= MOST_RANKS
         mine = fits and (self.window is not None or hierarchy.intra.size == 1) and world.size > 1
-        return hierarchy.all_agree(mine)
+        return all_agree(hierarchy.world_group.comm, mine)
 
 
 class SmallAllReduce:

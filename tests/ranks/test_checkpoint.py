@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.checkpoint import files
+from mpistrat import AutoShardPolicy
+from mpistrat.checkpoint import files, preemption
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.errors import AgreementError, CheckpointError, InvalidArgumentError
 from mpistrat.experimental import ParameterServerStrategy, PreemptionCheckpointHandler
@@ -208,6 +209,15 @@ def on_one(comm, rank, value, other):
 
 
 @on_ranks(2)
+def test_a_dataset_whose_distribution_one_rank_has_refused_can_be_saved(comm, strategy):
+    data, policy = mpistrat.ArrayDataset(np.arange(4), 2), on_one(comm, 1, AutoShardPolicy.FILE, AutoShardPolicy.DATA)
+    with strategy.scope():
+        with pytest.raises(on_one(comm, 1, InvalidArgumentError, AgreementError)):
+            strategy.experimental_distribute_dataset(data, mpistrat.InputOptions(auto_shard_policy=policy))
+        mpistrat.Checkpoint(data=data).close()
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("strict", [False, True])
 def test_ranks_that_disagree_are_told_and_the_job_goes_on(comm, two, folder, strict):
     checkpoint, state = two
@@ -236,10 +246,12 @@ def test_ranks_that_disagree_are_told_and_the_job_goes_on(comm, two, folder, str
         (mpistrat.CheckpointManager, (folder,), (folder / "b",), AgreementError),
         (mpistrat.CheckpointManager, (folder,), (folder, 5, 2), AgreementError),
         (partial(PreemptionCheckpointHandler, None), (folder,), (None,), InvalidArgumentError),
+        (partial(PreemptionCheckpointHandler, None), (folder,), (5,), TypeError),
         (partial(PreemptionCheckpointHandler, None), (folder,), (folder, {"grace_period": 3}), InvalidArgumentError),
     ):
         with pytest.raises(on_one(comm, 1, wrong, AgreementError)):
             make(checkpoint, *on_one(comm, 1, other, mine))
+        assert preemption._active is None
     checkpoint.save(folder / "a", wait=True)
     assert checkpoint.restore(folder / "a") == 0
 

@@ -247,11 +247,19 @@ def test_the_newest_are_kept_and_the_command_line_tells_them(tmp_path, capsys):
 def test_scalars_of_numpy_stay_scalars_also_where_a_number_was(tmp_path):
     saved = {"best": np.float64(3), "n": np.int64(2), "root": np.complex64(1j), "small": ml_dtypes.bfloat16(0.5), "plain": 1.0}
     path = mpistrat.Checkpoint(state=dict(saved)).save(tmp_path / "one", wait=True)
-    for state in ({"best": float("inf"), "n": 0}, dict.fromkeys(saved, np.float64(0)), {}):
-        mpistrat.Checkpoint(state=state).restore(path)
+    for state in (dict.fromkeys(saved, 0), dict.fromkeys(saved, np.float64(0)), {}):
+        mpistrat.Checkpoint(state=state).restore(path, strict=bool(state))
         assert {name: (type(value), value) for name, value in state.items()} == {
             name: (type(value), value) for name, value in saved.items()
         }
+
+
+@pytest.mark.parametrize(("saved", "here"), [(np.float64(1), np.zeros(())), (np.ones(()), np.float64(0))])
+def test_a_scalar_and_an_array_without_axes_take_each_others_place(tmp_path, saved, here):
+    path = mpistrat.Checkpoint(state={"total": saved}).save(tmp_path / "one", wait=True)
+    state = {"total": here}
+    mpistrat.Checkpoint(state=state).restore(path)
+    assert state["total"] == 1
 
 
 def test_a_scope_in_which_variables_are_restored_need_not_be_theirs(tmp_path):

@@ -1,5 +1,6 @@
 """Which strategy and replica are current, and what happens when contexts are mixed up."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -147,8 +148,9 @@ def test_a_strategy_cannot_be_set_inside_a_scope():
     strategy = OneDeviceStrategy()
     with pytest.raises(RuntimeError, match="experimental_set_strategy must be called outside all scopes"):
         strategy.run(mpistrat.experimental_set_strategy, (strategy,))
-    with pytest.raises(TypeError, match="takes a strategy, or None for the default one; got 'mirrored'"):
-        mpistrat.experimental_set_strategy("mirrored")
+    for wrong in ("mirrored", OneDeviceStrategy):
+        with pytest.raises(TypeError, match=f"takes a strategy, or None for the default one; got {re.escape(repr(wrong))}"):
+            mpistrat.experimental_set_strategy(wrong)
     assert not mpistrat.has_strategy()
     with strategy.scope(), pytest.raises(RuntimeError, match="experimental_set_strategy must be called outside all scopes"):
         mpistrat.experimental_set_strategy(None)
