@@ -110,8 +110,8 @@ class WrappedIntracomm(MPI.Intracomm):
             return super().Iallreduce(sendbuf, recvbuf, op)
         reduce_op, source, target = operands
         memory = target if is_aligned(target) else np.empty_like(target)
-        work = communicator.start_all_reduce(reduce_op, source, out=memory)
-        return WorkRequest.of(work, _nothing if memory is target else partial(np.copyto, target, memory))
+        deliver = _nothing if memory is target else partial(np.copyto, target, memory)
+        return WorkRequest.of(partial(communicator.start_all_reduce, reduce_op, source, out=memory), deliver)
 
     def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:  # noqa: N802
         """Combine arrays of all ranks; each gets its part, of equal lengths, in `recvbuf`. A collective call."""
@@ -219,21 +219,27 @@ class WorkRequest(MPI.Grequest):
     _work: Work[Any]
 
     @classmethod
-    def of(cls, work: Work[Any], deliver: Callable[[], object]) -> WorkRequest:
-        """Return the request of what has been started; it is complete when that has ended and `deliver` has been called."""
+    def of(cls, start: Callable[[], Work[Any]], deliver: Callable[[], object]) -> WorkRequest:
+        """Return the request of what `start` starts; it is complete when that has ended and `deliver` has been called."""
 
         def query(_: MPI.Status) -> None:
-            for _waits in until(work.done):  # on a GPU; raises what made it fail, which mpi4py turns into an error of MPI
+            for _waits in until(request._work.done):  # on a GPU; raises what made it fail, which mpi4py turns into one of MPI
                 yield_core()
 
         def complete() -> None:
             deliver()
             started.Complete()
 
+        # first: the engine's thread would keep this one from the interpreter
         started = MPI.Grequest.Start(query, _nothing, _nothing)
         request = cls(started)
-        request._work = work
-        work.add_done_callback(complete)
+        try:
+            request._work = start()
+        except BaseException:
+            started.Complete()
+            request.Free()
+            raise
+        request._work.add_done_callback(complete)
         return request
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:  # noqa: N802 - MPI's name
