@@ -242,11 +242,9 @@ DeadlineExceededError -> errors.DeadlineExceededError
     Below `tf.errors` in TensorFlow; names the ranks that did not come, and is a `TimeoutError` too.
 UnavailableError -> errors.UnavailableError
 CancelledError -> errors.CancelledError
-    Below `tf.errors` in TensorFlow.
 OutOfRangeError -> errors.OutOfRangeError
-    Below `tf.errors` in TensorFlow; is a `StopIteration` too.
 InvalidArgumentError -> errors.InvalidArgumentError
-    Below `tf.errors` in TensorFlow; is a `ValueError` too.
+    Below `tf.errors` in TensorFlow; a built-in exception, too.
 """)
 
 # names that are not here, and below them why
