@@ -158,18 +158,21 @@ def belongs(flavour: MpiFlavour, version: str, version_text: str) -> bool:
 
 def _candidates(flavour: MpiFlavour, library: Path) -> Iterator[Path]:
     # Nearest to the library first: <prefix>/lib/libmpi.so has <prefix>/bin/mpiexec, for a wheel, a module or a distribution.
-    # In a distribution the library may be a symbolic link, so look beside its target too.
+    # In a distribution the library may be a symbolic link, so look beside its target too. A folder is named as what it is:
+    # started as /bin/mpiexec, where /bin is a link to /usr/bin, Open MPI takes its own prefix to be / and refuses.
     folders = [
-        parent / "bin" for path in (library, library.resolve()) for parent in path.parents if not _is_world_writable(parent)
+        (parent / "bin").resolve()
+        for path in (library, library.resolve())
+        for parent in path.parents
+        if not _is_world_writable(parent)
     ]
     for folder in dict.fromkeys(folders):
         for name in flavour.programs:
             if os.access(folder / name, os.X_OK):
                 yield folder / name
     for name in flavour.programs:
-        found = shutil.which(name)
-        if found and Path(found).parent not in folders:
-            yield Path(found)
+        if (found := shutil.which(name)) and (folder := Path(found).parent.resolve()) not in folders:
+            yield folder / name
 
 
 def _is_world_writable(folder: Path) -> bool:

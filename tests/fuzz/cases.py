@@ -186,7 +186,7 @@ def _reshape(operands: Sequence[Operand]) -> None:
     for operand in operands:
         if operand.layout == "C" and operand.array.size:
             operand.shape = (1, *operand.shape)
-            operand.array.shape = operand.shape
+            operand.array.resize(operand.shape, refcheck=False)
 
 
 def _several_started(field: Field, rng: np.random.Generator) -> Callable[[], None]:

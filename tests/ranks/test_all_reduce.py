@@ -156,6 +156,7 @@ def test_a_started_all_reduce_goes_on_while_it_is_asked(mixed):
         assert same_bits(waited[0], expected(SUM, given))
 
 
+@pytest.mark.filterwarnings("ignore:Setting the (shape|dtype):DeprecationWarning")  # NumPy's own, since 2.5
 @up_to_ranks(4)
 def test_arrays_that_were_changed_in_place_are_looked_at(make_ops, world):
     ops = make_ops(world, STRICT="0")

@@ -72,7 +72,7 @@ def test_allreduce_of_every_dtype(wrapped, passing):
         before = wrapped._communicator.num_collectives
         for turn in range(3):  # by the fast path, after the first
             for communicator in (wrapped, passing):
-                sent, received = np.arange(5).astype(dtype) * turn, np.zeros(5, dtype)
+                sent, received = (np.arange(5) * turn).astype(dtype), np.zeros(5, dtype)
                 communicator.Allreduce(sent, received)
                 assert received.tolist() == (wrapped.size * turn * np.arange(5)).tolist(), dtype
                 assert sent.tolist() == (turn * np.arange(5)).tolist(), dtype
