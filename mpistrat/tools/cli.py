@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import signal
 import sys
@@ -30,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser(words[0] if words else "")
     arguments = parser.parse_args(words, argparse.Namespace(words=words))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: no µ ends a measurement where all is ASCII
     try:
         code: int = importlib.import_module(COMMANDS[arguments.command][0]).execute(arguments)
         if sys.stdout is not None:  # it was closed before Python started

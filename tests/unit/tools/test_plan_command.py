@@ -78,6 +78,15 @@ def test_a_stdout_that_was_closed_before_is_no_error():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_what_stdout_cannot_encode_ends_no_command():
+    program = (
+        "from mpistrat.tools import cli, info\ninfo.execute = lambda _: print('5 \\u00b5s') or 0\nraise SystemExit(cli.main())"
+    )
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", program, "info"], capture_output=True, env=environ, timeout=60, check=False)
+    assert (done.stdout.rstrip(), done.stderr) == (rb"5 \xb5s", b"")
+
+
 @pytest.mark.parametrize(("size", "ends_quietly"), [("1", True), ("2", False)])
 def test_one_rank_of_several_without_a_reader_ends_the_others_by_an_exception(monkeypatch, size, ends_quietly):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
