@@ -73,7 +73,7 @@ def execute(arguments: argparse.Namespace) -> int:
     world = World.from_shape(nodes, arguments.ranks)
     missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
-        raise LaunchError(f"the demo needs {', '.join(missing)}, which is not installed: pip install '.[demo]' in the checkout")
+        raise LaunchError(f"the demo needs {', '.join(missing)}: pip install '.[demo]' in the checkout")
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
