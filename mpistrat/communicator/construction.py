@@ -10,6 +10,7 @@ from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.rendezvous import rendezvous
+from mpistrat.launch import bootstrap
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 def build_hierarchy(comm: MPI.Intracomm, options: CommunicationOptions | None, measured: Measured | None) -> Hierarchy:
     """Return the hierarchy of groups over the ranks of `comm`, which is duplicated. A collective call."""
     check_comm(comm)
+    bootstrap.start()  # which raises if MPI is finalized, before it is asked anything
     with rendezvous("Communicator", rendezvous_seconds(options), comm) as job:
         given = "" if measured is None else f", measured={measured}"
         job.agree(f"Communicator(options={options}{given})", lambda: check_options(options))

@@ -11,6 +11,7 @@ Invariant: the thread does not communicate, and holds no reference to the iterat
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array, is_on_device, like
 from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
-from mpistrat.errors import UnsupportedDtypeError
+from mpistrat.errors import UnavailableError, UnsupportedDtypeError
 from mpistrat.structures import Structure, flatten
 
 _EXIT_SECONDS = 1.0  # a source may wait for ever
@@ -35,6 +36,7 @@ def prefetched(source: Iterator[Any], buffer_size: int) -> Iterator[Any]:
     arguments = (source, made, slots, stopped)
     thread = threading.Thread(target=_fill, args=arguments, name="mpistrat-prefetch", daemon=True)
     thread.start()
+    pid = os.getpid()
 
     def stop() -> None:
         stopped.set()
@@ -49,6 +51,11 @@ def prefetched(source: Iterator[Any], buffer_size: int) -> Iterator[Any]:
         try:
             yield None
             while True:
+                if os.getpid() != pid:
+                    raise UnavailableError(
+                        f"process {os.getpid()} was forked from the one that reads these batches ahead: it needs an iterator "
+                        "of its own, made there"
+                    )
                 element, error = made.get()
                 slots.release()
                 if isinstance(error, StopIteration):

@@ -245,7 +245,8 @@ def test_what_is_called_after_mpi_finalize_raises(job):
             ops.all_reduce("sum", np.ones(3))
         MPI.Finalize()
         sums = [lambda: ops.all_reduce("sum", np.ones(3)), lambda: ops.start_all_reduce("sum", np.ones(3))]
-        for call in [*sums, lambda: ops.all_gather(np.ones(3)), ops.barrier, mpistrat.MultiWorkerMirroredStrategy]:
+        makes = [mpistrat.MultiWorkerMirroredStrategy, lambda: mpistrat.Communicator(MPI.COMM_WORLD)]
+        for call in [*sums, lambda: ops.all_gather(np.ones(3)), ops.barrier, *makes]:
             try:
                 call()
             except (mpistrat.errors.UnavailableError, mpistrat.errors.LaunchError) as error:
@@ -253,9 +254,9 @@ def test_what_is_called_after_mpi_finalize_raises(job):
         strategy.close()
     """
     ended = job(2, program)
-    assert (ended.code, ended.stdout.count("told of it:")) == (0, 10), ended
+    assert (ended.code, ended.stdout.count("told of it:")) == (0, 12), ended
     assert ended.stdout.count("the program has called MPI_Finalize") == 8
-    assert ended.stdout.count("MPI was finalized already") == 2
+    assert ended.stdout.count("MPI was finalized already") == 4
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -274,6 +275,11 @@ def test_forked_children_end_alone(job, num_ranks):
                     communicator.all_reduce("sum", np.ones(3))
                 except mpistrat.errors.UnavailableError as error:
                     print(error if f"process {os.getpid()} was forked from rank {comm.rank}" in str(error) else "", flush=True)
+                for make in (mpistrat.MultiWorkerMirroredStrategy, lambda: mpistrat.Communicator(comm)):
+                    try:
+                        make()
+                    except mpistrat.errors.LaunchError as error:
+                        print(error, flush=True)
                 exec(end)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code, end
             time.sleep(0.2)
@@ -288,6 +294,7 @@ def test_forked_children_end_alone(job, num_ranks):
     assert "no child's business" not in ended.stdout
     assert ended.stdout.count("the child's handler") == 3 * num_ranks
     assert ended.stdout.count("and is not a rank itself") == 4 * num_ranks
+    assert ended.stdout.count("was forked from a rank, and is not one itself") == 8 * num_ranks
 
 
 INNER = """

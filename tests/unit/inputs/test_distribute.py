@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import re
 import threading
 import time
 
@@ -352,6 +353,27 @@ iterator = prefetched(source(), 1)
 reads.wait()
 """
     assert python(program).stdout == "has read\n"
+
+
+def test_a_forked_child_is_told_that_nobody_reads_ahead_there():
+    program = """
+import os, signal
+from mpistrat.inputs.prefetch import prefetched
+
+iterator = prefetched(iter(range(5)), 1)
+next(iterator)
+if os.fork() == 0:
+    signal.alarm(20)  # it would wait for ever
+    try:
+        next(iterator)
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+    os._exit(0)
+os.wait()
+print(next(iterator))
+"""
+    out = python(program, options=("-W", "ignore:This process:DeprecationWarning")).stdout
+    assert re.fullmatch(r"UnavailableError process \d+ was forked from the one that reads .*\n1\n", out)
 
 
 @pytest.mark.parametrize("buffer_size", [0, 1, 3])
