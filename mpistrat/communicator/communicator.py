@@ -474,6 +474,13 @@ class Communicator(BaseCommunicator):
                 self._owned.close()
         super().close(owner)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} belongs to this process, and so does what is of its strategy: it can be neither copied nor pickled.\n"
+            "    incorrect:  pickle.dumps(variable); pool.map(function, [strategy])\n"
+            "    correct:    pickle.dumps(variable.numpy()), or mpistrat.Checkpoint; a strategy for each process"
+        )
+
     def _read(
         self, verb: str, values: Sequence[Any], out: Any, options: CommunicationOptions | None
     ) -> tuple[list[Array], list[Array] | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from mpistrat import ending
@@ -10,6 +11,9 @@ from mpistrat.execution.guard import Guard
 from mpistrat.launch import abort
 from mpistrat.transports.window import free_open_windows
 from mpistrat.watch import watcher
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _guards: WeakSet[Guard] = WeakSet()
 
@@ -29,9 +33,11 @@ def _before_finalize() -> None:
     _refuse("the program has called MPI_Finalize; do that after the last collective")
 
 
-def _after_end() -> None:
+def _after_end(comm: MPI.Intracomm) -> None:
+    guards = list(_guards)
     _refuse("the programs of all ranks have ended: this exit handler is called too late; register it after the first strategy")
-    free_open_windows()
+    if not comm.allreduce(any(guard.thread.is_locked() for guard in guards)):  # a daemon's call would read freed memory
+        free_open_windows()
 
 
 def _refuse(why: str) -> None:

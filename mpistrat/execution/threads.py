@@ -61,6 +61,10 @@ class CallingThread:
         """Let the next call begin."""
         self._free.append(None)
 
+    def is_locked(self) -> bool:
+        """Return whether a thread is in a call."""
+        return not self._free
+
     def refusal(self) -> str:
         """Return why the current thread may not make calls now, or an empty text."""
         now, other = threading.current_thread(), self._other

@@ -63,7 +63,7 @@ LONGEST_GOODBYE_SECONDS = 5.0
 
 _lock = threading.Lock()
 _watcher: Watcher | None = None
-after_end: list[Callable[[], None]] = []
+after_end: list[Callable[[MPI.Intracomm], None]] = []
 """What to call when the programs of all ranks have ended, unless one has failed. These may be collective calls."""
 
 
@@ -276,7 +276,7 @@ class Watcher:
                 if gathered is not None:  # on rank 0
                     timeline.write_trace(dict(enumerate(gathered)))
             for call in after_end if all_have_ended else ():
-                call()
+                call(messages.comm)
         self._stopping = True
         self._wake.set()
         self._thread.join(LONGEST_GOODBYE_SECONDS)

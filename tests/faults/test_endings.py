@@ -434,3 +434,23 @@ def test_a_signal_that_interrupts_the_beginning_or_end_of_a_call_is_told_to_all(
     ended = job(2, program)
     told = [f"{where} {rank} True" for where in ("__enter__", "__exit__", "acquire") for rank in range(2)]
     assert (ended.code, sorted(ended.stdout.splitlines())) == (0, told), ended.stderr
+
+
+@pytest.mark.parametrize("nodes", ["", "2+1"])
+def test_a_daemon_may_be_in_a_collective_when_the_program_ends(job, nodes):
+    program = """
+        import numpy as np
+        import mpistrat
+        communicator = mpistrat.Communicator(comm)
+        half = mpistrat.Communicator(comm.Split(comm.rank == 2))  # whose window not all ranks have
+
+        def reduce_for_ever():
+            while True:
+                communicator.all_reduce("sum", np.ones(2000))
+
+        threading.Thread(target=reduce_for_ever, daemon=True).start()
+        half.all_reduce("sum", np.ones(3))
+        time.sleep(0.2)
+    """
+    ended = job(3, program, MPISTRAT_VIRTUAL_NODES=nodes)
+    assert ended.code == 0, ended  # where it was between two calls, the next one raises

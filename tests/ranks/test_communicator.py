@@ -1,5 +1,6 @@
 """`mpistrat.Communicator` as authors of libraries use it: on communicators of MPI, arrays and lists, with and without `out`."""
 
+import copy
 import pickle
 from pathlib import Path
 from unittest.mock import Mock
@@ -240,6 +241,12 @@ def test_objects_of_any_kind_and_size(whole):
     assert (found["from"], found["numbers"].tolist()) == (root, list(range(root)))
     every = whole.gather_objects(["x"] * whole.rank, root=root)
     assert every == ([["x"] * rank for rank in range(whole.size)] if whole.rank == root else None)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_communicator_is_not_copied(whole, copied):
+    with pytest.raises(TypeError, match=r"Communicator\(rank=.* can be neither copied nor pickled"):
+        copied(whole)
 
 
 @needs_ranks(2)
