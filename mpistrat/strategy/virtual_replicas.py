@@ -49,9 +49,8 @@ def sum_of_parts(
     def own_sum(subtree: Subtree) -> list[Array] | None:
         if subtree[1] - subtree[0] > 1:
             return None
-        value = fn(share(batch, subtree[0] - parts[rank].start, len(parts[rank])))
         with communicator.refusing(call, options):
-            return results.packed(value)
+            return results.packed(fn(share(batch, subtree[0] - parts[rank].start, len(parts[rank]))))
 
     every = 0, parts[-1].stop
     subtrees = [list(_subtrees_within(each, every)) for each in parts]
