@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from mpistrat import ending
@@ -11,9 +10,6 @@ from mpistrat.execution.guard import Guard
 from mpistrat.launch import abort
 from mpistrat.transports.window import free_open_windows
 from mpistrat.watch import watcher
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _guards: WeakSet[Guard] = WeakSet()
 
@@ -33,11 +29,11 @@ def _before_finalize() -> None:
     _refuse("the program has called MPI_Finalize; do that after the last collective")
 
 
-def _after_end(comm: MPI.Intracomm) -> None:
+def _after_end() -> bool:
+    """Refuse later calls, and return whether no thread is in one: a daemon's would read windows that are freed."""
     guards = list(_guards)
     _refuse("the programs of all ranks have ended: this exit handler is called too late; register it after the first strategy")
-    if not comm.allreduce(any(guard.thread.is_locked() for guard in guards)):  # a daemon's call would read freed memory
-        free_open_windows()
+    return not any(guard.thread.is_locked() for guard in guards)
 
 
 def _refuse(why: str) -> None:
@@ -63,5 +59,5 @@ def _refuse_in_child() -> None:
 
 ending.at(ending.Stage.COMPARE, _confirm)
 ending.at(ending.Stage.REFUSE, _before_finalize)
-watcher.after_end.append(_after_end)
+watcher.after_end.append((_after_end, free_open_windows))
 os.register_at_fork(after_in_child=_refuse_in_child)

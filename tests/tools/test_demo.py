@@ -122,7 +122,5 @@ def test_missing_packages_are_named_before_anything_starts(tmp_path, monkeypatch
     monkeypatch.setattr(run, "start", lambda *job: pytest.fail(f"started {job}"))
     monkeypatch.setattr(demo, "NEEDED", {**demo.NEEDED, "no_such_module": "no-such-package"})
     assert cli.main(["demo", "--out", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err == (
-        "mpistrat demo: the demo needs no-such-package: pip install '.[demo]' in the checkout\n"
-    )
+    assert capsys.readouterr().err == ("mpistrat demo: the demo needs no-such-package: pip install '.[demo]' in the checkout\n")
     assert not (tmp_path / "out").exists()
