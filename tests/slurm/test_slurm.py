@@ -156,7 +156,7 @@ def test_what_a_test_leaves_is_cancelled_before_the_next_one(cluster, tmp_path):
     running, waiting = cluster.submit(sleep, tmp_path), cluster.submit(sleep, tmp_path)
     assert until(lambda: cluster.state(running) == "RUNNING", 60)
     cluster.cancel_all()
-    assert [cluster.state(job) for job in (running, waiting)] == ["CANCELLED"] * 2
+    assert [cluster.wait(job, 30) for job in (running, waiting)] == ["CANCELLED"] * 2
 
 
 _SWEEP = """
