@@ -6,9 +6,10 @@ import os
 from weakref import WeakSet
 
 from mpistrat import ending
+from mpistrat.errors import UnavailableError
 from mpistrat.execution.guard import Guard
 from mpistrat.launch import abort
-from mpistrat.transports.window import free_open_windows
+from mpistrat.transports.window import free_open_windows, is_freed_by_mpi
 from mpistrat.watch import watcher
 
 _guards: WeakSet[Guard] = WeakSet()
@@ -36,6 +37,14 @@ def _after_end() -> bool:
     return not any(guard.thread.is_locked() for guard in guards)
 
 
+def _free_windows(are_idle: bool) -> None:
+    if are_idle:
+        free_open_windows()
+    elif not is_freed_by_mpi():  # the job would wait in MPI_Finalize for ever
+        why = "the program has ended while a thread of some rank is in a collective: stop such threads, and join them, first"
+        abort.end(UnavailableError(why))
+
+
 def _refuse(why: str) -> None:
     for guard in list(_guards):
         guard.refuse_from_now_on(why)
@@ -59,5 +68,5 @@ def _refuse_in_child() -> None:
 
 ending.at(ending.Stage.COMPARE, _confirm)
 ending.at(ending.Stage.REFUSE, _before_finalize)
-watcher.after_end.append((_after_end, free_open_windows))
+watcher.after_end.append((_after_end, _free_windows))
 os.register_at_fork(after_in_child=_refuse_in_child)

@@ -69,6 +69,12 @@ def free_open_windows() -> None:
         _free(_open[0])
 
 
+def is_freed_by_mpi() -> bool:
+    """Return whether MPI_Finalize would free them in the order of their creation: see `free_open_windows`."""
+    handles = [window.py2f() for window in _open]
+    return handles == sorted(handles)
+
+
 def _free(window: MPI.Win) -> None:
     if window in _open:
         _open.remove(window)

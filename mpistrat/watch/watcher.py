@@ -63,9 +63,9 @@ LONGEST_GOODBYE_SECONDS = 5.0
 
 _lock = threading.Lock()
 _watcher: Watcher | None = None
-after_end: list[tuple[Callable[[], bool], Callable[[], None]]] = []
-"""What to call when the programs of all ranks have ended, unless one has failed: the second, which may be a collective call,
-where the first returns True on all ranks."""
+after_end: list[tuple[Callable[[], bool], Callable[[bool], None]]] = []
+"""What to call when the programs of all ranks have ended, unless one has failed: the first, and then the second, which may be a
+collective call, with whether the first has returned True on all ranks."""
 
 
 class Survey:
@@ -276,9 +276,10 @@ class Watcher:
                 gathered = messages.comm.gather(_own_timeline(self._own))
                 if gathered is not None:  # on rank 0
                     timeline.write_trace(dict(enumerate(gathered)))
-            if all_have_ended and all(messages.comm.allgather(all([may_call() for may_call, _ in after_end]))):
+            if all_have_ended:
+                are_ready = all(messages.comm.allgather(all([is_ready() for is_ready, _ in after_end])))
                 for _, call in after_end:
-                    call()
+                    call(are_ready)
         self._stopping = True
         self._wake.set()
         self._thread.join(LONGEST_GOODBYE_SECONDS)

@@ -454,3 +454,22 @@ def test_a_daemon_may_be_in_a_collective_when_the_program_ends(job, nodes):
     """
     ended = job(3, program, MPISTRAT_VIRTUAL_NODES=nodes)
     assert ended.code == 0, ended  # where it was between two calls, the next one raises
+
+
+def test_a_daemon_in_a_collective_ends_the_job_where_mpi_would_wait_for_ever(job):
+    """MPI_Finalize of Open MPI frees windows in the order of their handles, and that of a closed communicator is used again."""
+    program = """
+        import numpy as np
+        import mpistrat
+        communicator = mpistrat.Communicator(comm)
+        pairs = [comm.Create_group(comm.group.Incl([0, other])) if comm.rank in (0, other) else None for other in (1, 2)]
+        closed, kept = (mpistrat.Communicator(pair) if pair else None for pair in pairs)
+        if closed:
+            closed.close()
+        last = mpistrat.Communicator(comm)
+        if comm.rank == 0:  # the others never come
+            threading.Thread(target=communicator.all_reduce, args=("sum", np.ones(2000)), daemon=True).start()
+            time.sleep(0.2)
+    """
+    ended = job(3, program)
+    assert (ended.code, "a thread of some rank is in a collective" in ended.stderr) == (1, True), ended
