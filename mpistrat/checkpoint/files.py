@@ -57,8 +57,7 @@ _STORED = {
 ALIGNMENT = 1 << 12
 """Of memory that a disk reads by itself, and of where it writes that in a file, in bytes."""
 _IS_FAST = crc32.__module__ != "zlib"
-_READ_BYTES = 1 << 18  # of smaller arrays the thread computes the checksums
-_COPIED_BYTES = 1 << 20  # at a time: read for the checksum, it is copied out of a cache; less, C libraries copy more slowly
+_COPIED_BYTES = 1 << 18  # at a time: what was copied is in the core's cache when its checksum is computed
 _MOVED_BYTES = 8 << 20  # at a time
 _DIRECT_BYTES = 128 << 20  # at a time, where the disk reads memory by itself: each call takes a core for 0.1 ms
 _POLL_SECONDS = 0.002
@@ -126,13 +125,13 @@ def file_name(rank: int) -> str:
 def copied(target: Array, source: Array) -> int | None:
     """Copy an array to memory, and return the checksum of a large one, which takes hardly longer than the copy alone."""
     data, checksum = as_bytes(source), 0
-    if len(target) <= _READ_BYTES or not _IS_FAST:
+    if len(target) <= _COPIED_BYTES or not _IS_FAST:
         target[...] = data
         return None
     for begin in range(0, len(target), _COPIED_BYTES):
-        part = data[begin : begin + _COPIED_BYTES]
-        checksum = crc32(part, checksum)
-        target[begin : begin + _COPIED_BYTES] = part
+        part = target[begin : begin + _COPIED_BYTES]
+        part[...] = data[begin : begin + _COPIED_BYTES]
+        checksum = crc32(part, checksum)  # of what is written: a thread of the program may change the array meanwhile
     return checksum
 
 

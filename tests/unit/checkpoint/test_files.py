@@ -79,6 +79,20 @@ def test_checksums_are_those_of_zlib(folder):
     assert {piece.name: piece.checksum for piece in pieces} == {name: crc32(each) for name, each in found.items()}
 
 
+def test_an_array_that_a_thread_changes_meanwhile_has_the_checksum_of_what_is_written(monkeypatch):
+    source, target = np.zeros(1 << 20, np.uint8), np.empty(1 << 20, np.uint8)
+
+    def changing(part, before):
+        found = crc32(part, before)
+        source[...] += 1  # as a thread may
+        return found
+
+    monkeypatch.setattr(files, "crc32", changing)
+    monkeypatch.setattr(files, "_IS_FAST", True)
+    assert files.copied(target, source) == crc32(target)
+    assert source[0] > 1
+
+
 def test_a_manifest_of_a_newer_version_is_refused(folder):
     path = folder / files.MANIFEST
     path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
