@@ -44,16 +44,17 @@ _is_child = False
 def start() -> MPI.Intracomm:
     """Start MPI unless it runs already, and return COMM_WORLD, which callers must duplicate and never use itself.
 
-    A LaunchError says that MPI is missing, not running, or lacks threads or ranks, or that this is a forked child of a rank.
+    A LaunchError says that MPI is missing, not running, or lacks threads or ranks, or that this is a forked child of a rank
+    that is one of several: a child of a single one computes as that does.
     """
     global _world
-    if _is_child:
-        raise LaunchError(f"process {os.getpid()} was forked from a rank, and is not one itself; let the parent communicate")
     with _lock:
         if _world is None:
             _world = _start()
         else:
             _check_running()  # the program may have finalized it
+        if _is_child and _world.Get_size() > 1:
+            raise LaunchError(f"process {os.getpid()} was forked from a rank, and is no rank; let the parent communicate")
         return _world
 
 
