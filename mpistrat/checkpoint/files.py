@@ -57,7 +57,8 @@ _STORED = {
 ALIGNMENT = 1 << 12
 """Of memory that a disk reads by itself, and of where it writes that in a file, in bytes."""
 _IS_FAST = crc32.__module__ != "zlib"
-_COPIED_BYTES = 1 << 18  # at a time: what was copied is in the core's cache when its checksum is computed
+_READ_BYTES = 1 << 18  # of smaller arrays the thread that writes computes the checksums
+_COPIED_BYTES = 1 << 20  # at a time: it is in a cache when its checksum is computed; C libraries copy less more slowly
 _MOVED_BYTES = 8 << 20  # at a time
 _DIRECT_BYTES = 128 << 20  # at a time, where the disk reads memory by itself: each call takes a core for 0.1 ms
 _POLL_SECONDS = 0.002
@@ -125,7 +126,7 @@ def file_name(rank: int) -> str:
 def copied(target: Array, source: Array) -> int | None:
     """Copy an array to memory, and return the checksum of a large one, which takes hardly longer than the copy alone."""
     data, checksum = as_bytes(source), 0
-    if len(target) <= _COPIED_BYTES or not _IS_FAST:
+    if len(target) <= _READ_BYTES or not _IS_FAST:
         target[...] = data
         return None
     for begin in range(0, len(target), _COPIED_BYTES):

@@ -440,21 +440,23 @@ def test_a_signal_that_interrupts_the_beginning_or_end_of_a_call_is_told_to_all(
 @pytest.mark.parametrize("nodes", ["", "2+1"])
 def test_a_daemon_may_be_in_a_collective_when_the_program_ends(job, nodes):
     program = """
+        import contextlib
         import numpy as np
         import mpistrat
         communicator = mpistrat.Communicator(comm)
         half = mpistrat.Communicator(comm.Split(comm.rank == 2))  # whose window not all ranks have
 
         def reduce_for_ever():
-            while True:
-                communicator.all_reduce("sum", np.ones(2000))
+            with contextlib.suppress(mpistrat.errors.UnavailableError):  # where it was between two calls, the next one raises
+                while True:
+                    communicator.all_reduce("sum", np.ones(2000))
 
         threading.Thread(target=reduce_for_ever, daemon=True).start()
         half.all_reduce("sum", np.ones(3))
         time.sleep(0.2)
     """
     ended = job(3, program, MPISTRAT_VIRTUAL_NODES=nodes)
-    assert ended.code == 0, ended  # where it was between two calls, the next one raises
+    assert ended.code == 0, ended
 
 
 def test_a_daemon_in_a_collective_ends_the_job_where_mpi_would_wait_for_ever(job):
