@@ -77,6 +77,12 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Join the other ranks, if there are tests of ranks: a launcher may start sessions that need no MPI, too."""
+    for item in items:
+        if item.get_closest_marker("ranks") and shape_of(item) is None:
+            raise pytest.UsageError(
+                f"{item.nodeid} would run in this process alone: the ranks mark is for test functions, and methods of plain "
+                "classes, that have it themselves, not for methods of unittest.TestCase or single parameters of a test"
+            )
     plugins = config.pluginmanager
     if _is_rank() and not plugins.has_plugin(RankSession.NAME) and any(map(shape_of, items)):
         session = RankSession(config)

@@ -249,3 +249,19 @@ def test_a_malformed_mark_or_setting_is_refused(folder):
 
 def _line(text):
     return next(number for number, line in enumerate(_TESTS.splitlines(), 1) if text in line)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class TestAny(unittest.TestCase):\n    @pytest.mark.ranks(2)\n    def test_any(self): pass\n",
+        "@pytest.mark.parametrize('x', [pytest.param(1, marks=pytest.mark.ranks(2))])\ndef test_any(x): pass\n",
+    ],
+    ids=["unittest", "parameter"],
+)
+def test_a_mark_that_starts_no_ranks_is_refused(folder, text):
+    (folder / "test_planted.py").write_text(f"import unittest, pytest\n{text}")
+    ended = run_bounded([sys.executable, "-m", "pytest"], 60, None, folder)
+    assert ended.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "::test_any" in ended.stderr
+    assert "would run in this process alone" in ended.stderr
