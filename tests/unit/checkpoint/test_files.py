@@ -80,7 +80,7 @@ def test_checksums_are_those_of_zlib(folder):
 
 
 def test_an_array_that_a_thread_changes_meanwhile_has_the_checksum_of_what_is_written(monkeypatch):
-    source, target = np.zeros(1 << 20, np.uint8), np.empty(1 << 20, np.uint8)
+    source, target = np.zeros(3 << 20, np.uint8), np.empty(3 << 20, np.uint8)
 
     def changing(part, before):
         found = crc32(part, before)
