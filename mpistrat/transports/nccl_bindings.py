@@ -120,7 +120,7 @@ class Nccl4py:
         return bytes(self._calls.get_unique_id())
 
     def NcclCommunicator(self, size: int, identifier: bytes, rank: int) -> _Communicator:  # noqa: N802 - CuPy's name
-        # Blocking: one that is not starts a thread in each call. None is split from another: aborting it can break the others.
+        # Blocking: a non-blocking one starts a thread in each call. Not split from another: aborting it can break the others.
         identifier = self._calls.UniqueId.from_buffer(bytearray(identifier))
         return _Communicator(self._calls, self._calls.comm_init_rank(size, identifier, rank))
 
