@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from mpistrat.errors import DeadlineExceededError
 from mpistrat.execution.comparison import Call
 from mpistrat.execution.engine import back_off
-from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, PROBES, DeadlineBarrier
+from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, DeadlineBarrier
+from mpistrat.groups.group import PROBES
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.steps import Steps, drive, ends_soon
 from mpistrat.transports.window import LEFT, NodeWindow

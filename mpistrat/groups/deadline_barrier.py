@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpistrat.errors import CollectiveError, DeadlineExceededError, UnavailableError
-from mpistrat.groups.group import Group, keep_alive_for_peers
+from mpistrat.groups.group import PROBES, Group, keep_alive_for_peers
 from mpistrat.steps import WAITING, Steps
 from mpistrat.text import ranks_text
 
@@ -33,9 +33,6 @@ SHORTEST_GRACE_SECONDS, LONGEST_GRACE_SECONDS = 0.2, 1.0
 # kinds of notices: "my deadline has passed, and I have entered"; "I have entered", in answer to that; "I enter no further
 # call", because a deadline has passed; the same, because a call has failed here
 _OVERDUE, _HERE, _GONE, _FAILED = 1, 2, 3, 4
-
-# MPI may show a message only some probes after the one that received it
-PROBES = 8
 _SPINS = 64
 
 

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from mpistrat.settings import CHECK, Snapshot
-from mpistrat.steps import Steps
+from mpistrat.steps import Steps, until, yield_core
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _CHANNELS = 32
 _FIRST_TAG, _MAX_TAG = 1 << 15, 1 << 30  # smaller tags are used for messages outside of calls
 MOST_UNCONFIRMED, _BYTES_PER_CALL = 128, 1 << 12
+PROBES = 8
+"""How often to look for a message: MPI may show one only some probes after the one that received it."""
 
 _to_confirm: set[CallState] = set()  # keeps them: ranks collect garbage at different times, and compare at exit together
 
@@ -119,10 +121,27 @@ class Group:
 
     def close(self) -> None:
         """Free the communicator. A collective call in this group; the group cannot be used afterwards."""
-        self.comm.Free()
+        free(self.comm)
 
     def __repr__(self) -> str:
         return f"Group({self.name}, rank={self.rank}({self.size}))"
+
+
+def free(comm: MPI.Comm) -> None:
+    """Free a communicator, in which no rank will send anything more. A collective call.
+
+    What was sent and not received, such as notices that came too late, is received here: MPICH and others give the next
+    communicator the number of one that was freed, and would deliver it there.
+    """
+    from mpi4py import MPI
+
+    for _ in until(comm.Ibarrier().Test):
+        yield_core()
+    status = MPI.Status()
+    for _ in range(PROBES):
+        while (message := comm.Improbe(status=status)) is not None:
+            message.Recv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])
+    comm.Free()
 
 
 def job_ranks_of(comm: MPI.Intracomm) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.errors import DeadlineExceededError, UnavailableError
 from mpistrat.groups.agreement import pause
-from mpistrat.groups.group import keep_alive_for_peers
+from mpistrat.groups.group import free, keep_alive_for_peers
 from mpistrat.launch.abort import acknowledge_losses, survives_losses
 from mpistrat.logger import logger
 from mpistrat.parameter_server.tasks import TaskGroup
@@ -205,7 +205,7 @@ class Channel:
     def close(self) -> None:
         """Free the communicator, when all tasks have ended; where ranks are lost, what they did not take stays in it."""
         if not self.survives:
-            self.comm.Free()
+            free(self.comm)
 
     def receive_payload(self, received: Received, *targets: Buffer) -> None:
         """Receive the payload of a message into arrays that together have its size."""
