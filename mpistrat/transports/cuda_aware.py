@@ -22,6 +22,7 @@ from mpistrat.device.kernels import fold_into_kernel, num_blocks
 from mpistrat.errors import MpistratError, TransportError
 from mpistrat.groups.agreement import gather_or_raise
 from mpistrat.groups.group import Group
+from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp
 from mpistrat.steps import Steps, drive, until
 from mpistrat.transports.base import DeviceTransport, Operation
@@ -89,8 +90,6 @@ class CudaAwareTransport(RingTransport, DeviceTransport):
         return Operation(run, bound.parts)
 
     def _message(self, part: DeviceArray) -> list[Any]:
-        from mpi4py import MPI
-
         return [MPI.buffer.fromaddress(address(part), part.nbytes), part.nbytes, MPI.BYTE]
 
     def _folding(

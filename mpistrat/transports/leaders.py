@@ -12,18 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpistrat.arrays import Array, part_bounds
 from mpistrat.groups.group import Group, keep_alive_for_peers
+from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp, combine, quiet_call
 from mpistrat.steps import Steps, until
 from mpistrat.transports.mpi import byte_message
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 HALVED_FROM_BYTES = 1 << 14
 """Shorter arrays are sent whole: two more rounds take longer than the bytes that they save."""
@@ -55,8 +53,6 @@ class LeaderSum:
     """
 
     def __init__(self, group: Group, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        from mpi4py import MPI
-
         self.own, self.result = np.empty(shape, dtype), np.empty(shape, dtype)
         self._digest, self._group = -1, group  # no call has this digest
         self._op = op

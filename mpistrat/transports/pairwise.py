@@ -11,12 +11,12 @@ Parts are sent in segments: while one arrives, earlier ones are folded and sent 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpistrat.arrays import Array, part_bounds
 from mpistrat.groups.group import Group, keep_alive_for_peers
+from mpistrat.lazy import MPI
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, combine
 from mpistrat.settings import MAX_MESSAGE_BYTES
 from mpistrat.steps import WORKED, Steps, until
@@ -24,9 +24,6 @@ from mpistrat.transports.base import Operation, Part
 from mpistrat.transports.mpi import byte_message, peers_in_turn
 from mpistrat.transports.ring import SEGMENT_BYTES
 from mpistrat.transports.wire import Cast
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 
 def ordered_all_reduce(group: Group, buffer: Array, op: ReduceOp, channel: int = 0, cast: Cast | None = None) -> Operation:

@@ -12,21 +12,19 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import Array, part_bounds
 from mpistrat.device.abstract import Event
 from mpistrat.groups.group import Group, keep_alive_for_peers
+from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp, combine
 from mpistrat.settings import MAX_MESSAGE_BYTES
 from mpistrat.steps import WAITING, WORKED, Steps, until
 from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.mpi import as_message
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 # with its header just below 64 KiB, MPI's eager limit over TCP: longer messages wait for the receiver to answer (rendezvous)
 SEGMENT_BYTES = 63 << 10
