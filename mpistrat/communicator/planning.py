@@ -273,7 +273,7 @@ class DevicePlanner(Planner):
         """Return how NCCL's result is divided; its kernel is loaded."""
         if op is ReduceOp.MEAN:
             self.executor.device.prepare(divide_kernel(dtype))
-        return Fold(op, dtype, self._world.size if op is ReduceOp.MEAN else 1)
+        return Fold(op, dtype, self.executor.divisor(op))
 
     def _combined_in(self, op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> np.dtype[Any]:
         is_native = options.intra_dtype == NATIVE and op in _ROUNDING_OPS and dtype in HALF_DTYPES

@@ -64,9 +64,9 @@ class DeviceExecutor(Executor):
         """
         return depth if self.transports.has_channels else 1
 
-    def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array, dtypes: Sequence[np.dtype[Any]]) -> CopySteps:
+    def copy_in(self, layout: Layout, buffer: Array, dtypes: Sequence[np.dtype[Any]]) -> CopySteps:
         """Return what copies arrays of these dtypes into a range of a bucket, after earlier copies out of it."""
-        copy = DeviceCopyIn(self.device, layout, start, stop, buffer, dtypes)
+        copy = DeviceCopyIn(self.device, layout, buffer, dtypes)
 
         def run(arrays: Sequence[Array]) -> Steps:
             self._follow()
@@ -75,20 +75,12 @@ class DeviceExecutor(Executor):
         return run
 
     def copy_out(
-        self,
-        layout: Layout,
-        start: int,
-        stop: int,
-        parts: Sequence[Part],
-        buffer: Array,
-        op: ReduceOp,
-        divisor: int,
-        dtypes: Sequence[np.dtype[Any]],
+        self, layout: Layout, parts: Sequence[Part], buffer: Array, op: ReduceOp, dtypes: Sequence[np.dtype[Any]]
     ) -> CopySteps:
         """Return what copies a range of a bucket out to arrays, and waits for it if peers read memory by themselves."""
         assert all(len(part.addends) == 1 for part in parts), "transports of device memory leave no addends to fold"
         sources = [(part.start, part.stop, part.addends[0]) for part in parts] or [(0, buffer.size, buffer)]
-        copy = DeviceCopyOut(self.device, layout, start, stop, sources, divisor, dtypes)
+        copy = DeviceCopyOut(self.device, layout, sources, self.divisor(op), dtypes)
 
         def run(arrays: Sequence[Array]) -> Steps:
             yield from copy.run(arrays)
@@ -244,8 +236,8 @@ def _cast_on_device(
 ) -> Operation:
     """Bind an operation to memory of a narrower dtype, into which a kernel casts a buffer before, and back afterwards."""
     layout, narrow = Layout([buffer.size]), device.allocate(buffer.size * dtype.itemsize).view(dtype)
-    pack = DeviceCopyIn(device, layout, 0, buffer.size, narrow, [buffer.dtype])
-    unpack = DeviceCopyOut(device, layout, 0, buffer.size, [(0, buffer.size, narrow)], 1, [buffer.dtype])
+    pack = DeviceCopyIn(device, layout, narrow, [buffer.dtype])
+    unpack = DeviceCopyOut(device, layout, [(0, buffer.size, narrow)], 1, [buffer.dtype])
     operation = bind(narrow)
 
     def run() -> Steps:

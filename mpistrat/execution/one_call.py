@@ -30,7 +30,7 @@ def shorten(program: Program, executor: Executor, op: ReduceOp, arrays: Sequence
         return
     [bucket], dtype, world = program.buckets, accumulation_dtype(op, arrays[0].dtype), executor.world
     nbytes = bucket.flat_count * dtype.itemsize
-    divisor = executor.hierarchy.world.size if op is ReduceOp.MEAN else 1
+    divisor = executor.divisor(op)
     if bucket.blocking is not None:
         program.blocking = _of_one(_contiguous(bucket.blocking))  # it divides for MEAN
     elif not 0 < nbytes <= executor.hierarchy.settings[settings.MAX_MESSAGE_BYTES]:

@@ -22,12 +22,12 @@ _Piece = tuple[int, Any, slice]
 
 
 class CopyIn:
-    """Copies arrays into `buffer`, the range [start, stop) of a bucket; what lies beyond it is padding, and set to zero."""
+    """Copies arrays into `buffer`, a range of a bucket; what lies beyond it is padding, and set to zero."""
 
-    def __init__(self, layout: Layout, start: int, stop: int, buffer: Array) -> None:
-        groups = _groups(layout, start, stop, buffer.itemsize)
+    def __init__(self, layout: Layout, buffer: Array) -> None:
+        groups = _groups(layout, 0, layout.count, buffer.itemsize)
         self._moves = [[(buffer[place], array, part) for array, part, place in group] for group in groups]
-        self._padding = buffer[stop - start :]
+        self._padding = buffer[layout.count :]
 
     def run(self, arrays: Sequence[Array]) -> Iterator[bool]:
         """Copy from flat `arrays`, casting where the buffer has another dtype."""
@@ -46,21 +46,13 @@ class CopyOut:
     Small arrays that lie side by side are combined and divided together, apart from the addends, which peers may read.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        start: int,
-        stop: int,
-        parts: Sequence[tuple[int, int, tuple[Array, ...]]],
-        op: ReduceOp,
-        divisor: int,
-    ) -> None:
+    def __init__(self, layout: Layout, parts: Sequence[tuple[int, int, tuple[Array, ...]]], op: ReduceOp, divisor: int) -> None:
         self._fold = combine(op)
         self._divisor = divisor
         self._moves: list[tuple[list[Array], Array, list[tuple[Array, int, Any]]]] = []
         for first, last, addends in parts:
             apart = np.empty(min(GROUP_BYTES // addends[0].itemsize, last - first), addends[0].dtype)
-            for group in _groups(layout, start + first, min(start + last, stop), addends[0].itemsize):
+            for group in _groups(layout, first, min(last, layout.count), addends[0].itemsize):
                 begin, end = group[0][2].start, group[-1][2].stop
                 total = apart[: end - begin]
                 pieces = [(total[place.start - begin : place.stop - begin], array, part) for array, part, place in group]

@@ -32,8 +32,6 @@ class _DeviceCopy:
         self,
         device: Device,
         layout: Layout,
-        start: int,
-        stop: int,
         parts: Sequence[tuple[int, int, DeviceArray]],
         divisor: int,
         dtypes: Sequence[np.dtype[Any]],
@@ -41,7 +39,7 @@ class _DeviceCopy:
         self._device, self._are_contiguous = device, False
         members: dict[np.dtype[Any], list[tuple[Segment, DeviceArray]]] = {}
         for first, last, memory in parts:
-            for segment in layout.segments(start + first, min(start + last, stop), stop - start):
+            for segment in layout.segments(first, min(last, layout.count), layout.count):
                 members.setdefault(dtypes[segment.array], []).append((segment, memory[segment.offset :]))
         self._launches = [_Launch(device, alike, dtype, self._packs, divisor) for dtype, alike in members.items()]
 
@@ -63,11 +61,9 @@ class DeviceCopyIn(_DeviceCopy):
 
     _packs = True
 
-    def __init__(
-        self, device: Device, layout: Layout, start: int, stop: int, buffer: DeviceArray, dtypes: Sequence[np.dtype[Any]]
-    ) -> None:
-        super().__init__(device, layout, start, stop, [(0, stop - start, buffer)], 1, dtypes)
-        self._padding = buffer[stop - start :]
+    def __init__(self, device: Device, layout: Layout, buffer: DeviceArray, dtypes: Sequence[np.dtype[Any]]) -> None:
+        super().__init__(device, layout, [(0, layout.count, buffer)], 1, dtypes)
+        self._padding = buffer[layout.count :]
 
     def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
         """Copy from contiguous `arrays`."""

@@ -125,9 +125,9 @@ def _moved(
     layout, dtypes = Layout([array.size for array in arrays]), [array.dtype for array in arrays]
     sources, targets = [_odd(device, array) for array in arrays], [_odd(device, np.zeros_like(array)) for array in arrays]
     bucket = _odd(device, np.zeros(layout.count, wide))
-    for _ in DeviceCopyIn(device, layout, 0, layout.count, bucket, dtypes).run(sources):
+    for _ in DeviceCopyIn(device, layout, bucket, dtypes).run(sources):
         pass
-    for _ in DeviceCopyOut(device, layout, 0, layout.count, [(0, layout.count, bucket)], 1, dtypes).run(targets):
+    for _ in DeviceCopyOut(device, layout, [(0, layout.count, bucket)], 1, dtypes).run(targets):
         pass
     yield "a bucket", device.get(bucket), np.concatenate(arrays).astype(wide)
     for target, array in zip(targets, arrays, strict=True):

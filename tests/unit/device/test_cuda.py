@@ -116,9 +116,9 @@ def test_arrays_of_cupy_are_packed_and_unpacked(on_host_memory, tmp_path):
     layout = Layout([array.size for array in host])
     buffer = device.allocate(2 * layout.count).view(ml_dtypes.bfloat16)
     dtypes = [array.dtype for array in host]
-    list(DeviceCopyIn(device, layout, 0, layout.count, buffer, dtypes).run([on_host_memory(array) for array in host]))
+    list(DeviceCopyIn(device, layout, buffer, dtypes).run([on_host_memory(array) for array in host]))
     results = [np.zeros_like(array) for array in host]
-    copy = DeviceCopyOut(device, layout, 0, layout.count, [(0, layout.count, buffer)], 2, dtypes)
+    copy = DeviceCopyOut(device, layout, [(0, layout.count, buffer)], 2, dtypes)
     list(copy.run([on_host_memory(array) for array in results]))
     device.get(buffer)
     for array, result in zip(host, results, strict=True):
