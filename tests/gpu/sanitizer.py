@@ -25,7 +25,7 @@ from mpistrat.device.kernels import TYPES, computed_in, divide_kernel, fold_into
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, combine
-from mpistrat.testing.transport_cases import operations
+from mpistrat.testing.transport_suite import operations
 from tests.gpu.machine import find_sanitizer
 from tests.gpu.program import write_report
 from tests.processes import run_bounded
