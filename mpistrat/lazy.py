@@ -9,6 +9,7 @@ import importlib
 import linecache
 import re
 import sys
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 _IMPORT = re.compile(r"^    from (\S+) import (\w+) as (\w+)", re.MULTILINE)
@@ -41,7 +42,7 @@ def publish(package: str) -> None:
     namespace.update(__all__=names, __getattr__=find, __dir__=lambda: [*names, *({"__version__"} & namespace.keys())])
 
 
-class _LazyModule:
+class LazyModule:
     """Stands for a module, which is imported when one of its names is first used."""
 
     __slots__ = ("__dict__", "_name")
@@ -52,7 +53,7 @@ class _LazyModule:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # such as what inspects this object looks for
             raise AttributeError(name)
-        module = importlib.import_module(self._name)
+        module = resolve_name(self._name)
         self.__dict__ = vars(module)  # so that this is called once
         return getattr(module, name)
 
@@ -60,4 +61,4 @@ class _LazyModule:
 if TYPE_CHECKING:
     from mpi4py import MPI as MPI
 else:
-    MPI = _LazyModule("mpi4py.MPI")
+    MPI = LazyModule("mpi4py.MPI")

@@ -44,9 +44,9 @@ _YIELDS = 64  # before checking deadlines and verdicts: on a busy machine each m
 _LARGE_BYTES = 1 << 14
 """From here on two ranks, each on a core, read their own array where it is: 64 KiB take 11.4 us, and 13.2 from the slot."""
 HALVED_FROM_BYTES = 1 << 14
-"""Shorter arrays are sent whole: two more rounds take longer than the bytes that they save."""
+"""Leaders send shorter arrays whole: two more rounds take longer than the bytes that they save."""
 RADICES = {2: (2,), 3: (3,), 4: (2, 2)}
-"""The sizes of the groups of each round, by the number of nodes: with more it was not measured."""
+"""The sizes of the groups of leaders in each round, by the number of nodes: with more it was not measured."""
 
 
 class SmallExchange:
