@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.algorithms.plan import Phase, Plan, Scope
-from mpistrat.arrays import Array, flat
+from mpistrat.arrays import Array, flat, new_array
 from mpistrat.device.abstract import are_contiguous
 from mpistrat.errors import TransportError
 from mpistrat.execution.executor import CopySteps, Executor
@@ -82,7 +82,13 @@ def _on_the_callers_arrays(
     is_in_window = plan.scopes == {Scope.INTRA} and intra.window is not None
     if is_in_window and layout.is_one_array and count > 0 and set(array_dtypes) == {dtype}:
         drive = executor.hierarchy.call.drive
-        bucket.blocking = lambda source, target: drive(bucket.run([source], [target]))
+
+        def blocking(source: Array, target: Array | None) -> Array:
+            target = new_array(source.shape, source.dtype) if target is None else target
+            drive(bucket.run([source], [target]))
+            return target
+
+        bucket.blocking = blocking
     return bucket
 
 
