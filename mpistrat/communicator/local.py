@@ -30,7 +30,6 @@ class LocalCommunicator(BaseCommunicator):
 
     @property
     def num_collectives(self) -> int:
-        """Collective calls made so far."""
         return self._number
 
     def all_reduce(

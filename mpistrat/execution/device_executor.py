@@ -91,11 +91,9 @@ class DeviceExecutor(Executor):
         return run
 
     def shares_memory(self, array: Array, buffer: Array) -> bool:
-        """Return whether an array lies in a buffer."""
         return address(buffer) <= address(array) < address(buffer) + buffer.nbytes
 
     def adds_in_order(self, dtype: np.dtype[Any], op: ReduceOp) -> bool:
-        """Return whether the transport inside the node does: see `Executor.adds_in_order`."""
         # a product of complex numbers may be rounded once on a GPU where NumPy rounds twice
         return self.intra.adds_in_order and not (dtype.kind == "c" and op is ReduceOp.PROD)
 
@@ -165,7 +163,6 @@ class DeviceExecutor(Executor):
     def bind_direct(
         self, plan: Plan, dtype: np.dtype[Any], op: ReduceOp, num_arrays: int
     ) -> Callable[[FlatArrays, Fold], Steps]:
-        """Return NCCL's all-reduce: see `Executor.bind_direct`."""
         if op is ReduceOp.MEAN:
             self.device.prepare(divide_kernel(dtype))
         return self._direct(plan, dtype, op).all_reduce_arrays
@@ -174,7 +171,6 @@ class DeviceExecutor(Executor):
         return self.intra if plan.scopes == {Scope.INTRA} else self._over_all(dtype, op)
 
     def detects_mismatch(self, phases: Sequence[Phase], shard_bytes: int = 0, is_ordered: bool = False) -> bool:
-        """Return whether a rank in another call is found before results are used: see `Executor.detects_mismatch`."""
         return self.compares_by_messages or super().detects_mismatch(phases, shard_bytes, is_ordered)
 
     def _inside(self, verb: Verb, dtype: np.dtype[Any], op: ReduceOp) -> Transport:

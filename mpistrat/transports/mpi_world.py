@@ -69,7 +69,6 @@ class WorldTransport(MpiTransport):
         return MpiAllReduce(self, op, dtype, shape, self.window, carries_digest=is_small)
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
-        """Bind an all-reduce, in place."""
         bound = self.bind(op, buffer.dtype, buffer.shape)
         return Operation(lambda: bound.steps(buffer, buffer), [Part(0, buffer.size, (buffer,))])
 
@@ -95,7 +94,6 @@ class WorldTransport(MpiTransport):
         return copy
 
     def close(self) -> None:
-        """Free the communicators."""
         while self._own:
             self._own.pop().Free()
 

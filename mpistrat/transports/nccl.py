@@ -88,7 +88,6 @@ class NcclTransport(DeviceTransport):
 
     @classmethod
     def probe(cls, group: Group) -> str:
-        """Return why NCCL cannot join these ranks, or an empty text."""
         try:
             available = bool(find_binding().available)
         except ImportError as error:
@@ -127,7 +126,6 @@ class NcclTransport(DeviceTransport):
         return taken[0]
 
     def refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
-        """Return what NCCL lacks to combine such values, or an empty text."""
         return nccl_refusal(dtype, op)
 
     def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:

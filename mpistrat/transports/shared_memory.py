@@ -50,7 +50,6 @@ class ArenaTransport(Transport):
         return self._sync_window.release()
 
     def fence(self, number: int) -> Steps:
-        """Wait until every peer has called `release` `number` times."""
         return self._sync_window.fence(number)
 
     def dispose(self) -> None:
@@ -113,7 +112,6 @@ class SharedMemoryTransport(ArenaTransport):
         return self._after_barrier([Part(0, buffer.size, tuple(self._views(buffer)))])
 
     def all_reduce_arrays(self, arrays: FlatArrays, fold: Fold) -> Steps:
-        """Combine the caller's arrays: see `Exchange`."""
         return Exchange(self.window, arrays, fold).run()
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
@@ -122,7 +120,6 @@ class SharedMemoryTransport(ArenaTransport):
         return self._after_barrier([Part(start, stop, (buffer[start:stop],))], self._fold(buffer, start, stop, op))
 
     def close(self) -> None:
-        """Free the arenas."""
         self._arenas = ()
         self.window.close()
 
