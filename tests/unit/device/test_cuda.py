@@ -15,7 +15,7 @@ from mpistrat.device import cuda
 from mpistrat.device.abstract import address
 from mpistrat.device.cuda import CudaDevice, _CudaEvent
 from mpistrat.errors import TransportError
-from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
+from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from tests.gpu.on_host import HostKernels
 from tests.gpu.stand_in import StandInDevice

@@ -8,7 +8,7 @@ import pytest
 
 from mpistrat.device.abstract import address
 from mpistrat.device.kernels import SegmentTable
-from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
+from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from tests.gpu.stand_in import StandInDevice
 
