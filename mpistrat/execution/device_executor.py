@@ -7,6 +7,7 @@ work is ordered on that stream; the host does not wait for the GPU, unless peers
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.steps import WAITING, Steps, until
-from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Transport, Watched
+from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Transport, Watched, in_turn
 from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.nccl_bindings import nccl_refusal
 from mpistrat.transports.pairwise import ordered_all_reduce
@@ -235,10 +236,5 @@ def _cast_on_device(
     pack = DeviceCopyIn(device, layout, narrow, [buffer.dtype])
     unpack = DeviceCopyOut(device, layout, [(0, buffer.size, narrow)], 1, [buffer.dtype])
     operation = bind(narrow)
-
-    def run() -> Steps:
-        yield from pack.run([buffer])
-        yield from operation.run()
-        yield from unpack.run([buffer])
-
-    return Operation(run, [Part(0, buffer.size, (buffer,))], narrow.nbytes + operation.scratch_bytes)
+    acts = partial(pack.run, [buffer]), operation.run, partial(unpack.run, [buffer])
+    return in_turn([Part(0, buffer.size, (buffer,))], *acts, scratch_bytes=narrow.nbytes + operation.scratch_bytes)

@@ -21,9 +21,9 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.device.abstract import Device, DeviceArray, Event, address, addresses
-from mpistrat.device.kernels import Segment, SegmentTable, computed_in, move_kernel, real_dtype
+from mpistrat.device.kernels import Segment, SegmentTable, move_kernel, real_dtype
 from mpistrat.packing.layout import Layout
-from mpistrat.reduction import ReduceOp, combine, divide_quietly
+from mpistrat.reduction import ReduceOp, accumulation_dtype, combine, divide_quietly
 from mpistrat.steps import until
 
 SEGMENT_BYTES, GROUP_BYTES = 1 << 18, 1 << 16
@@ -186,7 +186,8 @@ class _Launch:
         )
         self._memory = device.allocate(self._nbytes)
         start = address(self._memory)
-        self._arguments = start, start + table.rows.nbytes, np.int32(len(table.rows)), computed_in(source).type(divisor)
+        by = accumulation_dtype(ReduceOp.SUM, source).type(divisor)
+        self._arguments = start, start + table.rows.nbytes, np.int32(len(table.rows)), by
         self._array_addresses: list[int] = []
         device.prepare(self._kernel)
 

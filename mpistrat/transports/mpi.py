@@ -147,7 +147,4 @@ def until_complete(requests: Iterable[MPI.Request], memory: object) -> Steps:
 
 
 def _operation(buffer: Array, starts: Sequence[Callable[[], MPI.Request]]) -> Operation:
-    def run() -> Steps:
-        yield from until_complete((start() for start in starts), buffer)
-
-    return Operation(run, [Part(0, buffer.size, (buffer,))])
+    return Operation(lambda: until_complete((start() for start in starts), buffer), [Part(0, buffer.size, (buffer,))])

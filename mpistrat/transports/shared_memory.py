@@ -22,7 +22,7 @@ from mpistrat.device.kernels import Segment
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import Fold, ReduceOp, combine
 from mpistrat.steps import WORKED, Steps
-from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
+from mpistrat.transports.base import FlatArrays, Operation, Part, Transport, in_turn
 from mpistrat.transports.cma import IoVectors, addresses
 from mpistrat.transports.window import NodeWindow
 
@@ -75,16 +75,6 @@ class ArenaTransport(Transport):
 
     def _barrier(self) -> tuple[Callable[[], Steps], ...]:
         return (self._sync_window.barrier,)
-
-
-def in_turn(parts: list[Part], *acts: Callable[[], Steps], scratch_bytes: int = 0) -> Operation:
-    """Return the operation of several acts, one after the other."""
-
-    def run() -> Steps:
-        for act in acts:
-            yield from act()
-
-    return Operation(run, parts, scratch_bytes)
 
 
 class SharedMemoryTransport(ArenaTransport):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from mpistrat.device import cuda
 from mpistrat.device.abstract import Device, DeviceArray, address
-from mpistrat.device.kernels import TYPES, computed_in, divide_kernel, fold_into_kernel, fold_kernel, move_kernel, real_dtype
+from mpistrat.device.kernels import TYPES, divide_kernel, fold_into_kernel, fold_kernel, move_kernel, real_dtype
 from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, combine
@@ -159,7 +159,7 @@ def _divided(device: Device, dtype: np.dtype[Any]) -> Iterator[tuple[str, NDArra
     for count in COUNTS:
         values = _values(dtype, count, 0)
         target = _odd(device, (PEERS * values).astype(dtype))
-        arguments = address(target), target.nbytes // real.itemsize, computed_in(real).type(PEERS)
+        arguments = address(target), target.nbytes // real.itemsize, accumulation_dtype(ReduceOp.SUM, real).type(PEERS)
         device.current_stream().launch(kernel, BLOCKS, arguments)
         yield "what was divided", device.get(target), values
 
