@@ -28,19 +28,6 @@ class CallState:
     passes when ``time.monotonic()`` is `ends`; 0 means none.
     """
 
-    __slots__ = (
-        "_span",
-        "calls",
-        "compare_history",
-        "digest",
-        "drive",
-        "ends",
-        "has_failed",
-        "must_poll",
-        "settings",
-        "unconfirmed",
-    )
-
     def __init__(self) -> None:
         self.digest = self.unconfirmed = 0
         self.ends = 0.0
