@@ -167,9 +167,8 @@ class _Buffered:
         executor = self.executor
         if executor.device is None:
             sources, targets = [array.reshape(-1) for array in sources], [array.reshape(-1) for array in targets]
-        else:  # only the addresses of the arrays are used
-            if not are_contiguous(sources):
-                sources = [array if array.flags.c_contiguous else array.copy() for array in sources]
+        elif not are_contiguous(sources):  # only the addresses of the arrays are used
+            sources = [array if array.flags.c_contiguous else array.copy() for array in sources]
         slots, intra, timeline, has_intra = executor.slots, executor.intra, executor.timeline, self.has_intra
         if has_intra:
             if slots.partition != self.partition:
