@@ -240,10 +240,7 @@ def is_captured_elsewhere(device: Device) -> bool:
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_initialized():
         return False
-    with (
-        device.activate(),
-        suppress(RuntimeError),
-    ):  # PyTorch cannot tell, where CuPy captures
+    with device.activate(), suppress(RuntimeError):  # PyTorch cannot tell, where CuPy captures
         return bool(cuda.is_current_stream_capturing() and cuda.current_stream().cuda_stream != device.current_stream().pointer)
     return False
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from enum import Enum
 
+from mpistrat.lazy import MPI
+
 
 class Stage(Enum):
     """What is done one after the other; of a stage, what was registered last is done first."""
@@ -46,8 +48,6 @@ def watch_finalize() -> None:
 
     Otherwise mpi4py calls it after the interpreter's exit handlers have run, and Python cannot be called any more.
     """
-    from mpi4py import MPI
-
     if not _keyvals:  # MPI deletes the attributes of COMM_SELF before it does anything else
         _keyvals.append(MPI.Comm.Create_keyval(delete_fn=_before_finalize))
         MPI.COMM_SELF.Set_attr(_keyvals[0], None)
@@ -68,8 +68,6 @@ def _run(stages: Iterable[Stage]) -> None:
 @atexit.register
 def _at_exit() -> None:
     if _keyvals:  # the interpreter is about to shut down: nothing is called at MPI_Finalize any more
-        from mpi4py import MPI
-
         keyval = _keyvals.pop()
         if not MPI.Is_finalized():
             MPI.COMM_SELF.Delete_attr(keyval)

@@ -1,6 +1,6 @@
-"""The public names of a package, whose modules are imported when a name is first used.
+"""What is imported when it is first used: the modules of the public names of a package, and MPI.
 
-The imports for type checkers at the top of the package are the table of its names, which is read from there.
+The imports for type checkers at the top of a package are the table of its names, which is read from there.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import importlib
 import linecache
 import re
 import sys
-from typing import Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 _IMPORT = re.compile(r"^    from (\S+) import (\w+) as (\w+)", re.MULTILINE)
 
@@ -39,3 +40,25 @@ def publish(package: str) -> None:
         return found
 
     namespace.update(__all__=names, __getattr__=find, __dir__=lambda: [*names, *({"__version__"} & namespace.keys())])
+
+
+class LazyModule:
+    """Stands for a module, which is imported when one of its names is first used."""
+
+    __slots__ = ("__dict__", "_name")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # such as what inspects this object looks for
+            raise AttributeError(name)
+        module = resolve_name(self._name)
+        self.__dict__ = vars(module)  # so that this is called once
+        return getattr(module, name)
+
+
+if TYPE_CHECKING:
+    from mpi4py import MPI as MPI
+else:
+    MPI = LazyModule("mpi4py.MPI")

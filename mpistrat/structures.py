@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 import optree
 
@@ -116,9 +116,8 @@ def _learn(leaves: Iterable[Any]) -> bool:
         nests = {kind for kind, leaf in unknown.items() if isinstance(leaf, Mapping) and _can_be_rebuilt(leaf)}
         _leaf_types.update(unknown.keys() - nests)
         for kind in nests - _nest_types:  # another thread may have registered it meanwhile
-            optree.register_pytree_node(
-                kind, _flatten_mapping, _unflatten_mapping, path_entry_type=optree.MappingEntry, namespace=_NAMESPACE
-            )
+            entry, rebuild = optree.MappingEntry, cast("Any", _MappingSpec.rebuild)
+            optree.register_pytree_node(kind, _flatten_mapping, rebuild, path_entry_type=entry, namespace=_NAMESPACE)
         _nest_types.update(nests)
         return bool(nests)
 
@@ -149,11 +148,6 @@ def _made_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any
 def _flatten_mapping(mapping: Any) -> tuple[list[Any], _MappingSpec, tuple[Any, ...]]:
     spec = _MappingSpec(mapping)
     return [mapping[key] for key in spec.keys], spec, spec.keys
-
-
-def _unflatten_mapping(spec: Any, values: Iterable[Any]) -> Mapping[Any, Any]:
-    rebuilt: Mapping[Any, Any] = spec.rebuild(values)
-    return rebuilt
 
 
 def _in_order(mapping: Mapping[Any, Any]) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ from mpistrat.errors import LaunchError
 from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import library_version
+from mpistrat.lazy import MPI
 from mpistrat.logger import logger
 from mpistrat.topology.world import World
 
@@ -111,8 +112,6 @@ class Tuning:
 
 def present_conditions(world: World) -> Conditions:
     """Return the present conditions, on rank 0 of `world`. MPI must have been started."""
-    from mpi4py import MPI
-
     slurm = [os.environ[name] for name in ("SLURM_CLUSTER_NAME", "SLURM_JOB_PARTITION") if os.environ.get(name)]
     host = MPI.Get_processor_name()
     shaping = [(setting.name, setting.read(), setting.default) for setting in _SHAPING]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mpistrat import settings
 from mpistrat.algorithms.choose import Measured
 from mpistrat.communicator.options import CommunicationOptions, check_options
@@ -11,9 +9,7 @@ from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.launch import bootstrap
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from mpistrat.lazy import MPI
 
 
 def build_hierarchy(comm: MPI.Intracomm, options: CommunicationOptions | None, measured: Measured | None) -> Hierarchy:
@@ -35,8 +31,6 @@ def rendezvous_seconds(options: object) -> float:
 
 def check_comm(comm: object) -> None:
     """Check that it is an intracommunicator."""
-    from mpi4py import MPI
-
     if comm == MPI.COMM_NULL:
         raise InvalidArgumentError(
             "a Communicator is made by the ranks that are in it; this rank got MPI.COMM_NULL, so it is not among them.\n"

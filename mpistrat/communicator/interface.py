@@ -117,7 +117,6 @@ class BaseCommunicator(ABC):
         """Let `all_reduce` be a part of CUDA graphs that are captured in this block: see `mpistrat.Communicator.capture`."""
         yield
 
-    @abstractmethod
     def start_all_reduce(
         self,
         op: ReduceOp | str,
@@ -127,6 +126,7 @@ class BaseCommunicator(ABC):
         structure: object = None,
     ) -> Work[Arrays]:
         """Start an asynchronous all-reduce and return its handle. A collective call."""
+        return Work.ended(self.all_reduce(op, arrays, options, out))
 
     def reduce_scatter(
         self,
@@ -342,7 +342,6 @@ class BaseCommunicator(ABC):
         with self.refusing(verb):
             return np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), np.uint8)
 
-    @abstractmethod
     def agree(self, call: str, error: Exception | None = None, options: CommunicationOptions | None = None) -> None:
         """Check at once that all replicas pass the same text. A collective call.
 
@@ -353,6 +352,9 @@ class BaseCommunicator(ABC):
         AgreementError
             On every replica, if the texts differ; a replica that passes an `error` raises that error.
         """
+        self._require_open()
+        if error is not None:
+            raise error
 
     def note(self, text: str, options: CommunicationOptions | None = None) -> None:  # noqa: B027 - one replica agrees with itself
         """Compare a text along with the next collective, which raises AgreementError if replicas have noted different texts.
@@ -396,9 +398,10 @@ class BaseCommunicator(ABC):
         self.agree(f"{call}({text})", None, options)
         return made
 
-    @abstractmethod
     def choose(self, count: int, dtype: np.dtype[np.generic], options: CommunicationOptions | None = None) -> Choice | None:
         """Return the plan for an all-reduce of `count` elements, and why it was chosen; None where nothing is sent."""
+        self._require_open()
+        return None
 
     def explain(self, arrays: Array | Sequence[Array], options: CommunicationOptions | None = None) -> Explanation:
         """Return how a sum or mean of such arrays is computed. Sends nothing."""

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array, array_module
 from mpistrat.communicator.interface import Arrays, BaseCommunicator, as_lists
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.validate import alike, check_gather, check_parts, check_root, check_target, copy_overlapping
-from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype, check_elements
 from mpistrat.timeline import Timeline
 from mpistrat.topology.world import World
@@ -30,7 +28,6 @@ class LocalCommunicator(BaseCommunicator):
 
     @property
     def num_collectives(self) -> int:
-        """Collective calls made so far."""
         return self._number
 
     def all_reduce(
@@ -46,34 +43,12 @@ class LocalCommunicator(BaseCommunicator):
         results = alike(_copies(sources, memory), given, targets)
         return results[0] if is_one else results
 
-    def start_all_reduce(
-        self,
-        op: ReduceOp | str,
-        arrays: Arrays,
-        options: CommunicationOptions | None = None,
-        out: Arrays | None = None,
-        structure: object = None,
-    ) -> Work[Any]:
-        """Return a completed handle."""
-        return Work.ended(self.all_reduce(op, arrays, options, out))
-
     def _reduce_scatter(
         self, op: ReduceOp | str, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None
     ) -> Array:
         check_gather(array, axis, "reduce_scatter")
         copied: Array = self.all_reduce(op, array, options, out)
         return copied
-
-    def agree(self, call: str, error: Exception | None = None, options: CommunicationOptions | None = None) -> None:
-        """Raise `error`, if there is one."""
-        self._require_open()
-        if error is not None:
-            raise error
-
-    def choose(self, count: int, dtype: np.dtype[np.generic], options: CommunicationOptions | None = None) -> Choice | None:
-        """Return None."""
-        self._require_open()
-        return None
 
     def _count(self, options: object) -> None:
         self._require_open()

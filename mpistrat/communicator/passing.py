@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from time import monotonic_ns
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,11 +15,9 @@ from mpistrat.communicator.programs import Programs
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard
 from mpistrat.groups.group import MOST_UNCONFIRMED, weight
+from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp
 from mpistrat.watch.recorder import recorder, write_entry
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 # of flags.num: C_CONTIGUOUS and ALIGNED; WRITEABLE too; OWNDATA
 _READABLE, _WRITABLE, _OWNED = 0x0101, 0x0501, 0x0004
@@ -51,8 +49,6 @@ class Passing:
 
         For small ones it is `run_known`, of the communicator, in one function: MPI takes no longer than a few calls of Python.
         """
-        from mpi4py import MPI
-
         guard, present, timeline = self._guard, self._executor.hierarchy.call, self._executor.timeline
         programs, own, communicator = self._programs, guard.thread.own, guard.communicator
         in_place, ndarray, may_share_memory, record = MPI.IN_PLACE, np.ndarray, np.may_share_memory, recorder()

@@ -30,8 +30,7 @@ from mpistrat.errors import InvalidArgumentError, TransportError, Unsuitable
 from mpistrat.execution import compile as compiled
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.executor import Executor
-from mpistrat.execution.one_call import shorten
-from mpistrat.execution.program import Bucket, Program
+from mpistrat.execution.program import Bucket, Program, shorten
 from mpistrat.packing.layout import Layout, pack_by_bytes, split_evenly
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp, accumulation_dtype, check_dtype
 from mpistrat.transports.wire import Wire
@@ -273,7 +272,7 @@ class DevicePlanner(Planner):
         """Return how NCCL's result is divided; its kernel is loaded."""
         if op is ReduceOp.MEAN:
             self.executor.device.prepare(divide_kernel(dtype))
-        return Fold(op, dtype, self._world.size if op is ReduceOp.MEAN else 1)
+        return Fold(op, dtype, self.executor.divisor(op))
 
     def _combined_in(self, op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> np.dtype[Any]:
         is_native = options.intra_dtype == NATIVE and op in _ROUNDING_OPS and dtype in HALF_DTYPES

@@ -78,7 +78,6 @@ class Programs:
         self._programs: OrderedDict[tuple[Any, ...], Program] = OrderedDict()
         self._known: dict[tuple[Any, ...], Known] = {}
         self._numbers = {self._options.key: _DEFAULT}  # of options, merged over the communicator's and as calls pass them
-        # of a wrapped communicator: see `passing`
         self.passed: dict[tuple[int, int, np.dtype[Any]], tuple[Any, ...]] = {}  # see `Passing.add`
 
     def find(self, asked: Reduction) -> Program | None:

@@ -22,6 +22,11 @@ from numpy.typing import NDArray
 from mpistrat.device.abstract import Allocator, Device, DeviceArray, Event, Identity, Stream, address
 from mpistrat.device.kernels import THREADS
 from mpistrat.errors import TransportError
+from mpistrat.lazy import LazyModule
+
+cupy: Any = LazyModule("cupy")
+cupyx: Any = LazyModule("cupyx")
+runtime: Any = LazyModule("cupy.cuda.runtime")
 
 _SUCCESS, _NOT_READY = 0, 600  # of cudaError_t
 _EXCLUSIVE_PROCESS = 3  # of cudaComputeMode
@@ -51,8 +56,6 @@ class CudaDevice(Device):
     """A GPU that is visible to this process."""
 
     def __init__(self, index: int | None = None) -> None:
-        import cupy
-
         self.index = cupy.cuda.Device().id if index is None else index
 
     @property
@@ -63,40 +66,28 @@ class CudaDevice(Device):
         return module
 
     def identity(self) -> Identity:
-        from cupy.cuda import runtime
-
         name = runtime.getDeviceProperties(self.index)["name"].decode()
         return Identity(name, _uuid(self.index), runtime.deviceGetPCIBusId(self.index).lower())
 
     def is_exclusive(self) -> bool:
-        from cupy.cuda import runtime
-
         return int(runtime.deviceGetAttribute(runtime.cudaDevAttrComputeMode, self.index)) == _EXCLUSIVE_PROCESS
 
     def use(self) -> None:
         """Make this the current device of CuPy on the calling thread."""
-        import cupy
-
         cupy.cuda.Device(self.index).use()
 
     def activate(self, stream: Stream | None = None) -> AbstractContextManager[None]:
-        from cupy.cuda import runtime
-
         is_current = stream is None and runtime.getDevice() == self.index
         return _ALREADY if is_current else self._activated(stream)
 
     @contextmanager
     def _activated(self, stream: Stream | None) -> Iterator[None]:
-        import cupy
-
         assert stream is None or isinstance(stream, _CudaStream)
         with cupy.cuda.Device(self.index), _ALREADY if stream is None else stream.native:
             yield
 
     def allocate(self, nbytes: int, allocator: Allocator | None = None) -> DeviceArray:
         """Return memory from cudaMalloc, or an allocator; not of CuPy's pool: a CUDA IPC handle is of a whole allocation."""
-        from cupy.cuda import runtime
-
         allocator = allocator or Allocator(runtime.malloc, runtime.free)
         with self.activate():
             try:
@@ -112,8 +103,6 @@ class CudaDevice(Device):
             return self._array(_Memory(start, allocator.free, self), nbytes)
 
     def export(self, memory: DeviceArray) -> bytes:
-        from cupy.cuda import runtime
-
         try:
             handle: bytes = runtime.ipcGetMemHandle(address(memory))
         except runtime.CUDARuntimeError as error:
@@ -122,8 +111,6 @@ class CudaDevice(Device):
 
     def map(self, handle: bytes, nbytes: int) -> DeviceArray:
         """Return the memory, which stays mapped until the last array on it is deleted."""
-        from cupy.cuda import runtime
-
         try:
             with self.activate():
                 start = runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess)
@@ -135,16 +122,12 @@ class CudaDevice(Device):
         return self._array(_Memory(start, runtime.ipcCloseMemHandle, self), nbytes)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        import cupyx
-
         with self.activate():
             memory: NDArray[np.uint8] = cupyx.empty_pinned(max(nbytes, 1), np.uint8)
         return memory[:nbytes]
 
     def maker(self, arrays: Sequence[DeviceArray]) -> Callable[[], list[DeviceArray]]:
         """Return what makes new arrays; small ones share allocations, each of which is freed with the last of them."""
-        import cupy
-
         return in_blocks(arrays, cupy.cuda.alloc, cupy.ndarray)
 
     def prepare(self, kernel: str) -> None:
@@ -159,27 +142,19 @@ class CudaDevice(Device):
         return values
 
     def synchronize(self) -> None:
-        from cupy.cuda import runtime
-
         with self.activate():
             runtime.deviceSynchronize()
 
     def stream(self) -> Stream:
         """Return a stream that is not synchronised with the legacy default stream."""
-        import cupy
-
         with self.activate():
             return _CudaStream(cupy.cuda.Stream(non_blocking=True))
 
     def current_stream(self) -> Stream:
-        import cupy
-
         return _CudaStream(cupy.cuda.get_current_stream(self.index))
 
     def _array(self, memory: _Memory, nbytes: int) -> DeviceArray:
         """Return memory as an array on this GPU, even if it is mapped from the GPU of a peer."""
-        import cupy
-
         owned = cupy.cuda.UnownedMemory(memory.start, nbytes, memory, self.index)
         return cupy.ndarray((nbytes,), np.uint8, cupy.cuda.MemoryPointer(owned, 0))
 
@@ -189,8 +164,6 @@ class _CudaEvent(Event):
         self.native = event
 
     def done(self) -> bool:
-        from cupy.cuda import runtime
-
         # in the default mode a query by any thread invalidates a capture of a CUDA graph that is under way on another one
         mode = _exchange_capture_mode(_RELAXED)
         # CuPy's `Event.done` would report a GPU that has failed as still busy
@@ -212,19 +185,13 @@ class _CudaStream(Stream):
         return int(self.native.ptr)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        from cupy.cuda import runtime
-
         runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, self.pointer)
 
     def clear(self, target: int, nbytes: int) -> None:
-        from cupy.cuda import runtime
-
         runtime.memsetAsync(target, 0, nbytes, self.pointer)
 
     def record(self, event: Event | None = None) -> Event:
         if event is None:
-            import cupy
-
             event = _CudaEvent(cupy.cuda.Event(disable_timing=True))
         assert isinstance(event, _CudaEvent)
         event.native.record(self.native)
@@ -235,8 +202,6 @@ class _CudaStream(Stream):
         self.native.wait_event(event.native)
 
     def is_capturing(self) -> bool:
-        from cupy.cuda import runtime
-
         try:
             return bool(self.native.is_capturing())
         except runtime.CUDARuntimeError:  # of the legacy default stream, which what is captured on another one may not use
@@ -304,8 +269,6 @@ def _driver() -> ctypes.CDLL:
 
 def _error_text(status: int) -> str:
     """Return CUDA's message for an error code."""
-    from cupy.cuda import runtime
-
     try:
         runtime.check_status(status)
     except runtime.CUDARuntimeError as error:
@@ -316,8 +279,6 @@ def _error_text(status: int) -> str:
 @cache
 def _kernel(name: str) -> Any:
     """Return an instance of a kernel, compiled for the current device; CuPy caches it on disk."""
-    import cupy
-
     source = Path(__file__).with_name("kernels.cu").read_text()
     module = cupy.RawModule(code=source, options=("-std=c++17",), name_expressions=[name])
     return module.get_function(name)

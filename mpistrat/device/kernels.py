@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.reduction import HALF_DTYPES, ReduceOp
+from mpistrat.reduction import ReduceOp
 
 TYPES: dict[np.dtype[Any], str] = {
     np.dtype(kind): name
@@ -61,11 +61,6 @@ def divide_kernel(dtype: np.dtype[Any]) -> str:
 def real_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype of the two parts of a complex number; that of other values is their own."""
     return np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
-
-
-def computed_in(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which kernels compute with values: float32 for 16-bit floats."""
-    return np.dtype(np.float32) if dtype in HALF_DTYPES else dtype
 
 
 def fold_name(dtype: np.dtype[Any], op: ReduceOp) -> str:

@@ -31,6 +31,7 @@ from mpistrat.groups.agreement import (
 )
 from mpistrat.groups.group import MOST_UNCONFIRMED
 from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.lazy import MPI
 from mpistrat.steps import Steps, ends_soon
 from mpistrat.transports.window import NodeWindow
 from mpistrat.watch import watcher
@@ -146,8 +147,6 @@ class Comparison:
 
         Truncated MPI messages, for instance, come from ranks in different calls.
         """
-        from mpi4py import MPI
-
         if not isinstance(error, (CallsDifferError, MPI.Exception)):
             return None
         texts = {self._rank: text}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.algorithms.plan import Phase, Plan, Scope
-from mpistrat.arrays import Array, flat
+from mpistrat.arrays import Array, flat, new_array
 from mpistrat.device.abstract import are_contiguous
 from mpistrat.errors import TransportError
 from mpistrat.execution.executor import CopySteps, Executor
@@ -56,7 +56,7 @@ def _on_the_callers_arrays(
     """Return a bucket that needs no buffer."""
     count, intra, timeline, phases = layout.count, executor.intra, executor.timeline, plan.phases
     run = executor.bind_direct(plan, dtype, op, len(array_dtypes))
-    fold = Fold(op, array_dtypes[0], plan.world.size if op is ReduceOp.MEAN else 1)
+    fold = Fold(op, array_dtypes[0], executor.divisor(op))
     segments = SegmentCache(partial(layout.segments, longest=max(count, 1)))
     scope = phases[0].scope if phases else Scope.WORLD
 
@@ -82,7 +82,13 @@ def _on_the_callers_arrays(
     is_in_window = plan.scopes == {Scope.INTRA} and intra.window is not None
     if is_in_window and layout.is_one_array and count > 0 and set(array_dtypes) == {dtype}:
         drive = executor.hierarchy.call.drive
-        bucket.blocking = lambda source, target: drive(bucket.run([source], [target]))
+
+        def blocking(source: Array, target: Array | None) -> Array:
+            target = new_array(source.shape, source.dtype) if target is None else target
+            drive(bucket.run([source], [target]))
+            return target
+
+        bucket.blocking = blocking
     return bucket
 
 
@@ -161,9 +167,8 @@ class _Buffered:
         executor = self.executor
         if executor.device is None:
             sources, targets = [array.reshape(-1) for array in sources], [array.reshape(-1) for array in targets]
-        else:  # only the addresses of the arrays are used
-            if not are_contiguous(sources):
-                sources = [array if array.flags.c_contiguous else array.copy() for array in sources]
+        elif not are_contiguous(sources):  # only the addresses of the arrays are used
+            sources = [array if array.flags.c_contiguous else array.copy() for array in sources]
         slots, intra, timeline, has_intra = executor.slots, executor.intra, executor.timeline, self.has_intra
         if has_intra:
             if slots.partition != self.partition:
@@ -230,13 +235,12 @@ class _Buffered:
         return sum(operation.scratch_bytes for operation in operations) + sum(cast.scratch_bytes for cast in casts)
 
     def _chunk(self, start: int, count: int, slot: int) -> Chunk:
-        executor, layout, plan = self.executor, self._layout, self._plan
+        executor, layout, plan = self.executor, self._layout.part(start, start + count), self._plan
         padded = plan.padded(count)
         buffer = executor.slot(slot, self._slot_bytes, padded, self._dtype)
         phases = self._operations(slot, padded, buffer, start)
         steps = [operation for operations in phases for _, operation in operations]
         parts = steps[-1].parts if steps else []
-        divisor = plan.world.size if self._op is ReduceOp.MEAN else 1
         # the middle is the phase between nodes; on one node it is all phases, which overlap with the copies
         crossing = [phase.scope is not Scope.INTRA for phase in plan.phases]
         first = crossing.index(True) if any(crossing) else 0
@@ -244,8 +248,8 @@ class _Buffered:
         return Chunk(
             slot,
             padded * self._dtype.itemsize,
-            executor.copy_in(layout, start, start + count, buffer, self._array_dtypes),
-            executor.copy_out(layout, start, start + count, parts, buffer, self._op, divisor, self._array_dtypes),
+            executor.copy_in(layout, buffer, self._array_dtypes),
+            executor.copy_out(layout, parts, buffer, self._op, self._array_dtypes),
             phases[:first],
             phases[first:last],
             phases[last:],
@@ -325,7 +329,7 @@ class _Scatter:
     def __init__(self, executor: Executor, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> None:
         self._plan, self._executor, self._op = plan, executor, op
         self._place, self._crosses = executor.hierarchy.place, plan.world.num_nodes > 1
-        self._divisor = plan.world.size if op is ReduceOp.MEAN else 1
+        self._divisor = executor.divisor(op)
         self._fold = Fold(op, dtype, 1 if self._crosses else self._divisor)
         num_nodes, chunks = plan.world.num_nodes, plan.parts()
         # the parts of a chunk that form this rank's shard, one for each rank of its rail

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from mpistrat.errors import DeadlineExceededError
 from mpistrat.execution.comparison import Call
@@ -13,13 +12,11 @@ from mpistrat.execution.engine import back_off
 from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, DeadlineBarrier
 from mpistrat.groups.group import PROBES
 from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.lazy import MPI
 from mpistrat.steps import Steps, drive, ends_soon
 from mpistrat.transports.window import LEFT, NodeWindow
 from mpistrat.watch import watcher
 from mpistrat.watch.states import entered
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _ANSWER_SECONDS = 1.0  # for ranks to report their call after a deadline has passed
 

@@ -7,6 +7,7 @@ work is ordered on that stream; the host does not wait for the GPU, unless peers
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,11 @@ from mpistrat.execution.executor import CopySteps, Executor
 from mpistrat.execution.select import DeviceTransports, device_transports, nccl_rails
 from mpistrat.groups.deadline_barrier import AbortNotice
 from mpistrat.groups.group import Group
-from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
+from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.steps import WAITING, Steps, until
-from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Transport, Watched
+from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Transport, Watched, in_turn
 from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.nccl_bindings import nccl_refusal
 from mpistrat.transports.pairwise import ordered_all_reduce
@@ -64,9 +65,9 @@ class DeviceExecutor(Executor):
         """
         return depth if self.transports.has_channels else 1
 
-    def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array, dtypes: Sequence[np.dtype[Any]]) -> CopySteps:
+    def copy_in(self, layout: Layout, buffer: Array, dtypes: Sequence[np.dtype[Any]]) -> CopySteps:
         """Return what copies arrays of these dtypes into a range of a bucket, after earlier copies out of it."""
-        copy = DeviceCopyIn(self.device, layout, start, stop, buffer, dtypes)
+        copy = DeviceCopyIn(self.device, layout, buffer, dtypes)
 
         def run(arrays: Sequence[Array]) -> Steps:
             self._follow()
@@ -75,20 +76,12 @@ class DeviceExecutor(Executor):
         return run
 
     def copy_out(
-        self,
-        layout: Layout,
-        start: int,
-        stop: int,
-        parts: Sequence[Part],
-        buffer: Array,
-        op: ReduceOp,
-        divisor: int,
-        dtypes: Sequence[np.dtype[Any]],
+        self, layout: Layout, parts: Sequence[Part], buffer: Array, op: ReduceOp, dtypes: Sequence[np.dtype[Any]]
     ) -> CopySteps:
         """Return what copies a range of a bucket out to arrays, and waits for it if peers read memory by themselves."""
         assert all(len(part.addends) == 1 for part in parts), "transports of device memory leave no addends to fold"
         sources = [(part.start, part.stop, part.addends[0]) for part in parts] or [(0, buffer.size, buffer)]
-        copy = DeviceCopyOut(self.device, layout, start, stop, sources, divisor, dtypes)
+        copy = DeviceCopyOut(self.device, layout, sources, self.divisor(op), dtypes)
 
         def run(arrays: Sequence[Array]) -> Steps:
             yield from copy.run(arrays)
@@ -99,11 +92,9 @@ class DeviceExecutor(Executor):
         return run
 
     def shares_memory(self, array: Array, buffer: Array) -> bool:
-        """Return whether an array lies in a buffer."""
         return address(buffer) <= address(array) < address(buffer) + buffer.nbytes
 
     def adds_in_order(self, dtype: np.dtype[Any], op: ReduceOp) -> bool:
-        """Return whether the transport inside the node does: see `Executor.adds_in_order`."""
         # a product of complex numbers may be rounded once on a GPU where NumPy rounds twice
         return self.intra.adds_in_order and not (dtype.kind == "c" and op is ReduceOp.PROD)
 
@@ -173,7 +164,6 @@ class DeviceExecutor(Executor):
     def bind_direct(
         self, plan: Plan, dtype: np.dtype[Any], op: ReduceOp, num_arrays: int
     ) -> Callable[[FlatArrays, Fold], Steps]:
-        """Return NCCL's all-reduce: see `Executor.bind_direct`."""
         if op is ReduceOp.MEAN:
             self.device.prepare(divide_kernel(dtype))
         return self._direct(plan, dtype, op).all_reduce_arrays
@@ -182,7 +172,6 @@ class DeviceExecutor(Executor):
         return self.intra if plan.scopes == {Scope.INTRA} else self._over_all(dtype, op)
 
     def detects_mismatch(self, phases: Sequence[Phase], shard_bytes: int = 0, is_ordered: bool = False) -> bool:
-        """Return whether a rank in another call is found before results are used: see `Executor.detects_mismatch`."""
         return self.compares_by_messages or super().detects_mismatch(phases, shard_bytes, is_ordered)
 
     def _inside(self, verb: Verb, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
@@ -244,13 +233,8 @@ def _cast_on_device(
 ) -> Operation:
     """Bind an operation to memory of a narrower dtype, into which a kernel casts a buffer before, and back afterwards."""
     layout, narrow = Layout([buffer.size]), device.allocate(buffer.size * dtype.itemsize).view(dtype)
-    pack = DeviceCopyIn(device, layout, 0, buffer.size, narrow, [buffer.dtype])
-    unpack = DeviceCopyOut(device, layout, 0, buffer.size, [(0, buffer.size, narrow)], 1, [buffer.dtype])
+    pack = DeviceCopyIn(device, layout, narrow, [buffer.dtype])
+    unpack = DeviceCopyOut(device, layout, [(0, buffer.size, narrow)], 1, [buffer.dtype])
     operation = bind(narrow)
-
-    def run() -> Steps:
-        yield from pack.run([buffer])
-        yield from operation.run()
-        yield from unpack.run([buffer])
-
-    return Operation(run, [Part(0, buffer.size, (buffer,))], narrow.nbytes + operation.scratch_bytes)
+    acts = partial(pack.run, [buffer]), operation.run, partial(unpack.run, [buffer])
+    return in_turn([Part(0, buffer.size, (buffer,))], *acts, scratch_bytes=narrow.nbytes + operation.scratch_bytes)

@@ -95,24 +95,20 @@ class Executor:
         """Return how many of `depth` chunks may be in flight between nodes."""
         return depth
 
-    def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array, dtypes: Sequence[np.dtype[Any]]) -> CopySteps:
+    def divisor(self, op: ReduceOp) -> int:
+        """Return by what a result is divided: for MEAN, whose sum it is, by the number of ranks."""
+        return self.hierarchy.world.size if op is ReduceOp.MEAN else 1
+
+    def copy_in(self, layout: Layout, buffer: Array, dtypes: Sequence[np.dtype[Any]]) -> CopySteps:
         """Return what copies arrays of these dtypes into a range of a bucket."""
-        return CopyIn(layout, start, stop, buffer).run
+        return CopyIn(layout, buffer).run
 
     def copy_out(
-        self,
-        layout: Layout,
-        start: int,
-        stop: int,
-        parts: Sequence[Part],
-        buffer: Array,
-        op: ReduceOp,
-        divisor: int,
-        dtypes: Sequence[np.dtype[Any]],
+        self, layout: Layout, parts: Sequence[Part], buffer: Array, op: ReduceOp, dtypes: Sequence[np.dtype[Any]]
     ) -> CopySteps:
         """Return what copies a range of a bucket out to arrays: from the result of its last operation, or from the buffer."""
         addends = [(part.start, part.stop, part.addends) for part in parts] or [(0, buffer.size, (buffer,))]
-        return CopyOut(layout, start, stop, addends, op, divisor).run
+        return CopyOut(layout, addends, op, self.divisor(op)).run
 
     def shares_memory(self, array: Array, buffer: Array) -> bool:
         """Return whether an array lies in a buffer."""

@@ -5,6 +5,9 @@ all-gather and copy-out. One thread advances all lanes in turn: with depth 2 tha
 head 2, tail 1, …; middles start in the order of the chunks, `max_in_flight` of them at a time: one where they share a group
 without channels.
 
+A program that is one call of MPI, or one exchange in shared memory, also has a `blocking` form with as little Python as
+possible. It sends the same bytes: one rank may take it while another, whose timeline is enabled for instance, runs the steps.
+
 Invariant: the order of a lane's operations depends on chunk indexes only, never on what happens to be ready, so that all ranks
 issue the operations of a group in the same order.
 """
@@ -13,17 +16,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpistrat import settings
 from mpistrat.algorithms.plan import Plan
 from mpistrat.arrays import Array
+from mpistrat.execution.executor import Executor
+from mpistrat.reduction import ReduceOp, accumulation_dtype, divider, quiet
 from mpistrat.steps import WAITING, WORKED, Steps
+
+SMALL_BATCH_BYTES = 1 << 16  # in larger batches the copies take longer than the Python that is saved
 
 ChunkSteps = Callable[[int], Steps]
 Blocking = Callable[[Sequence[Array], Sequence[Array] | None], list[Array]]
 """All-reduces arrays in a blocking call, into `out` or to new ones: ``blocking(arrays, out)``."""
+Combine = Callable[[Array, "Array | None"], Array]
+"""All-reduces one array into another one, or a new one, which it returns."""
 
 
 def nothing(_: int) -> Steps:
@@ -47,7 +59,7 @@ class Bucket:
     `lanes` returns the lanes for sources and C-contiguous targets, and `is_current` whether the memory is still there.
     `detects_mismatch` says whether a rank in another call is found before results are used; if not, calls are compared
     afterwards. `flat_count` counts the elements of the one all-reduce of MPI, if the plan is nothing else; `blocking` combines
-    one C-contiguous array in a blocking call, where that is possible.
+    one array in a blocking call, where that is possible.
     """
 
     plan: Plan
@@ -57,7 +69,7 @@ class Bucket:
     detects_mismatch: bool
     max_in_flight: int = 1
     flat_count: int = 0
-    blocking: Callable[[Array, Array], None] | None = None
+    blocking: Combine | None = None
     held_bytes: Callable[[], int] = int
     indices: tuple[int, ...] = (0,)
 
@@ -144,3 +156,108 @@ def overlap(lanes: Lanes, depth: int, max_in_flight: int) -> Steps:
             started += 1
             answers.append(WORKED)
         yield any(answers)
+
+
+def shorten(program: Program, executor: Executor, op: ReduceOp, arrays: Sequence[Array]) -> None:
+    """Give a program of host arrays like these its blocking call, if it is a single one."""
+    if len(program.buckets) != 1:
+        return
+    [bucket], dtype, world = program.buckets, accumulation_dtype(op, arrays[0].dtype), executor.world
+    nbytes = bucket.flat_count * dtype.itemsize
+    divisor = executor.divisor(op)
+    if bucket.blocking is not None:
+        program.blocking = _of_one(bucket.blocking)  # it divides for MEAN
+    elif not 0 < nbytes <= executor.hierarchy.settings[settings.MAX_MESSAGE_BYTES]:
+        return
+    elif len(arrays) == 1 and dtype == arrays[0].dtype:
+        bound = world.bind(op, dtype, arrays[0].shape)
+        program.blocking = _of_one(bound.blocking(), divider(dtype, divisor), bound.may_overlap)
+        program.is_one_message = divisor == 1
+    elif sum(array.nbytes for array in arrays) <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:
+        combine = world.bind(op, dtype, (bucket.flat_count,)).blocking()
+        program.blocking = SmallBatch(op, arrays, bucket, divisor, combine).run
+
+
+def _of_one(combine: Combine, divide: Callable[[Array], object] | None = None, may_overlap: bool = False) -> Blocking:
+    """Return the all-reduce of one array, by ``combine(source, target)``, whose sum is divided."""
+
+    def run(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
+        [source] = arrays
+        if out is None:
+            target = combine(source, None)
+        else:
+            [target] = out
+            if not (may_overlap or target is source or (source.flags.owndata and target.flags.owndata)):
+                source = source.copy() if np.may_share_memory(source, target) else source
+            combine(source, target)
+        if divide is not None:
+            divide(target)
+        return [target]
+
+    return run
+
+
+class SmallBatch:
+    """Arrays of certain shapes and one dtype in one message.
+
+    `combine` all-reduces an array, into its second argument, or into a new array where that is None.
+    """
+
+    def __init__(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        bucket: Bucket,
+        divisor: int,
+        combine: Combine,
+    ) -> None:
+        assert bucket.indices == tuple(reversed(range(len(arrays)))), "arrays are packed from the last to the first"
+        self._dtype = arrays[0].dtype
+        self._sent_dtype = accumulation_dtype(op, self._dtype)
+        self._is_cast = self._sent_dtype != self._dtype
+        self._divide, self._combine = divider(self._sent_dtype, divisor), combine
+        # what is sent: the arrays, then padding
+        self._given = np.zeros(bucket.flat_count, self._dtype)
+        self._bytes = self._given.view(np.uint8).data[: sum(array.nbytes for array in arrays)]
+        self._record = _record([array.shape for array in arrays], self._dtype)
+        self._scalars = [index for index, array in enumerate(arrays) if not array.ndim]
+
+    def run(self, arrays: Sequence[Array], out: Sequence[Array] | None = None) -> list[Array]:
+        """All-reduce the arrays, into `out` or to disjoint views of one new array. A collective call."""
+        self._bytes[:] = _joined(arrays[::-1])
+        total = self._combine(self._given.astype(self._sent_dtype) if self._is_cast else self._given, None)
+        if self._divide is not None:
+            self._divide(total)
+        if self._is_cast:
+            total = quiet()(total.astype, self._dtype)
+        # item() returns the fields of a record as views, all in one call
+        results: list[Any] = list(np.ndarray((), self._record, total).item())
+        for index in self._scalars:
+            results[index] = results[index].reshape(())
+        if out is None:
+            return results
+        for target, result in zip(out, results, strict=True):
+            target[...] = result
+        return list(out)
+
+
+def _joined(arrays: Sequence[Any]) -> bytes:
+    """Return the bytes of arrays in C order; several times as fast as `numpy.concatenate` for many tiny arrays."""
+    try:
+        return b"".join(arrays)
+    except TypeError:  # one of them is not contiguous
+        return b"".join(map(np.ndarray.tobytes, arrays))
+
+
+def _record(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of a record with an array of each shape, the last one first in memory; scalars have one axis."""
+    sizes = [prod(shape) * dtype.itemsize for shape in reversed(shapes)]
+    starts = list(accumulate(sizes, initial=0))
+    return np.dtype(
+        {
+            "names": [f"array {index}" for index in range(len(shapes))],
+            "formats": [(dtype, shape or (1,)) for shape in shapes],
+            "offsets": starts[-2::-1],
+            "itemsize": starts[-1],
+        }
+    )

@@ -10,20 +10,18 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from mpistrat.errors import AgreementError, MpistratError
 from mpistrat.groups.group import Group, keep_alive_for_peers
+from mpistrat.lazy import MPI
 from mpistrat.steps import Steps, until
 from mpistrat.text import ranks_by
 from mpistrat.watch.recorder import hash_of
 from mpistrat.watch.verdict import mismatch_text
 from mpistrat.watch.watcher import watcher
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 Completion = Callable[[Callable[[], "MPI.Request"]], None]
 """Calls the function that it is given, which starts an exchange, and returns when that has completed."""
@@ -254,8 +252,6 @@ def wait_for(request: MPI.Request, check: Callable[[], None] = lambda: None) -> 
 
 def all_agree(comm: MPI.Intracomm, yes: bool) -> bool:
     """Return whether all ranks say yes. A collective call, in which none waits for one that has failed."""
-    from mpi4py import MPI
-
     found = np.array(yes)
     wait_for(comm.Iallreduce(MPI.IN_PLACE, found, MPI.LAND))
     return bool(found)

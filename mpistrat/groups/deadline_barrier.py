@@ -14,17 +14,14 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpistrat.errors import CollectiveError, DeadlineExceededError, UnavailableError
 from mpistrat.groups.group import PROBES, Group, keep_alive_for_peers
+from mpistrat.lazy import MPI
 from mpistrat.steps import WAITING, Steps
 from mpistrat.text import ranks_text
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _NOTICE_TAG = 32_767  # the largest that every MPI accepts
 _ABORT_TAG = _NOTICE_TAG - 1
@@ -40,8 +37,6 @@ class DeadlineBarrier:
     """A barrier of the ranks of a group, with a deadline; `nodes` are the names of the ranks' nodes, for errors."""
 
     def __init__(self, group: Group, nodes: Sequence[str]) -> None:
-        from mpi4py import MPI
-
         self._any, self._new_status = MPI.ANY_SOURCE, MPI.Status
         self._group, self._nodes = group, nodes
         self._others = [rank for rank in range(group.size) if rank != group.rank]
@@ -221,16 +216,12 @@ class AbortNotice:
         self._sent: list[MPI.Request] = []
 
     def send(self) -> None:
-        from mpi4py import MPI
-
         if not (self._sent or MPI.Is_finalized()):
             others = [rank for rank in range(self._group.size) if rank != self._group.rank]
             self._sent = [self._group.comm.Isend(np.empty(0, np.uint8), rank, _ABORT_TAG) for rank in others]
 
     def has_come(self) -> bool:
         """Return whether another rank has sent one."""
-        from mpi4py import MPI
-
         return not MPI.Is_finalized() and self._group.comm.Iprobe(MPI.ANY_SOURCE, _ABORT_TAG)
 
 

@@ -6,13 +6,10 @@ import os
 from array import array
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
+from mpistrat.lazy import MPI
 from mpistrat.settings import CHECK, Snapshot
 from mpistrat.steps import Steps, until, yield_core
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _CHANNELS = 32
 _FIRST_TAG, _MAX_TAG = 1 << 15, 1 << 30  # smaller tags are used for messages outside of calls
@@ -33,22 +30,7 @@ class CallState:
     passes when ``time.monotonic()`` is `ends`; 0 means none.
     """
 
-    __slots__ = (
-        "_span",
-        "calls",
-        "compare_history",
-        "digest",
-        "drive",
-        "ends",
-        "has_failed",
-        "must_poll",
-        "settings",
-        "unconfirmed",
-    )
-
     def __init__(self) -> None:
-        from mpi4py import MPI
-
         self.digest = self.unconfirmed = 0
         self.ends = 0.0
         self.calls: list[int] = []
@@ -111,8 +93,6 @@ class Group:
     """
 
     def __init__(self, comm: MPI.Comm, name: str, call: CallState | None = None) -> None:
-        from mpi4py import MPI
-
         assert isinstance(comm, MPI.Intracomm), f"{name}: {comm!r} is not an intracommunicator"
         self.comm, self.name, self.ranks = comm, name, job_ranks_of(comm)
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
@@ -133,8 +113,6 @@ def free(comm: MPI.Comm) -> None:
     What was sent and not received, such as notices that came too late, is received here: MPICH and others give the next
     communicator the number of one that was freed, and would deliver it there.
     """
-    from mpi4py import MPI
-
     for _ in until(comm.Ibarrier().Test):
         yield_core()
     status = MPI.Status()
@@ -146,8 +124,6 @@ def free(comm: MPI.Comm) -> None:
 
 def job_ranks_of(comm: MPI.Intracomm) -> tuple[int, ...]:
     """Return the ranks in COMM_WORLD of the members of a communicator, in its order."""
-    from mpi4py import MPI
-
     own, job = comm.Get_group(), MPI.COMM_WORLD.Get_group()
     ranks = own.Translate_ranks(None, job)
     own.Free()

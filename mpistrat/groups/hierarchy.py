@@ -10,15 +10,12 @@ Invariant: every communicator is a duplicate owned by this library; nothing is e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from mpistrat.groups.group import CallState, Group
+from mpistrat.lazy import MPI
 from mpistrat.text import spans_text
 from mpistrat.topology.world import World
 from mpistrat.watch.record import LONGEST_TEXT, NOT_LISTED
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 
 class Hierarchy:
@@ -49,8 +46,6 @@ class Hierarchy:
 
     def _agree_on_number(self) -> int:
         """Return an id chosen by the first rank: ranks may have made different numbers of hierarchies before."""
-        from mpi4py import MPI
-
         number = MPI.COMM_WORLD.Get_rank() << 32 | next(self._numbers)
         return int(self.world_group.comm.bcast(number))
 
@@ -84,8 +79,6 @@ class Hierarchy:
 
 def members_text(job_ranks: Sequence[int]) -> str:
     """Return ranks of the job as text, "0-2 5": empty if they are all, NOT_LISTED if the text is too long."""
-    from mpi4py import MPI
-
     if len(job_ranks) == MPI.COMM_WORLD.Get_size():
         return ""
     text = spans_text(sorted(job_ranks))

@@ -8,20 +8,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from mpistrat.errors import DeadlineExceededError
 from mpistrat.groups.agreement import Agreement, wait_for
 from mpistrat.groups.group import Group, job_ranks_of
 from mpistrat.groups.hierarchy import members_text
 from mpistrat.launch import bootstrap
+from mpistrat.lazy import MPI
 from mpistrat.topology.discover import check_gpu_assignment, discover
 from mpistrat.topology.world import World
 from mpistrat.watch import watcher
 from mpistrat.watch.recorder import watched
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 T = TypeVar("T")
 
@@ -81,8 +79,6 @@ def _watch(world: MPI.Intracomm, call: str, timeout_seconds: float) -> None:
 
 def _own(comm: MPI.Intracomm, call: str, timeout_seconds: float) -> MPI.Intracomm:
     """Return a duplicate of a communicator, which completes when all ranks have called this."""
-    from mpi4py import MPI
-
     own, request = comm.Idup()
     deadline = time.monotonic() + (timeout_seconds or float("inf"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from copy import copy
 from itertools import accumulate
 
 from mpistrat.device.kernels import Segment
@@ -21,6 +22,12 @@ class Layout:
     def is_one_array(self) -> bool:
         """Whether the range is one whole array."""
         return len(self.offsets) == 2 and self.count == self.offsets[-1]
+
+    def part(self, start: int, stop: int) -> Layout:
+        """Return elements [start, stop) of the range."""
+        part = copy(self)
+        part.first, part.count = self.first + start, stop - start
+        return part
 
     def segments(self, start: int, stop: int, longest: int) -> list[Segment]:
         """Return the segments in elements [start, stop) of the range, in order, each of at most `longest` elements."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import starmap
 from struct import Struct
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -25,14 +25,12 @@ from mpistrat.errors import DeadlineExceededError, UnavailableError
 from mpistrat.groups.agreement import pause
 from mpistrat.groups.group import free, keep_alive_for_peers
 from mpistrat.launch.abort import acknowledge_losses, survives_losses
+from mpistrat.lazy import MPI
 from mpistrat.logger import logger
 from mpistrat.parameter_server.tasks import TaskGroup
 from mpistrat.watch.recorder import encoded, recorder
 from mpistrat.watch.states import others_report
 from mpistrat.watch.watcher import watcher
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 # tags: to a server or a worker; from a server, to whoever asked; from a worker, to the chief
 REQUEST, REPLY, RESULT = 1, 2, 3
@@ -157,8 +155,6 @@ class Channel:
     """Sends messages to the other tasks, and waits for what they send."""
 
     def __init__(self, group: TaskGroup) -> None:
-        from mpi4py import MPI
-
         assert group.comm is not None, "an evaluator takes part in no communication"
         self.group, self.comm, self.failure = group, group.comm, MPI.Exception
         self.rank = self.comm.Get_rank()
@@ -297,8 +293,6 @@ class Channel:
 
     def checked_loss(self, error: MPI.Exception) -> UnavailableError:
         """Return which ranks are lost, if that is what an error of MPI means and the job survives it; raise it otherwise."""
-        from mpi4py import MPI
-
         if not self.survives:
             raise error
         known, deadline = self.lost, time.monotonic() + _NOTIFIED_WITHIN_SECONDS
@@ -339,8 +333,6 @@ class Receiver:
     """Receives messages of one tag, one after the other: those of one rank, or of any."""
 
     def __init__(self, channel: Channel, tag: int, source: int | None = None) -> None:
-        from mpi4py import MPI
-
         self._buffer = bytearray(_HEADER_BYTES + channel.inline_bytes)
         self._view = memoryview(self._buffer)
         self._status = MPI.Status()
@@ -383,8 +375,6 @@ class Receiver:
         The loss of a rank that might have sent something leaves the receive under way. When a message comes, Open MPI may raise
         the same error again and end the receive. A request that is not under way shows as one that has ended without a source.
         """
-        from mpi4py import MPI
-
         is_pending, status = error.Get_error_class() == MPI.ERR_PROC_FAILED_PENDING, MPI.Status()
         self._is_active = is_pending and not (self._request.Get_status(status) and status.source < 0)
         loss = self._channel.checked_loss(error)

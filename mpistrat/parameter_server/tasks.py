@@ -9,17 +9,14 @@ import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import count
-from typing import TYPE_CHECKING
 
 from mpistrat.cluster import ClusterSpec, check_role
 from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.launch import abort
+from mpistrat.lazy import MPI
 from mpistrat.settings import MAX_MESSAGE_BYTES, Snapshot
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 CHIEF, WORKER, PS, EVALUATOR = JOBS = "chief", "worker", "ps", "evaluator"
 
@@ -79,8 +76,6 @@ def join_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | Non
         check_role(cluster, task_type, task_id)
 
     with rendezvous("joining the cluster of parameter servers") as job:
-        from mpi4py import MPI  # which has started
-
         limit = f"{MAX_MESSAGE_BYTES.name}={settings[MAX_MESSAGE_BYTES]}"  # both ends of a message are cut alike
         job.agree(f"joining the parameter servers of {cluster!r}, {limit}", check)
         played: list[tuple[str, int]] = job.comm.allgather((task_type, task_id))

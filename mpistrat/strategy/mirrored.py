@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -23,15 +23,13 @@ from mpistrat.device.binding import own_device
 from mpistrat.errors import CollectiveError, DeadlineExceededError, InvalidArgumentError, LaunchError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.rendezvous import Rendezvous, rendezvous
+from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.structures import flatten, map_leaves
 from mpistrat.text import format_count
 from mpistrat.topology.world import World, device_name, ranks_of
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 T = TypeVar("T")
 

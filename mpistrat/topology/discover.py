@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from mpistrat import settings
 from mpistrat.device.abstract import Identity
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import LaunchError, MpistratError, TopologyError
 from mpistrat.launch.bootstrap import Bound, bind_again, what_is_bound
+from mpistrat.lazy import MPI
 from mpistrat.logger import logger
 from mpistrat.text import ranks_by, ranks_text
 from mpistrat.topology.world import World
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 
 def discover(comm: MPI.Intracomm, virtual_nodes: str | None = None) -> World:
@@ -45,8 +42,6 @@ def discover(comm: MPI.Intracomm, virtual_nodes: str | None = None) -> World:
 
 def _part_of_job(comm: MPI.Intracomm, shape: str) -> World:
     """Return the world of the ranks of `comm` in a job of a shape; where they are all of them, in the order of `comm`."""
-    from mpi4py import MPI
-
     if comm.Get_size() == MPI.COMM_WORLD.Get_size():
         return World.from_shape(shape, comm.Get_size())
     job = World.from_shape(shape, MPI.COMM_WORLD.Get_size())
@@ -58,8 +53,6 @@ def _part_of_job(comm: MPI.Intracomm, shape: str) -> World:
 
 def real_nodes(comm: MPI.Intracomm) -> tuple[list[int], list[str]]:
     """Return, for each rank, the lowest rank it can share memory with, and the name of its machine. A collective call."""
-    from mpi4py import MPI
-
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.Get_rank())
     lowest = node.bcast(comm.Get_rank())
     node.Free()
@@ -174,8 +167,6 @@ def _check_place(rank: int, answer: Answer) -> None:
 
 
 def _answer(comm: MPI.Intracomm) -> Answer:
-    from mpi4py import MPI
-
     labels, rank = real_nodes(comm)[0], comm.Get_rank()
     place = labels[:rank].count(labels[rank]), labels.count(labels[rank])
     bound = what_is_bound()

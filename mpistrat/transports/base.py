@@ -70,6 +70,16 @@ class Operation:
     scratch_bytes: int = 0  # its own memory, besides the buffer
 
 
+def in_turn(parts: list[Part], *acts: Callable[[], Steps], scratch_bytes: int = 0) -> Operation:
+    """Return the operation of several acts, one after the other."""
+
+    def run() -> Steps:
+        for act in acts:
+            yield from act()
+
+    return Operation(run, parts, scratch_bytes)
+
+
 class Transport(ABC):
     """Moves bytes between the ranks of one group, on the group's communicator only."""
 

@@ -19,6 +19,7 @@ from mpistrat.device.abstract import address
 from mpistrat.errors import UnavailableError
 from mpistrat.groups.group import Group
 from mpistrat.launch import process
+from mpistrat.lazy import MPI
 from mpistrat.settings import PEER_MEMORY
 
 # the Yama security module lets a process attach only to descendants, and to processes that have admitted it or an ancestor
@@ -30,8 +31,6 @@ _IOV_MAX, _IOVEC_BYTES = 1024, 16
 
 def addresses(arrays: Sequence[NDArray[Any]]) -> list[int]:
     """Return the addresses of contiguous arrays, for each in a tenth of the time that `address` takes."""
-    from mpi4py import MPI
-
     return list(map(MPI.Get_address, arrays))
 
 

@@ -22,9 +22,10 @@ from mpistrat.device.kernels import fold_into_kernel, num_blocks
 from mpistrat.errors import MpistratError, TransportError
 from mpistrat.groups.agreement import gather_or_raise
 from mpistrat.groups.group import Group
+from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp
-from mpistrat.steps import Steps, drive, until
-from mpistrat.transports.base import DeviceTransport, Operation
+from mpistrat.steps import drive, until
+from mpistrat.transports.base import DeviceTransport, Operation, in_turn
 from mpistrat.transports.ring import RingTransport
 
 # MPI matches each message, and registers its memory where it must; UCX pipelines memory of NVIDIA GPUs in fragments of 4 MiB
@@ -80,17 +81,10 @@ class CudaAwareTransport(RingTransport, DeviceTransport):
         self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp, halves: Sequence[tuple[int, bool]], channel: int = 0
     ) -> Operation:
         bound = super()._bind(buffer, bounds, op, halves, channel)
-
-        def run() -> Steps:
-            # the buffer is written, and nobody reads what will be overwritten
-            yield from until(self.device.current_stream().record().done)
-            yield from bound.run()
-
-        return Operation(run, bound.parts)
+        # the buffer is written, and nobody reads what will be overwritten
+        return in_turn(bound.parts, lambda: until(self.device.current_stream().record().done), bound.run)
 
     def _message(self, part: DeviceArray) -> list[Any]:
-        from mpi4py import MPI
-
         return [MPI.buffer.fromaddress(address(part), part.nbytes), part.nbytes, MPI.BYTE]
 
     def _folding(

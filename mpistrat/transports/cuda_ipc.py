@@ -28,8 +28,8 @@ from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import ONE_SHOT_BYTES
 from mpistrat.steps import Steps, until
-from mpistrat.transports.base import DeviceTransport, Operation, Part
-from mpistrat.transports.shared_memory import ArenaTransport, in_turn
+from mpistrat.transports.base import DeviceTransport, Operation, Part, in_turn
+from mpistrat.transports.shared_memory import ArenaTransport
 from mpistrat.transports.window import NodeWindow
 
 SHARED_BLOCK_BYTES = 1 << 21  # CUDA shares whole blocks of this size, and smaller allocations lie in one together

@@ -11,19 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import Array, as_bytes
 from mpistrat.groups.group import Group, keep_alive_for_peers
+from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp, combine, quiet
 from mpistrat.settings import MAX_MESSAGE_BYTES
 from mpistrat.steps import Steps, until
 from mpistrat.transports.base import Operation, Part, Transport
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 
 class MpiTransport(Transport):
@@ -37,15 +35,11 @@ class MpiTransport(Transport):
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind MPI_Iallreduce, in place."""
-        from mpi4py import MPI
-
         start, native = self.group.comm.Iallreduce, mpi_op(op, buffer.dtype)
         return _operation(buffer, [partial(start, MPI.IN_PLACE, as_message(part), native) for part in self._split(buffer)])
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind one MPI_Ireduce per rank, to that rank."""
-        from mpi4py import MPI
-
         native, calls = mpi_op(op, buffer.dtype), []
         for root, (start, stop) in enumerate(pairwise(bounds)):
             for message in map(as_message, self._split(buffer[start:stop])):
@@ -55,8 +49,6 @@ class MpiTransport(Transport):
 
     def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
         """Bind MPI_Iallgatherv in place, or one MPI_Ibcast per rank if it would exceed the message limit."""
-        from mpi4py import MPI
-
         comm = self.group.comm
         if buffer.nbytes <= self._limit_bytes:
             counts = [stop - start for start, stop in pairwise(bounds)]
@@ -103,16 +95,12 @@ def peers_in_turn(group: Group) -> list[int]:
 
 def mpi_datatype(dtype: np.dtype[Any]) -> MPI.Datatype:
     """Return MPI's datatype for a NumPy dtype."""
-    from mpi4py import MPI
-
     return MPI.Datatype.fromcode(dtype.char)
 
 
 @cache
 def mpi_op(op: ReduceOp, dtype: np.dtype[Any]) -> MPI.Op:
     """Return the MPI operation that combines `dtype` exactly as `mpistrat.reduction` defines `op`."""
-    from mpi4py import MPI
-
     if dtype.kind == "b":
         return {ReduceOp.SUM: MPI.LOR, ReduceOp.MAX: MPI.LOR, ReduceOp.MIN: MPI.LAND, ReduceOp.PROD: MPI.LAND}[op]
     # MPI_MIN and MPI_MAX treat NaN differently for each order of ranks; Open MPI saturates sums of 8 and 16-bit integers
@@ -128,7 +116,6 @@ def mpi_op(op: ReduceOp, dtype: np.dtype[Any]) -> MPI.Op:
 @cache  # mpi4py allows 32 user-defined operations per process
 def _ufunc_op(fold: np.ufunc, dtype: np.dtype[Any]) -> MPI.Op:
     """Return an MPI operation that applies a ufunc."""
-    from mpi4py import MPI
 
     def combine_buffers(source: Any, inout: Any, datatype: MPI.Datatype) -> None:
         target = np.frombuffer(inout, dtype)
@@ -144,8 +131,6 @@ def as_message(array: Array) -> list[Any]:
 
 def byte_message(array: Array) -> list[Any]:
     """Return a C-contiguous array of any dtype as a message of bytes."""
-    from mpi4py import MPI
-
     return [as_bytes(array), array.nbytes, MPI.BYTE]
 
 
@@ -162,7 +147,4 @@ def until_complete(requests: Iterable[MPI.Request], memory: object) -> Steps:
 
 
 def _operation(buffer: Array, starts: Sequence[Callable[[], MPI.Request]]) -> Operation:
-    def run() -> Steps:
-        yield from until_complete((start() for start in starts), buffer)
-
-    return Operation(run, [Part(0, buffer.size, (buffer,))])
+    return Operation(lambda: until_complete((start() for start in starts), buffer), [Part(0, buffer.size, (buffer,))])

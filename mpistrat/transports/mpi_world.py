@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from mpistrat.groups.agreement import CallsDifferError, all_agree
 from mpistrat.groups.group import CallState, Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import openmpi
+from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import CHECK
 from mpistrat.steps import Steps
@@ -31,9 +32,6 @@ from mpistrat.transports.base import Operation, Part
 from mpistrat.transports.mpi import MpiTransport, mpi_datatype, mpi_op, until_complete
 from mpistrat.transports.small import SmallAllReduce, SmallExchange
 from mpistrat.transports.window import LEAST_SMALL_BYTES, NodeWindow
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _DIGEST_BITS, _LEAST_PIECE_BITS = 28, 4
 KIB = 1 << 10
@@ -71,7 +69,6 @@ class WorldTransport(MpiTransport):
         return MpiAllReduce(self, op, dtype, shape, self.window, carries_digest=is_small)
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
-        """Bind an all-reduce, in place."""
         bound = self.bind(op, buffer.dtype, buffer.shape)
         return Operation(lambda: bound.steps(buffer, buffer), [Part(0, buffer.size, (buffer,))])
 
@@ -81,8 +78,6 @@ class WorldTransport(MpiTransport):
 
     def parts(self, source: Array, target: Array) -> list[tuple[Any, Array]]:
         """Return the send and receive buffer of each call of MPI."""
-        from mpi4py import MPI
-
         in_place = np.may_share_memory(source, target)  # they are equal: others that overlap have been copied
         source = source.view(target.dtype)  # equal dtypes of NumPy may be different datatypes of MPI
         if source.nbytes <= self._limit_bytes:
@@ -99,13 +94,10 @@ class WorldTransport(MpiTransport):
         return copy
 
     def close(self) -> None:
-        """Free the communicators."""
         while self._own:
             self._own.pop().Free()
 
     def _in_order_of_nodes(self, hierarchy: Hierarchy) -> Group:
-        from mpi4py import MPI
-
         world, comm = hierarchy.world, hierarchy.world_group.comm
         ranks = tuple(rank for node in world.nodes for rank in node.ranks)
         ordered = comm.Split(0, ranks.index(comm.rank))
@@ -256,7 +248,5 @@ def _copy(source: Array, target: Array | None = None) -> Array:
 
 def _may_advise(hierarchy: Hierarchy) -> bool:
     """Return whether all ranks run the Open MPI of the wheel, and the user has not selected components."""
-    from mpi4py import MPI
-
     is_known = MPI.get_vendor()[0] == "Open MPI" and openmpi.has_wheel(os.environ)
     return all_agree(hierarchy.world_group.comm, is_known and not openmpi.has_chosen_collectives(os.environ))

@@ -25,12 +25,12 @@ import numpy as np
 
 from mpistrat.arrays import part_bounds
 from mpistrat.device.abstract import Allocator, Device, DeviceArray, Event, Stream, address
-from mpistrat.device.kernels import PACKET_BYTES, computed_in, divide_kernel, fold_kernel, num_blocks, real_dtype
+from mpistrat.device.kernels import PACKET_BYTES, divide_kernel, fold_kernel, num_blocks, real_dtype
 from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups.agreement import bcast_or_raise, gather_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.logger import logger
-from mpistrat.reduction import Fold, ReduceOp
+from mpistrat.reduction import Fold, ReduceOp, accumulation_dtype
 from mpistrat.steps import WAITING, Steps
 from mpistrat.text import ranks_by, ranks_text
 from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Watched
@@ -88,7 +88,6 @@ class NcclTransport(DeviceTransport):
 
     @classmethod
     def probe(cls, group: Group) -> str:
-        """Return why NCCL cannot join these ranks, or an empty text."""
         try:
             available = bool(find_binding().available)
         except ImportError as error:
@@ -127,7 +126,6 @@ class NcclTransport(DeviceTransport):
         return taken[0]
 
     def refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
-        """Return what NCCL lacks to combine such values, or an empty text."""
         return nccl_refusal(dtype, op)
 
     def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
@@ -285,7 +283,7 @@ class NcclTransport(DeviceTransport):
         if fold.divisor > 1 and count:
             real = real_dtype(fold.dtype)
             count *= fold.dtype.itemsize // real.itemsize
-            arguments = start, count, computed_in(real).type(fold.divisor)
+            arguments = start, count, accumulation_dtype(ReduceOp.SUM, real).type(fold.divisor)
             self.device.current_stream().launch(divide_kernel(real), num_blocks(count, real.itemsize), arguments)
 
     def _native(self, dtype: np.dtype[Any], op: ReduceOp) -> tuple[int, int, int]:
@@ -520,10 +518,7 @@ class NcclTransport(DeviceTransport):
         return taken[0]
 
     def _try_verbs(self, values: DeviceArray) -> None:
-        """Make the first call of each verb, and check the results.
-
-        Raises TransportError if that is wrong.
-        """
+        """Make the first call of each verb, and check the results; raises TransportError if one is wrong."""
         # integers: the cube of the number of ranks need not be a float32
         size, kind, total = self.group.size, self._nccl.NCCL_INT64, self._nccl.NCCL_SUM
         self.device.put(values, np.ones(values.size, np.int64))

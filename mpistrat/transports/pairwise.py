@@ -11,22 +11,19 @@ Parts are sent in segments: while one arrives, earlier ones are folded and sent 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpistrat.arrays import Array, part_bounds
 from mpistrat.groups.group import Group, keep_alive_for_peers
-from mpistrat.reduction import HALF_DTYPES, ReduceOp, combine
+from mpistrat.lazy import MPI
+from mpistrat.reduction import ReduceOp, accumulation_dtype, combine
 from mpistrat.settings import MAX_MESSAGE_BYTES
 from mpistrat.steps import WORKED, Steps, until
 from mpistrat.transports.base import Operation, Part
 from mpistrat.transports.mpi import byte_message, peers_in_turn
 from mpistrat.transports.ring import SEGMENT_BYTES
 from mpistrat.transports.wire import Cast
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 
 def ordered_all_reduce(group: Group, buffer: Array, op: ReduceOp, channel: int = 0, cast: Cast | None = None) -> Operation:
@@ -52,8 +49,7 @@ class _Ordered:
         self.peers = peers_in_turn(group)
         self.sent = buffer if cast is None else np.empty(buffer.size, dtype)
         self.published = np.empty(buffer.size, dtype)
-        folded = np.dtype(np.float32) if buffer.dtype in HALF_DTYPES else buffer.dtype
-        self.total, self.wide = np.empty((2, min(step, buffer.size)), folded)
+        self.total, self.wide = np.empty((2, min(step, buffer.size)), accumulation_dtype(ReduceOp.SUM, buffer.dtype))
         own = self.segments[group.rank]
         part = slice(own[0][0], own[-1][1]) if own else slice(0)
         received = {peer: np.empty(self.published[part].size, dtype) for peer in self.peers}

@@ -12,21 +12,19 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpistrat.arrays import Array, part_bounds
 from mpistrat.device.abstract import Event
 from mpistrat.groups.group import Group, keep_alive_for_peers
+from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp, combine
 from mpistrat.settings import MAX_MESSAGE_BYTES
 from mpistrat.steps import WAITING, WORKED, Steps, until
 from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.mpi import as_message
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 # with its header just below 64 KiB, MPI's eager limit over TCP: longer messages wait for the receiver to answer (rendezvous)
 SEGMENT_BYTES = 63 << 10
@@ -64,8 +62,9 @@ class Ring:
                 self.sends += self._segments_of(part % size)
                 self.targets += self._segments_of((part - 1) % size)
             self.reduces += [reduces] * (size - 1) * self.segments
+        self.sent_before = self._sent_before()
 
-    def sent_before(self) -> list[int | None]:
+    def _sent_before(self) -> list[int | None]:
         """Return, for each target received in place, the index of the send that must have left that memory before."""
         last_send: dict[int, int] = {}
         before: list[int | None] = []
@@ -81,7 +80,7 @@ class Ring:
         return [slice(first, min(first + self.width, stop)) for first in firsts]
 
 
-class BoundRing:
+class BoundRing(NamedTuple):
     """A ring bound to memory, on one channel: rings on different channels may be in flight at the same time.
 
     ``fold(index)`` begins to combine what a message has brought with its target; it returns the event of its end, or None if it
@@ -89,33 +88,21 @@ class BoundRing:
     MPI reads and writes: it is never freed if the ring is given up.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        channel: int,
-        ring: Ring,
-        sends: Sequence[list[Any]],
-        receives: Sequence[list[Any]],
-        fold: Callable[[int], Event | None],
-        ahead: int,
-        memory: object,
-    ) -> None:
-        self._comm, self._call, self._channel = group.comm, group.call, channel
-        self._left, self._right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
-        self._segments, self._sent_before = ring.segments, ring.sent_before()
-        self._sends, self._receives, self._fold, self._ahead, self._memory = sends, receives, fold, ahead, memory
+    group: Group
+    channel: int
+    ring: Ring
+    sends: Sequence[list[Any]]
+    receives: Sequence[list[Any]]
+    fold: Callable[[int], Event | None]
+    ahead: int
+    memory: object
 
     def run(self) -> Steps:
         """Return the steps of one round. A collective call."""
-        comm, right, left, tag = self._comm, self._right, self._left, self._call.tag(self._channel)
-        sends, receives, sent_before, segments, fold = (
-            self._sends,
-            self._receives,
-            self._sent_before,
-            self._segments,
-            self._fold,
-        )
-        count, ahead, passed_on = len(sends), self._ahead, 0
+        group, channel, ring, sends, receives, fold, ahead, _ = self
+        comm, tag, segments, sent_before = group.comm, group.call.tag(channel), ring.segments, ring.sent_before
+        left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+        count, passed_on = len(sends), 0
         sent: list[MPI.Request] = []
         arriving: list[MPI.Request] = []
         folding: list[Event | None] = []  # of each message that has arrived
@@ -172,7 +159,6 @@ class RingTransport(Transport):
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of the receive buffers of all channels."""
         return sum(memory.nbytes for memory in self._received.values())
 
     def _segment_bytes(self, part_bytes: int) -> int:

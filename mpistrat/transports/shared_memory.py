@@ -22,7 +22,7 @@ from mpistrat.device.kernels import Segment
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import Fold, ReduceOp, combine
 from mpistrat.steps import WORKED, Steps
-from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
+from mpistrat.transports.base import FlatArrays, Operation, Part, Transport, in_turn
 from mpistrat.transports.cma import IoVectors, addresses
 from mpistrat.transports.window import NodeWindow
 
@@ -50,7 +50,6 @@ class ArenaTransport(Transport):
         return self._sync_window.release()
 
     def fence(self, number: int) -> Steps:
-        """Wait until every peer has called `release` `number` times."""
         return self._sync_window.fence(number)
 
     def dispose(self) -> None:
@@ -78,16 +77,6 @@ class ArenaTransport(Transport):
         return (self._sync_window.barrier,)
 
 
-def in_turn(parts: list[Part], *acts: Callable[[], Steps], scratch_bytes: int = 0) -> Operation:
-    """Return the operation of several acts, one after the other."""
-
-    def run() -> Steps:
-        for act in acts:
-            yield from act()
-
-    return Operation(run, parts, scratch_bytes)
-
-
 class SharedMemoryTransport(ArenaTransport):
     """Collectives over a shared window, on memory that `allocate` returned only. Making one is a collective call.
 
@@ -113,7 +102,6 @@ class SharedMemoryTransport(ArenaTransport):
         return self._after_barrier([Part(0, buffer.size, tuple(self._views(buffer)))])
 
     def all_reduce_arrays(self, arrays: FlatArrays, fold: Fold) -> Steps:
-        """Combine the caller's arrays: see `Exchange`."""
         return Exchange(self.window, arrays, fold).run()
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
@@ -122,7 +110,6 @@ class SharedMemoryTransport(ArenaTransport):
         return self._after_barrier([Part(start, stop, (buffer[start:stop],))], self._fold(buffer, start, stop, op))
 
     def close(self) -> None:
-        """Free the arenas."""
         self._arenas = ()
         self.window.close()
 

@@ -66,7 +66,6 @@ class StagedTransport(DeviceTransport):
 
     @property
     def pinned_bytes(self) -> int:
-        """The slots of all channels."""
         return sum(slot.nbytes for slots in self._slots.values() for slot in slots)
 
     def _bind(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,14 +22,12 @@ from mpistrat.arrays import Array
 from mpistrat.errors import MpistratError, TransportError, UnavailableError
 from mpistrat.groups.agreement import CallsDifferError, all_agree, gather_or_raise
 from mpistrat.groups.group import Group
+from mpistrat.lazy import MPI
 from mpistrat.settings import CHECK
 from mpistrat.steps import WAITING, Steps
 from mpistrat.text import format_bytes
 from mpistrat.topology.discover import real_nodes
 from mpistrat.transports.cma import CrossMemoryAttach
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 HEADER_BYTES = 256
 ENTERED, CALL, FACTS, RELEASED, RESULT, LEFT = 0, 1, 4, 16, 24, 25
@@ -258,8 +256,6 @@ class NodeWindow:
 
     def _shared(self, nbytes: int) -> tuple[MPI.Win, list[Any]]:
         """Return a window with `nbytes` of each rank, and the memory of all ranks."""
-        from mpi4py import MPI
-
         assert nbytes > 0
         self._check_space(nbytes)
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})

@@ -18,11 +18,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrat import ending, settings, timeline
 from mpistrat.errors import AgreementError, CollectiveError, LaunchError
 from mpistrat.launch import abort, environment
+from mpistrat.lazy import MPI
 from mpistrat.logger import logger, warn_once
 from mpistrat.text import ranks_by
 from mpistrat.timeline import Timeline, TimelineEvent
@@ -30,9 +31,6 @@ from mpistrat.watch.record import Key, RankFile, RecordedCall, State, seconds_si
 from mpistrat.watch.recorder import FlightRecorder, collection_paused, encoded, innermost, recorder
 from mpistrat.watch.states import Neighbours, RankState, decode, encode, end_report, look, stall_report
 from mpistrat.watch.verdict import Finding, Notice, Notices, judge, waits_for
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 Limits = dict[object, tuple[float, Callable[[], CollectiveError]]]
 """Deadlines of calls, by whose they are, and their errors."""
@@ -134,8 +132,6 @@ class HostMessages:
 
     def send(self, message: Message, ranks: Iterable[int]) -> None:
         """Send a message to some ranks, except to those that do not receive."""
-        from mpi4py import MPI
-
         data = json.dumps(message).encode()
         for rank in ranks:
             left = [(request, kept) for request, kept in self._untaken.get(rank, []) if not request.Test()]
@@ -152,8 +148,6 @@ class HostMessages:
 
     def received(self) -> Iterator[tuple[int, Message]]:
         """Yield the messages that have arrived, with their senders."""
-        from mpi4py import MPI
-
         status = MPI.Status()
         while (message := self.comm.Improbe(MPI.ANY_SOURCE, _TAG, status)) is not None:
             data = bytearray(status.Get_count(MPI.BYTE))
@@ -522,8 +516,6 @@ def _end_job(error: CollectiveError, frame: FrameType | None, own: RankFile) -> 
     label = f"rank {own.rank} on {own.text('host')}"
     abort.say(abort.format_exception(error.with_traceback(_traceback_of(frame)), label))
     if settings.ABORT.read_or_default():
-        from mpi4py import MPI
-
         time.sleep(OTHERS_SECONDS)
         MPI.COMM_WORLD.Abort(1)
 

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from mpistrat.device import cuda
 from mpistrat.device.abstract import Device, DeviceArray, address
-from mpistrat.device.kernels import TYPES, computed_in, divide_kernel, fold_into_kernel, fold_kernel, move_kernel, real_dtype
-from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
+from mpistrat.device.kernels import TYPES, divide_kernel, fold_into_kernel, fold_kernel, move_kernel, real_dtype
+from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, combine
-from mpistrat.testing.transport_cases import operations
+from mpistrat.testing.transport_suite import operations
 from tests.gpu.machine import find_sanitizer
 from tests.gpu.program import write_report
 from tests.processes import run_bounded
@@ -125,9 +125,9 @@ def _moved(
     layout, dtypes = Layout([array.size for array in arrays]), [array.dtype for array in arrays]
     sources, targets = [_odd(device, array) for array in arrays], [_odd(device, np.zeros_like(array)) for array in arrays]
     bucket = _odd(device, np.zeros(layout.count, wide))
-    for _ in DeviceCopyIn(device, layout, 0, layout.count, bucket, dtypes).run(sources):
+    for _ in DeviceCopyIn(device, layout, bucket, dtypes).run(sources):
         pass
-    for _ in DeviceCopyOut(device, layout, 0, layout.count, [(0, layout.count, bucket)], 1, dtypes).run(targets):
+    for _ in DeviceCopyOut(device, layout, [(0, layout.count, bucket)], 1, dtypes).run(targets):
         pass
     yield "a bucket", device.get(bucket), np.concatenate(arrays).astype(wide)
     for target, array in zip(targets, arrays, strict=True):
@@ -159,7 +159,7 @@ def _divided(device: Device, dtype: np.dtype[Any]) -> Iterator[tuple[str, NDArra
     for count in COUNTS:
         values = _values(dtype, count, 0)
         target = _odd(device, (PEERS * values).astype(dtype))
-        arguments = address(target), target.nbytes // real.itemsize, computed_in(real).type(PEERS)
+        arguments = address(target), target.nbytes // real.itemsize, accumulation_dtype(ReduceOp.SUM, real).type(PEERS)
         device.current_stream().launch(kernel, BLOCKS, arguments)
         yield "what was divided", device.get(target), values
 

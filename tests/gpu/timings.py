@@ -25,7 +25,7 @@ from mpistrat.device.cuda import CudaDevice
 from mpistrat.device.kernels import MAX_BLOCKS, fold_kernel
 from mpistrat.groups.group import Group
 from mpistrat.launch.bootstrap import start
-from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
+from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp
 from mpistrat.steps import drive
@@ -126,7 +126,7 @@ class _Bench:
 def pack(bench: _Bench) -> dict[str, float]:
     """Fuse eight large arrays of float32 into a bucket of bfloat16."""
     arrays, layout, bucket = _large(bench)
-    copy = DeviceCopyIn(bench.device, layout, 0, layout.count, bucket, [F32] * len(arrays))
+    copy = DeviceCopyIn(bench.device, layout, bucket, [F32] * len(arrays))
     figures = bench.measure(lambda turn: _exhaust(copy, arrays), 6 * layout.count)
     expected = bench.device.get(arrays[0][:CHECKED]).astype(BF16)
     bench.expect(bucket[: expected.size], expected)
@@ -137,7 +137,7 @@ def unpack(bench: _Bench) -> dict[str, float]:
     """Take a bucket of bfloat16 apart into eight large arrays of float32, halved."""
     arrays, layout, bucket = _large(bench)
     bench.device.put(bucket[:CHECKED], np.arange(bucket[:CHECKED].size, dtype=F32).astype(BF16))
-    copy = DeviceCopyOut(bench.device, layout, 0, layout.count, [(0, layout.count, bucket)], 2, [F32] * len(arrays))
+    copy = DeviceCopyOut(bench.device, layout, [(0, layout.count, bucket)], 2, [F32] * len(arrays))
     figures = bench.measure(lambda turn: _exhaust(copy, arrays), 6 * layout.count)
     bench.expect(arrays[0][:CHECKED], bench.device.get(bucket[: arrays[0][:CHECKED].size]).astype(F32) / F32.type(2))
     return figures
@@ -150,7 +150,7 @@ def gradients(bench: _Bench) -> dict[str, float]:
     sets = []
     for _ in range(bench.sizes.sets):
         bucket = bench.device.allocate(4 * layout.count).view(F32)
-        sets.append((DeviceCopyIn(bench.device, layout, 0, layout.count, bucket, [F32] * len(counts)), bench.floats(counts)))
+        sets.append((DeviceCopyIn(bench.device, layout, bucket, [F32] * len(counts)), bench.floats(counts)))
     figures = bench.measure(lambda turn: _exhaust(*sets[turn % len(sets)]), 8 * layout.count)
     bench.expect(bucket, np.concatenate([bench.device.get(array) for array in sets[-1][1]]))
     return figures

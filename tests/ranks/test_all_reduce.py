@@ -12,7 +12,7 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
-from mpistrat.testing.transport_cases import DTYPES, operations
+from mpistrat.testing.transport_suite import DTYPES, operations
 from tests.launches import needs_ranks, up_to_ranks
 from tests.reference import of_verb, random_values, unaligned
 

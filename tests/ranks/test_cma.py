@@ -14,7 +14,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import process
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
 from mpistrat.settings import Snapshot
-from mpistrat.testing.transport_cases import DTYPES, operations
+from mpistrat.testing.transport_suite import DTYPES, operations
 from mpistrat.topology.world import World
 from mpistrat.transports import cma, shared_memory
 from mpistrat.transports.cma import CrossMemoryAttach, IoVectors

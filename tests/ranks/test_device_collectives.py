@@ -27,7 +27,7 @@ from mpistrat.errors import (
 )
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
-from mpistrat.testing.transport_cases import operations
+from mpistrat.testing.transport_suite import operations
 from mpistrat.tools import bench
 from mpistrat.topology.world import World
 from mpistrat.transports.nccl_bindings import nccl_refusal

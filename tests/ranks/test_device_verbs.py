@@ -13,7 +13,7 @@ from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.steps import drive
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.strategy import Strategy
-from mpistrat.testing.transport_cases import operations
+from mpistrat.testing.transport_suite import operations
 from mpistrat.transports import nccl
 from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.nccl_bindings import nccl_refusal

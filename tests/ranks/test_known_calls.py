@@ -13,9 +13,9 @@ import mpistrat
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.reductions import Reductions
 from mpistrat.errors import InvalidArgumentError, UnavailableError, UnsupportedDtypeError
-from mpistrat.execution.one_call import SMALL_BATCH_BYTES, SmallBatch
+from mpistrat.execution.program import SMALL_BATCH_BYTES, SmallBatch
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
-from mpistrat.testing.transport_cases import DTYPES, operations
+from mpistrat.testing.transport_suite import DTYPES, operations
 from mpistrat.transports.window import NodeWindow
 from tests.launches import needs_ranks, up_to_ranks
 from tests.reference import LAYOUTS

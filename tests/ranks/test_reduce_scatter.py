@@ -11,7 +11,7 @@ from mpistrat.algorithms.planners import SCATTER_FROM_BYTES
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
-from mpistrat.testing.transport_cases import DTYPES, operations
+from mpistrat.testing.transport_suite import DTYPES, operations
 from mpistrat.transports import shared_memory
 from tests.launches import needs_ranks, up_to_ranks
 from tests.ranks.test_all_reduce import expected, rows, same_bits

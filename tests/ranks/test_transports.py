@@ -140,10 +140,10 @@ class ForgetsTheCall(MpiRingTransport):
 class ReadsTheTagWhenBound(MpiRingTransport):
     def __init__(self, group):
         super().__init__(group)
-        self.group, self.call = copy(group), group.call
+        self.call = group.call
 
     def _bind(self, buffer, bounds, op, halves, channel=0):
-        tag = self.call.tag(channel)
+        tag, self.group = self.call.tag(channel), copy(self.group)  # each ring has one of its own
         self.group.call = SimpleNamespace(tag=lambda channel: tag)
         return super()._bind(buffer, bounds, op, halves, channel)
 

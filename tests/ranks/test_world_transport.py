@@ -10,11 +10,10 @@ from mpistrat.errors import AgreementError, UnavailableError
 from mpistrat.groups.agreement import CallsDifferError, digest_of
 from mpistrat.reduction import ReduceOp, combine
 from mpistrat.steps import drive
-from mpistrat.testing.transport_cases import DTYPES, inputs, operations
+from mpistrat.testing.transport_suite import DTYPES, inputs, operations
 from mpistrat.transports import mpi_world
-from mpistrat.transports.leaders import RADICES
 from mpistrat.transports.mpi_world import MpiAllReduce, WorldTransport
-from mpistrat.transports.small import SmallAllReduce
+from mpistrat.transports.small import RADICES, SmallAllReduce
 from mpistrat.transports.window import NodeWindow
 from tests.launches import needs_ranks, up_to_ranks
 

@@ -16,6 +16,7 @@ ONE_DEVICE = (
 )
 ARRAYS = "from mpistrat.arrays import as_array, as_operand, like; like(as_array(memoryview(b'ab')), 1.0)"
 INFO = "from mpistrat.tools.cli import main; main(['info', '--json'])"
+GROUPS = "import mpistrat.parameter_server.strategy, mpistrat.lazy; assert not hasattr(mpistrat.lazy.MPI, '__wrapped__')"
 PLAN = "from mpistrat.tools.cli import main; main(['plan', '--world', '4x8', '--bytes', '64MiB'])"
 
 
@@ -25,6 +26,7 @@ PLAN = "from mpistrat.tools.cli import main; main(['plan', '--world', '4x8', '--
         ("import mpistrat.tools.run", ["mpi4py", "numpy"]),
         ("; ".join((LAUNCH, PLAN, ARRAYS, ONE_DEVICE)), ["mpi4py", "cupy", "torch", "jax"]),
         (INFO, ["mpi4py.MPI"]),
+        (GROUPS, ["mpi4py.MPI"]),
     ],
 )
 def test_what_is_not_needed_is_not_imported(program, unneeded):

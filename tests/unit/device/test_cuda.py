@@ -15,7 +15,7 @@ from mpistrat.device import cuda
 from mpistrat.device.abstract import address
 from mpistrat.device.cuda import CudaDevice, _CudaEvent
 from mpistrat.errors import TransportError
-from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
+from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from tests.gpu.on_host import HostKernels
 from tests.gpu.stand_in import StandInDevice
@@ -83,6 +83,8 @@ def _names_of_cupy(path):
             roots |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name in ("cupy", "cupyx")}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("cupy", "cupyx"):
             roots |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.AnnAssign) and ast.unparse(node.value or node.target).startswith("LazyModule('cupy"):
+            roots[ast.unparse(node.target)] = ast.literal_eval(node.value.args[0])
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             root, _, rest = ast.unparse(node).partition(".")
@@ -116,9 +118,9 @@ def test_arrays_of_cupy_are_packed_and_unpacked(on_host_memory, tmp_path):
     layout = Layout([array.size for array in host])
     buffer = device.allocate(2 * layout.count).view(ml_dtypes.bfloat16)
     dtypes = [array.dtype for array in host]
-    list(DeviceCopyIn(device, layout, 0, layout.count, buffer, dtypes).run([on_host_memory(array) for array in host]))
+    list(DeviceCopyIn(device, layout, buffer, dtypes).run([on_host_memory(array) for array in host]))
     results = [np.zeros_like(array) for array in host]
-    copy = DeviceCopyOut(device, layout, 0, layout.count, [(0, layout.count, buffer)], 2, dtypes)
+    copy = DeviceCopyOut(device, layout, [(0, layout.count, buffer)], 2, dtypes)
     list(copy.run([on_host_memory(array) for array in results]))
     device.get(buffer)
     for array, result in zip(host, results, strict=True):

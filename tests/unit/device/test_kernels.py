@@ -13,13 +13,12 @@ from mpistrat.device.kernels import (
     BYTES_UNDER_WAY,
     THREADS,
     SegmentTable,
-    computed_in,
     divide_kernel,
     fold_into_kernel,
     fold_kernel,
     move_kernel,
 )
-from mpistrat.reduction import ReduceOp, combine
+from mpistrat.reduction import ReduceOp, accumulation_dtype, combine
 from tests.gpu.on_host import HostKernels
 
 BF16, F16, F32, F64 = (np.dtype(kind) for kind in (ml_dtypes.bfloat16, np.float16, np.float32, np.float64))
@@ -140,7 +139,7 @@ def test_a_shard_of_all_peers_is_folded_in_rank_order(kernels, dtype, op, num_pe
             buffer[:] = _values(dtype, buffer.size, seed=rank)
             if op is PROD:
                 buffer[:] = np.sign(buffer.real)
-        wide = computed_in(dtype)
+        wide = accumulation_dtype(ReduceOp.SUM, dtype)
         total = reduce(combine(op), [buffer[start : start + count].astype(wide) for buffer in buffers])
         with _guarded(dtype, count, shift) as target:
             _fold(kernels, buffers, start, target, op)
@@ -150,7 +149,7 @@ def test_a_shard_of_all_peers_is_folded_in_rank_order(kernels, dtype, op, num_pe
 @pytest.mark.parametrize(("dtype", "op"), FOLDS, ids=lambda value: str(value))
 def test_what_arrived_is_folded_into_what_is_there(kernels, dtype, op):
     for count, shift, blocks in [(0, 0, 1), (5003, 0, 2), (517, 1, 3), (4096, 0, 1)]:
-        arrived, wide = _values(dtype, count, seed=1), computed_in(dtype)
+        arrived, wide = _values(dtype, count, seed=1), accumulation_dtype(ReduceOp.SUM, dtype)
         with _guarded(dtype, count, shift) as mine:
             mine[:] = _values(dtype, count, seed=2)
             expected = combine(op)(mine.astype(wide), arrived.astype(wide)).astype(dtype)
@@ -163,7 +162,7 @@ def test_values_are_divided_where_they_are(kernels, dtype):
     for count, shift in [(1, 0), (4099, 0), (517, 1)]:
         with _guarded(dtype, count, shift) as values:
             values[:] = _values(dtype, count)
-            wide = values.astype(computed_in(dtype))
+            wide = values.astype(accumulation_dtype(ReduceOp.SUM, dtype))
             # 257 is no bfloat16; integers are truncated towards zero
             expected = (np.trunc(wide / 257) if dtype is I64 else wide / F32.type(257)).astype(dtype)
             kernels.launch(divide_kernel(dtype), 2, (values.ctypes.data, count, 257))

@@ -32,19 +32,19 @@ def test_what_goes_in_comes_out(counts, data):
     for start, stop in zip([0, *cuts], [*cuts, layout.count], strict=True):
         padding = data.draw(st.integers(0, 5))
         buffer = np.full(stop - start + padding, np.nan, np.float32)
-        finish(CopyIn(layout, start, stop, buffer).run(arrays))
+        finish(CopyIn(layout.part(start, stop), buffer).run(arrays))
         assert (buffer == np.concatenate([*arrays, np.empty(0, np.float32)])[start:stop].tolist() + [0] * padding).all()
         middle = data.draw(st.integers(0, buffer.size))
         parts = [(0, middle, (buffer[:middle],)), (middle, buffer.size, (buffer[middle:],))]
-        finish(CopyOut(layout, start, stop, parts, SUM, 1).run(results))
+        finish(CopyOut(layout.part(start, stop), parts, SUM, 1).run(results))
     assert all((result == array).all() for result, array in zip(results, arrays, strict=True))
 
 
 def test_copies_are_steps_of_bounded_size():
     layout, buffer = Layout([100, 3]), np.empty(103, np.float32)
     arrays = [np.ones(100, np.float32), np.ones(3, np.float32)]
-    assert finish(CopyIn(layout, 0, 103, buffer).run(arrays)) == 7, "6 pieces of 16 elements, and 4 with the other array"
-    assert finish(CopyOut(layout, 0, 103, [(0, 103, (buffer,))], SUM, 1).run(arrays)) == 7
+    assert finish(CopyIn(layout, buffer).run(arrays)) == 7, "6 pieces of 16 elements, and 4 with the other array"
+    assert finish(CopyOut(layout, [(0, 103, (buffer,))], SUM, 1).run(arrays)) == 7
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,6 @@ def test_copies_are_steps_of_bounded_size():
 def test_addends_are_folded(op, divisor, expected, dtype, counts):
     addends = tuple(np.full(40, value, np.float64) for value in (1, 10, 100))
     targets = [np.empty(count, dtype) for count in counts]
-    finish(CopyOut(Layout(counts), 0, 40, [(0, 40, addends)], op, divisor).run(targets))
+    finish(CopyOut(Layout(counts), [(0, 40, addends)], op, divisor).run(targets))
     assert np.concatenate(targets).tolist() == [expected] * 40
     assert [set(addend) for addend in addends] == [{1}, {10}, {100}], "peers' memory is only read"

@@ -8,7 +8,7 @@ import pytest
 
 from mpistrat.device.abstract import address
 from mpistrat.device.kernels import SegmentTable
-from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
+from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from tests.gpu.stand_in import StandInDevice
 
@@ -81,7 +81,7 @@ def test_a_high_array_is_read_at_its_segments_and_what_follows_them_is_cleared(r
     buffer = recorded.allocate(4 * 16).view(F32)
     recorded.put(buffer, np.full(16, 7, F32))
     start = buffer.ctypes.data
-    list(DeviceCopyIn(recorded, layout, 6, 12, buffer[:8], [F32] * 2).run([Advertised(HIGH), Advertised(2**63)]))
+    list(DeviceCopyIn(recorded, layout.part(6, 12), buffer[:8], [F32] * 2).run([Advertised(HIGH), Advertised(2**63)]))
     recorded.finish()
     assert recorded.launched == [[[HIGH + 24, start, 2], [2**63, start + 8, 4]]]
     assert recorded.get(buffer).tolist() == [7] * 6 + [0] * 2 + [7] * 8
@@ -91,13 +91,13 @@ def test_empty_arrays_are_nowhere_and_move_nothing(recorded):
     layout = Layout([0, 8, 0])
     buffer = recorded.allocate(4 * 8).view(F32)
     arrays = [Advertised(0, 0), Advertised(2**40), Advertised(0, 0)]
-    list(DeviceCopyIn(recorded, layout, 0, 8, buffer, [F32] * 3).run(arrays))
-    list(DeviceCopyOut(recorded, layout, 0, 8, [(0, 8, buffer)], 1, [F32] * 3).run(arrays))
+    list(DeviceCopyIn(recorded, layout, buffer, [F32] * 3).run(arrays))
+    list(DeviceCopyOut(recorded, layout, [(0, 8, buffer)], 1, [F32] * 3).run(arrays))
     none = Layout([0, 0])
     for _ in range(2):  # a bucket of empty arrays launches nothing
-        list(DeviceCopyIn(recorded, none, 0, 0, buffer[:0], [F32] * 2).run(arrays[::2]))
-        list(DeviceCopyOut(recorded, none, 0, 0, [(0, 0, buffer[:0])], 1, [F32] * 2).run(arrays[::2]))
-        list(DeviceCopyOut(recorded, none, 0, 0, [], 1, [F32] * 2).run(arrays[::2]))
+        list(DeviceCopyIn(recorded, none, buffer[:0], [F32] * 2).run(arrays[::2]))
+        list(DeviceCopyOut(recorded, none, [(0, 0, buffer[:0])], 1, [F32] * 2).run(arrays[::2]))
+        list(DeviceCopyOut(recorded, none, [], 1, [F32] * 2).run(arrays[::2]))
     recorded.finish()
     start = buffer.ctypes.data
     assert recorded.launched == [[[2**40, start, 8]], [[start, 2**40, 8]]]
@@ -109,7 +109,7 @@ def test_a_table_is_sent_only_where_addresses_have_changed(recorded):
     sent = []
     stream = recorded.current_stream()
     copy, stream.copy = stream.copy, lambda *arguments: (sent.append(arguments), copy(*arguments))
-    pack = DeviceCopyIn(recorded, layout, 0, 16, buffer, [F32] * 2)
+    pack = DeviceCopyIn(recorded, layout, buffer, [F32] * 2)
     for first, second in ((256, 512), (256, 512), (256, 1024), (256, 1024), (256, 512)):
         list(pack.run([Advertised(first), Advertised(second)]))
     recorded.finish()
@@ -121,4 +121,4 @@ def test_a_table_is_sent_only_where_addresses_have_changed(recorded):
 def test_what_is_not_contiguous_is_refused(recorded, strides):
     buffer = recorded.allocate(4 * 8).view(F32)
     with pytest.raises(AssertionError, match="not contiguous"):
-        list(DeviceCopyIn(recorded, Layout([8]), 0, 8, buffer, [F32]).run([Advertised(4096, strides=strides)]))
+        list(DeviceCopyIn(recorded, Layout([8]), buffer, [F32]).run([Advertised(4096, strides=strides)]))

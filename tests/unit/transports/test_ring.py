@@ -21,7 +21,7 @@ def test_what_is_overwritten_must_have_left(bounds):
         for index, (target, reduces) in enumerate(zip(ring.targets, ring.reduces, strict=True)):
             places = set(range(target.start, target.stop))
             leaving = [i for i in range(index) if places & set(range(ring.sends[i].start, ring.sends[i].stop))]
-            assert ring.sent_before()[index] == (None if reduces or not leaving else leaving[-1])
+            assert ring.sent_before[index] == (None if reduces or not leaving else leaving[-1])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpistrat.reduction import ReduceOp, combine
-from mpistrat.testing.transport_cases import DTYPES, VERBS, Case, divisions, inputs, operations, poison
+from mpistrat.testing.transport_suite import DTYPES, VERBS, Case, divisions, inputs, operations, poison
 
 EVERY = [(dtype, op) for dtype in DTYPES for op in operations(dtype)]
 
