@@ -7,7 +7,7 @@ import pytest
 
 from tests.disagreements.job import run_cases
 from tests.disagreements.kinds import drawn_plans, quick_plans
-from tests.disagreements.places import Place
+from tests.disagreements.ranks import Place
 
 _PATIENCE_SECONDS = 8.0
 _ENOUGH = 12  # failures; each of them may have stood still for a while
