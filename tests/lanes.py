@@ -54,7 +54,6 @@ def is_selection(config: pytest.Config) -> bool:
 
 
 def lane_of(nodeid: str) -> str:
-    """Return the lane that a test is in."""
     parts = PurePosixPath(nodeid.split("::")[0]).parts
     return parts[1] if len(parts) > 1 and parts[1] in LANES else "quality"
 

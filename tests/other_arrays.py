@@ -25,7 +25,6 @@ def installed(name: str) -> ModuleType:
 
 
 def tensor(torch: ModuleType, array: Any) -> Any:
-    """Return a new tensor of these elements."""
     array = np.array(array, order="C")
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -33,7 +32,6 @@ def tensor(torch: ModuleType, array: Any) -> Any:
 
 
 def jax_array(jax: ModuleType, array: Any) -> Any:
-    """Return a new JAX array of these elements."""
     return jax.numpy.array(array, copy=True)
 
 

@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import mpistrat
+from mpistrat.experimental.partitioners import FixedShardsPartitioner
+from mpistrat.parameter_server.coordinator import ClusterCoordinator
 from tests.mistakes import mistakes
-from tests.processes import run_bounded
+from tests.processes import python, run_bounded
 
 _ROOT = Path(__file__).parents[1]
 _PACKAGE = _ROOT / "mpistrat"
@@ -156,3 +159,35 @@ def test_the_architecture_page_names_every_package():
 def test_the_text_of_each_planted_mistake_stands_in_its_file_once():
     moved = [one for one in mistakes() if (_PACKAGE / one.file).read_text().count(one.old) != 1]
     assert not moved, "\n".join(f"{one.file}: {one.old!r}; change tests/mistakes/planted.txt" for one in moved)
+
+
+LAUNCH = "import mpistrat.topology.world; from mpistrat.launch import abort, bootstrap, environment, mpiexec, openmpi"
+ONE_DEVICE = (
+    "import mpistrat, numpy; strategy = mpistrat.OneDeviceStrategy(); "
+    "strategy.run(lambda: mpistrat.get_replica_context().all_reduce('sum', numpy.ones(3)))"
+)
+ARRAYS = "from mpistrat.arrays import as_array, as_operand, like; like(as_array(memoryview(b'ab')), 1.0)"
+INFO = "from mpistrat.tools.cli import main; main(['info', '--json'])"
+GROUPS = "import mpistrat.parameter_server.strategy, mpistrat.lazy; assert not hasattr(mpistrat.lazy.MPI, '__wrapped__')"
+PLAN = "from mpistrat.tools.cli import main; main(['plan', '--world', '4x8', '--bytes', '64MiB'])"
+
+
+@pytest.mark.parametrize(
+    ("program", "unneeded"),
+    [
+        ("import mpistrat.tools.run", ["mpi4py", "numpy"]),
+        ("; ".join((LAUNCH, PLAN, ARRAYS, ONE_DEVICE)), ["mpi4py", "cupy", "torch", "jax"]),
+        (INFO, ["mpi4py.MPI"]),
+        (GROUPS, ["mpi4py.MPI"]),
+    ],
+)
+def test_what_is_not_needed_is_not_imported(program, unneeded):
+    done = python(f"import sys; {program}; sys.exit(' '.join({{*{unneeded}}} & {{*sys.modules}}))")
+    assert done.stderr.strip() == ""
+
+
+@pytest.mark.parametrize(("module", "known"), [("coordinator", ClusterCoordinator), ("partitioners", FixedShardsPartitioner)])
+def test_what_tensorflow_has_as_a_module_is_one(module, known):
+    imported = importlib.import_module(f"mpistrat.experimental.{module}")
+    assert imported is getattr(mpistrat.experimental, module)
+    assert getattr(imported, known.__name__) is known

@@ -38,8 +38,6 @@ Outcome = Callable[[float, int, int], float] | Refused
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of the table."""
-
     operation: str
     synchronization: VariableSynchronization
     where: str
@@ -169,7 +167,6 @@ def of_default_strategy(cell: Cell) -> Cell:
 
 
 def made(strategy: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Return a variable that is made in the scope of a strategy."""
     with strategy.scope():
         return mpistrat.Variable(*arguments, **keywords)
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from mpistrat.text import format_bytes, format_seconds, format_table
-from tests.benchmarks.safety_cost import ROOT, SIZES, side_by_side
+from tests.benchmarks.safety import ROOT, SIZES, side_by_side
 from tests.hosts.lab import Lab
 
 # hosts, ranks, rate of the links
@@ -39,7 +39,6 @@ def compare(tree: Path, launches: int, seconds: float) -> list[list[str]]:
 
 
 def main() -> int:
-    """Compare, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.against", description=__doc__)
     parser.add_argument("tree", type=Path, metavar="TREE", help="a checkout of the commit to compare with")
     parser.add_argument("--launches", type=int, default=4, metavar="N", help="how often both are started (default: 4)")

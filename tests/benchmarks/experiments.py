@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.benchmarks import costs, many_arrays, messages, parameter_server, safety, safety_cost, training, variants
+from tests.benchmarks import costs, messages, safety, training, variants
 from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 
@@ -13,7 +13,7 @@ EXPERIMENTS: dict[str, Callable[[Session], dict[str, Table]]] = {
     "small_messages": messages.small_messages,
     "one_host": messages.one_host,
     "reduce_scatter": variants.reduce_scatter,
-    "many_arrays": many_arrays.run,
+    "many_arrays": costs.many_arrays,
     "wire_dtype": variants.wire_dtype,
     "deterministic": variants.deterministic,
     "overlap": costs.overlap,
@@ -21,10 +21,10 @@ EXPERIMENTS: dict[str, Callable[[Session], dict[str, Table]]] = {
     "from_mpi4py": messages.from_mpi4py,
     "data_parallel": training.data_parallel,
     "memory": costs.memory,
-    "parameter_server": parameter_server.run,
+    "parameter_server": training.parameter_server,
     "checkpoint": training.checkpoint,
     "safety": safety.run,
     "safety_programs": safety.run_drawn,
     "safety_hangs": safety.run_hangs,
-    "safety_cost": safety_cost.run,
+    "safety_cost": safety.cost,
 }

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mpistrat.text import format_bytes
-from tests.benchmarks.contenders import KINDS, NAMES, OURS, WRAPPED, competing
-from tests.benchmarks.contest import Contest, Measured
+from tests.benchmarks.contest import KINDS, NAMES, OURS, WRAPPED, Contest, Measured, competing
 from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
@@ -156,7 +155,6 @@ def _measure(session: Session, case: Case) -> list[Row]:
 
 
 def _launch(session: Session, case: Case, lab: Lab, goodput: float) -> list[Row]:
-    """Start all programs, and measure every size."""
     rows = []
     with competing(session, lab, case.ranks, case.placement, case.names) as contest:
         for nbytes in case.sizes:

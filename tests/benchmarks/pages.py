@@ -57,7 +57,6 @@ def with_results(text: str, folder: Path = RESULTS) -> str:
 
 
 def markdown(table: Table) -> str:
-    """Return a table in Markdown."""
     heads, *rows = table
     return "".join(f"| {' | '.join(line)} |\n" for line in [heads, ["---"] * len(heads), *rows])
 

@@ -50,11 +50,9 @@ class Session:
         self._date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
     def say(self, text: str) -> None:
-        """Show progress."""
         print(f"{self.name} {time.perf_counter() - self._started:6.1f} s: {text}", flush=True)
 
     def add(self, table: list[list[str]], row: list[str]) -> None:
-        """Add a row to a table, and show it."""
         table.append(row)
         self.say(", ".join(row))
 
@@ -68,8 +66,6 @@ class Session:
 
 
 class Environments:
-    """Virtual environments in one folder."""
-
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.missing: dict[str, str] = {}  # those that were asked for and cannot be had, and why
         self._folder, self._say = folder.expanduser().absolute(), say

@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 from mpistrat.text import format_bytes, format_seconds
-from tests.benchmarks.contenders import OURS, all_reduces, competing
-from tests.benchmarks.contest import Measured
+from tests.benchmarks.contest import OURS, Measured, all_reduces, competing
 from tests.benchmarks.messages import KIB, MIB, shape_of
 from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session, answers_of

@@ -44,7 +44,6 @@ class Recorder:
         patch.setattr(files.Writer, "start", lambda each, *given: self.add("start") or start(each, *given))
 
     def add(self, kind: str, path: str = "", value: Any = None) -> None:
-        """Write a step down."""
         self.steps.append(Step(kind, path, value, time.monotonic_ns()))
 
     def add_write(self, path: Path) -> None:
@@ -89,8 +88,6 @@ class Recorder:
 
 
 class _File:
-    """A file that is written to."""
-
     def __init__(self, recorder: Recorder, path: Path, file: Any) -> None:
         self._recorder, self._path, self._file = recorder, path, file
 
@@ -199,7 +196,6 @@ class _Disk:
 
 
 def write_state(state: State, root: Path) -> None:
-    """Make a folder that holds a state."""
     for path, content in state.items():
         if content is None:
             (root / path).mkdir()

@@ -38,7 +38,6 @@ class State:
         self.values = {"step": 0, "big": np.zeros(40), "small": [np.zeros(3, np.int32), np.zeros((), np.float32)]}
 
     def set(self, step: int) -> None:
-        """Set all values to those of a step."""
         self.values["step"] = step
         for array in self._arrays():
             array[...] = step
@@ -53,7 +52,6 @@ class State:
 
 
 def strategy_of(comm: Any, shape: str, options: CommunicationOptions | None = None) -> Strategy:
-    """Return the strategy of the ranks of a communicator, on nodes of a shape."""
     return Strategy(StrategyExtended(Communicator(Hierarchy(comm, World.from_shape(shape)), options)))
 
 

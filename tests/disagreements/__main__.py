@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from tests.disagreements.case import Plan
 from tests.disagreements.job import run_cases
 from tests.disagreements.kinds import KINDS, SHAPES, all_plans, drawn_plans, quick_plans
-from tests.disagreements.places import Place
+from tests.disagreements.ranks import Place
 from tests.disagreements.verdicts import CLASSES
 
 

@@ -28,8 +28,6 @@ _FOR_EVER, _LATE_SECONDS = 3600.0, 0.8
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank calls, with what."""
-
     verb: str  # of VERBS
     shape: tuple[int, ...] = ()
     op: str = "sum"  # of a variable: how it is aggregated
@@ -89,7 +87,6 @@ def _slices(rows: np.ndarray, beyond: int) -> mpistrat.IndexedSlices:
 
 
 def make(case: Case, call: Call) -> None:
-    """Make a call, and look at its result."""
     verb = partial(VERBS[call.verb], case, call)
     if call.is_on_thread:
         with ThreadPoolExecutor(1) as pool:

@@ -45,7 +45,6 @@ class Case:
         self.strategies, self.variables, self.started = [strategy], list[Any](), list[Any]()
 
     def play(self, usual: Sequence[Any], odd: Sequence[Any], make: Callable[[Case, Any], None]) -> None:
-        """Make the calls of this rank."""
         self.kept += [*self.strategies[1:], *self.variables]
         self.strategies, self.variables = self.strategies[:1], []
         mine = odd if self.rank in self.odd else usual
@@ -70,7 +69,6 @@ class Case:
         return array.item() if layout == "number" else array
 
     def fill(self, array: np.ndarray) -> None:
-        """Fill an array with this rank's values for the next call."""
         array[...] = self.component(self.rank, array.shape, array.dtype)
 
     def component(self, rank: int, shape: Sequence[int], dtype: Any, turn: int | None = None) -> np.ndarray:
@@ -93,7 +91,6 @@ class Case:
         return lambda: optree.tree_map(total, value)
 
     def look(self, call: str, result: Any, expected: Callable[[], Any]) -> None:
-        """Note whether a result is right."""
         if self.odd or self.plan.count <= _CHECKED_WHILE_WARMING:
             self.values.append(f"{call} {'right' if _equal(result, expected()) else 'wrong'}")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.disagreements.places import Place, default_environment
+from tests.disagreements.ranks import Place, default_environment
 from tests.disagreements.verdicts import missing_in_report, ranks_named
 
 ODD = 1  # the rank that does not come
@@ -50,7 +50,6 @@ class Hang:
 
     @property
     def program(self) -> str:
-        """The whole program."""
         return _PROLOGUE + textwrap.dedent(self.text)
 
     @property
@@ -147,7 +146,6 @@ class Found:
     output: str  # all of it
 
     def is_right(self, hang: Hang) -> bool:
-        """Return whether that is what it should be."""
         return bool(self.line) or (self.told and hang.or_told)
 
 

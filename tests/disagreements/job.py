@@ -10,8 +10,7 @@ from typing import Any
 from tests.disagreements.case import Plan
 from tests.disagreements.kinds import Kind, kind_of
 from tests.disagreements.memory import changed
-from tests.disagreements.places import Place, default_environment
-from tests.disagreements.ranks import Ranks
+from tests.disagreements.ranks import Place, Ranks, default_environment
 from tests.disagreements.verdicts import Evidence, Verdict, judge, missing_in_report
 from tests.processes import patient
 
@@ -22,8 +21,6 @@ _CASES_OF_A_JOB = 60  # a case that was told leaves its communicators and window
 
 @dataclass(frozen=True)
 class Done:
-    """A case that was run."""
-
     shape: str  # where
     plan: Plan  # which case
     kind: Kind  # what its ranks call

@@ -14,6 +14,7 @@ from tests.disagreements.calls import ITSELF, Call
 from tests.disagreements.case import Plan
 from tests.disagreements.deviations import (
     ARGUMENTS,
+    DRAWN,
     ORDERS,
     REPORTED,
     RIGHT,
@@ -25,7 +26,6 @@ from tests.disagreements.deviations import (
     insert,
     outcomes,
 )
-from tests.disagreements.drawing import DRAWN
 
 SHAPES = ("1x2", "2x2", "1x4", "3+1")
 SIZES = (1, 10, 20_000, 300_000)
@@ -48,7 +48,6 @@ class Kind:
 
     @property
     def outcomes(self) -> frozenset[str]:
-        """How a case may end."""
         return self.allowed or outcomes(self.usual, self.odd)
 
     @property
@@ -265,7 +264,6 @@ def plan_of(kind: Kind, count: int, warm: bool, ranks: int, seed: int = 0) -> Pl
 
 
 def all_plans(ranks: int, names: Collection[str] = KINDS) -> Iterator[Plan]:
-    """Yield every case of some kinds, or of all."""
     for kind in map(KINDS.__getitem__, names):
         for count in kind.sizes:
             for warm in (False, True):

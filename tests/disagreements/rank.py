@@ -34,7 +34,6 @@ class Turns:
         self._neighbours: Neighbours | None = None
 
     def say(self, **document: Any) -> None:
-        """Send what became of this rank."""
         self._line.send({"rank": self._rank, **document})
 
     def serve(self) -> None:

@@ -45,7 +45,6 @@ class Evidence:
     is_begun: bool = False  # whether a rank had come to the disagreement
 
     def add(self, words: Mapping[str, Any]) -> None:
-        """Add what a rank said."""
         rank = words["rank"]
         self.is_begun |= words.get("at") == "disagreement"
         if "values" in words:
@@ -57,8 +56,6 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A class, and why."""
-
     name: str  # of CLASSES
     text: str  # what each rank did
     further: int = 0  # after how many further calls the last rank was told; 0 where it was told in the calls themselves

@@ -26,7 +26,6 @@ _NOTE = "<!-- Written by python -m tests.docs.generate; edit the code instead. -
 
 
 def main() -> None:
-    """Write what is not current."""
     for path, text in stale().items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -72,7 +72,6 @@ def pages() -> list[Path]:
 
 
 def blocks(text: str) -> list[Block]:
-    """Return the fenced blocks of a page, in order."""
     found: list[Block] = []
     language, start, inside, above = "", 0, list[str](), ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -91,7 +90,6 @@ def blocks(text: str) -> list[Block]:
 
 
 def links(text: str) -> list[str]:
-    """Return the targets of all links and pictures of a page."""
     return [match["target"] for line in _prose(text) for match in _LINK.finditer(line)]
 
 

@@ -21,7 +21,6 @@ class Name(NamedTuple):
 
     @property
     def arguments(self) -> list[str]:
-        """The names of TensorFlow's arguments."""
         inside = self.spelling.partition("(")[2].removesuffix(")")
         return [part.partition("=")[0].strip() for part in inside.split(",") if part.strip()]
 

@@ -165,7 +165,6 @@ class Job:
         return said(self.folder, name)
 
     def pids(self) -> tuple[int, ...]:
-        """Return the processes of the ranks that have begun."""
         return tuple(int(path.read_text() or 0) for path in sorted((self.folder / "pid").iterdir()))
 
 

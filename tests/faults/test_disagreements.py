@@ -1,13 +1,15 @@
-"""Ranks disagree, with default settings: each is told, nothing is computed on, and nobody's memory changes.
+"""Ranks disagree, with default settings: each is told, nothing is computed on, and nobody's memory changes. And legal programs.
 
 A selection of what ``python -m tests.benchmarks safety`` runs in full; ``python -m tests.disagreements`` runs single cases.
+And a slice of ``python -m tests.fuzz``: random legal programs with random settings, such as messages of 500 bytes at most.
 """
 
 import pytest
 
 from tests.disagreements.job import run_cases
 from tests.disagreements.kinds import drawn_plans, quick_plans
-from tests.disagreements.places import Place
+from tests.disagreements.ranks import Place
+from tests.fuzz.__main__ import play
 
 _PATIENCE_SECONDS = 8.0
 _ENOUGH = 12  # failures; each of them may have stood still for a while
@@ -42,3 +44,9 @@ def test_one_disagreement_in_a_random_program_is_told(shape):
 
 def test_no_pair_of_calls_changes_memory_of_others():
     check("1x2", drawn_plans("drawn_pair", 2, 100, 100_000))
+
+
+@pytest.mark.parametrize(("shape", "seed"), [("2x1", 5), ("3+1", 3)])
+def test_random_programs_are_right(shape, seed):
+    wrong = [f"{failure.command}\n{failure.text}" for failure in play(shape, seed, 60)]
+    assert not wrong, "\n".join(wrong)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.disagreements.hangs import HANGS, WAITS, find_report, find_reports
-from tests.disagreements.places import Place
+from tests.disagreements.ranks import Place
 
 ALL = HANGS | WAITS
 _JOBS_AT_A_TIME = 3  # as they mostly wait

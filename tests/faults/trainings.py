@@ -111,7 +111,6 @@ class Training:
         (self.folder / "train.py").write_text(PROGRAM.replace("pass  # the fault", self.fault))
 
     def started(self, grace: float) -> AbstractContextManager[subprocess.Popen[bytes]]:
-        """Start it by mpiexec."""
         program = [*PYTHON, "train.py", str(self.steps), str(grace)]
         return running(*command(self.size, program, self.shape), self._emptied())
 
@@ -129,7 +128,6 @@ class Training:
         return re.findall(r"^mpistrat run: ((?:not started again|restart \d).*)$", said(self.folder, "err"), re.MULTILINE)
 
     def saved(self) -> list[int]:
-        """Return the steps that are saved."""
         return [place_of(path)[0] for path in find_checkpoints(self.folder / "saved")]
 
     def preempt(self, rng: random.Random) -> Iterator[str]:

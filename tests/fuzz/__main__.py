@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from mpistrat.execution.select import TRANSPORTS
 from mpistrat.settings import INTER_TRANSPORT, INTRA_TRANSPORT
-from tests.disagreements.places import Place, default_environment
-from tests.disagreements.ranks import Ranks
+from tests.disagreements.ranks import Place, Ranks, default_environment
 from tests.processes import patient
 
 SHAPES = ("1x1", "1x2", "1x3", "2x1", "2x2", "3+1", "1x4", "2x2:cyclic")
@@ -36,8 +35,6 @@ _CHOICES: dict[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """A case that ended wrong."""
-
     command: str  # repeats it, after the cases of its job
     text: str  # what was wrong, on which rank
 

@@ -53,7 +53,6 @@ class Field:
             gc.collect()  # on one rank alone, now and then
 
     def close(self) -> None:
-        """Close what cases share."""
         if self.wrapped._communicator is not None:
             self.wrapped._communicator.close()
         self.half.close()
@@ -62,11 +61,9 @@ class Field:
         self._halves.Free()
 
     def pick(self, rng: np.random.Generator) -> Any:
-        """Return one of the communicators."""
         return self.half if rng.random() < 0.15 and self._is_half_usable else self.communicator
 
     def options(self, rng: np.random.Generator, communicator: Any) -> CommunicationOptions | None:
-        """Return options of a call."""
         kind = rng.random()
         if kind < 0.6:
             return None

@@ -56,7 +56,6 @@ class Operand:
         self.shape = self.array.shape
 
     def part(self, rank: int) -> np.ndarray:
-        """Return the array of a rank."""
         rng, shape = np.random.default_rng((self.seed, rank)), list(self.shape)
         if self._stretched:
             axis, lengths = self._stretched
@@ -76,7 +75,6 @@ class Operand:
             self.array = self.part(self.rank)
 
     def snapshot(self) -> bytes:
-        """Return the bytes of the array."""
         return np.asarray(self.array).tobytes()
 
     def after(self, verb: str, place: Any, size: int, rank: int) -> tuple[Any, np.ndarray | None]:
@@ -129,12 +127,10 @@ class Operands(list[Operand]):
         return list(found) if self.is_list else [found]
 
     def renew(self) -> None:
-        """Give all of them new values."""
         for operand in self:
             operand.renew()
 
     def stretch(self, axis: int, lengths: Sequence[int]) -> None:
-        """Give the arrays of each rank a length of their own along an axis."""
         for operand in self:
             operand.stretch(axis, lengths)
 
@@ -145,7 +141,6 @@ class Operands(list[Operand]):
         self.renew()
 
     def snapshot(self) -> list[bytes]:
-        """Return the bytes of all arrays."""
         return [operand.snapshot() for operand in self]
 
     def check_unchanged(self, before: Sequence[bytes], targets: Sequence[np.ndarray] | None) -> None:

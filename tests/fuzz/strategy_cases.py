@@ -32,7 +32,6 @@ def make_strategy(rng: np.random.Generator, is_one_node: bool) -> Callable[[], A
 
 
 def play_strategy(field: Any, rng: np.random.Generator) -> Callable[[], None]:
-    """Reduce or move a nest of arrays."""
     strategy, size, rank = field.strategy, field.comm.size, field.comm.rank
     verb = str(rng.choice(_CALLS))
     op = "MEAN" if verb == "weighted" else str(rng.choice(["SUM", "MEAN"] if verb in ("reduce", "batch_reduce") else OPS))

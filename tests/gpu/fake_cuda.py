@@ -24,11 +24,9 @@ class FakeCuda:
         monkeypatch.setenv("MPISTRAT_DEVICE", "auto")
 
     def show(self, *numbers: int) -> None:
-        """Let this process see these GPUs of the machine."""
         self.numbers = list(numbers)
 
     def device(self, index: int) -> StandInDevice:
-        """Make the device of that index in this process."""
         number, fake = self.numbers[index], self
 
         class Device(StandInDevice):

@@ -44,7 +44,6 @@ _MIB = 1 << 20
 
 
 def main(when: str) -> dict[str, float]:
-    """Let jobs end by each fault."""
     before, figures = _used_mib(), {}
     for fault in FAULTS[when]:
         figures |= end(fault, when)

@@ -47,8 +47,6 @@ class Kind:
 
 
 class Torch(Kind):
-    """PyTorch."""
-
     def missing(self) -> str:
         if importlib.util.find_spec("torch") is None:
             return "PyTorch is not installed"
@@ -91,8 +89,6 @@ class Torch(Kind):
 
 
 class Jax(Kind):
-    """JAX."""
-
     can_be_written = False
 
     def missing(self) -> str:

@@ -71,7 +71,6 @@ class NullDevice(Device):
         self.array_module = SimpleNamespace(ndarray=self._array, empty=self.empty, asarray=lambda array: array)
 
     def empty(self, shape, dtype=np.float32):
-        """Return an array."""
         extents = (shape,) if isinstance(shape, int) else shape
         return self._array(extents, dtype, self._alloc(prod(extents) * np.dtype(dtype).itemsize))
 

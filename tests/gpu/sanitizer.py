@@ -26,8 +26,7 @@ from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, combine
 from mpistrat.testing.transport_suite import operations
-from tests.gpu.machine import find_sanitizer
-from tests.gpu.program import write_report
+from tests.gpu.program import find_sanitizer, write_report
 from tests.processes import run_bounded
 
 TOOLS = ("memcheck", "initcheck", "racecheck")
@@ -153,7 +152,6 @@ def _folded(device: Device, dtype: np.dtype[Any], op: ReduceOp) -> Iterator[tupl
 
 
 def _divided(device: Device, dtype: np.dtype[Any]) -> Iterator[tuple[str, NDArray[Any], NDArray[Any]]]:
-    """Divide values in place."""
     real, kernel = real_dtype(dtype), divide_kernel(dtype)
     device.prepare(kernel)
     for count in COUNTS:

@@ -106,7 +106,6 @@ def open_and_close(
 
 
 def _growth(noted: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return how much more is held in the end."""
     return {f"{name}_growth": round(noted[-1][name] - noted[0][name], 1) for name in noted[0]}
 
 

@@ -41,8 +41,6 @@ def stand_in_gpu(seed: int = 0, index: int = 0) -> Iterator[StandInDevice]:
 
 
 class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
-    """An array on a stand-in device."""
-
     __array_priority__ = 100
 
     def __init__(self, memory: Any, on: StandInDevice) -> None:
@@ -99,7 +97,6 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
         return self._like(found) if isinstance(found, np.ndarray) else found
 
     def get(self) -> Any:
-        """Return a copy in host memory."""
         return self._settled().copy()
 
     def tolist(self) -> Any:

@@ -8,8 +8,8 @@ import pytest
 
 from mpistrat.device import binding
 from mpistrat.device.cuda import CudaDevice
-from tests.gpu.machine import look
 from tests.gpu.probes import PROBES
+from tests.gpu.program import look
 from tests.unit.device.test_binding import *  # noqa: F403
 from tests.unit.inputs.test_fetch import *  # noqa: F403
 

@@ -41,8 +41,6 @@ CHECKED = 10_000
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is moved, and how often."""
-
     nbytes: int = 1 << 29  # of large arrays: far more than the caches of a GPU hold
     shapes: Sequence[tuple[int, ...]] = ()  # of the gradients
     sets: int = 4  # copies of all gradients that take turns, so that none is found in a cache
@@ -196,7 +194,6 @@ TIMINGS: dict[str, Callable[[_Bench], dict[str, float]]] = {
 
 
 def main(timing: str) -> dict[str, float]:
-    """Measure one of TIMINGS on the GPU."""
     device = CudaDevice(0)
     with device.activate(device.stream()):
         return TIMINGS[timing](_Bench(device, Sizes()))

@@ -24,8 +24,6 @@ SECONDS = 1500.0
 
 @dataclass(frozen=True)
 class Suite:
-    """The tests of a library."""
-
     archive: str  # the library, with its version
     tests: tuple[str, ...]  # files or folders, from the top of its source archive; ``*`` stands for any characters
     packages: tuple[str, ...] = ()  # what is installed beside the packages of this environment
@@ -48,7 +46,6 @@ SUITES = {
 
 
 def main() -> None:
-    """Run what the command line asks for, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m tests.interop", description=__doc__)
     parser.add_argument("--library", choices=SUITES, action="append", help="one of them; again for more (default: all)")
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks (default: 2,4)")

@@ -50,7 +50,6 @@ def device(comm, monkeypatch):
 
 @pytest.fixture(params=BINDINGS)
 def binding(request, monkeypatch):
-    """Return the name of each binding of NCCL."""
     monkeypatch.setattr(nccl_bindings, "GRACE_SECONDS", 0.0)
     return request.param
 

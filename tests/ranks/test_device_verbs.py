@@ -37,7 +37,6 @@ def joined(world, monkeypatch):
 
 @pytest.fixture
 def node(make_pair, joined):
-    """Give collectives on these nodes."""
     return make_pair(joined)
 
 

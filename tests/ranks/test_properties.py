@@ -1,17 +1,28 @@
-"""Whatever the values and the node shape: what replicas make of their rows is what one process makes of all.
+"""Whatever the values and the node shape: random programs, sums of rows, and bits that follow from the order of the replicas.
 
 Rank 0 draws the examples, which differ from shape to shape, and every rank makes the values of all replicas. Ranks tell each
 other what they found before any of them leaves an example: one that is wrong on one rank is wrong on all. They would not draw
 the same: Hypothesis prefers constants of the modules that a process has imported, and ranks import different ones.
 """
 
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
 from zlib import crc32
 
+import ml_dtypes
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.context.values import PerReplica
+from mpistrat.reduction import HALF_DTYPES, ReduceOp
+from mpistrat.transports.mpi_world import MpiAllReduce
+from mpistrat.transports.window import MOST_SMALL_BYTES
+from tests.fuzz.cases import NUM_KINDS, Field
+from tests.launches import on_ranks, up_to_ranks
 from tests.reference import check, random_values
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=8, max_size=8)
@@ -85,3 +96,96 @@ def test_reducing_over_rows_is_exact(comm, shape, strategy):
         assert np.allclose(mean.astype(wanted.dtype), wanted, rtol=2 * eps, atol=0, equal_nan=True), (mean, wanted)
 
     check_examples(comm, shape, check_one, st.sampled_from("?bBhHiIqQefdFD"), LENGTHS, EXTENTS, st.booleans(), SEEDS)
+
+
+ROUNDING = [np.dtype(dtype) for dtype in (np.float32, np.float64, np.complex64, ml_dtypes.bfloat16)]
+LATE_SECONDS = 0.002
+
+
+class Call(NamedTuple):
+    """A sum as it is drawn: its values, and everything that must not matter."""
+
+    op: ReduceOp
+    dtype: np.dtype
+    seed: int
+    lengths: list[int]
+    bytes_per_pack: int
+    num_packs: int | None
+    algorithm: str
+    late: int
+
+
+CALLS = st.builds(
+    Call,
+    st.sampled_from([ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PROD]),
+    st.sampled_from(ROUNDING),
+    st.integers(0, 2**16),
+    st.lists(st.sampled_from([0, 1, 2, 7, 60, 400]), min_size=1, max_size=5),
+    st.sampled_from([0, 1, 24, 500, 10**6]),
+    st.sampled_from([None, 0, 1, 3]),
+    st.sampled_from(["auto", "flat", "hierarchical"]),
+    st.integers(0, 16),  # a rank, or with none of this number nobody
+)
+
+
+def values_of(call, size):
+    """Return the values of each replica, of very different sizes, so that any other order rounds otherwise."""
+    rng = np.random.default_rng(call.seed)
+    shape = (size, sum(call.lengths))
+    return (rng.normal(size=shape) * 10.0 ** rng.integers(-3, 4, shape)).astype(call.dtype)
+
+
+def folded(call, given):
+    """Return what one process makes of them: one replica after the other, 16-bit floats in float32."""
+    wide = given.astype(np.float32 if call.dtype in HALF_DTYPES else call.dtype)
+    total = wide[0]
+    for row in wide[1:]:
+        total = total * row if call.op is ReduceOp.PROD else total + row
+    return (total / wide.dtype.type(len(wide)) if call.op is ReduceOp.MEAN else total).astype(call.dtype)
+
+
+@on_ranks(3)
+def test_arrays_that_are_too_large_for_a_slot_once_they_are_padded_are_added_in_order(make_ops, monkeypatch):
+    ops, by_mpi = make_ops(), []
+    monkeypatch.setattr(MpiAllReduce, "steps", lambda *_: by_mpi.append(_) or iter(()))
+    count = MOST_SMALL_BYTES // np.dtype(np.float64).itemsize  # no multiple of three
+    ops.all_reduce(ReduceOp.SUM, [np.ones(5), np.ones(count - 5)], CommunicationOptions(deterministic=True))
+    assert not by_mpi
+
+
+@up_to_ranks(8)
+def test_bits_are_those_of_one_process_that_adds_in_order(comm, make_ops, world):
+    ops = make_ops(world, MAX_MESSAGE_BYTES="300")  # several segments of each part
+
+    def check_one(call):
+        given = values_of(call, comm.size)
+        arrays = np.split(given[comm.rank], np.cumsum(call.lengths)[:-1])
+        packing = {"bytes_per_pack": call.bytes_per_pack, "num_packs": call.num_packs}
+        options = CommunicationOptions(algorithm=call.algorithm, deterministic=True, **packing)
+        if comm.rank == call.late:
+            time.sleep(LATE_SECONDS)
+        found = ops.all_reduce(call.op, arrays, options)
+        assert [array.size for array in found] == call.lengths
+        assert np.concatenate(found).tobytes() == folded(call, given).tobytes()
+
+    # the same examples whatever the shape of the nodes
+    check_examples(comm, "", check_one, CALLS, most=50 if comm.size == 3 else 12)
+
+
+TURNS = {1: 2, 2: 2}  # of each kind of case, by the number of ranks
+
+
+@up_to_ranks(8)
+def test_random_programs_are_right(comm, shape, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    field = Field(comm.Dup(), crc32(shape.encode()))
+    for number in range(NUM_KINDS * TURNS.get(comm.size, 1)):
+        problem = ""
+        try:
+            field.play(number, evenly=True)
+        except AssertionError as error:
+            problem = f"case {number} on rank {comm.rank}: {field.note}\n    {error}"
+        problems = list(filter(None, comm.allgather(problem)))  # one that is wrong on one rank is wrong on all
+        assert not problems, "\n".join(problems)
+    field.close()
+    field.comm.Free()

@@ -1,17 +1,22 @@
 """The verbs beside all_reduce, on every node shape, against what one process makes of all arrays."""
 
+import time
+import tracemalloc
 from itertools import product
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from mpistrat.algorithms.planners import SCATTER_FROM_BYTES
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import InvalidArgumentError
-from mpistrat.reduction import ReduceOp
+from mpistrat.errors import AgreementError, InvalidArgumentError
+from mpistrat.reduction import HALF_DTYPES, ReduceOp
+from mpistrat.testing.transport_suite import DTYPES, operations
+from mpistrat.transports import shared_memory
 from tests.gpu import verbs_rank
 from tests.launches import needs_ranks, up_to_ranks
-from tests.ranks.test_all_reduce import same_bits
+from tests.ranks.test_all_reduce import expected, rows, same_bits
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 
@@ -148,3 +153,187 @@ def test_a_flat_all_reduce_has_nothing_to_cast(comm, make_ops):
     told = "wire_dtype='float16' needs a step between nodes, which algorithm 'flat' does"
     with pytest.raises(InvalidArgumentError, match=told):
         ops.all_reduce(SUM, [np.ones(3)], CommunicationOptions(algorithm="flat", wire_dtype="float16"))
+
+
+ALWAYS = CommunicationOptions(algorithm="hierarchical")
+LARGE = SCATTER_FROM_BYTES // 2 + 7  # elements: of float32 more than a MiB, so that arrays of peers are read where they lie
+
+
+@pytest.fixture
+def chunked(make_ops, world):
+    """Give the communicator of one shape; between nodes it moves several chunks of a large array."""
+    return make_ops(world, CHUNK_BYTES="200KB")
+
+
+def sliced(ops, op, array, axis=0, options=None):
+    """Return this rank's part of an all-reduce."""
+    return np.array_split(ops.all_reduce(op, array, options), ops.size, axis)[ops.rank]
+
+
+def phases(ops, call):
+    ops.timeline.enabled, ops.timeline.events[:] = True, []
+    call()
+    ops.timeline.enabled = False
+    return {event.name.split(" rail")[0] for event in ops.timeline.events} - {"copy in", "copy out"}
+
+
+def own_phases(world):
+    """Return the phases of a large reduce-scatter on these nodes; those of an all-reduce where it needs one: none."""
+    if not world.is_uniform or world.size == 1:
+        return set()
+    inside = {"intra reduce_scatter"} if world.num_shards > 1 else set()
+    return inside | ({"inter reduce_scatter"} if world.num_nodes > 1 else set())
+
+
+@pytest.mark.ranks(nodes=["1x2", "2x1", "2+1", "4x2:cyclic"])
+@pytest.mark.parametrize("extent", [1, 1033])
+def test_every_operation_and_dtype_gives_the_part_of_a_sum(ops, world, extent):
+    # many ranks divide arrays otherwise, but add as few do
+    for dtype in (*DTYPES, *HALF_DTYPES) if world.size <= 4 else (np.dtype(np.float64), *HALF_DTYPES):
+        for op in operations(dtype):
+            given = rows(dtype, op, 3 * extent, world.size, 3)
+            mine, total = given[ops.rank].reshape(extent, 3), expected(op, given).reshape(extent, 3)
+            for axis in (0, -1):
+                part = ops.reduce_scatter(op, mine, axis, ALWAYS)
+                assert same_bits(part, np.array_split(total, ops.size, axis)[ops.rank]), (op, dtype, axis)
+                assert part.flags.c_contiguous
+
+
+def test_a_large_array_is_reduced_without_an_all_reduce(ops, world):
+    mine = np.arange(LARGE, dtype=np.float32) % 1013 * (ops.rank + 1)
+    found = phases(ops, lambda: ops.reduce_scatter(SUM, mine))
+    if own_phases(world):
+        assert found == own_phases(world)
+    elif world.size > 1:
+        assert any("all_reduce" in phase for phase in found)
+    wanted = np.arange(LARGE, dtype=np.float32) % 1013 * sum(range(world.size + 1))
+    assert same_bits(ops.reduce_scatter(SUM, mine), np.array_split(wanted, world.size)[ops.rank])
+    small = phases(ops, lambda: ops.reduce_scatter(SUM, mine[:1000]))
+    assert not small & own_phases(world)
+
+
+@up_to_ranks(4)
+@pytest.mark.parametrize("reads", ["0", "1"])
+def test_large_arrays_of_any_shape_and_dtype(make_ops, world, reads):
+    ops = make_ops(world, PEER_MEMORY=reads, CHUNK_BYTES="400KB")
+    # one rank gets all, or two thirds; rows and columns; a layout of its own; a cast; a mean of integers
+    for dtype, op, shape, axis in (
+        (np.float64, MEAN, (1, LARGE), 0),
+        (np.int64, MEAN, (world.size + 1, LARGE // 4), 0),
+        (np.float32, SUM, (LARGE // 7, 7), 0),
+        (np.float32, ReduceOp.MAX, (7, LARGE // 7), 1),
+        (ml_dtypes.bfloat16, MEAN, (LARGE,), 0),
+        (np.int16, MEAN, (LARGE,), 0),
+    ):
+        values = np.arange(np.prod(shape)).reshape(shape) % 61
+        mine = np.asfortranarray((values * (ops.rank + 1)).astype(dtype))
+        for turn in range(2):
+            if turn == ops.rank:
+                time.sleep(0.002)
+            part = ops.reduce_scatter(op, mine, axis)
+            assert same_bits(part, sliced(ops, op, mine, axis)), (dtype, op, shape, reads)
+
+
+@up_to_ranks(8)
+def test_calls_follow_each_other_in_one_memory(chunked, world):
+    ops = chunked
+    # whoever is late still reads what belongs to the call before
+    rng = np.random.default_rng(7)
+    sizes = [LARGE // 3, 1000, 7, LARGE]
+    target = [np.empty(len(np.array_split(np.empty(size), world.size)[ops.rank]), np.float32) for size in sizes]
+    for turn in range(12):
+        index, is_late, scatters = rng.integers(len(sizes)), rng.integers(world.size) == ops.rank, turn % 3
+        mine = np.full(sizes[index], turn + ops.rank, np.float32)
+        if is_late:
+            time.sleep(0.002)
+        total = turn * world.size + sum(range(world.size))
+        if scatters:
+            out = ops.reduce_scatter(SUM, mine, options=ALWAYS, out=target[index])
+            assert out is target[index]
+        else:
+            out = ops.all_reduce(SUM, mine, ALWAYS if turn % 2 else None)
+        assert (out == total).all(), turn
+        # what a rank does with its arrays afterwards is its own affair
+        mine.fill(np.nan)
+        out.fill(np.nan)
+
+
+@up_to_ranks(4)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_part_may_lie_in_the_array(make_ops, world, axis):
+    # several chunks, in one node and between nodes: what is written with the first must not be what is read for a later one
+    ops = make_ops(world, PEER_MEMORY="0", CHUNK_BYTES="200KB")
+    for halves in range(2 * world.size - 1):
+        columns = 100_000 // world.size**2 * world.size
+        mine = np.arange(2.0 * world.size * columns).reshape(2 * world.size, -1) % 97 + ops.rank
+        wanted = sliced(ops, SUM, mine, axis)
+        flat = mine.reshape(-1)
+        first = halves * (wanted.size // 2)
+        out = flat[first : first + wanted.size].reshape(wanted.shape)
+        assert ops.reduce_scatter(SUM, mine, axis, ALWAYS, out=out) is out
+        assert same_bits(out, wanted)
+
+
+def test_results_that_must_not_depend_on_the_way_take_an_all_reduce(ops, world):
+    values = np.random.default_rng(ops.rank).normal(size=LARGE).astype(np.float32)
+    for options in (CommunicationOptions(deterministic=True), CommunicationOptions(algorithm="flat")):
+        assert not phases(ops, lambda options=options: ops.reduce_scatter(SUM, values, options=options)) & own_phases(world)
+        assert same_bits(ops.reduce_scatter(SUM, values, options=options), sliced(ops, SUM, values, options=options))
+    if world.num_nodes == 1:  # nothing is cast
+        return
+    cast = CommunicationOptions(wire_dtype="bfloat16")
+    assert same_bits(ops.reduce_scatter(SUM, values, options=cast), sliced(ops, SUM, values, options=cast))
+
+
+def test_it_holds_no_more_than_shards_in_flight_and_allocates_its_part(ops, world):
+    mine = np.ones(LARGE, np.float32)
+    ops.reduce_scatter(SUM, mine)
+    held = ops.memory_report()
+    tracemalloc.start()
+    part = ops.reduce_scatter(SUM, mine)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    if own_phases(world):
+        assert peak < part.nbytes + 200_000
+        assert held.plan_bytes <= 3 * (2 << 20) // world.num_shards
+        assert held.largest_pack_bytes == mine.nbytes
+    assert ops.memory_report().num_plans == held.num_plans == 1
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("setting", ["MPISTRAT_INTRA_TRANSPORT", "MPISTRAT_INTER_TRANSPORT"])
+def test_where_mpi_was_asked_for_an_all_reduce_is_made(make_ops, world, monkeypatch, setting):
+    monkeypatch.setenv(setting, "mpi")
+    ops = make_ops(world)
+    mine = np.full(LARGE, ops.rank, np.float32)
+    found = phases(ops, lambda: ops.reduce_scatter(SUM, mine))
+    # what joins nothing in this world forbids nothing
+    is_unused = world.num_nodes == 1 if setting == "MPISTRAT_INTER_TRANSPORT" else world.num_shards == 1
+    assert (found == own_phases(world)) == is_unused
+    assert (ops.reduce_scatter(SUM, mine) == sum(range(world.size))).all()
+
+
+@needs_ranks(2)
+def test_ranks_that_ask_for_different_algorithms_are_told(mixed):
+    mine = np.ones(LARGE, np.float32)
+    flat = CommunicationOptions(algorithm="flat")
+    for known in ((), (ALWAYS, flat)):
+        for options in known:
+            mixed.reduce_scatter(SUM, mine, options=options)
+        with pytest.raises(AgreementError, match="algorithm=flat"):
+            mixed.reduce_scatter(SUM, mine, options=flat if mixed.rank == 1 else ALWAYS)
+
+
+@needs_ranks(2)
+def test_ranks_read_the_arrays_of_others_only_within_their_parts(make_ops, monkeypatch):
+    read = []
+    whole = shared_memory.Exchange._ranges
+
+    def ranges(self):
+        read.append(sum(stop - start for start, stop in whole(self)))
+        return whole(self)
+
+    monkeypatch.setattr(shared_memory.Exchange, "_ranges", ranges)
+    ops = make_ops()
+    part = ops.reduce_scatter(SUM, np.ones(LARGE, np.float32))
+    assert read in ([], [part.size])  # none where the kernel forbids it

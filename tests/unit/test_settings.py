@@ -1,13 +1,18 @@
-"""Settings: what each variable accepts, what it defaults to, and what an error says."""
+"""What a program meets beside its calls: settings, exceptions, the logger, and the order of things at its end."""
+
+import io
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat import settings
+from mpistrat import errors, settings
 from mpistrat.errors import SettingError
 from mpistrat.execution.select import DEVICE_TRANSPORTS, TRANSPORTS
+from mpistrat.logger import logger, warn_once
 from mpistrat.settings import SETTINGS, parse_bytes
+from tests.processes import python
 
 
 @pytest.mark.parametrize(
@@ -117,3 +122,114 @@ def test_the_environment_is_read_when_asked(monkeypatch):
     assert settings.CHUNK_BYTES.read() == 1024
     monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "2KiB")
     assert settings.CHUNK_BYTES.read() == 2048
+
+
+BUILT_IN = (OSError, RuntimeError, StopIteration, TimeoutError, TypeError, ValueError)
+
+
+def test_every_error_is_listed():
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    assert sorted(kind.__name__ for kind in kinds) == errors.__all__ == sorted(errors.__all__)
+    for kind in kinds:  # a program catches what it would without this library
+        assert kind.__doc__
+        assert issubclass(kind, errors.MpistratError)
+        assert str(kind("rank 5: found this, do that")) == "rank 5: found this, do that"
+        assert kind("").raised_everywhere is (kind.__name__ in ("AgreementError", "CheckpointError"))
+        assert kind in (errors.MpistratError, errors.CollectiveError) or issubclass(kind, BUILT_IN), kind
+
+
+# a program that configures logging of its own: only what it says of `mpistrat` changes what mpistrat does
+CONFIGURED = """
+import logging, sys
+logging.basicConfig(stream=sys.stdout, format="root %(message)s")
+if sys.argv[1:]:
+    own = logging.getLogger("mpistrat")
+    own.addHandler(logging.StreamHandler(sys.stdout))
+    own.setLevel(logging.ERROR)
+    own.propagate = False
+from mpistrat.logger import logger
+logger.error("an error")
+logger.info("a remark")
+"""
+
+
+class _Stream(io.StringIO):
+    writes = 0
+
+    def write(self, text):
+        self.writes += 1
+        return super().write(text)
+
+
+def test_each_line_says_whose_it_is_and_all_are_one_write(monkeypatch):
+    stream = _Stream()
+    monkeypatch.setattr(sys, "stderr", stream)
+    logger.warning("waits, 100% of the time\n  missing: rank 1")
+    assert stream.getvalue() == "mpistrat: waits, 100% of the time\nmpistrat:   missing: rank 1\n"
+    assert stream.writes == 1
+
+
+def test_remarks_are_shown_and_an_error_comes_with_its_traceback(capsys):
+    logger.info("measured")
+    try:
+        raise ValueError("for example")
+    except ValueError:
+        logger.exception("nobody watches")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:3] == ["mpistrat: measured", "mpistrat: nobody watches", "mpistrat: Traceback (most recent call last):"]
+    assert lines[-1] == "mpistrat: ValueError: for example"
+
+
+def test_a_warning_is_logged_once(capsys):
+    for text in ("first", "again"):
+        warn_once("a key of this test", text)
+    warn_once("another key of this test", "other")
+    assert capsys.readouterr().err == "mpistrat: first\nmpistrat: other\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [((), ("", "mpistrat: an error\nmpistrat: a remark\n")), (("configured",), ("an error\n", ""))]
+)
+def test_what_the_program_has_configured_for_it_holds_and_all_else_does_not(words, said):
+    done = python(CONFIGURED, *words)
+    assert (done.stdout, done.stderr) == said
+
+
+def run(program):
+    """Return what a program of its own prints, and the last line of its errors."""
+    done = python(program)
+    return done.stdout, done.stderr.rstrip().rpartition("\n")[2]
+
+
+PROGRAM = """
+import atexit
+from mpistrat.ending import Stage, at, forget, watch_finalize
+for stage in reversed(Stage):
+    at(stage, lambda stage=stage: print(stage.name))
+    at(stage, lambda stage=stage: print("the last of", stage.name))
+    at(stage, print)
+    forget(stage, print)
+    forget(stage, print)
+"""
+
+
+def test_stages_follow_each_other_and_what_was_registered_last_is_first_in_its_stage():
+    names = ("FAIL", "FINISH", "COMPARE", "MEET", "CLOSE")
+    expected = "".join(f"the last of {name}\n{name}\n" for name in names)
+    assert run(PROGRAM + "atexit.register(print, 'a handler of the program')") == (f"a handler of the program\n{expected}", "")
+
+
+def test_all_is_done_even_if_something_raises():
+    out, error = run(PROGRAM + "at(Stage.FINISH, lambda: 1 // 0)")
+    assert (out.endswith("CLOSE\n"), error) == (True, "ZeroDivisionError: integer division or modulo by zero")
+
+
+def test_where_the_program_finalizes_mpi_ranks_meet_before_and_later_calls_are_refused():
+    ended = run(PROGRAM + "watch_finalize()\nfrom mpi4py import MPI\nMPI.Finalize()\nprint('finalized')")[0]
+    first, _, later = ended.partition("finalized\n")
+    assert first == "".join(f"the last of {name}\n{name}\n" for name in ("COMPARE", "REFUSE", "MEET"))
+    assert later.startswith("the last of FAIL")
+
+
+def test_mpi_that_is_finalized_after_the_program_does_nothing_again():
+    assert run(PROGRAM + "watch_finalize()")[0].count("COMPARE") == 2

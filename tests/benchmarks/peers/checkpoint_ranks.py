@@ -35,7 +35,6 @@ _POLL_SECONDS = 0.001
 
 
 def main() -> None:
-    """Time all for each division into arrays."""
     divisions, num_bytes, rounds = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     logging.getLogger("mpistrat").setLevel(logging.ERROR)
     torch.set_num_threads(1)

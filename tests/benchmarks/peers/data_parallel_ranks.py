@@ -24,7 +24,6 @@ LAYERS = 8
 
 
 def main() -> None:
-    """Time both for each number of parameters."""
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD.Dup()
     join_gloo(comm)

@@ -11,7 +11,6 @@ expected, meet = comm.size * (comm.size + 1) // 2, MPI.COMM_WORLD.Barrier
 
 
 def all_reduce(request):
-    """Sum one array of float32."""
     source = np.full(request["nbytes"] // 4, comm.rank + 1, np.float32)
     target = np.empty_like(source)
     return Task(lambda: comm.Allreduce(source, target), lambda: is_right([target], expected), meet)

@@ -19,8 +19,6 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Task:
-    """Something to time."""
-
     run: Callable[[], object]  # one repetition
     is_right: Callable[[], bool]  # looks at what the last repetition left, and spoils it
     meet: Callable[[], object]  # waits until all ranks are here

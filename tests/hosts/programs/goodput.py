@@ -12,7 +12,6 @@ PORT, BLOCK_BYTES, WARM_UP_SECONDS = 7531, 1 << 20, 0.5
 
 
 def connection(role: str, host: str) -> socket.socket:
-    """Return the connected socket of this side."""
     if role == "listen":
         with socket.create_server((host, PORT)) as server:
             return server.accept()[0]

@@ -1,17 +1,22 @@
-"""Planners: their phases, when they decline, how they cut a buffer, and what is told and written about them."""
+"""Planners: their phases, when they decline, how they cut a buffer; and which algorithm is chosen, and why."""
 
 import dataclasses
+import re
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat.algorithms import plan as plans
 from mpistrat.algorithms import planners
-from mpistrat.algorithms.choose import PLANNERS
+from mpistrat.algorithms.choose import PLANNERS, Measured, choose, choose_on_gpus
 from mpistrat.algorithms.plan import Plan, phase_bytes
-from mpistrat.algorithms.planners import flat, hierarchical
+from mpistrat.algorithms.planners import SCATTER_FROM_BYTES, flat, hierarchical, hierarchical_from_bytes, reduce_scatter
+from mpistrat.arrays import part_bounds
+from mpistrat.errors import Unsuitable
 from mpistrat.topology.world import World
 from tests.unit.worlds import random_worlds
 
@@ -154,3 +159,157 @@ def test_bytes_of_each_phase(plan, sent, over_the_link):
 def test_what_is_cast_between_nodes_is_shorter_there():
     plan = dataclasses.replace(hierarchical(World.from_shape("4x2"), 1000, 4), wire_itemsize=2)
     assert [phase_bytes(plan, phase) for phase in plan.phases] == [(2000, 0), (1500, 3000), (2000, 0)]
+
+
+WORLDS = st.builds(
+    lambda nodes, ranks, placement: World.from_shape(f"{nodes}x{ranks}:{placement}"),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from(["block", "cyclic"]),
+).filter(lambda world: world.size > 1)
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_parts_are_those_of_array_split(extent, num_parts):
+    parts = [list(range(start, stop)) for start, stop in pairwise(part_bounds(extent, num_parts))]
+    assert parts == [part.tolist() for part in np.array_split(np.arange(extent), num_parts)]
+
+
+@given(WORLDS, st.data())
+def test_each_chunk_has_some_of_each_part_and_all_chunks_have_all(world, data):
+    counts = data.draw(st.lists(st.integers(0, 50), min_size=world.size, max_size=world.size).filter(any))
+    bounds = [sum(counts[:rank]) for rank in range(world.size + 1)]
+    plan = reduce_scatter(world, bounds, 4, "hierarchical", chunk_bytes=data.draw(st.integers(1, 400)))
+    chunks = plan.parts()
+    for position, rank in enumerate(plan.order):
+        moved = [place for chunk in chunks for place in range(chunk[position].start, chunk[position].stop)]
+        assert moved == list(range(bounds[rank], bounds[rank + 1]))
+    assert all(part.stop - part.start <= plan.chunk_count // world.size for chunk in chunks for part in chunk)
+    assert 1 <= plan.depth <= len(chunks)
+    assert len(chunks) == 1 or world.num_nodes > 1
+
+
+@given(WORLDS)
+def test_what_a_rail_divides_is_the_shard_of_its_ranks(world):
+    order = reduce_scatter(world, range(world.size + 1), 4, "hierarchical").order
+    for shard, rail in enumerate(world.rails):
+        assert order[shard * world.num_nodes : (shard + 1) * world.num_nodes] == rail
+    assert sorted(order) == list(range(world.size))
+
+
+@pytest.mark.parametrize(
+    ("shape", "phases"),
+    [("1x4", "intra reduce_scatter"), ("4x1", "inter reduce_scatter"), ("2x2", "intra reduce_scatter -> inter reduce_scatter")],
+)
+def test_phases_are_those_the_world_needs(shape, phases):
+    plan = reduce_scatter(World.from_shape(shape), part_bounds(1 << 20, 4), 4)
+    assert re.fullmatch(rf"hierarchical: {phases} \(4194304 bytes(, 2 chunks, 2 at a time)?\)", str(plan))
+
+
+DECLINED = {
+    "uneven nodes": ("3+1", 1 << 20, "hierarchical", "because nodes have different numbers of ranks"),
+    "one rank": ("1x1", 1 << 20, "auto", "or there is one rank"),
+    "another algorithm": ("1x4", 1 << 20, "flat", "because algorithm 'flat' was asked for"),
+    "nothing": ("1x4", 0, "hierarchical", "so small"),
+    "little": ("1x4", SCATTER_FROM_BYTES // 4 - 1, "auto", "so small"),
+}
+
+
+@pytest.mark.parametrize(("shape", "count", "algorithm", "reason"), DECLINED.values(), ids=DECLINED)
+def test_it_declines(shape, count, algorithm, reason):
+    world = World.from_shape(shape)
+    with pytest.raises(Unsuitable, match=reason):
+        reduce_scatter(world, part_bounds(count, world.size), 4, algorithm)
+
+
+def test_the_smallest_array_is_not_declined():
+    bounds = part_bounds(SCATTER_FROM_BYTES // 4, 4)
+    assert reduce_scatter(World.from_shape("1x4"), bounds, 4).chunk_count == 1 << 17
+
+
+def chosen(shape, num_bytes):
+    """Return the algorithm that is chosen, or ``chunks`` if it is hierarchical on several."""
+    plan = choose(World.from_shape(shape), num_bytes // 4, 4).plan
+    return "chunks" if plan.depth > 1 else plan.algorithm
+
+
+NODES = (8, KIB, 8 * KIB, 128 * KIB), (512 * KIB, MIB), (4 * MIB, 16 * MIB, 64 * MIB)
+ONE_NODE = (8, 2 * KIB, 128 * KIB), (), (16 * MIB, 64 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        *((shape, NODES) for shape in ("4x2", "4x2:cyclic", "4x8", "3+1+2+2")),
+        ("2x2", ((8, 128 * KIB), (384 * KIB,), (MIB, 16 * MIB))),
+        *((shape, ONE_NODE) for shape in ("1x4", "1x8")),
+        ("1x2", ((8, 64, 256), (64 * KIB, 512 * KIB), (16 * MIB, 64 * MIB))),
+        ("2x1", ((256 * KIB,), (512 * KIB, 4 * MIB), (8 * MIB, 64 * MIB))),
+        ("8x1", ((16 * KIB, 256 * KIB), (512 * KIB, 64 * MIB), ())),  # where steps decide
+        ("64x8", ((MIB,), (8 * MIB, 64 * MIB), ())),
+    ],
+)
+def test_it_goes_from_flat_to_hierarchical_to_chunks(shape, sizes):
+    for name, chosen_for in zip(("flat", "hierarchical", "chunks"), sizes, strict=True):
+        assert {size: chosen(shape, size) for size in chosen_for} == dict.fromkeys(chosen_for, name)
+
+
+def test_the_reason_names_the_limit_or_the_two_fastest_or_what_was_asked_for():
+    world = World.from_shape("4x8")
+    assert choose(world, 1000, 4).reason == "on such nodes flat takes less than 288 KiB"
+    assert choose(world, MIB, 4).reason == "on such nodes hierarchical takes 288 KiB and more"
+    assert choose(world, 144 * KIB // 4, 4, wire_itemsize=2).reason == "on such nodes hierarchical takes 144 KiB and more"
+    assert choose(World.from_shape("1x4"), MIB // 4, 4, wire_itemsize=2).plan.algorithm == "flat", "nothing is cast"
+    measured = Measured({"flat": {16: 2e-3}, "hierarchical": {16: 1e-3}}, "a file")
+    choice = choose(world, 4, 4, measured=measured)
+    assert choice.plan.algorithm == "hierarchical"
+    assert choice.reason == "hierarchical is the fastest as measured: 1 ms; next: flat 2 ms"
+    choice = choose(World.from_shape("4x2"), 16 * MIB, 4, "flat")
+    assert (choice.plan.algorithm, choice.reason) == ("flat", "flat was asked for by name; auto would choose hierarchical")
+
+
+@pytest.mark.parametrize(("shape", "chunk_bytes", "num_chunks"), [("1x8", 0, 1), ("2x2", 0, 4), ("1x8", 8 * MIB, 8)])
+def test_on_gpus_a_buffer_stays_whole_where_nothing_overlaps_unless_chunks_are_asked_for(shape, chunk_bytes, num_chunks):
+    choice = choose_on_gpus(World.from_shape(shape), 16 * MIB, 4, chunk_bytes=chunk_bytes)
+    assert (choice.plan.algorithm, choice.plan.num_chunks) == ("hierarchical", num_chunks)
+    assert choice.plan.depth == min(3, num_chunks)
+    assert (choice.reason, choice.seconds) == ("on GPUs auto is hierarchical", {})
+
+
+def test_on_gpus_a_node_has_one_phase_and_a_name_is_taken():
+    assert [str(phase) for phase in choose_on_gpus(World.from_shape("1x8"), 2**28, 4).plan.phases] == ["intra all_reduce"]
+    assert choose_on_gpus(World.from_shape("1x8"), 2**28, 4).plan.depth == 1
+    choice = choose_on_gpus(World.from_shape("2x2"), 16 * MIB, 4, "flat")
+    assert (choice.plan.algorithm, choice.reason) == ("flat", "flat was asked for by name")
+
+
+def test_one_rank_and_empty_buffers_have_a_plan_and_chunks_are_as_asked_for():
+    assert choose(World.from_shape("1x1"), 1000, 4).plan.phases == ()
+    assert choose(World.from_shape("2x2"), 0, 4).plan.num_chunks == 0
+    assert choose(World.from_shape("2x2"), MIB, 4, "hierarchical", chunk_bytes=256 * KIB).plan.num_chunks == 16
+
+
+@given(random_worlds, st.integers(0, 10**7), st.sampled_from([1, 2, 4, 8]), st.booleans())
+def test_auto_always_has_a_repeatable_answer(world, count, itemsize, tenths):
+    chunk_bytes = count * itemsize // 10 if tenths else 0
+    choice = choose(world, count, itemsize, chunk_bytes=chunk_bytes)
+    assert choose(World(world.nodes), count, itemsize, chunk_bytes=chunk_bytes) == choice
+    assert (choice.plan.algorithm == "flat") == (count * itemsize < hierarchical_from_bytes(world))
+
+
+def test_what_was_measured_is_predicted_and_between_and_beyond_it_by_the_bytes():
+    measured = Measured({"flat": {64: 3.0, 16: 1.0}, "hierarchical": {}})
+    found = {num_bytes: measured.predict(num_bytes) for num_bytes in (0, 8, 16, 40, 64, 128)}
+    assert found == {n: {"flat": seconds} for n, seconds in zip(found, (1.0, 1.0, 1.0, 2.0, 3.0, 6.0), strict=True)}
+
+
+_ORDERS = st.permutations(range(1, 1 + len(PLANNERS)))
+
+
+@given(st.sampled_from(["1x2", "1x4", "2x2", "3+1", "4x1"]), _ORDERS, _ORDERS)
+def test_the_fastest_measured_is_chosen(shape, small, large):
+    small, large = ([unit * place for place in order] for unit, order in ((1e-5, small), (1e-3, large)))
+    measured = Measured({name: {64: small[i], 2**16: large[i]} for i, name in enumerate(PLANNERS)})
+    for num_bytes, seconds in ((4, small), (64, small), (2**16, large), (2**30, large)):
+        choice = choose(World.from_shape(shape), num_bytes // 4, 4, measured=measured)
+        assert choice.plan.algorithm == [*PLANNERS][seconds.index(min(seconds))]

@@ -28,7 +28,6 @@ def read_only(array):
 
 
 def saved_and_restored(path, before, after):
-    """Save objects, restore them to others, and return these."""
     mpistrat.Checkpoint(**before).save(path, wait=True, step=3)
     assert mpistrat.Checkpoint(**after).restore(path) == 3
     return after

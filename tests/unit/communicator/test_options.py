@@ -1,13 +1,17 @@
-"""Communication options: what is accepted, and whose fields win."""
+"""Communication options: what is accepted, whose fields win, and which make another program and text of a reduction."""
 
 import dataclasses
+from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.communicator.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
+from mpistrat.communicator.options import DEFAULTS, CollectiveHints, CommunicationImplementation, CommunicationOptions
+from mpistrat.communicator.planning import Reduction
 from mpistrat.errors import InvalidArgumentError
+from mpistrat.reduction import ReduceOp
 
 AUTO, RING, NCCL = CommunicationImplementation
 
@@ -98,3 +102,31 @@ def test_hints_are_options_by_their_old_name():
         pytest.raises(InvalidArgumentError, match="bytes_per_pack must be 0 or a positive"),
     ):
         CollectiveHints(bytes_per_pack=-1)
+
+
+OTHERS = {
+    "bytes_per_pack": 7,
+    "timeout_seconds": 3.0,
+    "implementation": "RING",
+    "algorithm": "flat",
+    "wire_dtype": "bfloat16",
+    "deterministic": True,
+    "error_feedback": True,
+    "intra_dtype": "native",
+    "num_packs": 2,
+}
+"""Of each option another value than the default."""
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(CommunicationOptions)])
+def test_options_but_those_in_which_ranks_may_differ_have_a_program_and_a_text_of_their_own(name):
+    usual = replace(DEFAULTS, wire_dtype="float16") if name == "error_feedback" else DEFAULTS
+    one, other = (Reduction(ReduceOp.SUM, [np.ones(3)], options) for options in (usual, replace(usual, **{name: OTHERS[name]})))
+    may_differ = name in ("timeout_seconds", "implementation")
+    assert (one.key == other.key, str(one) == str(other)) == (may_differ, may_differ)
+
+
+def test_the_text_tells_what_is_not_usual():
+    options = replace(DEFAULTS, wire_dtype="bfloat16", error_feedback=True, num_packs=2)
+    text = "(SUM, [float64 (3,)], algorithm=auto, bytes_per_pack=0, wire_dtype=bfloat16, error_feedback=True, num_packs=2)"
+    assert str(Reduction(ReduceOp.SUM, [np.ones(3)], options)) == text

@@ -1,14 +1,30 @@
-"""The lanes: whatever waits, each lane does its steps in one order, and at most so many chunks are in flight."""
+"""Programs that run: lanes and steps, to the end or to a deadline; their timeline; and the memory that they hold."""
 
+import json
+import os
+import platform
 import random
-from itertools import accumulate, islice
+import subprocess
+import sys
+import time
+from itertools import accumulate, islice, repeat
 
+import ml_dtypes
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mpistrat
+from mpistrat import arrays
+from mpistrat.arrays import new_array, retained_bytes
+from mpistrat.errors import DeadlineExceededError
 from mpistrat.execution.compile import interleave
+from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.program import Lanes, nothing, overlap
-from mpistrat.steps import WAITING, WORKED
+from mpistrat.steps import WAITING, WORKED, drive
+from mpistrat.timeline import Timeline, TimelineEvent, write_chrome_trace
+from tests.processes import python
 
 
 def play(num_chunks, depth, max_in_flight, seed):
@@ -114,3 +130,215 @@ def test_a_lane_that_waits_does_not_stop_the_others():
     assert found == [WAITING, WAITING], "the first learns of the second one turn later"
     assert list(interleave([])) == []
     assert list(interleave([iter([WAITING, WORKED]), iter([WAITING])])) == [WAITING, WORKED, WAITING]
+
+
+def test_steps_are_driven_to_the_end_or_an_error():
+    seen: list[int] = []
+
+    def steps():
+        for index in range(1000):
+            seen.append(index)
+            yield WORKED if index % 3 else WAITING
+        raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        drive(steps(), lambda: "this")
+    assert seen == list(range(1000))
+
+
+def test_a_deadline_ends_waiting_and_names_what_was_waited_for_or_what_is_overdue():
+    started = time.monotonic()
+    message = r"all_reduce\(SUM\) did not end within 0\.02 s; not all ranks have arrived"
+    with pytest.raises(DeadlineExceededError, match=message) as caught:
+        drive(repeat(WAITING), lambda: "all_reduce(SUM)", 0.02)
+    assert 0.02 <= time.monotonic() - started < 5
+    assert isinstance(caught.value, TimeoutError)
+    overdue = DeadlineExceededError("rank 3 does not answer")
+    with pytest.raises(DeadlineExceededError, match="^rank 3 does not answer$"):
+        drive(repeat(WAITING), lambda: "this", 0.01, lambda: overdue)
+
+
+def test_who_drives_may_say_how_to_rest():
+    rests: list[int] = []
+    steps = [WAITING, WAITING, WORKED, WAITING, WORKED, WORKED, WAITING]
+    drive(iter(steps), lambda: "this", back_off=rests.append)
+    assert rests == [0, 1, 0, 0], "how often in a row there was nothing to do"
+    with pytest.raises(DeadlineExceededError):  # who rests long looks at the clock each time
+        drive(iter([WAITING] * 3), lambda: "this", 0.01, back_off=lambda _: time.sleep(0.02))
+
+
+def test_who_waits_on_a_busy_machine_looks_in_time_for_what_ends_the_wait(monkeypatch):
+    def verdict():
+        raise RuntimeError("a verdict")
+
+    monkeypatch.setattr(os, "sched_yield", lambda: time.sleep(0.01))  # as if other processes had run
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="a verdict"):
+        drive(repeat(WAITING), lambda: "this", check=verdict)
+    assert time.monotonic() - started < 1
+
+
+def test_what_is_at_work_is_not_late():
+    def steps():
+        for _ in range(3):
+            time.sleep(0.005)
+            yield WORKED
+
+    drive(steps(), lambda: "slow work", 0.001)
+
+
+def test_a_wait_on_a_shared_core_yields_and_never_sleeps(monkeypatch):
+    yields: list[float] = []
+    sleep = time.sleep
+    monkeypatch.setattr(os, "sched_yield", lambda: (sleep(1e-3), yields.append(1)))  # as if another process had run
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"slept for {seconds} s"))
+    drive(iter([WAITING] * 5 + [WORKED]), lambda: "a wait")
+    assert len(yields) == 5
+
+
+def timeline(*events, epoch_seconds=0.0):
+    made = Timeline()
+    made.events, made.epoch_seconds = list(events), epoch_seconds
+    return made
+
+
+def test_seconds_during_which_two_lanes_are_busy_count_once():
+    line = timeline(
+        TimelineEvent("a", "intra", 0.0, 2.0, 0),
+        TimelineEvent("b", "inter", 1.0, 3.0, 0),
+        TimelineEvent("c", "intra", 5.0, 6.0, 0),
+        TimelineEvent("d", "step", 0, 9, 0),
+    )
+    assert line.busy_seconds(["intra", "inter"]) == 4.0
+    assert line.busy_seconds(["inter"]) == 2.0
+    assert line.busy_seconds([]) == 0.0
+
+
+def test_recording_notes_what_ended_now():
+    line = Timeline()
+    line.record("copy in", "intra", 0.0, 8)
+    [event] = line.events
+    assert event[:3] == ("copy in", "intra", 0.0)
+    assert event.end_seconds > 0.0
+    assert event.nbytes == 8
+
+
+def test_a_trace_has_a_process_per_rank_and_a_named_row_per_lane(tmp_path):
+    # both ranks did the same thing at the same time, on clocks with different origins
+    first = timeline(
+        TimelineEvent("sum", "intra", 1.0, 1.5, 64), TimelineEvent("ring", "inter", 1.5, 2.0, 32), epoch_seconds=100.0
+    )
+    second = timeline(TimelineEvent("sum", "intra", 11.0, 11.5, 64), epoch_seconds=90.0)
+    write_chrome_trace(tmp_path / "trace.json", {1: second, 0: first})
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {(row["name"], row["pid"], row["tid"]): row["args"]["name"] for row in rows if row["ph"] == "M"}
+    assert names == {
+        ("process_name", 0, 0): "rank 0",
+        ("thread_name", 0, 0): "intra",
+        ("thread_name", 0, 1): "inter",
+        ("process_name", 1, 0): "rank 1",
+        ("thread_name", 1, 0): "intra",
+    }
+    spans = [(row["name"], row["pid"], row["tid"], row["ts"], row["dur"], row["args"]) for row in rows if row["ph"] == "X"]
+    assert spans == [
+        ("sum", 0, 0, 0.0, 0.5e6, {"bytes": 64}),
+        ("ring", 0, 1, 0.5e6, 0.5e6, {"bytes": 32}),
+        ("sum", 1, 0, 0.0, 0.5e6, {"bytes": 64}),
+    ]
+    for empty in ({}, {0: Timeline()}):
+        write_chrome_trace(tmp_path / "trace.json", empty)
+        assert all(row["ph"] == "M" for row in json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
+
+
+def test_a_program_of_one_process_writes_its_trace_at_exit(tmp_path):
+    program = (
+        "import time; from mpistrat.timeline import Timeline\n"
+        "for name in 'ab': Timeline().record(name, 'intra', time.perf_counter(), 8)"
+    )
+    assert python(program, MPISTRAT_TIMELINE=str(tmp_path / "trace.json")).returncode == 0
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [row["name"] for row in rows if row["ph"] == "X"] == ["a", "b"]
+    missing = str(tmp_path / "missing" / "trace.json")
+    said = f"mpistrat: MPISTRAT_TIMELINE={missing} cannot be written: No such file or directory\n"
+    assert python(program, MPISTRAT_TIMELINE=missing).stderr == said
+
+
+_PROGRAM = """
+import ctypes
+import numpy as np
+from mpi4py import MPI
+import mpistrat
+
+mpistrat.Communicator(MPI.COMM_SELF)
+# more than compiling modules, where no bytecode is kept, leaves at the top of the heap
+arrays = np.ones(1 << 20), np.ones(1 << 20)  # a result that is new, and a buffer inside the call
+# glibc writes the size of a block before it, and in its second bit whether the system has given it, and gets it back
+print(*[ctypes.c_size_t.from_address(array.ctypes.data - 8).value >> 1 & 1 for array in arrays])
+"""
+
+
+def test_a_report_adds_up_and_is_one_line():
+    report = MemoryReport(3, 8 << 20, 1 << 20, 1 << 20, 2, 4 << 20)
+    assert (report.total_bytes, report.ratio) == (10 << 20, 2.5)
+    assert str(report) == (
+        "rank 3 holds 10 MiB: window 8 MiB, rails 1 MiB, plans 1 MiB (2 plans); 2.5 times its largest pack of 4 MiB"
+    )
+    with pytest.raises(AttributeError):
+        report.rank = 4
+
+
+def test_large_arrays_take_the_memory_of_earlier_ones_that_nobody_has():
+    float32, bfloat16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+    first = new_array((9 << 20,), float32)
+    assert (first.shape, first.dtype, first.flags.carray) == ((9 << 20,), float32, True)
+    address, before = first.ctypes.data, retained_bytes()
+    views = [first[5:], first.data, np.from_dlpack(first), first.reshape(2, -1).T]
+    del first
+    while views:  # each of them has the memory
+        assert new_array((9 << 20,), float32).ctypes.data != address
+        views.pop()
+    assert retained_bytes() == before + (72 << 20)
+    again = [new_array((2, 9 << 20), bfloat16), new_array((2, 9 << 20), bfloat16)]
+    assert address in [array.ctypes.data for array in again]
+    assert {array.dtype for array in again} == {bfloat16}
+    assert again[0].ctypes.data != again[1].ctypes.data
+    assert retained_bytes() == before
+
+
+def test_no_more_than_256_mib_are_retained():
+    arrays = [new_array((48 << 20,), np.dtype(np.uint8)) for _ in range(8)]
+    assert len({array.ctypes.data for array in arrays}) == 8
+    large = new_array((257 << 20,), np.dtype(np.uint8))
+    del arrays, large
+    assert retained_bytes() == 5 * 48 << 20
+
+
+def test_one_replica_holds_nothing():
+    strategy = mpistrat.OneDeviceStrategy()
+    report = strategy.memory_report()
+    assert (report.total_bytes, report.ratio, report.rank) == (0, 0.0, 0)
+    strategy.close()
+    with pytest.raises(RuntimeError, match="this strategy was closed"):
+        strategy.memory_report()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
+@pytest.mark.parametrize(("own", "is_kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
+def test_new_arrays_take_memory_that_was_freed_unless_malloc_is_set_otherwise(own, is_kept):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, env={**environment, **own})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == (["0", "0"] if is_kept else ["1", "1"])
+
+
+def test_a_finalizer_that_makes_an_array_meanwhile_gets_other_memory():
+    retained, made = arrays._RetainedMemory(), []
+
+    def finalizer():  # at the moment when it is looked whether the memory is in use
+        if not made:
+            made.append(None)
+            made[0] = retained.block(8)
+
+    retained._entries.append((np.empty(8, np.uint8), finalizer))
+    block = retained.block(8)
+    assert not np.may_share_memory(np.asarray(block), np.asarray(made[0]))

@@ -1,13 +1,29 @@
-"""Which clusters can train with parameter servers; what a Server and the strategy refuse before anybody meets."""
+"""Which clusters train with parameter servers; what servers do with requests, the dispatcher says, and partitioners cut."""
 
+import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import numpy as np
 import pytest
 
 import mpistrat
 from mpistrat.cluster import ClusterSpec
-from mpistrat.errors import InvalidArgumentError, LaunchError
-from mpistrat.parameter_server import tasks
+from mpistrat.errors import CancelledError, InvalidArgumentError, LaunchError
+from mpistrat.experimental.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
+from mpistrat.parameter_server import dispatcher, tasks
 from mpistrat.parameter_server.coordinator import ClusterCoordinator
+from mpistrat.parameter_server.dispatcher import Dispatcher, RemoteValue, ScheduledCall
+from mpistrat.parameter_server.functions import Pickled, dumps
+from mpistrat.parameter_server.messages import Channel, Read, Received, Result, Run, Write
+from mpistrat.parameter_server.server import VariableServer
+from mpistrat.parameter_server.strategy import check_partition
 from mpistrat.parameter_server.tasks import check_tasks
+from mpistrat.parameter_server.variables import StoredVariable
+from mpistrat.state.changes import METHODS
 
 GOOD = {"chief": ["a:1"], "worker": ["b:1", "b:2"], "ps": ["c:1"]}
 
@@ -75,3 +91,155 @@ def task(task_type):
 def test_what_a_server_a_strategy_or_a_coordinator_cannot_take_is_refused(make, message):
     with pytest.raises(TypeError if "ClusterSpec" in message else InvalidArgumentError, match=message):
         make()
+
+
+@pytest.mark.parametrize("change", [Write(0, 1, 0), Write(0, METHODS.index("scatter_add"), 3), Run(7, 0, 0, False)], ids=repr)
+def test_a_variable_is_changed_only_when_no_answer_is_being_sent_from_its_array(change):
+    array, other, waited = np.zeros(3), np.zeros(3), []
+    channel = MagicMock(survives=False)
+    channel.have_ended.return_value = False
+    channel.wait.side_effect = lambda requests, *given, **named: waited.append((requests, array.tolist()))
+    server = VariableServer(channel)
+    server._variables.update({0: StoredVariable("read", array), 1: StoredVariable("other", other)})
+    for variable, request in ((0, "of read"), (1, "of other")):
+        channel.send_bare.return_value = [request]
+        read = Read(5, variable, 0, 3)
+        server.read(read, Received(2, read, -1, 0, None))
+
+    def add(variable):
+        variable.value += 1
+
+    channel.receive_payload.side_effect = partial(Channel.receive_payload, channel)
+    channel.payload.return_value = pickle.dumps(((), {}))
+    server._functions[3, 0] = lambda worker: add
+    inline = memoryview((b"" if change == Write(0, 1, 0) else np.arange(3).tobytes()) + np.ones(3).tobytes())
+    getattr(server, type(change).__name__.lower())(change, Received(3, change, -1, inline.nbytes, inline))
+    assert waited == [(["of read"], [0, 0, 0])]
+    assert array.tolist() == [1, 1, 1]
+
+
+def test_what_a_function_on_a_server_gets_can_be_used_like_an_array():
+    array = np.arange(6.0).reshape(3, 2)
+    stored = StoredVariable("stored", array)
+    assert (stored.shape, stored.dtype, len(stored), (stored * 2)[2, 1], np.sum(stored)) == ((3, 2), np.float64, 3, 10, 15)
+    stored.value += 1
+    stored.value = stored / 2
+    np.testing.assert_array_equal(array, np.arange(1.0, 7).reshape(3, 2) / 2)
+    stored.numpy()[...] = stored.sparse_read([0])[...] = 0  # copies
+    np.testing.assert_array_equal(stored.sparse_read([[2], [0]]), array[[[2], [0]]])
+    with pytest.raises(TypeError, match="cannot be the target of an in-place operation"):
+        stored += 1
+
+
+def made(monkeypatch, results):
+    """Return a dispatcher of one worker that gets some results, and then none."""
+    channel = MagicMock(lost=frozenset(), survives=False)
+    channel.group.workers, channel.payload.return_value, channel.unfinished.return_value = (1,), b"", []
+    monkeypatch.setattr(dispatcher, "Receiver", lambda *arguments: SimpleNamespace(poll=lambda: next(results, None)))
+    client = MagicMock(channel=channel, dropped=[])
+    client.functions.send.return_value = 0
+    return Dispatcher(client)
+
+
+def test_it_is_idle_only_when_the_result_that_has_come_is_there(monkeypatch):
+    value, looked = MagicMock(), []
+    call = ScheduledCall(MagicMock(number=0), Pickled(b"", []), value)
+    found = made(monkeypatch, iter([None, Received(1, Result(call.number, False), -1, 0, memoryview(b""))]))
+    monkeypatch.setattr(found, "_beside", MagicMock())
+    found.submit(call)
+    with ThreadPoolExecutor(1) as program:
+
+        def look(data):
+            asked = program.submit(found.is_idle)
+            time.sleep(0.05)
+            looked.append(asked.done() and asked.result())
+
+        value.set_data = look
+        assert not found.is_idle()
+        found.pump()
+    assert looked == [False]
+    assert found.is_idle()
+
+
+def test_an_error_is_raised_once_where_two_threads_wait(monkeypatch):
+    found = made(monkeypatch, iter([]))
+    found._error = ValueError("of a function")
+    monkeypatch.setattr(found, "wait", lambda *arguments: setattr(found, "_error", None))  # the other one raises it meanwhile
+    found.raise_error()
+
+
+def test_a_value_that_another_thread_has_loaded_meanwhile_is_there(monkeypatch):
+    found = [dumps(3, "a result"), None]  # at a first and a second look
+    monkeypatch.setattr(RemoteValue, "_data", property(lambda _: found.pop(0), lambda *_: None), raising=False)
+    assert RemoteValue(MagicMock()).fetch() == 3
+
+
+def test_an_interrupt_loses_no_call(monkeypatch):
+    call = ScheduledCall(MagicMock(number=0), Pickled(b"", []), RemoteValue(MagicMock()))
+    found = made(monkeypatch, iter([None, None, Received(1, Result(call.number, False), -1, 0, memoryview(b""))]))
+    monkeypatch.setattr(found, "_beside", MagicMock())
+    send = found._client.functions.send
+    send.side_effect = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        found.submit(call)
+    send.side_effect = None
+    found.pump()
+    assert (send.call_count, found.is_idle()) == (2, False)
+    call.value.set_data = MagicMock(side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        found.pump()
+    assert found.is_idle()
+    with pytest.raises(CancelledError, match="was given up"):
+        call.value.fetch()
+
+
+@pytest.mark.parametrize(
+    ("partitioner", "shape", "shards"),
+    [
+        (FixedShardsPartitioner(2), (10, 3), [2, 1]),
+        (FixedShardsPartitioner(4), (2, 3), [2, 1]),
+        (FixedShardsPartitioner(4), (0,), [1]),
+        (MinSizePartitioner(4), (6, 1), [1, 1]),
+        (MinSizePartitioner(4, max_shards=2), (6, 1), [2, 1]),
+        (MinSizePartitioner(4, max_shards=100), (6, 1), [6, 1]),
+        (MinSizePartitioner(10, max_shards=100), (6, 1), [2, 1]),
+        (MinSizePartitioner(25, max_shards=100), (6, 1), [1, 1]),
+        (MinSizePartitioner(max_shards=3), (100, 100), [1, 1]),
+        (MinSizePartitioner(max_shards=3), (1 << 20,), [3]),
+        (MaxSizePartitioner(24), (6, 1), [1, 1]),
+        (MaxSizePartitioner(23), (6, 1), [2, 1]),
+        (MaxSizePartitioner(8), (6, 1), [3, 1]),
+        (MaxSizePartitioner(4), (6, 1), [6, 1]),
+        (MaxSizePartitioner(1), (6, 1), [6, 1]),
+        (MaxSizePartitioner(4, max_shards=3), (6, 1), [3, 1]),
+        (MaxSizePartitioner(1024), (0, 4), [1, 1]),
+    ],
+)
+def test_the_number_of_shards(partitioner, shape, shards):
+    assert partitioner(shape, np.float32) == shards
+
+
+def test_another_axis_may_be_split_and_a_string_has_the_bytes_that_are_said():
+    assert FixedShardsPartitioner(3)((10, 6), np.float32, axis=1) == [1, 3]
+    assert MaxSizePartitioner(8, bytes_per_string=8)((6, 1), object) == [6, 1]
+    assert MinSizePartitioner(8, max_shards=9, bytes_per_string=4)((6, 1), object) == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (FixedShardsPartitioner, [0]),
+        *((kind, arguments) for kind in (MinSizePartitioner, MaxSizePartitioner) for arguments in ([0], [1, 0], [1, 1, 0])),
+    ],
+)
+def test_an_argument_below_1_is_refused(kind, arguments):
+    with pytest.raises(InvalidArgumentError, match="must be at least 1; got 0"):
+        kind(*arguments)
+
+
+@pytest.mark.parametrize("wrong", [[], [0, 1], [2], [2, 2], [2, 1, 1], "2", 2, None])
+def test_what_is_no_partition_is_refused(wrong):
+    with pytest.raises(InvalidArgumentError, match=r"accepted is a list .* for example \[2, 1\]"):
+        check_partition(wrong, (10, 3))
+    assert check_partition([5, 1], (3, 2)) == 3  # no more shards than rows
+    assert check_partition([2], (10,)) == 2

@@ -1,11 +1,17 @@
-"""World: shapes, places, and who owns which shard."""
+"""World: shapes, places, and who owns which shard; devices by name, and GPUs that do not go together."""
+
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.errors import TopologyError
-from mpistrat.topology.world import World, parse_shape
+from mpistrat.device.abstract import Identity
+from mpistrat.device.binding import own_device
+from mpistrat.errors import InvalidArgumentError, TopologyError
+from mpistrat.launch.bootstrap import Bound
+from mpistrat.topology.discover import Answer, Gpu, check_answers
+from mpistrat.topology.world import DeviceSpec, World, device_name, parse_device, parse_shape, ranks_of
 from tests.unit.worlds import random_worlds
 
 
@@ -94,3 +100,100 @@ def test_shape_is_read_back(sizes, placement):
     world = World.from_shape("+".join(map(str, sizes)) + ":" + placement)
     assert world.local_sizes == tuple(sizes)
     assert World.from_shape(world.shape).local_sizes == world.local_sizes
+
+
+OWN = DeviceSpec("CPU")
+
+
+NAMES = {
+    OWN: ["/cpu:0", "CPU:0", "cpu", "/CPU", "/device:CPU:0", "device:cpu:0", " /cpu:0 "],
+    DeviceSpec("CPU", 1): ["/cpu:1"],
+    DeviceSpec("CPU", rank=2): ["/job:worker/replica:0/task:2/cpu:0", "/job:worker/task:2/device:CPU:0"],
+    DeviceSpec("GPU"): ["/gpu:0"],
+    DeviceSpec("GPU", 1): ["/device:GPU:1"],
+    DeviceSpec("GPU", 3): ["GPU:3"],
+    DeviceSpec("GPU", rank=1): ["/job:worker/replica:0/task:1/device:GPU:0"],
+    DeviceSpec("", rank=3): ["rank:3"],
+    DeviceSpec("", rank=12): ["Rank:12"],
+}
+
+
+@pytest.mark.parametrize("device", NAMES, ids=str)
+def test_a_name_is_read_as_tensorflow_spells_it(device):
+    assert {parse_device(name) for name in NAMES[device]} == {device}
+    assert parse_device("/job:localhost/replica:0/task:0/device:CPU:0") == OWN
+
+
+def test_a_device_prints_as_its_name():
+    for name in ("/cpu:0", "/gpu:1", "rank:3", "/job:worker/replica:0/task:1/device:GPU:0"):
+        assert str(parse_device(name)) == name
+    assert device_name(3) == "/job:worker/replica:0/task:3/device:CPU:0"
+    assert parse_device(device_name(3)) == DeviceSpec("CPU", rank=3)
+    assert own_device() == "/cpu:0"
+
+
+ACCEPTED = "accepted are /cpu:0, CPU:0, /gpu:0, /device:CPU:0, /job:worker/replica:0/task:1/device:CPU:0 and rank:1"
+NO_NAMES = ["", "tpu:0", "/device:TPU:0", "rank:", "rank:-1", "rank3", "cpu:x", "cpu:-1", "/task:1/cpu:0", "//cpu:0"]
+NO_RANK = "device {!r} names a task that is not a rank: rank R is /job:worker/replica:0/task:R, "
+NO_RANK += "and /job:localhost is the calling rank"
+JOBS = ["/job:ps/replica:0/task:0", "/job:worker/replica:1/task:0", "/job:localhost/replica:0/task:1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *((name, "{!r} is not a device name") for name in [*NO_NAMES, 3, None, ["cpu"]]),
+        *((f"{job}/device:CPU:0", NO_RANK) for job in JOBS),
+        ("/job:worker/device:CPU:0", "device {!r} does not name a task"),
+    ],
+)
+def test_what_is_not_the_name_of_a_device_of_a_rank(name, message):
+    with pytest.raises(InvalidArgumentError) as caught:
+        parse_device(name)
+    assert str(caught.value) == f"{message.format(name)}; {ACCEPTED}"
+
+
+def test_which_ranks_have_a_device():
+    world = World.from_shape("2+1")
+    assert ranks_of("/cpu:0", world) == (0, 1, 2)
+    assert ranks_of("rank:2", world) == ranks_of(device_name(2), world) == (2,)
+    assert ranks_of("/cpu:0", World.from_shape("1x1")) == (0,)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("/gpu:0", "1x2", "ranks compute on CPUs here; {} to rank:1"),
+        ("/job:worker/replica:0/task:0/device:GPU:0", "1x1", "ranks compute on CPUs here; {}"),
+        ("/cpu:1", "1x2", "each rank drives one device; {} to rank:1"),
+        ("rank:2", "1x2", "there is no rank 2; {} to rank:1"),
+        ("/job:worker/replica:0/task:9/device:CPU:0", "2x2", "there is no rank 9; {} to rank:3"),
+    ],
+)
+def test_a_device_that_nobody_has(name, shape, message):
+    message = message.format("accepted are /cpu:0 (each rank's own) and rank:0")
+    with pytest.raises(InvalidArgumentError, match=re.escape(f"device {name!r} does not exist: {message}")):
+        ranks_of(name, World.from_shape(shape))
+
+
+def check_gpus(gpus, allow_shared):
+    check_answers([Answer("node0", (0, 1), Bound(""), gpu) for gpu in gpus], allow_shared)
+
+
+def _gpu(node="node0", uuid="a" * 32, index=0):
+    return Gpu(node, index, Identity("NVIDIA H200", uuid, "0000:17:00.0"))
+
+
+def test_one_gpu_for_each_rank_is_accepted():
+    check_gpus([_gpu(uuid="a"), _gpu(uuid="b"), _gpu("node1", "c"), _gpu("node1", "d")], allow_shared=False)
+    # the UUIDs of two nodes, cut short in the same way, or of a driver that is virtual
+    check_gpus([_gpu("node0", "ab"), _gpu("node1", "ab")], allow_shared=False)
+
+
+def test_gpus_without_a_uuid_are_told_apart_by_their_place():
+    twins = [Gpu(node, 0, Identity("GRID", "0" * 32, bus)) for node, bus in (("node0", "a"), ("node0", "b"), ("node1", "a"))]
+    check_gpus(twins, allow_shared=False)
+    check_gpus([*twins, twins[0]], allow_shared=True)
+    named = r"ranks 0, 3 drive the same GPU, GRID a on node0 \(.*--gpu-bind=none.*MPISTRAT_ALLOW_SHARED_GPU=1"
+    with pytest.raises(TopologyError, match=named):
+        check_gpus([*twins, twins[0]], allow_shared=False)
