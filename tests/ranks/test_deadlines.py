@@ -267,6 +267,7 @@ def test_no_rank_returns_a_sum_by_mpi_of_what_another_has_changed_that_has_left_
 
     def late(requests, memory):
         comm.send(None, 0)
+        comm.recv(source=0)
         yield from until_complete(requests, memory)
 
     kept = []
@@ -274,6 +275,8 @@ def test_no_rank_returns_a_sum_by_mpi_of_what_another_has_changed_that_has_left_
     with pytest.raises(CollectiveError if comm.rank else KeyboardInterrupt, match="rank 0 has left it" if comm.rank else None):
         ops.all_reduce(SUM, values, within(60, algorithm="flat"))
     values[:] = 5
+    if comm.rank == 0:
+        comm.send(None, 1)
     comm.Barrier()
 
 
