@@ -13,6 +13,7 @@ from mpistrat.experimental import ParameterServerStrategy
 from mpistrat.experimental.coordinator import ClusterCoordinator, RemoteValueStatus
 from mpistrat.launch.bootstrap import start
 from tests.launches import needs_ranks
+from tests.processes import until
 from tests.ranks.servers import on_chief, serve, variable
 
 pytestmark = needs_ranks(4)
@@ -67,6 +68,16 @@ def test_after_closing_nothing_is_scheduled_and_what_waited_is_cancelled():
             variable(kept["coordinator"], 2.0)
         kept["coordinator"].join()
         kept["coordinator"].strategy.close()
+
+
+@on_chief()
+def test_nothing_is_scheduled_once_workers_were_told_to_end(coordinator, tmp_path):
+    value = coordinator.schedule(lambda: until((tmp_path / "let go").exists, 60.0))
+    coordinator.strategy._close(patience=0.0)  # as where the program has raised, and a function goes on
+    with pytest.raises(RuntimeError, match="schedule: the strategy was closed"):
+        coordinator.schedule(abs, (1,))
+    (tmp_path / "let go").touch()
+    value.fetch()
 
 
 def test_strategies_of_a_process_do_not_disturb_each_other():
