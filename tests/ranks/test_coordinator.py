@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.errors import CancelledError, OutOfRangeError
+from mpistrat.errors import CancelledError, InvalidArgumentError, OutOfRangeError
 from mpistrat.experimental.coordinator import PerWorkerValues, RemoteValueStatus
 from tests.launches import needs_ranks, up_to_ranks
 from tests.processes import until
@@ -128,6 +128,9 @@ def test_what_cannot_be_sent_is_refused(coordinator):
         coordinator.schedule(print, (lock,))
     with pytest.raises(TypeError, match="got 3"):
         coordinator.schedule(3)
+    for not_a_list in ("ab", {"x": 1}, np.ones(1)):  # each of whose elements would be an argument
+        with pytest.raises(InvalidArgumentError, match="args must be a list or tuple"):
+            coordinator.schedule(print, args=not_a_list)
     value = coordinator.schedule(threading.Lock)
     with pytest.raises(TypeError, match="the result of function .* cannot be sent to another rank"):
         coordinator.join()
