@@ -45,7 +45,7 @@ def average_gradients(
     backward passes in a block add up, as they do outside; but it is cheaper to have only the last one in it, because gradients
     to which a later pass adds are averaged again when the block ends. An empty block averages what there is, without overlap.
 
-    A gradient that is None on all ranks stays None.
+    A gradient that is None on all ranks stays None. After an error in the block, so are those that were being averaged.
 
     Parameters
     ----------
@@ -196,6 +196,8 @@ class _AveragedGradients:
         while self._hooks:
             self._hooks.pop().remove()
         if kind is not None:
+            for _, parameter in [named for bucket in self._buckets if bucket.work is not None for named in bucket.named]:
+                parameter.grad = None  # an average may still be written to it, even after it has been set to zero
             return
         self._wait()
         for bucket in self._buckets:

@@ -168,9 +168,10 @@ def _checked_indices(indices: Any, values: Array) -> Array:
             f"indices of IndexedSlices must have shape {values.shape[:1]}, one for each row of values {values.shape}; "
             f"got shape {array.shape}"
         )
-    if (array < 0).any():
-        raise InvalidArgumentError(f"indices of IndexedSlices must not be negative; the least is {array.min()}")
-    return array.astype(np.int64, copy=False)
+    signed = array.astype(np.int64, copy=False)
+    if (wrong := array[signed < 0]).size:  # also 2**63 and more, as of hashes, which would count rows from the end
+        raise InvalidArgumentError(f"indices of IndexedSlices must be at least 0, and less than 2**63; got {wrong[0]}")
+    return signed
 
 
 def _checked_shape(dense_shape: Sequence[int], values: Array, indices: Array) -> tuple[int, ...]:

@@ -162,6 +162,13 @@ class Mirrored(DistributedValues):
         return len(as_array(self._component))  # without `read`, which communicates for some variables
 
 
+def checked_args(args: Any) -> tuple[Any, ...]:
+    """Return the arguments of a function, after checking that they are a sequence of these, and not one of them."""
+    if not isinstance(args, (list, tuple)):
+        raise InvalidArgumentError(f"args must be a list or tuple, for example args=(batch,); got {type(args).__name__}")
+    return tuple(args)
+
+
 def select_replica(value: Any) -> Any:
     """Return a nested value in which each distributed value is replaced by its component of this replica."""
     return map_leaves(in_replica, value)

@@ -65,7 +65,7 @@ class InputOptions:
         Which part of the dataset each rank reads, for `experimental_distribute_dataset`.
     virtual_replicas : int, optional
         Into how many equal parts `ReplicaContext.sum_of_parts` cuts global batches, for `experimental_distribute_dataset` with
-        ``AutoShardPolicy.DATA``: each rank gets the rows of whole parts. Not in TensorFlow.
+        ``AutoShardPolicy.DATA``: each rank gets the rows of whole parts. At most 65536. Not in TensorFlow.
     """
 
     experimental_fetch_to_device: bool | None = None

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from itertools import cycle
+from itertools import count, cycle
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -32,22 +32,22 @@ _Made = tuple[Any, BaseException | None]  # an element, or the error after which
 
 def prefetched(source: Iterator[Any], buffer_size: int) -> Iterator[Any]:
     """Return what yields the elements of `source`, which a thread reads ahead. Errors of the source are raised in order."""
-    made, slots, stopped = SimpleQueue[_Made](), threading.Semaphore(buffer_size), threading.Event()
-    arguments = (source, made, slots, stopped)
+    made, taken, stopped = SimpleQueue[_Made](), SimpleQueue[None](), list[bool]()
+    arguments = (source, buffer_size, made, taken, stopped)
     thread = threading.Thread(target=_fill, args=arguments, name="mpistrat-prefetch", daemon=True)
     thread.start()
     pid = os.getpid()
 
     def stop() -> None:
-        stopped.set()
-        slots.release()
+        stopped.append(True)
+        taken.put(None)
 
     def stop_at_exit() -> None:
         """Wait for the thread, too: Python ends the process by a signal if it ends while a thread is inside C++."""
         stop()
         thread.join(_EXIT_SECONDS)
 
-    def taken() -> Iterator[Any]:
+    def elements() -> Iterator[Any]:
         try:
             yield None
             while True:
@@ -57,7 +57,7 @@ def prefetched(source: Iterator[Any], buffer_size: int) -> Iterator[Any]:
                         "of its own, made there"
                     )
                 element, error = made.get()
-                slots.release()
+                taken.put(None)
                 if isinstance(error, StopIteration):
                     return
                 if error is not None:
@@ -68,15 +68,19 @@ def prefetched(source: Iterator[Any], buffer_size: int) -> Iterator[Any]:
             stop()
 
     atexit.register(stop_at_exit)
-    elements = taken()
-    next(elements)  # what has not begun has no end
-    return elements
+    begun = elements()
+    next(begun)  # what has not begun has no end
+    return begun
 
 
-def _fill(source: Iterator[Any], made: SimpleQueue[_Made], slots: threading.Semaphore, stopped: threading.Event) -> None:
-    while True:
-        slots.acquire()
-        if stopped.is_set():
+def _fill(
+    source: Iterator[Any], buffer_size: int, made: SimpleQueue[_Made], taken: SimpleQueue[None], stopped: list[bool]
+) -> None:
+    """Read ahead. What `threading` has for that is left locked by an interrupt of the program in it; queues are not."""
+    for number in count():
+        if number >= buffer_size:
+            taken.get()
+        if stopped:
             return
         try:
             made.put((next(source), None))

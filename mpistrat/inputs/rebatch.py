@@ -26,6 +26,8 @@ from mpistrat.communicator.validate import checked_int
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.structures import flatten, leaf_names, map_leaves
 
+_MOST_VIRTUAL_REPLICAS = 1 << 16  # each batch has a bound, and `sum_of_parts` a call, for each of them
+
 
 def shard_bounds(num_rows: int, replica: int, num_replicas: int, count: int = 1) -> tuple[int, int]:
     """Return the bounds [start, stop) of the rows of `count` replicas in a batch, from `replica` on."""
@@ -35,8 +37,11 @@ def shard_bounds(num_rows: int, replica: int, num_replicas: int, count: int = 1)
 
 def own_parts(virtual_replicas: Any, rank: int, num_ranks: int) -> range:
     """Return the virtual replicas that a rank computes."""
-    if checked_int(virtual_replicas, "virtual_replicas", 1) < num_ranks:
-        raise InvalidArgumentError(f"virtual_replicas must be at least {num_ranks}, one for each rank; got {virtual_replicas}")
+    if not num_ranks <= checked_int(virtual_replicas, "virtual_replicas", 1) <= _MOST_VIRTUAL_REPLICAS:
+        raise InvalidArgumentError(
+            f"virtual_replicas must be at least {num_ranks}, one for each rank, and at most {_MOST_VIRTUAL_REPLICAS}; got "
+            f"{virtual_replicas}"
+        )
     return range(*shard_bounds(virtual_replicas, rank, num_ranks))
 
 

@@ -62,6 +62,6 @@ def pack_by_bytes(sizes_bytes: Sequence[int], bytes_per_pack: int) -> list[list[
 
 
 def split_evenly(count: int, num_packs: int) -> list[int]:
-    """Return the elements of each of equal packs; the last one takes the remainder."""
+    """Return the elements of each of equal packs; the last one takes the remainder: all, of fewer elements than packs."""
     width = count // num_packs
-    return [width] * (num_packs - 1) + [count - width * (num_packs - 1)]
+    return [width] * (num_packs - 1) + [count - width * (num_packs - 1)] if width else [count]

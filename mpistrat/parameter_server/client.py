@@ -162,6 +162,11 @@ class Client:
         A call that is given up before all has come is the last one.
         """
         with self._lock:
+            if self._under_way:
+                raise RuntimeError(
+                    f"{self.channel.name}: this thread waits for {self._waits_for()}: signal handlers and callbacks must not "
+                    "use variables on servers meanwhile"
+                )
             if self._given_up is not None:
                 cause, what = self._given_up
                 raise CollectiveError(

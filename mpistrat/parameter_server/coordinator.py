@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from mpistrat.context.values import checked_args
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs.input_options import InputContext
 from mpistrat.parameter_server.client import current_client
@@ -147,15 +148,17 @@ class ClusterCoordinator:
         Exception
             The first error of a function that was scheduled before and that has not been raised yet. Then what was scheduled
             before is cancelled, and this function is not scheduled.
+        InvalidArgumentError
+            If `args` is neither a list nor a tuple.
         TypeError
             If the function or an argument cannot be pickled.
         RuntimeError
             If the strategy was closed.
         """
-        self._check_open("schedule")
+        self._dispatcher.check_open("schedule")
         self._dispatcher.pump()
         self._dispatcher.raise_error()
-        return self._submit(fn, map_leaves(_fetched, (tuple(args or ()), dict(kwargs or {}))))[0].value
+        return self._submit(fn, map_leaves(_fetched, (() if args is None else checked_args(args), dict(kwargs or {}))))[0].value
 
     def join(self) -> None:
         """Wait until everything that was scheduled has run.
@@ -212,7 +215,7 @@ class ClusterCoordinator:
         PerWorkerDataset
             ``iter`` of it is an argument for scheduled functions.
         """
-        self._check_open("create_per_worker_dataset")
+        self._dispatcher.check_open("create_per_worker_dataset")
         given = dataset_or_dataset_fn
         if not callable(given):
             if not hasattr(given, "__iter__"):
@@ -232,10 +235,6 @@ class ClusterCoordinator:
             calls.append(ScheduledCall(function, arguments, RemoteValue(self._dispatcher.wait_for), worker))
             self._dispatcher.submit(calls[-1])
         return calls
-
-    def _check_open(self, method: str) -> None:
-        if self._dispatcher.is_closed:
-            raise RuntimeError(f"{method}: the strategy was closed, and its workers have ended")
 
     def __repr__(self) -> str:
         return f"ClusterCoordinator({self._strategy!r})"

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -120,8 +121,13 @@ class Dispatcher:
         self._is_ending = self.is_closed = False
         self._lock = threading.RLock()
         self._num_waiting = 0
-        self._is_busy = threading.Event()
+        self._begun = threading.Lock()  # free when something has begun; unlike an Event it bears an interrupt anywhere
         self._beside = threading.Thread(target=self._run_beside, name="mpistrat dispatcher", daemon=True)
+
+    def check_open(self, method: str) -> None:
+        """Check that workers have not been told to end."""
+        if self._is_ending:
+            raise RuntimeError(f"{method}: the strategy was closed, and its workers have ended, or are about to")
 
     def submit(self, call: ScheduledCall) -> None:
         """Send a function to a worker that is free, or queue it; where the queue is full, wait for room."""
@@ -129,15 +135,16 @@ class Dispatcher:
         if len(self._queue) >= MOST_QUEUED:
             self.wait(lambda: len(self._queue) < MOST_QUEUED, "room in the queue of scheduled functions")
         with self._lock:
+            self.check_open("schedule")  # another thread may have closed since: nobody would run it
             if call.worker is None:
                 self._queue.append(call)
             else:
                 self._send(call, call.worker)
             self._pump()
+            if self._beside.ident is None:
+                self._beside.start()
         self._check_available()
-        if not self._beside.is_alive():
-            self._beside.start()
-        self._is_busy.set()
+        self._wake_beside()
 
     def pump(self) -> None:
         """Take the results that have arrived, and send queued functions to workers that are free."""
@@ -196,7 +203,7 @@ class Dispatcher:
             return
         self._stop(self._channel.group.servers, "the servers to end")
         self.is_closed = True
-        self._is_busy.set()
+        self._wake_beside()
         if self._beside.is_alive():
             self._beside.join()
         self._receiver.close()
@@ -204,10 +211,11 @@ class Dispatcher:
         self._channel.close()
 
     def _pump(self) -> None:
-        while (received := self._receiver.poll()) is not None:
+        while (received := self._receiver.peek()) is not None:
             self._taken += 1
             if type(received.message) is messages.Stopped:
                 self._stopped.add(received.source)
+                self._receiver.accept()
             else:
                 self._take_result(received)
         if self._channel.lost != self._lost:
@@ -243,6 +251,7 @@ class Dispatcher:
         number, is_error = received.message
         call = None if received.source in self._channel.lost else self._in_flight.get(number)
         try:
+            self._receiver.accept()
             data = bytes(self._channel.payload(received))
             if call is None:
                 return  # another worker runs it, or nobody wants it any more
@@ -338,12 +347,14 @@ class Dispatcher:
         names = ", ".join(self._channel.group.names[self._ranks[worker]] for worker in running)
         return what + (f"; {len(self._in_flight)} are at {names}" if running else "")
 
+    def _wake_beside(self) -> None:
+        with suppress(RuntimeError):  # it is free already
+            self._begun.release()
+
     def _run_beside(self) -> None:
         while not self.is_closed:
             if self.is_idle():
-                self._is_busy.clear()
-                if self.is_idle() and not self.is_closed:  # again: either may have changed before that was cleared
-                    self._is_busy.wait()
+                self._begun.acquire()
             if not self._num_waiting:
                 self.pump()
             time.sleep(_BESIDE_SECONDS)

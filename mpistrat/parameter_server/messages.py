@@ -342,22 +342,36 @@ class Receiver:
 
     def poll(self) -> Received | None:
         """Return the next message, valid until the next call, or None; raise an UnavailableError if its one source is lost."""
+        received = self.peek()
+        if received is not None:
+            self.accept()
+        return received
+
+    def peek(self) -> Received | None:
+        """Do the same, with the same message again until it is accepted: an interrupt of the program loses none."""
         try:
             if not self._is_active:
-                self._request.Start()
                 self._is_active = True
-            if not self._request.Test(self._status):
+                self._request.Start()
+            if self._status.source < 0 and not self._request.Test(self._status):
                 return None
         except self._channel.failure as error:
             if not self._has_come_with(error):
                 return None
-        self._is_active = False
+        if self._status.source < 0:  # an interrupt came before the receive was started
+            self._is_active = False
+            return None
         kind = self._buffer[0]
         header = _HEADERS[kind]
         _, nbytes, *fields = header.unpack_from(self._buffer)
         is_inline = nbytes <= self._channel.inline_bytes
         inline = self._view[header.size : header.size + nbytes] if is_inline else None
         return Received(self._status.source, KINDS[kind](*fields), self._tag, nbytes, inline)
+
+    def accept(self) -> None:
+        """Have the next call return the next message."""
+        self._status.source = -1
+        self._is_active = False
 
     def close(self) -> None:
         """Give up the receive that is under way, if there is one."""

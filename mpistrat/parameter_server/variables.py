@@ -98,7 +98,7 @@ class ServerVariable(ChangeMethods, Mirrored):
         rows = np.empty((len(wanted), *row), self.dtype)
         shares = self._shares(self._bounds(wanted))
         self._client().read_rows([(ref, wanted[own] - offset, rows[own]) for ref, offset, own in shares])
-        return rows.take(position.reshape(-1), 0, mode="clip").reshape(*numbers.shape, *row)
+        return rows.take(position.reshape(-1), 0, mode="clip").reshape((*numbers.shape, *row))
 
     def update_where_it_lives(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], wants_results: bool
@@ -120,7 +120,7 @@ class ServerVariable(ChangeMethods, Mirrored):
             is_whole = rows.step == 1
             found = self._rows(rows.start, rows.start + len(rows)) if is_whole else self.sparse_read(np.array(rows, np.int64))
             return found[(slice(None) if isinstance(first, slice) else 0, *others)]
-        if rows is None or not all(part is Ellipsis or isinstance(part, (int, slice)) for part in others):
+        if rows is None or not all(part is Ellipsis or type(part) in (int, slice) for part in others):
             return self.read()[index]
         return self.sparse_read(rows)[(*[slice(None)] * rows.ndim, *others)]
 

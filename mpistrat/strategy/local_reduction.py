@@ -67,7 +67,7 @@ def _part(op: ReduceOp, component: Any, axis: int | Iterable[int] | None) -> tup
         check_dtype(op, dtype)
     added = _added(component, axes, accumulation_dtype(op, dtype))
     if op is ReduceOp.SUM:
-        return [added], lambda total: total.astype(dtype, copy=False)
+        return [added], lambda total: in_dtype(total, dtype)
     count = np.asarray(np.prod([component.shape[each] for each in axes], dtype=np.int64))
     return [added, count], lambda total, count: _quotient(total, count, dtype)
 

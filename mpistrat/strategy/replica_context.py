@@ -14,7 +14,7 @@ from mpistrat.arrays import Array, as_operand, as_target, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.context.stack import Mode, current, entered, in_replica_context_of, misplaced, pop, push
-from mpistrat.context.values import assignable, regroup, select_replica
+from mpistrat.context.values import assignable, checked_args, regroup, select_replica
 from mpistrat.cross_device.ops import HierarchicalAllReduce
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
@@ -244,7 +244,7 @@ class ReplicaContext:
         """
         self._require_current("merge_call")
         outside = self._strategy.cross_replica_mode
-        passed = (tuple(args), dict(kwargs or {}))
+        passed = (checked_args(args), dict(kwargs or {}))
         self._communicator.note(f"merge_call with {flatten(passed)[1]}")
         grouped_args, grouped_kwargs = regroup(passed, self.num_replicas_in_sync)
         push(outside)

@@ -16,7 +16,7 @@ from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.context.stack import EXAMPLES, Mode, StrategyScope, default_mode, register_default
-from mpistrat.context.values import across_replicas, component_of, in_replica, regroup, select_replica
+from mpistrat.context.values import across_replicas, checked_args, component_of, in_replica, regroup, select_replica
 from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.execution.memory import MemoryReport
@@ -136,8 +136,7 @@ class Strategy:
         InvalidArgumentError
             If `args` is neither a list nor a tuple.
         """
-        if not isinstance(args, (list, tuple)):
-            raise InvalidArgumentError(f"args must be a list or tuple, for example args=(batch,); got {type(args).__name__}")
+        args = checked_args(args)
         if not isinstance(options, (RunOptions, type(None))):
             raise TypeError(f"options must be a mpistrat.RunOptions or None; got {options!r}")
         with self.replica_context:

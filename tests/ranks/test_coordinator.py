@@ -133,6 +133,9 @@ def test_what_cannot_be_sent_is_refused(coordinator):
         coordinator.schedule(print, (lock,))
     with pytest.raises(TypeError, match="got 3"):
         coordinator.schedule(3)
+    for not_a_list in ("ab", {"x": 1}, np.ones(1)):  # each of whose elements would be an argument
+        with pytest.raises(InvalidArgumentError, match="args must be a list or tuple"):
+            coordinator.schedule(print, args=not_a_list)
     value = coordinator.schedule(threading.Lock)
     with pytest.raises(TypeError, match="the result of function .* cannot be sent to another rank"):
         coordinator.join()
@@ -289,6 +292,16 @@ def test_after_closing_nothing_is_scheduled_and_what_waited_is_cancelled():
             variable(kept["coordinator"], 2.0)
         kept["coordinator"].join()
         kept["coordinator"].strategy.close()
+
+
+@on_chief()
+def test_nothing_is_scheduled_once_workers_were_told_to_end(coordinator, tmp_path):
+    value = coordinator.schedule(lambda: until((tmp_path / "let go").exists, 60.0))
+    coordinator.strategy._close(patience=0.0)  # as where the program has raised, and a function goes on
+    with pytest.raises(RuntimeError, match="schedule: the strategy was closed"):
+        coordinator.schedule(abs, (1,))
+    (tmp_path / "let go").touch()
+    value.fetch()
 
 
 def test_strategies_of_a_process_do_not_disturb_each_other():

@@ -1,7 +1,9 @@
 """Parameter servers: what fails on a server, comes too late or is given up is told to whoever has asked for it."""
 
 import gc
+import signal
 import sys
+import time
 import weakref
 from contextlib import contextmanager, nullcontext, suppress
 from unittest.mock import Mock
@@ -198,6 +200,64 @@ def test_a_result_that_does_not_come_whole_fails_its_function_alone(coordinator,
     coordinator.join()
     for _ in range(2):
         assert coordinator.fetch([coordinator.schedule(wanted.__getitem__, (one,)) for one in (1, 2, 3)]) == wanted[1:]
+    assert number.numpy() == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt of a finalizer
+@on_chief()
+def test_interrupts_lose_no_function(coordinator):
+    assert coordinator.schedule(abs, (-1,)).fetch() == 1  # imports what it needs
+    is_awaited, deadline, interrupts = False, time.monotonic() + 2, 0
+
+    def interrupt(*_):
+        nonlocal is_awaited
+        if is_awaited:
+            is_awaited = False
+            raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    try:
+        while time.monotonic() < deadline:
+            try:
+                is_awaited = True
+                assert coordinator.schedule(abs, (-1,)).fetch() == 1
+                is_awaited = False
+            except (KeyboardInterrupt, CancelledError):
+                interrupts += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert interrupts > 100
+    assert until(coordinator._dispatcher.is_idle, 10.0), "a function was lost"
+    with suppress(CancelledError):
+        coordinator.join()
+    assert coordinator.schedule(abs, (-1,)).fetch() == 1
+
+
+@on_chief()
+def test_a_function_that_would_end_its_task_raises_instead(coordinator):
+    number = variable(coordinator, 1.0)
+    with pytest.raises(RuntimeError, match=r"worker . \(rank .* wanted to end it: SystemExit\(0\)"):
+        coordinator.schedule(sys.exit, (0,)).fetch()
+    with pytest.raises(RuntimeError, match=r"ps . \(rank .* wanted to end it: SystemExit\(3\)"):
+        coordinator.strategy.extended.update(number, lambda _: sys.exit(3))
+    assert number.numpy() == 1
+
+
+@on_chief()
+def test_a_call_within_another_one_is_refused(coordinator, monkeypatch):
+    number, channel = variable(coordinator, 1.0), coordinator.strategy.client.channel
+    began = channel.wait_until
+
+    def within(*arguments):
+        monkeypatch.undo()
+        with pytest.raises(RuntimeError, match="this thread waits for an answer of ps 0 .*: read of Variable: signal handlers"):
+            number.numpy()
+        began(*arguments)
+
+    monkeypatch.setattr(channel, "wait_until", within)
+    monkeypatch.setattr(coordinator.strategy.client, "_has_ended", lambda *_: False)
     assert number.numpy() == 1
 
 

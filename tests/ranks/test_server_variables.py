@@ -81,7 +81,7 @@ INDICES = [  # and how many rows each names
     *((slice(2, 9), 7), (slice(None, None, -2), 5), (slice(8, 1, -3), 3)),
     *((slice(4, 4), 0), (slice(7, 2), 0), (slice(2, 7, -1), 0)),
     *((..., 10), (None, 10), (True, 10), ((), 10), ([], 10)),
-    *(((..., 0), 10), (np.arange(10) > 6, 10), (([1, 2], [0, 1]), 10), (([0], None), 10)),
+    *(((..., 0), 10), (np.arange(10) > 6, 10), (([1, 2], [0, 1]), 10), (([0], None), 10), (([0, 1], True), 10)),
     *(((slice(1, 7), 1), 6), ((2, [0, 2], 1), 1), ((2, slice(None, None, -1), [1, 0]), 1)),
     *(([1, 9, 1, -1], 2), ([[1, 2], [3, 4]], 4)),
     *((([1, 2], 0), 2), (([1, 2], slice(None), 0), 2), ((np.array([1, 2], np.uint8), ..., 0), 2)),
@@ -122,6 +122,7 @@ def test_rows_are_read_by_their_ids(coordinator, num_shards):
     for ids in ([4], [9, 0, 9, 5], [[1, 2], [8, 1]], np.zeros(0, int), 7):
         np.testing.assert_array_equal(table.sparse_read(ids), wanted[ids])
         np.testing.assert_array_equal(embedding_lookup(table, ids), wanted[ids])
+    assert variable(coordinator, wanted[:, 0]).sparse_read(7) == 21
     with pytest.raises(InvalidArgumentError, match="must be 0 to 9; got -1 to 3"):
         table.sparse_read([3, -1])
     large = variable(coordinator, np.arange(100_000.0).reshape(10_000, 10))

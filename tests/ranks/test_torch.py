@@ -105,6 +105,21 @@ def test_hooks_may_run_on_a_thread_of_their_own(torch, ours, communicator):
         _check(torch, model, communicator.size)
 
 
+@as_views
+def test_after_an_error_in_the_block_no_average_is_written_to_gradients(torch, ours, communicator, are_views):
+    model = _model(torch)
+    averaged = ours.average_gradients(model, communicator, SMALL_BUCKETS, gradient_as_bucket_view=are_views)
+    with suppress(ArithmeticError), averaged:
+        model(_rows(torch, communicator.rank)).square().mean().backward()
+        raise ArithmeticError  # on all ranks
+    *_, last = reversed(list(model.parameters()))  # which has not been started
+    assert [parameter for parameter in model.parameters() if parameter.grad is not None] == [last]
+    model.zero_grad(set_to_none=False)
+    with ours.average_gradients(model, communicator, SMALL_BUCKETS, gradient_as_bucket_view=are_views):
+        model(_rows(torch, communicator.rank)).square().mean().backward()
+    _check(torch, model, communicator.size)
+
+
 def test_buckets_start_while_backward_goes_on(torch, ours, communicator, monkeypatch):
     model, began = _model(torch), []
     start = communicator.start_all_reduce

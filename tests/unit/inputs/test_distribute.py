@@ -356,6 +356,37 @@ reads.wait()
     assert python(program).stdout == "has read\n"
 
 
+def test_an_interrupt_of_the_program_leaves_no_thread_waiting():
+    program = """
+import faulthandler, signal, time
+from mpistrat.inputs.prefetch import prefetched
+
+faulthandler.dump_traceback_later(20, exit=True)
+is_reading, deadline, interrupts = False, time.monotonic() + 1, 0
+
+def interrupt(*_):
+    global is_reading
+    if is_reading:
+        is_reading = False
+        raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, interrupt)
+signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-4)
+while time.monotonic() < deadline:
+    elements = prefetched(iter(range(10**9)), 4)
+    try:
+        is_reading = True
+        for _ in elements:
+            pass
+    except KeyboardInterrupt:
+        interrupts += 1
+    elements.close()
+print(interrupts > 100)
+"""
+    done = python(program)
+    assert done.stdout == "True\n", done.stderr
+
+
 def test_a_forked_child_is_told_that_nobody_reads_ahead_there():
     program = """
 import os, signal

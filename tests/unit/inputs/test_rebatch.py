@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.rebatch import batched, num_batches_of, num_rows, share, share_sizes
+from mpistrat.inputs.rebatch import batched, num_batches_of, num_rows, own_parts, share, share_sizes
 from tests.other_arrays import StandardArray
 
 
@@ -100,3 +100,9 @@ def test_only_the_batch_between_two_parts_is_copied():
 def test_what_is_not_a_batch_says_so(element, found):
     with pytest.raises(InvalidArgumentError, match=rf"every element of a dataset must be a batch.*; got {found}\. Batch the"):
         num_rows(element)
+
+
+def test_so_many_virtual_replicas_that_no_batch_would_end_are_refused():
+    assert own_parts(1 << 16, 1, 2) == range(1 << 15, 1 << 16)
+    with pytest.raises(InvalidArgumentError, match="at least 2, one for each rank, and at most 65536; got 1000000000"):
+        own_parts(10**9, 1, 2)

@@ -63,7 +63,8 @@ def test_a_pack_is_closed_as_soon_as_it_exceeds_the_limit(sizes, limit):
 
 
 @pytest.mark.parametrize(
-    ("count", "num_packs", "parts"), [(10, 3, [3, 3, 4]), (9, 3, [3, 3, 3]), (2, 3, [0, 0, 2]), (0, 2, [0, 0]), (7, 1, [7])]
+    ("count", "num_packs", "parts"),
+    [(10, 3, [3, 3, 4]), (9, 3, [3, 3, 3]), (3, 3, [1, 1, 1]), (7, 10**12, [7]), (0, 2, [0]), (7, 1, [7])],
 )
 def test_the_last_part_takes_the_remainder(count, num_packs, parts):
     assert split_evenly(count, num_packs) == parts

@@ -135,7 +135,8 @@ def made(monkeypatch, results):
     """Return a dispatcher of one worker that gets some results, and then none."""
     channel = MagicMock(lost=frozenset(), survives=False)
     channel.group.workers, channel.payload.return_value, channel.unfinished.return_value = (1,), b"", []
-    monkeypatch.setattr(dispatcher, "Receiver", lambda *arguments: SimpleNamespace(poll=lambda: next(results, None)))
+    receiver = SimpleNamespace(peek=lambda: next(results, None), accept=lambda: None)
+    monkeypatch.setattr(dispatcher, "Receiver", lambda *arguments: receiver)
     client = MagicMock(channel=channel, dropped=[])
     client.functions.send.return_value = 0
     return Dispatcher(client)

@@ -61,6 +61,8 @@ def test_the_mean_over_an_axis_keeps_float_dtypes_and_is_exact():
         assert (result.dtype, result) == (np.float64, 100.25)
     for result in reduced("sum", [np.array([100, 27], np.int8), np.array([1], np.int8)], 0):
         assert (result.dtype, result) == (np.int8, -128)
+    with np.errstate(all="raise"):
+        assert reduced("sum", [np.full(40000, 1, np.float16)] * 2, 0)[0] == np.inf
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
