@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 
 from mpistrat import settings
-from mpistrat.errors import InvalidArgumentError, LaunchError
+from mpistrat.errors import LaunchError
 from mpistrat.launch import openmpi
 from mpistrat.launch.environment import in_slurm_allocation
 from mpistrat.launch.libraries import FLAVOURS, MpiFlavour, no_library, recognise
@@ -94,8 +94,6 @@ def command(
     environ: Mapping[str, str] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """Return the mpiexec command that runs a program on a number of ranks, and the variables to add to its environment."""
-    if num_ranks < 1:
-        raise InvalidArgumentError(f"a job needs at least 1 rank; {num_ranks} were asked for")
     environ = os.environ if environ is None else environ
     mpi = find_mpi() if mpi is None else mpi
     if survive:
