@@ -83,6 +83,7 @@ NO_SIZES = "cannot be measured: accepted are multiples of 4 bytes, --min-bytes n
         ("demo --ranks 0", "--ranks must be at least 1; got 0"),
         ("demo --epochs 0", "--epochs must be at least 1; got 0"),
         ("demo --out train.py/folder", "--out train.py/folder cannot be created as a folder: Not a directory"),
+        ("demo --out . --checkpoint train.py", "--checkpoint train.py cannot be created as a folder: File exists"),
         ("plan --bytes 8 --world 2y2", "node shape '2y2' is malformed; accepted are NODESxRANKS"),
         ("plan --bytes 8 --world 0x2", "node shape '0x2' has a node without ranks or no nodes"),
         ("plan --world 2x2 --bytes lots", f"'lots' {NO_SIZE}"),
