@@ -78,6 +78,8 @@ NO_SIZES = "cannot be measured: accepted are multiples of 4 bytes, --min-bytes n
         ("bench all_reduce --min-bytes 6", f"sizes from 6 to 67108864 bytes by a factor of 4 {NO_SIZES}"),
         ("bench all_reduce --min-bytes 1KiB --max-bytes 8", f"sizes from 1024 to 8 bytes by a factor of 4 {NO_SIZES}"),
         ("bench all_reduce --step-factor 1", f"sizes from 8 to 67108864 bytes by a factor of 1 {NO_SIZES}"),
+        ("bench all_reduce --min-bytes 1e18 --max-bytes 1e18", "arrays of 1e+18 bytes are too large for a measurement: "),
+        ("tune --max-bytes 1e18", "arrays of 1e+18 bytes are too large for a measurement: the memory of this host has"),
         ("demo --ranks 4 --nodes 2x3", f"node shape '2x3' describes 6 ranks, but there are 4; {SHAPES}"),
         ("demo --nodes two", f"node shape 'two' is malformed; {SHAPES}"),
         ("demo --ranks 0", "--ranks must be at least 1; got 0"),
