@@ -83,6 +83,7 @@ def execute(arguments: argparse.Namespace) -> int:
         return code
     check_memory(sizes[-1])
     comm = start()
+    run.check_same_command(comm, arguments.words)
     check_gpu_assignment(comm)
     communicator = Communicator(Hierarchy(comm, discover(comm)))
     prints_table = communicator.rank == 0 and not arguments.json

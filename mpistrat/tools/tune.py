@@ -61,6 +61,7 @@ def execute(arguments: argparse.Namespace) -> int:
         return code
     check_memory(max_bytes)
     comm = start()
+    run.check_same_command(comm, arguments.words)
     world = discover(comm)
     if world.size == 1:
         raise LaunchError("a single rank has no other to communicate with; start more: mpistrat tune -n 4")
