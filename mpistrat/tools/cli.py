@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import mpistrat
-from mpistrat.errors import MpistratError
+from mpistrat.errors import CollectiveError, MpistratError
 from mpistrat.launch.environment import detect
 
 COMMANDS = {
@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mpistrat {arguments.command}: stdout cannot be written: {error.strerror}", file=sys.stderr)
         return 2
     except MpistratError as error:
-        if error.raised_everywhere:
-            raise
+        if isinstance(error, CollectiveError) and error.raised_everywhere:
+            raise  # by a call, whose line is to be seen
         print(f"mpistrat {arguments.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

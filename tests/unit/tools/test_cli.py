@@ -4,6 +4,7 @@ import shlex
 
 import pytest
 
+from mpistrat.errors import LaunchError
 from mpistrat.launch import environment
 from mpistrat.launch.environment import LauncherView
 from mpistrat.tools import bench, cli, run, tune
@@ -124,6 +125,14 @@ def test_a_rank_of_another_job_refuses(inside, words, started, capsys):
         ": --nodes 4x2 inside a job: MPISTRAT_VIRTUAL_NODES says it there, set before the job starts\n"
     )
     assert started == []
+
+
+def test_what_all_ranks_refuse_together_is_a_line_too(monkeypatch, capsys):
+    error = LaunchError("planted")
+    error.raised_everywhere = True
+    monkeypatch.setattr(tune, "start", lambda: (_ for _ in ()).throw(error))
+    assert cli.main(["tune"]) == 2
+    assert capsys.readouterr().err == "mpistrat tune: planted\n"
 
 
 def test_the_ranks_of_the_job_that_was_asked_for_measure(inside, monkeypatch, started):
