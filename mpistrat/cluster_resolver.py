@@ -422,7 +422,7 @@ def gpus_of_task(num_tasks: int, per_node: int | None, per_task: int | None) -> 
         if number is not None and (not isinstance(number, int) or number < 0):
             raise InvalidArgumentError(f"{name} must be 0 or a positive number; got {number!r}")
     count, visible = os.environ.get("SLURM_GPUS_ON_NODE", ""), os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    found = int(count) if count.isdigit() else len([name for name in visible.split(",") if name.strip()])
+    found = int(count) if count.isdecimal() else len([name for name in visible.split(",") if name.strip()])
     present = found if per_node is None else per_node
     wanted = present // num_tasks if per_task is None else per_task
     if wanted * num_tasks > present:

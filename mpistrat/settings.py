@@ -5,7 +5,6 @@ Invariant: nothing is read at import; a setting is read when it is asked for.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ _INTERNAL = ("RANK_PID", "RESTART_COUNT", "PROGRESS_FILE", "FIRST_START")
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_MOST_SECONDS = 9999 * _SECONDS["d"]  # no clock of the system has less than this
 
 
 SETTINGS: list[Setting[Any]] = []
@@ -138,10 +138,10 @@ def parse_duration(text: str) -> float:
             # D-HH, D-HH:MM and D-HH:MM:SS begin with hours, others end with seconds
             hours, minutes, seconds = [*rest, 0.0, 0.0][: max(3, len(rest))] if dash else [0.0] * (3 - len(rest)) + rest
             total = 86400 * of_days + 3600 * hours + 60 * minutes + seconds
-        if total == math.inf:
+        if not total <= _MOST_SECONDS:
             raise ValueError("no limit is no duration")
     except ValueError:
-        accepted = "seconds, a number with s, m, h or d (10m), M:SS, H:MM:SS, D-HH and D-HH:MM:SS are accepted"
+        accepted = "seconds, a number with s, m, h or d (10m), M:SS, H:MM:SS, D-HH and D-HH:MM:SS up to 9999d are accepted"
         raise InvalidArgumentError(f"{text!r} is not a duration: {accepted}") from None
     return total
 

@@ -140,7 +140,7 @@ def _check_running() -> None:
 def _forget_launcher(environ: MutableMapping[str, str]) -> None:
     """Remove the launcher's variables if this process has inherited them from a rank, and log that."""
     pid, _, checksum = environ.get(MARK, "").partition(":")
-    if not pid.isdigit() or int(pid) == os.getpid() or checksum != _checksum(environ) or _is_launched_by(int(pid)):
+    if not pid.isdecimal() or int(pid) == os.getpid() or checksum != _checksum(environ) or _is_launched_by(int(pid)):
         return
     who = f"process {os.getpid()} was started by a rank (process {pid}), whose launcher's variables it has inherited"
     if "mpi4py.MPI" in sys.modules:

@@ -139,7 +139,7 @@ def in_slurm_allocation(environ: Mapping[str, str]) -> bool:
 def _which_started(environ: Mapping[str, str]) -> Iterator[Launcher]:
     for launcher in LAUNCHERS:
         step = environ.get("SLURM_STEP_ID", "")
-        is_task = launcher.name != SRUN or (step.isdigit() and int(step) < _FIRST_SPECIAL_STEP)
+        is_task = launcher.name != SRUN or (step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP)
         if is_task and launcher.started(environ):
             yield launcher
 
@@ -148,7 +148,7 @@ def _number(launcher: str, name: str, environ: Mapping[str, str]) -> int | None:
     text = environ.get(name, "")
     if not text:
         return None
-    if not text.isdigit():
+    if not text.isdecimal():
         raise LaunchError(
             f"{name}={text!r} was found, but {launcher} sets this variable to a number; "
             f"unset it if it was set by hand, and start with mpistrat run, mpiexec or srun"

@@ -27,10 +27,11 @@ from functools import cache
 from pathlib import Path
 
 from mpistrat import settings
-from mpistrat.errors import InvalidArgumentError, LaunchError
+from mpistrat.errors import LaunchError
 from mpistrat.launch import openmpi
 from mpistrat.launch.environment import in_slurm_allocation
 from mpistrat.launch.libraries import FLAVOURS, MpiFlavour, no_library, recognise
+from mpistrat.launch.process import children, open_mpi_segments
 
 # how a job survives the loss of ranks; the variable is for programs that import mpi4py before this library
 _SURVIVAL_OPTIONS, _SURVIVAL_ENVIRON = ("--with-ft", "ulfm"), {"MPI4PY_RC_FINALIZE": "0"}
@@ -94,8 +95,6 @@ def command(
     environ: Mapping[str, str] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """Return the mpiexec command that runs a program on a number of ranks, and the variables to add to its environment."""
-    if num_ranks < 1:
-        raise InvalidArgumentError(f"a job needs at least 1 rank; {num_ranks} were asked for")
     environ = os.environ if environ is None else environ
     mpi = find_mpi() if mpi is None else mpi
     if survive:
@@ -224,11 +223,13 @@ _ENDING: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended 
 _FORWARD_SECONDS = 1.0
 # how long mpiexec may take to end the ranks of a job that has reached its limit, before it is killed
 _END_SECONDS = 10.0
+# how long ranks may take to notice that mpiexec was killed, before they are
+_ORPHAN_SECONDS, _ORPHAN_POLL_SECONDS = 3.0, 0.1
 # how long what mpiexec has printed may take to arrive after its end: what it has started may keep the pipe open
 _RELAY_SECONDS = 2.0
 # how often to look whether mpiexec has ended: between two waits another thread of this process may take its SIGCHLD
 _POLL_SECONDS = 1.0
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 # what mpiexec puts before each line of a rank with its option for that
 _TAG = rb"(?:\[[\d,]+\]<stderr>: ?)?"
@@ -303,6 +304,8 @@ def follow(
         openmpi.remove_rendezvous_files(os.getpid(), environ)  # this process will become mpiexec
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
+    library.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what a killed mpiexec leaves becomes a child of this process
+    others = children(os.getpid())
     source, stderr = os.pipe()
     process = subprocess.Popen(list(argv), env=dict(environ), stderr=stderr, preexec_fn=begin)
     os.close(stderr)
@@ -311,6 +314,9 @@ def follow(
     relay.start()
     job = _Followed(process, timeout, on_timeout)
     job.wait(signals)
+    if process.returncode < 0:
+        _end_orphans(others)
+    library.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     relay.join(_RELAY_SECONDS)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return Ended(
@@ -331,7 +337,25 @@ def _code(job: _Followed) -> int:
     if job.ended_by and ends:
         print(f"mpistrat run: {_ENDING[job.ended_by]}", file=sys.stderr, flush=True)
         return 128 + job.ended_by
-    return code if code >= 0 else 128 - code
+    if code >= 0:
+        return code
+    if not job.ended_by:
+        how = f"was ended by signal {-code} ({signal.strsignal(-code)}), and the ranks with it"
+        print(f"mpistrat run: mpiexec (process {job.process.pid}) {how}", file=sys.stderr, flush=True)
+    return 128 - code
+
+
+def _end_orphans(others: set[int]) -> None:
+    """Wait until the children of this process have ended, but for `others`, and kill those that do not; remove their files."""
+    kill_at, segments = time.monotonic() + _ORPHAN_SECONDS, set[Path]()
+    while (orphans := children(os.getpid()) - others) and time.monotonic() < kill_at + _END_SECONDS:
+        segments.update(*map(open_mpi_segments, orphans))
+        for orphan in orphans if time.monotonic() >= kill_at else ():
+            with suppress(ProcessLookupError):
+                os.kill(orphan, signal.SIGKILL)
+        time.sleep(_ORPHAN_POLL_SECONDS)
+    for path in segments:
+        path.unlink(missing_ok=True)
 
 
 class _Followed:

@@ -82,6 +82,12 @@ def ancestors(pid: int | None = None) -> Iterator[Process]:
         yield found
 
 
+def children(pid: int) -> set[int]:
+    """Return the pids of the processes whose parent is this one, without zombies."""
+    every = (find(int(folder.name)) for folder in Path("/proc").glob("[0-9]*"))
+    return {each.pid for each in every if each is not None and each.parent == pid}
+
+
 def find_launcher(environ: Mapping[str, str], pid: int | None = None) -> Process | None:
     """Return the process that started a rank, by default this one; None if it cannot be found or the process is not a rank.
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 import pytest
 
 from mpistrat.errors import CollectiveError, TopologyError
-from mpistrat.launch.environment import detect
+from mpistrat.launch.environment import MOST_RANKS, detect
 from mpistrat.pytest.rank_jobs import RankJobs
 from mpistrat.pytest.rank_session import HAS_FAILED, PARAMETER, RankSession, Shape, shape_of
 from mpistrat.topology.world import World
@@ -112,11 +112,11 @@ def shapes_of(mark: pytest.Mark) -> list[Shape]:
     """Return the shapes that a ``ranks`` mark names; a ValueError says what is accepted instead."""
     arguments = [*map(repr, mark.args), *(f"{name}={value!r}" for name, value in mark.kwargs.items())]
     text, nodes = f"pytest.mark.ranks({', '.join(arguments)})", mark.kwargs.get("nodes", ())
-    shapes = [nodes] if isinstance(nodes, str) else [*map(str, nodes)]
-    if set(mark.kwargs) - {"nodes"} or not (mark.args or shapes):
+    shapes = [nodes] if isinstance(nodes, str) else [*map(str, nodes)] if isinstance(nodes, Iterable) else []
+    if set(mark.kwargs) - {"nodes"} or not (mark.args or shapes) or not isinstance(nodes, Iterable):
         raise ValueError(f"{text}: {_ACCEPTED}")
     for number in mark.args:
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST_RANKS:
             raise ValueError(f"{text}: {number!r} is not a number of ranks; {_ACCEPTED}")
     try:
         return [*map(Shape, mark.args), *(Shape(World.from_shape(shape).size, shape) for shape in shapes)]

@@ -107,7 +107,7 @@ class JobError(Exception):
 class RankJob:
     """An MPI job that runs the tests it is asked for; a test that takes longer than `timeout` seconds ends it.
 
-    Its folder has the description of the job, the tests that it is asked for, the reports of rank 0, and what the job prints.
+    Its folder has the description of the job, the tests that it is asked for, what its ranks report, and what the job prints.
     """
 
     def __init__(self, config: pytest.Config, num_ranks: int, files: Sequence[str], timeout: float) -> None:
@@ -183,7 +183,10 @@ class RankJob:
             self._line += self._reports.readline()
             if self._line.endswith("\n"):
                 line, self._line = self._line, ""
-                return json.loads(line)
+                document = json.loads(line)
+                if isinstance(document, dict) and "exit" in document:
+                    raise pytest.exit.Exception(document["exit"], document["code"])
+                return document
             if has_ended:
                 reason = self._ended_because or f"ended with {self._process.returncode}"
                 raise JobError(f"the job of {self.num_ranks} ranks {reason}\n{self._output_text()}")
@@ -206,10 +209,10 @@ class RankJob:
 
 def _timeout(config: pytest.Config) -> float:
     text = str(config.getini("ranks_timeout"))
-    try:
-        return float(text)
-    except ValueError:
-        raise pytest.UsageError(f"ranks_timeout = {text}: a number of seconds was expected") from None
+    with suppress(ValueError):
+        if (seconds := float(text)) > 0:
+            return seconds
+    raise pytest.UsageError(f"ranks_timeout = {text}: a number of seconds above 0 was expected")
 
 
 def _num_ranks(item: pytest.Item) -> int:

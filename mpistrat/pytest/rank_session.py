@@ -72,7 +72,7 @@ class RankSession:
 
     `next_test` returns the next test to run and the one that follows it or None, or None if there is no other: on all ranks the
     same; by default all tests that are collected are run. `send` takes documents for the pytest process that has started this
-    job: the number of tests, and then each report of rank 0.
+    job: the number of tests, then each report of rank 0, and why any rank ends the session.
     """
 
     NAME = "mpistrat-rank-session"
@@ -87,6 +87,7 @@ class RankSession:
             self._comm = found.comm.Dup()
         self._config, self._next_test = config, next_test
         self._not_collected: list[str] = []
+        self._send_of_any = send
         self._send = send if self._comm.rank == 0 else None
 
     @pytest.hookimpl(trylast=True)
@@ -164,6 +165,13 @@ class RankSession:
         if report.when == "teardown" and watching is not None and item.stash.get(HAS_FAILED, False):
             watching.begin()  # which calls of this test did not match concerns no other test
         return report
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Have pytest.exit, or a KeyboardInterrupt, on any rank end the session, before this rank alone tears fixtures down."""
+        if self._send_of_any:
+            told = getattr(excinfo.value, "msg", "") or excinfo.exconly()
+            self._send_of_any({"exit": f"rank {self._comm.rank}: {told}", "code": getattr(excinfo.value, "returncode", None)})
+            self._comm.Abort(pytest.ExitCode.INTERRUPTED)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Send rank 0's report to the pytest process that shows the results."""

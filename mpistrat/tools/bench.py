@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -27,10 +28,11 @@ from mpistrat.device.binding import bound_device
 from mpistrat.errors import CollectiveError, InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import library_version, start, what_is_bound
+from mpistrat.launch.environment import detect
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
 from mpistrat.steps import drive, until
-from mpistrat.text import format_bytes
+from mpistrat.text import format_bytes, format_count
 from mpistrat.tools import run
 from mpistrat.topology.discover import check_gpu_assignment, discover
 from mpistrat.tuning import ITEM_BYTES
@@ -79,7 +81,9 @@ def execute(arguments: argparse.Namespace) -> int:
     code = run.start_own_ranks(arguments)
     if code is not None:
         return code
+    check_memory(sizes[-1])
     comm = start()
+    run.check_same_command(comm, arguments.words)
     check_gpu_assignment(comm)
     communicator = Communicator(Hierarchy(comm, discover(comm)))
     prints_table = communicator.rank == 0 and not arguments.json
@@ -161,6 +165,16 @@ def _sizes(arguments: argparse.Namespace) -> list[int]:
     while sizes[-1] * arguments.step_factor <= last:
         sizes.append(sizes[-1] * arguments.step_factor)
     return sizes
+
+
+def check_memory(num_bytes: int) -> None:
+    """Check that the ranks of this host can have arrays of a size, of which each takes four."""
+    view = detect()
+    ranks = (view.local_size if view else None) or 1
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (4 * ranks)
+    if num_bytes > most:
+        room = f"the memory of this host has room for {format_bytes(most)}, four times on {format_count(ranks, 'rank')}"
+        raise InvalidArgumentError(f"arrays of {num_bytes:.3g} bytes are too large for a measurement: {room}; set --max-bytes")
 
 
 def _document(communicator: Communicator, rows: list[Row]) -> dict[str, Any]:

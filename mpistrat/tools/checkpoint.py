@@ -24,7 +24,7 @@ def execute(arguments: argparse.Namespace) -> int:
     action, directory = arguments.action, arguments.directory
     why = f"{directory} holds no checkpoint"
     try:
-        folders = [directory] if (directory / files.MANIFEST).exists() else files.find_checkpoints(directory)
+        folders = [directory] if (directory / files.MANIFEST).is_file() else files.find_checkpoints(directory)
     except OSError as error:
         folders, why = [], str(error)
     if not folders:

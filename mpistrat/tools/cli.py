@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import io
 import os
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import mpistrat
-from mpistrat.errors import MpistratError
+from mpistrat.errors import CollectiveError, MpistratError
 from mpistrat.launch.environment import detect
 
 COMMANDS = {
@@ -24,12 +25,21 @@ COMMANDS = {
     "info": ("mpistrat.tools.info", "show versions, the MPI library that is found, GPUs and settings; does not start MPI"),
     "tune": ("mpistrat.tools.tune", "benchmark this cluster and cache the results for auto, on ranks of its own or of a job"),
 }
+# what a write to stdout fails with: nobody reads it, it is open for reading only, or the disk is full or broken
+_UNWRITABLE = (errno.EPIPE, errno.EBADF, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, by default with the arguments of this process, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = make_parser(words[0] if words else "")
+    has_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if has_default:  # while modules are imported Ctrl-C kills: NumPy's would turn a KeyboardInterrupt into an ImportError
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        parser = make_parser(words[0] if words else "")
+    finally:
+        if has_default:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     arguments = parser.parse_args(words, argparse.Namespace(words=words))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: no µ ends a measurement where all is ASCII
@@ -37,14 +47,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = importlib.import_module(COMMANDS[arguments.command][0]).execute(arguments)
         if sys.stdout is not None:  # it was closed before Python started
             sys.stdout.flush()  # so that a closed pipe is noticed here, not when the interpreter exits
-    except BrokenPipeError:
+    except OSError as error:
         view = detect()
-        if view is not None and view.size != 1:
+        if error.errno not in _UNWRITABLE or error.filename is not None or (view is not None and view.size != 1):
             raise  # other ranks may wait for this one: an exception ends the job
-        return _after_closed_pipe()
+        _discard_output()
+        if error.errno == errno.EPIPE:
+            return 128 + signal.SIGPIPE  # as of a process that it has killed
+        print(f"mpistrat {arguments.command}: stdout cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
     except MpistratError as error:
-        if error.raised_everywhere:
-            raise
+        if isinstance(error, CollectiveError) and error.raised_everywhere:
+            raise  # by a call, whose line is to be seen
         print(f"mpistrat {arguments.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -52,12 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _after_closed_pipe() -> int:
-    """Discard further output, and return the exit code of a process that SIGPIPE has killed."""
+def _discard_output() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
-    return 128 + signal.SIGPIPE
 
 
 def make_parser(needed: str = "*") -> argparse.ArgumentParser:

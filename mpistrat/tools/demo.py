@@ -74,10 +74,12 @@ def execute(arguments: argparse.Namespace) -> int:
     missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise LaunchError(f"the demo needs {', '.join(missing)}: pip install '.[demo]' in the checkout")
-    try:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidArgumentError(f"--out {arguments.out} cannot be created as a folder: {error.strerror}") from None
+    for name, folder in (("out", arguments.out), ("checkpoint", arguments.checkpoint)):
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidArgumentError(f"--{name} {folder} cannot be created as a folder: {error.strerror}") from None
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     program = ["-m", "mpistrat.tools.demo", "--width", str(width), *arguments.words[1:]]
     return run.start(program, world.size, nodes, {settings.TIMELINE.name: str(arguments.out / "timeline.json")})

@@ -135,7 +135,7 @@ def _chosen(jobs: Sequence[JobReport], wanted: str) -> list[JobReport]:
     if not wanted:
         running = [job for job in jobs if job.is_running]
         return running if len(running) == 1 else [*jobs]
-    found = [job for job in jobs if job.name == wanted] or (_of_process(jobs, int(wanted)) if wanted.isdigit() else [])
+    found = [job for job in jobs if job.name == wanted] or (_of_process(jobs, int(wanted)) if wanted.isdecimal() else [])
     found = found or [job for job in jobs if job.name.startswith(wanted)]
     if not found:
         known = ", ".join(job.name for job in jobs[:_MOST_SHOWN]) or "none"

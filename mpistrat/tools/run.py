@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpistrat import settings
 from mpistrat.errors import InvalidArgumentError, LaunchError
@@ -22,6 +22,9 @@ from mpistrat.launch.end_of_job import run_again
 from mpistrat.launch.mpiexec import Ended, Killed, follow
 from mpistrat.text import format_count, format_elapsed
 from mpistrat.topology.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,10 +74,9 @@ def execute(arguments: argparse.Namespace) -> int:
     """Start the job, or print its command; return the exit code."""
     program = ["-m", *arguments.module] if arguments.module else arguments.program
     program = program[1:] if program[:1] == ["--"] else program  # the usual end of the options
-    if not program:
-        raise InvalidArgumentError("the program is missing: a script, or -m and a module, after the options")
-    if program[0] != "-m" and not Path(program[0]).exists():
-        raise InvalidArgumentError(f"there is no script {program[0]!r} in {Path.cwd()}")
+    _check_program(program)
+    if arguments.hostfile is not None and not arguments.hostfile.is_file():
+        raise InvalidArgumentError(f"--hostfile {arguments.hostfile} is no file; accepted is one with a line for each host")
     num_ranks = _count_ranks(arguments.ranks, arguments.nodes)
     timeout = _seconds("--timeout", arguments.timeout) if arguments.timeout else math.inf
     if not timeout:
@@ -147,12 +149,21 @@ def _command(
     return command, given | extra
 
 
+def _check_program(program: Sequence[str]) -> None:
+    """Check that there is a script, which may be a folder that Python can run, or the name of a module."""
+    if not any(program[1:2] if program[:1] == ["-m"] else program[:1]):
+        raise InvalidArgumentError("the program is missing: a script, or -m and a module, after the options")
+    script = Path(program[0])
+    if program[0] != "-m" and not (script / "__main__.py" if script.is_dir() else script).exists():
+        raise InvalidArgumentError(f"there is no script {program[0]!r} in {Path.cwd()}")
+
+
 def _count_ranks(ranks: int | None, nodes: str) -> int:
     """Return the number of ranks that -n and --nodes ask for."""
     if ranks is None and not nodes:
         raise InvalidArgumentError("the number of ranks is missing: -n N, or --nodes SHAPE for virtual nodes")
-    if ranks is not None and ranks < 1:
-        raise InvalidArgumentError(f"-n {ranks}: a job needs at least 1 rank")
+    if ranks is not None and not 1 <= ranks <= environment.MOST_RANKS:
+        raise InvalidArgumentError(f"-n {ranks}: a job has from 1 to {environment.MOST_RANKS} ranks")
     if not nodes:
         assert ranks is not None, "either is given"
         return ranks
@@ -177,6 +188,16 @@ def start_own_ranks(arguments: argparse.Namespace) -> int | None:
             f"--nodes {arguments.nodes} inside a job: {settings.VIRTUAL_NODES.name} says it there, set before the job starts"
         )
     return None
+
+
+def check_same_command(comm: MPI.Intracomm, words: Sequence[str]) -> None:
+    """Check that all ranks of a job run the same command, or raise on all of them. A collective call."""
+    theirs = [shlex.join(["mpistrat", *each]) for each in comm.allgather([*words])]
+    other = next((rank for rank, command in enumerate(theirs) if command != theirs[0]), 0)
+    if other:
+        raise InvalidArgumentError(
+            f"all ranks of a job must run the same command: rank 0 runs {theirs[0]!r}, and rank {other} {theirs[other]!r}"
+        )
 
 
 def _share_of_cores(num_ranks: int) -> dict[str, str]:

@@ -23,7 +23,7 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.tools import run
-from mpistrat.tools.bench import Race
+from mpistrat.tools.bench import Race, check_memory
 from mpistrat.topology.discover import discover
 from mpistrat.topology.world import World
 from mpistrat.tuning import ITEM_BYTES, Seconds, Tuning, folder, kept, present_conditions, tuning_path, world_like
@@ -59,7 +59,9 @@ def execute(arguments: argparse.Namespace) -> int:
     code = run.start_own_ranks(arguments)
     if code is not None:
         return code
+    check_memory(max_bytes)
     comm = start()
+    run.check_same_command(comm, arguments.words)
     world = discover(comm)
     if world.size == 1:
         raise LaunchError("a single rank has no other to communicate with; start more: mpistrat tune -n 4")

@@ -202,7 +202,7 @@ def _absent(job: Path, ranks: Collection[int]) -> list[RankState]:
             continue
         launcher = environment.launcher_of(variables)
         text = variables[launcher.rank] if launcher else ""
-        if not text.isdigit() or int(text) not in ranks or job_name(variables, seen.pid) != job.name:
+        if not text.isdecimal() or int(text) not in ranks or job_name(variables, seen.pid) != job.name:
             continue
         before = found.get(int(text))
         if before is None or (before.started, before.pid) < (seen.started, seen.pid):

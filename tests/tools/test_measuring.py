@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import textwrap
 from types import SimpleNamespace
 
@@ -9,12 +10,13 @@ import pytest
 
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.errors import DeadlineExceededError, SettingError
+from mpistrat.launch.mpiexec import command
 from mpistrat.settings import ALGORITHM
 from mpistrat.tools import bench, cli
 from mpistrat.tools.bench import MAX_BLOCKS, MAX_ROUNDS, MIN_BLOCKS, MIN_ROUNDS
 from tests.gpu.stand_in import UNFINISHED
 from tests.gpu.stand_in_arrays import stand_in_gpu
-from tests.processes import run_mpistrat
+from tests.processes import run_bounded, run_mpistrat
 
 
 def test_the_table():
@@ -111,6 +113,15 @@ def test_files_that_are_not_ours_are_shown_as_such(kept, capsys):
     said = capsys.readouterr().out
     assert "ignored: it is nested too deeply to be a file of mpistrat" in said
     assert "ignored: it is not a regular file" in said
+
+
+@pytest.mark.parametrize("words", ["tune", "bench all_reduce --max-bytes 256"])
+def test_ranks_that_run_different_commands_are_told_so(words):
+    python = f"{sys.executable} -m mpistrat"
+    argv, environ = command(1, f"{python} bench all_reduce --max-bytes 64 : -n 1 {python} {words}".split())
+    done = run_bounded(argv, 60, {**os.environ, **environ})
+    assert f"rank 0 runs 'mpistrat bench all_reduce --max-bytes 64', and rank 1 'mpistrat {words}'" in done.stderr
+    assert done.returncode == 2, done.stderr
 
 
 def test_one_rank_has_nothing_to_tune(kept):

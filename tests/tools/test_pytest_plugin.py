@@ -243,8 +243,23 @@ def test_a_malformed_mark_or_setting_is_refused(folder):
     (folder / "test_planted.py").write_text("import pytest\n@pytest.mark.ranks(0)\ndef test_any(): pass\n")
     done, _ = _run(folder)
     assert "test_planted.py::test_any: pytest.mark.ranks(0): 0 is not a number of ranks" in done.stdout
-    done = run_bounded([sys.executable, "-m", "pytest", "-o", "ranks_timeout=5m"], 60, None, folder)
-    assert "ranks_timeout = 5m: a number of seconds was expected" in done.stderr
+    for text in ("5m", "nan"):
+        done = run_bounded([sys.executable, "-m", "pytest", "-o", f"ranks_timeout={text}"], 60, None, folder)
+        assert f"ranks_timeout = {text}: a number of seconds above 0 was expected" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("statement", "told", "code"),
+    [("pytest.exit('planted', 7)", "rank 1: planted", 7), ("raise KeyboardInterrupt", "rank 1: KeyboardInterrupt", 2)],
+)
+def test_one_rank_ends_the_whole_session(folder, statement, told, code):
+    (folder / "test_planted.py").write_text(
+        "import pytest\n@pytest.mark.ranks(2)\n@pytest.mark.parametrize('x', range(3))\ndef test_any(communicator, x):\n"
+        f"    if x and communicator.rank: {statement}\n    communicator.barrier()\n"
+    )
+    done, results = _run(folder)
+    assert (done.returncode, len(results)) == (code, 2), done.stdout  # the third is not begun
+    assert f"Exit: {told}" in done.stdout
 
 
 def _line(text):

@@ -30,7 +30,7 @@ def test_sizes(text, expected):
 DURATIONS = {"90": 90, "1.5": 1.5, "1.5s": 1.5, "10m": 600, " 2 h ": 7200, "1.5d": 129600, "1:30": 90, "2:00:00": 7200}
 DURATIONS |= {"1-12": 129600, "1-12:30": 131400, "1-00:00:05": 86405}
 NO_SIZE = "is not a size: a number and B, KiB, MiB, GiB, KB, MB or GB are accepted, for example 64MiB"
-NO_DURATION = "seconds, a number with s, m, h or d (10m), M:SS, H:MM:SS, D-HH and D-HH:MM:SS are accepted"
+NO_DURATION = "seconds, a number with s, m, h or d (10m), M:SS, H:MM:SS, D-HH and D-HH:MM:SS up to 9999d are accepted"
 NOT_WHOLE = "is not a whole, non-negative number of bytes"
 
 

@@ -82,10 +82,11 @@ def test_the_process_is_read_by_default_and_an_allocation_is_known_by_its_job(mo
     assert not in_slurm_allocation(HYDRA)
 
 
-def test_variable_that_is_not_a_number_is_named():
+@pytest.mark.parametrize("size", ["four", "²"])
+def test_variable_that_is_not_a_number_is_named(size):
     with pytest.raises(LaunchError) as caught:
-        detect({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "four"})
+        detect({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": size})
     assert str(caught.value) == (
-        "OMPI_COMM_WORLD_SIZE='four' was found, but Open MPI's mpiexec sets this variable to a number; "
+        f"OMPI_COMM_WORLD_SIZE={size!r} was found, but Open MPI's mpiexec sets this variable to a number; "
         "unset it if it was set by hand, and start with mpistrat run, mpiexec or srun"
     )

@@ -1,6 +1,7 @@
 """What follows an mpiexec: its exit code, the limit of its time, and its stderr, in which banners come last and once."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -10,6 +11,7 @@ import pytest
 
 from mpistrat.launch import mpiexec
 from mpistrat.launch.mpiexec import TIMED_OUT, Banners, Ended, Killed, follow, relay_stderr
+from mpistrat.launch.process import children, find
 from tests.processes import TAKES_CTRL_C, run_bounded
 
 # other tests of this process may have imported JAX, which warns of every fork
@@ -77,6 +79,16 @@ def test_what_does_not_end_is_killed(monkeypatch):
     started = time.monotonic()
     assert follow(shell("trap '' TERM; exec sleep 60"), os.environ, 0.2).code == TIMED_OUT
     assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("name", ["KILL", "QUIT"])
+def test_what_a_killed_launcher_has_started_is_ended_too(monkeypatch, capfd, name):
+    monkeypatch.setattr(mpiexec, "_ORPHAN_SECONDS", 0.2)
+    code, before = 128 + signal.Signals[f"SIG{name}"], children(os.getpid())
+    assert follow(shell(f"(sleep 60 & exec sleep 61) & echo $!; ulimit -c 0; kill -{name} $$"), os.environ).code == code
+    out, err = capfd.readouterr()
+    assert (find(int(out)), children(os.getpid()) - before) == (None, set())
+    assert re.fullmatch(rf"mpistrat run: mpiexec \(process \d+\) was ended by signal {code - 128} .*", err.strip())
 
 
 def test_what_keeps_stderr_open_does_not_keep_the_job(monkeypatch):

@@ -24,7 +24,9 @@ def test_numbers_and_node_shapes_are_shapes(arguments, keywords, shapes):
         ((0,), {}, "0 is not a number of ranks"),
         ((True,), {}, "True is not a number of ranks"),
         (("2",), {}, "'2' is not a number of ranks"),
+        ((2**30,), {}, "1073741824 is not a number of ranks"),
         ((2,), {"shape": "2x2"}, "shape='2x2'"),
+        ((2,), {"nodes": 3}, "nodes=3"),
         ((), {"nodes": "2y2"}, "2y2"),
     ],
 )

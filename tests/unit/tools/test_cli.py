@@ -4,6 +4,7 @@ import shlex
 
 import pytest
 
+from mpistrat.errors import LaunchError
 from mpistrat.launch import environment
 from mpistrat.launch.environment import LauncherView
 from mpistrat.tools import bench, cli, run, tune
@@ -41,7 +42,7 @@ def test_outside_of_a_job_the_same_command_runs_on_ranks_of_its_own(started, wor
 
 
 MISSING = "the program is missing: a script, or -m and a module, after the options"
-NO_TIME = "is not a duration: seconds, a number with s, m, h or d (10m), M:SS, H:MM:SS, D-HH and D-HH:MM:SS are accepted"
+NO_TIME = "is not a duration: seconds, a number with s, m, h or d (10m), M:SS, H:MM:SS, D-HH and D-HH:MM:SS up to 9999d are"
 NO_SIZE = "is not a size: a number and B, KiB"
 SHAPES = "accepted are NODESxRANKS (2x4), ranks per node joined by + (3+1), each with :block or :cyclic behind it"
 NO_SIZES = "cannot be measured: accepted are multiples of 4 bytes, --min-bytes not above --max-bytes, and"
@@ -55,13 +56,22 @@ NO_SIZES = "cannot be measured: accepted are multiples of 4 bytes, --min-bytes n
         ("run -n2 --timeout 0 train.py", "--timeout 0 would end the job at once; without --timeout it has no limit"),
         ("run -n2 --restart-delay soon train.py", f"--restart-delay 'soon' {NO_TIME}"),
         ("run -n2 --max-restarts -1 train.py", "--max-restarts -1 is negative"),
-        ("run -n 0 train.py", "-n 0: a job needs at least 1 rank"),
+        ("run -n2 --timeout 1e30 train.py", f"--timeout '1e30' {NO_TIME}"),
+        ("run -n2 --max-restarts 1 --restart-delay 1e30 train.py", f"--restart-delay '1e30' {NO_TIME}"),
+        ("run -n2 --hostfile hosts train.py", "--hostfile hosts is no file; accepted is one with a line for each host"),
+        ("run -n2 --hostfile . train.py", "--hostfile . is no file; accepted is one"),
+        ("run -n 0 train.py", "-n 0: a job has from 1 to 1048576 ranks"),
+        ("run -n 99999999999 train.py", "-n 99999999999: a job has from 1 to 1048576 ranks"),
+        ("run -n 2 ''", MISSING),
+        ("run -n 2 -m ''", MISSING),
+        ("run -n 2 -- -m", MISSING),
+        ("run -n 2 .", "there is no script '.' in {cwd}"),
         ("run -n 2", MISSING),
         ("run -n 2 --", MISSING),
         ("run -n 2 trian.py", "there is no script 'trian.py' in {cwd}"),
         ("run -n 4 --nodes 2x3 train.py", f"node shape '2x3' describes 6 ranks, but there are 4; {SHAPES}"),
         ("run -n 4 --nodes 2by2 train.py", f"node shape '2by2' is malformed; {SHAPES}"),
-        ("tune -n 0", "-n 0: a job needs at least 1 rank"),
+        ("tune -n 0", "-n 0: a job has from 1 to 1048576 ranks"),
         ("tune --max-bytes lots", f"'lots' {NO_SIZE}"),
         ("tune -n 2 --max-bytes 8", "--max-bytes 8 is too small: accepted are sizes of at least"),
         ("bench all_reduce -n 4 --nodes 2x3", "node shape '2x3' describes 6 ranks, but"),
@@ -69,16 +79,21 @@ NO_SIZES = "cannot be measured: accepted are multiples of 4 bytes, --min-bytes n
         ("bench all_reduce --min-bytes 6", f"sizes from 6 to 67108864 bytes by a factor of 4 {NO_SIZES}"),
         ("bench all_reduce --min-bytes 1KiB --max-bytes 8", f"sizes from 1024 to 8 bytes by a factor of 4 {NO_SIZES}"),
         ("bench all_reduce --step-factor 1", f"sizes from 8 to 67108864 bytes by a factor of 1 {NO_SIZES}"),
+        ("bench all_reduce --min-bytes 1e18 --max-bytes 1e18", "arrays of 1e+18 bytes are too large for a measurement: "),
+        ("tune --max-bytes 1e18", "arrays of 1e+18 bytes are too large for a measurement: the memory of this host has"),
         ("demo --ranks 4 --nodes 2x3", f"node shape '2x3' describes 6 ranks, but there are 4; {SHAPES}"),
         ("demo --nodes two", f"node shape 'two' is malformed; {SHAPES}"),
         ("demo --ranks 0", "--ranks must be at least 1; got 0"),
         ("demo --epochs 0", "--epochs must be at least 1; got 0"),
         ("demo --out train.py/folder", "--out train.py/folder cannot be created as a folder: Not a directory"),
+        ("demo --out . --checkpoint train.py", "--checkpoint train.py cannot be created as a folder: File exists"),
         ("plan --bytes 8 --world 2y2", "node shape '2y2' is malformed; accepted are NODESxRANKS"),
         ("plan --bytes 8 --world 0x2", "node shape '0x2' has a node without ranks or no nodes"),
         ("plan --world 2x2 --bytes lots", f"'lots' {NO_SIZE}"),
         ("plan --world 2x2 --bytes 10", "10 bytes are not a whole number of float32 elements; --bytes must be a multiple"),
         ("plan --world 2x2 --bytes 8 --chunk-bytes x", "'x' is not a size"),
+        ("plan --world 2x2 --bytes 1e30", "--bytes 1e30 are too many: up to 1024 GiB are accepted"),
+        ("plan --world 2x2 --bytes 1GiB --chunk-bytes 8", "--bytes 1GiB are too many: up to 8 MiB are accepted with --chunk-"),
     ],
 )
 def test_bad_words_start_nothing(started, monkeypatch, tmp_path, capsys, words, message):
@@ -110,6 +125,14 @@ def test_a_rank_of_another_job_refuses(inside, words, started, capsys):
         ": --nodes 4x2 inside a job: MPISTRAT_VIRTUAL_NODES says it there, set before the job starts\n"
     )
     assert started == []
+
+
+def test_what_all_ranks_refuse_together_is_a_line_too(monkeypatch, capsys):
+    error = LaunchError("planted")
+    error.raised_everywhere = True
+    monkeypatch.setattr(tune, "start", lambda: (_ for _ in ()).throw(error))
+    assert cli.main(["tune"]) == 2
+    assert capsys.readouterr().err == "mpistrat tune: planted\n"
 
 
 def test_the_ranks_of_the_job_that_was_asked_for_measure(inside, monkeypatch, started):

@@ -86,8 +86,9 @@ def test_without_jobs_it_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(records, "bases", lambda: [tmp_path / "none"])
     assert cli.main(["doctor"]) == 1
     assert capsys.readouterr().out.startswith("no mpistrat job of this user is running on this host")
-    assert cli.main(["doctor", "no-such-job"]) == 2
-    assert "no job of this user on this host has the name or a process 'no-such-job'" in capsys.readouterr().err
+    for name in ("no-such-job", "²"):
+        assert cli.main(["doctor", name]) == 2
+        assert f"no job of this user on this host has the name or a process {name!r}" in capsys.readouterr().err
 
 
 def test_a_call_of_many_arrays_is_cut_in_the_table():

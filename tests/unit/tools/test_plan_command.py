@@ -1,5 +1,6 @@
 """mpistrat plan: what it prints, what it refuses, and that it needs no MPI."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from mpistrat.algorithms.planners import hierarchical
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.tools import cli, plan_command
 from mpistrat.topology.world import World
+from tests.processes import TAKES_CTRL_C, run_bounded
 
 
 def run(capsys, *words):
@@ -87,18 +89,29 @@ def test_what_stdout_cannot_encode_ends_no_command():
     assert (done.stdout.rstrip(), done.stderr) == (rb"5 \xb5s", b"")
 
 
-@pytest.mark.parametrize(("size", "ends_quietly"), [("1", True), ("2", False)])
-def test_one_rank_of_several_without_a_reader_ends_the_others_by_an_exception(monkeypatch, size, ends_quietly):
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(errno.EPIPE, 141, ""), (errno.ENOSPC, 2, "mpistrat plan: stdout cannot be written: No space left on device\n")],
+)
+def test_one_rank_of_several_that_cannot_write_ends_the_others_by_an_exception(monkeypatch, capsys, number, code, said):
+    error = OSError(number, os.strerror(number))
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", size)
-    monkeypatch.setattr(plan_command, "execute", lambda _: (_ for _ in ()).throw(BrokenPipeError))
-    monkeypatch.setattr(cli, "_after_closed_pipe", lambda: 141)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    monkeypatch.setattr(plan_command, "execute", lambda _: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(cli, "_discard_output", lambda: None)
     words = ["plan", "--world", "4x8", "--bytes", "8"]
-    if ends_quietly:
-        assert cli.main(words) == 141
-    else:
-        with pytest.raises(BrokenPipeError):
-            cli.main(words)
+    assert cli.main(words) == code
+    assert capsys.readouterr().err == said
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(type(error)):
+        cli.main(words)
+
+
+def test_ctrl_c_while_modules_are_imported_prints_no_traceback(tmp_path):
+    (tmp_path / "slow.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    program = "from mpistrat.tools import cli; cli.COMMANDS['slow'] = 'slow', ''; cli.main(['slow'])"
+    done = run_bounded([*TAKES_CTRL_C, sys.executable, "-c", program], 60.0, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 @pytest.mark.parametrize(
