@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,13 +32,11 @@ from mpistrat.launch import abort
 from mpistrat.launch.abort import RESTART_EXIT_CODE
 from mpistrat.launch.end_of_job import ENDING, Signals, seconds_left
 from mpistrat.launch.environment import detect
+from mpistrat.lazy import MPI
 from mpistrat.logger import logger
 from mpistrat.steps import drive, until
 from mpistrat.watch import watcher
 from mpistrat.watch.recorder import watched
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 T = TypeVar("T")
 
@@ -298,8 +296,6 @@ class _Votes:
         self._request: MPI.Request | None = None
         self._mine, self._highest = np.zeros(1, np.int64), np.zeros(1, np.int64)
         if isinstance(communicator, Communicator) and communicator.size > 1:
-            from mpi4py import MPI
-
             self._maximum, self._guard, self._members = MPI.MAX, communicator._guard, communicator.hierarchy.members
             self._owner = communicator
             self._comm = communicator.hierarchy.world_group.comm.Dup()

@@ -27,11 +27,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from mpistrat import ending, settings
 from mpistrat.errors import MpistratError
+from mpistrat.lazy import MPI
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-    from mpi4py import MPI
 
 # If several ranks raise, the traceback of rank 0 is the one to read: the others give it time to print and to end the job, and
 # print theirs if it did not, so that no job ends silently. If a rank raises because another one has failed, the traceback of
@@ -120,8 +119,6 @@ def watch_exit() -> None:
     Python calls no hook for an uncaught SystemExit. ``python -m mpi4py``, which `mpistrat run` uses, catches it, and tells
     mpi4py its code. Under plain ``python`` it is recognised if `sys.exit` has raised it.
     """
-    from mpi4py import MPI
-
     if sys.exit is not _original_exit:
         return
     set_abort_status = MPI._set_abort_status
@@ -202,8 +199,6 @@ class _Hooks:
         code = ending_code()
         if code == 0 or os.getpid() != self._pid:
             return
-        from mpi4py import MPI
-
         flush_output()
         time.sleep(RELAY_SECONDS)
         if _survivors is not None:
@@ -234,8 +229,6 @@ class _Hooks:
 
 
 def _tell(comm: MPI.Intracomm, code: int) -> None:
-    from mpi4py import MPI
-
     told, requests = bytes([code]), list[MPI.Request]()
     for rank in set(range(comm.size)) - {comm.rank}:
         with suppress(MPI.Exception):  # it is lost
@@ -249,8 +242,6 @@ def _tell(comm: MPI.Intracomm, code: int) -> None:
 
 def _listen(comm: MPI.Intracomm) -> None:
     """End this rank, whatever it is doing, when another one that fails says so."""
-    from mpi4py import MPI
-
     code = bytearray(1)
     while True:
         try:

@@ -21,17 +21,14 @@ import zlib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from mpistrat import settings
 from mpistrat.device import binding, cuda
 from mpistrat.errors import LaunchError, SettingError
 from mpistrat.launch import abort, environment, openmpi, process
 from mpistrat.launch.libraries import FLAVOURS, no_library, recognise
+from mpistrat.lazy import MPI
 from mpistrat.logger import logger
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 # the mark: the pid of the rank, and a checksum of the variables that identify rank and job
 MARK = "MPISTRAT_RANK_PID"
@@ -83,8 +80,6 @@ def check_launched_size(view: environment.LauncherView | None, size: int, text: 
 
 def library_version() -> str:
     """Return name and version of the MPI library that runs: ``Open MPI v5.0.11``."""
-    from mpi4py import MPI
-
     return str(MPI.Get_library_version()).split("\n")[0].split(",")[0].strip("\0 ")
 
 
@@ -124,8 +119,6 @@ def _start() -> MPI.Intracomm:
 
 
 def _check_running() -> None:
-    from mpi4py import MPI
-
     if not MPI.Is_initialized() or MPI.Is_finalized():
         state = "was finalized already" if MPI.Is_initialized() else "was not started, because mpi4py.rc.initialize is off"
         raise LaunchError(f"MPI {state}; a strategy needs it running: leave mpi4py.rc as it is, or call MPI.Init_thread first")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -20,11 +20,9 @@ from mpistrat import settings
 from mpistrat.errors import CollectiveError
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.launch import abort
+from mpistrat.lazy import MPI
 from mpistrat.watch.recorder import watched
 from mpistrat.watch.watcher import watcher
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 PARAMETER = "ranks_shape"
 """The parameter of a test that holds its shape."""

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from mpistrat.errors import CollectiveError, InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import library_version, start, what_is_bound
 from mpistrat.launch.environment import detect
+from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
 from mpistrat.steps import drive, until
@@ -36,9 +37,6 @@ from mpistrat.text import format_bytes, format_count
 from mpistrat.tools import run
 from mpistrat.topology.discover import check_gpu_assignment, discover
 from mpistrat.tuning import ITEM_BYTES
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 ALGORITHMS = ("auto", *PLANNERS, "mpi")
 BUDGET_SECONDS = 1.0  # of a size
@@ -193,8 +191,6 @@ def _document(communicator: Communicator, rows: list[Row]) -> dict[str, Any]:
 
 def check_sum(comm: MPI.Intracomm, run: Callable[[], object], target: Array) -> None:
     """Run once on a target filled with NaN; a CollectiveError on every rank, unless all elements are the exact sum on all."""
-    from mpi4py import MPI
-
     target.fill(np.nan)
     run()
     expected = comm.Get_size() * (comm.Get_size() + 1) // 2
@@ -243,8 +239,6 @@ class Race:
 
 def slowest_seconds(comm: MPI.Intracomm, call: Callable[[], object], rounds: int) -> list[float]:
     """Return the time of the slowest rank in each of some rounds of a collective call. A collective call."""
-    from mpi4py import MPI
-
     mine, slowest = np.empty(rounds), np.empty(rounds)
     for index in range(rounds):
         comm.Barrier()

@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from mpistrat.errors import InvalidArgumentError, LaunchError, TransportError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import start
 from mpistrat.launch.environment import detect
+from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
@@ -27,9 +27,6 @@ from mpistrat.tools.bench import Race, check_memory
 from mpistrat.topology.discover import discover
 from mpistrat.topology.world import World
 from mpistrat.tuning import ITEM_BYTES, Seconds, Tuning, folder, kept, present_conditions, tuning_path, world_like
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 LEAST_BYTES, MAX_BYTES = 1024, 2**24
 _MIN_BYTES, _STEP_FACTOR = 16, 4
