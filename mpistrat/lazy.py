@@ -48,7 +48,7 @@ class LazyModule:
     __slots__ = ("__dict__", "_name")
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._name = name if ":" in name else f"{name}:"  # without one `resolve_name` hides why a module cannot be imported
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # such as what inspects this object looks for

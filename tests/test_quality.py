@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 import mpistrat
 from mpistrat.experimental.partitioners import FixedShardsPartitioner
+from mpistrat.lazy import LazyModule
 from mpistrat.parameter_server.coordinator import ClusterCoordinator
 from tests.mistakes import mistakes
 from tests.processes import python, run_bounded
@@ -184,6 +185,14 @@ PLAN = "from mpistrat.tools.cli import main; main(['plan', '--world', '4x8', '--
 def test_what_is_not_needed_is_not_imported(program, unneeded):
     done = python(f"import sys; {program}; sys.exit(' '.join({{*{unneeded}}} & {{*sys.modules}}))")
     assert done.stderr.strip() == ""
+
+
+def test_why_a_module_cannot_be_imported_is_told_where_it_is_first_used(tmp_path, monkeypatch):
+    (tmp_path / "a_package").mkdir()
+    (tmp_path / "a_package" / "mpi.py").write_text("raise ImportError('no libmpi.so')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"no libmpi\.so"):
+        LazyModule("a_package.mpi").COMM_WORLD  # noqa: B018 - what uses it
 
 
 @pytest.mark.parametrize(("module", "known"), [("coordinator", ClusterCoordinator), ("partitioners", FixedShardsPartitioner)])

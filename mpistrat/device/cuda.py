@@ -26,7 +26,7 @@ from mpistrat.lazy import LazyModule
 
 cupy: Any = LazyModule("cupy")
 cupyx: Any = LazyModule("cupyx")
-runtime: Any = LazyModule("cupy.cuda.runtime")
+runtime: Any = LazyModule("cupy:cuda.runtime")
 
 _SUCCESS, _NOT_READY = 0, 600  # of cudaError_t
 _EXCLUSIVE_PROCESS = 3  # of cudaComputeMode

@@ -5,9 +5,11 @@ from mpi4py import MPI
 
 from mpistrat.errors import TopologyError
 from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.topology.discover import discover
 from mpistrat.topology.world import World
-from tests.launches import up_to_ranks
+from tests.launches import needs_ranks, up_to_ranks
+from tests.processes import until
 
 
 @up_to_ranks(8)
@@ -96,3 +98,17 @@ def test_a_virtual_node_cannot_span_machines(comm, monkeypatch):
     with pytest.raises(TopologyError, match=r"virtual node 0 of shape '1x\d' would hold ranks 0, 1.* several machines \(0, 1"):
         discover(comm, f"1x{comm.size}")
     assert discover(comm, f"{comm.size}x1").num_nodes == comm.size
+
+
+@needs_ranks(2)
+def test_a_rank_that_fails_alone_in_a_rendezvous_waits_for_no_other(comm):
+    try:
+        with rendezvous("a rendezvous", comm=comm):
+            if comm.rank == 1:
+                raise KeyError("alone")
+            has_left = comm.rank != 0 or until(lambda: comm.iprobe(source=1), 20)
+    except KeyError:
+        has_left = comm.isend(b"", 0) is not None
+    if comm.rank == 0:
+        comm.recv(source=1)
+    assert has_left, "it waited, and its error was told to nobody"

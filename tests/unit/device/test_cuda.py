@@ -84,7 +84,7 @@ def _names_of_cupy(path):
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("cupy", "cupyx"):
             roots |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.AnnAssign) and ast.unparse(node.value or node.target).startswith("LazyModule('cupy"):
-            roots[ast.unparse(node.target)] = ast.literal_eval(node.value.args[0])
+            roots[ast.unparse(node.target)] = ast.literal_eval(node.value.args[0]).replace(":", ".")
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             root, _, rest = ast.unparse(node).partition(".")
