@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 from mpistrat.errors import DeadlineExceededError
 from mpistrat.reduction import quiet
@@ -19,6 +19,12 @@ WAITING, WORKED = False, True
 _POLLS_PER_CLOCK = 16  # on a busy machine each may take 20 ms
 _LOOK_SECONDS = 1e-3
 _POLLS_AT_ONCE = 64
+
+
+def one_by_one(acts: Iterable[Callable[[], Steps]]) -> Steps:
+    """Return the steps of several acts, each of which begins when the one before has ended."""
+    for act in acts:
+        yield from act()
 
 
 def drive(

@@ -16,13 +16,10 @@ from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.errors import InvalidArgumentError, UnavailableError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
-from mpistrat.lazy import LazyModule
 from mpistrat.structures import flatten, leaf_names, map_leaves
 
 if TYPE_CHECKING:
     import torch
-else:
-    torch = LazyModule("torch")
 
 __all__ = ["average", "average_gradients", "broadcast_state"]
 
@@ -263,6 +260,8 @@ class _AveragedGradients:
 
 
 def _check_module(call: str, model: object, communicator: BaseCommunicator) -> None:
+    import torch
+
     if not isinstance(model, torch.nn.Module):
         error = TypeError(
             f"{call} takes a torch.nn.Module, whose parameters have names; got {type(model).__name__}.\n"
@@ -305,6 +304,8 @@ def _resolved(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _check_gradient(name: str, gradient: torch.Tensor, is_view: bool) -> None:
+    import torch
+
     if gradient.layout is not torch.strided:
         raise UnsupportedDtypeError(
             f"the gradient of {name} is sparse, which is not averaged: make its layer with sparse=False, or pass "
@@ -326,6 +327,8 @@ def _places_of(bucket: _Bucket) -> tuple[list[tuple[torch.Size, tuple[int, ...],
 def _places(
     parameters: tuple[tuple[torch.Size, tuple[int, ...]], ...],
 ) -> tuple[list[tuple[torch.Size, tuple[int, ...], int]], int, str]:
+    import torch
+
     views, first = [], 0
     for shape, given in parameters:
         strides = torch.empty_like(torch.empty_strided(shape, given, device="meta")).stride()  # as PyTorch makes gradients
@@ -336,6 +339,8 @@ def _places(
 
 def _as_views(bucket: _Bucket) -> torch.Tensor:
     """Return the buffer that the gradients of a bucket, which are all there, are views of, or become."""
+    import torch
+
     gradients, (places, elements, _) = [parameter.grad for _, parameter in bucket.named], _places_of(bucket)
     one = next((gradient for gradient in gradients if gradient.numel()), gradients[0])  # those of no elements have no address
     memory, itemsize = one.untyped_storage(), one.element_size()
@@ -374,8 +379,12 @@ def _hand_back(arrays: list[Array], tensors: list[torch.Tensor]) -> None:
 
 
 def _from_tensor(leaf: Any) -> Any:
+    import torch
+
     return as_array(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _to_tensor(leaf: Any) -> Any:
+    import torch
+
     return like(leaf, torch.empty(0)) if hasattr(leaf, "dtype") and not isinstance(leaf, np.generic) else leaf

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from time import monotonic_ns
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -46,12 +46,14 @@ from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import bootstrap
-from mpistrat.lazy import MPI
 from mpistrat.logger import logger
 from mpistrat.reduction import ReduceOp
 from mpistrat.structures import each_leaf
 from mpistrat.tuning import shared_measurements
 from mpistrat.watch.recorder import recorder, watched, write_entry
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _frame_at = sys._getframe
 _MOST_PASSED_BYTES = 1 << 14  # MPI is faster up to here, on one node too: see docs/benchmarks/index.md

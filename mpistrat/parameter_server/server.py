@@ -105,10 +105,11 @@ class _Task:
         answer: bytes | Exception
         try:
             answer = run()
-        except SystemExit as error:  # which would end this task, and leave the others to wait for it
-            answer = RuntimeError(f"a function that {self.channel.name} ran wanted to end it: {error!r}").with_traceback(
-                error.__traceback__
-            )
+        except SystemExit as error:
+            if error.code:  # it ends the job
+                raise
+            answer = RuntimeError(f"a function that {self.channel.name} ran wanted to end it: {error!r}")
+            answer.__traceback__ = error.__traceback__
         except Exception as error:
             answer = error
         self.channel.activity.set(self.idle)

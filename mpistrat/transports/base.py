@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from mpistrat.device.cuda import CudaDevice
 from mpistrat.device.kernels import Segment
 from mpistrat.groups.group import Group
 from mpistrat.reduction import Fold, ReduceOp
-from mpistrat.steps import Steps
+from mpistrat.steps import Steps, one_by_one
 from mpistrat.transports.window import NodeWindow
 
 
@@ -72,12 +73,7 @@ class Operation:
 
 def in_turn(parts: list[Part], *acts: Callable[[], Steps], scratch_bytes: int = 0) -> Operation:
     """Return the operation of several acts, one after the other."""
-
-    def run() -> Steps:
-        for act in acts:
-            yield from act()
-
-    return Operation(run, parts, scratch_bytes)
+    return Operation(partial(one_by_one, acts), parts, scratch_bytes)
 
 
 class Transport(ABC):
