@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 from mpistrat.lazy import MPI
 from mpistrat.settings import CHECK, Snapshot
-from mpistrat.steps import Steps, until, yield_core
+from mpistrat.steps import Steps
 
 _CHANNELS = 32
 _FIRST_TAG, _MAX_TAG = 1 << 15, 1 << 30  # smaller tags are used for messages outside of calls
@@ -108,13 +108,11 @@ class Group:
 
 
 def free(comm: MPI.Comm) -> None:
-    """Free a communicator, in which no rank will send anything more. A collective call.
+    """Free a communicator, in which nothing more is sent. A collective call, in which no rank waits for another.
 
     What was sent and not received, such as notices that came too late, is received here: MPICH and others give the next
     communicator the number of one that was freed, and would deliver it there.
     """
-    for _ in until(comm.Ibarrier().Test):
-        yield_core()
     status = MPI.Status()
     for _ in range(PROBES):
         while (message := comm.Improbe(status=status)) is not None:

@@ -67,7 +67,7 @@ def rendezvous(call: str, timeout_seconds: float = 0.0, comm: MPI.Intracomm | No
             watcher.introduce(found.nodes[found.place(group.rank).node_index].name)
             yield Rendezvous(group, found)
         finally:
-            group.comm.Free()  # not `Group.close`: it has had no messages, and a rank that fails alone waits for no other
+            group.close()
 
 
 def _watch(world: MPI.Intracomm, call: str, timeout_seconds: float) -> None:

@@ -183,6 +183,7 @@ def test_a_communicator_that_cannot_be_made_leaves_nothing(comm, monkeypatch, fa
 def test_a_group_that_is_closed_leaves_no_message_to_the_next_one(comm):
     closed = Group(comm.Dup(), "world")
     sent = [closed.comm.issend(b"late", rank) for rank in range(comm.size) if rank != comm.rank]
+    comm.Barrier()
     closed.close()
     assert until(lambda: MPI.Request.Testall(sent), 20), "received, or MPICH would deliver it in the next communicator"
 
