@@ -118,7 +118,7 @@ class Dispatcher:
         self._told_to_stop, self._stopped = set[int](), set[int]()
         self._lost: frozenset[int] = frozenset()
         self._unavailable = ""
-        self._is_ending = self.is_closed = False
+        self._is_ending = self.is_closed = self._is_pumping = False
         self._lock = threading.RLock()
         self._num_waiting = 0
         self._begun = threading.Lock()  # free when something has begun; unlike an Event it bears an interrupt anywhere
@@ -211,6 +211,17 @@ class Dispatcher:
         self._channel.close()
 
     def _pump(self) -> None:
+        if self._is_pumping:
+            raise RuntimeError(
+                "this thread gives work to workers already: signal handlers must not use the coordinator meanwhile"
+            )
+        self._is_pumping = True
+        try:
+            self._take_and_send()
+        finally:
+            self._is_pumping = False
+
+    def _take_and_send(self) -> None:
         while (received := self._receiver.peek()) is not None:
             self._taken += 1
             if type(received.message) is messages.Stopped:

@@ -356,8 +356,10 @@ class Receiver:
             if self._status.source < 0 and not self._request.Test(self._status):
                 return None
         except self._channel.failure as error:
+            source, self._status.source = self._status.source, -1  # it may tell of the message before
             if not self._has_come_with(error):
                 return None
+            self._status.source = source
         if self._status.source < 0:  # an interrupt came before the receive was started
             self._is_active = False
             return None

@@ -9,6 +9,7 @@ import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 import mpistrat
@@ -32,7 +33,8 @@ _UNWRITABLE = (errno.EPIPE, errno.EBADF, errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, by default with the arguments of this process, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    has_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    is_main = threading.current_thread() is threading.main_thread()  # the only one that may set handlers
+    has_default = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if has_default:  # while modules are imported Ctrl-C kills: NumPy's would turn a KeyboardInterrupt into an ImportError
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

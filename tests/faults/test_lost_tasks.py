@@ -140,6 +140,26 @@ def test_a_server_that_is_killed_makes_the_rest_unavailable(job, server_kill):
     assert not ended.leftovers
 
 
+KILLS_A_SERVER = """
+    with strategy.scope():
+        lost, kept = mpistrat.Variable(np.zeros(20_000)), mpistrat.Variable(np.arange(20_000))
+    assert not lost.numpy().any()
+    kill = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    for call in (lambda: strategy.extended.update(lost, kill), lost.numpy, lost.numpy):
+        try:
+            call()
+        except UnavailableError:
+            assert (kept.numpy() == np.arange(20_000)).all()
+            print("told", flush=True)
+    strategy.close()
+"""
+
+
+def test_after_the_loss_of_a_server_each_answer_of_others_is_taken_once(job):
+    ended = job(4, with_servers(KILLS_A_SERVER, NUM_SERVERS=2), survive=True)
+    assert (ended.code, ended.stdout.count("told")) == (0, 3), ended.stderr
+
+
 def test_a_chief_that_is_killed_ends_the_job_and_is_named(job):
     limit = patient(5.0)
     chief = "coordinator.schedule(time.sleep, (1000,))\nkill_after(0.5, 0)\ncoordinator.join()\n"

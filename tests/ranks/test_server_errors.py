@@ -262,6 +262,22 @@ def test_a_call_within_another_one_is_refused(coordinator, monkeypatch):
 
 
 @on_chief()
+def test_a_handler_does_not_use_the_coordinator_within_itself(coordinator, monkeypatch):
+    value, dispatcher = coordinator.schedule(abs, (-1,)), coordinator.strategy.dispatcher
+    went_on, told = dispatcher._take_and_send, []
+
+    def interrupted():
+        with pytest.raises(RuntimeError, match="signal handlers must not use the coordinator meanwhile"):
+            coordinator.done()
+        told.append(True)
+        went_on()
+
+    monkeypatch.setattr(dispatcher, "_take_and_send", interrupted)
+    assert value.fetch() == 1
+    assert told
+
+
+@on_chief()
 def test_an_answer_to_another_request_is_refused(coordinator):
     number = variable(coordinator, 1.0)
     client = coordinator.strategy.client
