@@ -258,7 +258,8 @@ def test_one_rank_ends_the_whole_session(folder, statement, told, code):
         f"    if x and communicator.rank: {statement}\n    communicator.barrier()\n"
     )
     done, results = _run(folder)
-    assert (done.returncode, len(results)) == (code, 2), done.stdout  # the third is not begun
+    assert done.returncode == code, done.stdout
+    assert len(results) < 3, "the third is not begun; whether rank 0 reports the second one, and the first, is a race"
     assert f"Exit: {told}" in done.stdout
 
 
