@@ -40,7 +40,7 @@ def _in_lab(counts: list[str]) -> list[Any]:
         return answers_of(4, _RANK, *counts, lab=lab, GLOO_SOCKET_IFNAME="eth0", OMP_NUM_THREADS="1")
 
 
-NUM_BYTES, ROUNDS = 256 << 20, 15
+NUM_BYTES, ROUNDS = 256 << 20, 40
 _NAMES = {"mpistrat": "mpistrat", "torch": "PyTorch `async_save`", "savez": "`np.savez`, chief"}
 
 
