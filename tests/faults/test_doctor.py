@@ -55,8 +55,13 @@ def hanging(tmp_path_factory):
     job = Job(tmp_path_factory.mktemp("hanging"))
     with job.start(3, PROGRAM) as launcher:
         assert until((job.folder / "up").exists, SECONDS)
-        assert until(lambda: doctor(str(launcher.pid))["waits_for"] == {"0": [1], "2": [1]}, SECONDS)
+        assert until(lambda: _is_seen(doctor(str(launcher.pid))), SECONDS)
         yield Hanging(launcher, job.pids())
+
+
+def _is_seen(job):
+    """Return whether ranks have recorded who waits, and where the late one is, which a thread looks up now and then."""
+    return job["waits_for"] == {"0": [1], "2": [1]} and "(load)" in job["ranks"][1]["now_at"]
 
 
 def doctor(*words):
