@@ -150,7 +150,7 @@ def _command(
 
 
 def _check_program(program: Sequence[str]) -> None:
-    """Check that there is a script, which may be a folder that Python can run, or the name of a module."""
+    """Check that a program is named: a module, or a script that exists. A folder with ``__main__.py`` is a script too."""
     if not any(program[1:2] if program[:1] == ["-m"] else program[:1]):
         raise InvalidArgumentError("the program is missing: a script, or -m and a module, after the options")
     script = Path(program[0])
