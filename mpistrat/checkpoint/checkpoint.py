@@ -276,12 +276,11 @@ class Checkpoint:
         memory, device, staged = self._reserve(layout.num_bytes), bound_device(), list[Piece]()
         memory[: len(layout.header)] = np.frombuffer(layout.header, np.uint8)
         for piece, place, part in zip(pieces, layout.places, parts, strict=True):
-            target, checksum = memory[place], None
             if device is None or not is_on_device(part):
-                checksum = files.copied(target, part)
+                piece = files.copied(piece, memory[place], part)
             else:
-                device.current_stream().copy(address(target), address(part), part.nbytes)
-            staged.append(piece._replace(checksum=checksum))
+                device.current_stream().copy(address(memory[place]), address(part), part.nbytes)
+            staged.append(piece)
         if device is not None:
             event = device.current_stream().record()
             while not event.done():

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat import ending
-from mpistrat.arrays import Array, as_bytes
+from mpistrat.arrays import Array
 from mpistrat.checkpoint.tree import KINDS, Node, Spec, below, itemsize_of
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.interface import BaseCommunicator
@@ -58,7 +58,7 @@ ALIGNMENT = 1 << 12
 """Of memory that a disk reads by itself, and of where it writes that in a file, in bytes."""
 _IS_FAST = crc32.__module__ != "zlib"
 _READ_BYTES = 1 << 18  # of smaller arrays the thread that writes computes the checksums
-_COPIED_BYTES = 1 << 20  # at a time: it is in a cache when its checksum is computed; C libraries copy less more slowly
+_COPIED_BYTES = 1 << 20  # at a time: it is in a cache when its checksum is computed
 _MOVED_BYTES = 8 << 20  # at a time
 _DIRECT_BYTES = 128 << 20  # at a time, where the disk reads memory by itself: each call takes a core for 0.1 ms
 _POLL_SECONDS = 0.002
@@ -123,17 +123,20 @@ def file_name(rank: int) -> str:
     return f"arrays-{rank:05d}.safetensors"
 
 
-def copied(target: Array, source: Array) -> int | None:
-    """Copy an array to memory, and return the checksum of a large one, which takes hardly longer than the copy alone."""
-    data, checksum = as_bytes(source), 0
+def copied(piece: Piece, target: Array, source: Array) -> Piece:
+    """Copy an array to memory; a large piece gets its checksum, which takes hardly longer than the copy alone.
+
+    NumPy's loops copy by wide registers, in four fifths of the time that an assignment takes, which the C library makes.
+    """
+    data, checksum = source.view(np.uint8), 0
     if len(target) <= _READ_BYTES or not _IS_FAST:
-        target[...] = data
-        return None
+        np.positive(data, out=target)
+        return piece
     for begin in range(0, len(target), _COPIED_BYTES):
         part = target[begin : begin + _COPIED_BYTES]
-        part[...] = data[begin : begin + _COPIED_BYTES]
+        np.positive(data[begin : begin + _COPIED_BYTES], out=part)
         checksum = crc32(part, checksum)  # of what is written: a thread of the program may change the array meanwhile
-    return checksum
+    return piece._replace(checksum=checksum)
 
 
 def write_file(path: Path, memory: Array, num_bytes: int) -> None:
@@ -321,11 +324,12 @@ def find_checkpoints(directory: Path, interrupted: bool = False) -> list[Path]:
 
 def prepare(folder: Path) -> list[Path]:
     """Make an empty folder for a new checkpoint, in the place of an incomplete one; return the folders that have new names."""
-    if (folder / MANIFEST).exists():
-        raise CheckpointError(f"{folder} is a checkpoint already: save to another folder")
-    remove(folder)
     if folder.is_dir():
-        raise CheckpointError(f"{folder} holds what is no part of a checkpoint: save to another folder")
+        if (folder / MANIFEST).exists():
+            raise CheckpointError(f"{folder} is a checkpoint already: save to another folder")
+        remove(folder)
+        if folder.is_dir():
+            raise CheckpointError(f"{folder} holds what is no part of a checkpoint: save to another folder")
     absent = list(takewhile(lambda path: not path.exists(), folder.parents))
     folder.mkdir(parents=True)
     return [path.parent for path in (folder, *absent)]

@@ -117,8 +117,9 @@ def checksum(arrays: Iterable[Array], most_bytes: int | None = None, start: int 
     for array in arrays:
         if most_bytes is not None and array.nbytes > most_bytes:
             spacing = -(-array.nbytes // most_bytes)
-            array = array.reshape(-1)[start % spacing :: spacing]
-        digest.update(np.ascontiguousarray(to_host(array)).view(np.uint8).data)
+            digest.update(to_host(array.reshape(-1)[start % spacing :: spacing]).tobytes())
+        else:
+            digest.update(np.ascontiguousarray(to_host(array)).view(np.uint8).data)
     return int.from_bytes(digest.digest(), "little") >> 2
 
 
