@@ -259,13 +259,12 @@ def layout_of(pieces: tuple[Piece, ...], dtypes: tuple[str, ...]) -> Layout:
     return Layout(pieces, header, order, places, len(header) + end)
 
 
-def write_manifest(folder: Path, manifest: Manifest, made_in: Sequence[Path]) -> None:
-    """Make a checkpoint of a folder whose files are durable, once the names in those folders are in which it was made."""
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Make a checkpoint of a folder whose files are durable, and its name."""
     content = json.dumps(manifest._asdict())
     text = f'{{"format": {FORMAT}, "checksum": {crc32(content.encode())}, "content": {content}}}'
     new = folder / f"{MANIFEST}.new"
-    for path in (folder, *made_in):
-        _sync(path)
+    _sync(folder)
     new.write_text(text)
     _sync(new)
     new.rename(folder / MANIFEST)
@@ -401,8 +400,8 @@ def _reading(path: Path) -> Iterator[None]:
 class Save(NamedTuple):
     """What a rank writes: memory that nobody changes, with its layout; rank 0 then writes the manifest, and removes `outdated`.
 
-    The folder's name is durable once the folders `made_in` are synchronized, before the manifest is written. `Writer.finish`
-    calls `when_durable`, if all went well.
+    The folder's name is durable once its rank has synchronized the folders `made_in`. `Writer.finish` calls `when_durable`, if
+    all went well.
     """
 
     folder: Path
@@ -493,6 +492,8 @@ class Writer:
         try:
             if layout.pieces:
                 write_file(folder / file_name(self.rank), save.memory, layout.num_bytes)
+            for path in save.made_in:
+                _sync(path)
             written = [
                 piece._replace(checksum=crc32(save.memory[place])) if piece.checksum is None else piece
                 for piece, place in zip(layout.pieces, layout.places, strict=True)
@@ -507,7 +508,7 @@ class Writer:
         try:
             if not error:
                 every = {file_name(rank): each for rank, (each, _) in enumerate(found) if each}
-                write_manifest(folder, save.manifest._replace(pieces=every), save.made_in)
+                write_manifest(folder, save.manifest._replace(pieces=every))
         except Exception as failed:  # whatever it is, the others wait
             error = _text(0, folder, failed)
         if error:
