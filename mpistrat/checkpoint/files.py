@@ -64,7 +64,7 @@ _DIRECT_BYTES = 128 << 20  # at a time, where the disk reads memory by itself: e
 _POLL_SECONDS = 0.002
 _NICER = 10
 """By how much the thread that writes is nicer than the program: where steps take all cores, they lose a quarter less to it."""
-_started = list["Writer"]()  # until somebody has seen how it has ended
+_started = set["Writer"]()  # until somebody has seen how it has ended
 
 
 class Piece(NamedTuple):
@@ -439,17 +439,21 @@ class Writer:
         self._when_durable, self._error = save.when_durable, f"rank {self.rank}: the thread that writes has ended"
         # not a daemon: the interpreter waits for it
         self._thread = threading.Thread(target=self._run, args=(save,), name="mpistrat-checkpoint")
-        self._thread.start()
-        _started.append(self)
+        _started.add(self)
+        try:
+            self._thread.start()
+        except RuntimeError:  # there can be no more threads: this one writes, since those of the other ranks wait for that
+            self._run(save._replace(is_awaited=True))
 
     def finish(self) -> None:
         """Wait until what was started is durable; raise CheckpointError on all ranks, if one of them could not write."""
         if self._thread is None:
             return
         with watched("Checkpoint: a save", self._members, self._among) if self._comm is not None else nullcontext():
-            self._thread.join()
+            if self._thread.ident is not None:  # else it could not be started
+                self._thread.join()
         self._thread = None
-        _started.remove(self)
+        _started.discard(self)
         if self._error:
             raise CheckpointError(f"{self._error}. The last checkpoint before it is whole")
         self._when_durable()

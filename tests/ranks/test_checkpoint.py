@@ -257,6 +257,23 @@ def test_ranks_that_disagree_are_told_and_the_job_goes_on(comm, two, folder, str
 
 
 @on_ranks(2)
+def test_a_rank_that_cannot_start_a_thread_writes_by_itself(comm, two, folder, monkeypatch):
+    checkpoint, state = two
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", on_one(comm, 1, refuse, threading.Thread.start))
+        checkpoint.save(folder / "a", step=3)
+        checkpoint.save(folder / "b", wait=True, step=4)
+    state["w"][:] = 0
+    assert (checkpoint.restore(folder / "a"), checkpoint.restore(folder / "b")) == (3, 4)
+    assert state["w"].tolist() == list(range(8))
+    checkpoint.close()
+
+
+@on_ranks(2)
 def test_variables_that_each_rank_has_for_itself_are_compared(comm, folder):
     variable = mpistrat.Variable(np.full(9, 1.0 + comm.rank))
     checkpoint = mpistrat.Checkpoint(variable=variable)
