@@ -32,6 +32,7 @@ from mpistrat.steps import Steps
 from mpistrat.text import format_bytes
 from mpistrat.transports.mpi import MpiTransport, until_complete
 from mpistrat.transports.nccl import Enqueue, NcclTransport
+from mpistrat.transports.shared_memory import PeerReads
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ _PROPOSED = 1 << 62  # in the place of a number of a rank: it proposes to make a
 class _Route:
     """How bytes go from rank to rank: by a transport, which takes what `fetch` returns; `run` makes steps safe."""
 
-    sender: MpiTransport | NcclTransport
+    sender: MpiTransport | NcclTransport | PeerReads
     fetch: Callable[[Array], Array]
     empty: Callable[[tuple[int, ...], np.dtype[Any]], Array]
     is_on_gpu: bool
@@ -97,7 +98,8 @@ class DataMovement:
         self._window = window = executor.intra.window if executor.hierarchy.intra.size == group.size > 1 else None
         self._most_shared = 0 if window is None else min(_MOST_SHARED_BYTES, window.small_bytes)
         self._rank, self._size, self._guard = group.rank, group.size, guard
-        self._by_mpi = _Route(MpiTransport(group), to_host, new_array, False, iter)
+        sender = MpiTransport(group) if window is None or window.cma.refusal else PeerReads(window)
+        self._by_host = _Route(sender, to_host, new_array, False, iter)
         nccl = None if gpu is None else gpu.executor.transports.everywhere
         self._by_nccl = None if gpu is None or nccl is None else _through_nccl(gpu, nccl)
         self._gpu, self._nccl, self._programs = gpu, nccl, programs
@@ -162,7 +164,7 @@ class DataMovement:
                 for rank, one in enumerate(received):
                     move.take(as_bytes(one), [0, one.nbytes], rank)
                 return [like(one, array) for one in received] if is_root else None
-            mine = move.new(lambda: move.route.fetch(array).copy())
+            mine = move.new(lambda: move.route.fetch(array).copy() if is_root else _contiguous(move.route.fetch(array)))
             nothing = move.empty((0,), np.dtype(np.uint8))
             received = [
                 mine if rank == self._rank else move.empty(mine.shape, mine.dtype) if is_root else nothing
@@ -171,8 +173,11 @@ class DataMovement:
             move.run(move.route.sender.exchange([mine if rank == root else nothing for rank in range(self._size)], received))
             return [like(one, array) for one in received] if is_root else None
 
-    def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None) -> list[Array]:
-        """Send an array to each rank: see `mpistrat.Communicator.all_to_all`. A collective call."""
+    def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None, joins: bool = False) -> list[Array]:
+        """Send an array to each rank: see `mpistrat.Communicator.all_to_all`. A collective call.
+
+        If it `joins` arrays, those received that are not small are returned as one.
+        """
 
         def check(_: object) -> None:
             check_parts(arrays, self._size)
@@ -192,9 +197,16 @@ class DataMovement:
             extents = self._exchange_extents(move.call, arrays)
             sends = move.new(lambda: [_contiguous(move.route.fetch(array)) for array in arrays])
             mine = sends[self._rank]
-            received = [move.empty((extent, *mine.shape[1:])[: mine.ndim], mine.dtype) for extent in extents]
+            if joins:
+                starts = list(accumulate(extents, initial=0))
+                whole = move.empty((starts[-1], *mine.shape[1:]), mine.dtype)
+                received = [whole[first:last] for first, last in pairwise(starts)]
+            else:
+                received = [move.empty((extent, *mine.shape[1:])[: mine.ndim], mine.dtype) for extent in extents]
             np.copyto(received[self._rank], mine)
             move.run(move.route.sender.exchange(sends, received))
+            if joins:
+                return [like(whole, arrays[0])]
             return [like(one, array) for one, array in zip(received, arrays, strict=True)]
 
     def all_to_all_parts(self, array: Array, options: CommunicationOptions | None) -> Array:
@@ -204,7 +216,8 @@ class DataMovement:
         except (TypeError, ValueError) as error:
             with self._guard:
                 self._guard.refuse(self._guard.begin_text("all_to_all", options), error)
-        joined: Array = np.concatenate(self.all_to_all(np.array_split(array, self._size), options))
+        received = self.all_to_all(np.array_split(array, self._size), options, joins=True)
+        joined: Array = received[0] if len(received) == 1 else np.concatenate(received)
         return joined
 
     def broadcast(self, array: Array, root: int, options: CommunicationOptions | None, out: Array | None) -> Array:
@@ -230,20 +243,21 @@ class DataMovement:
             shape, dtype = known.shape, known.dtype
             if len(set(move.digests)) > 1:
                 header = _encode_shape(array)
-                self._guard.run(move.call, self._by_mpi.sender.broadcast(as_bytes(header), root).run())
+                self._guard.run(move.call, self._by_host.sender.broadcast(as_bytes(header), root).run())
                 shape, dtype = _decode_shape(header)
             check_elements(dtype, f"the array of replica {root}")
             result = move.empty(shape, dtype, out)
-            if is_root:
-                np.copyto(result, move.route.fetch(array))
+            source = move.new(lambda: _contiguous(move.route.fetch(array))) if is_root else result
             if move.is_shared(root):
                 if not is_root:
                     move.take(as_bytes(result), [0, result.nbytes], root)
             elif result.nbytes:
-                move.run(move.route.sender.broadcast(as_bytes(result), root).run())
+                move.run(move.route.sender.broadcast(as_bytes(source), root).run())
                 if self._nccl is not None and move.route.is_on_gpu and len(set(move.digests)) == 1:
                     enqueue = self._nccl.bind(self._nccl.broadcast_calls(result.nbytes, root))
                     self._remember(move, ("broadcast", root, out is None), array, options, result, enqueue)
+            if is_root:  # the others have it by now
+                np.copyto(result, source)
             return _delivered(result, array, out, move)
 
     def make_known(self, known: Known, arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
@@ -339,7 +353,7 @@ class DataMovement:
         found = self._guard.agree(call, None, own, memory)
         if self._by_nccl is not None and any(number & _PROPOSED for _, number in found):  # not all propose: those begin anew
             found = self._guard.agree(call, None, own, memory)
-        digests, numbers, route, window = [row[0] for row in found], [row[1] for row in found], self._by_mpi, self._window
+        digests, numbers, route, window = [row[0] for row in found], [row[1] for row in found], self._by_host, self._window
         if self._by_nccl is not None and all(number & 1 for number in numbers):
             self._guard.make_current(call)  # the barrier before NCCL compares it once more
             route = self._by_nccl
