@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any, NoReturn
@@ -25,7 +25,7 @@ from mpistrat.context.stack import (
     misplaced,
     require_no_default_scope,
 )
-from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, converted, select_replica
+from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, converted
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.reduction import ReduceOp
 from mpistrat.state.changes import (
@@ -268,12 +268,6 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         """Broadcast the array of the root, under central storage."""
         if self._root is not None:
             self._array[...] = self._communicator.broadcast(self._array, self._root)
-
-    def update_component(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Return ``fn(variable, *args, **kwargs)`` for this rank, in the update context of ``extended.update``."""
-        return fn(self, *select_replica(tuple(args)), **select_replica(dict(kwargs or {})))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         in_replica_context_of(self._strategy, "copy.deepcopy of a variable")  # refused under another strategy
