@@ -8,7 +8,7 @@ from functools import partial
 from numbers import Number
 from typing import Any
 
-from mpistrat.arrays import Array, as_array, as_operand, like
+from mpistrat.arrays import Array, as_array, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, gather_refused
@@ -24,7 +24,7 @@ from mpistrat.context.stack import (
 )
 from mpistrat.context.values import PerReplica, component_of, container_of, in_replica, regroup, select_replica
 from mpistrat.cross_device.ops import CrossDeviceOps, HierarchicalAllReduce
-from mpistrat.cross_device.pairs import OnSomeReplicas
+from mpistrat.cross_device.pairs import OnSomeReplicas, operand_or_slices
 from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.work import Work
@@ -351,11 +351,6 @@ class StrategyExtended:
                 f"    incorrect:  mpistrat.get_strategy().extended.{name}, outside all scopes\n"
                 f"    correct:    mpistrat.OneDeviceStrategy().extended.{name}"
             )
-
-
-def operand_or_slices(leaf: Any, name: str = "value") -> Any:
-    """Return a leaf as an array; IndexedSlices as they are."""
-    return leaf if isinstance(leaf, IndexedSlices) else as_operand(leaf, name)
 
 
 def _fingerprint(leaves: list[Any], may_differ: bool) -> str:
