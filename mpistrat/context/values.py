@@ -64,8 +64,8 @@ class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
         return np.array(array, dtype=dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if "out" in kwargs:
-            _check_targets(kwargs["out"])
+        if "out" in kwargs or method == "at":
+            _check_targets(kwargs.get("out", inputs[0]))
         if "where" in kwargs:
             kwargs["where"] = _read(kwargs["where"])
         return getattr(ufunc, method)(*map(_read, inputs), **kwargs)
