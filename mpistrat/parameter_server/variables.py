@@ -13,7 +13,7 @@ from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.parameter_server.client import Client, VariableRef, current_client
-from mpistrat.state.changes import ChangeMethods, apply, checked, flat_indices
+from mpistrat.state.changes import ChangeMethods, apply, check_rows, checked, flat_indices
 from mpistrat.state.variables import Variable, register
 from mpistrat.structures import map_leaves
 
@@ -175,9 +175,11 @@ class ServerVariable(ChangeMethods, Mirrored):
         if len(self._refs) == 1:
             return leaf
         if isinstance(leaf, IndexedSlices):
-            indices = to_host(leaf.indices)
+            indices, shape = to_host(leaf.indices), leaf.dense_shape
+            check_rows(indices, len(self), self)
             chosen = (indices >= start) & (indices < stop)
-            return IndexedSlices(to_host(leaf.values)[chosen], indices[chosen] - start)
+            dense_shape = None if shape is None else (stop - start, *shape[1:])
+            return IndexedSlices(to_host(leaf.values)[chosen], indices[chosen] - start, dense_shape)
         return leaf[start:stop] if isinstance(leaf, np.ndarray) and leaf.shape == self.shape else leaf
 
 

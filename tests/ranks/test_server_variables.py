@@ -347,6 +347,12 @@ def test_a_function_updates_a_variable_where_it_lives(coordinator):
     update(table, lambda var, rows: var.scatter_update(rows), (mpistrat.IndexedSlices(np.zeros((2, 2)), [4, 0]),))
     assert (table[0] == 0).all()
     assert (table[4] == 0).all()
+    slices = mpistrat.IndexedSlices(np.ones((2, 2)), [4, 0], (5, 2))
+    update(table, lambda var, rows: var.assign(rows.to_dense()), (slices,))
+    assert np.array_equal(table, slices.to_dense())
+    with pytest.raises(mpistrat.errors.InvalidArgumentError, match="index 5 is out of range"):
+        update(table, lambda var, rows: var.scatter_add(rows), (mpistrat.IndexedSlices(np.ones((2, 2)), [0, 5]),))
+    assert np.array_equal(table, slices.to_dense())
     with pytest.raises(ZeroDivisionError) as caught:
         update(table, lambda var: 1 // 0)
     assert "ps 0 (rank 1" in str(caught.value.__cause__)
