@@ -127,6 +127,12 @@ class ServerVariable(ChangeMethods, Mirrored):
     def __reduce__(self) -> tuple[Any, ...]:
         return ServerVariable, (self.name, self._refs[0], self.shape, self.dtype, self.trainable)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ServerVariable:
+        """Return a new variable with the same elements, which the chief alone can make."""
+        copied: ServerVariable = self._client().strategy.extended.create_variable(self.read(), self.trainable, self.name)
+        memo[id(self)] = copied
+        return copied
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {self.dtype} {self.shape})"
 

@@ -62,6 +62,22 @@ def test_assign_add_sub(coordinator):
         variable(coordinator, True).assign_sub(True)
 
 
+@on_chief(FixedShardsPartitioner(2))
+def test_a_deep_copy_is_a_variable_of_its_own(coordinator):
+    first = np.arange(6.0).reshape(3, 2)
+
+    table = variable(coordinator, first, name="table", trainable=False)
+    copied, again = copy.deepcopy([table, table])
+    copied.assign_add(np.ones((3, 2)))
+    assert copied is again
+    assert np.array_equal(table, first)
+    assert np.array_equal(copied, first + 1)
+    assert (type(copied), copied.name, copied.trainable) == (type(table), "table", False)
+    coordinator.schedule(lambda: copy.deepcopy(table))
+    with pytest.raises(RuntimeError, match="make variables on the chief"):
+        coordinator.join()
+
+
 @on_chief(FixedShardsPartitioner(3))
 def test_scatter_does_what_it_does_to_an_ordinary_variable(coordinator):
     slices = mpistrat.IndexedSlices(np.array([[2.0, 5], [3, 7], [-1, 9], [4, 4]]), [6, 0, 6, 3])
