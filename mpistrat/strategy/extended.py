@@ -142,15 +142,16 @@ class StrategyExtended:
         wanted = self._direct_options(arrays, options)
         if wanted is not None:
             return self.communicator.all_reduce(op, arrays, wanted, out)
+        if out is not None:
+            with self.communicator.refusing("all_reduce", options):
+                read, targets = read_arrays(arrays, out)
+                for pair in zip(targets or (), read, strict=True):
+                    check_target(*pair)
         with enter_or_assert_strategy(self._strategy):
             results = self._cross_device_ops.all_reduce_in_replica(op, arrays, options)
         if out is None:
             return results
-        _, targets = read_arrays(results, out)
-        pairs = list(zip(targets or (), results, strict=True))
-        for pair in pairs:
-            check_target(*pair)
-        for target, result in pairs:
+        for target, result in zip(targets or (), results, strict=True):
             target[...] = result
         return out
 
