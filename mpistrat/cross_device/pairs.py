@@ -74,7 +74,7 @@ def broadcast_source(tensor: Any) -> tuple[int, Array | IndexedSlices]:
             '    correct:    ops.reduce("mean", strategy.run(fn), destinations), or ops.broadcast(array, destinations)'
         )
     if isinstance(tensor, OnSomeReplicas):
-        return tensor.ranks[0], checked_component(tensor.stand_in())
+        return tensor.ranks[0], checked_component(tensor._component)  # or its placeholder
     return 0, checked_component(tensor)
 
 
@@ -191,10 +191,6 @@ class OnSomeReplicas(DistributedValues):
                 '    correct:    total = ops.reduce("sum", value, value), to have it on all ranks'
             )
         return as_array(self._component)
-
-    def stand_in(self) -> Any:
-        """Return the component, or its placeholder."""
-        return self._component
 
     def __repr__(self) -> str:
         held = repr(self._component) if self.is_here else "not here"
