@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, in_dtype, is_on_device
+from mpistrat.arrays import Array, as_array, as_operand, in_dtype, is_on_device
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import DistributedValues, PerReplica
-from mpistrat.cross_device.pairs import as_passed, check_defined, check_unambiguous, operand_or_slices, rows_of
+from mpistrat.cross_device.pairs import as_passed, check_defined, check_unambiguous, rows_of
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_dtype, quiet
 
@@ -34,7 +34,7 @@ def reduce_locally(
     """Reduce what is given of values on this replica over `axis`, and return what has to be reduced across replicas."""
     if axis is not None and op not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise InvalidArgumentError(f"reduce over axis={axis!r} takes SUM or MEAN, got {op.name}; use axis=None for {op.name}")
-    parts = [_part(op, operand_or_slices(each), axis) for each in given]
+    parts = [_part(op, each if isinstance(each, IndexedSlices) else as_operand(each), axis) for each in given]
     passed = [as_passed(op, value) for value in values]
     is_sent = [num_replicas == 1 or isinstance(value, PerReplica) for value in passed]
     ambiguous = []
