@@ -64,8 +64,8 @@ class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
         return np.array(array, dtype=dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if "out" in kwargs:
-            _check_targets(kwargs["out"])
+        if "out" in kwargs or method == "at":
+            _check_targets(kwargs.get("out", inputs[0]))
         if "where" in kwargs:
             kwargs["where"] = _read(kwargs["where"])
         return getattr(ufunc, method)(*map(_read, inputs), **kwargs)
@@ -86,12 +86,8 @@ class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
     __complex__ = _of_array(complex)
     __bool__ = _of_array(bool)
     __getitem__ = _of_array(operator.getitem)
-
-    def __index__(self) -> int:
-        return to_host(self.read()).__index__()
-
-    def __contains__(self, item: Any) -> bool:
-        return item in to_host(self.read())
+    __index__ = _of_array(lambda array: to_host(array).__index__())
+    __contains__ = _of_array(lambda array, item: item in to_host(array))
 
     def __format__(self, spec: str) -> str:
         return format(self.read(), spec) if spec else str(self)

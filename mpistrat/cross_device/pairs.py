@@ -48,13 +48,15 @@ def checked_pairs(op: ReduceOp, pairs: Iterable[tuple[Any, Any]], communicator: 
     return [_checked(op, value, destinations, communicator) for value, destinations in given]
 
 
-def checked_component(value: Any) -> Array | IndexedSlices:
-    """Return the component of this rank of any value, distributed or not."""
-    component = in_replica(value)
-    if isinstance(component, IndexedSlices):
-        return component
+def operand_or_slices(leaf: Any, name: str = "value") -> Any:
+    """Return a leaf as an array; IndexedSlices as they are."""
+    return leaf if isinstance(leaf, IndexedSlices) else as_operand(leaf, name)
+
+
+def checked_component(value: Any) -> Any:
+    """Return the component of this rank of any value, distributed or not: an array, or IndexedSlices."""
     try:
-        return as_operand(component)
+        return operand_or_slices(in_replica(value))
     except UnsupportedDtypeError as error:
         raise InvalidArgumentError(
             f"{value!r} cannot be reduced as a per-replica value: {error}; for nested values use batch_reduce, "
@@ -72,7 +74,7 @@ def broadcast_source(tensor: Any) -> tuple[int, Array | IndexedSlices]:
             '    correct:    ops.reduce("mean", strategy.run(fn), destinations), or ops.broadcast(array, destinations)'
         )
     if isinstance(tensor, OnSomeReplicas):
-        return tensor.ranks[0], checked_component(tensor.stand_in())
+        return tensor.ranks[0], checked_component(tensor._component)  # or its placeholder
     return 0, checked_component(tensor)
 
 
@@ -189,10 +191,6 @@ class OnSomeReplicas(DistributedValues):
                 '    correct:    total = ops.reduce("sum", value, value), to have it on all ranks'
             )
         return as_array(self._component)
-
-    def stand_in(self) -> Any:
-        """Return the component, or its placeholder."""
-        return self._component
 
     def __repr__(self) -> str:
         held = repr(self._component) if self.is_here else "not here"

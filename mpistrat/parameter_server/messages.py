@@ -129,26 +129,10 @@ class Received(NamedTuple):
     inline: memoryview | None
 
 
-class Activity:
-    """What this task does and waits for, recorded for `mpistrat doctor` and the stall reports of other ranks."""
-
-    def __init__(self, task: str) -> None:
-        self._task, self._text = task, ""
-
-    def set(self, text: str) -> None:
-        """Record what the task does; an empty text clears it."""
-        self._text = text
-        self.wait_for("")
-
-    def wait_for(self, what: str) -> None:
-        """Record what that waits for; an empty text ends the wait."""
-        recorder().note(activity=_encoded(self._task, self._text, what))
-
-
 @lru_cache(256)
-def _encoded(task: str, text: str, waits_for: str) -> bytes:
-    does = ", ".join(filter(None, (text, waits_for and f"waits for {waits_for}")))
-    return encoded(f"{task} {does}" if does else "")
+def _encoded(task: str, does: str, waits_for: str) -> bytes:
+    text = ", ".join(filter(None, (does, waits_for and f"waits for {waits_for}")))
+    return encoded(f"{task} {text}" if text else "")
 
 
 class Channel:
@@ -159,13 +143,18 @@ class Channel:
         self.group, self.comm, self.failure = group, group.comm, MPI.Exception
         self.rank = self.comm.Get_rank()
         self.name = group.names[self.rank]
-        self.activity = Activity(self.name.partition(" (")[0])
+        self._task, self._does = self.name.partition(" (")[0], ""
         self.survives = survives_losses(os.environ)  # the loss of ranks
         self.inline_bytes = _INLINE_BYTES_WHERE_RANKS_ARE_LOST if self.survives else _INLINE_BYTES
         self.lost: frozenset[int] = frozenset()  # as far as this rank knows
         self._seconds = group.settings[settings.TIMEOUT_SECONDS]
         self._patience = group.settings[settings.STALL_SECONDS]
         self._most = group.settings[settings.MAX_MESSAGE_BYTES]
+
+    def record(self, does: str | None = None, waits_for: str = "") -> None:
+        """Record what this task does, by default as before, and waits for: `mpistrat doctor` and stall reports tell it."""
+        self._does = self._does if does is None else does
+        recorder().note(activity=_encoded(self._task, self._does, waits_for))
 
     def send(self, requests: list[Request], rank: int, tag: int, message: Message, *payload: Buffer) -> list[Request]:
         """Start to send a message and C-contiguous arrays or bytes, which stay as they are until the requests have ended.
@@ -249,7 +238,7 @@ class Channel:
                 waited = time.monotonic() - began
                 if waited > _RECORDED_FROM_SECONDS and not is_recorded:
                     is_recorded = True
-                    self.activity.wait_for(what())
+                    self.record(waits_for=what())
                 if waited > limit:
                     raise DeadlineExceededError(
                         f"{self.name}: waited {limit:g} s for {what()}; it may be busy with a long request, or have failed. "
@@ -260,7 +249,7 @@ class Channel:
                     logger.warning(f"{self.name} has waited {waited:.0f} s for {what()}{self._meanwhile()}")
         finally:
             if is_recorded:
-                self.activity.wait_for("")
+                self.record()
 
     def have_ended(self, requests: list[Request], lost: list[UnavailableError]) -> bool:
         """Drop requests that have ended, the last ones first, until one has not; add what the end of one says of lost ranks."""

@@ -60,7 +60,7 @@ class _Task:
     def serve(self) -> None:
         """Do what is asked for until the chief says that the job is done."""
         receiver = Receiver(self.channel, REQUEST)
-        self.channel.activity.set(self.idle)
+        self.channel.record(self.idle)
         began, is_main = time.monotonic(), threading.current_thread() is threading.main_thread()
         # when the whole job is told to end, its chief may still save what the servers keep
         signals = Signals([number for number in ENDING if is_main and signal.getsignal(number) == signal.SIG_DFL])
@@ -76,7 +76,7 @@ class _Task:
                     began = time.monotonic()
             self.channel.report_end()
             self._sends = self._unfinished()
-            self.channel.activity.set("")
+            self.channel.record("")
         finally:
             signals.restore()
             receiver.close()
@@ -97,7 +97,7 @@ class _Task:
     def _function(self, source: int, number: int, worker: int | None, where: str = "") -> Callable[..., Any]:
         """Return a function that a rank has sent, which runs from now on."""
         fn = self._functions[source, number](worker)
-        self.channel.activity.set(f"runs {_name(fn)} {where or f'(function {number})'}")
+        self.channel.record(f"runs {_name(fn)} {where or f'(function {number})'}")
         return fn
 
     def _answer(self, received: Received, call: int, run: Callable[[], bytes]) -> None:
@@ -112,7 +112,7 @@ class _Task:
             answer.__traceback__ = error.__traceback__
         except Exception as error:
             answer = error
-        self.channel.activity.set(self.idle)
+        self.channel.record(self.idle)
         self._send_result(received.source, call, answer)
 
     def _send_result(self, rank: int, call: int, answer: bytes | Exception) -> None:

@@ -13,7 +13,7 @@ from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.parameter_server.client import Client, VariableRef, current_client
-from mpistrat.state.changes import ChangeMethods, apply, checked, flat_indices
+from mpistrat.state.changes import ChangeMethods, apply, check_rows, checked, flat_indices
 from mpistrat.state.variables import Variable, register
 from mpistrat.structures import map_leaves
 
@@ -127,6 +127,12 @@ class ServerVariable(ChangeMethods, Mirrored):
     def __reduce__(self) -> tuple[Any, ...]:
         return ServerVariable, (self.name, self._refs[0], self.shape, self.dtype, self.trainable)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ServerVariable:
+        """Return a new variable with the same elements, which the chief alone can make."""
+        copied: ServerVariable = self._client().strategy.extended.create_variable(self.read(), self.trainable, self.name)
+        memo[id(self)] = copied
+        return copied
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {self.dtype} {self.shape})"
 
@@ -175,9 +181,11 @@ class ServerVariable(ChangeMethods, Mirrored):
         if len(self._refs) == 1:
             return leaf
         if isinstance(leaf, IndexedSlices):
-            indices = to_host(leaf.indices)
+            indices, shape = to_host(leaf.indices), leaf.dense_shape
+            check_rows(indices, len(self), self)
             chosen = (indices >= start) & (indices < stop)
-            return IndexedSlices(to_host(leaf.values)[chosen], indices[chosen] - start)
+            dense_shape = None if shape is None else (stop - start, *shape[1:])
+            return IndexedSlices(to_host(leaf.values)[chosen], indices[chosen] - start, dense_shape)
         return leaf[start:stop] if isinstance(leaf, np.ndarray) and leaf.shape == self.shape else leaf
 
 

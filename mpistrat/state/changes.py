@@ -255,10 +255,15 @@ def _checked_rows(method: str, delta: object, target: Array, owner: object) -> C
         raise InvalidArgumentError(
             f"{owner!r} has shape {target.shape}; rows of shape {values.shape[1:]} cannot be scattered into it"
         )
-    if indices.size and indices.max() >= len(target):
-        accepted = f"0 to {len(target) - 1} are accepted" if len(target) else "it has no rows"
-        raise InvalidArgumentError(f"index {indices.max()} is out of range for {owner!r}: {accepted}")
+    check_rows(indices, len(target), owner)
     return converted(values, target.dtype, owner), indices
+
+
+def check_rows(indices: Array, num_rows: int, owner: object) -> None:
+    """Check that all indices are those of rows that there are."""
+    if indices.size and indices.max() >= num_rows:
+        accepted = f"0 to {num_rows - 1} are accepted" if num_rows else "it has no rows"
+        raise InvalidArgumentError(f"index {indices.max()} is out of range for {owner!r}: {accepted}")
 
 
 def gathered_rows(rows: Change, aggregation: VariableAggregation, communicator: BaseCommunicator) -> Change:

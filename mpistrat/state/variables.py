@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any, NoReturn
@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, in_dtype, is_on_device, like, to_device, to_host
+from mpistrat.attributes import read_only
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.context.stack import (
     default_mode,
@@ -25,7 +26,7 @@ from mpistrat.context.stack import (
     misplaced,
     require_no_default_scope,
 )
-from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, converted, select_replica
+from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, converted
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.reduction import ReduceOp
 from mpistrat.state.changes import (
@@ -156,20 +157,11 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
                 f"{name} has dtype {self.dtype}, which cannot hold a mean: use aggregation SUM or a float dtype"
             )
 
-    @property
-    def name(self) -> str:
-        """The name in errors."""
-        return self._name
-
-    @property
-    def trainable(self) -> bool:
-        """Whether an optimiser should change it."""
-        return self._trainable
-
-    @property
-    def constraint(self) -> Callable[[Any], Any] | None:
-        """A function for optimisers, whose result replaces a new value; the variable never calls it."""
-        return self._constraint
+    name: str = read_only("_name", "The name in errors.")
+    trainable: bool = read_only("_trainable", "Whether an optimiser should change it.")
+    constraint: Callable[[Any], Any] | None = read_only(
+        "_constraint", "A function for optimisers, whose result replaces a new value; the variable never calls it."
+    )
 
     @property
     def initial_value(self) -> NoReturn:
@@ -180,20 +172,9 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         """Return True: a variable is initialized when it is created. `name` has no effect, as in TensorFlow."""
         return True
 
-    @property
-    def synchronization(self) -> VariableSynchronization:
-        """ON_WRITE or ON_READ."""
-        return self._synchronization
-
-    @property
-    def aggregation(self) -> VariableAggregation:
-        """How the values of the replicas are combined."""
-        return self._aggregation
-
-    @property
-    def distribute_strategy(self) -> Any:
-        """The strategy in whose scope it was created."""
-        return self._strategy
+    synchronization: VariableSynchronization = read_only("_synchronization", "ON_WRITE or ON_READ.")
+    aggregation: VariableAggregation = read_only("_aggregation", "How the values of the replicas are combined.")
+    distribute_strategy: Any = read_only("_strategy", "The strategy in whose scope it was created.")
 
     @property
     def value(self) -> Array:
@@ -268,12 +249,6 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         """Broadcast the array of the root, under central storage."""
         if self._root is not None:
             self._array[...] = self._communicator.broadcast(self._array, self._root)
-
-    def update_component(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Return ``fn(variable, *args, **kwargs)`` for this rank, in the update context of ``extended.update``."""
-        return fn(self, *select_replica(tuple(args)), **select_replica(dict(kwargs or {})))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         in_replica_context_of(self._strategy, "copy.deepcopy of a variable")  # refused under another strategy

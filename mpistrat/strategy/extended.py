@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from numbers import Number
 from typing import Any
 
-from mpistrat.arrays import Array, as_array, as_operand, like
+from mpistrat.arrays import Array, as_array, like
+from mpistrat.attributes import read_only
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, gather_refused
@@ -23,7 +25,7 @@ from mpistrat.context.stack import (
 )
 from mpistrat.context.values import PerReplica, component_of, container_of, in_replica, regroup, select_replica
 from mpistrat.cross_device.ops import CrossDeviceOps, HierarchicalAllReduce
-from mpistrat.cross_device.pairs import OnSomeReplicas
+from mpistrat.cross_device.pairs import OnSomeReplicas, operand_or_slices
 from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.work import Work
@@ -76,10 +78,7 @@ class StrategyExtended:
         """Set the strategy that this belongs to; the strategy calls this once when it is created."""
         self._strategy = strategy
 
-    @property
-    def cross_device_ops(self) -> CrossDeviceOps:
-        """Reduces the components of values."""
-        return self._cross_device_ops
+    cross_device_ops: CrossDeviceOps = read_only("_cross_device_ops", "Reduces the components of values.")
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -103,10 +102,7 @@ class StrategyExtended:
         """Whether each process runs the program for its own replica: True with several replicas."""
         return self.communicator.size > 1
 
-    @property
-    def should_checkpoint(self) -> bool:
-        """Whether this rank writes checkpoints and logs: True on the chief."""
-        return self._is_chief
+    should_checkpoint: bool = read_only("_is_chief", "Whether this rank writes checkpoints and logs: True on the chief.")
 
     should_save_summary = should_checkpoint
 
@@ -146,15 +142,16 @@ class StrategyExtended:
         wanted = self._direct_options(arrays, options)
         if wanted is not None:
             return self.communicator.all_reduce(op, arrays, wanted, out)
+        if out is not None:
+            with self.communicator.refusing("all_reduce", options):
+                read, targets = read_arrays(arrays, out)
+                for pair in zip(targets or (), read, strict=True):
+                    check_target(*pair)
         with enter_or_assert_strategy(self._strategy):
             results = self._cross_device_ops.all_reduce_in_replica(op, arrays, options)
         if out is None:
             return results
-        _, targets = read_arrays(results, out)
-        pairs = list(zip(targets or (), results, strict=True))
-        for pair in pairs:
-            check_target(*pair)
-        for target, result in pairs:
+        for target, result in zip(targets or (), results, strict=True):
             target[...] = result
         return out
 
@@ -252,23 +249,29 @@ class StrategyExtended:
             True: return None. False: return what `fn` returned, with a list of one component, that of this rank, for each leaf.
         """
         with self.communicator.refusing("extended.update"):
-            if not hasattr(var, "update_component"):
+            if not hasattr(var, "writable"):
                 raise TypeError(f"extended.update changes a mpistrat.Variable; got {var!r}")
             given = tuple(args), dict(kwargs or {})
         if in_replica_context_of(self._strategy, "strategy.extended.update"):
             if self.root is None:  # else what the rank passes that keeps the variable is what counts
                 given = regroup(given, self.communicator.size)
             return current().replica_context.merge_call(lambda _: self.update(var, fn, *given, group))
-        args, kwargs = self._arguments_of_update(given)
-        with self.communicator.refusing("extended.update"):
-            leaves = _given_by_all(args, kwargs)
-            may_differ = isinstance(var.across_replicas(), PerReplica)  # ON_READ
-            fingerprint = "" if may_differ else _fingerprint(leaves)
-        self.communicator.note(f"extended.update of {var!r}{fingerprint}")
+        given, call = self._arguments_of_update(given), f"extended.update of {var!r}"
         with enter_or_assert_strategy(self._strategy):
-            in_replica_context_of(var.distribute_strategy, "strategy.extended.update")  # refused under another strategy
-            with updating(self.communicator.rank):
-                return _results(var.update_component(fn, args, kwargs), group)
+            with self.communicator.refusing(call):
+                in_replica_context_of(var.distribute_strategy, "strategy.extended.update")  # refused under another strategy
+            may_differ = isinstance(var.across_replicas(), PerReplica)  # ON_READ
+            return self._updated(call, partial(fn, var), given, group, may_differ)
+
+    def _updated(self, call: str, fn: Callable[..., Any], given: Any, group: bool, may_differ: bool = False) -> Any:
+        """Call a function with this replica's components of arguments, which ranks compare unless they may differ."""
+        with self.communicator.refusing(call):
+            fingerprint = _fingerprint(flatten(given)[0], may_differ)
+        self.communicator.note(call + fingerprint)
+        args, kwargs = select_replica(given)
+        with updating(self.communicator.rank):
+            result = fn(*args, **kwargs)
+        return None if group else map_leaves(lambda leaf: [leaf], result)
 
     def _arguments_of_update(self, given: Any) -> Any:
         """Return arguments of `update` as the function gets them on each rank."""
@@ -287,11 +290,7 @@ class StrategyExtended:
         `colocate_with` is the device of the state, as returned by `non_slot_devices`. All else is as for `update`.
         """
         with self.in_scope("update_non_slot"):
-            with self.communicator.refusing("extended.update_non_slot"):
-                fingerprint = _fingerprint(_given_by_all(args, kwargs))
-            self.communicator.note(f"extended.update_non_slot{fingerprint}")
-            with updating(self.communicator.rank):
-                return _results(fn(*select_replica(tuple(args)), **select_replica(dict(kwargs or {}))), group)
+            return self._updated("extended.update_non_slot", fn, (tuple(args), dict(kwargs or {})), group)
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[str, ...]:
         """Return the devices of optimizer state that belongs to no variable: those of the variables."""
@@ -350,14 +349,8 @@ class StrategyExtended:
             )
 
 
-def operand_or_slices(leaf: Any, name: str = "value") -> Any:
-    """Return a leaf as an array; IndexedSlices as they are."""
-    return leaf if isinstance(leaf, IndexedSlices) else as_operand(leaf, name)
-
-
-def _given_by_all(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]:
-    """Return the leaves of the arguments of an update, after checking that every replica has them."""
-    leaves = flatten((tuple(args), dict(kwargs or {})))[0]
+def _fingerprint(leaves: list[Any], may_differ: bool) -> str:
+    """Return a text that differs between ranks where components of per-replica values do, after checking that all have some."""
     for leaf in leaves:
         if isinstance(leaf, OnSomeReplicas):
             raise TypeError(
@@ -365,13 +358,8 @@ def _given_by_all(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list
                 '    incorrect:  extended.update(variable, fn, args=(extended.reduce_to("sum", value, "rank:0"),))\n'
                 '    correct:    extended.update(variable, fn, args=(extended.reduce_to("sum", value, variable),))'
             )
-    return leaves
-
-
-def _fingerprint(leaves: list[Any]) -> str:
-    """Return a text that differs between ranks where components of per-replica values differ."""
     arrays = [array for leaf in leaves if isinstance(leaf, PerReplica) for array in _arrays_of(leaf.in_replica())]
-    if not arrays:
+    if may_differ or not arrays:
         return ""
     found = checksum(arrays, _COMPARED_BYTES)
     return f" with per-replica values, which must be equal: all_reduce them first (checksum {found:x})"
@@ -383,7 +371,3 @@ def _arrays_of(component: Any) -> list[Array]:
         return [as_array(component.indices), as_array(component.values)]
     is_array = hasattr(component, "dtype") or isinstance(component, Number)
     return [as_array(component, "an argument of extended.update")] if is_array else []
-
-
-def _results(result: Any, group: bool) -> Any:
-    return None if group else map_leaves(lambda leaf: [leaf], result)

@@ -11,18 +11,20 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, as_operand, as_target, like
+from mpistrat.attributes import read_only
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
-from mpistrat.context.stack import Mode, current, entered, in_replica_context_of, misplaced, pop, push
+from mpistrat.context.stack import Mode, current, entered, in_replica_context_of, inside, misplaced, pop, push
 from mpistrat.context.values import assignable, checked_args, regroup, select_replica
 from mpistrat.cross_device.ops import HierarchicalAllReduce
+from mpistrat.cross_device.pairs import operand_or_slices
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import digest_of
 from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.strategy.deprecated import accepts_hints, merge_hints
-from mpistrat.strategy.extended import StrategyExtended, operand_or_slices
+from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.local_reduction import weighted_part
 from mpistrat.strategy.virtual_replicas import sum_of_parts
 from mpistrat.structures import MAX_CACHED_STRUCTURES, ONE_LEAF, Structure, each_leaf, flatten, flatten_arrays, leaf_names
@@ -62,20 +64,11 @@ class ReplicaContext:
         self._replica_id = checked_id(replica_id_in_sync_group, self._communicator.size)
         self.mode = Mode(strategy, self)
 
-    @property
-    def strategy(self) -> Any:
-        """The strategy of this replica."""
-        return self._strategy
-
-    @property
-    def replica_id_in_sync_group(self) -> int:
-        """The index of this replica over all nodes, from 0 to `num_replicas_in_sync` - 1."""
-        return self._replica_id
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """Number of replicas."""
-        return self._communicator.size
+    strategy: Any = read_only("_strategy", "The strategy of this replica.")
+    replica_id_in_sync_group: int = read_only(
+        "_replica_id", "The index of this replica over all nodes, from 0 to `num_replicas_in_sync` - 1."
+    )
+    num_replicas_in_sync: int = read_only("_communicator.size", "Number of replicas.")
 
     @property
     def devices(self) -> tuple[str]:
@@ -243,15 +236,11 @@ class ReplicaContext:
         per-replica values.
         """
         self._require_current("merge_call")
-        outside = self._strategy.cross_replica_mode
         passed = (checked_args(args), dict(kwargs or {}))
         self._communicator.note(f"merge_call with {flatten(passed)[1]}")
         grouped_args, grouped_kwargs = regroup(passed, self.num_replicas_in_sync)
-        push(outside)
-        try:
+        with inside(self._strategy.cross_replica_mode):
             return select_replica(merge_fn(self._strategy, *grouped_args, **grouped_kwargs))
-        finally:
-            pop(outside)
 
     def update(
         self, variable: Any, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

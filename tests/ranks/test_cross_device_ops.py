@@ -71,6 +71,19 @@ def test_an_accumulation_function_that_fails_is_told_to_all(comm, make_strategy,
 
 
 @needs_ranks(2)
+def test_a_target_that_does_not_fit_is_told_to_all_before_anything_is_reduced(comm):
+    ops, is_last = mpistrat.ReductionToOneDevice(accumulation_fn=Mock(side_effect=sum)), comm.rank == comm.size - 1
+    strategy = mpistrat.MirroredStrategy(cross_device_ops=ops, allow_multiple_nodes=True)
+    outs = [np.zeros(3 if is_last else 2), np.zeros(2)]
+    error = InvalidArgumentError if is_last else AgreementError
+    with pytest.raises(error, match="out must be a writable"):
+        strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", [np.ones(2)] * 2, out=outs))
+    assert not ops._accumulation_fn.called
+    assert not any(out.any() for out in outs)
+    strategy.close()
+
+
+@needs_ranks(2)
 def test_replicas_that_ask_for_different_things_are_told(comm, make_strategy):
     strategy = make_strategy(STRICT="1")
     first, value = comm.rank == 0, PerReplica(np.ones(2))

@@ -62,6 +62,22 @@ def test_assign_add_sub(coordinator):
         variable(coordinator, True).assign_sub(True)
 
 
+@on_chief(FixedShardsPartitioner(2))
+def test_a_deep_copy_is_a_variable_of_its_own(coordinator):
+    first = np.arange(6.0).reshape(3, 2)
+
+    table = variable(coordinator, first, name="table", trainable=False)
+    copied, again = copy.deepcopy([table, table])
+    copied.assign_add(np.ones((3, 2)))
+    assert copied is again
+    assert np.array_equal(table, first)
+    assert np.array_equal(copied, first + 1)
+    assert (type(copied), copied.name, copied.trainable) == (type(table), "table", False)
+    coordinator.schedule(lambda: copy.deepcopy(table))
+    with pytest.raises(RuntimeError, match="make variables on the chief"):
+        coordinator.join()
+
+
 @on_chief(FixedShardsPartitioner(3))
 def test_scatter_does_what_it_does_to_an_ordinary_variable(coordinator):
     slices = mpistrat.IndexedSlices(np.array([[2.0, 5], [3, 7], [-1, 9], [4, 4]]), [6, 0, 6, 3])
@@ -347,6 +363,12 @@ def test_a_function_updates_a_variable_where_it_lives(coordinator):
     update(table, lambda var, rows: var.scatter_update(rows), (mpistrat.IndexedSlices(np.zeros((2, 2)), [4, 0]),))
     assert (table[0] == 0).all()
     assert (table[4] == 0).all()
+    slices = mpistrat.IndexedSlices(np.ones((2, 2)), [4, 0], (5, 2))
+    update(table, lambda var, rows: var.assign(rows.to_dense()), (slices,))
+    assert np.array_equal(table, slices.to_dense())
+    with pytest.raises(mpistrat.errors.InvalidArgumentError, match="index 5 is out of range"):
+        update(table, lambda var, rows: var.scatter_add(rows), (mpistrat.IndexedSlices(np.ones((2, 2)), [0, 5]),))
+    assert np.array_equal(table, slices.to_dense())
     with pytest.raises(ZeroDivisionError) as caught:
         update(table, lambda var: 1 // 0)
     assert "ps 0 (rank 1" in str(caught.value.__cause__)

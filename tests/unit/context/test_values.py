@@ -102,6 +102,7 @@ def setitem(value):
         lambda value: operator.imatmul(value, np.ones((2, 2))),
         lambda value: np.add(value, 1, out=value),
         lambda value: np.put(value, 0, 1),
+        lambda value: np.add.at(value, [0, 0], 1),
     ],
 )
 @pytest.mark.parametrize("kind", [Mirrored, PerReplica, mpistrat.Variable])

@@ -11,7 +11,7 @@ import pytest
 
 from mpistrat.parameter_server import functions
 from mpistrat.parameter_server.functions import FunctionTable, dumps_error, loads, loads_error
-from mpistrat.parameter_server.messages import Activity, Channel, Define
+from mpistrat.parameter_server.messages import Channel, Define
 from mpistrat.watch.record import RankFile
 from mpistrat.watch.recorder import FlightRecorder
 from mpistrat.watch.states import look
@@ -142,35 +142,37 @@ def test_of_an_error_that_cannot_be_loaded_here_the_text_arrives(monkeypatch):
 
 @pytest.fixture
 def recorded(tmp_path, monkeypatch):
-    """Give an activity, and what tells what another process reads of it."""
+    """Give what records what a task does, and what tells what another process reads of it."""
     recorder = FlightRecorder(tmp_path / "rank-0", 0, 1)
     monkeypatch.setattr("mpistrat.parameter_server.messages.recorder", lambda: recorder)
     file = RankFile.open(recorder.path)
-    return Activity("worker 1"), lambda: look(file)
+    channel = object.__new__(Channel)
+    channel._task, channel._does = "worker 1", ""
+    return channel.record, lambda: look(file)
 
 
 def test_it_tells_what_runs_and_what_that_waits_for(recorded):
-    activity, state = recorded
+    record, state = recorded
     assert (state().activity, "no collective yet" in state().doing()) == ("", True)
-    activity.set("runs step (function 3)")
+    record("runs step (function 3)")
     assert state().activity == "worker 1 runs step (function 3)"
-    activity.wait_for("an answer of ps 0: read of table")
+    record(waits_for="an answer of ps 0: read of table")
     assert "worker 1 runs step (function 3), waits for an answer of ps 0: read of table" in state().doing()
-    activity.wait_for("")
+    record()
     assert state().activity == "worker 1 runs step (function 3)"
-    activity.set("")
-    activity.wait_for("a function")
+    record("")
+    record(waits_for="a function")
     assert state().activity == "worker 1 waits for a function"
-    activity.wait_for("")
+    record()
     assert state().activity == ""
 
 
 def test_a_long_text_is_cut(recorded):
-    activity, state = recorded
-    activity.set("ä" * 1000)
+    record, state = recorded
+    record("ä" * 1000)
     assert state().activity.startswith("worker 1 ää")
     assert state().node
-    activity.set("runs f")
+    record("runs f")
     assert state().activity == "worker 1 runs f"
 
 
