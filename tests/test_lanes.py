@@ -10,7 +10,7 @@ from mpistrat.launch.mpiexec import command, find_mpi
 from mpistrat.launch.process import find
 from tests.lanes import LANES, scope_of
 from tests.launches import needs_ranks, numbers_of_ranks, on_ranks, up_to_ranks
-from tests.processes import TIMED_OUT, python, run_bounded, started, until
+from tests.processes import TIMED_OUT, run_bounded, started, until
 
 _ROOT = Path(__file__).parents[1]
 
@@ -133,21 +133,11 @@ def _ends(pid):
     return until(lambda: find(int(pid)) is None, 5)  # a killed process needs a moment
 
 
-def test_a_command_returns_what_it_said():
-    done = python("import sys; print('out', *sys.argv[1:]); print('err', file=sys.stderr); sys.exit(3)", "a word")
-    assert (done.returncode, done.stdout, done.stderr) == (3, "out a word\n", "err\n")
-
-
-def test_nothing_is_left_after_the_deadline():
-    done = run_bounded([*_PARENT, "60"], 1)
-    assert done.returncode == TIMED_OUT
-    assert "killed: still running after 1 s" in done.stderr
-    assert _ends(done.stdout.strip())
-
-
-def test_nothing_is_left_after_the_end():
-    done = run_bounded([*_PARENT, "0"], 30)
-    assert done.returncode == 0
+@pytest.mark.parametrize(("seconds", "limit", "code"), [(60, 1, TIMED_OUT), (0, 30, 0)], ids=["the deadline", "the end"])
+def test_nothing_is_left_after(seconds, limit, code):
+    done = run_bounded([*_PARENT, str(seconds)], limit)
+    assert done.returncode == code
+    assert ("killed: still running after 1 s" in done.stderr) == (code == TIMED_OUT)
     assert _ends(done.stdout.strip())
 
 

@@ -148,6 +148,7 @@ def test_a_job_that_is_cut_goes_on_with_equal_weights_on_any_ranks(comm, folder,
 @on_ranks(2)  # whose job has imported PyTorch, which takes seconds
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="no torch: pip install '.[interop]'")
 def test_a_job_with_an_optimizer_of_pytorch_does_so_too(comm, folder):
+    importlib.import_module("torch._dynamo")  # as the first optimizer does, but on all ranks at once
     cut_and_go_on(comm, folder, WithAdam, SHAPES[:2])
 
 

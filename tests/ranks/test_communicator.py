@@ -102,9 +102,19 @@ def test_a_communicator_is_made_of_an_intracommunicator(comm):
 
 
 @needs_ranks(2)
-def test_options_that_differ_are_told(comm):
-    with pytest.raises(AgreementError, match=r"rank 0: Communicator\(options=CommunicationOptions"):
-        mpistrat.Communicator(comm, CommunicationOptions(bytes_per_pack=1000 + comm.rank))
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda rank: {"options": CommunicationOptions(bytes_per_pack=1000 + rank)}, r"options=CommunicationOptions"),
+        (lambda rank: {"measured": Measured({"flat": {16: 1.0 + rank}})}, r".*measured=.*16: 1.0"),
+    ],
+    ids=["options", "measurements"],
+)
+def test_arguments_that_differ_are_told(comm, make, told):
+    with pytest.raises(AgreementError, match=rf"rank 0: Communicator\({told}"):
+        mpistrat.Communicator(comm, **make(comm.rank))
+    with mpistrat.Communicator(comm, measured=NOTHING) as communicator:
+        assert communicator.all_reduce("sum", np.ones(1)) == [comm.size]
 
 
 @needs_ranks(2)
@@ -116,15 +126,6 @@ def test_options_of_a_call_that_contradict_those_of_the_communicator_are_told(co
     with pytest.raises(InvalidArgumentError if comm.rank == 1 else AgreementError, match="deterministic=True excludes wire"):
         communicator.all_reduce("sum", np.ones(3), wrong)
     communicator.close()
-
-
-@needs_ranks(2)
-def test_measurements_that_differ_are_told(comm):
-    measured = Measured({"flat": {16: 1.0 + comm.rank}})
-    with pytest.raises(AgreementError, match=r"rank 0: Communicator\(.*measured=.*16: 1.0"):
-        mpistrat.Communicator(comm, measured=measured)
-    with mpistrat.Communicator(comm, measured=NOTHING) as communicator:
-        assert communicator.all_reduce("sum", np.ones(1)) == [comm.size]
 
 
 @needs_ranks(2)
@@ -251,6 +252,9 @@ def test_objects_of_any_kind_and_size(whole):
     assert (found["from"], found["numbers"].tolist()) == (root, list(range(root)))
     every = whole.gather_objects(["x"] * whole.rank, root=root)
     assert every == ([["x"] * rank for rank in range(whole.size)] if whole.rank == root else None)
+    for verb in (whole.broadcast_object, whole.gather_objects):
+        with pytest.raises(InvalidArgumentError, match="root must be a replica"):
+            verb(0, root=whole.size)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -264,12 +268,6 @@ def test_an_object_that_cannot_be_pickled_is_told_to_all(whole):
     for verb in (whole.broadcast_object, whole.gather_objects):
         with pytest.raises((AttributeError, pickle.PicklingError, TypeError) if whole.rank == 0 else AgreementError):
             verb((lambda: 0) if whole.rank == 0 else 0)
-
-
-def test_the_root_of_objects_is_a_rank(whole):
-    for verb in (whole.broadcast_object, whole.gather_objects):
-        with pytest.raises(InvalidArgumentError, match="root must be a replica"):
-            verb(0, root=whole.size)
 
 
 def test_a_strategy_of_one_device_has_objects_too():

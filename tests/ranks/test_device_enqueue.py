@@ -415,7 +415,9 @@ def stuck(node, monkeypatch):
     stick(False)
 
 
-def test_a_deadline_that_passes_on_the_gpu_is_raised_by_the_next_call_of_each_rank(node, stuck):
+@pytest.mark.parametrize("is_waited_in", [False, True])
+def test_a_deadline_that_passes_on_the_gpu_is_raised_by_the_next_call_of_each_rank(node, stuck, is_waited_in):
+    """Also where a rank waits in it for another one, which comes when that has raised."""
     given, options = node.up(values(100, np.float32, node.rank)), CommunicationOptions(timeout_seconds=0.5)
     for _ in range(3):
         node.gpu.all_reduce(SUM, given, AT_LEISURE)
@@ -423,13 +425,18 @@ def test_a_deadline_that_passes_on_the_gpu_is_raised_by_the_next_call_of_each_ra
     node.comm.Barrier()
     stuck()
     node.gpu.all_reduce(SUM, given, options)
-    wait_until(lambda: node.library.aborted)
-    node.comm.Barrier()
+    if not is_waited_in:
+        wait_until(lambda: node.library.aborted)
+        node.comm.Barrier()
+    elif node.rank == 1:  # rank 0 waits in the next call, which must not wait for this one
+        wait_until(lambda: node.comm.Iprobe(0))
+        node.comm.recv(source=0)
     whose = r"rank \d, \w.*has not ended within 0\.\d+ s on the GPU, although all ranks came to the call"
     with pytest.raises((DeadlineExceededError, *ENDED), match=rf"(?s){whose}|given up|gave up") as caught:
-        node.gpu.all_reduce(SUM, given)
-    told = node.comm.allgather(isinstance(caught.value, DeadlineExceededError))
-    assert any(told)
+        node.gpu.all_reduce(SUM, given, CommunicationOptions(timeout_seconds=30.0) if is_waited_in else None)
+    if is_waited_in and node.rank == 0:
+        node.comm.send("it has raised", 1)
+    assert any(node.comm.allgather(isinstance(caught.value, DeadlineExceededError)))
 
 
 @on_two_nodes
@@ -448,25 +455,6 @@ def test_what_was_started_raises_what_ends_it_on_the_gpu(node, stuck, is_overdue
     for again in (work.done, work.wait):
         with pytest.raises((DeadlineExceededError, TransportError)):
             again()
-
-
-@on_two_nodes
-def test_a_rank_that_waits_for_the_next_call_raises_what_ends_the_one_before_on_the_gpu(node, stuck):
-    given, options = node.up(values(100, np.float32, node.rank)), CommunicationOptions(timeout_seconds=0.5)
-    for _ in range(2):
-        node.gpu.all_reduce(SUM, given, AT_LEISURE)
-    node.device.get(given)
-    node.comm.Barrier()
-    stuck()
-    node.gpu.all_reduce(SUM, given, options)
-    if node.rank == 1:  # rank 0 waits in the next call, which must not wait for this one
-        wait_until(lambda: node.comm.Iprobe(0))
-        node.comm.recv(source=0)
-    told = "on the GPU, although all ranks came to the call|given up|gave up"
-    with pytest.raises((DeadlineExceededError, *ENDED), match=told):
-        node.gpu.all_reduce(SUM, given, CommunicationOptions(timeout_seconds=30.0))
-    if node.rank == 0:
-        node.comm.send("it has raised", 1)
 
 
 def test_a_rank_raises_at_once_although_nccl_waits_for_its_peers_where_it_is_aborted(node):

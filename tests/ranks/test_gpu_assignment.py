@@ -83,22 +83,20 @@ def test_a_gpu_that_one_rank_cannot_ask_is_told_to_all(fake, comm, monkeypatch):
 
 
 @needs_ranks(2)
-def test_no_gpu_where_one_is_wanted_is_told_to_all(fake, comm, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_DEVICE", "gpu")
+@pytest.mark.parametrize(
+    ("wanted", "error", "told"),
+    [
+        ("gpu", LaunchError, "rank 0 on .*: MPISTRAT_DEVICE=gpu was set, but CuPy is not installed. Ask"),
+        ("auto", TopologyError, r"rank 0 without: .* \(on .*: CuPy is not installed\)"),
+    ],
+)
+def test_a_mixed_job_is_refused_and_says_why_some_have_none(fake, comm, monkeypatch, wanted, error, told):
+    monkeypatch.setenv("MPISTRAT_DEVICE", wanted)
     fake.show(*range(comm.size) if comm.rank else ())
     bind_device(_view(comm))
-    told = "rank 0 on .*: MPISTRAT_DEVICE=gpu was set, but CuPy is not installed. Ask"
-    with pytest.raises(LaunchError, match=told) as raised:
+    with pytest.raises(error, match=told) as raised:
         check_gpu_assignment(comm)
     assert raised.value.raised_everywhere
-
-
-@needs_ranks(2)
-def test_a_mixed_job_is_refused_and_says_why_some_have_none(fake, comm):
-    fake.show(*range(comm.size) if comm.rank else ())
-    bind_device(_view(comm))
-    with pytest.raises(TopologyError, match=r"rank 0 without: .* \(on .*: CuPy is not installed\)"):
-        check_gpu_assignment(comm)
 
 
 @needs_ranks(2)

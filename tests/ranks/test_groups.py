@@ -51,19 +51,10 @@ def test_they_know_which_ranks_of_the_job_they_are(comm):
     half.Free()
 
 
-@up_to_ranks(8)
-def test_a_virtual_shape_is_taken_as_it_is(comm, shape, world):
-    assert discover(comm, shape) == world
-
-
-def test_the_variable_of_rank_0_counts_for_all(comm, shape, world, monkeypatch):
+def test_a_virtual_shape_is_taken_as_it_is_from_the_argument_or_the_variable_of_rank_0(comm, shape, world, monkeypatch):
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape if comm.rank == 0 else "7x7")
-    assert discover(comm) == world
-
-
-def test_an_argument_wins_over_the_variable(comm, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", "7x7")
-    assert discover(comm, f"1x{comm.size}") == World.from_shape(f"1x{comm.size}")
+    assert discover(comm) == discover(comm, shape) == world
+    assert discover(comm, f"1x{comm.size}") == World.from_shape(f"1x{comm.size}"), "an argument wins"
 
 
 def test_real_nodes_are_the_ranks_that_share_memory(comm, monkeypatch):

@@ -318,16 +318,12 @@ def test_it_says_what_carries_out_the_call(ops, carried_out):
 
 
 @needs_ranks(2)
-def test_one_rank_may_ask_alone(strategy):
+def test_one_rank_may_ask_alone_and_in_deterministic_mode_nothing_is_chosen(strategy):
     if strategy.extended.communicator.rank == 0:
         assert "pack 0 " in str(strategy.explain(np.ones(5)))
+        text = str(strategy.explain(np.ones(2), mpistrat.experimental.CommunicationOptions(deterministic=True)))
+        assert "why        deterministic=True adds in the order of the replicas\n" in text
     assert float(strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", 1.0)).values[0]) > 1
-
-
-@needs_ranks(2)
-def test_in_deterministic_mode_nothing_is_chosen(strategy):
-    text = str(strategy.explain(np.ones(2), mpistrat.experimental.CommunicationOptions(deterministic=True)))
-    assert "why        deterministic=True adds in the order of the replicas\n" in text
 
 
 def test_what_cannot_be_explained_is_refused(strategy):

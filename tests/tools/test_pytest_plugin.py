@@ -136,42 +136,31 @@ def test_each_test_of_several_ranks_is_one_test_here(folder):
     assert f"test_planted.py:{_line('time.sleep')} (test_sleeps_on_one_rank)" in slept, "the report names the line"
 
 
-def test_a_job_that_cannot_begin_fails_each_of_its_tests_without_another_start(folder):
-    (folder / "test_planted.py").write_text(
-        "import os, pytest\n"
-        "if 'OMPI_COMM_WORLD_RANK' in os.environ or 'PMI_RANK' in os.environ:\n"
-        "    raise ImportError('planted')\n"
-        "@pytest.mark.ranks(2)\n@pytest.mark.parametrize('x', range(2))\ndef test_any(x): pass\n"
-    )
-    done, results = _run(folder)
-    assert [outcome for outcome, _ in results.values()] == ["failure", "failure"], done.stdout
-    assert all("ImportError: planted" in text for _, text in results.values())
-
-
 _LAUNCHED = '"OMPI_COMM_WORLD_RANK" in os.environ or "PMI_RANK" in os.environ'
-_SLOW = f"""
+_ANY = f"""
 import os, time, pytest
 if {_LAUNCHED}:
-    time.sleep({{seconds}})
+    {{begin}}
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("x", range(2))
+@pytest.mark.parametrize("x", range({{count}}))
 def test_any(communicator, x): pass
 """
 
 
-def test_the_start_of_a_job_is_not_counted_as_the_time_of_a_test(folder):
-    (folder / "test_planted.py").write_text(_SLOW.format(seconds=4))
+@pytest.mark.parametrize(
+    ("begin", "start_seconds", "outcome", "told"),
+    [
+        ("raise ImportError('planted')", 60, "failure", "ImportError: planted"),
+        ("time.sleep(1000)", 2, "failure", "^the job of 2 ranks has not collected the tests after 2 s"),
+        ("time.sleep(4)", 60, "passed", ""),  # which is not counted as the time of a test
+    ],
+)
+def test_a_job_that_does_not_begin_fails_each_of_its_tests(folder, begin, start_seconds, outcome, told):
+    (folder / "test_planted.py").write_text(_ANY.format(begin=begin, count=2))
+    (folder / "conftest.py").write_text(f"from mpistrat.pytest import rank_jobs; rank_jobs.START_SECONDS = {start_seconds}\n")
     done, results = _run(folder, "-o", "ranks_timeout=3")
-    assert [outcome for outcome, _ in results.values()] == ["passed", "passed"], done.stdout
-
-
-def test_a_job_that_never_begins_fails_each_of_its_tests(folder):
-    (folder / "test_planted.py").write_text(_SLOW.format(seconds=1000))
-    (folder / "conftest.py").write_text("from mpistrat.pytest import rank_jobs; rank_jobs.START_SECONDS = 2.0\n")
-    done, results = _run(folder)
-    assert [outcome for outcome, _ in results.values()] == ["failure", "failure"], done.stdout
-    for _, text in results.values():
-        assert text.startswith("the job of 2 ranks has not collected the tests after 2 s")
+    assert [found for found, _ in results.values()] == [outcome] * 2, done.stdout
+    assert all(re.search(told, text) for _, text in results.values())
 
 
 _LOOP = """
@@ -188,7 +177,7 @@ def pytest_runtestloop(session):
 
 
 def test_a_process_of_xdist_runs_the_tests_that_it_is_given(folder):
-    (folder / "test_planted.py").write_text(_SLOW.format(seconds=0).replace("range(2)", "range(5)"))
+    (folder / "test_planted.py").write_text(_ANY.format(begin="pass", count=5))
     (folder / "conftest.py").write_text(_LOOP.format(launched=_LAUNCHED))
     done, results = _run(folder)
     assert {name: outcome for name, (outcome, _) in results.items()} == {

@@ -214,15 +214,6 @@ def test_seconds_during_which_two_lanes_are_busy_count_once():
     assert line.busy_seconds([]) == 0.0
 
 
-def test_recording_notes_what_ended_now():
-    line = Timeline()
-    line.record("copy in", "intra", 0.0, 8)
-    [event] = line.events
-    assert event[:3] == ("copy in", "intra", 0.0)
-    assert event.end_seconds > 0.0
-    assert event.nbytes == 8
-
-
 def test_a_trace_has_a_process_per_rank_and_a_named_row_per_lane(tmp_path):
     # both ranks did the same thing at the same time, on clocks with different origins
     first = timeline(

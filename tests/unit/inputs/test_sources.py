@@ -136,16 +136,10 @@ def test_tensors_stay_tensors():
 # ------------------------------------------------------------------------------------------------------------------ files
 
 
-def test_rows_of_files_become_global_batches():
+def test_rows_of_files_or_of_their_parts_become_global_batches():
     assert rows_of(FileDataset(*files_of(3, 0, 4), 2)) == [[0, 1], [2, 200], [201, 202], [203]]
     assert rows_of(FileDataset(*files_of(3, 4), 2, drop_remainder=True)) == [[0, 1], [2, 100], [101, 102]]
-
-
-def test_a_file_may_come_in_parts():
-    def parts(name):
-        for first in (0, 5):
-            yield {"x": np.arange(first, first + 5)}
-
+    parts = lambda name: ({"x": np.arange(first, first + 5)} for first in (0, 5))  # noqa: E731
     assert [batch["x"].tolist() for batch in FileDataset(["only"], parts, 4)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 

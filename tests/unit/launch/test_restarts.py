@@ -16,6 +16,8 @@ from tests.processes import started
 
 FAILS, PREEMPTED = Ended(1), Ended(RESTART_EXIT_CODE)
 NO_PROGRESS = "not started again, because it failed twice without progress: why"
+THAT_OFTEN = "not started again, because that was done 2 times: why"
+NONE_SAVED, LAST = "no checkpoint was saved since it was started", "the last checkpoint is that of step"
 
 
 @pytest.fixture
@@ -44,58 +46,46 @@ def run(tmp_path, monkeypatch):
     return run
 
 
-def test_a_job_that_fails_continues_from_its_last_checkpoint_until_it_succeeds(run):
+def test_what_is_saved_is_told_at_each_restart(run):
     code, count, said = run(9, ([], FAILS), ([5, 10], Ended(137)), ([15], Ended(TIMED_OUT)), ([20], Ended(0)))
     assert (code, count) == (0, 4)
     assert said == [
-        "restart 1 of 9: why; no checkpoint was saved since it was started",
+        f"restart 1 of 9: why; {NONE_SAVED}",
         "restart 2 of 9: why; the last checkpoint is that of step 10",
         "restart 3 of 9: why; the last checkpoint is that of step 15",
     ]
 
 
-def test_a_job_that_fails_twice_without_progress_is_not_started_again(run):
-    assert run(9, ([], Ended(3)), ([], Ended(4))) == (
-        4,
-        2,
-        [
-            "restart 1 of 9: why; no checkpoint was saved since it was started",
-            f"{NO_PROGRESS}; no checkpoint was saved since it was started",
-        ],
-    )
-    code, count, said = run(9, ([5], FAILS), ([10], FAILS), ([10, 5], FAILS))
-    assert (code, count) == (1, 3)
-    assert said[-1] == f"{NO_PROGRESS}; the last checkpoint is that of step 10"
+BY_USR1 = {"signals": frozenset({signal.SIGUSR1})}
+# how often it may be started again, what its jobs save and how they end; the code, and why it was not started again
+ENDS = {
+    "twice without progress": (9, [([], Ended(3)), ([], Ended(4))], 4, f"{NO_PROGRESS}; {NONE_SAVED}"),
+    "an older step": (9, [([5], FAILS), ([10], FAILS), ([10, 5], FAILS)], 1, f"{NO_PROGRESS}; {LAST} 10"),
+    # checkpoints without steps are progress
+    "no steps": (9, [([0], FAILS), ([0, 0], FAILS), ([0], FAILS), ([], FAILS)], 1, f"{NO_PROGRESS}; {LAST} 0"),
+    "steps, and none": (9, [([0, 5], FAILS), ([0], FAILS)], 1, NO_PROGRESS),
+    # a preemption after a save is no failure
+    "preempted": (9, [([], PREEMPTED), ([], PREEMPTED), ([], FAILS), ([], PREEMPTED), ([], FAILS)], 1, NO_PROGRESS),
+    "too often": (2, [([step], Ended(7)) for step in range(3)], 7, f"{THAT_OFTEN}; {LAST} 2"),
+    # what is preempted with its allocation is not started again in it
+    "preempted from outside": (9, [([5], Ended(RESTART_EXIT_CODE, **BY_USR1))], RESTART_EXIT_CODE, ""),
+    "failed after a signal": (9, [([5], Ended(1, **BY_USR1)), ([], Ended(0))], 0, "restart 1 of 9"),
+    **{
+        f"ended by {number.name}": (9, [([5], Ended(130, signals=frozenset({number})))], 130, "")
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    },
+}
 
 
-def test_checkpoints_without_steps_are_progress(run):
-    code, count, said = run(9, ([0], FAILS), ([0, 0], FAILS), ([0], FAILS), ([], FAILS))
-    assert (code, count) == (1, 4)
-    assert said[-1] == f"{NO_PROGRESS}; the last checkpoint is that of step 0"
-    assert run(9, ([0, 5], FAILS), ([0], FAILS))[:2] == (1, 2)
+@pytest.mark.parametrize("end", ENDS)
+def test_a_job_is_started_again_until_that_is_in_vain(run, end):
+    most, jobs, code, told = ENDS[end]
+    found, count, said = run(most, *jobs)
+    assert (found, count, bool(said)) == (code, len(jobs), bool(told))
+    assert said == [] or said[-1].startswith(told)
 
 
-def test_a_preemption_after_a_save_is_no_failure(run):
-    code, count, said = run(9, ([], PREEMPTED), ([], PREEMPTED), ([], FAILS), ([], PREEMPTED), ([], FAILS))
-    assert (code, count) == (1, 5)
-    assert said[-1].startswith(NO_PROGRESS)
-
-
-def test_restarts_are_counted(run):
-    code, count, said = run(2, *(([step], Ended(7)) for step in range(3)))
-    assert (code, count) == (7, 3)
-    assert said[-1] == "not started again, because that was done 2 times: why; the last checkpoint is that of step 2"
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
-def test_what_the_user_ends_is_not_started_again(run, number):
-    assert run(9, ([5], Ended(130, signals=frozenset({number})))) == (130, 1, [])
-
-
-def test_what_is_preempted_with_its_allocation_is_not_started_again_in_it(run, monkeypatch):
-    told = Ended(RESTART_EXIT_CODE, signals=frozenset({signal.SIGUSR1}))
-    assert run(9, ([5], told)) == (RESTART_EXIT_CODE, 1, [])
-    assert run(9, ([5], Ended(1, signals=frozenset({signal.SIGUSR1}))), ([], Ended(0)))[:2] == (0, 2)
+def test_in_an_allocation_of_slurm_what_is_preempted_is_not_started_again(run, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert run(9, ([5], PREEMPTED)) == (RESTART_EXIT_CODE, 1, [])
 
