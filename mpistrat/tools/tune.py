@@ -16,14 +16,13 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, LaunchError, TransportError
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.launch.bootstrap import start
 from mpistrat.launch.environment import detect
 from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.tools import run
-from mpistrat.tools.bench import Race, check_memory
+from mpistrat.tools.bench import Race, begin
 from mpistrat.topology.discover import discover
 from mpistrat.topology.world import World
 from mpistrat.tuning import ITEM_BYTES, Seconds, Tuning, folder, kept, present_conditions, tuning_path, world_like
@@ -53,12 +52,9 @@ def execute(arguments: argparse.Namespace) -> int:
     max_bytes = parse_bytes(arguments.max_bytes)
     if max_bytes < LEAST_BYTES:
         raise InvalidArgumentError(f"--max-bytes {max_bytes} is too small: accepted are sizes of at least {LEAST_BYTES} bytes")
-    code = run.start_own_ranks(arguments)
-    if code is not None:
-        return code
-    check_memory(max_bytes)
-    comm = start()
-    run.check_same_command(comm, arguments.words)
+    comm = begin(arguments, max_bytes)
+    if isinstance(comm, int):
+        return comm
     world = discover(comm)
     if world.size == 1:
         raise LaunchError("a single rank has no other to communicate with; start more: mpistrat tune -n 4")
