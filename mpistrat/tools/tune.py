@@ -25,7 +25,7 @@ from mpistrat.tools import run
 from mpistrat.tools.bench import Race, begin
 from mpistrat.topology.discover import discover
 from mpistrat.topology.world import World
-from mpistrat.tuning import ITEM_BYTES, Seconds, Tuning, folder, kept, present_conditions, tuning_path, world_like
+from mpistrat.tuning import ITEM_BYTES, Seconds, Tuning, kept, present_conditions, tuning_path, world_like
 
 LEAST_BYTES, MAX_BYTES = 1024, 2**24
 _MIN_BYTES, _STEP_FACTOR = 16, 4
@@ -129,8 +129,8 @@ def describe(tuning: Tuning, world: World, path: Path) -> str:
 
 
 def _show() -> None:
-    found = kept()
+    place, found = kept()
     for path, tuning, problem in found:
         shown = f"\n{describe(tuning, world_like(tuning.conditions), path)}" if tuning else f"ignored: {problem}"
         print(f"{path}\n{shown}\n")
-    print(f"{format_count(len(found), 'file')} of mpistrat tune in {folder()}")
+    print(f"{format_count(len(found), 'file')} of mpistrat tune in {place}")

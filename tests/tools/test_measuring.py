@@ -100,9 +100,12 @@ def test_it_measures_and_keeps_and_shows(kept, monkeypatch, capsys):
     assert f"{path}\n\ncluster " in shown
     assert f"{kept / 'other.json'}\nignored: it is not a file of mpistrat tune" in shown
     assert shown.endswith(f"2 files of mpistrat tune in {kept}\n")
-    monkeypatch.setenv("MPISTRAT_TUNING", str(kept / "other.json"))
+    monkeypatch.setenv("MPISTRAT_TUNING", str(kept.parent / "other.json"))
+    (kept / "other.json").rename(kept.parent / "other.json")
     assert cli.main(["tune", "--show"]) == 0
-    assert str(path) not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert str(path) not in shown
+    assert shown.endswith(f"1 file of mpistrat tune in {kept.parent}\n")
 
 
 def test_files_that_are_not_ours_are_shown_as_such(kept, capsys):
