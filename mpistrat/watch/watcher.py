@@ -26,7 +26,7 @@ from mpistrat import ending, settings, timeline
 from mpistrat.errors import AgreementError, CollectiveError, LaunchError
 from mpistrat.launch import abort, environment
 from mpistrat.lazy import MPI
-from mpistrat.logger import logger, warn_once
+from mpistrat.logger import logger, stderr, warn_once
 from mpistrat.text import ranks_by
 from mpistrat.timeline import Timeline, TimelineEvent
 from mpistrat.watch.record import Key, RankFile, RecordedCall, State, seconds_since
@@ -523,10 +523,11 @@ def _to_report(own: int, states: Sequence[RankState], looked_up: Collection[Key]
 def _end_job(error: CollectiveError, frame: FrameType | None, own: RankFile) -> None:
     """End the job, unless MPISTRAT_ABORT is off, where the program is stuck in a call in C, with an error and its traceback."""
     label = f"rank {own.rank} on {own.text('host')}"
-    abort.say(abort.format_exception(error.with_traceback(_traceback_of(frame)), label))
+    text = abort.format_exception(error.with_traceback(_traceback_of(frame)), label)
     if settings.ABORT.read_or_default():
-        time.sleep(OTHERS_SECONDS)
-        MPI.COMM_WORLD.Abort(1)
+        abort.end_job(MPI.COMM_WORLD, 1, text, seconds=OTHERS_SECONDS)
+    else:
+        stderr.say(text)
 
 
 def _traceback_of(frame: FrameType | None) -> TracebackType | None:
