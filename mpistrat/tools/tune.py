@@ -16,7 +16,7 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, LaunchError, TransportError
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.launch.environment import detect
+from mpistrat.launch.environment import promised_place
 from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
@@ -45,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Measure, here or with -n on ranks of a job, print and write, or show; return the exit code."""
     if arguments.show:
-        view = detect()
-        if view is None or not view.rank:  # if several ranks run this, the first one does it
+        if not promised_place()[0]:  # if several ranks run this, the first one does it
             _show()
         return 0
     max_bytes = parse_bytes(arguments.max_bytes)

@@ -23,7 +23,7 @@ from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import Fold, ReduceOp, combine
 from mpistrat.steps import WORKED, Steps
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport, in_turn
-from mpistrat.transports.cma import IoVectors, addresses
+from mpistrat.transports.cma import READ, WRITE, IoVectors, addresses
 from mpistrat.transports.window import NodeWindow
 
 FOLD_BYTES = 1 << 17  # the blocks of all peers and of the sum fit in the cache of one core
@@ -179,11 +179,11 @@ class Exchange:
         cma = self.window.cma
         for index in self.window.walk(range(len(sums))):
             for peer, remote, local in blocks.reads[index]:
-                cma.read(peer, remote, local)
+                cma.copy(READ, peer, remote, local)
             for target, addends in sums[index]:
                 self.fold.into(target, addends)
             for peer, remote, local in blocks.writes[index] if self.bounds is None else ():
-                cma.write(peer, remote, local)
+                cma.copy(WRITE, peer, remote, local)
             yield WORKED
 
     def _sums(self, segments: Sequence[Segment], received: Sequence[Array]) -> list[tuple[Array, list[Array]]]:

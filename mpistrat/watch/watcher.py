@@ -23,7 +23,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from mpistrat import ending, settings, timeline
-from mpistrat.errors import AgreementError, CollectiveError, LaunchError
+from mpistrat.errors import AgreementError, CollectiveError
 from mpistrat.launch import abort, environment
 from mpistrat.lazy import MPI
 from mpistrat.logger import logger, stderr, warn_once
@@ -482,7 +482,7 @@ def start(size: int | None = None) -> Watcher | None:
     global _watcher
     with _lock:
         if size is None:
-            size = _promised_size()
+            _, size = environment.promised_place()
         if _watcher is None and size > 1:
             _watcher = Watcher(size)
             os.register_at_fork(after_in_child=_after_fork)
@@ -549,14 +549,6 @@ def _own_timeline(own: RankFile) -> Timeline:
     ]
     whole.events = [*calls, *whole.events]
     return whole
-
-
-def _promised_size() -> int:
-    try:
-        view = environment.detect()
-    except LaunchError:
-        return 1
-    return view.size or 1 if view else 1
 
 
 def _mpi_runs() -> bool:
