@@ -12,26 +12,31 @@ from typing import TextIO
 
 
 class StderrHandler(logging.Handler):
-    """Writes a record in one call, so that lines of several ranks do not interleave."""
+    """Writes to a stream, by default stderr, in one call, so that lines of several ranks do not interleave."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         super().__init__()
-        self._stream = stream
+        self.stream = stream
+
+    def say(self, text: str) -> None:
+        """Write a text, such as why this rank ends the job."""
+        stream = self.stream or sys.stderr
+        stream.write(text)
+        stream.flush()
 
     def emit(self, record: logging.LogRecord) -> None:
-        stream = self._stream or sys.stderr
         try:
-            stream.write("".join(f"mpistrat: {line}\n" for line in self.format(record).splitlines()))
-            stream.flush()
+            self.say("".join(f"mpistrat: {line}\n" for line in self.format(record).splitlines()))
         except Exception:
             self.handleError(record)
 
 
 logger = logging.getLogger("mpistrat")
+stderr = StderrHandler()
 _warned: set[str] = set()
 # what the program has configured before it imported this library holds
 if not logger.handlers:
-    logger.addHandler(StderrHandler())
+    logger.addHandler(stderr)
     logger.propagate = False
 if logger.level == logging.NOTSET:
     logger.setLevel(logging.INFO)

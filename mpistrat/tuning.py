@@ -35,7 +35,6 @@ _SHAPING: tuple[settings.Setting[Any], ...] = (
     settings.VIRTUAL_NODES, settings.STRICT, settings.CHUNK_BYTES, settings.MAX_MESSAGE_BYTES,
     settings.INTRA_TRANSPORT, settings.INTER_TRANSPORT, settings.MPI_GPU, settings.PEER_MEMORY,
 )  # fmt: skip
-_NO_PATHS = ("auto", "off")  # values of MPISTRAT_TUNING
 
 ITEM_BYTES = 4
 
@@ -136,20 +135,25 @@ def folder() -> Path:
 
 def tuning_path(conditions: Conditions) -> Path:
     """Return the file for these conditions: the one that MPISTRAT_TUNING names, or one in `folder`."""
-    named = settings.TUNING.read()
-    return folder() / conditions.file_name if named.lower() in _NO_PATHS else Path(named).expanduser()
+    return _named() or folder() / conditions.file_name
 
 
-def kept() -> list[tuple[Path, Tuning | None, str]]:
-    """Return the file that MPISTRAT_TUNING names, or those in `folder`, and what each holds, or why it cannot be used."""
-    named, found = settings.TUNING.read(), list[tuple[Path, Tuning | None, str]]()
-    in_folder = named.lower() in _NO_PATHS
-    for path in sorted(folder().glob("*.json")) if in_folder else [Path(named).expanduser()]:
+def kept() -> tuple[Path, list[tuple[Path, Tuning | None, str]]]:
+    """Return a folder, and of each file of ours in it what it holds, or why it cannot be used; MPISTRAT_TUNING may name one."""
+    named, found = _named(), list[tuple[Path, Tuning | None, str]]()
+    place = named.parent if named else folder()
+    for path in [named] if named else sorted(place.glob("*.json")):
         try:
             found.append((path, Tuning.from_document(_document(path)), ""))
         except (OSError, ValueError) as error:
             found.append((path, None, str(error)))
-    return found
+    return place, found
+
+
+def _named() -> Path | None:
+    """Return the file that MPISTRAT_TUNING names, if it does."""
+    text = settings.TUNING.read()
+    return None if text.lower() in ("auto", "off") else Path(text).expanduser()
 
 
 def read(path: Path, conditions: Conditions) -> Measured | None:

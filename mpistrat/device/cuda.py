@@ -28,7 +28,7 @@ cupy: Any = LazyModule("cupy")
 cupyx: Any = LazyModule("cupyx")
 runtime: Any = LazyModule("cupy:cuda.runtime")
 
-_SUCCESS, _NOT_READY = 0, 600  # of cudaError_t
+_NOT_READY = 600  # of cudaError_t
 _EXCLUSIVE_PROCESS = 3  # of cudaComputeMode
 BLOCK_BYTES, ALIGNMENT_BYTES = 1 << 20, 512  # of arrays that share an allocation; CuPy aligns its own so
 _RELAXED = 2  # of CUstreamCaptureMode
@@ -171,9 +171,13 @@ class _CudaEvent(Event):
             status = runtime.eventQuery(self.native.ptr)
         finally:
             _exchange_capture_mode(mode)
-        if status not in (_SUCCESS, _NOT_READY):
-            raise TransportError(f"the GPU has failed: {_error_text(status)}; CUDA cannot be used any more in this process")
-        return bool(status == _SUCCESS)
+        if status == _NOT_READY:
+            return False
+        try:
+            runtime.check_status(status)
+        except runtime.CUDARuntimeError as error:
+            raise TransportError(f"the GPU has failed: {error}; CUDA cannot be used any more in this process") from None
+        return True
 
 
 class _CudaStream(Stream):
@@ -265,15 +269,6 @@ def _exchange_capture_mode(mode: int) -> int:
 @cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
-
-
-def _error_text(status: int) -> str:
-    """Return CUDA's message for an error code."""
-    try:
-        runtime.check_status(status)
-    except runtime.CUDARuntimeError as error:
-        return f"{error}"
-    raise AssertionError(f"{status} is not an error")
 
 
 @cache

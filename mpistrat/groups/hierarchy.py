@@ -32,7 +32,8 @@ class Hierarchy:
         self.world_group = Group(comm.Dup(), "world", self.call)
         self.job_ranks = self.world_group.ranks  # by which errors and records name them
         self.job_rank = self.job_ranks[self.rank]
-        self.number = self._agree_on_number()  # a unique id, the same on all ranks
+        # a unique id, chosen by the first rank: ranks may have made different numbers of hierarchies before
+        self.number: int = self.world_group.comm.bcast(MPI.COMM_WORLD.Get_rank() << 32 | next(self._numbers))
         node = world.nodes[self.place.node_index]
         self.intra = Group(self.world_group.comm.Split(node.index, self.rank), f"intra {node.name}", self.call)
         several = world.num_nodes > 1
@@ -43,11 +44,6 @@ class Hierarchy:
         is_leader = several and self.rank in world.leaders
         # the lowest ranks of all nodes; None on other ranks
         self.leaders = self._subgroup(world.leaders, "leaders", world.num_shards) if is_leader else None
-
-    def _agree_on_number(self) -> int:
-        """Return an id chosen by the first rank: ranks may have made different numbers of hierarchies before."""
-        number = MPI.COMM_WORLD.Get_rank() << 32 | next(self._numbers)
-        return int(self.world_group.comm.bcast(number))
 
     def _subgroup(self, ranks: tuple[int, ...], name: str, tag: int) -> Group:
         comm = self.world_group.comm

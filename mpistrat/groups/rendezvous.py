@@ -60,21 +60,15 @@ def rendezvous(call: str, timeout_seconds: float = 0.0, comm: MPI.Intracomm | No
         world = bootstrap.start()
         group = Group(_own(comm or world, call, timeout_seconds), "world")
         try:
-            if group.size == world.Get_size():
-                _watch(world, call, timeout_seconds)
+            watching = watcher.start(group.size) if group.size == world.Get_size() else None
+            if watching is not None and not watching.has_joined:
+                watching.join(_own(world, call, timeout_seconds))
             check_gpu_assignment(group.comm)
             found = discover(group.comm)
             watcher.introduce(found.nodes[found.place(group.rank).node_index].name)
             yield Rendezvous(group, found)
         finally:
             group.close()
-
-
-def _watch(world: MPI.Intracomm, call: str, timeout_seconds: float) -> None:
-    """Connect the watchers of all ranks, all of which have arrived."""
-    found = watcher.start(world.Get_size())
-    if found is not None and not found.has_joined:
-        found.join(_own(world, call, timeout_seconds))
 
 
 def _own(comm: MPI.Intracomm, call: str, timeout_seconds: float) -> MPI.Intracomm:

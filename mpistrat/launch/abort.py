@@ -23,11 +23,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat import ending, settings
 from mpistrat.errors import MpistratError
 from mpistrat.lazy import MPI
+from mpistrat.logger import stderr
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -51,9 +52,9 @@ _HINT = "  (frames inside mpistrat are left out; MPISTRAT_TRACEBACK=full shows t
 _original_exit = sys.exit
 _codes: list[int] = []
 _agreed_code = 0
+_ending = threading.Lock()
 before_end: list[Callable[[], None]] = []
 """What to call when this rank is about to end the job by itself, because of an exception."""
-_stream: TextIO | None = None
 _survivors: MPI.Intracomm | None = None  # on which ranks tell each other to end, where the job survives the loss of ranks
 
 
@@ -72,9 +73,31 @@ def install(comm: MPI.Intracomm) -> None:
 def end(error: BaseException) -> NoReturn:
     """End this process, and with it the job, with code 1, because of an error in an exit handler."""
     sys.excepthook(type(error), error, error.__traceback__)
-    flush_output()
     # where that has not ended the job: nothing else changes the exit code now, so handlers registered earlier are not called
-    os._exit(1)
+    leave(1)
+
+
+def end_job(comm: MPI.Intracomm, code: int, text: str, head_start_seconds: float = 0.0, seconds: float = RELAY_SECONDS) -> None:
+    """Say why this rank ends the job, after a head start of others, and end it so many seconds later."""
+    try:
+        # The lock is never released: if two threads end the job, the first one does and the other stops here.
+        _ending.acquire()
+        time.sleep(head_start_seconds)
+        stderr.say(text)
+        time.sleep(seconds)
+        for call in before_end:
+            call()
+    finally:  # even after Ctrl-C or with a closed stderr
+        if _survivors is not None:
+            _tell(_survivors, code)
+            leave(code)
+        comm.Abort(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, after what it has printed."""
+    flush_output()
+    os._exit(code)
 
 
 def survives_losses(environ: Mapping[str, str]) -> bool:
@@ -98,19 +121,6 @@ def acknowledge_losses(comm: MPI.Comm) -> set[int]:
     failed.Free()
     everybody.Free()
     return set(lost)
-
-
-def say_on(stream: TextIO) -> None:
-    """Have this rank say why it ends the job on a stream instead of ``sys.stderr``, which may be captured, and lost with it."""
-    global _stream
-    _stream = stream
-
-
-def say(text: str) -> None:
-    """Write why this rank ends the job, in one call, so that lines of several ranks do not interleave."""
-    stream = _stream or sys.stderr
-    stream.write(text)
-    stream.flush()
 
 
 def watch_exit() -> None:
@@ -171,16 +181,15 @@ class _Hooks:
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
         self._pid = os.getpid()
-        self._lock = threading.Lock()
         self._host = socket.gethostname()
 
     def on_main_thread(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self._pid:  # a forked child is not a rank of the job
             sys.__excepthook__(kind, error, trace)
         elif isinstance(error, KeyboardInterrupt):
-            self._end(INTERRUPTED, f"[{self._label()}] interrupted\n", _head_start(self._comm.rank, error))
+            self._end(INTERRUPTED, f"[{self._label()}] interrupted\n", error)
         else:
-            self._report_and_end(error, self._label())
+            self._end(1, format_exception(error, self._label()), error)
 
     def on_other_thread(self, arguments: threading.ExceptHookArgs) -> None:
         error = arguments.exc_value
@@ -189,10 +198,9 @@ class _Hooks:
             return
         label = self._label() + (f", thread {arguments.thread.name}" if arguments.thread else "")
         if not isinstance(error, SystemExit):
-            self._report_and_end(error, label)
+            self._end(1, format_exception(error, label), error)
         elif code := _as_exit_code(error.code):
-            text = f"[{label}] sys.exit({error.code!r}) in a thread ends the job\n"
-            self._end(code, text, _head_start(self._comm.rank, error))
+            self._end(code, f"[{label}] sys.exit({error.code!r}) in a thread ends the job\n", error)
 
     def on_exit(self) -> None:
         """Let mpi4py abort the job instead of finalizing MPI, if the program ends with a non-zero code."""
@@ -208,24 +216,8 @@ class _Hooks:
     def _label(self) -> str:
         return f"rank {self._comm.rank} on {self._host}"
 
-    def _report_and_end(self, error: BaseException, label: str) -> None:
-        self._end(1, format_exception(error, label), _head_start(self._comm.rank, error))
-
-    def _end(self, code: int, text: str, head_start_seconds: float) -> None:
-        try:
-            # The lock is never released: if two threads raise, the first one ends the job and the other stops here.
-            self._lock.acquire()
-            time.sleep(head_start_seconds)
-            say(text)
-            time.sleep(RELAY_SECONDS)
-            for call in before_end:
-                call()
-        finally:  # even after Ctrl-C or with a closed stderr
-            if _survivors is not None:
-                _tell(_survivors, code)
-                flush_output()
-                os._exit(code)
-            self._comm.Abort(code)
+    def _end(self, code: int, text: str, error: BaseException) -> None:
+        end_job(self._comm, code, text, _head_start(self._comm.rank, error))
 
 
 def _tell(comm: MPI.Intracomm, code: int) -> None:
@@ -251,8 +243,7 @@ def _listen(comm: MPI.Intracomm) -> None:
         except MPI.Exception:
             acknowledge_losses(comm)
         time.sleep(_LISTEN_SECONDS)
-    flush_output()
-    os._exit(code[0])
+    leave(code[0])
 
 
 def _head_start(rank: int, error: BaseException) -> float:

@@ -164,12 +164,7 @@ def _begin_child() -> None:
     if not _is_child:
         _is_child = True
         # registered last, so called first: the exit handlers of the parent must not run in the child
-        atexit.register(_end_child)
-
-
-def _end_child() -> None:
-    abort.flush_output()
-    os._exit(abort.ending_code())
+        atexit.register(lambda: abort.leave(abort.ending_code()))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mpistrat.errors import LaunchError
@@ -113,6 +114,14 @@ def detect(environ: Mapping[str, str] | None = None) -> LauncherView | None:
     environ = os.environ if environ is None else environ
     launcher = launcher_of(environ)
     return launcher.view(environ) if launcher else None
+
+
+def promised_place() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks, as its launcher says; 0 and 1 where it says neither."""
+    with suppress(LaunchError):
+        view = detect()
+        return (view.rank or 0, view.size or 1) if view else (0, 1)
+    return 0, 1
 
 
 def launcher_of(environ: Mapping[str, str]) -> Launcher | None:

@@ -221,6 +221,8 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, sign
 _ENDING: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended by SIGTERM", signal.SIGHUP: "ended by SIGHUP"}
 # how long to wait for mpiexec to end by itself before a signal is forwarded: the terminal may have sent it to mpiexec too
 _FORWARD_SECONDS = 1.0
+# how often mpiexec is told to end a job before it is killed: the program may save what it has meanwhile
+_MOST_TOLD = 3
 # how long mpiexec may take to end the ranks of a job that has reached its limit, before it is killed
 _END_SECONDS = 10.0
 # how long ranks may take to notice that mpiexec was killed, before they are
@@ -333,7 +335,7 @@ def _code(job: _Followed) -> int:
     if job.timed_out:
         return TIMED_OUT
     # told to end, mpiexec returns 1 or dies; another code after SIGTERM is the program's own
-    ends = code != 0 if job.ended_by == signal.SIGINT else code in (1, -job.ended_by)
+    ends = code != 0 if job.ended_by == signal.SIGINT else code in (1, -job.ended_by, -signal.SIGKILL)
     if job.ended_by and ends:
         print(f"mpistrat run: {_ENDING[job.ended_by]}", file=sys.stderr, flush=True)
         return 128 + job.ended_by
@@ -362,6 +364,7 @@ class _Followed:
     def __init__(self, process: subprocess.Popen[bytes], timeout: float, on_timeout: Callable[[int], None] | None) -> None:
         self.process, self._on_timeout = process, on_timeout
         self.signals = set[int]()
+        self._num_told = 0
         self._forward: list[int] = []
         self._forward_at = math.inf
         self._end_at = time.monotonic() + timeout
@@ -380,6 +383,9 @@ class _Followed:
                 if received.si_signo in _ENDING:
                     self._segments |= openmpi.mapped_segments(self.process.pid)
                     self.ended_by = self.ended_by or received.si_signo
+                    self._num_told += 1
+                    if self._num_told == _MOST_TOLD:
+                        self.process.kill()
             if time.monotonic() >= self._forward_at:  # the signal was sent to this process alone
                 for number in self._forward:
                     self.process.send_signal(number)

@@ -95,11 +95,8 @@ def remove_rendezvous_files(pid: int, environ: Mapping[str, str]) -> None:
 
 def mapped_segments(pid: int) -> set[Path]:
     """Return the files in /dev/shm through which the ranks that an mpiexec has started send: killed ones leave them."""
-    found: set[Path] = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        if any(ancestor.pid == pid for ancestor in process.ancestors(int(folder.name))):
-            found |= process.open_mpi_segments(int(folder.name))
-    return found
+    started = [each for each in process.every() if any(ancestor.pid == pid for ancestor in process.ancestors(each.pid))]
+    return set().union(*(process.open_mpi_segments(each.pid) for each in started))
 
 
 def _core(cpu: int, system: Path) -> str:

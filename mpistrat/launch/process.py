@@ -82,10 +82,14 @@ def ancestors(pid: int | None = None) -> Iterator[Process]:
         yield found
 
 
+def every() -> Iterator[Process]:
+    """Return all processes of this host, without zombies."""
+    return filter(None, (find(int(folder.name)) for folder in Path("/proc").glob("[0-9]*")))
+
+
 def children(pid: int) -> set[int]:
-    """Return the pids of the processes whose parent is this one, without zombies."""
-    every = (find(int(folder.name)) for folder in Path("/proc").glob("[0-9]*"))
-    return {each.pid for each in every if each is not None and each.parent == pid}
+    """Return the pids of the processes whose parent is this one."""
+    return {each.pid for each in every() if each.parent == pid}
 
 
 def find_launcher(environ: Mapping[str, str], pid: int | None = None) -> Process | None:

@@ -21,8 +21,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from mpistrat.launch import abort
-from mpistrat.logger import StderrHandler, logger
+from mpistrat.logger import stderr
 from mpistrat.pytest.rank_session import RankSession, pause, shape_of
 
 START_SECONDS = 300.0  # until the ranks have collected the tests
@@ -247,9 +246,7 @@ def main() -> int:
     """Run the tests of a `RankJob`, as one of its ranks; return 0 if their results were sent, and else pytest's exit code."""
     here = Path(sys.argv[1])
     job = marshal.loads((here / "job").read_bytes())
-    stderr = os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1)  # before pytest captures it
-    abort.say_on(stderr)
-    logger.handlers[:] = [StderrHandler(stderr)]
+    stderr.stream = os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1)  # before pytest captures it
     own = tempfile.mkdtemp(prefix="pytest-rank-", dir=here)
     config = pytest.Config.fromdictargs({**job["options"], "basetemp": own}, job["files"])
     # As in workers of pytest-xdist, plugins that write files leave that to the process that has started the job.

@@ -208,8 +208,7 @@ class RankSession:
         if mine.outcome == "failed" and time.monotonic() > began + STUCK_SECONDS:
             message = f"{mine.test} ({mine.when}) failed here, and other ranks did not leave it\n{mine.text}"
             lines = [f"[rank {self._comm.rank}] {line}" for line in message.splitlines()]
-            abort.say("\n".join(["", *lines, ""]))
-            self._comm.Abort(1)
+            abort.end_job(self._comm, 1, "\n".join(["", *lines, ""]))
         pause(began)
         return False
 

@@ -26,6 +26,8 @@ from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import CollectiveError, InvalidArgumentError
+from mpistrat.groups.agreement import gather_or_raise
+from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import library_version, start, what_is_bound
 from mpistrat.launch.environment import detect
@@ -76,12 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Check all arguments, then start MPI, or with -n ranks of a job, measure and print; return the exit code."""
     sizes = _sizes(arguments)
-    code = run.start_own_ranks(arguments)
-    if code is not None:
-        return code
-    check_memory(sizes[-1])
-    comm = start()
-    run.check_same_command(comm, arguments.words)
+    comm = begin(arguments, sizes[-1])
+    if isinstance(comm, int):
+        return comm
     check_gpu_assignment(comm)
     communicator = Communicator(Hierarchy(comm, discover(comm)))
     prints_table = communicator.rank == 0 and not arguments.json
@@ -101,6 +100,20 @@ def execute(arguments: argparse.Namespace) -> int:
         print(json.dumps(_document(communicator, rows), indent=1))
     communicator.close()
     return 0
+
+
+def begin(arguments: argparse.Namespace, most_bytes: int) -> MPI.Intracomm | int:
+    """Start MPI to measure arrays of up to so many bytes, or with -n ranks of a job that do so; return its exit code then.
+
+    What one rank of a job refuses, all raise: it would leave the others waiting in MPI_Init.
+    """
+    code = run.start_own_ranks(arguments)
+    if code is not None:
+        return code
+    comm = start()
+    run.check_same_command(comm, arguments.words)
+    gather_or_raise(Group(comm, "world"), lambda: _check_memory(most_bytes))
+    return comm
 
 
 def measure(communicator: Communicator, nbytes: int, algorithm: str) -> Row:
@@ -165,7 +178,7 @@ def _sizes(arguments: argparse.Namespace) -> list[int]:
     return sizes
 
 
-def check_memory(num_bytes: int) -> None:
+def _check_memory(num_bytes: int) -> None:
     """Check that the ranks of this host can have arrays of a size, of which each takes four."""
     view = detect()
     ranks = (view.local_size if view else None) or 1

@@ -10,10 +10,12 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 
 import mpistrat
 from mpistrat.errors import CollectiveError, MpistratError
+from mpistrat.launch.abort import HEAD_START_SECONDS_RAISED_EVERYWHERE
 from mpistrat.launch.environment import detect
 
 COMMANDS = {
@@ -61,7 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MpistratError as error:
         if isinstance(error, CollectiveError) and error.raised_everywhere:
             raise  # by a call, whose line is to be seen
-        print(f"mpistrat {arguments.command}: {error}", file=sys.stderr)
+        if error.raised_everywhere and (view := detect()) is not None and view.rank:
+            time.sleep(HEAD_START_SECONDS_RAISED_EVERYWHERE)  # in which rank 0 says it
+        else:
+            print(f"mpistrat {arguments.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

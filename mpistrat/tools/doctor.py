@@ -6,7 +6,6 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Print what was found; return 0, or 1 where there is no such job."""
-    jobs = [job for _, job in sorted(_all_jobs(), key=lambda found: (not found[1].is_running, -found[0]))]
+    jobs = sorted(_all_jobs(), key=lambda job: not job.is_running)
     chosen = _chosen(jobs, arguments.job)
     if arguments.json:
         print(json.dumps([job.document() for job in chosen], indent=1))
@@ -57,16 +56,12 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def describe(pid: int) -> str:
     """Return what the ranks of this host are doing that a process has started, an mpiexec; empty if none keeps a record."""
-    return "\n\n".join(_report(job) for _, job in _all_jobs() if job.has_process(pid))
+    return "\n\n".join(_report(job) for job in _all_jobs() if job.has_process(pid))
 
 
-def _all_jobs() -> Iterator[tuple[float, JobReport]]:
-    """Return jobs, each with the time at which a rank last began to record."""
-    for path in job_folders():
-        with suppress(OSError):  # it has just ended
-            found = examine(path)
-            if found is not None:
-                yield path.stat().st_mtime, found
+def _all_jobs() -> Iterator[JobReport]:
+    """Return jobs, first that in which a rank has begun to record last."""
+    yield from filter(None, map(examine, job_folders()))
 
 
 @dataclass(frozen=True)

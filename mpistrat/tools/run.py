@@ -195,9 +195,11 @@ def check_same_command(comm: MPI.Intracomm, words: Sequence[str]) -> None:
     theirs = [shlex.join(["mpistrat", *each]) for each in comm.allgather([*words])]
     other = next((rank for rank, command in enumerate(theirs) if command != theirs[0]), 0)
     if other:
-        raise InvalidArgumentError(
+        error = InvalidArgumentError(
             f"all ranks of a job must run the same command: rank 0 runs {theirs[0]!r}, and rank {other} {theirs[other]!r}"
         )
+        error.raised_everywhere = True
+        raise error
 
 
 def _share_of_cores(num_ranks: int) -> dict[str, str]:

@@ -16,17 +16,16 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, LaunchError, TransportError
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.launch.bootstrap import start
-from mpistrat.launch.environment import detect
+from mpistrat.launch.environment import promised_place
 from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.tools import run
-from mpistrat.tools.bench import Race, check_memory
+from mpistrat.tools.bench import Race, begin
 from mpistrat.topology.discover import discover
 from mpistrat.topology.world import World
-from mpistrat.tuning import ITEM_BYTES, Seconds, Tuning, folder, kept, present_conditions, tuning_path, world_like
+from mpistrat.tuning import ITEM_BYTES, Seconds, Tuning, kept, present_conditions, tuning_path, world_like
 
 LEAST_BYTES, MAX_BYTES = 1024, 2**24
 _MIN_BYTES, _STEP_FACTOR = 16, 4
@@ -46,19 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Measure, here or with -n on ranks of a job, print and write, or show; return the exit code."""
     if arguments.show:
-        view = detect()
-        if view is None or not view.rank:  # if several ranks run this, the first one does it
+        if not promised_place()[0]:  # if several ranks run this, the first one does it
             _show()
         return 0
     max_bytes = parse_bytes(arguments.max_bytes)
     if max_bytes < LEAST_BYTES:
         raise InvalidArgumentError(f"--max-bytes {max_bytes} is too small: accepted are sizes of at least {LEAST_BYTES} bytes")
-    code = run.start_own_ranks(arguments)
-    if code is not None:
-        return code
-    check_memory(max_bytes)
-    comm = start()
-    run.check_same_command(comm, arguments.words)
+    comm = begin(arguments, max_bytes)
+    if isinstance(comm, int):
+        return comm
     world = discover(comm)
     if world.size == 1:
         raise LaunchError("a single rank has no other to communicate with; start more: mpistrat tune -n 4")
@@ -133,8 +128,8 @@ def describe(tuning: Tuning, world: World, path: Path) -> str:
 
 
 def _show() -> None:
-    found = kept()
+    place, found = kept()
     for path, tuning, problem in found:
         shown = f"\n{describe(tuning, world_like(tuning.conditions), path)}" if tuning else f"ignored: {problem}"
         print(f"{path}\n{shown}\n")
-    print(f"{format_count(len(found), 'file')} of mpistrat tune in {folder()}")
+    print(f"{format_count(len(found), 'file')} of mpistrat tune in {place}")

@@ -25,7 +25,7 @@ from mpistrat.settings import PEER_MEMORY
 # the Yama security module lets a process attach only to descendants, and to processes that have admitted it or an ancestor
 _PR_SET_PTRACER = 0x59616D61
 _PROOF = 0x6D70697374726174
-_READ, _WRITE = 0, 1
+READ, WRITE = 0, 1
 _IOV_MAX, _IOVEC_BYTES = 1024, 16
 
 
@@ -74,21 +74,11 @@ class CrossMemoryAttach:
             _admit_ranks(library)
         self.refusal = self._try()
 
-    def read(self, rank: int, remote: IoVectors, into: IoVectors) -> None:
-        """Copy from memory of a rank of the group to our own; the ranges must have equal sizes.
+    def copy(self, direction: int, rank: int, remote: IoVectors, local: IoVectors) -> None:
+        """READ from memory of a rank of the group, or WRITE to it; the ranges must have equal sizes.
 
-        Raises UnavailableError if the process is gone, or its memory cannot be read.
+        Raises UnavailableError if the process is gone, or its memory cannot be reached.
         """
-        self._must_copy(_READ, rank, remote, into)
-
-    def write(self, rank: int, remote: IoVectors, values: IoVectors) -> None:
-        """Copy from our own memory to that of a rank of the group; the ranges must have equal sizes.
-
-        Raises UnavailableError if the process is gone, or its memory cannot be written.
-        """
-        self._must_copy(_WRITE, rank, remote, values)
-
-    def _must_copy(self, direction: int, rank: int, remote: IoVectors, local: IoVectors) -> None:
         if problem := self._copy(direction, rank, remote, local):
             act = ("reading {} bytes of rank {}", "writing {} bytes to rank {}")[direction]
             raise UnavailableError(
@@ -124,10 +114,10 @@ class CrossMemoryAttach:
         for rank, (_, remote, _) in enumerate(facts):
             seen[0] = 0
             there = IoVectors(remote, proof.nbytes)
-            problem = self._copy(_READ, rank, there, here)
+            problem = self._copy(READ, rank, there, here)
             if not problem and seen[0] != _PROOF:
                 problem = "another process answered"
-            problem = problem or self._copy(_WRITE, rank, there, here)
+            problem = problem or self._copy(WRITE, rank, there, here)
             if problem:
                 problems.append(f"rank {self._group.ranks[rank]}: {problem}")
         # no rank may free its proof before all have read it

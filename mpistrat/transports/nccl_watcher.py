@@ -11,6 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 from mpistrat.device.abstract import Device, Event, Stream
 from mpistrat.steps import Steps, until
@@ -37,8 +39,9 @@ class NcclWatcher:
         # how many operations were added, how many have ended as far as is known, and the event that the last one recorded
         self._added = self._ended = 0
         self._event: Event | None = None
-        self._has_work, self._is_raised, self._is_stopped = threading.Event(), threading.Event(), threading.Event()
-        self._sleeps, self._has_failed = True, False
+        self._is_raised = self._is_stopped = self._has_failed = False
+        # what wakes the thread: an interrupt of the program in a `threading.Event` would leave that locked
+        self._told, self._sleeps = SimpleQueue[None](), True
         # a daemon: a program that ends waits for nothing that was only enqueued
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -62,12 +65,14 @@ class NcclWatcher:
         self._event = event
         self._added += 1
         if self._sleeps:  # to wake a thread takes both ten microseconds
-            self._has_work.set()
+            self._sleeps = False
+            self._told.put(None)
 
     def note_raised(self) -> None:
         """Note that the calling thread, if it is not this one, raises what has been found."""
         if threading.current_thread() is not self._thread:
-            self._is_raised.set()
+            self._is_raised = True
+            self._told.put(None)
 
     def settle(self) -> Steps:
         """Return the steps that wait until all has ended, without waiting for the thread to look."""
@@ -75,9 +80,8 @@ class NcclWatcher:
 
     def stop(self) -> None:
         """End the thread; one that is blocked in NCCL is left behind."""
-        self._is_stopped.set()
-        self._has_work.set()
-        self._is_raised.set()
+        self._is_stopped = self._is_raised = True
+        self._told.put(None)
         self._thread.join(STOP_SECONDS)
 
     def _has_ended(self) -> bool:
@@ -90,10 +94,9 @@ class NcclWatcher:
 
     def _work(self) -> None:
         with self.device.activate():  # a new thread computes on GPU 0
-            while not self._is_stopped.is_set():
+            while not self._is_stopped:
                 if self._ended == self._added:
-                    self._has_work.wait()
-                self._has_work.clear()
+                    self._told.get()
                 try:
                     self._look_after()
                 except Exception:  # raised where the communicator is used next; nothing waits for what does not end
@@ -106,21 +109,26 @@ class NcclWatcher:
 
     def _is_raised_in_time(self) -> bool:
         ends = time.monotonic() + UNSEEN_SECONDS
-        while not (self.watched.has_raised() or self._is_raised.wait(CHECK_SECONDS)):
+        while not (self.watched.has_raised() or self._is_raised):
             if time.monotonic() > ends:
                 return False
+            self._pause()
         return True
+
+    def _pause(self) -> None:
+        with suppress(Empty):
+            self._told.get(timeout=CHECK_SECONDS)
 
     def _look_after(self) -> None:
         """Look every 20 ms, until nothing has been under way for a second; return early where the thread is to end."""
         self._sleeps, idle_since = False, time.monotonic()
-        while not self._is_stopped.is_set() and time.monotonic() < idle_since + IDLE_SECONDS:
+        while not self._is_stopped and time.monotonic() < idle_since + IDLE_SECONDS:
             if self._added > self._ended:
                 idle_since = time.monotonic()
                 if not self._has_ended():
                     self._check()
                 self._look_at_deadlines()
-            self._is_stopped.wait(CHECK_SECONDS)
+            self._pause()
 
     def _look_at_deadlines(self) -> None:
         while self._limited and (first := self._limited[0]).ended.done():

@@ -23,7 +23,7 @@ from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import Fold, ReduceOp, combine
 from mpistrat.steps import WORKED, Steps
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport, in_turn
-from mpistrat.transports.cma import IoVectors, addresses
+from mpistrat.transports.cma import READ, WRITE, IoVectors, addresses
 from mpistrat.transports.mpi import peers_in_turn
 from mpistrat.transports.window import NodeWindow
 
@@ -163,7 +163,7 @@ class PeerReads:
                 for start in range(0, len(target), READ_BYTES):
                     part = target[start : start + READ_BYTES]
                     there = IoVectors(int(tables[peer]) + start, part.nbytes)
-                    window.cma.read(peer, there, IoVectors(address(part), part.nbytes))
+                    window.cma.copy(READ, peer, there, IoVectors(address(part), part.nbytes))
                     yield WORKED
             # a rank may change what it sends when no peer reads it any more
             yield from window.barrier()
@@ -223,11 +223,11 @@ class Exchange:
         cma = self.window.cma
         for index in self.window.walk(range(len(sums))):
             for peer, remote, local in blocks.reads[index]:
-                cma.read(peer, remote, local)
+                cma.copy(READ, peer, remote, local)
             for target, addends in sums[index]:
                 self.fold.into(target, addends)
             for peer, remote, local in blocks.writes[index] if self.bounds is None else ():
-                cma.write(peer, remote, local)
+                cma.copy(WRITE, peer, remote, local)
             yield WORKED
 
     def _sums(self, segments: Sequence[Segment], received: Sequence[Array]) -> list[tuple[Array, list[Array]]]:

@@ -14,7 +14,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -175,10 +175,7 @@ class RankFile:
 
     def process(self) -> process.Process | None:
         """Return its process; None if that has exited. Raise LookupError if it runs in another container."""
-        if int(self._header["namespace"]) != process.pid_namespace():
-            raise LookupError(f"process {self.pid} is in another container")
-        found = process.find(self.pid)
-        return found if found is not None and found.started == int(self._header["started"]) else None
+        return _owner(self._header)
 
     def last(self) -> RecordedCall | None:
         """Return the collective that it has entered last; None before the first."""
@@ -268,12 +265,17 @@ def make_job(base: Path, job: str) -> Path:
     return base / job
 
 
-def job_folders() -> Iterator[Path]:
-    """Yield the folders of this user's jobs, including ended ones."""
+def job_folders() -> list[Path]:
+    """Return the folders of this user's jobs, including ended ones; first that in which a rank has begun to record last."""
+    found = list[tuple[int, Path]]()
     for base in bases():
         with suppress(OSError):
             _check_private(base)
-            yield from sorted(path for path in base.iterdir() if path.is_dir() and not path.is_symlink())
+            for path in base.iterdir():
+                with suppress(FileNotFoundError):  # it has just ended
+                    if stat.S_ISDIR((status := path.lstat()).st_mode):
+                        found.append((status.st_mtime_ns, path))
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def remove_record(file: Path) -> None:
@@ -299,7 +301,7 @@ def remove_record(file: Path) -> None:
 
 def mark_killed(pid: int) -> tuple[int, str] | None:
     """Write to its record that a process was killed; return its rank and the name of its job, or None if it has no record."""
-    for job in sorted(job_folders(), key=lambda job: job.stat().st_mtime, reverse=True):  # pids are reused
+    for job in job_folders():  # the last first: pids are reused
         for path in sorted(job.glob(f"{RANK_PREFIX}*")):
             with suppress(OSError, IndexError):
                 header = np.fromfile(path, HEADER, 1)[0]
@@ -332,13 +334,19 @@ def has_owner(path: Path) -> bool:
     """Return whether the process that writes a record exists, or runs in another container, where that cannot be known."""
     try:
         header = np.fromfile(path, HEADER, 1)[0]  # that of another version begins alike, and its job may be running
-        owner = process.find(int(header["pid"]))
-        if header["namespace"] != process.pid_namespace():
-            # one from before a boot has looked in the future
-            return 0 <= time.monotonic_ns() - int(header["looked"]) < KEEP_SECONDS * 1e9
-        return owner is not None and owner.started == header["started"]
+        return _owner(header) is not None
     except (OSError, IndexError):
         return False
+    except LookupError:  # one from before a boot has looked in the future
+        return 0 <= time.monotonic_ns() - int(header["looked"]) < KEEP_SECONDS * 1e9
+
+
+def _owner(header: NDArray[Any]) -> process.Process | None:
+    """Return the process that writes a record; None if it has exited. Raise LookupError if it runs in another container."""
+    if int(header["namespace"]) != process.pid_namespace():
+        raise LookupError(f"process {header['pid']} is in another container")
+    found = process.find(int(header["pid"]))
+    return found if found is not None and found.started == int(header["started"]) else None
 
 
 def job_name(environ: Mapping[str, str] | None = None, pid: int | None = None) -> str:

@@ -29,7 +29,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat import ending
-from mpistrat.errors import LaunchError
 from mpistrat.launch import abort, environment, process
 from mpistrat.watch.record import (
     FAILED_BIT,
@@ -329,16 +328,13 @@ def hash_of(text: str) -> int:
 
 def _make() -> FlightRecorder:
     os.register_at_fork(after_in_child=_after_fork)
-    with suppress(LaunchError):
-        view = environment.detect()
-        rank, size = (view.rank or 0, view.size or 1) if view else (0, 1)
-        job = job_name()
-        for base in bases():
-            with suppress(OSError):
-                path = make_job(base, job) / f"{RANK_PREFIX}{rank}"
-                remove_old_jobs(base)
-                # where a running process has it, a rank has started this one, with its variables
-                return FlightRecorder(None if has_owner(path) else path, rank, size)
+    rank, size = environment.promised_place()
+    for base in bases():
+        with suppress(OSError):
+            path = make_job(base, job_name()) / f"{RANK_PREFIX}{rank}"
+            remove_old_jobs(base)
+            # where a running process has it, a rank has started this one, with its variables
+            return FlightRecorder(None if has_owner(path) else path, rank, size)
     return FlightRecorder(None)
 
 

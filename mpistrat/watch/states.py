@@ -195,11 +195,8 @@ def _absent(job: Path, ranks: Collection[int]) -> list[RankState]:
     They are found by their launcher's variables; of several the newest counts, because a wrapper script precedes the program.
     """
     found: dict[int, process.Process] = {}
-    for entry in Path("/proc").iterdir():
-        seen = process.find(int(entry.name)) if entry.name.isdigit() else None
-        variables = seen.environment() if seen else None
-        if seen is None or not variables:
-            continue
+    for seen in process.every():
+        variables = seen.environment() or {}
         launcher = environment.launcher_of(variables)
         text = variables[launcher.rank] if launcher else ""
         if not text.isdecimal() or int(text) not in ranks or job_name(variables, seen.pid) != job.name:

@@ -15,16 +15,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any
 
 from mpistrat import ending, settings, timeline
-from mpistrat.errors import AgreementError, CollectiveError, LaunchError
+from mpistrat.errors import AgreementError, CollectiveError
 from mpistrat.launch import abort, environment
 from mpistrat.lazy import MPI
-from mpistrat.logger import logger, warn_once
+from mpistrat.logger import logger, stderr, warn_once
 from mpistrat.text import ranks_by
 from mpistrat.timeline import Timeline, TimelineEvent
 from mpistrat.watch.record import Key, RankFile, RecordedCall, State, seconds_since
@@ -67,12 +69,12 @@ collective call, with whether the first has returned True on all ranks."""
 
 
 class Survey:
-    """One round of questions: made by whoever wants to know, begun, taken further and `done` by the watching thread."""
+    """One round of questions: made by whoever wants to know, begun, taken further and answered by the watching thread."""
 
     _numbers = iter(range(1, 2**62))
 
     def __init__(self, wanted: Collection[Key], seconds: float) -> None:
-        self.done = threading.Event()
+        self.answer = SimpleQueue[list[RankState]]()
         self.keys, self._seconds = {*wanted}, seconds
         self._found: dict[int, RankState] = {}
         self._asked = 0
@@ -172,16 +174,17 @@ class Watcher:
         self.limits: Limits = {}
         self._recorder: FlightRecorder = recorder()
         self._own = RankFile(self._recorder.memory)
-        self._size, self._pid = size, os.getpid()
+        self._size = size
         timeline.write_at_exit_as(self._own.rank)
         job = self._recorder.path.parent if self._recorder.path else Path(os.devnull)
         self._neighbours, self._notices = Neighbours(job, self._own), Notices(job)
         self._messages: HostMessages | None = None
         self._wants_trace = self._has_failed_rank = False
         self._main = threading.main_thread().ident
-        self._wake, self._stopping = threading.Event(), False
+        # what this thread is woken for: an interrupt of the program in a `threading.Event` would leave that locked
+        self._told: SimpleQueue[Survey | Notice | None] = SimpleQueue()
+        self._stopping = False
         self._survey: Survey | None = None
-        self._to_post: deque[Notice] = deque()
         self._surveyed = -math.inf  # when another host, of lower ranks, last looked around
         self._stagger_seconds = 0.0
         self._asked: deque[Survey] = deque()
@@ -241,16 +244,16 @@ class Watcher:
         """Ask all ranks for their states, and return those of `ranks` of the job, or of all, in rank order."""
         own = self._own.last()
         survey = Survey({own.key} if own else (), timeout_seconds)
-        self._asked.append(survey)
-        self._wake.set()
-        has_answer = survey.done.wait(timeout_seconds + 1.0)
-        states = survey.states() if has_answer else [RankState(rank) for rank in range(self._size)]
+        self._told.put(survey)
+        try:
+            states = survey.answer.get(timeout=timeout_seconds + 1.0)
+        except Empty:
+            states = [RankState(rank) for rank in range(self._size)]
         return states if ranks is None else [states[rank] for rank in ranks]
 
     def post_failure(self, key: Key, error: CollectiveError) -> None:
         """Make the other ranks in a collective that has failed here, or in a later one of its communicator, raise an error."""
-        self._to_post.append(Notice(*key, str(error), is_mismatch=isinstance(error, AgreementError), is_for_all=False))
-        self._wake.set()
+        self._told.put(Notice(*key, str(error), is_mismatch=isinstance(error, AgreementError), is_for_all=False))
 
     def dismiss(self, communicator: int) -> None:
         """Ignore from now on what is found about a communicator that has failed here."""
@@ -259,7 +262,7 @@ class Watcher:
 
     def end(self) -> None:
         """Record that this program has ended, wait until all have, and stop; then MPI can be finalized."""
-        if os.getpid() != self._pid or self._stopping:
+        if self._stopping:
             return
         has_failed = abort.ending_code() != 0
         self._recorder.note(state=State.FAILED if has_failed else State.ENDED)
@@ -275,7 +278,7 @@ class Watcher:
                 for _, call in after_end:
                     call(are_ready)
         self._stopping = True
-        self._wake.set()
+        self._told.put(None)
         self._thread.join(LONGEST_GOODBYE_SECONDS)
         if messages is not None:
             deque(messages.received(), 0)  # receive what has arrived, so that MPI is finalized without pending messages
@@ -307,20 +310,28 @@ class Watcher:
         try:
             self._watch()
         except Exception:
-            if not self._stopping and os.getpid() == self._pid:
+            if not self._stopping:
                 logger.exception(f"rank {self._own.rank}: its watching thread has failed; hangs are no longer reported:")
 
     def _watch(self) -> None:
-        self._note_look()
+        is_busy = False
         while not self._stopping:
-            is_busy = self._survey is not None or (self._messages is not None and self._messages.is_sending())
-            self._wake.wait(POLL_SECONDS if is_busy else WAKE_SECONDS)
-            self._wake.clear()
-            if self._stopping or os.getpid() != self._pid:
-                return
             if not is_busy:
                 self._note_look()
             self._step()
+            is_busy = self._survey is not None or (self._messages is not None and self._messages.is_sending())
+            self._wait(POLL_SECONDS if is_busy else WAKE_SECONDS)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait for so long, or until other threads ask for something; take that."""
+        with suppress(Empty):
+            told = self._told.get(timeout=seconds)
+            while True:
+                if isinstance(told, Notice):
+                    self._post(told)
+                elif told is not None:
+                    self._asked.append(told)
+                told = self._told.get_nowait()
 
     def _note_look(self) -> None:
         """Record that this thread is awake, and where the program is."""
@@ -333,8 +344,6 @@ class Watcher:
 
     def _step(self) -> None:
         self._listen()
-        while self._to_post:
-            self._post(self._to_post.popleft())
         self._take_notices()
         inside = self._own.inside()
         waiting = next((record for record in inside if not record.is_started), inside[0] if inside else None)
@@ -390,7 +399,7 @@ class Watcher:
 
     def _conclude(self, survey: Survey, waiting: RecordedCall | None) -> None:
         states = survey.states()
-        survey.done.set()
+        survey.answer.put(states)
         known, self._wanted = survey.keys, {call.key for state in states if (call := state.waits_in) is not None}
         if waiting is None or seconds_since(waiting.entered) < PATIENCE_SECONDS:
             return
@@ -473,7 +482,7 @@ def start(size: int | None = None) -> Watcher | None:
     global _watcher
     with _lock:
         if size is None:
-            size = _promised_size()
+            _, size = environment.promised_place()
         if _watcher is None and size > 1:
             _watcher = Watcher(size)
             os.register_at_fork(after_in_child=_after_fork)
@@ -514,10 +523,11 @@ def _to_report(own: int, states: Sequence[RankState], looked_up: Collection[Key]
 def _end_job(error: CollectiveError, frame: FrameType | None, own: RankFile) -> None:
     """End the job, unless MPISTRAT_ABORT is off, where the program is stuck in a call in C, with an error and its traceback."""
     label = f"rank {own.rank} on {own.text('host')}"
-    abort.say(abort.format_exception(error.with_traceback(_traceback_of(frame)), label))
+    text = abort.format_exception(error.with_traceback(_traceback_of(frame)), label)
     if settings.ABORT.read_or_default():
-        time.sleep(OTHERS_SECONDS)
-        MPI.COMM_WORLD.Abort(1)
+        abort.end_job(MPI.COMM_WORLD, 1, text, seconds=OTHERS_SECONDS)
+    else:
+        stderr.say(text)
 
 
 def _traceback_of(frame: FrameType | None) -> TracebackType | None:
@@ -539,14 +549,6 @@ def _own_timeline(own: RankFile) -> Timeline:
     ]
     whole.events = [*calls, *whole.events]
     return whole
-
-
-def _promised_size() -> int:
-    try:
-        view = environment.detect()
-    except LaunchError:
-        return 1
-    return view.size or 1 if view else 1
 
 
 def _mpi_runs() -> bool:

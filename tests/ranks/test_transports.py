@@ -24,7 +24,7 @@ from mpistrat.testing.transport_suite import DTYPES, check_transport, operations
 from mpistrat.topology.world import World
 from mpistrat.transports import cma, mpi, shared_memory
 from mpistrat.transports.base import Operation, Part
-from mpistrat.transports.cma import CrossMemoryAttach, IoVectors
+from mpistrat.transports.cma import READ, WRITE, CrossMemoryAttach, IoVectors
 from mpistrat.transports.mpi import MpiTransport, mpi_op
 from mpistrat.transports.ring import MpiRingTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
@@ -309,9 +309,9 @@ def test_every_rank_reads_every_rank(attached, group):
     addresses = group.comm.allgather(address(mine))
     for rank in range(group.size):
         seen = np.zeros(1000, mine.dtype)
-        attached.read(rank, IoVectors(addresses[rank] + 5000 * mine.itemsize, seen.nbytes), whole(seen))
+        attached.copy(READ, rank, IoVectors(addresses[rank] + 5000 * mine.itemsize, seen.nbytes), whole(seen))
         assert (seen == np.arange(5000, 6000) + rank * 10**6).all()
-        attached.read(rank, IoVectors(addresses[rank], 0), whole(np.empty(0, mine.dtype)))
+        attached.copy(READ, rank, IoVectors(addresses[rank], 0), whole(np.empty(0, mine.dtype)))
     group.comm.Barrier()
 
 
@@ -321,7 +321,7 @@ def test_every_rank_writes_to_every_rank(attached, group):
     group.comm.Barrier()
     for rank in range(group.size):
         values = np.full(50, group.rank + 1.0)
-        attached.write(rank, IoVectors(addresses[rank] + 100 * group.rank * mine.itemsize, values.nbytes), whole(values))
+        attached.copy(WRITE, rank, IoVectors(addresses[rank] + 100 * group.rank * mine.itemsize, values.nbytes), whole(values))
     group.comm.Barrier()
     assert (mine.reshape(-1, 2, 50) == np.arange(1, group.size + 1)[:, None, None] * [[[1], [0]]]).all()
 
@@ -335,7 +335,7 @@ def test_many_ranges_are_read_in_few_calls(attached, group):
         seen = np.zeros(3000, mine.dtype)
         sizes = np.full(3000, mine.itemsize)
         remote, into = IoVectors(addresses[rank] + places * 8, sizes), IoVectors(address(seen) + np.arange(3000) * 8, sizes)
-        attached.read(rank, remote, into)
+        attached.copy(READ, rank, remote, into)
         assert (seen == places + rank * 10**6).all()
     group.comm.Barrier()
 
@@ -345,7 +345,7 @@ def test_memory_that_is_not_there_is_an_error_that_says_whose(attached, group):
     message = rf"rank {group.rank}: reading 24 bytes of rank {peer} failed \(Bad address\); the rank has ended, "
     message += "or its array is not in ordinary memory: MPISTRAT_PEER_MEMORY=0 goes through shared memory instead"
     with pytest.raises(UnavailableError, match=message):
-        attached.read(peer, IoVectors(4096, 24), whole(np.empty(3)))
+        attached.copy(READ, peer, IoVectors(4096, 24), whole(np.empty(3)))
 
 
 @needs_ranks(2)

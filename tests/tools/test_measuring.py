@@ -100,9 +100,12 @@ def test_it_measures_and_keeps_and_shows(kept, monkeypatch, capsys):
     assert f"{path}\n\ncluster " in shown
     assert f"{kept / 'other.json'}\nignored: it is not a file of mpistrat tune" in shown
     assert shown.endswith(f"2 files of mpistrat tune in {kept}\n")
-    monkeypatch.setenv("MPISTRAT_TUNING", str(kept / "other.json"))
+    monkeypatch.setenv("MPISTRAT_TUNING", str(kept.parent / "other.json"))
+    (kept / "other.json").rename(kept.parent / "other.json")
     assert cli.main(["tune", "--show"]) == 0
-    assert str(path) not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert str(path) not in shown
+    assert shown.endswith(f"1 file of mpistrat tune in {kept.parent}\n")
 
 
 def test_files_that_are_not_ours_are_shown_as_such(kept, capsys):
@@ -115,6 +118,25 @@ def test_files_that_are_not_ours_are_shown_as_such(kept, capsys):
     assert "ignored: it is not a regular file" in said
 
 
+@pytest.mark.parametrize("words", [["tune"], ["bench", "all_reduce"]], ids=["tune", "bench"])
+def test_what_one_rank_has_no_memory_for_ends_all_by_one_line(tmp_path, words):
+    program = f"""
+        import os, sys
+        from mpi4py import MPI  # the others would wait there
+        from mpistrat.tools import cli
+        if MPI.COMM_WORLD.rank == 1:
+            os.sysconf = lambda name: 2  # pages of 2 bytes
+        code = cli.main({words})
+        print("ended with", code, flush=True)
+        sys.exit(code)
+    """
+    (tmp_path / "job.py").write_text(textwrap.dedent(program))
+    done = run_mpistrat("run", "-n", "3", str(tmp_path / "job.py"), code=2)
+    refused = f"mpistrat {words[0]}: rank 1: arrays of "
+    assert [line[: len(refused)] for line in done.stderr.splitlines() if "mpistrat" in line] == [refused]
+    assert "ended with 2" in done.stdout
+
+
 @pytest.mark.parametrize("words", ["tune", "bench all_reduce --max-bytes 256"])
 def test_ranks_that_run_different_commands_are_told_so(words):
     python = f"{sys.executable} -m mpistrat"
@@ -122,6 +144,7 @@ def test_ranks_that_run_different_commands_are_told_so(words):
     done = run_bounded(argv, 60, {**os.environ, **environ})
     assert f"rank 0 runs 'mpistrat bench all_reduce --max-bytes 64', and rank 1 'mpistrat {words}'" in done.stderr
     assert done.returncode == 2, done.stderr
+    assert done.stderr.count("all ranks of a job must run the same command") == 1
 
 
 def test_one_rank_has_nothing_to_tune(kept):

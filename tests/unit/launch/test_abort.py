@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 
 from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.errors import UnavailableError
 from mpistrat.launch import abort
 from mpistrat.strategy.extended import operand_or_slices
 from mpistrat.structures import each_leaf, leaf_names
 from mpistrat.text import parse_spans
+from mpistrat.watch import watcher
+from mpistrat.watch.record import RankFile
+from mpistrat.watch.recorder import FlightRecorder
 
 
 class FakeJob(SimpleNamespace):
@@ -40,6 +44,7 @@ def job(request, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(threading, "excepthook", getattr(request, "param", threading.__excepthook__))
     monkeypatch.setattr(atexit, "register", lambda handler: None)
+    monkeypatch.setattr(abort, "_ending", threading.Lock())
     fake = FakeJob()
     abort.install(fake)
     yield fake
@@ -54,6 +59,18 @@ def test_of_two_threads_that_raise_one_speaks(job, capsys):
     for thread in threads:
         thread.join(0.2)
     assert (job.code, capsys.readouterr().err.count("ZeroDivisionError")) == (1, 1)
+
+
+def test_where_ranks_go_on_without_lost_ones_the_watcher_tells_them_to_end(job, monkeypatch, capsys):
+    told = []
+    monkeypatch.setattr(watcher, "MPI", SimpleNamespace(COMM_WORLD=job))
+    monkeypatch.setattr(abort, "_survivors", "those that go on")
+    monkeypatch.setattr(abort, "_tell", lambda *what: told.append(what))
+    monkeypatch.setattr(abort, "leave", told.append)
+    job.released.set()
+    watcher._end_job(UnavailableError("planted"), sys._getframe(), RankFile(FlightRecorder(None).memory))
+    assert told == [("those that go on", 1), 1]
+    assert "UnavailableError: planted" in capsys.readouterr().err
 
 
 def test_job_ends_even_where_nothing_can_be_printed(job, monkeypatch):

@@ -63,6 +63,14 @@ def test_a_signal_that_ends_the_job_is_told_and_is_its_code(name, code, returned
     assert done.stdout == f"{signal.Signals[f'SIG{name}'].value} {name != 'USR1'}\n"
 
 
+def test_what_ignores_a_signal_that_ends_the_job_is_killed_at_the_third():
+    command = "trap '' TERM; for _ in 1 2 3; do kill -TERM $PPID; sleep 0.3; done; while :; do sleep 0.05; done"
+    program = "import os; from mpistrat.launch import mpiexec; mpiexec._FORWARD_SECONDS = 0.05; "
+    program += f"raise SystemExit(mpiexec.follow(['sh', '-c', {command!r}], os.environ).code)"
+    done = run_bounded([sys.executable, "-c", program], 20.0)
+    assert (done.returncode, done.stderr) == (143, "mpistrat run: ended by SIGTERM\n")
+
+
 def test_a_limit_ends_the_job_after_the_report(capfd):
     alive = []
     started = time.monotonic()

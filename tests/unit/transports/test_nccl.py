@@ -22,6 +22,7 @@ from mpistrat.transports.nccl_bindings import Nccl4py, find_binding, nccl4py_ref
 from mpistrat.transports.nccl_watcher import NcclWatcher
 from tests.gpu.fake_nccl4py import DataType, FakeNccl4py, RedOp, UniqueId, modules
 from tests.gpu.stand_in import UNFINISHED, StandInDevice
+from tests.processes import python
 
 
 class _Alike:
@@ -208,6 +209,41 @@ def test_an_abort_that_blocks_holds_nobody_up(device, monkeypatch):
     made.stop()
     assert time.monotonic() - begun < 5.0
     released.set()
+
+
+def test_interrupts_of_the_program_leave_no_thread_waiting():
+    program = """
+import faulthandler, signal, time
+from mpistrat.transports.base import Watched
+from mpistrat.transports.nccl_watcher import NcclWatcher
+from tests.gpu.stand_in import StandInDevice
+
+faulthandler.dump_traceback_later(20, exit=True)
+device, is_telling, interrupts, deadline = StandInDevice(), False, 0, time.monotonic() + 1
+watched = Watched(lambda: False, lambda: 0.0, lambda: False, lambda: None, lambda: False)
+watcher = NcclWatcher("watcher", device, lambda: None, lambda seconds: None, watched)
+
+def interrupt(*_):
+    global is_telling
+    if is_telling:
+        is_telling = False
+        raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, interrupt)
+signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-4)
+while time.monotonic() < deadline:
+    try:
+        is_telling = True
+        while True:
+            watcher.note_raised()
+    except KeyboardInterrupt:
+        interrupts += 1
+signal.setitimer(signal.ITIMER_REAL, 0)
+watcher.stop()
+print(interrupts > 100, watcher._thread.is_alive())
+device.close()
+"""
+    assert python(program).stdout == "True False\n"
 
 
 def test_to_settle_waits_for_the_work_and_not_for_the_thread(monkeypatch):

@@ -315,6 +315,21 @@ def test_a_record_of_another_container_is_kept_for_a_day(tmp_path, monkeypatch, 
     own.close()
 
 
+def test_a_job_that_ends_while_folders_are_looked_at_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "job_folders", lambda: [tmp_path / "has just ended"])
+    assert records.mark_killed(1) is None
+
+
+def test_folders_of_jobs_come_the_last_one_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "bases", lambda: [tmp_path / "one", tmp_path / "other", tmp_path / "missing"])
+    for age, place in enumerate(("other/b", "one/a", "other/c")):
+        (tmp_path / place).parent.mkdir(mode=0o700, exist_ok=True)
+        (tmp_path / place).mkdir()
+        os.utime(tmp_path / place, (1000 - age,) * 2)
+    (tmp_path / "one/link").symlink_to(tmp_path / "other/b")
+    assert [f"{path.relative_to(tmp_path)}" for path in records.job_folders()] == ["other/b", "one/a", "other/c"]
+
+
 def test_a_record_of_another_version_has_an_owner(tmp_path):
     own = FlightRecorder(tmp_path / "rank-0")
     own._header["version"] -= 1

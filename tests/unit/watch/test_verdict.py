@@ -13,6 +13,7 @@ from mpistrat.watch.recorder import FlightRecorder, hash_of
 from mpistrat.watch.states import RankState, decode, encode, stall_report
 from mpistrat.watch.verdict import Notice, Notices, judge, waits_for
 from mpistrat.watch.watcher import Watcher
+from tests.processes import python
 
 ONE, TWO = (1, 5), (2, 5)
 SUM, BARRIER = "all_reduce(SUM, [float64 (3,)])", "barrier()"
@@ -183,10 +184,40 @@ def test_failures_of_two_communicators_at_once_are_both_told(monkeypatch):
     watcher = Watcher(2)
     watcher.post_failure((71, 3), UnavailableError("the first"))
     watcher.post_failure((72, 1), AgreementError("the second"))
-    watcher._step()
+    watcher._wait(0.0)
     told = [watcher._notices.first({key}) for key in ((71, 3), (72, 1))]
     assert [notice and notice.text for notice in told] == ["the first", "the second"]
     assert watcher._notices.first({(73, 1)}) is None
+
+
+def test_interrupts_of_the_program_leave_no_thread_waiting():
+    program = """
+import faulthandler, signal, time
+from mpistrat.errors import UnavailableError
+from mpistrat.watch.watcher import Watcher
+
+faulthandler.dump_traceback_later(20, exit=True)
+watcher, is_telling, interrupts, deadline = Watcher(2), False, 0, time.monotonic() + 1
+watcher._post = lambda notice: None
+
+def interrupt(*_):
+    global is_telling
+    if is_telling:
+        is_telling = False
+        raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, interrupt)
+signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-4)
+while time.monotonic() < deadline:
+    try:
+        is_telling = True
+        while True:
+            watcher.post_failure((71, 3), UnavailableError("planted"))
+    except KeyboardInterrupt:
+        interrupts += 1
+print(interrupts > 100, watcher.compare(10.0)[0].state)
+"""
+    assert python(program).stdout == "True out\n"
 
 
 def test_a_new_strategy_ignores_what_all_were_told_and_not_what_concerns_a_communicator(tmp_path):
