@@ -32,7 +32,6 @@ from mpistrat.steps import Steps
 from mpistrat.text import format_bytes
 from mpistrat.transports.mpi import MpiTransport, until_complete
 from mpistrat.transports.nccl import Enqueue, NcclTransport
-from mpistrat.transports.shared_memory import PeerReads
 
 T = TypeVar("T")
 
@@ -45,7 +44,7 @@ _PROPOSED = 1 << 62  # in the place of a number of a rank: it proposes to make a
 class _Route:
     """How bytes go from rank to rank: by a transport, which takes what `fetch` returns; `run` makes steps safe."""
 
-    sender: MpiTransport | NcclTransport | PeerReads
+    sender: MpiTransport | NcclTransport
     fetch: Callable[[Array], Array]
     empty: Callable[[tuple[int, ...], np.dtype[Any]], Array]
     is_on_gpu: bool
@@ -98,8 +97,7 @@ class DataMovement:
         self._window = window = executor.intra.window if executor.hierarchy.intra.size == group.size > 1 else None
         self._most_shared = 0 if window is None else min(_MOST_SHARED_BYTES, window.small_bytes)
         self._rank, self._size, self._guard = group.rank, group.size, guard
-        sender = MpiTransport(group) if window is None or window.cma.refusal else PeerReads(window)
-        self._by_host = _Route(sender, to_host, new_array, False, iter)
+        self._by_mpi = _Route(MpiTransport(group), to_host, new_array, False, iter)
         nccl = None if gpu is None else gpu.executor.transports.everywhere
         self._by_nccl = None if gpu is None or nccl is None else _through_nccl(gpu, nccl)
         self._gpu, self._nccl, self._programs = gpu, nccl, programs
@@ -243,7 +241,7 @@ class DataMovement:
             shape, dtype = known.shape, known.dtype
             if len(set(move.digests)) > 1:
                 header = _encode_shape(array)
-                self._guard.run(move.call, self._by_host.sender.broadcast(as_bytes(header), root).run())
+                self._guard.run(move.call, self._by_mpi.sender.broadcast(as_bytes(header), root).run())
                 shape, dtype = _decode_shape(header)
             check_elements(dtype, f"the array of replica {root}")
             result = move.empty(shape, dtype, out)
@@ -353,7 +351,7 @@ class DataMovement:
         found = self._guard.agree(call, None, own, memory)
         if self._by_nccl is not None and any(number & _PROPOSED for _, number in found):  # not all propose: those begin anew
             found = self._guard.agree(call, None, own, memory)
-        digests, numbers, route, window = [row[0] for row in found], [row[1] for row in found], self._by_host, self._window
+        digests, numbers, route, window = [row[0] for row in found], [row[1] for row in found], self._by_mpi, self._window
         if self._by_nccl is not None and all(number & 1 for number in numbers):
             self._guard.make_current(call)  # the barrier before NCCL compares it once more
             route = self._by_nccl

@@ -4,7 +4,7 @@ Buffers lie at equal offsets in the arenas of all ranks, who read their peers' b
 rank sums its part over all arenas; an all-gather moves nothing: its parts are views of the owners' memory.
 
 The caller's arrays are combined where they lie, one or many, if the kernel permits cross-memory attach (CMA): that copies
-least, but makes a system call per block and peer. A reduce-scatter is the first half of it. What is only moved is read so, too.
+least, but makes a system call per block and peer. A reduce-scatter is the first half of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from operator import eq
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.arrays import Array, as_bytes
+from mpistrat.arrays import Array
 from mpistrat.device.abstract import address
 from mpistrat.device.kernels import Segment
 from mpistrat.groups.group import Group, keep_alive_for_peers
@@ -24,14 +24,12 @@ from mpistrat.reduction import Fold, ReduceOp, combine
 from mpistrat.steps import WORKED, Steps
 from mpistrat.transports.base import FlatArrays, Operation, Part, Transport, in_turn
 from mpistrat.transports.cma import READ, WRITE, IoVectors, addresses
-from mpistrat.transports.mpi import peers_in_turn
 from mpistrat.transports.window import NodeWindow
 
 FOLD_BYTES = 1 << 17  # the blocks of all peers and of the sum fit in the cache of one core
 RECEIVE_BYTES = 3 << 19
 """What a rank receives at a time, from all peers together; behind it in the arena is the table of its arrays' addresses."""
 _ADDRESSES_BYTES, _TABLE_STEP_BYTES = 16, 1 << 16  # of the source and the target of an array
-READ_BYTES = 1 << 23  # by one system call, which nothing interrupts
 SOURCES, TARGETS = 0, 1
 
 
@@ -129,48 +127,6 @@ class SharedMemoryTransport(ArenaTransport):
                 yield WORKED
 
         return run
-
-
-class PeerReads:
-    """Moves arrays between the ranks of a node: each rank reads what its peers have for it, by CMA.
-
-    It has the verbs of `MpiTransport` that reduce nothing.
-    """
-
-    def __init__(self, window: NodeWindow) -> None:
-        self._window = window
-
-    def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
-        """Bind: each rank reads the parts of all others."""
-        parts = [buffer[start:stop] for start, stop in pairwise(bounds)]
-        mine = parts[self._window.group.rank]
-        return Operation(lambda: self.exchange([mine] * len(parts), parts), [Part(0, buffer.size, (buffer,))])
-
-    def broadcast(self, buffer: Array, root: int = 0) -> Operation:
-        """Bind: each rank but the root reads its buffer."""
-        parts = [buffer[:0]] * self._window.group.size
-        parts[root] = buffer
-        return Operation(lambda: self.exchange([buffer] * len(parts), parts), [Part(0, buffer.size, (buffer,))])
-
-    def exchange(self, sends: Sequence[Array], receives: Sequence[Array]) -> Steps:
-        """Read what each peer has in its `sends` for this rank: see `MpiTransport.exchange`. A collective call."""
-        window, group = self._window, self._window.group
-        try:
-            yield from window.barrier_with((), as_bytes(np.array(addresses(sends), np.uint64)))
-            tables = [window.shared(peer).view(np.uint64)[group.rank] for peer in range(group.size)]
-            for peer in peers_in_turn(group):
-                target = as_bytes(receives[peer])
-                for start in range(0, len(target), READ_BYTES):
-                    part = target[start : start + READ_BYTES]
-                    there = IoVectors(int(tables[peer]) + start, part.nbytes)
-                    window.cma.copy(READ, peer, there, IoVectors(address(part), part.nbytes))
-                    yield WORKED
-            # a rank may change what it sends when no peer reads it any more
-            yield from window.barrier()
-        except BaseException:
-            window.leave()
-            keep_alive_for_peers((sends, receives))
-            raise
 
 
 def exchange_bytes(num_arrays: int) -> int:

@@ -16,7 +16,7 @@ from tests.gradients import resnet50, transformer
 from tests.hosts.lab import Lab
 
 LEAVES = (1, 10, 161)  # of the nest
-FORM_SIZES = (8, 1 << 10, 1 << 16, 1 << 20)
+FORM_SIZES = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 22)
 
 
 def overhead(session: Session) -> dict[str, Table]:

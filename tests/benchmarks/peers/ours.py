@@ -86,7 +86,8 @@ def forms(nbytes: int, calls: int) -> dict[str, float]:
     ten, others = ([np.zeros(nbytes // 4, np.float32) for _ in range(10)] for _ in range(2))
     packed, sums, wrapped = CommunicationOptions(num_packs=1), communicator.all_reduce, mpistrat.mpi4py.wrap(comm)
     copying = mpistrat.HierarchicalCopyAllReduce().all_reduce_options(communicator, None)
-    typed, whole, nest = ([x, MPI.FLOAT], [y, MPI.FLOAT]), np.zeros(comm.size * x.size, np.float32), dict(enumerate(ten))
+    whole, received = (np.zeros(comm.size * x.size, np.float32) for _ in range(2))
+    typed, nest = ([x, MPI.FLOAT], [y, MPI.FLOAT]), dict(enumerate(ten))
     runs = {
         "bare `MPI_Allreduce`": lambda: comm.Allreduce(x, y),
         "one array": lambda: sums(ReduceOp.SUM, x),
@@ -104,8 +105,11 @@ def forms(nbytes: int, calls: int) -> dict[str, float]:
         "`context.all_reduce`": lambda: context().all_reduce("sum", x),
         "`context.all_reduce`, dict of ten": lambda: context().all_reduce("sum", nest),
         "`reduce_scatter`": lambda: communicator.reduce_scatter(ReduceOp.SUM, whole, out=y),
+        "bare `MPI_Allgather`": lambda: comm.Allgather(x, whole),
         "`all_gather`": lambda: communicator.all_gather(x, out=whole),
+        "bare `MPI_Bcast`": lambda: comm.Bcast(y),
         "`broadcast`": lambda: communicator.broadcast(x, out=y),
+        "bare `MPI_Alltoall`": lambda: comm.Alltoall(whole, received),
         "`all_to_all`": lambda: communicator.all_to_all([x] * comm.size),
         "`barrier`": communicator.barrier,
         "wrapped `Allreduce`": lambda: wrapped.Allreduce(x, y),
