@@ -250,8 +250,10 @@ def _verdict(outcomes: Sequence[_Outcome]) -> str:
     failed = [rank for rank, one in enumerate(outcomes) if one.outcome == "failed"]
     if failed:
         others = f" (ranks {', '.join(map(str, failed))} failed)" if len(failed) > 1 else ""
-        first = outcomes[failed[0]]
-        return f"rank {failed[0]} of {len(outcomes)}{others}: {first.headline}\n{first.text}"
+        # a rank that waits for one that has raised raises an error of this library about that
+        rank = min(failed, key=lambda rank: outcomes[rank].headline.startswith(f"{CollectiveError.__module__}."))
+        first = outcomes[rank]
+        return f"rank {rank} of {len(outcomes)}{others}: {first.headline}\n{first.text}"
     if len({one.outcome for one in outcomes}) > 1:
         return f"ranks disagree: {[one.outcome for one in outcomes]}"
     return ""

@@ -48,6 +48,12 @@ def test_left_by_one_rank(communicator):
         communicator.all_reduce("sum", np.ones(3))
 
 @pytest.mark.ranks(2)
+def test_raises_on_one_rank(communicator):
+    if communicator.rank == 1:
+        raise ValueError("planted")
+    communicator.barrier()
+
+@pytest.mark.ranks(2)
 def test_kills_one_rank(communicator):
     if communicator.rank == 1:
         os._exit(3)
@@ -126,6 +132,8 @@ def test_each_test_of_several_ranks_is_one_test_here(folder):
     assert failures["test_skipped_on_one_rank[2-ranks]"] == "ranks disagree: ['passed', 'skipped']"
     assert "all_reduce(SUM, [float64 (3,)]" in failures["test_left_by_one_rank[2-ranks]"]
     assert "the end of test_planted.py::test_left_by_one_rank" in failures["test_left_by_one_rank[2-ranks]"]
+    raised = failures["test_raises_on_one_rank[2-ranks]"]
+    assert raised.startswith("rank 1 of 2 (ranks 0, 1 failed): ValueError: planted"), "not what rank 0 has found of it"
     ended = re.match(r"the job of 2 ranks ended with (\d+)\n", failures["test_kills_one_rank[2-ranks]"])
     assert ended, failures["test_kills_one_rank[2-ranks]"]
     assert int(ended[1]) in codes_after_loss(3)
