@@ -86,8 +86,12 @@ class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
     __complex__ = _of_array(complex)
     __bool__ = _of_array(bool)
     __getitem__ = _of_array(operator.getitem)
-    __index__ = _of_array(lambda array: to_host(array).__index__())
-    __contains__ = _of_array(lambda array, item: item in to_host(array))
+
+    def __index__(self) -> int:
+        return to_host(self.read()).__index__()
+
+    def __contains__(self, item: Any) -> bool:
+        return item in to_host(self.read())
 
     def __format__(self, spec: str) -> str:
         return format(self.read(), spec) if spec else str(self)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, as_operand, like
-from mpistrat.attributes import read_only
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices, broadcast_slices
@@ -209,7 +208,10 @@ class HierarchicalAllReduce(CrossDeviceOps):
     def __init__(self, num_packs: int | None = None) -> None:
         self._options = CommunicationOptions(num_packs=num_packs)
 
-    num_packs: int | None = read_only("_options.num_packs", "As given.")
+    @property
+    def num_packs(self) -> int | None:
+        """As given."""
+        return self._options.num_packs
 
     def all_reduce_options(
         self, communicator: BaseCommunicator, options: CommunicationOptions | None

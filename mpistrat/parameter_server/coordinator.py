@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from mpistrat.attributes import read_only
 from mpistrat.context.values import checked_args
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs.input_options import InputContext
@@ -122,7 +121,10 @@ class ClusterCoordinator:
         self._strategy = strategy
         self._dispatcher: Dispatcher = strategy.dispatcher
 
-    strategy: Any = read_only("_strategy", "The strategy.")
+    @property
+    def strategy(self) -> Any:
+        """The strategy."""
+        return self._strategy
 
     def schedule(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from mpistrat.attributes import read_only
 from mpistrat.errors import CancelledError, UnavailableError
 from mpistrat.logger import logger
 from mpistrat.parameter_server import messages
@@ -51,9 +50,10 @@ class RemoteValue:
         self._value: Any = None
         self._error: BaseException | None = None
 
-    status: RemoteValueStatus = read_only(
-        "_status", "Whether the value is there: NOT_READY, READY, or ABORTED where the function failed or was cancelled."
-    )
+    @property
+    def status(self) -> RemoteValueStatus:
+        """Whether the value is there: NOT_READY, READY, or ABORTED where the function failed or was cancelled."""
+        return self._status
 
     def fetch(self) -> Any:
         """Wait for the value, and return it.

@@ -15,7 +15,6 @@ import numpy as np
 
 from mpistrat import ending, settings
 from mpistrat.arrays import Array, part_bounds
-from mpistrat.attributes import read_only
 from mpistrat.cluster import ClusterSpec
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, url
 from mpistrat.communicator.local import LocalCommunicator
@@ -151,7 +150,10 @@ class ParameterServerStrategy(Strategy):
         strategy.close()
         return result
 
-    cluster_resolver: ClusterResolver = read_only("_cluster_resolver", "Where the roles of the ranks come from.")
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """Where the roles of the ranks come from."""
+        return self._cluster_resolver
 
     def close(self) -> None:
         """End the servers and workers, once they have done what they are doing; what has not begun is cancelled.

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, in_dtype, is_on_device, like, to_device, to_host
-from mpistrat.attributes import read_only
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.context.stack import (
     default_mode,
@@ -157,11 +156,20 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
                 f"{name} has dtype {self.dtype}, which cannot hold a mean: use aggregation SUM or a float dtype"
             )
 
-    name: str = read_only("_name", "The name in errors.")
-    trainable: bool = read_only("_trainable", "Whether an optimiser should change it.")
-    constraint: Callable[[Any], Any] | None = read_only(
-        "_constraint", "A function for optimisers, whose result replaces a new value; the variable never calls it."
-    )
+    @property
+    def name(self) -> str:
+        """The name in errors."""
+        return self._name
+
+    @property
+    def trainable(self) -> bool:
+        """Whether an optimiser should change it."""
+        return self._trainable
+
+    @property
+    def constraint(self) -> Callable[[Any], Any] | None:
+        """A function for optimisers, whose result replaces a new value; the variable never calls it."""
+        return self._constraint
 
     @property
     def initial_value(self) -> NoReturn:
@@ -172,9 +180,20 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         """Return True: a variable is initialized when it is created. `name` has no effect, as in TensorFlow."""
         return True
 
-    synchronization: VariableSynchronization = read_only("_synchronization", "ON_WRITE or ON_READ.")
-    aggregation: VariableAggregation = read_only("_aggregation", "How the values of the replicas are combined.")
-    distribute_strategy: Any = read_only("_strategy", "The strategy in whose scope it was created.")
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """ON_WRITE or ON_READ."""
+        return self._synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How the values of the replicas are combined."""
+        return self._aggregation
+
+    @property
+    def distribute_strategy(self) -> Any:
+        """The strategy in whose scope it was created."""
+        return self._strategy
 
     @property
     def value(self) -> Array:

@@ -9,7 +9,6 @@ from numbers import Number
 from typing import Any
 
 from mpistrat.arrays import Array, as_array, like
-from mpistrat.attributes import read_only
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, gather_refused
@@ -78,7 +77,10 @@ class StrategyExtended:
         """Set the strategy that this belongs to; the strategy calls this once when it is created."""
         self._strategy = strategy
 
-    cross_device_ops: CrossDeviceOps = read_only("_cross_device_ops", "Reduces the components of values.")
+    @property
+    def cross_device_ops(self) -> CrossDeviceOps:
+        """Reduces the components of values."""
+        return self._cross_device_ops
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -102,7 +104,10 @@ class StrategyExtended:
         """Whether each process runs the program for its own replica: True with several replicas."""
         return self.communicator.size > 1
 
-    should_checkpoint: bool = read_only("_is_chief", "Whether this rank writes checkpoints and logs: True on the chief.")
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this rank writes checkpoints and logs: True on the chief."""
+        return self._is_chief
 
     should_save_summary = should_checkpoint
 

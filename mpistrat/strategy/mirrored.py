@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.attributes import read_only
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, chief_rank, training_role
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.construction import rendezvous_seconds
@@ -127,7 +126,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices = (device_name(communicator.rank),)
         super().__init__(StrategyExtended(communicator, worker_devices=devices, is_chief=communicator.rank == chief))
 
-    cluster_resolver: ClusterResolver = read_only("_cluster_resolver", "Defines the task of each rank.")
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """Defines the task of each rank."""
+        return self._cluster_resolver
 
 
 class _OldName(type):

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, as_operand, as_target, like
-from mpistrat.attributes import read_only
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.context.stack import Mode, current, entered, in_replica_context_of, inside, misplaced, pop, push
@@ -64,11 +63,20 @@ class ReplicaContext:
         self._replica_id = checked_id(replica_id_in_sync_group, self._communicator.size)
         self.mode = Mode(strategy, self)
 
-    strategy: Any = read_only("_strategy", "The strategy of this replica.")
-    replica_id_in_sync_group: int = read_only(
-        "_replica_id", "The index of this replica over all nodes, from 0 to `num_replicas_in_sync` - 1."
-    )
-    num_replicas_in_sync: int = read_only("_communicator.size", "Number of replicas.")
+    @property
+    def strategy(self) -> Any:
+        """The strategy of this replica."""
+        return self._strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The index of this replica over all nodes, from 0 to `num_replicas_in_sync` - 1."""
+        return self._replica_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas."""
+        return self._communicator.size
 
     @property
     def devices(self) -> tuple[str]:

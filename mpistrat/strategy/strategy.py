@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 from mpistrat import settings
 from mpistrat.arrays import array_module, as_array, like
-from mpistrat.attributes import read_only
 from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.local import LocalCommunicator
@@ -50,7 +49,10 @@ class Strategy:
         self.replica_context = ReplicaContext(self, extended.communicator.rank)
         self.cross_replica_mode = Mode(self)
 
-    extended: StrategyExtended = read_only("_extended", "The part for authors of strategies and libraries.")
+    @property
+    def extended(self) -> StrategyExtended:
+        """The part for authors of strategies and libraries."""
+        return self._extended
 
     @property
     def communicator(self) -> BaseCommunicator:
@@ -61,21 +63,30 @@ class Strategy:
         """
         return self._extended.communicator
 
-    num_replicas_in_sync: int = read_only("_extended.communicator.size", "Number of replicas.")
-    rank: int = read_only(
-        "_extended.communicator.rank",
-        "The index of this replica over all nodes, from 0 to `num_replicas_in_sync` - 1. Not in TensorFlow.",
-    )
-    local_rank: int = read_only(
-        "_extended.communicator.local_rank", "The index of this replica among those of its node, from 0. Not in TensorFlow."
-    )
-    node_rank: int = read_only(
-        "_extended.communicator.node",
-        "The index of this replica's node, from 0; with virtual nodes the index of the virtual node. Not in TensorFlow.",
-    )
-    is_chief: bool = read_only(
-        "_extended.should_checkpoint", "Whether this replica prints, logs and saves: True on one replica. Not in TensorFlow."
-    )
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas."""
+        return self._extended.communicator.size
+
+    @property
+    def rank(self) -> int:
+        """The index of this replica over all nodes, from 0 to `num_replicas_in_sync` - 1. Not in TensorFlow."""
+        return self._extended.communicator.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The index of this replica among those of its node, from 0. Not in TensorFlow."""
+        return self._extended.communicator.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The index of this replica's node, from 0; with virtual nodes the index of the virtual node. Not in TensorFlow."""
+        return self._extended.communicator.node
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this replica prints, logs and saves: True on one replica. Not in TensorFlow."""
+        return self._extended.should_checkpoint
 
     @property
     def array_module(self) -> Any:
