@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from mpistrat.errors import AgreementError, MpistratError
-from mpistrat.groups.group import Group, KeptOnFailure
+from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.lazy import MPI
 from mpistrat.steps import Steps, until
 from mpistrat.text import ranks_by
@@ -179,8 +179,11 @@ class Agreement:
         """
         self._row[:] = ~digest, 0, 0  # no rank passes such a digest to `check`
         request = self._group.comm.Iallgather(self._row, self._rows)
-        with KeptOnFailure(request):
+        try:
             yield from until(request.Test)
+        except BaseException:
+            keep_alive_for_peers(request)
+            raise
         if (self._rows[:, 0] != ~digest).any():
             raise CallsDifferError([~int(row) for row in self._rows[:, 0]])
 
@@ -236,12 +239,15 @@ def pause(began: float) -> None:
 def wait_for(request: MPI.Request, check: Callable[[], None] = lambda: None) -> None:
     """Wait for what all ranks have to start, unless `check` raises, or the watcher finds that it never completes."""
     watching, began = watcher(), time.monotonic()
-    with KeptOnFailure(request):
+    try:
         while not request.Test():
             if watching is not None:
                 watching.raise_verdict()
             check()
             pause(began)
+    except BaseException:
+        keep_alive_for_peers(request)
+        raise
 
 
 def all_agree(comm: MPI.Intracomm, yes: bool) -> bool:

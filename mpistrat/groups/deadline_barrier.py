@@ -18,7 +18,7 @@ from itertools import groupby
 import numpy as np
 
 from mpistrat.errors import CollectiveError, DeadlineExceededError, UnavailableError
-from mpistrat.groups.group import PROBES, Group, KeptOnFailure
+from mpistrat.groups.group import PROBES, Group, keep_alive_for_peers
 from mpistrat.lazy import MPI
 from mpistrat.steps import WAITING, Steps
 from mpistrat.text import ranks_text
@@ -64,8 +64,11 @@ class DeadlineBarrier:
         self._turn += 1
         self.raise_if_given_up(what, self._turn, PROBES)
         request = enter()
-        with KeptOnFailure(request):  # MPI may still write to its buffers
+        try:
             yield from self._wait(request, what, seconds, absent)
+        except BaseException:
+            keep_alive_for_peers(request)  # MPI may still write to its buffers
+            raise
 
     def _wait(
         self, request: MPI.Request, what: Callable[[], str], seconds: float, absent: Callable[[], Collection[int]]

@@ -6,7 +6,6 @@ import os
 from array import array
 from collections.abc import Callable
 from hashlib import blake2b
-from types import TracebackType
 
 from mpistrat.lazy import MPI
 from mpistrat.settings import CHECK, Snapshot
@@ -136,17 +135,3 @@ _kept: list[object] = []
 def keep_alive_for_peers(memory: object) -> None:
     """Keep memory of a failed collective for ever: late peers may still use it, and MPI the buffers of a pending request."""
     _kept.append(memory)
-
-
-class KeptOnFailure:
-    """A context that keeps memory alive for peers if what is done in it fails, or is given up."""
-
-    def __init__(self, memory: object) -> None:
-        self._memory = memory
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None:
-            keep_alive_for_peers(self._memory)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, as_bytes
-from mpistrat.groups.group import Group, KeptOnFailure
+from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp, combine, quiet
 from mpistrat.settings import MAX_MESSAGE_BYTES
@@ -137,10 +137,13 @@ def byte_message(array: Array) -> list[Any]:
 def until_complete(requests: Iterable[MPI.Request], memory: object) -> Steps:
     """Start all requests, then wait for them; if one fails, the `memory` that they work on is never freed."""
     started: list[MPI.Request] = []
-    with KeptOnFailure((started, memory)):  # MPI may go on reading and writing there
+    try:
         started.extend(requests)
         for request in started:
             yield from until(request.Test)
+    except BaseException:  # MPI may go on reading and writing there
+        keep_alive_for_peers((started, memory))
+        raise
 
 
 def _operation(buffer: Array, starts: Sequence[Callable[[], MPI.Request]]) -> Operation:

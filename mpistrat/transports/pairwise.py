@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from mpistrat.arrays import Array, part_bounds
-from mpistrat.groups.group import Group, KeptOnFailure
+from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp, accumulation_dtype, combine
 from mpistrat.settings import MAX_MESSAGE_BYTES
@@ -62,8 +62,11 @@ class _Ordered:
         """Return the steps of one all-reduce."""
         self.tag = self.group.call.tag(self.channel)
         requests: list[MPI.Request] = []
-        with KeptOnFailure((self, requests)):
+        try:
             yield from self._run(requests)
+        except BaseException:
+            keep_alive_for_peers((self, requests))
+            raise
 
     def _run(self, requests: list[MPI.Request]) -> Steps:
         own, rank = self.segments[self.group.rank], self.group.rank

@@ -18,7 +18,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, part_bounds
 from mpistrat.device.abstract import Event
-from mpistrat.groups.group import Group, KeptOnFailure
+from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp, combine
 from mpistrat.settings import MAX_MESSAGE_BYTES
@@ -106,7 +106,7 @@ class BoundRing(NamedTuple):
         sent: list[MPI.Request] = []
         arriving: list[MPI.Request] = []
         folding: list[Event | None] = []  # of each message that has arrived
-        with KeptOnFailure((self, sent, arriving)):  # MPI may still write there
+        try:
             sent.extend(comm.Isend(message, right, tag) for message in sends[:segments])
             while passed_on < count:
                 worked = False
@@ -127,6 +127,9 @@ class BoundRing(NamedTuple):
                 yield WORKED if worked else WAITING
             for request in sent:
                 yield from until(request.Test)
+        except BaseException:
+            keep_alive_for_peers((self, sent, arriving))  # MPI may still write there
+            raise
 
 
 class RingTransport(Transport):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from mpistrat.device.abstract import Device, DeviceArray, Event, address
-from mpistrat.groups.group import Group, KeptOnFailure
+from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import ReduceOp
 from mpistrat.steps import Steps, until
 from mpistrat.transports.base import DeviceTransport, Operation, Part, Transport
@@ -98,8 +98,11 @@ class StagedTransport(DeviceTransport):
         return self._slots[channel]
 
     def _run(self, chunks: list[_Chunk], memory: object) -> Steps:
-        with KeptOnFailure(memory):  # and for copies that are under way
+        try:
             yield from self._copy_and_combine(chunks)
+        except BaseException:
+            keep_alive_for_peers(memory)  # and to copies that are under way
+            raise
 
     def _copy_and_combine(self, chunks: list[_Chunk]) -> Steps:
         computing = self.device.current_stream()
