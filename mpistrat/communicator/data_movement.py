@@ -245,17 +245,18 @@ class DataMovement:
                 shape, dtype = _decode_shape(header)
             check_elements(dtype, f"the array of replica {root}")
             result = move.empty(shape, dtype, out)
-            source = move.new(lambda: _contiguous(move.route.fetch(array))) if is_root else result
-            if move.is_shared(root):
-                if not is_root:
-                    move.take(as_bytes(result), [0, result.nbytes], root)
+            if is_root and (move.is_shared(root) or not result.nbytes):
+                np.copyto(result, move.route.fetch(array))
+            elif move.is_shared(root):
+                move.take(as_bytes(result), [0, result.nbytes], root)
             elif result.nbytes:
+                source = move.new(lambda: _contiguous(move.route.fetch(array))) if is_root else result
                 move.run(move.route.sender.broadcast(as_bytes(source), root).run())
                 if self._nccl is not None and move.route.is_on_gpu and len(set(move.digests)) == 1:
                     enqueue = self._nccl.bind(self._nccl.broadcast_calls(result.nbytes, root))
                     self._remember(move, ("broadcast", root, out is None), array, options, result, enqueue)
-            if is_root:  # the others have it by now
-                np.copyto(result, source)
+                if is_root:  # the others have it by now
+                    np.copyto(result, source)
             return _delivered(result, array, out, move)
 
     def make_known(self, known: Known, arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
