@@ -27,8 +27,9 @@ from mpistrat.execution.comparison import Call
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard
 from mpistrat.groups.agreement import digest_of, gather_or_raise
+from mpistrat.lazy import MPI
 from mpistrat.reduction import HALF_DTYPES, check_elements
-from mpistrat.steps import Steps
+from mpistrat.steps import Steps, one_by_one
 from mpistrat.text import format_bytes
 from mpistrat.transports.mpi import MpiTransport, until_complete
 from mpistrat.transports.nccl import Enqueue, NcclTransport
@@ -97,7 +98,8 @@ class DataMovement:
         self._window = window = executor.intra.window if executor.hierarchy.intra.size == group.size > 1 else None
         self._most_shared = 0 if window is None else min(_MOST_SHARED_BYTES, window.small_bytes)
         self._rank, self._size, self._guard = group.rank, group.size, guard
-        self._by_mpi = _Route(MpiTransport(group), to_host, new_array, False, iter)
+        meet = partial(_meet, group.comm) if window is None else window.barrier
+        self._by_mpi = _Route(MpiTransport(group), to_host, new_array, False, lambda steps: one_by_one([lambda: steps, meet]))
         nccl = None if gpu is None else gpu.executor.transports.everywhere
         self._by_nccl = None if gpu is None or nccl is None else _through_nccl(gpu, nccl)
         self._gpu, self._nccl, self._programs = gpu, nccl, programs
@@ -398,6 +400,11 @@ class DataMovement:
         request = self._group.comm.Ialltoall(mine, received)
         self._guard.run(call, until_complete([request], (mine, received)))
         return [int(extent) for extent in received]
+
+
+def _meet(comm: MPI.Intracomm) -> Steps:
+    """Meet all ranks: one that has left the call may have changed its array before MPI read that."""
+    return until_complete([comm.Ibarrier()], None)
 
 
 def _through_nccl(gpu: GpuArrays, nccl: NcclTransport) -> _Route:

@@ -363,8 +363,9 @@ def _fingerprint(leaves: list[Any], may_differ: bool) -> str:
                 '    incorrect:  extended.update(variable, fn, args=(extended.reduce_to("sum", value, "rank:0"),))\n'
                 '    correct:    extended.update(variable, fn, args=(extended.reduce_to("sum", value, variable),))'
             )
-    arrays = [array for leaf in leaves if isinstance(leaf, PerReplica) for array in _arrays_of(leaf.in_replica())]
-    if may_differ or not arrays:
+    compared = [leaf for leaf in leaves if isinstance(leaf, PerReplica) and not may_differ]
+    arrays = [array for leaf in compared for array in _arrays_of(leaf.in_replica())]
+    if not arrays:
         return ""
     found = checksum(arrays, _COMPARED_BYTES)
     return f" with per-replica values, which must be equal: all_reduce them first (checksum {found:x})"

@@ -7,6 +7,7 @@ between processes that are not parent and child, so all ranks try it once, toget
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from collections.abc import Sequence
 from itertools import chain
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.device.abstract import address
-from mpistrat.errors import UnavailableError
+from mpistrat.errors import TransportError, UnavailableError
 from mpistrat.groups.group import Group
 from mpistrat.launch import process
 from mpistrat.lazy import MPI
@@ -77,14 +78,15 @@ class CrossMemoryAttach:
     def copy(self, direction: int, rank: int, remote: IoVectors, local: IoVectors) -> None:
         """READ from memory of a rank of the group, or WRITE to it; the ranges must have equal sizes.
 
-        Raises UnavailableError if the process is gone, or its memory cannot be reached.
+        Raises UnavailableError if the process is gone, as all ranks find; TransportError if its memory cannot be reached.
         """
         if problem := self._copy(direction, rank, remote, local):
             act = ("reading {} bytes of rank {}", "writing {} bytes to rank {}")[direction]
-            raise UnavailableError(
-                f"rank {self._group.ranks[self._group.rank]}: {act.format(local.nbytes, self._group.ranks[rank])} failed "
-                f"({problem}); the rank has ended, or its array is not in ordinary memory: MPISTRAT_PEER_MEMORY=0 goes through "
-                "shared memory instead"
+            act = f"rank {self._group.ranks[self._group.rank]}: {act.format(local.nbytes, self._group.ranks[rank])} failed"
+            if problem == os.strerror(errno.ESRCH):
+                raise UnavailableError(f"{act} ({problem}): the rank has ended")
+            raise TransportError(
+                f"{act} ({problem}): an array is not in ordinary memory; MPISTRAT_PEER_MEMORY=0 goes another way instead"
             )
 
     def _copy(self, direction: int, rank: int, remote: IoVectors, local: IoVectors) -> str:

@@ -12,12 +12,12 @@ import mpistrat
 from mpistrat import steps
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.context.values import PerReplica
-from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededError, UnavailableError
+from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededError, TransportError, UnavailableError
 from mpistrat.execution.comparison import Call
 from mpistrat.groups.agreement import ROW, Signature
 from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS
 from mpistrat.reduction import Fold, ReduceOp
-from mpistrat.transports import mpi_world
+from mpistrat.transports import mpi, mpi_world
 from mpistrat.watch import watcher
 from tests.launches import on_ranks
 
@@ -270,6 +270,46 @@ def test_no_rank_returns_a_sum_by_mpi_of_what_another_has_changed_that_has_left_
     values[:] = 5
     if comm.rank == 0:
         comm.send(None, 1)
+    comm.Barrier()
+
+
+@two_ranks
+@pytest.mark.parametrize("shape", ["2x1", "1x2"])
+@pytest.mark.parametrize("verb", ["all_gather", "gather", "broadcast", "all_to_all"])
+def test_no_rank_returns_what_mpi_has_read_of_a_rank_that_has_left_the_call(comm, make_ops, monkeypatch, verb, shape):
+    ops, values, until_complete = make_ops(shape), np.ones(1 << 20), mpi.until_complete
+    out = np.ones(2 << 20)
+
+    def interrupted(requests, memory):
+        kept.append((list(requests), memory))
+        raise KeyboardInterrupt
+        yield
+
+    def late(requests, memory):
+        comm.recv(source=0)
+        yield from until_complete(requests, memory)
+
+    kept = []
+    monkeypatch.setattr(mpi, "until_complete", late if comm.rank else interrupted)
+    given = {"all_gather": [0, None, out], "gather": [1], "broadcast": [0], "all_to_all": []}[verb]
+    with pytest.raises(CollectiveError if comm.rank else KeyboardInterrupt, match="rank 0 has left" if comm.rank else None):
+        getattr(ops, verb)(values, *given)
+    values[:] = out[:] = 5
+    if comm.rank == 0:
+        comm.send(None, 1)
+    comm.Barrier()
+
+
+@two_ranks
+def test_all_ranks_learn_that_one_cannot_read_the_array_of_another(comm, make_ops, monkeypatch):
+    ops = make_ops("1x2")
+    if not ops._executor.intra.combines_arrays:
+        pytest.skip("arrays are read by cross-memory attach alone")
+    if comm.rank:
+        monkeypatch.setattr(ops._executor.intra.window.cma, "_copy", lambda *given: "Bad address")
+    told = "rank 1 has left collective .* it raised TransportError: rank 1: reading .* ordinary memory"
+    with pytest.raises(TransportError if comm.rank else UnavailableError, match="Bad address" if comm.rank else told):
+        ops.all_reduce("sum", np.ones(1 << 20), within(10))
     comm.Barrier()
 
 

@@ -150,6 +150,7 @@ def test_update_gives_each_component_of_an_on_read_variable_its_own_value():
             mirrored = mpistrat.Variable([1.0])
         value = strategy.run(lambda: np.array([strategy.rank + 1.0]))
         strategy.extended.update(variable, lambda v, x, scale: v.assign_add(scale * x), (value,), {"scale": value})
+        strategy.extended.update(variable, lambda v, text: None, (PerReplica(np.array(["of any dtype"])),))
         strategy.extended.update(mirrored, lambda v, x: v.assign(x), (PerReplica(np.array([7.0])),))
         assert mirrored.numpy().tolist() == [7]
         held = strategy.experimental_local_results(strategy.run(variable.read_value))[0]
