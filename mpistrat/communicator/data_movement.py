@@ -138,8 +138,18 @@ class DataMovement:
             if move.is_shared():
                 move.take(as_bytes(whole), bounds)
             elif row_bytes:
-                whole[starts[self._rank] : starts[self._rank + 1]] = mine
-                move.run(move.route.sender.all_gather(as_bytes(whole), bounds).run())
+                own = whole[starts[self._rank] : starts[self._rank + 1]]
+                if self._window is None or move.route.is_on_gpu:
+                    own[...] = mine
+                    move.run(move.route.sender.all_gather(as_bytes(whole), bounds).run())
+                else:  # what was just written is slow to read for another core: where it can be, the array itself is sent
+                    is_sent = mine.flags.c_contiguous and not np.may_share_memory(mine, whole)
+                    if not is_sent:
+                        own[...] = mine
+                    parts = np.split(as_bytes(whole), bounds[1:-1])
+                    move.run(move.route.sender.exchange([mine if is_sent else own] * self._size, parts))
+                    if is_sent:
+                        own[...] = mine
                 if self._nccl is not None and move.route.is_on_gpu:
                     enqueue = self._nccl.bind(self._nccl.gather_calls(bounds))
                     self._remember(move, ("all_gather", given_axis, out is None), array, options, whole, enqueue, axis)

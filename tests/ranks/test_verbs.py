@@ -41,6 +41,17 @@ def test_the_number_of_an_axis_may_be_of_any_type(mixed):
         mixed.reduce_scatter(SUM, mine, 1.0)
 
 
+def test_an_array_that_is_gathered_may_lie_anywhere_in_out(mixed):
+    rank, size, count = mixed.rank, mixed.size, 20_000
+    wanted = np.repeat(np.arange(1.0, size + 1), count)
+    for place in range(size):  # in turn each rank's own, and those of others
+        out = np.zeros(size * count)
+        first = (rank + place) % size * count
+        mine = out[first : first + count] if rank % 2 == 0 else np.empty(count)  # on some ranks it lies elsewhere
+        mine[:] = rank + 1
+        assert same_bits(mixed.all_gather(mine, out=out), wanted), place
+
+
 def test_the_number_of_a_root_may_be_of_any_type(mixed):
     last = mixed.size - 1
     for root in (last, np.int64(last), np.array(last)):
