@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import mpistrat
 from mpistrat.algorithms.planners import SCATTER_FROM_BYTES
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, InvalidArgumentError
@@ -15,7 +16,7 @@ from mpistrat.reduction import HALF_DTYPES, ReduceOp
 from mpistrat.testing.transport_suite import DTYPES, operations
 from mpistrat.transports import shared_memory
 from tests.gpu import verbs_rank
-from tests.launches import needs_ranks, up_to_ranks
+from tests.launches import needs_ranks, on_ranks, up_to_ranks
 from tests.ranks.test_all_reduce import expected, rows, same_bits
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
@@ -41,15 +42,17 @@ def test_the_number_of_an_axis_may_be_of_any_type(mixed):
         mixed.reduce_scatter(SUM, mine, 1.0)
 
 
-def test_an_array_that_is_gathered_may_lie_anywhere_in_out(mixed):
-    rank, size, count = mixed.rank, mixed.size, 20_000
+@on_ranks(2, 3)
+def test_an_array_that_is_gathered_may_lie_anywhere_in_out(comm):
+    communicator, rank, size, count = mpistrat.Communicator(comm), comm.rank, comm.size, 20_000
     wanted = np.repeat(np.arange(1.0, size + 1), count)
     for place in range(size):  # in turn each rank's own, and those of others
         out = np.zeros(size * count)
         first = (rank + place) % size * count
         mine = out[first : first + count] if rank % 2 == 0 else np.empty(count)  # on some ranks it lies elsewhere
         mine[:] = rank + 1
-        assert same_bits(mixed.all_gather(mine, out=out), wanted), place
+        assert same_bits(communicator.all_gather(mine, out=out), wanted), place
+    communicator.close()
 
 
 def test_the_number_of_a_root_may_be_of_any_type(mixed):
