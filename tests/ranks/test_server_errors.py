@@ -1,9 +1,7 @@
 """Parameter servers: what fails on a server, comes too late or is given up is told to whoever has asked for it."""
 
 import gc
-import signal
 import sys
-import time
 import weakref
 from contextlib import contextmanager, nullcontext, suppress
 from unittest.mock import Mock
@@ -19,6 +17,7 @@ from mpistrat.parameter_server.client import current_client
 from mpistrat.parameter_server.functions import dumps
 from mpistrat.parameter_server.messages import REQUEST, Run
 from mpistrat.parameter_server.variables import StoredVariable
+from tests.interrupts import interrupted
 from tests.launches import needs_ranks
 from tests.processes import until
 from tests.ranks.servers import on_chief, serve, variable
@@ -207,28 +206,11 @@ def test_a_result_that_does_not_come_whole_fails_its_function_alone(coordinator,
 @on_chief()
 def test_interrupts_lose_no_function(coordinator):
     assert coordinator.schedule(abs, (-1,)).fetch() == 1  # imports what it needs
-    is_awaited, deadline, interrupts = False, time.monotonic() + 2, 0
 
-    def interrupt(*_):
-        nonlocal is_awaited
-        if is_awaited:
-            is_awaited = False
-            raise KeyboardInterrupt
+    def schedule():
+        assert coordinator.schedule(abs, (-1,)).fetch() == 1
 
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
-    try:
-        while time.monotonic() < deadline:
-            try:
-                is_awaited = True
-                assert coordinator.schedule(abs, (-1,)).fetch() == 1
-                is_awaited = False
-            except (KeyboardInterrupt, CancelledError):
-                interrupts += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-    assert interrupts > 100
+    assert interrupted(schedule, 2.0, 1e-3, caught=CancelledError) > 100
     assert until(coordinator._dispatcher.is_idle, 10.0), "a function was lost"
     with suppress(CancelledError):
         coordinator.join()

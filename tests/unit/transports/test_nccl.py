@@ -213,34 +213,18 @@ def test_an_abort_that_blocks_holds_nobody_up(device, monkeypatch):
 
 def test_interrupts_of_the_program_leave_no_thread_waiting():
     program = """
-import faulthandler, signal, time
+import faulthandler
 from mpistrat.transports.base import Watched
 from mpistrat.transports.nccl_watcher import NcclWatcher
 from tests.gpu.stand_in import StandInDevice
+from tests.interrupts import interrupted
 
 faulthandler.dump_traceback_later(20, exit=True)
-device, is_telling, interrupts, deadline = StandInDevice(), False, 0, time.monotonic() + 1
-watched = Watched(lambda: False, lambda: 0.0, lambda: False, lambda: None, lambda: False)
+device, watched = StandInDevice(), Watched(lambda: False, lambda: 0.0, lambda: False, lambda: None, lambda: False)
 watcher = NcclWatcher("watcher", device, lambda: None, lambda seconds: None, watched)
-
-def interrupt(*_):
-    global is_telling
-    if is_telling:
-        is_telling = False
-        raise KeyboardInterrupt
-
-signal.signal(signal.SIGALRM, interrupt)
-signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-4)
-while time.monotonic() < deadline:
-    try:
-        is_telling = True
-        while True:
-            watcher.note_raised()
-    except KeyboardInterrupt:
-        interrupts += 1
-signal.setitimer(signal.ITIMER_REAL, 0)
+count = interrupted(lambda: [watcher.note_raised() for _ in range(10**9)])
 watcher.stop()
-print(interrupts > 100, watcher._thread.is_alive())
+print(count > 100, watcher._thread.is_alive())
 device.close()
 """
     assert python(program).stdout == "True False\n"

@@ -192,30 +192,16 @@ def test_failures_of_two_communicators_at_once_are_both_told(monkeypatch):
 
 def test_interrupts_of_the_program_leave_no_thread_waiting():
     program = """
-import faulthandler, signal, time
+import faulthandler
 from mpistrat.errors import UnavailableError
 from mpistrat.watch.watcher import Watcher
+from tests.interrupts import interrupted
 
 faulthandler.dump_traceback_later(20, exit=True)
-watcher, is_telling, interrupts, deadline = Watcher(2), False, 0, time.monotonic() + 1
+watcher = Watcher(2)
 watcher._post = lambda notice: None
-
-def interrupt(*_):
-    global is_telling
-    if is_telling:
-        is_telling = False
-        raise KeyboardInterrupt
-
-signal.signal(signal.SIGALRM, interrupt)
-signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-4)
-while time.monotonic() < deadline:
-    try:
-        is_telling = True
-        while True:
-            watcher.post_failure((71, 3), UnavailableError("planted"))
-    except KeyboardInterrupt:
-        interrupts += 1
-print(interrupts > 100, watcher.compare(10.0)[0].state)
+count = interrupted(lambda: [watcher.post_failure((71, 3), UnavailableError("planted")) for _ in range(10**9)])
+print(count > 100, watcher.compare(10.0)[0].state)
 """
     assert python(program).stdout == "True out\n"
 
