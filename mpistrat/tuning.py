@@ -139,7 +139,10 @@ def tuning_path(conditions: Conditions) -> Path:
 
 
 def kept() -> tuple[Path, list[tuple[Path, Tuning | None, str]]]:
-    """Return a folder, and of each file of ours in it what it holds, or why it cannot be used; MPISTRAT_TUNING may name one."""
+    """Return a folder, and its tuning files: the path, what the file holds, and why it cannot be used.
+
+    The file is the one that MPISTRAT_TUNING names; where it names none, these are all files in `folder`.
+    """
     named, found = _named(), list[tuple[Path, Tuning | None, str]]()
     place = named.parent if named else folder()
     for path in [named] if named else sorted(place.glob("*.json")):

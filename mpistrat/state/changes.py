@@ -260,7 +260,7 @@ def _checked_rows(method: str, delta: object, target: Array, owner: object) -> C
 
 
 def check_rows(indices: Array, num_rows: int, owner: object) -> None:
-    """Check that all indices are those of rows that there are."""
+    """Raise InvalidArgumentError if an index is `num_rows` or more."""
     if indices.size and indices.max() >= num_rows:
         accepted = f"0 to {num_rows - 1} are accepted" if num_rows else "it has no rows"
         raise InvalidArgumentError(f"index {indices.max()} is out of range for {owner!r}: {accepted}")
