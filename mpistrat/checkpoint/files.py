@@ -56,9 +56,8 @@ _STORED = {
 }
 ALIGNMENT = 1 << 12
 """Of memory that a disk reads by itself, and of where it writes that in a file, in bytes."""
-_IS_FAST = crc32.__module__ != "zlib"
-_READ_BYTES = 1 << 18  # of smaller arrays the thread that writes computes the checksums
-_COPIED_BYTES = 1 << 20  # at a time: it is in a cache when its checksum is computed
+_CHECKED_BYTES = 1 << 18  # at a time
+_PATIENCE = 3  # until checksums take cores from steps that do not wait: so many times as long as the write has taken
 _MOVED_BYTES = 8 << 20  # at a time
 _DIRECT_BYTES = 128 << 20  # at a time, where the disk reads memory by itself: each call takes a core for 0.1 ms
 _POLL_SECONDS = 0.002
@@ -123,20 +122,17 @@ def file_name(rank: int) -> str:
     return f"arrays-{rank:05d}.safetensors"
 
 
-def copied(piece: Piece, target: Array, source: Array) -> Piece:
-    """Copy an array to memory; a large piece gets its checksum, which takes hardly longer than the copy alone.
+def checksum_meanwhile(data: Array, ends: float) -> int:
+    """Return a checksum, and leave the core to the program after each part of the data, until `time.perf_counter` is `ends`.
 
-    NumPy's loops copy by wide registers, in four fifths of the time that an assignment takes, which the C library makes.
+    A step that yields its core while it waits for another rank would else get it back at the next tick of the clock.
     """
-    data, checksum = source.view(np.uint8), 0
-    if len(target) <= _READ_BYTES or not _IS_FAST:
-        np.positive(data, out=target)
-        return piece
-    for begin in range(0, len(target), _COPIED_BYTES):
-        part = target[begin : begin + _COPIED_BYTES]
-        np.positive(data[begin : begin + _COPIED_BYTES], out=part)
-        checksum = crc32(part, checksum)  # of what is written: a thread of the program may change the array meanwhile
-    return piece._replace(checksum=checksum)
+    checksum = 0
+    for begin in range(0, len(data), _CHECKED_BYTES):
+        checksum = crc32(data[begin : begin + _CHECKED_BYTES], checksum)
+        if time.perf_counter() < ends:
+            os.sched_yield()
+    return checksum
 
 
 def write_file(path: Path, memory: Array, num_bytes: int) -> None:
@@ -493,13 +489,15 @@ class Writer:
     def _write(self, save: Save) -> str:
         """Write, and return why it has failed on some rank, an empty text if it has not."""
         folder, layout, written, error = save.folder, save.layout, list[Piece](), ""
+        started = time.perf_counter()
         try:
             if layout.pieces:
                 write_file(folder / file_name(self.rank), save.memory, layout.num_bytes)
             for path in save.made_in:
                 _sync(path)
+            ends = started + _PATIENCE * (time.perf_counter() - started)
             written = [
-                piece._replace(checksum=crc32(save.memory[place])) if piece.checksum is None else piece
+                piece._replace(checksum=checksum_meanwhile(save.memory[place], ends))
                 for piece, place in zip(layout.pieces, layout.places, strict=True)
             ]
         except Exception as failed:  # the library that writes arrays has exceptions of its own

@@ -2,7 +2,7 @@
 
 import json
 import mmap
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from zlib import crc32
 
@@ -79,18 +79,11 @@ def test_checksums_are_those_of_zlib(folder):
     assert {piece.name: piece.checksum for piece in pieces} == {name: crc32(each) for name, each in found.items()}
 
 
-def test_an_array_that_a_thread_changes_meanwhile_has_the_checksum_of_what_is_written(monkeypatch):
-    source, target = np.zeros(3 << 20, np.uint8), np.empty(3 << 20, np.uint8)
-
-    def changing(part, before):
-        found = crc32(part, before)
-        source[...] += 1  # as a thread may
-        return found
-
-    monkeypatch.setattr(files, "crc32", changing)
-    monkeypatch.setattr(files, "_IS_FAST", True)
-    assert files.copied(files.Piece("x", 0, 3 << 20), target, source).checksum == crc32(target)
-    assert source[0] > 1
+def test_the_program_gets_the_core_between_parts_of_a_checksum_but_not_for_ever(monkeypatch):
+    data, yielded = np.arange(3 << 20).view(np.uint8)[: (3 << 18) + 5], []
+    monkeypatch.setattr(files.os, "sched_yield", lambda: yielded.append(1))
+    assert [files.checksum_meanwhile(data, ends) for ends in (inf, 0)] == [crc32(data)] * 2
+    assert len(yielded) == 4
 
 
 def test_a_manifest_of_a_newer_version_is_refused(folder):
