@@ -57,7 +57,7 @@ _STORED = {
 ALIGNMENT = 1 << 12
 """Of memory that a disk reads by itself, and of where it writes that in a file, in bytes."""
 _CHECKED_BYTES = 1 << 18  # at a time
-_PATIENCE = 3  # until checksums take cores from steps that do not wait: so many times as long as the write has taken
+_PATIENCE = 5  # until checksums take cores from steps that do not wait: so many times as long as the write has taken
 _MOVED_BYTES = 8 << 20  # at a time
 _DIRECT_BYTES = 128 << 20  # at a time, where the disk reads memory by itself: each call takes a core for 0.1 ms
 _POLL_SECONDS = 0.002
