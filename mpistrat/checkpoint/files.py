@@ -428,7 +428,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error = ""
         self._when_durable: Callable[[], None] = lambda: None
-        self.longest_seconds = 0.0  # of the saves so far, from the call until it was durable
+        self.longest_seconds = 0.0  # of the saves so far, without the time in which steps had the core
 
     def start(self, save: Save) -> None:
         """Write what is saved; `finish` waits for it."""
@@ -473,7 +473,6 @@ class Writer:
         started = time.perf_counter()
         self._error = self._write(save)
         seconds = time.perf_counter() - started
-        self.longest_seconds = max(self.longest_seconds, save.seconds_waited + seconds)
         if self.rank or self._error:
             return
         manifest, waited = save.manifest, format_seconds(save.seconds_waited)
@@ -495,11 +494,14 @@ class Writer:
                 write_file(folder / file_name(self.rank), save.memory, layout.num_bytes)
             for path in save.made_in:
                 _sync(path)
-            ends = started + _PATIENCE * (time.perf_counter() - started)
+            seconds, used = time.perf_counter() - started, time.thread_time()
+            ends = started + _PATIENCE * seconds
             written = [
                 piece._replace(checksum=checksum_meanwhile(save.memory[place], ends))
                 for piece, place in zip(layout.pieces, layout.places, strict=True)
             ]
+            seconds += save.seconds_waited + time.thread_time() - used
+            self.longest_seconds = max(self.longest_seconds, seconds)
         except Exception as failed:  # the library that writes arrays has exceptions of its own
             error = _text(self.rank, folder, failed)
         if self.rank:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from collections import Counter, defaultdict, namedtuple
 from pathlib import Path
 
@@ -192,6 +193,13 @@ def test_the_thread_that_writes_leaves_the_cores_to_the_steps(tmp_path, monkeypa
     checkpoint.save(tmp_path / "two", wait=True)  # there are no steps meanwhile
     assert niceness == [min(before + files._NICER, 19), before]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+def test_the_time_that_steps_have_meanwhile_is_not_counted_as_that_of_a_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(files.os, "sched_yield", lambda: time.sleep(1.0))
+    checkpoint = mpistrat.Checkpoint(x=np.ones(1 << 16))
+    checkpoint.save(tmp_path / "x", wait=True)
+    assert 0 < checkpoint._writer.longest_seconds < 0.9
 
 
 def test_the_newest_are_kept_and_the_command_line_tells_them(tmp_path, capsys):
