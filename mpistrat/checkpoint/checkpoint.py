@@ -87,7 +87,7 @@ class Checkpoint:
         self._objects = {**self._common, **self._own}
         self._communicator.agree_on("Checkpoint", self._checked)
         self._writer = Writer(self._communicator)
-        self._memory = np.empty(0, np.uint8)
+        self._memory: Array = np.empty(0, np.uint8)
 
     def save(self, path: str | os.PathLike[str], wait: bool = False, step: int = 0) -> str:
         """Save to a new folder, and return its path. A collective call.

@@ -381,7 +381,9 @@ class DataMovement:
         """Return the first extents of small arrays, one for each rank, and their bytes."""
         if sum(array.nbytes for array in arrays) > self._most_shared - 8 * self._size or any(map(is_on_device, arrays)):
             return None
-        return np.concatenate([as_bytes(_extents(arrays)), *[as_bytes(np.ascontiguousarray(array)) for array in arrays]])
+        parts = _extents(arrays), *map(np.ascontiguousarray, arrays)
+        joined: Array = np.concatenate([*map(as_bytes, parts)])
+        return joined
 
     def _parts_for_this_rank(self, move: _Move, arrays: Sequence[Array]) -> list[Array]:
         """Return what each rank has shared for this one."""

@@ -205,7 +205,7 @@ class Programs:
         if options is not None:
             self._numbers[options.key] = number
         key = _SIGNATURE(arrays[0]) if len(arrays) == 1 else map(_SIGNATURE, arrays)
-        self._known[(number, kind, *key)] = known
+        self._known[tuple([number, kind, *key])] = known
 
     def forget_calls(self) -> None:
         """Forget what is known of calls: each is looked at again."""

@@ -17,6 +17,7 @@ import numpy as np
 from mpistrat.errors import AgreementError, MpistratError
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.lazy import MPI
+from mpistrat.reduction import Array
 from mpistrat.steps import Steps, until
 from mpistrat.text import ranks_by
 from mpistrat.watch.recorder import hash_of
@@ -154,7 +155,7 @@ class Agreement:
         complete: Completion | None = None,
         facts: Sequence[int] = (0, 0),
         number: int = 0,
-    ) -> np.ndarray[Any, np.dtype[np.int64]]:
+    ) -> Array:
         """Check that all ranks pass the same text, and return the two `facts` of every rank. A collective call.
 
         If texts differ, every rank raises an AgreementError that lists them. `error` says why this rank cannot make the call:

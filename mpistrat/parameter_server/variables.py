@@ -119,10 +119,10 @@ class ServerVariable(ChangeMethods, Mirrored):
         if isinstance(rows, range):
             is_whole = rows.step == 1
             found = self._rows(rows.start, rows.start + len(rows)) if is_whole else self.sparse_read(np.array(rows, np.int64))
-            return found[(slice(None) if isinstance(first, slice) else 0, *others)]
+            return found[tuple([slice(None) if isinstance(first, slice) else 0, *others])]
         if rows is None or not all(part is Ellipsis or type(part) in (int, slice) for part in others):
             return self.read()[index]
-        return self.sparse_read(rows)[(*[slice(None)] * rows.ndim, *others)]
+        return self.sparse_read(rows)[tuple([slice(None)] * rows.ndim + others)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ServerVariable, (self.name, self._refs[0], self.shape, self.dtype, self.trainable)

@@ -305,7 +305,7 @@ def apply(method: str, target: Array, change: Change) -> None:
     target[touched] = like(wide.astype(target.dtype, copy=False), target)
 
 
-def _wide(array: Array) -> np.dtype[np.generic]:
+def _wide(array: Array) -> np.dtype[Any]:
     return accumulation_dtype(ReduceOp.SUM, array.dtype)
 
 

@@ -18,7 +18,7 @@ from mpistrat.errors import InvalidArgumentError, LaunchError, TransportError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.environment import promised_place
 from mpistrat.lazy import MPI
-from mpistrat.reduction import ReduceOp
+from mpistrat.reduction import Array, ReduceOp
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.tools import run
@@ -93,7 +93,8 @@ def _seconds(communicator: Communicator, sizes: list[int]) -> dict[int, dict[str
 
 
 def _calls(communicator: Communicator, size: int) -> dict[str, Callable[[], object]]:
-    source, calls = np.ones(size // ITEM_BYTES, np.float32), dict[str, Callable[[], object]]()
+    source: Array = np.ones(size // ITEM_BYTES, np.float32)
+    calls = dict[str, Callable[[], object]]()
     target = np.empty_like(source)
     for name in PLANNERS:
         options = CommunicationOptions(algorithm=name)

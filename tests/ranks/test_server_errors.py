@@ -98,7 +98,7 @@ def test_a_variable_that_no_server_can_keep_is_not_made(coordinator):
 
     first, extended = variable(coordinator, 1.0), coordinator.strategy.extended
     with extended.colocate_vars_with(first):
-        extended.update(first, plant, (Planted(),))
+        extended.update(first, lambda stored: plant(stored, Planted()))  # made there: pickle would ask it for its state
         with pytest.raises(MemoryError, match="planted"):
             variable(coordinator, 2.0)
         extended.update(first, plant, (StoredVariable,))
