@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -130,7 +130,8 @@ class Checkpoint:
         def capture() -> tuple[tuple[Tree, Tree, Path, int, int], str]:
             tree, own, number = Tree(self._common), Tree(self._own), checked_int(step, "step", 0)
             digest = tree.digest(most_bytes, path)
-            return (tree, own, Path(path), number, digest), f"{os.fspath(path)!r}, step={number}"
+            # absolute: the program may change its working directory before the thread has written
+            return (tree, own, Path(path).absolute(), number, digest), f"{os.fspath(path)!r}, step={number}"
 
         tree, own, folder, step, digest = communicator.agree_on("Checkpoint.save", capture)
         if len({*communicator.all_gather(np.array([digest], np.uint64)).tolist()}) > 1:
@@ -236,7 +237,7 @@ class Checkpoint:
                 "strict=False leaves what they have"
             )
         nodes = [[name, node] for name, node in manifest.document[1] if name not in names]
-        return ["dict", nodes], {name: spec for name, spec in manifest.arrays.items() if name.partition("/")[0] not in names}
+        return ["dict", nodes], {name: spec for name, spec in manifest.arrays.items() if not _is_part_of(name, names)}
 
     def _checked(self) -> tuple[None, str]:
         tree, strategies = Tree(self._objects), (self._strategy, default_mode().strategy)
@@ -257,7 +258,7 @@ class Checkpoint:
                 raise InvalidArgumentError(
                     f"{datasets[id(source)]} and {name} have the position of one dataset: save one of them"
                 )
-            if isinstance(value, Variable) and name.partition("/")[0] in self._own:
+            if isinstance(value, Variable) and _is_part_of(name, self._own):
                 raise InvalidArgumentError(f"{name} is a variable, which ranks save together: it cannot be PerRank")
             owner = getattr(source, "_strategy", None) if isinstance(source, (Variable, DistributedDataset)) else None
             if owner not in (None, *strategies):
@@ -357,6 +358,11 @@ def _of_rank(name: str, rank: int) -> str:
     return f"{name}@{rank}"
 
 
+def _is_part_of(name: str, objects: Iterable[str]) -> bool:
+    """Return whether an array with this name is held by one of the objects with these, which may have slashes themselves."""
+    return f"{name}/".startswith(tuple(f"{each}/" for each in objects))
+
+
 class CheckpointManager:
     """The checkpoints of a job in a directory, of which the newest ones are kept. Making one is a collective call.
 
@@ -392,12 +398,13 @@ class CheckpointManager:
             raise InvalidArgumentError(f"checkpoint must be a mpistrat.Checkpoint; got {type(checkpoint).__name__}")
         self._checkpoint, communicator = checkpoint, checkpoint._communicator
         checkpoint._finish("restore")
+        files.join_started()  # of other managers, which may use the same directory
 
         def checked() -> tuple[Path, str]:
             for name, value in (("max_to_keep", max_to_keep), ("keep_every", keep_every)):
                 if value is not None:
                     checked_int(value, name, 1)
-            return Path(directory), f"{os.fspath(directory)!r}, max_to_keep={max_to_keep}, keep_every={keep_every}"
+            return Path(directory).absolute(), f"{os.fspath(directory)!r}, max_to_keep={max_to_keep}, keep_every={keep_every}"
 
         self._directory = communicator.agree_on("CheckpointManager", checked)
         self._max_to_keep, self._keep_every = max_to_keep, keep_every
@@ -433,7 +440,9 @@ class CheckpointManager:
         )
         folder = files.new_folder(self._directory, step, self._found)
         kept = self._kept_with(folder, step)
-        outdated = [each for each in [*self._found, *self._interrupted] if each not in kept]
+        # what was not whole at first may be by now: another manager has saved that step
+        interrupted = [each for each in self._interrupted if not (each / files.MANIFEST).is_file()]
+        outdated = [each for each in [*self._found, *interrupted] if each not in kept]
 
         def add() -> None:
             self._found, self._interrupted = kept, []

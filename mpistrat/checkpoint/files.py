@@ -446,13 +446,17 @@ class Writer:
         if self._thread is None:
             return
         with watched("Checkpoint: a save", self._members, self._among) if self._comm is not None else nullcontext():
-            if self._thread.ident is not None:  # else it could not be started
-                self._thread.join()
+            self.join()
         self._thread = None
         _started.discard(self)
         if self._error:
             raise CheckpointError(f"{self._error}. The last checkpoint before it is whole")
         self._when_durable()
+
+    def join(self) -> None:
+        """Wait until the thread has ended, if it could be started."""
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()
 
     def close(self) -> None:
         """Finish, and free the communicator. A collective call."""
@@ -535,6 +539,12 @@ class Writer:
 
 def _text(rank: int, folder: Path, error: Exception) -> str:
     return f"rank {rank}: {folder} cannot be written: {type(error).__name__}: {error}"
+
+
+def join_started() -> None:
+    """Wait until this process writes nothing, for a look at folders; `Writer.finish` tells what has gone wrong."""
+    for writer in list(_started):
+        writer.join()
 
 
 def _finish_started() -> None:

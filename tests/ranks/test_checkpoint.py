@@ -433,7 +433,8 @@ def test_what_each_rank_has_for_itself_comes_back_on_as_many_ranks(comm, folder)
         state, rng = {"w": np.full(3 * rank, start + rank), "n": start + rank}, np.random.default_rng(start + rank)
         with strategy.scope():
             shared = np.full(5, float(start))
-            checkpoint = mpistrat.Checkpoint(state=mpistrat.PerRank(state), rng=mpistrat.PerRank(rng), shared=shared)
+            own = {"of/rank/state": mpistrat.PerRank(state), "rng": mpistrat.PerRank(rng)}
+            checkpoint = mpistrat.Checkpoint(**own, **{"of/all": shared})
         return checkpoint, state, rng, shared
 
     strategy = strategy_of(comm, "2+1")
@@ -445,14 +446,15 @@ def test_what_each_rank_has_for_itself_comes_back_on_as_many_ranks(comm, folder)
     assert again[2].random() == rng.random()
     owners = {name: rank for rank, found in enumerate(comm.allgather(list(again[0]._own))) for name in found}
     for file, pieces in files.read_manifest(path).pieces.items():
-        assert all(file == files.file_name(owners[piece.name.partition("/")[0]]) for piece in pieces if "@" in piece.name)
-    with strategy.scope(), pytest.raises(InvalidArgumentError, match=f"w@{comm.rank} is a variable, which ranks save together"):
-        mpistrat.Checkpoint(w=mpistrat.PerRank(mpistrat.Variable(1)))
+        assert all(file == files.file_name(owners[piece.name.removesuffix("/w")]) for piece in pieces if "@" in piece.name)
+    told = f"own/w@{comm.rank} is a variable, which ranks save together"
+    with strategy.scope(), pytest.raises(InvalidArgumentError, match=told):
+        mpistrat.Checkpoint(**{"own/w": mpistrat.PerRank(mpistrat.Variable(1))})
     strategy.close()
     with some_ranks(comm, "2x1") as strategy:
         if strategy is not None:
             other, state, _, shared = made(strategy, 30)
-            told = "state@0, state@1, state@2: each of 3 ranks has saved its own, and here are 2"
+            told = "of/rank/state@0, .*rng@0, rng@1, rng@2: each of 3 ranks has saved its own, and here are 2"
             with pytest.raises(CheckpointError, match=told):
                 other.restore(path)
             assert other.restore(path, strict=False) == 0

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+import threading
 from collections import Counter, defaultdict, namedtuple
 from pathlib import Path
 
@@ -251,6 +252,43 @@ def test_the_newest_are_kept_and_the_command_line_tells_them(tmp_path, capsys):
     for name in ("none", "other"):
         assert cli.main(["checkpoint", "list", str(tmp_path / name)]) == 1
         assert "holds no checkpoint" in capsys.readouterr().err
+
+
+def test_a_save_goes_on_when_the_program_changes_its_directory(tmp_path, monkeypatch):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    checkpoint = mpistrat.Checkpoint(w=np.ones(3))
+    manager = mpistrat.CheckpointManager(checkpoint, "kept", max_to_keep=1)
+    for step, folder in enumerate(("two", "one")):
+        manager.save(step)
+        monkeypatch.chdir(tmp_path / folder)
+    checkpoint.save("alone")
+    monkeypatch.chdir(tmp_path)
+    manager.close()
+    assert sorted(map(str, tmp_path.rglob(files.MANIFEST))) == [
+        str(tmp_path / "one" / folder / files.MANIFEST) for folder in ("alone", "kept/ckpt-00000001")
+    ]
+
+
+def test_managers_of_one_directory_leave_what_the_other_has_saved(tmp_path, monkeypatch):
+    """What was interrupted is removed; not what another manager is saving, or has saved under that name since."""
+    began = threading.Event()
+
+    def slow(*given):
+        began.wait(0.3)
+        write_file(*given)
+
+    (tmp_path / "ckpt-00000002").mkdir(parents=True)
+    monkeypatch.setattr(files, "write_file", slow)
+    first, second = (mpistrat.Checkpoint(w=np.full(3, value)) for value in (1.0, 2.0))
+    one = mpistrat.CheckpointManager(first, tmp_path)
+    one.save(1)
+    two = mpistrat.CheckpointManager(second, tmp_path)
+    one.save(2, wait=True)
+    two.save(3, wait=True)
+    assert [Path(folder).exists() for folder in one.checkpoints] == [True, True]
+    assert two.checkpoints == [str(tmp_path / f"ckpt-0000000{step}") for step in (1, 3)]
 
 
 def test_scalars_of_numpy_stay_scalars_also_where_a_number_was(tmp_path):
