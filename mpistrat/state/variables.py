@@ -277,6 +277,10 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         memo[id(self)] = copied
         return copied
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._hold(self._array)  # a pickle has the view as an array of its own
+
     def __repr__(self) -> str:
         kind = f", {self._synchronization.name} {self._aggregation.name}"
         kind = "" if self._aggregation is VariableAggregation.NONE else kind

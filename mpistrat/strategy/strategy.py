@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 from mpistrat import settings
 from mpistrat.arrays import array_module, as_array, like
@@ -311,6 +311,11 @@ class Strategy:
         vars(copied).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
         return copied
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        if default_mode().strategy is self:
+            return _default_strategy, ()
+        return super().__reduce_ex__(protocol)
+
     def __repr__(self) -> str:
         communicator = self._extended.communicator
         place = f"replica={communicator.rank}({communicator.size}), world={communicator.world.shape}"
@@ -370,6 +375,12 @@ def _default_mode() -> Mode:
     strategy = Strategy(StrategyExtended(LocalCommunicator()))
     strategy.replica_context = DefaultReplicaContext(strategy)
     return strategy.replica_context.mode
+
+
+def _default_strategy() -> Strategy:
+    """Return the default strategy of this process, for which that of another one stands in a pickle."""
+    strategy: Strategy = default_mode().strategy
+    return strategy
 
 
 def _text(method: str, view: LauncherView) -> str:

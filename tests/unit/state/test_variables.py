@@ -1,6 +1,7 @@
 """Variable: creation, reading and assigning, in every context, at several replicas; every cell of `tests.variable_matrix`."""
 
 import copy
+import pickle
 
 import ml_dtypes
 import numpy as np
@@ -203,6 +204,18 @@ def test_a_deep_copy_is_another_variable_of_the_same_strategy():
         copied["model"].value[0] = 5
     with other.scope(), pytest.raises(RuntimeError, match=r"copy.deepcopy of a variable(.|\n)*two strategies cannot be mixed"):
         copy.deepcopy(variable)
+
+
+@pytest.mark.parametrize("strategy", [None, mpistrat.OneDeviceStrategy()])
+@pytest.mark.parametrize("synchronization", SYNCHRONIZATIONS)
+def test_an_unpickled_variable_is_read_as_it_was_assigned(strategy, synchronization):
+    owner = strategy or mpistrat.get_strategy()
+    variable = made(owner, [1.0], synchronization=synchronization, aggregation=AGGREGATION.MEAN)
+    found = pickle.loads(pickle.dumps(variable)).assign_add([1.0])
+    assert (found.numpy().tolist(), found.values[0].tolist(), variable.numpy().tolist()) == ([2], [2], [1])
+    assert (found.distribute_strategy is owner) == (strategy is None)  # the default one is that of each process
+    with pytest.raises(ValueError, match="read-only"):
+        found.values[0][0] = 5
 
 
 ROWS = np.arange(6.0).reshape(3, 2)
