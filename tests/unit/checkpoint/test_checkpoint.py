@@ -3,8 +3,8 @@
 import json
 import os
 import sys
-import time
 import threading
+import time
 from collections import Counter, defaultdict, namedtuple
 from pathlib import Path
 
