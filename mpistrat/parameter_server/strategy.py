@@ -212,6 +212,7 @@ class ParameterServerExtended(StrategyExtended):
             LocalCommunicator(),
             worker_devices=[f"/job:worker/task:{index}" for index in range(len(group.workers))],
             parameter_devices=[f"/job:ps/task:{index}" for index in range(len(group.servers))],
+            is_chief=client.channel.rank == group.chief,
         )
         self._client, self._partitioner, self._placement = client, partitioner, placement
         self._num_placed = 0

@@ -237,6 +237,7 @@ def test_scheduled_functions_run_in_the_scope_and_may_use_the_strategy(coordinat
     def step(batch):
         assert mpistrat.get_strategy() is strategy
         assert mpistrat.in_cross_replica_context()
+        assert not strategy.is_chief
         return strategy.reduce("sum", strategy.run(replica, args=(batch,)), axis=None)
 
     assert coordinator.schedule(step, (np.arange(4.0),)).fetch() == 3
@@ -253,7 +254,7 @@ def test_the_chief_computes_nothing(coordinator):
     strategy = coordinator.strategy
     assert ClusterCoordinator(strategy) is coordinator
     assert coordinator.strategy is strategy
-    assert (strategy.num_replicas_in_sync, strategy.cluster_resolver.task_type) == (1, "chief")
+    assert (strategy.num_replicas_in_sync, strategy.cluster_resolver.task_type, strategy.is_chief) == (1, "chief", True)
     methods = "run", "reduce", "gather", "experimental_distribute_dataset", "distribute_datasets_from_function"
     for method in methods:
         with pytest.raises(NotImplementedError, match=rf"strategy.{method} was called on the chief"):
