@@ -15,8 +15,9 @@ from mpistrat.context.stack import current, default_mode
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.structures import flatten, map_leaves
 
-# NumPy functions that write to their first argument
+# NumPy functions that write to their first argument, which has one of these names
 _WRITERS = (np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np.putmask)
+_WRITTEN = ("dst", "arr", "a")
 
 # id of a component that `values` has returned -> the value that it belongs to
 _containers: weakref.WeakValueDictionary[int, DistributedValues] = weakref.WeakValueDictionary()
@@ -73,7 +74,7 @@ class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
     def __array_function__(
         self, func: Callable[..., Any], types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        written = (args or tuple(kwargs.values()))[:1] if func in _WRITERS else ()
+        written = (args[:1] or tuple(map(kwargs.get, _WRITTEN))) if func in _WRITERS else ()
         if written or "out" in kwargs:
             _check_targets((written, kwargs.get("out")))
         return func(*map_leaves(_read, args), **map_leaves(_read, kwargs))

@@ -70,6 +70,7 @@ def test_numpy_sees_what_is_read(kind):
             lambda x: np.stack([np.ones((2, 2)), x]),
             lambda x: np.zeros_like(x),
             lambda x: np.clip(x, a_min=0, a_max=x),
+            lambda x: np.copyto(src=x, dst=np.ones((2, 2))),
             lambda x: -x / 2 + x @ x - abs(x) ** 2,
         ):
             for value in (table, Mirrored(array)):
