@@ -17,14 +17,14 @@ from mpistrat.errors import InvalidArgumentError, OutOfRangeError
 from mpistrat.inputs.input_options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode, read_options
 from mpistrat.inputs.position import DatasetIterator, Resumable
 from mpistrat.inputs.prefetch import fetched, prefetched
-from mpistrat.inputs.rebatch import batched, empty_like, num_batches_of, own_parts, share_sizes, shares, spec_of
+from mpistrat.inputs.rebatch import batched, empty_like, num_batches_of, num_rows, own_parts, share_sizes, shares, spec_of
 from mpistrat.inputs.sources import Dataset, RowDataset, as_dataset
 from mpistrat.reduction import ReduceOp
 
 OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
 
 # the state of a replica; the maximum over all replicas decides
-_ENDED, _GOES_ON, _FAILED = range(3)
+_ENDED, _HAS_NO_ROWS, _GOES_ON, _FAILED = range(4)
 _UNKNOWN = np.iinfo(np.int64).max
 
 
@@ -35,7 +35,8 @@ class DistributedDataset(Resumable):
 
     Its elements are nests of per-replica values, which ``strategy.run(fn, args=(element,))`` turns into arrays; with one
     replica they are nests of arrays. Every replica gets the same number of elements: one without rows, because its data
-    has ended or a batch is small, gets arrays of no rows.
+    has ended or a batch is small, gets arrays of no rows; but there is no element without rows on any replica, unless a batch
+    has none.
 
     Each iteration is an epoch. Ranks must start the same number of iterations.
     """
@@ -68,15 +69,11 @@ class DistributedDataset(Resumable):
 
     @property
     def _length(self) -> int | None:
-        """The number of batches that this replica gets from its own dataset; None if unknown."""
-        count = self._dataset.num_batches
-        if count is None or self._policy is not OFF:
-            return count
-        sizes = self._sizes
-        if sizes is None:
-            return count * self._communicator.size
-        rows = self._dataset.num_rows
-        return None if rows is None else num_batches_of(rows, sizes)
+        """The number of batches that this replica gets from its own dataset; None if unknown, or if some may have no rows."""
+        if self._policy is not OFF:
+            return self._dataset.num_batches
+        rows, sizes = self._dataset.num_rows, self._sizes
+        return None if rows is None or sizes is None or 0 in sizes else num_batches_of(rows, sizes)
 
     @property
     def _sizes(self) -> list[int] | None:
@@ -215,17 +212,19 @@ class DistributedIterator(DatasetIterator):
             self._communicator.refuse(self._call, refusal)
         if self._is_over:
             return []
-        try:
-            (shares, error), self._ahead = self._ahead or self._attempt(), None
-            is_over = self._agree_on_end(bool(shares), error)
-        except BaseException:
-            self.close()
-            raise
-        if is_over:
-            self.close()
-            self.dataset._end_epoch(self._epoch)
-            return []
-        self._taken += 1
+        state = _HAS_NO_ROWS
+        while state == _HAS_NO_ROWS:
+            try:
+                (shares, error), self._ahead = self._ahead or self._attempt(), None
+                state = self._agree_on_state(shares, error)
+            except BaseException:
+                self.close()
+                raise
+            if state == _ENDED:
+                self.close()
+                self.dataset._end_epoch(self._epoch)
+                return []
+            self._taken += 1
         self.dataset._reach(self._epoch, self._taken)
         return [regroup(share, self._communicator.size) for share in shares or [self._empty]]
 
@@ -239,21 +238,24 @@ class DistributedIterator(DatasetIterator):
             return [], error
         return shares, None
 
-    def _agree_on_end(self, has_share: bool, error: Exception | None) -> bool:
-        """Return whether all replicas are at the end; raise if one has failed."""
+    def _agree_on_state(self, shares: list[Any], error: Exception | None) -> int:
+        """Return what the replica does that is furthest from the end; raise if one has failed."""
         communicator = self._communicator
         if communicator.is_strict:
             communicator.agree(self._call, error)
         if self._steps is None and communicator.size > 1:
-            return self._exchange(communicator, has_share, error)
+            return self._exchange(communicator, shares, error)
         if error is not None:
             communicator.refuse(self._call, error)
         if not communicator.is_strict:
             communicator.note(self._call)
-        return not has_share if self._steps is None else self._taken >= self._steps
+        goes_on = bool(shares) if self._steps is None else self._taken < self._steps
+        return _GOES_ON if goes_on else _ENDED
 
-    def _exchange(self, communicator: BaseCommunicator, has_share: bool, error: Exception | None) -> bool:
-        state = _FAILED if error is not None else _GOES_ON if has_share else _ENDED
+    def _exchange(self, communicator: BaseCommunicator, shares: list[Any], error: Exception | None) -> int:
+        state = _FAILED if error is not None else _GOES_ON if shares else _ENDED
+        if shares and self.dataset._policy is OFF and not num_rows(shares[0]):
+            state = _HAS_NO_ROWS
         length = _UNKNOWN if self._length is None else self._length
         knows = self._empty is not None
         place = (self._epoch << 32) + self._taken
@@ -269,7 +271,7 @@ class DistributedIterator(DatasetIterator):
             self._empty = known if self._empty is None else self._empty
         if length != _UNKNOWN:
             self._steps = length
-        return bool(state == _ENDED)
+        return int(state)
 
     @property
     def _call(self) -> str:

@@ -1,5 +1,7 @@
 """Distributed datasets: what the ranks get, seen together."""
 
+from itertools import islice
+
 import numpy as np
 import pytest
 
@@ -40,6 +42,22 @@ def test_ranks_may_read_other_things_without_sharding(comm, either):
     shares = comm.allgather([len(local(either, element)) for element in batches])
     assert [sum(lengths) for lengths in shares] == [comm.size * (1 + rank) for rank in range(comm.size)]
     assert len(set(map(len, shares))) == 1
+
+
+@pytest.mark.parametrize("kind", [list, iter, ArrayDataset], ids=["list", "iter", "arrays"])
+def test_no_element_is_without_rows_on_all_ranks(comm, either, kind):
+    """The last rank has one row more: the others have no data then, and it has none in its first turns of that batch."""
+    mine, size = [np.ones(comm.size)] * 2 + [np.ones(1)] * (comm.rank == comm.size - 1), max(comm.size - 1, 1)
+    made = ArrayDataset(np.concatenate(mine), size) if kind is ArrayDataset else kind(mine)
+    dataset = either.experimental_distribute_dataset(made, InputOptions(auto_shard_policy=OFF))
+    rows = np.array([len(local(either, element)) for element in dataset])
+    counts = np.array(comm.allgather(rows))
+    assert counts.sum(axis=0).all()
+    assert counts.sum(axis=1).tolist() == [2 * comm.size] * (comm.size - 1) + [2 * comm.size + 1]
+    if kind is not iter:  # the position is that behind what was left out
+        list(islice(dataset, 2))
+        dataset.load_state_dict(dataset.state_dict())
+        assert [len(local(either, element)) for element in dataset] == rows[2:].tolist()
 
 
 @pytest.mark.parametrize("kinds", [[list], [iter], [list, iter]])  # an iterator has no length to tell
