@@ -115,6 +115,9 @@ def checksum(arrays: Iterable[Array], most_bytes: int | None = None, start: int 
     """Return a hash of the bits of arrays, below 2**62; of those above `most_bytes`, of spaced elements, from `start` on."""
     digest = blake2b(digest_size=8)
     for array in arrays:
+        if array.itemsize >= 16 and array.dtype.char in "gG" and np.finfo(np.longdouble).nmant == 63:
+            # x86: 6 of 16 bytes are no part of a number, and hold anything
+            array = np.ascontiguousarray(array).view(np.uint8).reshape(-1, 16)[:, :10]
         if most_bytes is not None and array.nbytes > most_bytes:
             spacing = -(-array.nbytes // most_bytes)
             digest.update(to_host(array.reshape(-1)[start % spacing :: spacing]).tobytes())

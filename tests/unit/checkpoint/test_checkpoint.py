@@ -396,6 +396,19 @@ def test_saves_compare_other_elements_until_all_have_been(dtype):
         array.flat[index] = 0
 
 
+@pytest.mark.parametrize("dtype", ["longdouble", "clongdouble"])
+@pytest.mark.parametrize("most_bytes", [None, 1 << 6])
+def test_bytes_between_numbers_are_not_compared(dtype, most_bytes):
+    digests = set()
+    for filling in (b"\0", b"\1"):
+        array = np.frombuffer(bytearray(filling * np.dtype(dtype).itemsize * 12), dtype).reshape(3, 4)
+        array[...] = np.linspace(0, 1, 12, dtype=np.longdouble).reshape(3, 4)
+        digests.add(Tree({"w": array.T}).digest(most_bytes, "one"))
+    array[...] += 1
+    assert len(digests) == 1
+    assert Tree({"w": array.T}).digest(most_bytes, "one") not in digests
+
+
 def test_what_saves_compare_is_not_kept():
     before = digest_of.cache_info().misses
     for step in range(3):
