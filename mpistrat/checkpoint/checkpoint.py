@@ -88,6 +88,7 @@ class Checkpoint:
         self._communicator.agree_on("Checkpoint", self._checked)
         self._writer = Writer(self._communicator)
         self._memory: Array = np.empty(0, np.uint8)
+        self._saved: list[Path] = []  # the last folder that is durable
 
     def save(self, path: str | os.PathLike[str], wait: bool = False, step: int = 0) -> str:
         """Save to a new folder, and return its path. A collective call.
@@ -149,8 +150,13 @@ class Checkpoint:
             # the last rank: rank 0 has the first arrays, which in many models are many small ones, and takes longer
             made_in = files.prepare(folder) if communicator.rank == communicator.size - 1 else []
         manifest = Manifest(step, communicator.size, sys.modules["mpistrat"].__version__, document, specs, {})
+
+        def tell() -> None:
+            self._saved = [folder]
+            when_durable()
+
         waited = time.perf_counter() - started
-        self._writer.start(Save(folder, manifest, layout, memory, made_in, outdated, when_durable, waited, wait))
+        self._writer.start(Save(folder, manifest, layout, memory, made_in, outdated, tell, waited, wait))
         if wait:
             self._writer.finish()
         return str(folder)
@@ -438,7 +444,9 @@ class CheckpointManager:
         step = self._checkpoint._communicator.agree_on(
             "CheckpointManager.save", lambda: (number := checked_int(step, "step", 0), f"step={number}")
         )
-        folder = files.new_folder(self._directory, step, self._found)
+        # another manager may have saved this step there, that of a PreemptionCheckpointHandler for example
+        others = [each for each in self._checkpoint._saved if each.parent == self._directory]
+        folder = files.new_folder(self._directory, step, [*self._found, *others])
         kept = self._kept_with(folder, step)
         # what was not whole at first may be by now: another manager has saved that step
         interrupted = [each for each in self._interrupted if not (each / files.MANIFEST).is_file()]

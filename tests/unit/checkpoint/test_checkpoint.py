@@ -289,6 +289,10 @@ def test_managers_of_one_directory_leave_what_the_other_has_saved(tmp_path, monk
     two.save(3, wait=True)
     assert [Path(folder).exists() for folder in one.checkpoints] == [True, True]
     assert two.checkpoints == [str(tmp_path / f"ckpt-0000000{step}") for step in (1, 3)]
+    three = mpistrat.CheckpointManager(second, tmp_path)
+    saved = [manager.save(4, wait=True) for manager in (two, three)]  # as the handler of a signal, and then the program
+    assert saved == [str(tmp_path / f"ckpt-00000004{turn}") for turn in ("", ".1")]
+    assert all(Path(folder).exists() for folder in saved)
 
 
 def test_scalars_of_numpy_stay_scalars_also_where_a_number_was(tmp_path):
