@@ -243,7 +243,8 @@ class Checkpoint:
                 "strict=False leaves what they have"
             )
         nodes = [[name, node] for name, node in manifest.document[1] if name not in names]
-        return ["dict", nodes], {name: spec for name, spec in manifest.arrays.items() if not _is_part_of(name, names)}
+        theirs = _beginnings(names)
+        return ["dict", nodes], {name: spec for name, spec in manifest.arrays.items() if not f"{name}/".startswith(theirs)}
 
     def _checked(self) -> tuple[None, str]:
         tree, strategies = Tree(self._objects), (self._strategy, default_mode().strategy)
@@ -264,7 +265,7 @@ class Checkpoint:
                 raise InvalidArgumentError(
                     f"{datasets[id(source)]} and {name} have the position of one dataset: save one of them"
                 )
-            if isinstance(value, Variable) and _is_part_of(name, self._own):
+            if isinstance(value, Variable) and f"{name}/".startswith(_beginnings(self._own)):
                 raise InvalidArgumentError(f"{name} is a variable, which ranks save together: it cannot be PerRank")
             owner = getattr(source, "_strategy", None) if isinstance(source, (Variable, DistributedDataset)) else None
             if owner not in (None, *strategies):
@@ -364,9 +365,9 @@ def _of_rank(name: str, rank: int) -> str:
     return f"{name}@{rank}"
 
 
-def _is_part_of(name: str, objects: Iterable[str]) -> bool:
-    """Return whether an array with this name is held by one of the objects with these, which may have slashes themselves."""
-    return f"{name}/".startswith(tuple(f"{each}/" for each in objects))
+def _beginnings(objects: Iterable[str]) -> tuple[str, ...]:
+    """Return how the names of arrays begin, with a slash at their end, that objects with these names hold."""
+    return tuple(f"{name}/" for name in objects)
 
 
 class CheckpointManager:
