@@ -80,10 +80,11 @@ def test_checksums_are_those_of_zlib(folder):
 
 
 def test_the_program_gets_the_core_between_parts_of_a_checksum_but_not_for_ever(monkeypatch):
-    data, yielded = np.arange(3 << 20).view(np.uint8)[: (3 << 18) + 5], []
+    data, yielded, parts = np.arange(3 << 20).view(np.uint8)[: (3 << 18) + 5], [], []
     monkeypatch.setattr(files.os, "sched_yield", lambda: yielded.append(1))
+    monkeypatch.setattr(files, "crc32", lambda part, before: parts.append(len(part)) or crc32(part, before))
     assert [files.checksum_meanwhile(data, ends) for ends in (inf, 0)] == [crc32(data)] * 2
-    assert len(yielded) == 4
+    assert (len(yielded), parts) == (4, [1 << 18] * 3 + [5, len(data)])
 
 
 def test_a_manifest_of_a_newer_version_is_refused(folder):
