@@ -27,7 +27,7 @@ def submit(request, tmp_path):
     (tmp_path / "slurm").mkdir()
     script = shutil.copy(request.param, tmp_path / "slurm_script")
 
-    def run(site, program=("train.py", "--name", "a b")):
+    def run(site, program=("train.py", "--name", "a b"), task="1"):
         if site is not None:
             (tmp_path / "slurm" / "site.env").write_text(site)
         environ = {name: value for name, value in os.environ.items() if name not in ("LAUNCH", "SRUN_CPUS_PER_TASK")}
@@ -36,7 +36,7 @@ def submit(request, tmp_path):
             "SLURM_SUBMIT_DIR": str(tmp_path),
             "SLURM_CPUS_PER_TASK": "4",
             "SLURM_NTASKS": "8",
-            "SLURM_ARRAY_TASK_ID": "1",
+            "SLURM_ARRAY_TASK_ID": task,
         }
         return run_bounded(["bash", str(script), *program], 30, environ)
 
@@ -60,10 +60,11 @@ def test_only_srun_is_told_the_cores_of_a_rank(submit, launch, told):
 
 
 @pytest.mark.parametrize("submit", [_SLURM / "requeue.sbatch"], indirect=True, ids=["requeue"])
-@pytest.mark.parametrize("options", ["--mpi=pmix -K", "-K --cpu-bind=none apptainer exec --nv image", "--mpi=pmix"])
-def test_the_first_rank_that_ends_with_42_ends_no_other(submit, tmp_path, options):
+@pytest.mark.parametrize("kills", ["-K", "-K1", "--kill-on-bad-exit", "--kill-on-bad-exit=1", ""])
+@pytest.mark.parametrize("options", ["--mpi=pmix {}", "{} --cpu-bind=none apptainer exec --nv image"])
+def test_the_first_rank_that_ends_with_42_ends_no_other(submit, tmp_path, options, kills):
     (tmp_path / "bin" / "srun").write_text('#!/bin/sh\necho "$SLURM_KILL_BAD_EXIT $SLURM_WAIT $*"\n')
-    wanted = f"0 60 {options.replace('-K', '')} python train.py --name a b"
+    wanted, options = f"0 60 {options.format('')} python train.py --name a b", options.format(kills)
     assert submit(f'LAUNCH="srun {options}"\n').stdout.split() == wanted.split()
 
 
@@ -102,6 +103,15 @@ def test_a_task_without_a_program_says_so(submit, tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "the program is missing: it stands after the template, on the command line of sbatch\n"
     assert not (tmp_path / "task-1").exists()
+
+
+@pytest.mark.parametrize("submit", [_SLURM / "array.sbatch"], indirect=True, ids=["array"])
+@pytest.mark.parametrize(("task", "told"), [("0", ""), ("2", "train.py --rate 2"), ("3", "train.py")])
+def test_a_task_has_its_line_of_arguments_or_ends(submit, tmp_path, task, told):
+    (tmp_path / "sweep.txt").write_text("--rate 1\n--rate 2\n")
+    done = submit("LAUNCH=srun\n", ["train.py"], task)
+    assert done.stdout == (f"srun python {told}; cores 4\n" if told else "")
+    assert (done.returncode == 0) == bool(told)
 
 
 def test_a_command_of_the_site_that_fails_ends_the_job(submit):
