@@ -439,7 +439,7 @@ class CheckpointManager:
     def save(self, step: int, wait: bool = False) -> str:
         """Save to a folder of the directory, and return its path. A collective call: see `Checkpoint.save`.
 
-        Once the checkpoint is durable, those that are not kept are removed, and what saves left that were interrupted.
+        Once the checkpoint is durable, those that are not kept are removed; at once, what saves left that were interrupted.
         """
         self._checkpoint._finish("save")
         step = self._checkpoint._communicator.agree_on(
@@ -449,12 +449,14 @@ class CheckpointManager:
         others = [each for each in self._checkpoint._saved if each.parent == self._directory]
         folder = files.new_folder(self._directory, step, [*self._found, *others])
         kept = self._kept_with(folder, step)
-        # what was not whole at first may be by now: another manager has saved that step
-        interrupted = [each for each in self._interrupted if not (each / files.MANIFEST).is_file()]
-        outdated = [each for each in [*self._found, *interrupted] if each not in kept]
+        outdated = [each for each in self._found if each not in kept]
+        if self._interrupted and self._checkpoint._communicator.rank == 0:
+            files.join_started()  # of other managers, which may have saved to such a folder since
+            files.discard([each for each in self._interrupted if each != folder and not (each / files.MANIFEST).is_file()])
+        self._interrupted = []
 
         def add() -> None:
-            self._found, self._interrupted = kept, []
+            self._found = kept
 
         return self._checkpoint._save_to(folder, wait, step, outdated, add)
 

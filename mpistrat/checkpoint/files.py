@@ -344,6 +344,15 @@ def remove(folder: Path) -> None:
         folder.rmdir()
 
 
+def discard(folders: Sequence[Path]) -> None:
+    """Remove checkpoints; the job goes on where one cannot be."""
+    for each in folders:
+        try:
+            remove(each)
+        except OSError as error:
+            logger.warning(f"the older checkpoint {each} cannot be removed: {error}")
+
+
 def _check(manifest: Manifest) -> None:
     """Check that numbers and names fit each other: nothing is read that is not of the checkpoint, or written outside arrays."""
     ends = dict.fromkeys(manifest.arrays, 0)
@@ -484,11 +493,7 @@ class Writer:
         amount, rate = format_bytes(manifest.num_bytes), format_bytes(int(manifest.num_bytes / seconds))
         end_of_job.note_saved(manifest.step)
         logger.info(f"step {manifest.step}: {amount} in {save.folder}, at {rate}/s; the step waited {waited}")
-        for each in save.outdated:
-            try:
-                remove(each)
-            except OSError as error:
-                logger.warning(f"the older checkpoint {each} cannot be removed: {error}")
+        discard(save.outdated)
 
     def _write(self, save: Save) -> str:
         """Write, and return why it has failed on some rank, an empty text if it has not."""

@@ -279,16 +279,20 @@ def test_managers_of_one_directory_leave_what_the_other_has_saved(tmp_path, monk
         began.wait(0.3)
         write_file(*given)
 
-    (tmp_path / "ckpt-00000002").mkdir(parents=True)
     monkeypatch.setattr(files, "write_file", slow)
     first, second = (mpistrat.Checkpoint(w=np.full(3, value)) for value in (1.0, 2.0))
     one = mpistrat.CheckpointManager(first, tmp_path)
     one.save(1)
+    for step in (2, 4, 5):
+        (tmp_path / f"ckpt-0000000{step}").mkdir()
     two = mpistrat.CheckpointManager(second, tmp_path)
-    one.save(2, wait=True)
-    two.save(3, wait=True)
-    assert [Path(folder).exists() for folder in one.checkpoints] == [True, True]
+    for manager, step in ((one, 2), (two, 3), (one, 4)):
+        manager.save(step)
+    one.close()
+    two.close()
     assert two.checkpoints == [str(tmp_path / f"ckpt-0000000{step}") for step in (1, 3)]
+    whole = sorted(str(path.parent) for path in tmp_path.rglob(files.MANIFEST))
+    assert whole == sorted({*one.checkpoints, *two.checkpoints}) == sorted(map(str, tmp_path.iterdir()))
     three = mpistrat.CheckpointManager(second, tmp_path)
     saved = [manager.save(4, wait=True) for manager in (two, three)]  # as the handler of a signal, and then the program
     assert saved == [str(tmp_path / f"ckpt-00000004{turn}") for turn in ("", ".1")]
