@@ -377,10 +377,9 @@ def _default_mode() -> Mode:
     return strategy.replica_context.mode
 
 
-def _default_strategy() -> Strategy:
+def _default_strategy() -> Any:
     """Return the default strategy of this process, for which that of another one stands in a pickle."""
-    strategy: Strategy = default_mode().strategy
-    return strategy
+    return default_mode().strategy
 
 
 def _text(method: str, view: LauncherView) -> str:
