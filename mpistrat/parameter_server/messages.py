@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import starmap
 from struct import Struct
@@ -372,7 +373,8 @@ class Receiver:
                 self._is_active = not self._request.Test()
             if self._is_active:  # of a message that has begun to arrive
                 keep_alive_for_peers(self._buffer)
-        self._request.Free()
+        with suppress(self._channel.failure):  # Open MPI before 5.0.11 may free none whose source is lost
+            self._request.Free()
 
     def _has_come_with(self, error: MPI.Exception) -> bool:
         """Return whether a message has come although MPI has raised an error.
