@@ -293,9 +293,10 @@ def test_managers_of_one_directory_leave_what_the_other_has_saved(tmp_path, monk
     assert two.checkpoints == [str(tmp_path / f"ckpt-0000000{step}") for step in (1, 3)]
     whole = sorted(str(path.parent) for path in tmp_path.rglob(files.MANIFEST))
     assert whole == sorted({*one.checkpoints, *two.checkpoints}) == sorted(map(str, tmp_path.iterdir()))
-    three = mpistrat.CheckpointManager(second, tmp_path)
-    saved = [manager.save(4, wait=True) for manager in (two, three)]  # as the handler of a signal, and then the program
-    assert saved == [str(tmp_path / f"ckpt-00000004{turn}") for turn in ("", ".1")]
+    checkpoint = mpistrat.Checkpoint(w=np.ones(3))
+    managers = [mpistrat.CheckpointManager(checkpoint, tmp_path) for _ in range(2)]
+    saved = [manager.save(9, wait=True) for manager in managers]  # as the handler of a signal, and then the program
+    assert saved == [str(tmp_path / f"ckpt-00000009{turn}") for turn in ("", ".1")]
     assert all(Path(folder).exists() for folder in saved)
 
 
