@@ -442,17 +442,21 @@ class CheckpointManager:
         Once the checkpoint is durable, those that are not kept are removed; at once, what saves left that were interrupted.
         """
         self._checkpoint._finish("save")
-        step = self._checkpoint._communicator.agree_on(
-            "CheckpointManager.save", lambda: (number := checked_int(step, "step", 0), f"step={number}")
-        )
+        communicator = self._checkpoint._communicator
+
+        def checked() -> tuple[int, str]:
+            number = checked_int(step, "step", 0)
+            if self._interrupted and communicator.rank == 0:
+                files.join_started()  # of other managers, which may have saved to such a folder since
+                files.discard([each for each in self._interrupted if not (each / files.MANIFEST).is_file()])
+            return number, f"step={number}"
+
+        step = communicator.agree_on("CheckpointManager.save", checked)
         # another manager may have saved this step there, that of a PreemptionCheckpointHandler for example
         others = [each for each in self._checkpoint._saved if each.parent == self._directory]
         folder = files.new_folder(self._directory, step, [*self._found, *others])
         kept = self._kept_with(folder, step)
         outdated = [each for each in self._found if each not in kept]
-        if self._interrupted and self._checkpoint._communicator.rank == 0:
-            files.join_started()  # of other managers, which may have saved to such a folder since
-            files.discard([each for each in self._interrupted if each != folder and not (each / files.MANIFEST).is_file()])
         self._interrupted = []
 
         def add() -> None:

@@ -426,6 +426,19 @@ def test_what_was_restored_is_saved_as_it_was(comm, folder, make):
     strategy.close()
 
 
+@on_ranks(2)
+def test_all_ranks_learn_that_one_cannot_look_at_what_was_interrupted(comm, folder, monkeypatch):
+    (folder / "ckpt-00000001").mkdir(exist_ok=True)
+    comm.Barrier()
+    strategy = strategy_of(comm, "2x1")
+    with strategy.scope():
+        manager = mpistrat.CheckpointManager(mpistrat.Checkpoint(w=np.ones(1)), folder)
+    monkeypatch.setattr(files, "discard", lambda folders: folders[1])
+    with pytest.raises((IndexError, AgreementError), match="list index out of range"):
+        manager.save(2)
+    strategy.close()
+
+
 @on_ranks(3)
 def test_what_each_rank_has_for_itself_comes_back_on_as_many_ranks(comm, folder):
     def made(strategy, start):
