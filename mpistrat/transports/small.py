@@ -6,8 +6,8 @@ publishes the total to its node; the other ranks wait only for that.
 
 In each round of the leaders groups of two or three of them exchange what they have, and combine it in the order of the ranks,
 so that all get the same bits (recursive doubling; R. Thakur, R. Rabenseifner, W. Gropp: Optimization of Collective
-Communication Operations in MPICH, 2005). To send parts, and gather them in as many rounds again, takes fewer bytes: up to
-32 KiB two thirds of the time at 1 Gbit/s, and 1.4 to 1.8 times as long at 10 Gbit/s.
+Communication Operations in MPICH, 2005). To send parts, and gather them in as many rounds again, takes fewer bytes, but with
+16 to 32 KiB 1.4 to 1.9 times as long at 10 Gbit/s; on 3 and 4 nodes it takes 0.67 and 0.75 of the time at 1 Gbit/s.
 
 A rank compares the calls of all ranks of its node before it reads their slots, and the leaders' messages carry the digest of
 the call in their tags. So no rank reads data of another call, and every wait can be cut off by a deadline.
