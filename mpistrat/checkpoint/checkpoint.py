@@ -19,7 +19,7 @@ from mpistrat.checkpoint.files import Layout, Manifest, Piece, Save, Writer
 from mpistrat.checkpoint.tree import Node, Spec, Tree, listed
 from mpistrat.communicator.communicator import job_communicator
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.communicator.validate import checked_int, name_of
+from mpistrat.communicator.validate import checked_int
 from mpistrat.context.stack import default_mode, get_strategy, has_strategy, in_cross_replica_context, inside, misplaced
 from mpistrat.device.abstract import address
 from mpistrat.device.binding import bound_device
@@ -125,20 +125,8 @@ class Checkpoint:
         """Save, and remove older folders once that is durable; the next call that finds it so calls `when_durable`."""
         started, communicator = time.perf_counter(), self._communicator
         self._finish("save")
-
-        most_bytes = None if communicator.is_strict else _COMPARED_BYTES
-
-        def capture() -> tuple[tuple[Tree, Tree, Path, int, int], str]:
-            tree, own, number = Tree(self._common), Tree(self._own), checked_int(step, "step", 0)
-            digest = tree.digest(most_bytes, path)
-            # absolute: the program may change its working directory before the thread has written
-            return (tree, own, Path(path).absolute(), number, digest), f"{os.fspath(path)!r}, step={number}"
-
-        tree, own, folder, step, digest = communicator.agree_on("Checkpoint.save", capture)
-        if len({*communicator.all_gather(np.array([digest], np.uint64)).tolist()}) > 1:
-            gathered = communicator.gather_objects(tree.digests(most_bytes, path))
-            raise AgreementError(communicator.broadcast_object(gathered and _differences(gathered)))
-        arrays = {name: leaf.read() if isinstance(leaf, Variable) else leaf for name, leaf in tree.leaves.items()} | own.leaves
+        tree, own, folder, step = self._compared(path, step)
+        arrays = tree.arrays | {name: each.read() for name, each in tree.variables.items()} | own.arrays
         pieces = files.pieces_of(tuple(tree.specs.items()), communicator.rank, communicator.size)
         pieces += tuple(Piece(name, 0, spec.size) for name, spec in own.specs.items() if spec.size)
         document, specs = tree.document, dict(tree.specs)
@@ -146,7 +134,8 @@ class Checkpoint:
             document[1].extend(nodes)
             specs.update(others)
         with self._failing_together():
-            layout, memory = self._stage(pieces, arrays)
+            layout = files.layout_of(pieces, tree.specs | own.specs)
+            memory = self._stage(layout, arrays)
             # the last rank: rank 0 has the first arrays, which in many models are many small ones, and takes longer
             made_in = files.prepare(folder) if communicator.rank == communicator.size - 1 else []
         manifest = Manifest(step, communicator.size, sys.modules["mpistrat"].__version__, document, specs, {})
@@ -160,6 +149,25 @@ class Checkpoint:
         if wait:
             self._writer.finish()
         return str(folder)
+
+    def _compared(self, path: str | os.PathLike[str], step: int) -> tuple[Tree, Tree, Path, int]:
+        """Return what objects of all ranks and of this one hold, and where to save it, once ranks are known to agree."""
+        communicator, failed, call, digest = self._communicator, None, "Checkpoint.save", 0
+        most_bytes = None if communicator.is_strict else _COMPARED_BYTES
+        try:
+            tree, own, step = Tree(self._common), Tree(self._own), checked_int(step, "step", 0)
+            call = f"{call}({os.fspath(path)!r}, step={step})"
+            folder = Path(path).absolute()  # the program may change its working directory before the thread has written
+            digest = tree.digest(most_bytes, call)
+        except Exception as error:
+            failed = error
+        communicator.note("Checkpoint.save")
+        facts = np.array([failed is not None, digest, -digest])  # one small message; ranks that agree send no other
+        if communicator.all_reduce("max", facts).tolist() != [0, digest, -digest]:
+            communicator.agree(call, failed)
+            gathered = communicator.gather_objects(tree.digests(most_bytes, call))
+            raise AgreementError(communicator.broadcast_object(gathered and _differences(gathered)))
+        return tree, own, folder, step
 
     def restore(self, path: str | os.PathLike[str], strict: bool = True) -> int:
         """Restore all objects from a folder, and return the step that was saved there. A collective call.
@@ -193,9 +201,9 @@ class Checkpoint:
         with self._failing_together():
             tree.restore(document, values)
         with inside(default_mode()):  # a variable may have been made outside the scope in which this is called
-            for name, leaf in tree.leaves.items():
-                if isinstance(leaf, Variable) and name in values:
-                    leaf.assign(values[name])
+            for name, variable in tree.variables.items():
+                if name in values:
+                    variable.assign(values[name])
         return manifest.step
 
     def close(self) -> None:
@@ -227,10 +235,11 @@ class Checkpoint:
             mine = str(error)
         except Exception as error:
             mine, cause = f"rank {rank}: {type(error).__name__}: {error}", error
+        if not self._communicator.all_reduce("max", np.array([bool(mine)])):
+            return
         gathered = self._communicator.all_gather(np.frombuffer(f"{mine}\0".encode(errors="backslashreplace"), np.uint8))
         told = list(dict.fromkeys(filter(None, gathered.tobytes().decode().split("\0"))))
-        if told:
-            raise CheckpointError("; ".join(told)) from cause
+        raise CheckpointError("; ".join(told)) from cause
 
     def _for_this_rank(self, manifest: Manifest, is_strict: bool) -> tuple[Node, dict[str, Spec]]:
         """Return the document and the arrays without what other ranks have for themselves; without all, if ranks are others."""
@@ -250,9 +259,9 @@ class Checkpoint:
         tree, strategies = Tree(self._objects), (self._strategy, default_mode().strategy)
         tree.check_in_place()
         datasets = dict[int, str]()
-        if _RESERVED in tree.leaves:
+        if _RESERVED in tree.specs:
             raise InvalidArgumentError(f"the name {_RESERVED} is reserved in files of safetensors: give the array another one")
-        for name, value in {**tree.leaves, **tree.states}.items():
+        for name, value in {**tree.variables, **tree.states}.items():
             source = value.dataset if isinstance(value, DatasetIterator) else value
             if isinstance(source, Dataset) and source.is_distributed:
                 raise InvalidArgumentError(
@@ -275,16 +284,12 @@ class Checkpoint:
         own = [name.removesuffix(_of_rank("", self._communicator.rank)) for name in self._own]
         return None, ", ".join([*self._common, *(f"{name} of each rank" for name in own)])
 
-    def _stage(self, pieces: tuple[Piece, ...], arrays: dict[str, Array]) -> tuple[Layout, Array]:
-        """Return the layout of a file, and it in host memory, which the next save uses again.
-
-        What lies on a GPU gets there by DMA.
-        """
-        parts = [flat(arrays[piece.name])[piece.start : piece.stop] for piece in pieces]
-        layout = files.layout_of(pieces, tuple(name_of(part.dtype) for part in parts))
+    def _stage(self, layout: Layout, arrays: dict[str, Array]) -> Array:
+        """Return a file in host memory, which the next save uses again. What lies on a GPU gets there by DMA."""
         memory, device = self._reserve(layout.num_bytes), bound_device()
         memory[: len(layout.header)] = np.frombuffer(layout.header, np.uint8)
-        for place, part in zip(layout.places, parts, strict=True):
+        for (name, start, stop, _), place in zip(layout.pieces, layout.places, strict=True):
+            part = flat(arrays[name])[start:stop]
             if device is None or not is_on_device(part):
                 # by NumPy's loops, which are at times faster than an assignment, which the C library makes
                 np.positive(part.view(np.uint8), out=memory[place])
@@ -294,7 +299,7 @@ class Checkpoint:
             event = device.current_stream().record()
             while not event.done():
                 time.sleep(0)
-        return layout, memory
+        return memory
 
     def _read(self, folder: Path, manifest: Manifest, targets: dict[str, Array]) -> dict[str, Array]:
         """Return the arrays, which are `targets` or new: each rank reads its share of the files, and broadcasts what they hold.
@@ -443,15 +448,13 @@ class CheckpointManager:
         """
         self._checkpoint._finish("save")
         communicator = self._checkpoint._communicator
-
-        def checked() -> tuple[int, str]:
-            number = checked_int(step, "step", 0)
-            if self._interrupted and communicator.rank == 0:
-                files.join_started()  # of other managers, which may have saved to such a folder since
-                files.discard([each for each in self._interrupted if not (each / files.MANIFEST).is_file()])
-            return number, f"step={number}"
-
-        step = communicator.agree_on("CheckpointManager.save", checked)
+        with communicator.refusing("CheckpointManager.save"):
+            step = checked_int(step, "step", 0)
+        if self._interrupted:
+            with self._checkpoint._failing_together():
+                if communicator.rank == 0:
+                    files.join_started()  # of other managers, which may have saved to such a folder since
+                    files.discard([each for each in self._interrupted if not (each / files.MANIFEST).is_file()])
         # another manager may have saved this step there, that of a PreemptionCheckpointHandler for example
         others = [each for each in self._checkpoint._saved if each.parent == self._directory]
         folder = files.new_folder(self._directory, step, [*self._found, *others])

@@ -14,10 +14,10 @@ import json
 import operator
 import os
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from errno import EFAULT, EINVAL
 from fcntl import F_GETFL, F_SETFL, fcntl
 from functools import lru_cache
@@ -232,15 +232,16 @@ def in_groups(layout: Layout, most_bytes: int) -> Iterator[tuple[list[Piece], sl
 
 def layouts_of(manifest: Manifest) -> dict[str, Layout]:
     """Return the layout of each file."""
-    found = {}
-    for name, pieces in manifest.pieces.items():
-        found[name] = layout_of(tuple(pieces), tuple(manifest.arrays[piece.name].dtype for piece in pieces))
-    return found
+    return {name: layout_of(tuple(pieces), manifest.arrays) for name, pieces in manifest.pieces.items()}
+
+
+def layout_of(pieces: tuple[Piece, ...], arrays: Mapping[str, Spec]) -> Layout:
+    """Return the layout of a file with pieces of arrays."""
+    return _layout_of(pieces, tuple(arrays[piece.name].dtype for piece in pieces))
 
 
 @lru_cache(maxsize=8)
-def layout_of(pieces: tuple[Piece, ...], dtypes: tuple[str, ...]) -> Layout:
-    """Return the layout of a file with pieces of arrays of these dtypes."""
+def _layout_of(pieces: tuple[Piece, ...], dtypes: tuple[str, ...]) -> Layout:
     stored = [dtype if dtype in _STORED else "uint8" for dtype in dtypes]
     order = sorted(range(len(pieces)), key=lambda place: -itemsize_of(stored[place]))  # so all of them are aligned
     fields, bounds, end = {}, dict[int, tuple[int, int]](), 0
@@ -435,38 +436,39 @@ class Writer:
             self._comm = communicator.hierarchy.world_group.comm.Dup()
             self._members = communicator.hierarchy.members
             self._among = f"saves, communicator {communicator.hierarchy.number}"
-        self._thread: threading.Thread | None = None
-        self._error = ""
+        self._thread, self._saving = _new_thread(), Future[str]()
+        self._saving.set_result("")
+        self._num_saves = 0
         self._when_durable: Callable[[], None] = lambda: None
         self.longest_seconds = 0.0  # of the saves so far, without the time in which steps had the core
 
     def start(self, save: Save) -> None:
         """Write what is saved; `finish` waits for it."""
-        self._when_durable, self._error = save.when_durable, f"rank {self.rank}: the thread that writes has ended"
-        # not a daemon: the interpreter waits for it
-        self._thread = threading.Thread(target=self._run, args=(save,), name="mpistrat-checkpoint")
+        self._when_durable, self._num_saves = save.when_durable, self._num_saves + 1
         _started.add(self)
         try:
-            self._thread.start()
+            self._saving = self._thread.submit(self._run, save)
         except RuntimeError:  # there can be no more threads: this one writes, since those of the other ranks wait for that
-            self._run(save._replace(is_awaited=True))
+            self._thread, self._saving = _new_thread(), Future()
+            self._saving.set_result(self._run(save._replace(is_awaited=True)))
 
     def finish(self) -> None:
         """Wait until what was started is durable; raise CheckpointError on all ranks, if one of them could not write."""
-        if self._thread is None:
+        if self not in _started:
             return
-        with watched("Checkpoint: a save", self._members, self._among) if self._comm is not None else nullcontext():
-            self.join()
-        self._thread = None
+        if self._comm is not None and not self._saving.done():  # by their number: ranks for which it is do not count it
+            with watched("Checkpoint: a save", self._members, f"{self._among}, {self._num_saves}"):
+                self.join()
+        failed = self._saving.exception()
+        error = f"rank {self.rank}: the thread that writes has ended" if failed else self._saving.result()
         _started.discard(self)
-        if self._error:
-            raise CheckpointError(f"{self._error}. The last checkpoint before it is whole")
+        if error:
+            raise CheckpointError(f"{error}. The last checkpoint before it is whole") from failed
         self._when_durable()
 
     def join(self) -> None:
-        """Wait until the thread has ended, if it could be started."""
-        if self._thread is not None and self._thread.ident is not None:
-            self._thread.join()
+        """Wait until nothing is written."""
+        wait([self._saving])
 
     def close(self) -> None:
         """Finish, and free the communicator. A collective call."""
@@ -477,23 +479,23 @@ class Writer:
             if self._comm is not None:
                 self._comm.Free()
             self._comm = None
+            self._thread.shutdown()
 
-    def _run(self, save: Save) -> None:
+    def _run(self, save: Save) -> str:
         """Write, in the thread; rank 0 then tells it, and removes what is outdated."""
         if not save.is_awaited:
             time.sleep(_POLL_SECONDS)  # the call returns meanwhile: then this thread keeps the interpreter, until it writes
-            with suppress(OSError):  # Linux has a priority of each thread
-                os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0) + _NICER, 19))
         started = time.perf_counter()
-        self._error = self._write(save)
+        error = self._write(save)
         seconds = time.perf_counter() - started
-        if self.rank or self._error:
-            return
+        if self.rank or error:
+            return error
         manifest, waited = save.manifest, format_seconds(save.seconds_waited)
         amount, rate = format_bytes(manifest.num_bytes), format_bytes(int(manifest.num_bytes / seconds))
         end_of_job.note_saved(manifest.step)
         logger.info(f"step {manifest.step}: {amount} in {save.folder}, at {rate}/s; the step waited {waited}")
         discard(save.outdated)
+        return ""
 
     def _write(self, save: Save) -> str:
         """Write, and return why it has failed on some rank, an empty text if it has not."""
@@ -541,6 +543,14 @@ class Writer:
         while (message := self._comm.improbe(rank)) is None:
             time.sleep(_POLL_SECONDS)
         return message.recv()
+
+
+def _new_thread() -> ThreadPoolExecutor:
+    def be_nicer() -> None:
+        with suppress(OSError):  # Linux has a priority of each thread
+            os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0) + _NICER, 19))
+
+    return ThreadPoolExecutor(1, "mpistrat-checkpoint", be_nicer)
 
 
 def _text(rank: int, folder: Path, error: Exception) -> str:

@@ -13,16 +13,15 @@ In the document a number, a text, a bool and None stand for themselves. Everythi
 
 from __future__ import annotations
 
-import os
+import marshal
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from hashlib import blake2b
 from itertools import repeat
-from json import dumps
 from math import prod
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import ml_dtypes  # noqa: F401 - NumPy knows its dtypes by name then
 import numpy as np
@@ -79,16 +78,18 @@ class Spec(NamedTuple):
 
 
 class Tree:
-    """What objects hold now: the document, and by name `leaves`, their variables and arrays, and `states`, what has a state."""
+    """What objects hold now: the document, and by name their `arrays`, their `variables`, and `states`, what has a state."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._objects = objects
-        self.leaves: dict[str, Any] = {}
+        self.arrays: dict[str, Array] = {}
+        self.variables: dict[str, Variable] = {}
         self.states: dict[str, Any] = {}
         # how the names of arrays begin that may come and go: an optimizer has none before its first step
         self._changing: list[str] = []
         self.document: Node = ["dict", [[name, self._encoded(value, name)] for name, value in objects.items()]]
-        self.specs = {name: Spec(name_of(leaf.dtype), tuple(leaf.shape)) for name, leaf in self.leaves.items()}
+        leaves: dict[str, Any] = self.arrays | self.variables
+        self.specs = {name: Spec(name_of(leaf.dtype), tuple(leaf.shape)) for name, leaf in leaves.items()}
 
     def check_in_place(self) -> None:
         """Check that each object can be changed."""
@@ -103,24 +104,26 @@ class Tree:
                     "    correct:    state = {'step': 0}; mpistrat.Checkpoint(state=state)"
                 )
 
-    def digest(self, most_bytes: int | None, path: str | os.PathLike[str]) -> int:
-        """Return a hash that differs between ranks if they hold other things.
+    def digest(self, most_bytes: int | None, call: str) -> int:
+        """Return a hash that differs between ranks if they make another call, or hold other things.
 
-        Of each array a sample of so many bytes is looked at, which moves from save to save: it follows from the path.
+        Of each array a sample of so many bytes is looked at, which moves from save to save: it follows from the call.
         """
-        arrays = checksum(map(as_array, self._compared().values()), most_bytes, crc32(os.fsencode(path)))
-        return hash_of(dumps([self.document, list(self.specs.values()), arrays]))  # names are in the document
+        arrays = checksum(self._compared().values(), most_bytes, hash_of(call))
+        return _hash_of((call, self.document, [*map(tuple, self.specs.values())], arrays))  # names are in the document
 
-    def digests(self, most_bytes: int | None, path: str | os.PathLike[str]) -> dict[str, int]:
+    def digests(self, most_bytes: int | None, call: str) -> dict[str, int]:
         """Return such a hash of each array, and of what objects hold beside these."""
-        found = {f"{name}, beside its arrays": hash_of(dumps(node)) for name, node in self.document[1]}
+        found = {f"{name}, beside its arrays": _hash_of(node) for name, node in self.document[1]}
         for name, leaf in self._compared().items():
-            array = checksum([as_array(leaf)], most_bytes, crc32(os.fsencode(path)))
-            found[name] = hash_of(f"{self.specs[name]} {array}")
+            found[name] = _hash_of((tuple(self.specs[name]), checksum([leaf], most_bytes, hash_of(call))))
         return found
 
-    def _compared(self) -> dict[str, Any]:
-        return {name: leaf for name, leaf in self.leaves.items() if not _is_shared(leaf)}
+    def _compared(self) -> dict[str, Array]:
+        """Return the arrays that each rank has, with the variables that were made outside all scopes."""
+        mine = default_mode().strategy
+        own = {name: each for name, each in self.variables.items() if getattr(each, "distribute_strategy", None) is mine}
+        return self.arrays | {name: as_array(each) for name, each in own.items()}
 
     def check(self, saved: Mapping[str, Spec], document: Node, is_strict: bool) -> None:
         """Check that what was saved can be restored to the objects; the error has all reasons why not."""
@@ -161,6 +164,9 @@ class Tree:
         yield from (name for name in names if name not in other_names and not f"{name}/".startswith(known))
 
     def _encoded(self, value: Any, name: str) -> Node:
+        if type(value) is np.ndarray and name not in self.arrays:  # most are, and the questions below take time
+            self.arrays[name] = as_array(value, name)
+            return ["array", name, "numpy"]
         kind = _kind(value)
         if kind == "plain value":
             return value
@@ -179,10 +185,13 @@ class Tree:
             raise UnsupportedDtypeError(
                 f"{name} is of type {type(value).__name__}, which a checkpoint cannot hold; {_ACCEPTED}"
             )
-        if name in self.leaves:
+        if name in self.arrays or name in self.variables:
             raise InvalidArgumentError(f"two arrays of the checkpoint have the name {name}; give their keys other names")
-        self.leaves[name] = value if kind == "variable" else as_array(value, name)
-        return [kind, name] if kind == "variable" else [kind, name, _library(value)]
+        if kind == "variable":
+            self.variables[name] = value
+            return [kind, name]
+        self.arrays[name] = as_array(value, name)
+        return [kind, name, _library(value)]
 
 
 def restored(node: Node, values: Mapping[str, Array], old: Any = None) -> Any:
@@ -282,7 +291,7 @@ def is_array(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    if type(value) is np.ndarray:  # most are, and the questions below take time
+    if type(value) is np.ndarray:
         return "array"
     if type(value) in _PLAIN:
         return "plain value"
@@ -316,9 +325,9 @@ def _misfits(node: Node, value: Any, root: str) -> Iterator[str]:
                 yield f"{name}: {error}"
 
 
-def _is_shared(leaf: Any) -> bool:
-    """Return whether a leaf is a variable of several ranks; one that was made outside all scopes each rank has for itself."""
-    return isinstance(leaf, Variable) and getattr(leaf, "distribute_strategy", None) is not default_mode().strategy
+def _hash_of(value: Any) -> int:
+    """Return a hash of lists, numbers and texts, below 2**62; whether two of these are one object makes no difference."""
+    return int.from_bytes(blake2b(marshal.dumps(value, 2), digest_size=8).digest(), "little") >> 2
 
 
 def _memory(value: Any) -> Array | None:

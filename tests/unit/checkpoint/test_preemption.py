@@ -256,7 +256,7 @@ def test_a_failed_save_before_is_told_and_does_not_keep_it_from_saving(make, tmp
     with monkeypatch.context() as patched:
         patched.setattr(files, "write_manifest", lambda *given: 1 // 0)
         handler._manager.save(0)
-        handler._checkpoint._writer._thread.join()
+        handler._checkpoint._writer.join()
     take(handler, 2, at=1)
     assert (handler.ended, saved(tmp_path / "ck")) == ([2], ["ckpt-00000002"])
     assert "cannot be written: ZeroDivisionError" in caplog.text
