@@ -24,6 +24,7 @@ from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 
@@ -63,6 +64,7 @@ _DIRECT_BYTES = 128 << 20  # at a time, where the disk reads memory by itself: e
 _POLL_SECONDS = 0.002
 _NICER = 10
 """By how much the thread that writes is nicer than the program: where steps take all cores, they lose a quarter less to it."""
+_writers = WeakSet["Writer"]()
 _started = set["Writer"]()  # until somebody has seen how it has ended
 
 
@@ -436,21 +438,28 @@ class Writer:
             self._comm = communicator.hierarchy.world_group.comm.Dup()
             self._members = communicator.hierarchy.members
             self._among = f"saves, communicator {communicator.hierarchy.number}"
-        self._thread, self._saving = _new_thread(), Future[str]()
-        self._saving.set_result("")
+        self.forget_thread()
         self._num_saves = 0
         self._when_durable: Callable[[], None] = lambda: None
         self.longest_seconds = 0.0  # of the saves so far, without the time in which steps had the core
+        _writers.add(self)
+
+    def forget_thread(self) -> None:
+        """Take another thread, which writes nothing: a forked child does not have that of its parent."""
+        self._thread, self._saving = ThreadPoolExecutor(1, "mpistrat-checkpoint", _be_nicer), Future[str]()
+        self._saving.set_result("")
+        _started.discard(self)
 
     def start(self, save: Save) -> None:
         """Write what is saved; `finish` waits for it."""
         self._when_durable, self._num_saves = save.when_durable, self._num_saves + 1
-        _started.add(self)
         try:
             self._saving = self._thread.submit(self._run, save)
         except RuntimeError:  # there can be no more threads: this one writes, since those of the other ranks wait for that
-            self._thread, self._saving = _new_thread(), Future()
+            self.forget_thread()
+            self._saving = Future()
             self._saving.set_result(self._run(save._replace(is_awaited=True)))
+        _started.add(self)
 
     def finish(self) -> None:
         """Wait until what was started is durable; raise CheckpointError on all ranks, if one of them could not write."""
@@ -545,12 +554,9 @@ class Writer:
         return message.recv()
 
 
-def _new_thread() -> ThreadPoolExecutor:
-    def be_nicer() -> None:
-        with suppress(OSError):  # Linux has a priority of each thread
-            os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0) + _NICER, 19))
-
-    return ThreadPoolExecutor(1, "mpistrat-checkpoint", be_nicer)
+def _be_nicer() -> None:
+    with suppress(OSError):  # Linux has a priority of each thread
+        os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0) + _NICER, 19))
 
 
 def _text(rank: int, folder: Path, error: Exception) -> str:
@@ -571,4 +577,10 @@ def _finish_started() -> None:
             abort.end(error)
 
 
+def _forget_threads() -> None:
+    for writer in _writers:
+        writer.forget_thread()
+
+
 ending.at(ending.Stage.FINISH, _finish_started)
+os.register_at_fork(after_in_child=_forget_threads)

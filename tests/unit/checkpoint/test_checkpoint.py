@@ -19,6 +19,7 @@ from mpistrat.checkpoint.tree import Tree
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.groups.agreement import digest_of
 from mpistrat.tools import cli
+from tests.processes import python
 
 Pair = namedtuple("Pair", "first second")  # noqa: PYI024
 DTYPES = ["float64", "float16", ml_dtypes.bfloat16, "bool", "complex64", ">f8", "int8", np.longdouble]
@@ -195,6 +196,29 @@ def test_the_thread_that_writes_leaves_the_cores_to_the_steps(tmp_path, monkeypa
     checkpoint.close()
     assert niceness == [min(before + files._NICER, 19)] * 2
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+def test_a_forked_child_waits_for_nothing_that_its_parent_writes(tmp_path):
+    program = f"""
+import os
+import numpy as np
+import mpistrat
+from mpistrat.checkpoint import files
+
+reading, writing = os.pipe()
+write_file = files.write_file
+files.write_file = lambda *given: os.read(reading, 1) and write_file(*given)
+checkpoint = mpistrat.Checkpoint(w=np.ones(3))
+checkpoint.save("{tmp_path}/parent")
+if os.fork() == 0:
+    files.write_file = write_file
+    checkpoint.save("{tmp_path}/child")
+else:
+    print(os.wait()[1])
+    os.write(writing, b"x")
+"""
+    assert python(program).stdout == "0\n"
+    assert all((tmp_path / name / files.MANIFEST).is_file() for name in ("parent", "child"))
 
 
 def test_the_time_that_steps_have_meanwhile_is_not_counted_as_that_of_a_save(tmp_path, monkeypatch):
