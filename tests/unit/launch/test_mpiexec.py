@@ -169,7 +169,7 @@ def mpi(flavour):
 @pytest.mark.parametrize("is_root", [False, True])
 def test_the_command_is_that_of_the_mpi(is_root, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0 if is_root else 1000)
-    always = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
+    always = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx", "OMPI_MCA_opal_signal": ""}
     if is_root:
         always |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     argv, extra = command(4, ["python", "train.py"], mpi=mpi(OPEN_MPI), environ={})
@@ -190,7 +190,12 @@ def test_slurm_counts_the_cores_of_its_allocation():
 
 def test_what_the_user_set_stays(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    environ = {"OMPI_MCA_btl": "tcp,self", "OMPI_ALLOW_RUN_AS_ROOT": "0", "MPISTRAT_VIRTUAL_NODES": "1x2"}
+    environ = {
+        "OMPI_MCA_btl": "tcp,self",
+        "OMPI_MCA_opal_signal": "11",
+        "OMPI_ALLOW_RUN_AS_ROOT": "0",
+        "MPISTRAT_VIRTUAL_NODES": "1x2",
+    }
     _, extra = command(2, ["prog"], "2x1", mpi=mpi(OPEN_MPI), environ=environ)
     assert extra == {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_osc": "^ucx", "MPISTRAT_VIRTUAL_NODES": "2x1"}
 

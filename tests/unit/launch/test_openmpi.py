@@ -2,6 +2,7 @@
 
 import os
 import pwd
+import signal
 import sys
 from importlib import metadata
 
@@ -9,21 +10,25 @@ import pytest
 
 from mpistrat.launch import openmpi
 from mpistrat.launch.openmpi import has_chosen_collectives, has_wheel, num_cores, parameters
-from tests.processes import run_bounded
+from tests.processes import python, run_bounded
 
 BTL, OSC = {"OMPI_MCA_btl": "^ofi"}, {"OMPI_MCA_osc": "^ucx"}
-YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+CRASH, YIELD = {"OMPI_MCA_opal_signal": ""}, {"OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
 @pytest.mark.parametrize(
     ("is_wheel", "environ", "oversubscribed", "alone", "found"),
     [
-        (True, {}, False, False, {**BTL, **OSC}),
-        (True, {}, True, False, {**BTL, **OSC, **YIELD}),
-        (True, {}, False, True, {"OMPI_MCA_btl": "^ofi,sm", **OSC}),
-        *((True, {"OMPI_MCA_btl": choice}, False, alone, OSC) for choice in ("self,sm", "^tcp", "") for alone in (False, True)),
-        (False, {}, False, False, {}),
-        (False, {}, True, False, YIELD),
+        (True, {}, False, False, {**BTL, **OSC, **CRASH}),
+        (True, {}, True, False, {**BTL, **OSC, **CRASH, **YIELD}),
+        (True, {}, False, True, {"OMPI_MCA_btl": "^ofi,sm", **OSC, **CRASH}),
+        *(
+            (True, {"OMPI_MCA_btl": choice}, False, alone, OSC | CRASH)
+            for choice in ("self,sm", "^tcp", "")
+            for alone in (False, True)
+        ),
+        (False, {}, False, False, CRASH),
+        (False, {"OMPI_MCA_opal_signal": "11"}, True, False, YIELD),
     ],
 )
 def test_what_open_mpi_is_told(monkeypatch, is_wheel, environ, oversubscribed, alone, found):
@@ -42,7 +47,13 @@ def home(tmp_path):
 
 def test_parameter_file_of_the_user_stays(home, monkeypatch):
     monkeypatch.setattr(openmpi, "has_wheel", lambda _: True)
-    assert parameters({"HOME": str(home)}, oversubscribed=True) == OSC
+    assert parameters({"HOME": str(home)}, oversubscribed=True) == OSC | CRASH
+
+
+def test_a_rank_that_crashes_ends_at_once():
+    """Open MPI's handler would print a stack, and wait for ever where the crash was in malloc."""
+    done = python("from mpistrat.launch.bootstrap import start; start(); import signal; signal.raise_signal(signal.SIGSEGV)")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGSEGV, "", "")
 
 
 def test_without_home_mpi_starts_all_the_same():

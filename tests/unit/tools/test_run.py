@@ -14,7 +14,7 @@ from mpistrat.launch.libraries import FLAVOURS
 from mpistrat.launch.mpiexec import Ended, Killed
 from mpistrat.tools import cli, doctor, run
 
-EXTRA = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx", "OMP_NUM_THREADS": "2"}
+EXTRA = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx", "OMPI_MCA_opal_signal": "", "OMP_NUM_THREADS": "2"}
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def execute(*words):
 def test_dry_run_prints_a_command_to_copy(capsys):
     assert execute("-n", "2", "--nodes", "2x1", "--dry-run", "train.py", "--name", "a b") == 0
     assert capsys.readouterr().out == (
-        "OMPI_MCA_btl='^ofi' OMPI_MCA_osc='^ucx' MPISTRAT_VIRTUAL_NODES=2x1 OMP_NUM_THREADS=2 "
+        "OMPI_MCA_btl='^ofi' OMPI_MCA_osc='^ucx' OMPI_MCA_opal_signal='' MPISTRAT_VIRTUAL_NODES=2x1 OMP_NUM_THREADS=2 "
         f"'/opt/my mpi/mpiexec' -n 2 {sys.executable} -m mpi4py train.py --name 'a b'\n"
     )
 
