@@ -4,7 +4,6 @@ import importlib
 import importlib.metadata
 import inspect
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -86,9 +85,8 @@ def test_the_wheel_has_the_package_and_nothing_else(distributions):
     (wheel,) = distributions.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert names == {
-        str(path.relative_to(_ROOT)) for path in [*_MODULES, _PACKAGE / "py.typed", _PACKAGE / "device" / "kernels.cu"]
-    }
+    files = [*_MODULES, _PACKAGE / "py.typed", _PACKAGE / "device" / "kernels.cu"]
+    assert names == {str(path.relative_to(_ROOT)) for path in files}
 
 
 def test_the_source_archive_has_the_license(distributions):
@@ -123,9 +121,7 @@ def test_importing_the_package_is_nearly_free():
         "import time, numpy, sys; start = time.perf_counter(); import mpistrat; print(time.perf_counter() - start); "
         "print(*sorted({'mpi4py', 'cupy', 'torch', 'jax', 'mpistrat.launch.bootstrap'} & set(sys.modules)))"
     )
-    texts = [
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout for _ in range(5)
-    ]
+    texts = [python(program).stdout for _ in range(5)]
     seconds = sorted(float(text.splitlines()[0]) for text in texts)
     assert {text.splitlines()[1] for text in texts} == {""}, "the import started MPI or CUDA"
     assert seconds[len(seconds) // 2] < _MAX_IMPORT_SECONDS, seconds

@@ -36,10 +36,7 @@ def overhead(session: Session) -> dict[str, Table]:
             for form in runs[0]:
                 forms.setdefault(form, []).append(spread([run[form] for run in runs]))
             session.say(f"every form of a call with {format_bytes(nbytes)}")
-    return {
-        "": nests,
-        "forms": [["call", *map(format_bytes, FORM_SIZES)], *([form, *cells] for form, cells in forms.items())],
-    }
+    return {"": nests, "forms": [["call", *map(format_bytes, FORM_SIZES)], *([form, *cells] for form, cells in forms.items())]}
 
 
 # link, bytes, buckets, what is computed

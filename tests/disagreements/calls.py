@@ -203,11 +203,7 @@ def _variable(case: Case, call: Call) -> None:
     initial = _array(case, call)
     synchronization = VariableSynchronization.ON_READ if call.form == "on_read" else VariableSynchronization.AUTO
     with case.strategies[call.strategy].scope():
-        made = mpistrat.Variable(
-            initial,
-            aggregation=VariableAggregation[call.op.upper()],
-            synchronization=synchronization,
-        )
+        made = mpistrat.Variable(initial, aggregation=VariableAggregation[call.op.upper()], synchronization=synchronization)
     if call.form != "on_read":
         case.look("variable", made.numpy(), lambda: _parts(case)[0])
     case.variables.append(made)

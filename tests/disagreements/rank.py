@@ -83,9 +83,8 @@ class Turns:
         self._case = case = Case(plan, self._rank, self._size, self._memory, mpistrat.MultiWorkerMirroredStrategy())
         self.say(at="strategy")
         kind = kind_of(plan, self._size)
-        before = {"usual": [kind.usual], "both": [kind.usual, kind.odd], "other": [[Call("all_reduce", (plan.count,))]]}[
-            kind.warm
-        ]
+        others = [[Call("all_reduce", (plan.count,))]]
+        before = {"usual": [kind.usual], "both": [kind.usual, kind.odd], "other": others}[kind.warm]
         for _ in range(WARM_ROUNDS if plan.warm else 0):
             self._memory.reset()
             for calls in before:

@@ -81,9 +81,8 @@ def _default(setting: Setting[Any]) -> str:
 
 def _errors() -> str:
     kinds = [getattr(errors, name) for name in errors.__all__]
-    rows = [
-        (f"`{kind.__name__}`", ", ".join(f"`{base.__name__}`" for base in kind.__bases__), _caption(kind)) for kind in kinds
-    ]
+    bases = {kind: ", ".join(f"`{base.__name__}`" for base in kind.__bases__) for kind in kinds}
+    rows = [(f"`{kind.__name__}`", bases[kind], _caption(kind)) for kind in kinds]
     return (
         "# Errors\n\nAll in `mpistrat.errors`. Each is also a built-in exception. A message says where it happened, what was "
         f"asked, what was found, and what to do.\n\n{_table(('error', 'is a', 'raised when'), rows)}"

@@ -1,7 +1,5 @@
 """The conformance kit on one transport of device memory, as the ranks of a job run it.
 
-    mpiexec -n 4 python -m tests.gpu.conformance cuda_ipc 2x2 --report FILE
-
 Several ranks may share a GPU. On several virtual nodes a transport that works inside a node is tried on every node at once,
 one that works between nodes on every rail.
 """

@@ -1,8 +1,5 @@
 """A rank that raises, is killed, or stops, at the first collective or later: the job ends soon, and says whom it was for.
 
-    python -m tests.gpu.fault first --report FILE
-    python -m tests.gpu.fault late --report FILE
-
 NCCL makes its connections in the first collective, which the faulty rank does not enter. It has entered a later one, if calls
 only enqueue: the other rank reads the result, and so waits for what the GPU of the faulty one never does. The GPU must be free
 afterwards: this process looks how much of it is used before and after, and takes most of the rest.

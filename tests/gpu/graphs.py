@@ -1,7 +1,5 @@
 """CUDA graphs and collectives: others are captured undisturbed, and sums where that was asked for, and else refused.
 
-    mpistrat run -n 2 -m tests.gpu.graphs --report FILE
-
 In the default mode of a capture, some of what any other thread of the process asks CUDA makes it invalid. NCCL's watcher looks
 every 20 ms whether the last call has ended, and the engine carries out started calls: so captures begin within 20 ms after a
 call, or while one is under way, and last longer than that. A query as CuPy makes it should invalidate one: else this shows

@@ -1,8 +1,5 @@
 """What calls on a GPU cost, beside CuPy's own call of NCCL: the host's time of a warm one, and the time until all is done.
 
-    mpistrat run -n 2 -m tests.gpu.host_time null --report FILE
-    MPISTRAT_DEVICE=gpu mpistrat run -n 2 -m tests.gpu.host_time real --report FILE        # or overhead
-
 `null` is a GPU and an NCCL that do nothing. The host's time is of the calling thread, of which the quickest tenth is told:
 other processes disturb it least. `overhead` waits for the end of each sum.
 

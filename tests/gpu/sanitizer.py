@@ -1,7 +1,5 @@
 """Every kernel on arrays that begin at odd elements, in allocations that end with them, watched by NVIDIA's sanitizer.
 
-    python -m tests.gpu.sanitizer --report FILE
-
 That it finds nothing shows little, unless it finds a write that is planted.
 """
 

@@ -1,8 +1,5 @@
 """Steps, and strategies that come and go, by the thousand: all results right, and nothing is lost.
 
-    MPISTRAT_VIRTUAL_NODES=2x2 MPISTRAT_CHUNK_BYTES=1MiB mpistrat run -n 4 -m tests.gpu.soak steps --report FILE
-    mpistrat run -n 2 -m tests.gpu.soak strategies 100 --report FILE
-
 Steps mix started and plain collectives of arrays whose sizes come in a cycle that holds more plans than are kept, so that plans
 come and go. Strategies are opened, used and closed, two at a time now and then; their buffers grow from 64 KiB to 64 MiB and
 begin small again. Values are whole numbers, of which every order of adding makes the same.

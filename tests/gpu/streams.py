@@ -1,8 +1,5 @@
 """Arrays that a stream writes late, and the program drops at once: calls read them when they are written, and not afterwards.
 
-    mpistrat run -n 2 -m tests.gpu.streams blocks --report FILE
-    mpistrat run -n 2 -m tests.gpu.streams async --report FILE
-
 A kernel delays the stream of one rank before its array is written there. CuPy's pools give memory that an array leaves to the
 next array of its stream at once, the default pool or its MemoryAsyncPool: inputs and results are dropped as soon as the call
 has returned, and new arrays are made and written to on the same stream and on another one. Neither may the collective read what

@@ -1,8 +1,5 @@
 """Training by PyTorch on a GPU: gradients that are averaged during backward, beside one process that has the whole batch.
 
-    mpistrat run -n 2 -m tests.gpu.torch_backward --report FILE
-    mpistrat run -n 2 -m tests.gpu.torch_backward wait --report FILE
-
 PyTorch runs the hooks of gradients on a thread of its own there, and the loss is averaged inside the block while buckets are
 under way. Some steps are on a side stream; in some the stream of one rank is delayed before backward. Gradients are dropped
 after each step, and PyTorch gives their memory to tensors that are filled with NaN. That nothing went wrong shows

@@ -1,7 +1,5 @@
 """Every verb on arrays of some kind, through a strategy, compared with what NumPy makes of the arrays of all ranks.
 
-    mpistrat run -n 4 --nodes 2x2 -m tests.gpu.verbs_rank --report FILE
-
 Where ranks compute on GPUs the arrays are of their memory, and go the way through all layers: strategies, buckets, plans and
 transports. Values are whole numbers, of which every order of adding makes the same.
 """

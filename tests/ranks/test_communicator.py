@@ -12,14 +12,7 @@ from mpi4py import MPI
 import mpistrat
 from mpistrat.algorithms.choose import NOTHING, Measured
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import (
-    AgreementError,
-    InvalidArgumentError,
-    LaunchError,
-    SettingError,
-    TransportError,
-    UnavailableError,
-)
+from mpistrat.errors import AgreementError, InvalidArgumentError, LaunchError, SettingError, TransportError, UnavailableError
 from mpistrat.groups.group import Group
 from tests.launches import needs_ranks, up_to_ranks
 from tests.processes import until

@@ -12,18 +12,7 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
-from tests.gpu import (
-    conformance,
-    graphs,
-    host_time,
-    interop,
-    null_device,
-    sanitizer,
-    soak,
-    streams,
-    torch_backward,
-    verbs_rank,
-)
+from tests.gpu import conformance, graphs, host_time, interop, null_device, sanitizer, soak, streams, torch_backward, verbs_rank
 from tests.gpu.bound import stand_in
 from tests.gpu.stand_in import UNFINISHED
 from tests.launches import on_ranks, up_to_ranks

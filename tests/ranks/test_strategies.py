@@ -328,9 +328,7 @@ class TestCentralStorage:
         several = [PerReplica(np.ones(2)), *([Mirrored(np.ones(2))] if comm.size > 1 else [])]
         update = lambda value: strategy.extended.update(variable, lambda kept, new: kept.assign(new), args=(value,))  # noqa: E731
         for value in several:
-            message = (
-                f"extended.update got {value!r}, which has {comm.size} components; the variable has one: reduce the value to"
-            )
+            message = f"extended.update got {value!r}, which has {comm.size} components; the variable has one: reduce the "
             refused(InvalidArgumentError, message, partial(update, value))
         update(variable)
 

@@ -27,15 +27,7 @@ def begin(cluster, tmp_path):
     Without a launcher there is no site.env: the template runs as it comes, in the environment that is active at submission.
     """
 
-    def run(
-        template,
-        bin_folder,
-        launch="",
-        *options,
-        site="",
-        arguments=(),
-        folder=tmp_path,
-    ):
+    def run(template, bin_folder, launch="", *options, site="", arguments=(), folder=tmp_path):
         shutil.copytree(_ROOT / "slurm", folder / "slurm", ignore=shutil.ignore_patterns("site.env"), dirs_exist_ok=True)
         if not (folder / "train.py").exists():
             shutil.copy(_PROGRAM, folder / "train.py")

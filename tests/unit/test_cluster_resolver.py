@@ -250,9 +250,8 @@ class TestUnion:
             union.cluster_spec()
 
     def test_all_else_is_as_keywords_and_the_first_say(self):
-        first = simple(
-            master="m:1", task_type="chief", task_id=0, environment="lab", num_accelerators={"GPU": 1}, rpc_layer="grpc"
-        )
+        said = {"master": "m:1", "environment": "lab", "num_accelerators": {"GPU": 1}, "rpc_layer": "grpc"}
+        first = simple(task_type="chief", task_id=0, **said)
         union = UnionResolver(first, simple({"ps": ["p:1"]}, task_type="ps", task_id=0, environment="other"))
         assert (union.task_type, union.task_id, union.rpc_layer, union.environment) == ("chief", 0, "grpc", "lab")
         assert (union.master(), union.num_accelerators()) == ("grpc://m:1", {"GPU": 1})

@@ -68,9 +68,7 @@ def test_all_that_combine_know_an_operation(op, monkeypatch):
 
 @pytest.mark.parametrize("code", ["O", "U3", "S3", "M8[s]", "m8[s]", "f4,i4", "V3", ml_dtypes.float8_e5m2])
 def test_what_is_not_a_number_is_refused_with_what_is_accepted(code):
-    message = (
-        "which collectives do not support; accepted are bool, integers, float16, bfloat16, float32, float64 and complex numbers"
-    )
+    message = "which collectives do not support; accepted are bool, integers, float16, bfloat16, float32, float64 and complex n"
     with pytest.raises(UnsupportedDtypeError, match=message):
         check_dtype(ReduceOp.SUM, np.dtype(code))
 
@@ -78,9 +76,8 @@ def test_what_is_not_a_number_is_refused_with_what_is_accepted(code):
 @pytest.mark.parametrize("code", [">f4", ">i8", ">c16"])
 def test_foreign_byte_order_is_refused_with_the_remedy(code):
     name = np.dtype(code).name
-    with pytest.raises(
-        UnsupportedDtypeError, match=rf"x has non-native byte order \({code}\); convert it with .astype\('{name}'\)"
-    ):
+    told = rf"x has non-native byte order \({code}\); convert it with .astype\('{name}'\)"
+    with pytest.raises(UnsupportedDtypeError, match=told):
         check_dtype(ReduceOp.SUM, np.dtype(code), "x")
 
 

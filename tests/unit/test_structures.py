@@ -25,13 +25,10 @@ class Pair(NamedTuple):
 
 
 def nests_of(leaf):
-    return st.recursive(
-        leaf,
-        lambda inner: (
-            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3) | st.tuples(inner, inner)
-        ),
-        max_leaves=12,
-    )
+    def around(inner):
+        return st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3) | st.tuples(inner, inner)
+
+    return st.recursive(leaf, around, max_leaves=12)
 
 
 NEST = {"b": [1, (2, None)], "a": Pair(3, {"x": 4}), "c": []}

@@ -221,12 +221,8 @@ def test_the_newest_are_kept_and_the_command_line_tells_them(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == [*names, "ckpt-00000008"]
 
     assert cli.main(["checkpoint", "list", str(tmp_path), "--json"]) == 0
-    assert [(row["step"], row["bytes"]) for row in json.loads(capsys.readouterr().out)] == [
-        (4, 8000),
-        (6, 8000),
-        (7, 8000),
-        (8, 8000),
-    ]
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["step"], row["bytes"]) for row in rows] == [(step, 8000) for step in (4, 6, 7, 8)]
     assert cli.main(["checkpoint", "show", str(tmp_path)]) == 0
     assert "state/w" in (shown := capsys.readouterr().out)
     assert "float64 (1000,)" in shown
@@ -239,9 +235,8 @@ def test_the_newest_are_kept_and_the_command_line_tells_them(tmp_path, capsys):
     [newest] = damaged.glob("*.safetensors")
     was = newest.read_bytes()
     newest.write_bytes(was[:-1] + b"x")
-    with pytest.raises(
-        CheckpointError, match=r"(?s)not those that were written.*ckpt-00000007.1: checkpoint.restore\(manager.ch"
-    ):
+    told = r"(?s)not those that were written.*ckpt-00000007.1: checkpoint.restore\(manager.ch"
+    with pytest.raises(CheckpointError, match=told):
         again.restore()
     newest.write_bytes(was)
     assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 1

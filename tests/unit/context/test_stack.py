@@ -81,9 +81,7 @@ def test_scope_cannot_be_entered_inside_run():
         with strategy.scope():
             pass
 
-    with pytest.raises(
-        RuntimeError, match="strategy.scope must be called outside strategy.run, but this is inside strategy.run"
-    ):
+    with pytest.raises(RuntimeError, match="strategy.scope must be called outside strategy.run, but this is inside strategy.r"):
         strategy.run(step)
     with pytest.raises(RuntimeError, match="two strategies"), strategy.scope():
         OneDeviceStrategy().run(lambda: None)
@@ -225,9 +223,8 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
 @pytest.mark.parametrize("method", IN_REPLICA)
 def test_a_collective_outside_run_warns_once_and_returns_the_local_value(launched, method):
     context = launched(**OPEN_MPI)
-    with pytest.warns(
-        UserWarning, match=rf"rank 1: ReplicaContext.{method} was called outside strategy.run, in a job of 4"
-    ) as seen:
+    said = rf"rank 1: ReplicaContext.{method} was called outside strategy.run, in a job of 4"
+    with pytest.warns(UserWarning, match=said) as seen:
         assert IN_REPLICA[method](context) == 3.0
     assert rf"correct:    strategy.run(lambda: mpistrat.get_replica_context().{method}(" in str(seen[0].message)
     assert seen[0].filename == replicas.__file__, "the line is the user's, who makes the call there"

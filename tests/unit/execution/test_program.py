@@ -216,9 +216,8 @@ def test_seconds_during_which_two_lanes_are_busy_count_once():
 
 def test_a_trace_has_a_process_per_rank_and_a_named_row_per_lane(tmp_path):
     # both ranks did the same thing at the same time, on clocks with different origins
-    first = timeline(
-        TimelineEvent("sum", "intra", 1.0, 1.5, 64), TimelineEvent("ring", "inter", 1.5, 2.0, 32), epoch_seconds=100.0
-    )
+    events = TimelineEvent("sum", "intra", 1.0, 1.5, 64), TimelineEvent("ring", "inter", 1.5, 2.0, 32)
+    first = timeline(*events, epoch_seconds=100.0)
     second = timeline(TimelineEvent("sum", "intra", 11.0, 11.5, 64), epoch_seconds=90.0)
     write_chrome_trace(tmp_path / "trace.json", {1: second, 0: first})
     rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -271,9 +270,8 @@ print(*[ctypes.c_size_t.from_address(array.ctypes.data - 8).value >> 1 & 1 for a
 def test_a_report_adds_up_and_is_one_line():
     report = MemoryReport(3, 8 << 20, 1 << 20, 1 << 20, 2, 4 << 20)
     assert (report.total_bytes, report.ratio) == (10 << 20, 2.5)
-    assert str(report) == (
-        "rank 3 holds 10 MiB: window 8 MiB, rails 1 MiB, plans 1 MiB (2 plans); 2.5 times its largest pack of 4 MiB"
-    )
+    told = "rank 3 holds 10 MiB: window 8 MiB, rails 1 MiB, plans 1 MiB (2 plans); 2.5 times its largest pack of 4 MiB"
+    assert str(report) == told
     with pytest.raises(AttributeError):
         report.rank = 4
 

@@ -194,12 +194,11 @@ def test_functions_that_make_no_dataset_are_refused(dataset_fn, error, message):
 @pytest.mark.parametrize("strategy", [ONE(), default_mode().strategy])
 def test_options_that_no_strategy_here_has_are_refused(distribute, strategy):
     options = InputOptions(experimental_replication_mode=InputReplicationMode.PER_REPLICA)
-    with pytest.raises(
-        NotImplementedError, match=r"PER_REPLICA is for MirroredStrategy.distribute_datasets_from_function only"
-    ):
-        distribute(strategy, lambda context: [np.zeros(2)], options)
-    with pytest.raises(TypeError, match=r"options must be mpistrat.InputOptions or None; got str"):
-        distribute(strategy, lambda context: [np.zeros(2)], "fast")
+    make = lambda context: [np.zeros(2)]  # noqa: E731
+    with pytest.raises(NotImplementedError, match="PER_REPLICA is for MirroredStrategy.distribute_datasets_from_function only"):
+        distribute(strategy, make, options)
+    with pytest.raises(TypeError, match="options must be mpistrat.InputOptions or None; got str"):
+        distribute(strategy, make, "fast")
 
 
 # ------------------------------------------------------------------------------------------------------------ iterators

@@ -78,9 +78,8 @@ def test_a_gpu_that_cannot_be_used_is_a_problem_for_later(fake, monkeypatch):
     monkeypatch.setattr("mpistrat.device.cuda.CudaDevice", Broken)
     bind_device(None)
     assert bound_device() is None
-    assert what_is_bound().problem == (
-        "device 0 (the only GPU that this process sees) cannot be used: cudaErrorDevicesUnavailable"
-    )
+    told = "device 0 (the only GPU that this process sees) cannot be used: cudaErrorDevicesUnavailable"
+    assert what_is_bound().problem == told
 
 
 def _cupy(monkeypatch, count):

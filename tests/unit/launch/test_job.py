@@ -154,10 +154,8 @@ def test_banners_come_after_the_traceback_once_and_without_nul(pieces, told):
     ],
 )
 def test_a_rank_that_says_why_it_ends_the_job_is_enough(reason):
-    half = len(reason) // 2
-    assert (
-        through(ABORT, LOST, CODE, b"\0" + EXITED + reason[:half], reason[half:] + b"more\n" * 500) == reason + b"more\n" * 500
-    )
+    half, more = len(reason) // 2, b"more\n" * 500
+    assert through(ABORT, LOST, CODE, b"\0" + EXITED + reason[:half], reason[half:] + more) == reason + more
 
 
 @pytest.mark.parametrize("size", [1, 50, 10_000])

@@ -87,12 +87,9 @@ def test_a_value_that_is_equal_on_all_replicas(wrap):
     assert on_replicas(2, mean) == [[5, 5, 5]] * 2
     assert on_replicas(2, lambda strategy: strategy.reduce("sum", wrap(0), axis=None)) == [0, 0]
     assert on_replicas(1, lambda strategy: strategy.reduce("sum", wrap(5), axis=None)) == [5]
-    with pytest.raises(
-        InvalidArgumentError, match="SUM of a value that is not a per-replica value is ambiguous with 2 replicas"
-    ):
-        on_replicas(2, lambda strategy: strategy.reduce("sum", wrap(5), axis=None))
-    with pytest.raises(InvalidArgumentError, match="ambiguous"):
-        on_replicas(2, lambda strategy: strategy.reduce("sum", wrap(np.array([5, 6])), axis=0))
+    for value, axis in ((5, None), (np.array([5, 6]), 0)):
+        with pytest.raises(InvalidArgumentError, match="SUM of a value that is not a per-rep.* is ambiguous with 2 replicas"):
+            on_replicas(2, lambda strategy: strategy.reduce("sum", wrap(value), axis=axis))  # noqa: B023
 
 
 @pytest.mark.parametrize(
@@ -250,9 +247,7 @@ def test_a_strategy_of_one_device_can_be_copied_deeply():
 
 
 def test_other_copies_are_refused():
-    with pytest.raises(
-        RuntimeError, match=r"OneDeviceStrategy\(.*\) cannot be copied(.|\n)*correct: +copy.deepcopy\(strategy\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"OneDeviceStr.*\(.*\) cannot be copied(.|\n)*correct: +copy.deepcopy\(strategy\)"):
         copy.copy(mpistrat.OneDeviceStrategy())
     with pytest.raises(InvalidArgumentError, match="cannot be copied: collectives of the copy"):
         on_replicas(2, copy.deepcopy)
@@ -301,9 +296,7 @@ def test_update_applies_a_function_to_the_array_of_this_replica():
 def test_update_checks_shape_and_owner():
     strategy = mpistrat.OneDeviceStrategy()
     weights = made(strategy, np.zeros(2))
-    with pytest.raises(
-        InvalidArgumentError, match=r"Variable\('Variable', float64 \(2,\)\) has shape \(2,\); a value of shape \(3,\)"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"Variable\('Variable', .*\) has shape \(2,\); a value of shape \(3,\)"):
         strategy.run(lambda: mpistrat.get_replica_context().update(weights, lambda array: np.ones(3)))
     other = mpistrat.OneDeviceStrategy()
     with pytest.raises(RuntimeError, match="two strategies cannot be mixed"):

@@ -27,7 +27,7 @@ STRANGE = Phase(Verb.ALL_GATHER, Scope.INTER)
 
 @settings(max_examples=500)
 @given(
-    random_worlds, st.integers(0, 10_000) | st.integers(2**20, 2**22), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 4096)
+    random_worlds, st.integers(0, 10**4) | st.integers(2**20, 2**22), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 4096)
 )
 def test_plans_on_any_world_and_size_are_proved(world, count, itemsize, chunk_bytes):
     for planner in PLANNERS.values():

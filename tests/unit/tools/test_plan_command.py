@@ -81,9 +81,7 @@ def test_a_stdout_that_was_closed_before_is_no_error():
 
 
 def test_what_stdout_cannot_encode_ends_no_command():
-    program = (
-        "from mpistrat.tools import cli, info\ninfo.execute = lambda _: print('5 \\u00b5s') or 0\nraise SystemExit(cli.main())"
-    )
+    program = "from mpistrat.tools import cli, info; info.execute = lambda _: print('5 \\u00b5s') or 0; cli.main()"
     environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", program, "info"], capture_output=True, env=environ, timeout=60, check=False)
     assert (done.stdout.rstrip(), done.stderr) == (rb"5 \xb5s", b"")

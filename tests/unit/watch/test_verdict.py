@@ -29,12 +29,11 @@ def ranks(*calls, **states):
     def state(rank, call):
         return states.get(f"rank{rank}", "in" if call is not None and call.left_seconds_ago is None else "out")
 
-    return [
-        RankState(
-            rank, f"node{rank // 2}", 100 + rank, state(rank, call), (call,) if call else (), f"data.py:{rank} (load)", 0.1
-        )
-        for rank, call in enumerate(calls)
-    ]
+    def one(rank, call):
+        there = (call,) if call else ()
+        return RankState(rank, f"node{rank // 2}", 100 + rank, state(rank, call), there, f"data.py:{rank} (load)", 0.1)
+
+    return [one(rank, call) for rank, call in enumerate(calls)]
 
 
 def judged(states):
@@ -121,9 +120,8 @@ def test_long_texts_that_differ_only_at_the_end_are_a_mismatch():
 
 def test_ranks_that_wait_for_each_other_are_stuck():
     text = judged(ranks(call(ONE), call(TWO), call(ONE)))
-    assert text.startswith(
-        "ranks made different calls (they wait for each other):\n  ranks 0, 2: collective 5 of communicator 1, "
-    )
+    told = "ranks made different calls (they wait for each other):\n  ranks 0, 2: collective 5 of communicator 1, "
+    assert text.startswith(told)
     assert "  rank 1: collective 5 of communicator 2, " in text
     assert judge(ranks(call(ONE), call(TWO)), {ONE}) is None, "the other one was not looked up"
 
