@@ -36,16 +36,13 @@ def test_dense_jobs_are_lists_and_sparse_ones_dicts():
     assert empty.as_dict() == {"worker": []}
 
 
-def test_a_copy_is_its_own():
+def test_a_copy_is_its_own_and_truth_and_equality_are_of_the_jobs():
     given = {"worker": ["a:1", "b:1"]}
     spec = ClusterSpec(given)
     copy = ClusterSpec(spec)
     given["worker"].append("c:1")
     spec.as_dict()["worker"].append("c:1")
     assert copy == spec == ClusterSpec({"worker": ["a:1", "b:1"]})
-
-
-def test_truth_and_equality():
     assert not ClusterSpec({})
     assert ClusterSpec(DENSE)
     assert ClusterSpec(DENSE) == ClusterSpec({"worker": {1: "c:1", 0: "b:1"}, "chief": ["a:1"]})
@@ -184,7 +181,7 @@ class TestTFConfig:
         config()
         return config
 
-    def test_it_is_read(self):
+    def test_it_is_read_with_all_its_keys_and_the_cluster_anew(self, tf_config):
         read = TFConfigClusterResolver()
         assert read.cluster_spec() == ClusterSpec(CLUSTER)
         assert (read.task_type, read.task_id, read.rpc_layer, read.environment) == ("worker", 1, None, "")
@@ -194,17 +191,13 @@ class TestTFConfig:
         read = TFConfigClusterResolver("chief", 0, "http", "lab")  # arguments win
         assert (read.task_type, read.task_id, read.rpc_layer, read.environment) == ("chief", 0, "http", "lab")
         assert read.master() == "http://a:1"
-
-    def test_all_its_keys(self, tf_config):
-        tf_config({**TF_CONFIG, "rpc_layer": "grpc", "environment": "cloud", "session_master": "here"})
-        read = TFConfigClusterResolver()
-        assert (read.rpc_layer, read.environment, read.master()) == ("grpc", "cloud", "here")
-
-    def test_the_cluster_is_read_anew(self, tf_config):
         read = TFConfigClusterResolver()
         tf_config({"cluster": {"worker": ["z:1"]}})
         assert read.cluster_spec() == ClusterSpec({"worker": ["z:1"]})
         assert read.master() == "", "the only task has no master"
+        tf_config({**TF_CONFIG, "rpc_layer": "grpc", "environment": "cloud", "session_master": "here"})
+        read = TFConfigClusterResolver()
+        assert (read.rpc_layer, read.environment, read.master()) == ("grpc", "cloud", "here")
 
     @pytest.mark.parametrize("text", ["", " ", "{}"])
     def test_none_is_an_empty_cluster(self, tf_config, text):

@@ -56,7 +56,7 @@ def test_a_tensor_need_not_be_contiguous(torch, dtype):
     assert (result.data_ptr(), result.stride(), result.shape) == (original.data_ptr(), original.stride(), original.shape)
 
 
-def test_of_a_tensor_with_a_gradient_the_values_come_in(torch):
+def test_of_a_tensor_with_a_gradient_or_lazily_conjugated_the_values_come_in(torch):
     parameter = torch.nn.Parameter(torch.arange(3.0))
     half = torch.arange(3, dtype=torch.bfloat16, requires_grad=True)
     for original in (parameter, half, parameter * 2):
@@ -64,9 +64,6 @@ def test_of_a_tensor_with_a_gradient_the_values_come_in(torch):
         assert result.data_ptr() == original.data_ptr()
         assert type(result) is torch.Tensor
         assert not result.requires_grad
-
-
-def test_a_lazily_conjugated_tensor_is_read_as_it_is_shown(torch):
     original = torch.tensor([1 + 2j, 3 - 4j]).conj()
     assert original.is_conj()
     assert as_array(original).tolist() == [1 - 2j, 3 + 4j]

@@ -169,7 +169,7 @@ def test_each_line_says_whose_it_is_and_all_are_one_write(monkeypatch):
     assert stream.writes == 1
 
 
-def test_remarks_are_shown_and_an_error_comes_with_its_traceback(capsys):
+def test_remarks_are_shown_warnings_once_and_an_error_comes_with_its_traceback(capsys):
     logger.info("measured")
     try:
         raise ValueError("for example")
@@ -178,9 +178,6 @@ def test_remarks_are_shown_and_an_error_comes_with_its_traceback(capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[:3] == ["mpistrat: measured", "mpistrat: nobody watches", "mpistrat: Traceback (most recent call last):"]
     assert lines[-1] == "mpistrat: ValueError: for example"
-
-
-def test_a_warning_is_logged_once(capsys):
     for text in ("first", "again"):
         warn_once("a key of this test", text)
     warn_once("another key of this test", "other")

@@ -82,12 +82,17 @@ def test_chunks_are_cut_by_rule(shape, num_bytes, num_chunks):
     assert plan.depth == min(planners.pipeline_rule(world).depth, num_chunks)
 
 
-def test_a_plan_begins_and_ends_with_small_chunks():
+def test_a_plan_begins_and_ends_with_small_chunks_unless_others_were_asked_for():
     plan = hierarchical(World.from_shape("2x2"), 5 * MIB, 1)
     assert [2 * count // MIB for _, count in plan.chunks] == [1, 2, 4, 2, 1]
     assert [2 * start // MIB for start, _ in plan.chunks] == [0, 1, 3, 7, 9]
     assert (plan.chunk_count, plan.end_count) == (2 * MIB, MIB // 2)
     assert plans.chunk_lengths(World.from_shape("2x2"), 36, 2, 8) == [2, 4, 8, 8, 8, 4, 2]
+    for count in (0, 1, 512 * KIB // 4):  # one chunk is the whole buffer
+        assert hierarchical(World.from_shape("2x2"), count, 4, 512 * KIB) == hierarchical(World.from_shape("2x2"), count, 4)
+    plan = hierarchical(World.from_shape("3+1"), 1000, 4, chunk_bytes=1000)
+    assert (plan.num_chunks, plan.chunk_count) == (5, 201)
+    assert plan.chunks[-1] == (804, 196)
 
 
 @given(random_worlds, st.integers(0, 10**4), st.integers(1, 100), st.integers(0, 1000))
@@ -99,14 +104,6 @@ def test_chunks_grow_and_shrink_within_bounds(world, count, end, more):
     if len(lengths) > 1:
         assert max(lengths[0], lengths[-1]) <= end, "the nodes wait for no more than that"
         assert lengths[1] <= 2 * lengths[0], "a chunk between the nodes hides the next one"
-
-
-def test_a_chunk_is_as_large_as_it_was_asked_for():
-    for count in (0, 1, 512 * KIB // 4):  # one chunk is the whole buffer
-        assert hierarchical(World.from_shape("2x2"), count, 4, 512 * KIB) == hierarchical(World.from_shape("2x2"), count, 4)
-    plan = hierarchical(World.from_shape("3+1"), 1000, 4, chunk_bytes=1000)
-    assert (plan.num_chunks, plan.chunk_count) == (5, 201)
-    assert plan.chunks[-1] == (804, 196)
 
 
 @given(random_worlds, st.integers(0, 10**4), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 10**5))

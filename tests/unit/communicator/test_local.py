@@ -76,7 +76,7 @@ def test_what_it_holds():
     assert slices.to_dense().tolist() == [[3, 4], [0, 0], [0, 0], [1, 2], [0, 0]]
 
 
-def test_it_is_one_leaf_and_reads_as_the_dense_array():
+def test_it_is_one_leaf_and_reads_as_the_dense_array_also_without_rows():
     slices = IndexedSlices(np.ones((2, 1), np.float32), [1, 1], (3, 1))
     assert optree.tree_leaves({"w": [slices]}) == [slices]
     assert (np.asarray(slices) == [[0], [2], [0]]).all()
@@ -84,6 +84,9 @@ def test_it_is_one_leaf_and_reads_as_the_dense_array():
     assert np.add(slices, 1).tolist() == [[1], [3], [1]]
     with pytest.raises(InvalidArgumentError, match=r"cannot be read as an array without a copy: call to_dense\(\)"):
         slices.__array__(copy=False)
+    none = IndexedSlices(np.empty((0, 2), np.float32), [], (3, 2))
+    assert (none.to_dense().tolist(), none.dtype) == ([[0, 0]] * 3, np.float32)
+    assert IndexedSlices(np.empty((0, 2)), [], (0, 2)).to_dense().shape == (0, 2)
 
 
 def test_rows_named_twice_are_summed_in_the_dtype_of_sums():
@@ -93,12 +96,6 @@ def test_rows_named_twice_are_summed_in_the_dtype_of_sums():
     assert IndexedSlices(np.array([True, True]), [0, 0], (2,)).to_dense().tolist() == [True, False]
     brain = IndexedSlices(np.array([256, 1, 1], ml_dtypes.bfloat16), [0, 0, 0], (1,))
     assert float(brain.to_dense()[0]) == 258
-
-
-def test_there_may_be_no_rows():
-    none = IndexedSlices(np.empty((0, 2), np.float32), [], (3, 2))
-    assert (none.to_dense().tolist(), none.dtype) == ([[0, 0]] * 3, np.float32)
-    assert IndexedSlices(np.empty((0, 2)), [], (0, 2)).to_dense().shape == (0, 2)
 
 
 @pytest.mark.parametrize(

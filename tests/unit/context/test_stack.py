@@ -24,13 +24,21 @@ def on_another_thread(fn):
         return thread.submit(fn).result()
 
 
-def test_outside_all_scopes_the_default_strategy_is_current():
+def test_outside_all_scopes_and_in_its_own_the_default_strategy_is_current():
     assert not mpistrat.has_strategy()
     assert mpistrat.get_strategy() is mpistrat.get_strategy()
     assert not mpistrat.in_cross_replica_context()
     context = mpistrat.get_replica_context()
     assert (context.replica_id_in_sync_group, context.num_replicas_in_sync) == (0, 1)
     assert context.strategy is mpistrat.get_strategy()
+    default = mpistrat.get_strategy()
+    with default.scope() as entered:
+        assert entered is default
+        assert not mpistrat.has_strategy()
+        assert not mpistrat.in_cross_replica_context()
+        assert mpistrat.get_replica_context() is not None
+        with OneDeviceStrategy().scope():
+            assert mpistrat.has_strategy()
 
 
 def test_scope_makes_a_strategy_current():
@@ -48,17 +56,6 @@ def test_scope_makes_a_strategy_current():
     assert not mpistrat.has_strategy()
 
 
-def test_the_default_scope_changes_nothing():
-    default = mpistrat.get_strategy()
-    with default.scope() as entered:
-        assert entered is default
-        assert not mpistrat.has_strategy()
-        assert not mpistrat.in_cross_replica_context()
-        assert mpistrat.get_replica_context() is not None
-        with OneDeviceStrategy().scope():
-            assert mpistrat.has_strategy()
-
-
 @pytest.mark.parametrize("which", ["other", "default"])
 def test_strategies_cannot_be_mixed(which):
     strategy = OneDeviceStrategy()
@@ -74,7 +71,7 @@ def test_strategies_cannot_be_mixed(which):
     assert not mpistrat.has_strategy()
 
 
-def test_scope_cannot_be_entered_inside_run():
+def test_neither_scope_nor_run_is_entered_inside_run_nor_left_out_of_order():
     strategy = OneDeviceStrategy()
 
     def step():
@@ -86,16 +83,10 @@ def test_scope_cannot_be_entered_inside_run():
     with pytest.raises(RuntimeError, match="two strategies"), strategy.scope():
         OneDeviceStrategy().run(lambda: None)
     assert not mpistrat.has_strategy()
-
-
-def test_run_cannot_be_nested_but_that_of_the_default_strategy():
     strategy, default = OneDeviceStrategy(), mpistrat.get_strategy()
     with pytest.raises(RuntimeError, match=r"correct: +strategy.run\(fn\), where fn calls other\(\)"):
         strategy.run(lambda: strategy.run(lambda: None))
     assert default.run(lambda: default.run(lambda x: x + 1, args=(1,))) == 2
-
-
-def test_scopes_left_out_of_order():
     strategy = OneDeviceStrategy()
     scope = strategy.scope()
 

@@ -271,7 +271,7 @@ def test_they_belong_to_the_cross_replica_context():
     assert on_replicas(2, program) == [3, 3]
 
 
-def test_ops_reduce_with_options_of_their_own():
+def test_ops_reduce_with_options_of_their_own_and_print_what_they_were_made_with():
     seen = []
 
     class Watched(LocalCommunicator):
@@ -298,6 +298,9 @@ def test_ops_reduce_with_options_of_their_own():
         (2, "flat", 9),
         (None, "hierarchical", 9),
     ]
+    for kind in (HierarchicalAllReduce, HierarchicalCopyAllReduce, NcclAllReduce):
+        assert repr(kind(num_packs=2)) == f"{kind.__name__}(num_packs=2)"
+    assert "accumulation_fn=sum)" in repr(ReductionToOneDevice(accumulation_fn=sum))
 
 
 @pytest.mark.parametrize(
@@ -321,12 +324,6 @@ def test_ops_that_cannot_reduce_say_why(make, error, message):
             make().reduce("sum", PerReplica(1.0), 0)
 
     in_scope(2, program)
-
-
-def test_ops_print_what_they_were_made_with():
-    for kind in (HierarchicalAllReduce, HierarchicalCopyAllReduce, NcclAllReduce):
-        assert repr(kind(num_packs=2)) == f"{kind.__name__}(num_packs=2)"
-    assert "accumulation_fn=sum)" in repr(ReductionToOneDevice(accumulation_fn=sum))
 
 
 class Watched(CrossDeviceOps):

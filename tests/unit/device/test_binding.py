@@ -73,7 +73,7 @@ def test_a_variable_is_on_the_gpu_wherever_its_values_come_from(strategy, xp, on
         variable.assign(put(np.ones(2)))
 
 
-def test_a_variable_keeps_no_array_of_the_user(strategy, xp):
+def test_a_variable_keeps_no_array_of_the_user_and_may_be_a_number(strategy, xp):
     given = xp.zeros(3)
     variable = made(strategy, given)
     given[...] = 7
@@ -81,9 +81,6 @@ def test_a_variable_keeps_no_array_of_the_user(strategy, xp):
     variable.assign(given)
     given[...] = 8
     assert variable.numpy().tolist() == [7, 7, 7]
-
-
-def test_numbers_are_variables_too(strategy, xp):
     steps = made(strategy, 0)
     for _ in range(3):
         steps.assign_add(1)

@@ -98,7 +98,7 @@ def test_a_wait_of_one_lane_does_not_stop_the_other():
     assert WAITING in [WAITING, *steps]
 
 
-def test_several_middles_are_in_flight():
+def test_several_middles_are_in_flight_and_a_step_worked_if_either_lane_did():
     entered: list[int] = []
 
     def middle(chunk):
@@ -108,9 +108,6 @@ def test_several_middles_are_in_flight():
 
     assert WORKED in list(overlap(Lanes(lambda chunk: iter([WORKED]), middle, num_chunks=3), 3, 3))
     assert entered == [0, 1, 2]
-
-
-def test_a_step_worked_if_either_lane_did():
     idle = overlap(Lanes(nothing, lambda chunk: iter([WAITING] * 5)), 1, 1)
     found = list(idle)
     assert found.count(WAITING) >= 4
@@ -132,7 +129,7 @@ def test_a_lane_that_waits_does_not_stop_the_others():
     assert list(interleave([iter([WAITING, WORKED]), iter([WAITING])])) == [WAITING, WORKED, WAITING]
 
 
-def test_steps_are_driven_to_the_end_or_an_error():
+def test_steps_are_driven_to_the_end_or_an_error_and_not_late_while_they_work():
     seen: list[int] = []
 
     def steps():
@@ -144,6 +141,13 @@ def test_steps_are_driven_to_the_end_or_an_error():
     with pytest.raises(RuntimeError, match="planted"):
         drive(steps(), lambda: "this")
     assert seen == list(range(1000))
+
+    def steps():
+        for _ in range(3):
+            time.sleep(0.005)
+            yield WORKED
+
+    drive(steps(), lambda: "slow work", 0.001)
 
 
 def test_a_deadline_ends_waiting_and_names_what_was_waited_for_or_what_is_overdue():
@@ -176,15 +180,6 @@ def test_who_waits_on_a_busy_machine_looks_in_time_for_what_ends_the_wait(monkey
     with pytest.raises(RuntimeError, match="a verdict"):
         drive(repeat(WAITING), lambda: "this", check=verdict)
     assert time.monotonic() - started < 1
-
-
-def test_what_is_at_work_is_not_late():
-    def steps():
-        for _ in range(3):
-            time.sleep(0.005)
-            yield WORKED
-
-    drive(steps(), lambda: "slow work", 0.001)
 
 
 def test_a_wait_on_a_shared_core_yields_and_never_sleeps(monkeypatch):
@@ -267,13 +262,19 @@ print(*[ctypes.c_size_t.from_address(array.ctypes.data - 8).value >> 1 & 1 for a
 """
 
 
-def test_a_report_adds_up_and_is_one_line():
+def test_a_report_adds_up_and_is_one_line_and_one_replica_holds_nothing():
     report = MemoryReport(3, 8 << 20, 1 << 20, 1 << 20, 2, 4 << 20)
     assert (report.total_bytes, report.ratio) == (10 << 20, 2.5)
     told = "rank 3 holds 10 MiB: window 8 MiB, rails 1 MiB, plans 1 MiB (2 plans); 2.5 times its largest pack of 4 MiB"
     assert str(report) == told
     with pytest.raises(AttributeError):
         report.rank = 4
+    strategy = mpistrat.OneDeviceStrategy()
+    report = strategy.memory_report()
+    assert (report.total_bytes, report.ratio, report.rank) == (0, 0.0, 0)
+    strategy.close()
+    with pytest.raises(RuntimeError, match="this strategy was closed"):
+        strategy.memory_report()
 
 
 def test_large_arrays_take_the_memory_of_earlier_ones_that_nobody_has():
@@ -300,15 +301,6 @@ def test_no_more_than_256_mib_are_retained():
     large = new_array((257 << 20,), np.dtype(np.uint8))
     del arrays, large
     assert retained_bytes() == 5 * 48 << 20
-
-
-def test_one_replica_holds_nothing():
-    strategy = mpistrat.OneDeviceStrategy()
-    report = strategy.memory_report()
-    assert (report.total_bytes, report.ratio, report.rank) == (0, 0.0, 0)
-    strategy.close()
-    with pytest.raises(RuntimeError, match="this strategy was closed"):
-        strategy.memory_report()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")

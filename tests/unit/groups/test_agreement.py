@@ -57,7 +57,7 @@ def test_calls_are_confirmed_after_so_many_at_most(nbytes, calls):
     assert len(confirmed) <= 2, "there is nothing left to confirm"
 
 
-def test_calls_of_every_kind_count_after_one_that_is_unconfirmed():
+def test_calls_of_every_kind_count_after_one_that_is_unconfirmed_each_and_in_order():
     call, confirmed = CallState(), []
     call.compare_history = confirmed.append
     call.count()
@@ -68,9 +68,6 @@ def test_calls_of_every_kind_count_after_one_that_is_unconfirmed():
     assert len(confirmed) == 1
     call.count()
     assert not call.unconfirmed
-
-
-def test_what_is_confirmed_depends_on_every_call_and_their_order():
     found = set()
     for texts in (["a", "b"], ["b", "a"], ["a", "c"], ["a"]):
         call = CallState()

@@ -170,10 +170,18 @@ def test_empty_batches_are_of_the_kind_that_was_seen(seen):
     assert (type(empty), tuple(empty.shape), empty.dtype) == (torch.Tensor, (0, 3), torch.float32)
 
 
-def test_the_default_strategy_gets_what_there_is():
+def test_the_default_strategy_gets_what_there_is_and_a_dataset_may_distribute_itself():
     default, dataset = default_mode().strategy, object()
     assert distribute_dataset(default, dataset) is dataset
     assert distribute_from_function(default, lambda context: (dataset, context)) == (dataset, InputContext())
+
+    class Own:
+        def distribute(self, strategy, options):
+            return [strategy, options]
+
+    strategy, dataset = ONE(), Own()
+    assert strategy.experimental_distribute_dataset(dataset, "options") == [strategy, "options"]
+    assert mpistrat.get_strategy().experimental_distribute_dataset(dataset) is dataset
 
 
 @pytest.mark.parametrize(
@@ -468,16 +476,6 @@ class Endless:
         return itertools.repeat(np.zeros(2))
 
 
-def test_a_dataset_that_distributes_itself_does():
-    class Own:
-        def distribute(self, strategy, options):
-            return [strategy, options]
-
-    strategy, dataset = ONE(), Own()
-    assert strategy.experimental_distribute_dataset(dataset, "options") == [strategy, "options"]
-    assert mpistrat.get_strategy().experimental_distribute_dataset(dataset) is dataset
-
-
 def test_values_from_a_function_are_per_replica_values():
     def program(strategy):
         value = strategy.experimental_distribute_values_from_function(
@@ -494,7 +492,7 @@ def test_values_from_a_function_are_per_replica_values():
 PER_REPLICA = InputReplicationMode.PER_REPLICA
 
 
-def test_defaults():
+def test_defaults_and_per_replica_batch_size():
     options = InputOptions()
     assert options == InputOptions(None, InputReplicationMode.PER_WORKER, False, 1, AutoShardPolicy.AUTO) == read_options(None)
     assert read_options(options) is options
@@ -503,6 +501,9 @@ def test_defaults():
     assert [mode.name for mode in InputReplicationMode] == ["PER_WORKER", "PER_REPLICA"]
     assert repr(InputContext()) == "InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=1)"
     assert repr(ValueContext()) == "ValueContext(replica_id_in_sync_group=0, num_replicas_in_sync=1)"
+    assert InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(16) == 4
+    with pytest.raises(InvalidArgumentError, match="global_batch_size 10 is not divisible by 4 replicas; 8 and 12 are"):
+        InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(10)
 
 
 @pytest.mark.parametrize(
@@ -528,9 +529,3 @@ def test_defaults():
 def test_what_cannot_be_meant_is_refused(given, error, message):
     with pytest.raises(error, match=message):
         given() if callable(given) else InputOptions(**given) if isinstance(given, dict) else InputOptions(*given)
-
-
-def test_per_replica_batch_size():
-    assert InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(16) == 4
-    with pytest.raises(InvalidArgumentError, match="global_batch_size 10 is not divisible by 4 replicas; 8 and 12 are"):
-        InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(10)

@@ -76,9 +76,6 @@ def test_parts_may_use_the_memory_of_those_before_them():
 
     batches = [share(batch, 0, 1) for batch in batched(parts(), [4], drop_remainder=False)]
     assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-
-
-def test_only_the_batch_between_two_parts_is_copied():
     parts = [np.arange(7), np.arange(7, 16)]
     batches = list(batched(iter(parts), [3], drop_remainder=False))
     shared = [any(np.shares_memory(batch, part) for part in parts) for batch in batches]

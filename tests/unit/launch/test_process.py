@@ -16,16 +16,13 @@ def test_ancestors_begin_with_the_parent_and_end_with_the_first_process():
     assert [each.pid for each in process.ancestors(found[0].pid)] == [each.pid for each in found[1:]]
 
 
-def test_a_process_is_gone_when_it_has_exited_or_its_pid_is_another_ones():
+def test_a_process_is_gone_when_it_has_exited_or_its_pid_is_another_ones(monkeypatch):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     found = process.find(child.pid)
     assert not found.is_gone()
     assert replace(found, started=found.started - 1).is_gone()
     child.communicate(b"\n")
     assert found.is_gone()
-
-
-def test_too_many_open_files_are_not_a_sign_of_an_end(monkeypatch):
     own = process.find(os.getpid())
 
     def fail(*_, **__):

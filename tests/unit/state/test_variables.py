@@ -20,7 +20,7 @@ SYNCHRONIZATION = mpistrat.VariableSynchronization
 SYNCHRONIZATIONS = [SYNCHRONIZATION.ON_WRITE, SYNCHRONIZATION.ON_READ]
 
 
-def test_a_variable_owns_its_array():
+def test_a_variable_owns_its_array_and_does_not_keep_the_value_that_it_began_with():
     initial = np.zeros(2)
     variable = mpistrat.Variable(initial)
     variable.assign(np.ones(2))
@@ -32,6 +32,10 @@ def test_a_variable_owns_its_array():
         variable.value[0] = 5
     with pytest.raises(ValueError, match="read-only"):
         np.asarray(variable)[0] = 5
+    variable = mpistrat.Variable(1.0)
+    assert variable.is_initialized()
+    with pytest.raises(RuntimeError, match=r"does not keep its initial value(.|\n)*correct: +initial_value = variable.numpy"):
+        _ = variable.initial_value
 
 
 @pytest.mark.parametrize("kind", ["ON_WRITE", "ON_READ"])
@@ -289,13 +293,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(start, method, delta, 
 # -------------------------------------------------------------------------------------- names that programs for TensorFlow use
 
 
-def test_a_variable_is_initialized_and_does_not_keep_the_value_that_it_began_with():
-    variable = mpistrat.Variable(1.0)
-    assert variable.is_initialized()
-    with pytest.raises(RuntimeError, match=r"does not keep its initial value(.|\n)*correct: +initial_value = variable.numpy"):
-        _ = variable.initial_value
-
-
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("kind", ["ON_WRITE", "ON_READ"])
 def test_read_value_does_not_change_with_the_variable(num_replicas, kind):
@@ -387,11 +384,8 @@ def test_no_variable_is_made_in_a_scope_inside_that_of_the_default_strategy():
     assert made(strategy, 1.0).distribute_strategy is strategy
 
 
-def test_cells_of_one_device():
+def test_cells_of_one_device_and_outside_all_scopes():
     check_cells(mpistrat.OneDeviceStrategy(), CELLS)
-
-
-def test_cells_outside_all_scopes():
     check_cells(mpistrat.get_strategy(), list(map(of_default_strategy, CELLS)))
 
 

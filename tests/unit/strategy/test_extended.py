@@ -208,7 +208,7 @@ def test_colocate_vars_with():
         strategy.run(lambda: strategy.extended.colocate_vars_with(variable).__enter__())
 
 
-def test_devices_of_a_strategy():
+def test_devices_and_roles_of_a_strategy():
     extended = mpistrat.get_strategy().extended
     for name in ("worker_devices", "parameter_devices"):
         with pytest.raises(RuntimeError, match=rf"the default strategy has no {name}(.|\n)*correct: .*OneDeviceStrategy"):
@@ -223,9 +223,6 @@ def test_devices_of_a_strategy():
             return strategy.run(lambda: mpistrat.get_replica_context().devices)[0].values[0]
 
     assert on_replicas(2, program) == ["a", "b"]
-
-
-def test_roles():
     for number in (1, 2):
         assert on_replicas(number, lambda s: s.extended.experimental_between_graph) == [number > 1] * number
     extended = mpistrat.OneDeviceStrategy().extended

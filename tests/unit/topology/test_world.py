@@ -84,10 +84,6 @@ def test_shards_have_one_owner_per_node_and_tile(world):
         counts = [len(world.shards_of(rank)) for rank in node.ranks]
         assert min(counts) >= 1
         assert max(counts) - min(counts) <= 1, "evenly shared"
-
-
-@given(random_worlds)
-def test_rails_join_the_owners(world):
     assert len(world.rails) == world.num_shards
     for shard, rail in enumerate(world.rails):
         assert [world.place(rank).node_index for rank in rail] == list(range(world.num_nodes))
@@ -124,12 +120,16 @@ def test_a_name_is_read_as_tensorflow_spells_it(device):
     assert parse_device("/job:localhost/replica:0/task:0/device:CPU:0") == OWN
 
 
-def test_a_device_prints_as_its_name():
+def test_a_device_prints_as_its_name_and_is_that_of_some_ranks():
     for name in ("/cpu:0", "/gpu:1", "rank:3", "/job:worker/replica:0/task:1/device:GPU:0"):
         assert str(parse_device(name)) == name
     assert device_name(3) == "/job:worker/replica:0/task:3/device:CPU:0"
     assert parse_device(device_name(3)) == DeviceSpec("CPU", rank=3)
     assert own_device() == "/cpu:0"
+    world = World.from_shape("2+1")
+    assert ranks_of("/cpu:0", world) == (0, 1, 2)
+    assert ranks_of("rank:2", world) == ranks_of(device_name(2), world) == (2,)
+    assert ranks_of("/cpu:0", World.from_shape("1x1")) == (0,)
 
 
 ACCEPTED = "accepted are /cpu:0, CPU:0, /gpu:0, /device:CPU:0, /job:worker/replica:0/task:1/device:CPU:0 and rank:1"
@@ -151,13 +151,6 @@ def test_what_is_not_the_name_of_a_device_of_a_rank(name, message):
     with pytest.raises(InvalidArgumentError) as caught:
         parse_device(name)
     assert str(caught.value) == f"{message.format(name)}; {ACCEPTED}"
-
-
-def test_which_ranks_have_a_device():
-    world = World.from_shape("2+1")
-    assert ranks_of("/cpu:0", world) == (0, 1, 2)
-    assert ranks_of("rank:2", world) == ranks_of(device_name(2), world) == (2,)
-    assert ranks_of("/cpu:0", World.from_shape("1x1")) == (0,)
 
 
 @pytest.mark.parametrize(
@@ -184,13 +177,10 @@ def _gpu(node="node0", uuid="a" * 32, index=0):
     return Gpu(node, index, Identity("NVIDIA H200", uuid, "0000:17:00.0"))
 
 
-def test_one_gpu_for_each_rank_is_accepted():
+def test_one_gpu_for_each_rank_is_accepted_also_without_a_uuid():
     check_gpus([_gpu(uuid="a"), _gpu(uuid="b"), _gpu("node1", "c"), _gpu("node1", "d")], allow_shared=False)
     # the UUIDs of two nodes, cut short in the same way, or of a driver that is virtual
     check_gpus([_gpu("node0", "ab"), _gpu("node1", "ab")], allow_shared=False)
-
-
-def test_gpus_without_a_uuid_are_told_apart_by_their_place():
     twins = [Gpu(node, 0, Identity("GRID", "0" * 32, bus)) for node, bus in (("node0", "a"), ("node0", "b"), ("node1", "a"))]
     check_gpus(twins, allow_shared=False)
     check_gpus([*twins, twins[0]], allow_shared=True)
