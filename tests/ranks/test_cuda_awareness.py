@@ -91,15 +91,12 @@ def test_the_setting_beats_all_questions(ask, monkeypatch):
         assert ask(NO if is_aware else YES, PROVED) == (told, [])
 
 
-def test_rank_0_finds_it_for_all(comm, monkeypatch):
+def test_rank_0_finds_it_for_all_or_tells_what_keeps_it_from_asking(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "on" if comm.rank == 0 else "off")
     assert bcast_or_raise(comm, find_verdict).is_aware
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "perhaps" if comm.rank == 0 else "off")
     with pytest.raises(SettingError, match="auto, on, off are accepted"):
         bcast_or_raise(comm, find_verdict)
-
-
-def test_what_keeps_rank_0_from_asking_is_told_to_all(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "auto")
     monkeypatch.setattr(cuda_awareness, "_claim_of_library", Mock(side_effect=OSError("planted: no more processes")))
     verdict = bcast_or_raise(comm, find_verdict)

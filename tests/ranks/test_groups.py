@@ -31,7 +31,7 @@ def test_close_frees_every_communicator_and_may_be_done_often(comm, world):
     assert comm.allreduce(1) == comm.size
 
 
-def test_all_ranks_know_them_by_one_number_whatever_some_have_made_before(comm):
+def test_all_ranks_know_them_by_one_number_and_they_know_which_ranks_of_the_job_they_are(comm):
     for _ in range(comm.rank):
         Hierarchy(MPI.COMM_SELF, World.from_shape("1x1")).close()
     made = [Hierarchy(comm, World.from_shape(f"1x{comm.size}")) for _ in range(2)]
@@ -40,9 +40,6 @@ def test_all_ranks_know_them_by_one_number_whatever_some_have_made_before(comm):
     assert numbers[0] != numbers[1]
     for hierarchy in made:
         hierarchy.close()
-
-
-def test_they_know_which_ranks_of_the_job_they_are(comm):
     half = comm.Split(comm.rank % 2, comm.rank)
     hierarchy = Hierarchy(half, World.from_shape(f"1x{half.size}"))
     assert hierarchy.job_ranks == tuple(range(comm.rank % 2, comm.size, 2))

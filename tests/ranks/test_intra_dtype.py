@@ -62,14 +62,11 @@ def test_nccl_works_on_the_arrays_themselves(node):
     assert node.gpu.memory_report().device_bytes == 0, "an array was packed"
 
 
-def test_without_the_option_nccl_gets_twice_the_bytes(node):
+def test_several_arrays_are_packed_as_they_are_and_without_the_option_nccl_gets_twice_the_bytes(node):
     for dtype in HALF_DTYPES:
         nbytes = node.library.nbytes
         reduce_and_check(node, SUM, [(1003,)], dtype, CommunicationOptions())
         assert node.library.nbytes - nbytes >= 2 * 1003 * 4
-
-
-def test_several_arrays_are_packed_as_they_are(node):
     for op, dtype in product(OPS, HALF_DTYPES):
         nbytes = node.library.nbytes
         reduce_and_check(node, op, [(5, 3), (), (0,), (700,)], dtype)
@@ -77,16 +74,13 @@ def test_several_arrays_are_packed_as_they_are(node):
         assert 2 * 716 * 2 <= node.library.nbytes - nbytes < 2 * (716 + node.size) * 2
 
 
-def test_it_is_nccl_that_rounds(node):
+def test_it_is_nccl_that_rounds_also_a_part_of_the_sum_for_each_rank(node):
     """256 + 1 is no bfloat16, and float32 would make it 256 + size - 1."""
     array = np.array([256.0 if node.rank == 0 else 1.0], HALF_DTYPES[1])
     found = [node.device.get(node.gpu.all_reduce(SUM, node.up(array), options))[0] for options in (NATIVE, None)]
     assert found[1] == np.array(256 + node.size - 1, array.dtype)
     if node.size == 2:
         assert found[0] == 256
-
-
-def test_a_part_of_the_sum_for_each_rank(node):
     for dtype, op, rows in product(HALF_DTYPES, OPS, (4 * node.size, 4 * node.size + 1)):
         nbytes = node.library.nbytes
         found = node.device.get(node.gpu.reduce_scatter(op, node.up(given(dtype, (rows, 3), node.rank)), options=NATIVE))

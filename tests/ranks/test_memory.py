@@ -45,13 +45,9 @@ def test_the_workspace_is_at_most_twice_the_largest_pack(ops, world):
 
 
 @needs_ranks(2)
-def test_small_arrays_need_little_shared_memory(ops, world):
+def test_small_arrays_need_little_shared_memory_and_what_plans_hold_is_told(ops, world):
     reduce(ops, [50_000, 1], algorithm="hierarchical")
     assert ops.memory_report().window_bytes < 2 << 20
-
-
-@needs_ranks(2)
-def test_what_plans_hold_of_their_own_is_told(ops, world):
     reduce(ops, [50_000], deterministic=True)
     report = ops.memory_report()
     # beyond the node what arrives is kept until it can be added in order; inside it all is read where it lies

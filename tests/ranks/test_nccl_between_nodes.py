@@ -50,14 +50,6 @@ def cannot_join(comm, monkeypatch):
     return plant
 
 
-def test_casts_between_nodes_stay(pair):
-    options = CommunicationOptions(wire_dtype="bfloat16", algorithm="hierarchical")
-    array = np.full((8, 3), 1 + 2**-10, np.float32)  # which bfloat16 rounds to 1
-    for verb in ("all_reduce", "reduce_scatter"):
-        found, expected = getattr(pair.gpu, verb)(SUM, pair.up(array), options=options), np.full((8, 3), 4.0)
-        np.testing.assert_array_equal(pair.device.get(found), expected[: found.shape[0]])
-
-
 def test_ranks_of_which_one_cannot_join_its_rail_raise_together(make_pair, monkeypatch, cannot_join):
     pair = make_pair("2x2", INTER_TRANSPORT="nccl")
     given, options = [values(100, np.float32, pair.rank)], CommunicationOptions(algorithm="hierarchical")
@@ -69,10 +61,15 @@ def test_ranks_of_which_one_cannot_join_its_rail_raise_together(make_pair, monke
     pair.compare(SUM, given, options)
 
 
-def test_the_plan_says_why(pair):
+def test_the_plan_says_why_and_casts_between_nodes_stay(pair):
     explained = str(pair.gpu.explain(pair.up(np.ones(1000, np.float32))))
     assert "nccl joins all ranks, and chooses how" in explained
     assert "nccl inside nodes, nccl between nodes" in explained
+    options = CommunicationOptions(wire_dtype="bfloat16", algorithm="hierarchical")
+    array = np.full((8, 3), 1 + 2**-10, np.float32)  # which bfloat16 rounds to 1
+    for verb in ("all_reduce", "reduce_scatter"):
+        found, expected = getattr(pair.gpu, verb)(SUM, pair.up(array), options=options), np.full((8, 3), 4.0)
+        np.testing.assert_array_equal(pair.device.get(found), expected[: found.shape[0]])
 
 
 def test_auto_takes_it_where_all_ranks_have_an_adapter(comm, monkeypatch):

@@ -65,24 +65,20 @@ def test_the_demo_runs_on_gpus_and_says_so(comm, gpu, tmp_path, capsys, monkeypa
         assert (tmp_path / "training.png").exists()
 
 
-def test_the_strategy_knows_where_it_computes(comm, on_gpu, xp):
+def test_the_strategy_knows_where_it_computes_and_initial_values_may_be_anywhere(comm, on_gpu, xp):
     assert on_gpu.communicator.path
     assert on_gpu.array_module is xp
     assert on_gpu.extended.worker_devices == (f"/job:worker/replica:0/task:{comm.rank}/device:GPU:0",)
-
-
-@pytest.mark.parametrize("where", ["run", "scope", "update"])
-def test_variables_do_on_gpus_what_they_do_on_the_host(on_gpu, where):
-    check_cells(on_gpu, [cell for cell in CELLS if cell.where == where])
-
-
-def test_initial_values_may_be_anywhere(comm, on_gpu, xp):
-    # each rank brings its own kind, and that of replica 0 counts
     put = xp.asarray if comm.rank % 2 else np.asarray
     with on_gpu.scope():
         variable = mpistrat.Variable(put(np.arange(3.0) + comm.rank))
     assert isinstance(variable.value, xp.ndarray)
     assert variable.numpy().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("where", ["run", "scope", "update"])
+def test_variables_do_on_gpus_what_they_do_on_the_host(on_gpu, where):
+    check_cells(on_gpu, [cell for cell in CELLS if cell.where == where])
 
 
 def test_a_nest_of_arrays_and_numbers_is_combined(comm, on_gpu, xp):
@@ -104,7 +100,7 @@ def test_a_nest_of_arrays_and_numbers_is_combined(comm, on_gpu, xp):
     assert float(mean["loss"]) == 0.5
 
 
-def test_values_are_combined_outside_run(comm, on_gpu, xp):
+def test_values_are_combined_outside_run_and_slices_added_up(comm, on_gpu, xp):
     rows = on_gpu.run(lambda: xp.full((comm.rank, 2), comm.rank, np.float64))
     rows = rows if comm.size > 1 else PerReplica(rows)
     ranks, squares = range(comm.size), sum(rank * rank for rank in range(comm.size))
@@ -127,8 +123,6 @@ def test_values_are_combined_outside_run(comm, on_gpu, xp):
         assert isinstance(component, xp.ndarray)
         assert component.tolist() == [sum(ranks) if comm.size > 1 else 0] * 2
 
-
-def test_slices_of_all_replicas_are_added_up(comm, on_gpu, xp):
     def step():
         slices = mpistrat.IndexedSlices(xp.full((2, 2), comm.rank + 1.0), xp.asarray(np.array([comm.rank, 0])), (comm.size, 2))
         return mpistrat.get_replica_context().all_reduce("sum", slices)

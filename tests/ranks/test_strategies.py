@@ -225,14 +225,11 @@ class TestMultiWorker:
         assert make_strategy(mpistrat.MultiWorkerMirroredStrategy, resolver).is_chief == (comm.rank == 0)
 
     @needs_ranks(2)
-    def test_tf_config_on_one_rank_only(self, comm, monkeypatch, together):
+    def test_tf_config_on_one_rank_only_or_that_one_rank_cannot_read(self, comm, monkeypatch, together):
         if comm.rank == 0:
             monkeypatch.setenv("TF_CONFIG", "{}")
         with pytest.raises(AgreementError, match=r"cluster_resolver=TFConfigClusterResolver(.|\n)*=MPIClusterResolver"):
             mpistrat.MultiWorkerMirroredStrategy()
-
-    @needs_ranks(2)
-    def test_tf_config_that_one_rank_cannot_read(self, comm, monkeypatch, together):
         monkeypatch.setenv("TF_CONFIG", "{" if comm.rank == 1 else "{}")
         with pytest.raises(InvalidArgumentError if comm.rank == 1 else AgreementError, match="TF_CONFIG='{' is not valid JSON"):
             mpistrat.MultiWorkerMirroredStrategy()
@@ -332,15 +329,13 @@ class TestCentralStorage:
             refused(InvalidArgumentError, message, partial(update, value))
         update(variable)
 
-    def test_devices_that_there_are_not(self, comm, together):
+    def test_devices_that_there_are_not_and_several_nodes_are_refused(self, comm, together, world):
         last = "rank:0" if comm.size == 1 else f"rank:0 to rank:{comm.size - 1}"
         message = f"device 'rank:99' does not exist: there is no rank 99; accepted are /cpu:0 (each rank's own) and {last}"
         refused(InvalidArgumentError, message, lambda: CentralStorageStrategy(parameter_device="rank:99"))
         refused(InvalidArgumentError, message, lambda: CentralStorageStrategy(["rank:99"]))
         refused(InvalidArgumentError, f"compute_devices=[]{NOT_EACH}", lambda: CentralStorageStrategy([]))
         refused(TypeError, "compute_devices must be None or a list of device names", lambda: CentralStorageStrategy("/cpu:0"))
-
-    def test_several_nodes_are_refused(self, comm, world, together):
         if world.num_nodes == 1:
             CentralStorageStrategy().close()
             return

@@ -272,12 +272,14 @@ def test_ranks_whose_tensors_lie_in_memory_in_another_order_are_told(torch, ours
         call()
 
 
-def test_sparse_gradients_are_refused_by_name(torch, ours, communicator):
+def test_sparse_gradients_and_a_call_without_a_block_are_refused_by_name(torch, ours, communicator):
     model = torch.nn.Embedding(4, 2, sparse=True)
     model(torch.tensor([1])).sum().backward()
     averaged = ours.average_gradients(model, communicator, SMALL_BUCKETS)
     with pytest.raises(UnsupportedDtypeError, match="the gradient of weight is sparse"), averaged:
         pass
+    with pytest.warns(RuntimeWarning, match="averages nothing by itself"):
+        ours.average_gradients(_model(torch), communicator)
 
 
 def test_an_optimizer_with_a_line_search_needs_the_mean_loss(torch, ours, communicator):
@@ -319,11 +321,6 @@ def test_wrong_arguments_are_refused_by_name_when_the_block_begins(torch, ours, 
         ours.average_gradients(model, SMALL_BUCKETS)
     with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got 25"):
         ours.average_gradients(model, communicator, 25)
-
-
-def test_a_call_without_a_block_is_told(torch, ours, communicator):
-    with pytest.warns(RuntimeWarning, match="averages nothing by itself"):
-        ours.average_gradients(_model(torch), communicator)
 
 
 def test_all_ranks_begin_with_the_state_of_one(torch, ours, communicator):
@@ -402,14 +399,11 @@ def test_leaves_are_averaged_and_the_tree_is_kept(jax, average, comm):
     assert average({}) == {}
 
 
-def test_what_is_traced_is_refused(jax, average):
-    with pytest.raises(UnsupportedDtypeError, match=r"tree\['w'\]"):
-        jax.jit(average)({"w": jax.numpy.ones(2)})
-
-
-def test_whole_numbers_have_no_mean(jax, average):
+def test_whole_numbers_and_what_is_traced_are_refused(jax, average):
     with pytest.raises(UnsupportedDtypeError, match=r"tree\['steps'\] has dtype int32, whose mean would be a whole number"):
         average({"steps": jax.numpy.ones(2, "int32")})
+    with pytest.raises(UnsupportedDtypeError, match=r"tree\['w'\]"):
+        jax.jit(average)({"w": jax.numpy.ones(2)})
 
 
 def test_other_trees_are_told(jax, average, comm):

@@ -86,7 +86,7 @@ def test_ranks_must_assign_equal_values_outside_run(comm, strategy, synchronizat
 
 
 @needs_ranks(2)
-def test_ranks_must_change_the_same_variable_in_the_same_way(comm, strategy):
+def test_ranks_must_change_the_same_variable_in_the_same_way_and_raise_where_one_cannot(comm, strategy):
     with strategy.scope():
         first, second = (mpistrat.Variable(0.0, name="v", aggregation=SUM) for _ in range(2))
         copied = copy.deepcopy(first)
@@ -97,10 +97,6 @@ def test_ranks_must_change_the_same_variable_in_the_same_way(comm, strategy):
     with pytest.raises(AgreementError, match=r"\.assign_add of (.|\n)*\.assign_sub of"):
         strategy.run(lambda: first.assign_sub(1.0) if last else first.assign_add(1.0))
     assert (float(first), float(second)) == (0, 0)
-
-
-@needs_ranks(2)
-def test_where_one_replica_cannot_assign_all_raise(comm, strategy):
     with strategy.scope():
         variable = mpistrat.Variable(np.zeros(2), name="v", aggregation=SUM)
         table = mpistrat.Variable(np.zeros((2, 2)), name="t", aggregation=SUM)

@@ -29,7 +29,7 @@ def test_every_verb_gives_what_numpy_makes_of_all_arrays(strategy, monkeypatch):
     assert verbs_rank.check(strategy)["compared"] > 200
 
 
-def test_the_number_of_an_axis_may_be_of_any_type(mixed):
+def test_the_number_of_an_axis_or_a_root_may_be_of_any_type(mixed):
     mixed.is_strict = False
     mine = np.arange(12.0).reshape(3, 4) * (mixed.rank + 1)
     wanted = np.array_split(np.arange(12.0).reshape(3, 4) * sum(range(mixed.size + 1)), mixed.size, 1)[mixed.rank]
@@ -40,6 +40,10 @@ def test_the_number_of_an_axis_may_be_of_any_type(mixed):
     mixed.timeline.enabled = False
     with pytest.raises(TypeError, match=r"axis must be an int; got 1\.0"):
         mixed.reduce_scatter(SUM, mine, 1.0)
+    last = mixed.size - 1
+    for root in (last, np.int64(last), np.array(last)):
+        assert mixed.broadcast(np.full(3, mixed.rank), root).tolist() == [last] * 3
+        assert (mixed.gather(np.full(3, mixed.rank), root) is None) == (mixed.rank != last)
 
 
 @on_ranks(2, 3)
@@ -53,13 +57,6 @@ def test_an_array_that_is_gathered_may_lie_anywhere_in_out(comm):
         mine[:] = rank + 1
         assert same_bits(communicator.all_gather(mine, out=out), wanted), place
     communicator.close()
-
-
-def test_the_number_of_a_root_may_be_of_any_type(mixed):
-    last = mixed.size - 1
-    for root in (last, np.int64(last), np.array(last)):
-        assert mixed.broadcast(np.full(3, mixed.rank), root).tolist() == [last] * 3
-        assert (mixed.gather(np.full(3, mixed.rank), root) is None) == (mixed.rank != last)
 
 
 def test_calls_are_counted(mixed):

@@ -105,19 +105,7 @@ def test_ranks_that_disagree_are_told_and_the_job_goes_on(comm, strategy, strict
 
 
 @on_ranks(2)
-def test_a_function_that_raises_on_one_rank_is_told_to_the_other(comm, strategy):
-    def only_on_rank_0(part):
-        if comm.rank == 1:
-            raise ValueError("a bad row")
-        return part.sum()
-
-    with pytest.raises(ValueError if comm.rank == 1 else AgreementError, match="a bad row"):
-        strategy.run(lambda: mpistrat.get_replica_context().sum_of_parts(only_on_rank_0, ROWS[:2], 4))
-    comm.Barrier()
-
-
-@on_ranks(2)
-def test_parts_need_data_that_ranks_share(strategy):
+def test_parts_need_data_that_ranks_share_and_what_raises_on_one_is_told_to_the_other(strategy, comm):
     options = mpistrat.InputOptions(virtual_replicas=4)
     files = mpistrat.FileDataset(["one", "two"], lambda name: ROWS, 4)
     told = "auto_shard_policy=AUTO each rank reads other data: use AutoShardPolicy.DATA"
@@ -128,3 +116,12 @@ def test_parts_need_data_that_ranks_share(strategy):
         strategy.experimental_distribute_dataset(mpistrat.ArrayDataset(ROWS, 4), few)
     with pytest.raises(InvalidArgumentError, match="virtual_replicas must be at least 1; got 0"):
         mpistrat.InputOptions(virtual_replicas=0)
+
+    def only_on_rank_0(part):
+        if comm.rank == 1:
+            raise ValueError("a bad row")
+        return part.sum()
+
+    with pytest.raises(ValueError if comm.rank == 1 else AgreementError, match="a bad row"):
+        strategy.run(lambda: mpistrat.get_replica_context().sum_of_parts(only_on_rank_0, ROWS[:2], 4))
+    comm.Barrier()
