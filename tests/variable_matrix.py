@@ -5,8 +5,6 @@ aggregation of NONE asks for equal values; scatter updates pass it twice, for TO
 of replica r of n, or what is raised.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Run experiments and write their tables: ``python -m tests.benchmarks EXPERIMENT [--out DIR] [--quick] [--peers DIR]``."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What a call of ours costs, hides and holds; and many arrays in one call, beside one flat buffer, single calls, and peers."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """One array of float32, summed by several programs, in several labs: the experiments on message sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """One run of one experiment: what it may use, and on what, when and by which command it ran."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import json

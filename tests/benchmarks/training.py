@@ -1,7 +1,5 @@
 """Steps of a training, checkpoints that are saved meanwhile, and parameter servers, beside PyTorch's and TensorFlow's."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import math

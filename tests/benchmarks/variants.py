@@ -1,7 +1,5 @@
 """All-reduces beside variants of them, in turns: a part of the result, fewer bytes between nodes, sums in one order."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The saves that are stopped, what is found after that, and errors of files that a job survives. Each rank calls these."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Calls as data: a verb with its arguments; how a rank makes one, and looks whether what came of it is right."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """The program of a rank: it runs the cases that it is told to, and says how each ended on this rank."""
 
-from __future__ import annotations
-
 import linecache
 import traceback
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The ranks of a job, each with a line to whoever started it; and where it runs: on this machine, or on the hosts of a lab."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Write the pages, and the parts of pages, that follow from the code: ``python -m tests.docs.generate``."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """Jobs of program texts: how each is started as a user would, how it has ended, and what it has left behind."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Play random cases in jobs of several shapes, and say which ended wrong: see the package."""
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

@@ -1,7 +1,5 @@
 """Cases: what a random program does on a communicator or a wrapped communicator, and what must come of it."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Callable, Sequence

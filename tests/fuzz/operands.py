@@ -1,7 +1,5 @@
 """Operands of random calls: arrays in any layout, targets that overlap with them, and what NumPy makes of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any

@@ -1,7 +1,5 @@
 """Cases on a strategy: its collectives in a replica context and outside it, and its variables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

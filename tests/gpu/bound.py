@@ -1,7 +1,5 @@
 """A rank that computes on a stand-in device, with kernels and an NCCL, and the same collectives in host memory, the oracle."""
 
-from __future__ import annotations
-
 import tempfile
 import threading
 from collections.abc import Iterator

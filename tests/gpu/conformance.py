@@ -4,8 +4,6 @@ Several ranks may share a GPU. On several virtual nodes a transport that works i
 one that works between nodes on every rail.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import ExitStack
 from functools import partial

@@ -5,8 +5,6 @@ only enqueue: the other rank reads the result, and so waits for what the GPU of 
 afterwards: this process looks how much of it is used before and after, and takes most of the rest.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -6,8 +6,6 @@ call, or while one is under way, and last longer than that. A query as CuPy make
 little.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping

@@ -7,8 +7,6 @@ Ranks that share a GPU take turns on it: how fast NCCL is there says nothing of 
 turns, so that whatever a call takes beyond NCCL's is ours.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -3,8 +3,6 @@
 JAX takes most of the GPU's memory for itself unless XLA_PYTHON_CLIENT_PREALLOCATE=false is set.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import traceback
 from contextlib import AbstractContextManager, nullcontext

@@ -3,8 +3,6 @@
 One by hand, with the words and variables below: ``mpistrat run -n 2 -m tests.gpu.streams blocks --report FILE``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """What probes have in common: what a machine has for a GPU's sake, where figures go, the GPU, and when it is through."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

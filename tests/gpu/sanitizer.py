@@ -3,8 +3,6 @@
 That it finds nothing shows little, unless it finds a write that is planted.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ come and go. Strategies are opened, used and closed, two at a time now and then;
 begin small again. Values are whole numbers, of which every order of adding makes the same.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Bandwidths count what is read and what is written. Work is put on the stream whi
 taken away again: so a kernel is measured, and not how fast Python launches it, which is told beside it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Train what the demo trains on GPUs, and then on the CPU of the first rank alone, and compare all that comes of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ Where ranks compute on GPUs the arrays are of their memory, and go the way throu
 transports. Values are whole numbers, of which every order of adding makes the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

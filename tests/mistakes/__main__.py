@@ -3,8 +3,6 @@
 ``python -m tests.mistakes [TEXT]``: those of whose file or test the text is a part, or all.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -5,8 +5,6 @@ whoever waits for it. Two pieces of work are a race if they use the same memory,
 before the other. What the host reads and writes, and what kernels do that add and divide, is not looked at.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ other what they found before any of them leaves an example: one that is wrong on
 the same: Hypothesis prefers constants of the modules that a process has imported, and ranks import different ones.
 """
 
-from __future__ import annotations
-
 import time
 from typing import NamedTuple
 from zlib import crc32

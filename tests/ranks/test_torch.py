@@ -1,7 +1,5 @@
 """`mpistrat.torch` and `mpistrat.jax`: gradients averaged during backward, averages of trees, the same state on all ranks."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import suppress
 from functools import partial

@@ -4,8 +4,6 @@ A collective that not all replicas have entered yet stops the program of this re
 and the programs are run again. Programs must therefore do the same each time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

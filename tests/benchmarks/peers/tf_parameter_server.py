@@ -1,7 +1,5 @@
 """TensorFlow's parameter servers, in processes of one host that talk by gRPC: the same as `parameter_server_ranks`."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

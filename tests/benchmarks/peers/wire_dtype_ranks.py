@@ -1,7 +1,5 @@
 """One rank of the trainings in the experiment on wire dtypes: the demo's network, once with each; rank 0 prints the losses."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any
