@@ -27,8 +27,10 @@ _NOT_STARTED = "The PMIx server's listener thread failed to start"
 
 # Each rank writes its process into a file, and a rank about to fail the time.
 PROLOGUE = """
-import os, signal, sys, threading, time
+import atexit, os, signal, sys, threading, time
 from pathlib import Path
+import numpy as np
+import mpistrat
 from mpistrat.launch.bootstrap import start
 
 comm = start()
@@ -45,8 +47,6 @@ def note_fault():
 # A job with parameter servers: what stands after this the chief does.
 SERVED = """
 import itertools
-import numpy as np
-import mpistrat
 from mpistrat.errors import CancelledError, UnavailableError
 from mpistrat.experimental import ParameterServerStrategy
 

@@ -17,9 +17,6 @@ DOCTOR = (*PYTHON, "-m", "mpistrat", "doctor")
 SECONDS = 60.0
 
 PROGRAM = """
-import numpy as np
-import mpistrat
-
 strategy = mpistrat.MultiWorkerMirroredStrategy()
 
 def step():
