@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mpistrat.text import format_bytes
-from tests.benchmarks.contest import KINDS, NAMES, OURS, WRAPPED, Contest, Measured, competing
+from tests.benchmarks.contest import KINDS, NAMES, OURS, WRAPPED, Measured, competing
 from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
@@ -113,11 +113,6 @@ def from_mpi4py(session: Session) -> dict[str, Table]:
     return {"": lines}
 
 
-def wire_seconds(hosts: int, nbytes: int, goodput_bits: float) -> float:
-    """Return the least time in which hosts with such links can sum arrays: each sends and receives 2 (n - 1) / n of one."""
-    return 2 * (hosts - 1) / hosts * nbytes * 8 / goodput_bits
-
-
 def programs_of(rows: Iterable[Row]) -> list[str]:
     """Return who took part in any of the rows, in the order of tables."""
     there = {name for row in rows for name in row.programs}
@@ -158,7 +153,10 @@ def _launch(session: Session, case: Case, lab: Lab, goodput: float) -> list[Row]
         for nbytes in case.sizes:
             task = {"kind": "all_reduce", "nbytes": nbytes}
             measured = contest.alternate({name: (name, task) for name in contest.names}, case.seconds)
-            least = wire_seconds(case.hosts, nbytes, goodput) if case.hosts > 1 else _copy_seconds(contest, nbytes)
+            if case.hosts > 1:  # each host sends and receives 2 (n - 1) / n of an array
+                least = 2 * (case.hosts - 1) / case.hosts * nbytes * 8 / goodput
+            else:  # each byte is read, and written
+                least = 2 * nbytes / contest.call(OURS, "copy_bytes_per_second", nbytes=nbytes)[0]
             rows.append(Row(case, nbytes, least, measured))
             session.say(", ".join(table_of_cases(rows[-1:])[1]))
     return rows
@@ -171,12 +169,6 @@ def _middle(rows: Sequence[Row]) -> Row:
         found = sorted((row.programs[name] for row in rows if name in row.programs), key=lambda one: one.seconds)
         programs[name] = found[(len(found) - 1) // 2]
     return Row(rows[0].case, rows[0].nbytes, rows[0].least_seconds, programs)
-
-
-def _copy_seconds(contest: Contest, nbytes: int) -> float:
-    """Return how long all ranks take to copy such an array at the same time: each byte is read, and written."""
-    [bytes_per_second, *_] = contest.call(OURS, "copy_bytes_per_second", nbytes=nbytes)
-    return 2 * nbytes / float(bytes_per_second)
 
 
 def shape_of(hosts: int, ranks: int, placement: str = "block") -> str:

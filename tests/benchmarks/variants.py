@@ -59,7 +59,12 @@ def wire_dtype(session: Session) -> dict[str, Table]:
         for placement in PLACEMENTS[:1] if session.quick else PLACEMENTS:
             with competing(session, lab, 8, placement) as contest:
                 found = contest.alternate(all_reduces(NBYTES, WIRES), 2.0, share=0.5)
-            session.add(times, [placement, *(_cell(one, found[FLOAT32]) for one in found.values())])
+            exact = found[FLOAT32].seconds
+            cells = [
+                f"{format_seconds(one.seconds)} (best {format_seconds(min(one.times))}), × {exact / one.seconds:.2f}"
+                for one in found.values()
+            ]
+            session.add(times, [placement, *cells])
     heads = ["training", "between nodes", "last loss", "test accuracy", "loss off by at most", "weights off by"]
     return {"": times, "training": [heads, *([] if session.quick else _trained(session))]}
 
@@ -72,18 +77,9 @@ def _trained(session: Session) -> Table:
     rows = []
     for kind, one in found.items():
         loss, accuracy, distance = f"{one['losses'][-1]:.6f}", f"{one['accuracy']:.4f}", f"{one['distance']:.1e}"
-        rows.append([TRAINING, kind, loss, accuracy, _off(one, found[FLOAT32]), distance])
+        off = max(abs(mine / exact - 1) for mine, exact in zip(one["losses"], found[FLOAT32]["losses"], strict=True))
+        rows.append([TRAINING, kind, loss, accuracy, f"{off:.1e}", distance])
     return rows
-
-
-def _cell(one: Measured, exact: Measured) -> str:
-    best = format_seconds(min(one.times))
-    return f"{format_seconds(one.seconds)} (best {best}), × {exact.seconds / one.seconds:.2f}"
-
-
-def _off(one: dict[str, Any], exact: dict[str, Any]) -> str:
-    """Return by how much a loss differs at most from that with float32 in any step, relative to it."""
-    return f"{max(abs(loss / other - 1) for loss, other in zip(one['losses'], exact['losses'], strict=True)):.1e}"
 
 
 DEFAULT, IN_ORDER = "default", "deterministic"

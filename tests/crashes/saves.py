@@ -101,7 +101,8 @@ def after_each_stop(comm: Any, logs: Sequence[Sequence[Step]]) -> tuple[int, int
 
 def _wrong_after_stop(strategy: Strategy, content: dict[str, bytes | None], returned: int, begun: int) -> str:
     """Return what is wrong with a checkpoint, whose saves of these steps have returned and begun; an empty text if nothing."""
-    with TemporaryDirectory(dir=_quick_folder(), ignore_cleanup_errors=True) as folder:
+    quick = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with TemporaryDirectory(dir=quick, ignore_cleanup_errors=True) as folder:
         root = Path(folder)
         write_state(content, root)
         directory = root / "run" / "all"
@@ -191,7 +192,3 @@ def _fail(
     if comm.rank == 0:
         shutil.rmtree(root)
     return wrong, counts[failing] > place
-
-
-def _quick_folder() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None

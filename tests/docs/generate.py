@@ -80,7 +80,7 @@ def _default(setting: Setting[Any]) -> str:
 def _errors() -> str:
     kinds = [getattr(errors, name) for name in errors.__all__]
     bases = {kind: ", ".join(f"`{base.__name__}`" for base in kind.__bases__) for kind in kinds}
-    rows = [(f"`{kind.__name__}`", bases[kind], _caption(kind)) for kind in kinds]
+    rows = [(f"`{kind.__name__}`", bases[kind], (inspect.getdoc(kind) or "").split("\n")[0]) for kind in kinds]
     return (
         "# Errors\n\nAll in `mpistrat.errors`. Each is also a built-in exception. A message says where it happened, what was "
         f"asked, what was found, and what to do.\n\n{_table(('error', 'is a', 'raised when'), rows)}"
@@ -209,10 +209,6 @@ def _printed(line: str) -> str:
     with contextlib.redirect_stdout(output):
         cli.main(shlex.split(line)[1:])
     return output.getvalue()
-
-
-def _caption(thing: Any) -> str:
-    return (inspect.getdoc(thing) or "").split("\n")[0]
 
 
 def _sentence(text: str) -> str:

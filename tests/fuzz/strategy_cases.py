@@ -54,7 +54,7 @@ def play_strategy(field: Any, rng: np.random.Generator) -> Callable[[], None]:
     def step(value: Any) -> Any:
         context = mpistrat.get_replica_context()
         if verb == "all_reduce":
-            is_target = in_place and all(map(_is_plain, leaves(value)))
+            is_target = in_place and all(isinstance(leaf, np.ndarray) and leaf.flags.carray for leaf in leaves(value))
             return context.all_reduce(op, value, options, out=value if is_target else None)
         if verb == "started":
             works = [context.start_all_reduce(op, value, options) for _ in range(2)]
@@ -133,7 +133,3 @@ def play_variable(field: Any, rng: np.random.Generator) -> Callable[[], None]:
                 operand.check(found, field.comm.size)
 
     return run
-
-
-def _is_plain(array: Any) -> bool:
-    return isinstance(array, np.ndarray) and bool(array.flags.carray)

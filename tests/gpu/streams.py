@@ -155,10 +155,6 @@ def _reduced(trial: _Trial, given: list[Any]) -> Any:
     return trial.communicator.all_reduce("sum", given.pop())
 
 
-def _beside_another(trial: _Trial, given: list[Any]) -> Any:
-    return trial.communicator.all_reduce("sum", [given.pop(), trial.fill])[0]
-
-
 def _started(trial: _Trial, given: list[Any]) -> Any:
     return trial.communicator.start_all_reduce("sum", given.pop())
 
@@ -173,22 +169,20 @@ def _in_place(call: Callable[..., Any], given: list[Any]) -> Any:
     return call("sum", array, out=array)
 
 
-def _start_in_place(trial: _Trial, given: list[Any]) -> None:
-    _in_place(trial.communicator.start_all_reduce, given).wait()
-
-
 def _dropped(_: object) -> None:
     """Drop what a call has returned."""
 
 
 CASES: dict[str, _Case] = {
     "all_reduce": lambda trial, given: partial(trial.device.get, _reduced(trial, given)),
-    "all_reduce of two arrays": lambda trial, given: partial(trial.device.get, _beside_another(trial, given)),
+    "all_reduce of two arrays": lambda trial, given: partial(
+        trial.device.get, trial.communicator.all_reduce("sum", [given.pop(), trial.fill])[0]
+    ),
     "all_reduce, its result dropped": lambda trial, given: _dropped(_reduced(trial, given)),
     "all_reduce in place, dropped": lambda trial, given: _dropped(_in_place(trial.communicator.all_reduce, given)),
     "start_all_reduce": _started_and_waited_for,
     "start_all_reduce, dropped": lambda trial, given: _dropped(_started(trial, given)),
-    "start_all_reduce in place, dropped": _start_in_place,
+    "start_all_reduce in place, dropped": lambda trial, given: _in_place(trial.communicator.start_all_reduce, given).wait(),
     "start_reduce_scatter, dropped": lambda trial, given: _dropped(trial.communicator.start_reduce_scatter("sum", given.pop())),
     "start_all_gather, dropped": lambda trial, given: _dropped(trial.communicator.start_all_gather(given.pop())),
     "waited for on another stream": lambda trial, given: trial.read_where(trial.on_other_stream, _started(trial, given).wait),

@@ -85,10 +85,11 @@ def train(
                 backward(mine)
                 mean = mpistrat.torch.average(mine.detach(), communicator)
             found = [mean, *(parameter.grad for parameter in model.parameters())]
-            differences += [_difference(*pair) for pair in zip(found, [loss, *gradients], strict=True)]
+            pairs = zip(found, [loss, *gradients], strict=True)
+            differences += [(each - expected).abs().max() / expected.abs().max() for each, expected in pairs]
             _descend(model)
             left = {each.data_ptr() for each in found[1:]}
-            del found, mean, mine
+            del found, mean, mine, pairs
             model.zero_grad(set_to_none=True)
             rubbish = [torch.full_like(parameter, torch.nan) for parameter in model.parameters()]
             reused += sum(each.data_ptr() in left for each in rubbish)
@@ -114,10 +115,6 @@ def _alone(model: torch.nn.Module, batches: torch.Tensor) -> list[tuple[torch.Te
         _descend(model)
         model.zero_grad(set_to_none=True)
     return expected
-
-
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    return (found - expected).abs().max() / expected.abs().max()
 
 
 def _batches(size: int, width: int, steps: int, device: str) -> torch.Tensor:

@@ -81,19 +81,11 @@ def test_a_mirrored_value_reads_as_an_array_everywhere():
     )
 
 
-def iadd(value):
-    value += 1
-
-
-def setitem(value):
-    value[0] = 1
-
-
 @pytest.mark.parametrize(
     "write",
     [
-        iadd,
-        setitem,
+        lambda value: operator.iadd(value, 1),
+        lambda value: operator.setitem(value, 0, 1),
         lambda value: np.add(1, 1, out=value),
         lambda value: np.copyto(value, 1),
         lambda value: np.copyto(dst=value, src=1),
