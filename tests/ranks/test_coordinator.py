@@ -240,9 +240,21 @@ def test_scheduled_functions_run_in_the_scope_and_may_use_the_strategy(coordinat
     assert float(total) == 6
 
 
-def test_main_returns_what_the_program_returns_on_the_chief_alone():
+def test_main_returns_what_the_program_returns_on_the_chief_which_ends_the_servers_where_it_raises():
     got = serve(1, lambda coordinator: type(coordinator.strategy).__name__)
     assert got == ("ParameterServerStrategy" if start().rank == 0 else None)
+
+    def program(coordinator):
+        variable(coordinator, 1.0)
+        coordinator.schedule(time.sleep, (0.1,))
+        raise KeyError("of the chief")
+
+    with pytest.raises(KeyError, match="of the chief") if start().rank == 0 else nullcontext():
+        assert serve(2, program) is None
+    resolver = MPIClusterResolver(chief=1, ps=1, evaluator=1)
+    got = ParameterServerStrategy.main(lambda coordinator: coordinator.schedule(abs, (-3,)).fetch(), resolver)
+    assert got == (3 if resolver.task_type == "chief" else None)
+    assert (resolver.task_type == "evaluator") == (start().rank == start().size - 1)
 
 
 @on_chief()
@@ -257,16 +269,6 @@ def test_the_chief_computes_nothing(coordinator):
             getattr(strategy, method)(abs, 1)
     servers = tuple(f"/job:ps/task:{index}" for index in range(len(strategy.extended.server_bytes)))
     assert strategy.extended.parameter_devices == servers
-
-
-def test_a_chief_that_raises_ends_the_servers():
-    def program(coordinator):
-        variable(coordinator, 1.0)
-        coordinator.schedule(time.sleep, (0.1,))
-        raise KeyError("of the chief")
-
-    with pytest.raises(KeyError, match="of the chief") if start().rank == 0 else nullcontext():
-        assert serve(2, program) is None
 
 
 def test_after_closing_nothing_is_scheduled_and_what_waited_is_cancelled():
@@ -334,13 +336,6 @@ def test_the_two_part_form_and_other_resolvers(monkeypatch):
     number = variable(ClusterCoordinator(strategy), 2)
     assert ClusterCoordinator(strategy).schedule(lambda: int(number) + 1).fetch() == 3
     strategy.close()
-
-
-def test_an_evaluator_stays_outside():
-    resolver = MPIClusterResolver(chief=1, ps=1, evaluator=1)
-    got = ParameterServerStrategy.main(lambda coordinator: coordinator.schedule(abs, (-3,)).fetch(), resolver)
-    assert got == (3 if resolver.task_type == "chief" else None)
-    assert (resolver.task_type == "evaluator") == (start().rank == start().size - 1)
 
 
 def test_wrong_roles_are_refused_on_all_ranks():

@@ -78,13 +78,10 @@ def test_a_no_of_open_mpi_is_no_answer_where_ucx_moves_the_memory(ask, monkeypat
         assert verdict.reason.endswith(f"says no (a query), but UCX has loaded its module for CUDA, and {proof.reason}")
 
 
-def test_what_was_found_is_not_asked_again(ask, monkeypatch):
+def test_what_was_found_is_not_asked_again_and_the_setting_beats_all_questions(ask, monkeypatch):
     verdict, _ = ask(YES, PROVED)
     monkeypatch.setattr(cuda_awareness, "_claim_of_library", lambda: NO)
     assert find_verdict() is verdict
-
-
-def test_the_setting_beats_all_questions(ask, monkeypatch):
     for value, is_aware in (("on", True), ("off", False)):
         monkeypatch.setenv("MPISTRAT_MPI_GPU", value)
         told = Verdict(is_aware, f"MPISTRAT_MPI_GPU={value}", is_setting=True)

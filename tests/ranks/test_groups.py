@@ -54,7 +54,7 @@ def test_a_virtual_shape_is_taken_as_it_is_from_the_argument_or_the_variable_of_
     assert discover(comm, f"1x{comm.size}") == World.from_shape(f"1x{comm.size}"), "an argument wins"
 
 
-def test_real_nodes_are_the_ranks_that_share_memory(comm, monkeypatch):
+def test_real_nodes_are_the_ranks_that_share_memory_and_a_virtual_one_cannot_span_machines(comm, monkeypatch):
     monkeypatch.delenv("MPISTRAT_VIRTUAL_NODES", raising=False)
     world = discover(comm)
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
@@ -63,6 +63,15 @@ def test_real_nodes_are_the_ranks_that_share_memory(comm, monkeypatch):
     assert mine.name == MPI.Get_processor_name()
     node.Free()
     assert comm.allgather(world) == [world] * comm.size
+    if comm.size == 1:
+        assert discover(comm, "1x1").num_nodes == 1
+        return
+    # each rank on a machine of its own
+    apart = [*range(comm.size)], [*map(str, range(comm.size))]
+    monkeypatch.setattr("mpistrat.topology.discover.real_nodes", lambda comm: apart)
+    with pytest.raises(TopologyError, match=r"virtual node 0 of shape '1x\d' would hold ranks 0, 1.* several machines \(0, 1"):
+        discover(comm, f"1x{comm.size}")
+    assert discover(comm, f"{comm.size}x1").num_nodes == comm.size
 
 
 def test_a_wrong_shape_is_an_error_on_every_rank(comm):
@@ -74,18 +83,6 @@ def test_a_wrong_shape_is_an_error_on_every_rank(comm):
         with pytest.raises(TopologyError, match=message):
             discover(comm, wrong)
     assert comm.allreduce(1) == comm.size
-
-
-def test_a_virtual_node_cannot_span_machines(comm, monkeypatch):
-    if comm.size == 1:
-        assert discover(comm, "1x1").num_nodes == 1
-        return
-    # each rank on a machine of its own
-    apart = [*range(comm.size)], [*map(str, range(comm.size))]
-    monkeypatch.setattr("mpistrat.topology.discover.real_nodes", lambda comm: apart)
-    with pytest.raises(TopologyError, match=r"virtual node 0 of shape '1x\d' would hold ranks 0, 1.* several machines \(0, 1"):
-        discover(comm, f"1x{comm.size}")
-    assert discover(comm, f"{comm.size}x1").num_nodes == comm.size
 
 
 @needs_ranks(2)

@@ -191,7 +191,7 @@ def test_what_is_assigned_outside_run_is_compared(comm, make_strategy):
 
 @needs_ranks(2)
 @pytest.mark.parametrize("count", [3, 100_000])
-def test_threads_that_take_turns_alike_on_all_ranks_are_legal(one_node, comm, count):
+def test_threads_that_take_turns_alike_are_legal_and_their_calls_not_paired_with_those_of_the_main_one(one_node, comm, count):
     def call():
         return one_node.all_reduce(SUM, np.full(count, comm.rank))[0]
 
@@ -201,10 +201,6 @@ def test_threads_that_take_turns_alike_on_all_ranks_are_legal(one_node, comm, co
     assert one_node.all_reduce(SUM, np.ones(count))[0] == comm.size, "which waits for what the thread has started"
     assert work.wait()[0] == comm.size
 
-
-@needs_ranks(2)
-@pytest.mark.parametrize("count", [3, 100_000])
-def test_calls_of_a_thread_are_not_paired_with_those_of_the_main_one(comm, one_node, count):
     def call():
         return one_node.all_reduce(SUM, np.ones(count))
 

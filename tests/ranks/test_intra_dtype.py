@@ -51,7 +51,7 @@ def reduce_and_check(pair, op, shapes, dtype, options=NATIVE):
     return results
 
 
-def test_nccl_works_on_the_arrays_themselves(node):
+def test_nccl_works_on_the_arrays_themselves_or_packed_and_without_the_option_gets_twice_the_bytes(node):
     for dtype, op in product(HALF_DTYPES, OPS):
         reduce_and_check(node, op, [(1003,)], dtype)
         nbytes, calls = node.library.nbytes, node.library.calls.copy()
@@ -60,9 +60,6 @@ def test_nccl_works_on_the_arrays_themselves(node):
         assert node.library.nbytes - nbytes == 2 * 1003 * dtype.itemsize
         assert [pack.dtype for pack in node.gpu.explain(node.up(given(dtype, 7, 0)), NATIVE).packs] == [dtype.name]
     assert node.gpu.memory_report().device_bytes == 0, "an array was packed"
-
-
-def test_several_arrays_are_packed_as_they_are_and_without_the_option_nccl_gets_twice_the_bytes(node):
     for dtype in HALF_DTYPES:
         nbytes = node.library.nbytes
         reduce_and_check(node, SUM, [(1003,)], dtype, CommunicationOptions())
@@ -111,6 +108,11 @@ def test_sums_of_nodes_are_added_in_float32(comm, make_pair):
     array = np.array([[128.0, 128.0, 1.0, 1.0][pair.rank]], HALF_DTYPES[1])
     options = CommunicationOptions(algorithm="hierarchical", intra_dtype="native")
     assert pair.device.get(pair.gpu.all_reduce(SUM, pair.up(array), options))[0] == 258
+    pair = make_pair()
+    array = pair.up(given(HALF_DTYPES[0], 10, 0))
+    with pytest.raises(AgreementError, match=r"all_reduce\(SUM, .*intra_dtype=native"):
+        pair.gpu.all_reduce(SUM, array, NATIVE if pair.rank == 1 else None)
+    comm.Barrier()
 
 
 @pytest.mark.parametrize("transport", ["nccl", "cuda_ipc", "staged"])
@@ -124,11 +126,3 @@ def test_what_it_does_not_concern_is_as_without_it(make_pair, transport):
             pair.compare(op, [array], NATIVE)
         without, native = pair.host.all_reduce(SUM, [array] * 2), pair.host.all_reduce(SUM, [array] * 2, NATIVE)
         np.testing.assert_array_equal(without, native)
-
-
-def test_ranks_with_another_option_are_told(comm, make_pair):
-    pair = make_pair()
-    array = pair.up(given(HALF_DTYPES[0], 10, 0))
-    with pytest.raises(AgreementError, match=r"all_reduce\(SUM, .*intra_dtype=native"):
-        pair.gpu.all_reduce(SUM, array, NATIVE if pair.rank == 1 else None)
-    comm.Barrier()

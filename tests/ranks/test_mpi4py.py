@@ -43,7 +43,7 @@ def _sum_of_ranks(comm):
     return comm.size * (comm.size - 1) // 2
 
 
-def test_it_is_the_communicator_that_it_wraps(comm):
+def test_it_is_the_communicator_that_it_wraps_and_what_is_in_the_place_of_allreduce_stays_there(comm):
     wrapped = mpistrat.mpi4py.wrap(comm)
     assert wrapped == comm
     assert isinstance(wrapped, MPI.Intracomm)
@@ -52,6 +52,12 @@ def test_it_is_the_communicator_that_it_wraps(comm):
     mpistrat.Communicator(wrapped).close()  # and it can be wrapped again
     wrapped._communicator.close()
     assert comm.allreduce(1) == comm.size, "the communicator that was wrapped goes on"
+    wrapped, calls = intracomm.wrapped(comm.Dup(), None), []
+    wrapped.Allreduce = lambda *given: calls.append(given)
+    wrapped.Barrier()
+    wrapped.Allreduce(1, 2)
+    assert calls == [(1, 2)]
+    wrapped.Free()
 
 
 def test_it_is_pickled_where_the_one_that_it_wraps_is():
@@ -452,15 +458,6 @@ def test_one_array_in_both_places_is_in_place(passing, monkeypatch):
     recorder().outdated = object()
     passing.Allreduce(both, both)
     assert array.tolist() == [size, size]
-
-
-def test_what_is_in_the_place_of_allreduce_stays_there(comm):
-    wrapped, calls = intracomm.wrapped(comm.Dup(), None), []
-    wrapped.Allreduce = lambda *given: calls.append(given)
-    wrapped.Barrier()
-    wrapped.Allreduce(1, 2)
-    assert calls == [(1, 2)]
-    wrapped.Free()
 
 
 @needs_ranks(2)

@@ -69,6 +69,7 @@ def test_the_strategy_knows_where_it_computes_and_initial_values_may_be_anywhere
     assert on_gpu.communicator.path
     assert on_gpu.array_module is xp
     assert on_gpu.extended.worker_devices == (f"/job:worker/replica:0/task:{comm.rank}/device:GPU:0",)
+    # each rank brings its own kind, and that of replica 0 counts
     put = xp.asarray if comm.rank % 2 else np.asarray
     with on_gpu.scope():
         variable = mpistrat.Variable(put(np.arange(3.0) + comm.rank))

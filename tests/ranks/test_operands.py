@@ -324,17 +324,13 @@ def test_all_reduce_of_a_nest_of_all_kinds(kind, comm, strategy):
 
 
 @two_ranks
-def test_a_result_is_nobody_elses(kind, comm, strategy):
+def test_a_result_is_nobody_elses_also_in_cross_replica_context(kind, comm, strategy):
     for count in (1, 1_000, 100_000):
         given = [[kind.make(np.full(count, value, np.float32)) for _ in range(2)] for value in (1, 2)]
         found = _run(strategy, lambda context, given=given: [context.all_reduce("sum", arrays) for arrays in given])
         for results, value in zip(found, (1, 2), strict=True):
             for result in results:
                 assert set(_elements(kind, result)) == {value * comm.size}
-
-
-@two_ranks
-def test_reduce_and_gather_in_cross_replica_context(kind, comm, strategy):
     value = strategy.run(lambda: [kind.make(np.full((comm.rank + 1, 2), comm.rank, np.float32)), np.ones(1)])
     rows = [rank for rank in range(comm.size) for _ in range(rank + 1)]
     mean, count = strategy.reduce("mean", value, axis=0)

@@ -118,13 +118,9 @@ def test_the_time_limit_that_rank_0_knows_is_that_of_all(comm, make, monkeypatch
 
 
 @on_ranks(2)
-def test_ranks_with_other_arguments_are_told(comm, make):
+def test_ranks_with_other_arguments_or_another_call_are_named(comm, make):
     with pytest.raises(AgreementError, match=r"PreemptionCheckpointHandler\(checkpoint_dir=.*, grace_period=0.5\)"):
         make(grace_period=0.5 if comm.rank else None)
-
-
-@on_ranks(2)
-def test_a_rank_that_makes_another_call_is_named(comm, make):
     handler = make()
     handler.run(handler.train)
     with pytest.raises(CollectiveError, match="PreemptionCheckpointHandler: a step"):

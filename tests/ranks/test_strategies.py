@@ -180,7 +180,7 @@ class TestMultiWorker:
         assert strategy.extended.worker_devices == (CPU.format(comm.rank),)
         assert strategy.extended.should_checkpoint == strategy.extended.should_save_summary == (comm.rank == 0)
 
-    def test_a_resolver_says_who_is_the_chief(self, comm, make_strategy):
+    def test_a_resolver_says_who_is_the_chief_which_may_be_that_of_mpi_or_an_empty_one(self, comm, make_strategy):
         # ranks in turn, the last one is the chief
         cluster = {"chief": ["c:1"], "worker": [f"w{rank}:1" for rank in range(comm.size - 1)]}
         is_chief = comm.rank == comm.size - 1
@@ -190,6 +190,19 @@ class TestMultiWorker:
         assert strategy.cluster_resolver is resolver
         assert (strategy.extended.should_checkpoint, strategy.extended.should_save_summary) == (is_chief, is_chief)
         assert all_reduced(strategy, np.ones(2)).tolist() == [comm.size] * 2
+        for resolver in (TFConfigClusterResolver(), SimpleClusterResolver(ClusterSpec({}))):
+            strategy = make_strategy(mpistrat.MultiWorkerMirroredStrategy, resolver)
+            assert strategy.num_replicas_in_sync == comm.size
+            assert strategy.extended.should_checkpoint == (comm.rank == 0)
+        resolver = MPIClusterResolver({"worker": comm.size - 1, "chief": 1}, port_base=5000, rpc_layer="grpc")
+        is_last = comm.rank == comm.size - 1
+        assert resolver.get_task_info() == (("chief", 0) if is_last else ("worker", comm.rank))
+        assert re.fullmatch(r"grpc://.+:50\d\d", resolver.master())
+        assert comm.allgather(resolver.cluster_spec()) == [resolver.cluster_spec()] * comm.size
+        slurm = SlurmClusterResolver({"worker": comm.size - 1, "chief": 1}, 5000, gpus_per_node=comm.size, gpus_per_task=1)
+        assert (slurm.cluster_spec(), slurm.get_task_info()) == (resolver.cluster_spec(), resolver.get_task_info())
+        assert (slurm.master(), slurm.num_accelerators()) == (resolver.master(), {"GPU": 1})
+        assert make_strategy(mpistrat.MultiWorkerMirroredStrategy, resolver).extended.should_checkpoint == is_last
 
     @pytest.mark.parametrize("is_of_node", [False, True], ids=["each rank", "a node and all its ranks"])
     def test_tf_config_of(self, comm, monkeypatch, make_strategy, is_of_node):
@@ -200,23 +213,6 @@ class TestMultiWorker:
         strategy = make_strategy()
         assert type(strategy.cluster_resolver) is TFConfigClusterResolver
         assert strategy.extended.should_checkpoint == (comm.rank == chief)
-
-    def test_an_empty_cluster_is_a_job_of_its_own(self, comm, make_strategy):
-        for resolver in (TFConfigClusterResolver(), SimpleClusterResolver(ClusterSpec({}))):
-            strategy = make_strategy(mpistrat.MultiWorkerMirroredStrategy, resolver)
-            assert strategy.num_replicas_in_sync == comm.size
-            assert strategy.extended.should_checkpoint == (comm.rank == 0)
-
-    def test_jobs_of_mpi(self, comm, make_strategy):
-        resolver = MPIClusterResolver({"worker": comm.size - 1, "chief": 1}, port_base=5000, rpc_layer="grpc")
-        is_last = comm.rank == comm.size - 1
-        assert resolver.get_task_info() == (("chief", 0) if is_last else ("worker", comm.rank))
-        assert re.fullmatch(r"grpc://.+:50\d\d", resolver.master())
-        assert comm.allgather(resolver.cluster_spec()) == [resolver.cluster_spec()] * comm.size
-        slurm = SlurmClusterResolver({"worker": comm.size - 1, "chief": 1}, 5000, gpus_per_node=comm.size, gpus_per_task=1)
-        assert (slurm.cluster_spec(), slurm.get_task_info()) == (resolver.cluster_spec(), resolver.get_task_info())
-        assert (slurm.master(), slurm.num_accelerators()) == (resolver.master(), {"GPU": 1})
-        assert make_strategy(mpistrat.MultiWorkerMirroredStrategy, resolver).extended.should_checkpoint == is_last
 
     @needs_ranks(2)
     def test_a_job_without_tasks_is_none(self, comm, make_strategy):
@@ -269,7 +265,7 @@ class TestMultiWorker:
 
 
 class TestCentralStorage:
-    def test_it_says_where_variables_are_kept(self, comm, make_strategy):
+    def test_it_says_where_variables_are_kept_and_updates_them_there(self, comm, make_strategy):
         last = comm.size - 1
         strategy = make_strategy(CentralStorageStrategy, parameter_device=f"rank:{last}")
         assert strategy.extended.worker_devices == tuple(CPU.format(rank) for rank in range(comm.size))
@@ -278,6 +274,16 @@ class TestCentralStorage:
         assert make_strategy(CentralStorageStrategy).extended.parameter_devices == (CPU.format(0),)
         assert make_strategy(CentralStorageStrategy, parameter_device="/cpu:0").extended.parameter_devices == (CPU.format(0),)
         assert isinstance(strategy.extended.cross_device_ops, ReductionToOneDevice)
+        strategy = make_strategy(CentralStorageStrategy, parameter_device=f"rank:{comm.size - 1}")
+        with strategy.scope():
+            variable = mpistrat.Variable(np.zeros(2))
+
+        def step(new):
+            mpistrat.get_replica_context().update(variable, lambda _, new: new, (new,))
+            return variable.numpy().copy()
+
+        held = strategy.local(strategy.run(step, args=(np.full(2, comm.rank + 1.0),)))
+        assert held.tolist() == [comm.size] * 2
 
     def test_a_gradient_is_reduced_to_the_variable(self, comm, make_strategy):
         strategy = make_strategy(CentralStorageStrategy, parameter_device=f"rank:{comm.size - 1}")
@@ -298,27 +304,13 @@ class TestCentralStorage:
         extended.update(variable, lambda kept, value: kept.assign(value), args=(sent,))
         assert variable.numpy().tolist() == [7.0, 7.0]
 
-    def test_what_a_replica_updates_is_that_of_the_rank_which_keeps_it(self, comm, make_strategy):
-        strategy = make_strategy(CentralStorageStrategy, parameter_device=f"rank:{comm.size - 1}")
-        with strategy.scope():
-            variable = mpistrat.Variable(np.zeros(2))
-
-        def step(new):
-            mpistrat.get_replica_context().update(variable, lambda _, new: new, (new,))
-            return variable.numpy().copy()
-
-        held = strategy.local(strategy.run(step, args=(np.full(2, comm.rank + 1.0),)))
-        assert held.tolist() == [comm.size] * 2
-
-    def test_what_is_on_read_acts_as_on_write(self, comm, make_strategy, together):
+    def test_what_is_on_read_acts_as_on_write_and_values_of_several_components_are_refused(self, comm, make_strategy, together):
         strategy, kind = make_strategy(CentralStorageStrategy), mpistrat.VariableSynchronization.ON_READ
         with strategy.scope():
             on_read = mpistrat.Variable(1.0, synchronization=kind, aggregation=mpistrat.VariableAggregation.SUM)
         strategy.run(lambda: on_read.assign_add(2.0))
         held = strategy.local(strategy.run(lambda: float(on_read)))
         assert (held, float(on_read.assign_add(1.0))) == (1 + 2 * comm.size, 2 + 2 * comm.size)
-
-    def test_values_of_several_components_are_refused(self, comm, make_strategy, together):
         strategy = make_strategy(CentralStorageStrategy)
         with strategy.scope():
             variable = mpistrat.Variable(np.zeros(2))
@@ -329,13 +321,15 @@ class TestCentralStorage:
             refused(InvalidArgumentError, message, partial(update, value))
         update(variable)
 
-    def test_devices_that_there_are_not_and_several_nodes_are_refused(self, comm, together, world):
+    def test_devices_that_there_are_not(self, comm, together):
         last = "rank:0" if comm.size == 1 else f"rank:0 to rank:{comm.size - 1}"
         message = f"device 'rank:99' does not exist: there is no rank 99; accepted are /cpu:0 (each rank's own) and {last}"
         refused(InvalidArgumentError, message, lambda: CentralStorageStrategy(parameter_device="rank:99"))
         refused(InvalidArgumentError, message, lambda: CentralStorageStrategy(["rank:99"]))
         refused(InvalidArgumentError, f"compute_devices=[]{NOT_EACH}", lambda: CentralStorageStrategy([]))
         refused(TypeError, "compute_devices must be None or a list of device names", lambda: CentralStorageStrategy("/cpu:0"))
+
+    def test_several_nodes_are_refused(self, comm, world, together):
         if world.num_nodes == 1:
             CentralStorageStrategy().close()
             return

@@ -22,7 +22,7 @@ from mpistrat.topology.world import World
 DENSE = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
 
 
-def test_dense_jobs_are_lists_and_sparse_ones_dicts():
+def test_dense_jobs_are_lists_and_sparse_ones_dicts_and_unknown_ones_are_refused():
     spec = ClusterSpec({"worker": {2: "c:1", 0: "a:1"}, "ps": {0: "d:1", 1: "e:1"}, "chief": ("f:1",)})
     assert spec.as_dict() == {"worker": {0: "a:1", 2: "c:1"}, "ps": ["d:1", "e:1"], "chief": ["f:1"]}
     assert spec.jobs == ["worker", "ps", "chief"]
@@ -34,6 +34,14 @@ def test_dense_jobs_are_lists_and_sparse_ones_dicts():
     empty = ClusterSpec({"worker": []})
     assert (empty.num_tasks("worker"), empty.task_indices("worker"), empty.job_tasks("worker")) == (0, [], [])
     assert empty.as_dict() == {"worker": []}
+    spec = ClusterSpec(DENSE)
+    for ask in (spec.num_tasks, spec.task_indices, spec.job_tasks, lambda job: spec.task_address(job, 0)):
+        with pytest.raises(ValueError, match="there is no job 'ps'; the jobs are chief, worker"):
+            ask("ps")
+    with pytest.raises(ValueError, match="job 'worker' has no task 2; its tasks are 0, 1"):
+        spec.task_address("worker", 2)
+    with pytest.raises(ValueError, match="there is no job 'worker'; the jobs are none"):
+        ClusterSpec({}).num_tasks("worker")
 
 
 def test_a_copy_is_its_own_and_truth_and_equality_are_of_the_jobs():
@@ -76,17 +84,6 @@ def test_a_cluster_of_wrong_types(cluster, message):
     assert str(caught.value) == message
     with pytest.raises(InvalidArgumentError, match="a task index of job 'worker' must be 0 or greater; got -1"):
         ClusterSpec({"worker": {-1: "a:1"}})
-
-
-def test_an_unknown_job_or_task_is_refused():
-    spec = ClusterSpec(DENSE)
-    for ask in (spec.num_tasks, spec.task_indices, spec.job_tasks, lambda job: spec.task_address(job, 0)):
-        with pytest.raises(ValueError, match="there is no job 'ps'; the jobs are chief, worker"):
-            ask("ps")
-    with pytest.raises(ValueError, match="job 'worker' has no task 2; its tasks are 0, 1"):
-        spec.task_address("worker", 2)
-    with pytest.raises(ValueError, match="there is no job 'worker'; the jobs are none"):
-        ClusterSpec({}).num_tasks("worker")
 
 
 def test_who_is_the_chief():
@@ -241,6 +238,10 @@ class TestUnion:
         union = UnionResolver(simple({"worker": ["a:1", "b:1"]}), simple({"worker": {1: "c:1", 5: "d:1"}}))
         with pytest.raises(KeyError, match="task 1 of job 'worker' is both b:1 and c:1"):
             union.cluster_spec()
+        with pytest.raises(ValueError, match="UnionResolver needs at least one ClusterResolver; got none"):
+            UnionResolver()
+        with pytest.raises(TypeError, match="UnionResolver joins ClusterResolvers; got dict"):
+            UnionResolver(simple(), {})
 
     def test_all_else_is_as_keywords_and_the_first_say(self):
         said = {"master": "m:1", "environment": "lab", "num_accelerators": {"GPU": 1}, "rpc_layer": "grpc"}
@@ -251,12 +252,6 @@ class TestUnion:
         assert union.master("ps", 0) == "grpc://p:1", "any task of the union has an address"
         union = UnionResolver(simple(task_type="chief", task_id=0), rpc_layer="http", task_type="worker", task_id=1)
         assert (union.task_type, union.task_id, union.rpc_layer) == ("worker", 1, "http")
-
-    def test_bad_arguments(self):
-        with pytest.raises(ValueError, match="UnionResolver needs at least one ClusterResolver; got none"):
-            UnionResolver()
-        with pytest.raises(TypeError, match="UnionResolver joins ClusterResolvers; got dict"):
-            UnionResolver(simple(), {})
 
 
 WORLD = World.from_node_of_rank([1, 0, 1, 0], ["z", "a", "z", "a"])
@@ -316,16 +311,13 @@ def roles(cluster, *tasks):
     return [Role(ClusterSpec(cluster), *task) for task in tasks]
 
 
-def test_the_chief_is_the_lowest_rank_of_that_task():
+def test_the_chief_is_the_lowest_rank_of_that_task_and_each_task_has_one():
     assert chief_rank([Role(ClusterSpec({}))] * 3) == 0
     assert chief_rank(roles(CLUSTER, ("worker", 0), ("worker", 1), ("chief", 0))) == 2
     workers = {"worker": ["a:1", "b:1"]}
     assert chief_rank(roles(workers, ("worker", 1), ("worker", 1), ("worker", 0), ("worker", 0))) == 2
     # nobody is the chief where worker 0 is missing
     assert chief_rank(roles({"worker": {1: "a:1", 2: "b:1"}}, ("worker", 2), ("worker", 1))) == 0
-
-
-def test_tasks_without_a_rank():
     with pytest.raises(LaunchError) as caught:
         chief_rank(roles(CLUSTER, ("worker", 0)))
     assert str(caught.value) == (

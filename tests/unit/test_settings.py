@@ -210,13 +210,10 @@ for stage in reversed(Stage):
 """
 
 
-def test_stages_follow_each_other_and_what_was_registered_last_is_first_in_its_stage():
+def test_stages_follow_each_other_and_all_is_done_even_if_something_raises():
     names = ("FAIL", "FINISH", "COMPARE", "MEET", "CLOSE")
     expected = "".join(f"the last of {name}\n{name}\n" for name in names)
     assert run(PROGRAM + "atexit.register(print, 'a handler of the program')") == (f"a handler of the program\n{expected}", "")
-
-
-def test_all_is_done_even_if_something_raises():
     out, error = run(PROGRAM + "at(Stage.FINISH, lambda: 1 // 0)")
     assert (out.endswith("CLOSE\n"), error) == (True, "ZeroDivisionError: integer division or modulo by zero")
 
@@ -226,7 +223,4 @@ def test_where_the_program_finalizes_mpi_ranks_meet_before_and_later_calls_are_r
     first, _, later = ended.partition("finalized\n")
     assert first == "".join(f"the last of {name}\n{name}\n" for name in ("COMPARE", "REFUSE", "MEET"))
     assert later.startswith("the last of FAIL")
-
-
-def test_mpi_that_is_finalized_after_the_program_does_nothing_again():
     assert run(PROGRAM + "watch_finalize()")[0].count("COMPARE") == 2

@@ -147,7 +147,7 @@ def test_what_a_mapping_holds_beside_its_items_is_kept():
     assert (leaves, structure.unflatten([])[1].step) == ([], 3)
 
 
-def test_mappings_are_compared_by_their_keys():
+def test_mappings_are_compared_by_their_keys_and_none_shows_in_the_text_of_a_structure():
     one, other = (flatten(Frozen(items))[1] for items in ({"a": 1, "b": 2}, {"b": 5, "a": 6}))
     assert one == other
     assert hash(one) == hash(other)
@@ -157,6 +157,11 @@ def test_mappings_are_compared_by_their_keys():
     assert flatten(Frozen({1: 1, "b": 2}))[0] == [1, 2], "keys without an order"
     with pytest.raises(ValueError, match="[Mm]ismatch|[Ee]xpected"):
         map_leaves(lambda a, b: a, Frozen({"a": 1}), Frozen({"b": 1}))
+    one = np.zeros(2)
+    texts = [str(flatten(nest)[1]) for nest in ({"a": one, "b": None}, {"a": None, "b": one}, {"a": one, "b": one}, {"a": one})]
+    assert "'a': *, 'b': None" in texts[0]
+    assert "'a': None, 'b': *" in texts[1]
+    assert len(set(texts)) == len(texts)
 
 
 @pytest.mark.parametrize("mapping", [Converts({"a": 1}), Opened("x"), os.environ])
@@ -207,14 +212,6 @@ def test_which_nests_of_arrays_are_known():
     endless.append(endless)
     for nest in (*others, endless):
         assert flatten_arrays(nest, np.ndarray) is None
-
-
-def test_none_shows_in_the_text_of_a_structure():
-    one = np.zeros(2)
-    texts = [str(flatten(nest)[1]) for nest in ({"a": one, "b": None}, {"a": None, "b": one}, {"a": one, "b": one}, {"a": one})]
-    assert "'a': *, 'b': None" in texts[0]
-    assert "'a': None, 'b': *" in texts[1]
-    assert len(set(texts)) == len(texts)
 
 
 def reordered(nest, turn):

@@ -177,7 +177,7 @@ def test_a_thread_that_ends_before_it_has_written_fails_the_save(tmp_path, monke
     assert manager.latest_checkpoint is None
 
 
-def test_the_thread_that_writes_leaves_the_cores_to_the_steps(tmp_path, monkeypatch):
+def test_the_thread_that_writes_leaves_the_cores_to_the_steps_whose_time_is_not_counted(tmp_path, monkeypatch):
     niceness = []
 
     def write(*given):
@@ -191,9 +191,6 @@ def test_the_thread_that_writes_leaves_the_cores_to_the_steps(tmp_path, monkeypa
     checkpoint.save(tmp_path / "two", wait=True)  # there are no steps meanwhile
     assert niceness == [min(before + files._NICER, 19), before]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
-
-
-def test_the_time_that_steps_have_meanwhile_is_not_counted_as_that_of_a_save(tmp_path, monkeypatch):
     monkeypatch.setattr(files.os, "sched_yield", lambda: time.sleep(1.0))
     checkpoint = mpistrat.Checkpoint(x=np.ones(1 << 16))
     checkpoint.save(tmp_path / "x", wait=True)

@@ -24,7 +24,7 @@ def on_another_thread(fn):
         return thread.submit(fn).result()
 
 
-def test_outside_all_scopes_and_in_its_own_the_default_strategy_is_current():
+def test_the_strategy_of_the_scope_is_current_or_the_default_one():
     assert not mpistrat.has_strategy()
     assert mpistrat.get_strategy() is mpistrat.get_strategy()
     assert not mpistrat.in_cross_replica_context()
@@ -39,9 +39,6 @@ def test_outside_all_scopes_and_in_its_own_the_default_strategy_is_current():
         assert mpistrat.get_replica_context() is not None
         with OneDeviceStrategy().scope():
             assert mpistrat.has_strategy()
-
-
-def test_scope_makes_a_strategy_current():
     strategy = OneDeviceStrategy()
     scope = strategy.scope()
     with scope as entered:

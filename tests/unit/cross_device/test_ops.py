@@ -47,7 +47,7 @@ def plain(value):
     return np.asarray(value).tolist()
 
 
-def test_a_value_that_is_elsewhere_says_where():
+def test_a_value_that_is_elsewhere_says_where_and_is_moved():
     def program(rank):
         value = PerReplica(np.array([rank]))
         total = HierarchicalAllReduce().reduce("sum", value, "rank:1")
@@ -61,8 +61,6 @@ def test_a_value_that_is_elsewhere_says_where():
     absent = ["OnSomeReplicas(not here, on rank 1)", 0, True]
     assert in_scope(3, program) == [absent, held, absent]
 
-
-def test_a_value_that_is_elsewhere_is_moved():
     def program(rank):
         ops, value = HierarchicalAllReduce(), PerReplica(np.array([rank + 1]))
         total = ops.reduce("sum", value, "rank:1")
@@ -397,7 +395,7 @@ def test_what_a_subclass_overrides_sees_every_reduction(family, batch):
     assert on_replicas(3, program) == [([("MAX", 1), *batch, *batch], [[2], [3], [3], [3]], [3, 3, 3])] * 3
 
 
-def test_an_accumulation_function_takes_the_place_of_summing():
+def test_an_accumulation_function_takes_the_place_of_summing_in_replica_order():
     def program(rank):
         calls = []
 
@@ -412,6 +410,14 @@ def test_an_accumulation_function_takes_the_place_of_summing():
         return [plain(result) for result in results]
 
     assert in_scope(2, program) == [[[-3.5], [-3.5], None], [[-3.5], None, [-3.5]]]
+    # in any other order a float64 gives another sum
+    parts = [1.0, 1e16, -1e16, 3.0]
+
+    def program(rank):
+        value = PerReplica(np.array(parts[rank]))
+        return plain(ReductionToOneDevice().reduce("sum", value, value))
+
+    assert in_scope(4, program) == [3.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -426,14 +432,3 @@ def test_an_accumulation_function_takes_the_place_of_summing():
 def test_what_an_accumulation_function_returns_is_checked(function, op, message):
     with pytest.raises((InvalidArgumentError, UnsupportedDtypeError), match=message):
         ReductionToOneDevice(accumulation_fn=function).all_reduce_in_replica(op, [np.ones(2)])
-
-
-def test_components_are_combined_in_replica_order():
-    # in any other order a float64 gives another sum
-    parts = [1.0, 1e16, -1e16, 3.0]
-
-    def program(rank):
-        value = PerReplica(np.array(parts[rank]))
-        return plain(ReductionToOneDevice().reduce("sum", value, value))
-
-    assert in_scope(4, program) == [3.0] * 4

@@ -143,7 +143,7 @@ def capture_mode(monkeypatch):
     return mode
 
 
-def test_an_event_is_done_or_is_not_or_the_gpu_has_failed(cupy, monkeypatch, capture_mode):
+def test_an_event_is_done_or_is_not_or_the_gpu_has_failed_and_a_query_disturbs_no_capture(cupy, monkeypatch, capture_mode):
     for status, answer in ((0, True), (600, False)):
         monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event, status=status: status)
         assert _CudaEvent(_Native()).done() is answer
@@ -151,9 +151,6 @@ def test_an_event_is_done_or_is_not_or_the_gpu_has_failed(cupy, monkeypatch, cap
     message = "the GPU has failed: cudaErrorIllegalAddress.*cannot be used any more in this process"
     with pytest.raises(TransportError, match=message):
         _CudaEvent(_Native()).done()
-
-
-def test_a_query_disturbs_no_capture_of_another_thread(cupy, monkeypatch, capture_mode):
     modes = []
 
     def query(event):

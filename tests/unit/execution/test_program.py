@@ -171,7 +171,7 @@ def test_who_drives_may_say_how_to_rest():
         drive(iter([WAITING] * 3), lambda: "this", 0.01, back_off=lambda _: time.sleep(0.02))
 
 
-def test_who_waits_on_a_busy_machine_looks_in_time_for_what_ends_the_wait(monkeypatch):
+def test_who_waits_on_a_busy_machine_yields_never_sleeps_and_looks_in_time_for_what_ends_the_wait(monkeypatch):
     def verdict():
         raise RuntimeError("a verdict")
 
@@ -180,9 +180,6 @@ def test_who_waits_on_a_busy_machine_looks_in_time_for_what_ends_the_wait(monkey
     with pytest.raises(RuntimeError, match="a verdict"):
         drive(repeat(WAITING), lambda: "this", check=verdict)
     assert time.monotonic() - started < 1
-
-
-def test_a_wait_on_a_shared_core_yields_and_never_sleeps(monkeypatch):
     yields: list[float] = []
     sleep = time.sleep
     monkeypatch.setattr(os, "sched_yield", lambda: (sleep(1e-3), yields.append(1)))  # as if another process had run

@@ -10,15 +10,12 @@ from tests.processes import python
 TEXTS = [f"all_reduce({op}, [{dtype} ({count},)])" for op in ("SUM", "MAX") for dtype in ("f4", "f8") for count in range(200)]
 
 
-def test_words_are_equal_in_every_process_and_differ_for_other_texts():
+def test_words_are_equal_in_every_process_and_the_digest_of_a_series_depends_on_its_order():
     digests = [digest_of(text) for text in TEXTS]
     assert len(set(digests)) == len(TEXTS)
     assert all(0 <= digest < 2**63 and not digest & COMPARED for digest in digests)
     program = f"from mpistrat.groups.agreement import digest_of; print([digest_of(text) for text in {TEXTS[:5]!r}])"
     assert python(program).stdout.strip() == str(digests[:5])
-
-
-def test_the_digest_of_a_series_depends_on_its_order():
     one, two = digest_of("one"), digest_of("two")
     assert chained(0, one) == one
     assert chained(one, two) != chained(two, one)

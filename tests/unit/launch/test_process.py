@@ -8,12 +8,16 @@ from dataclasses import replace
 from mpistrat.launch import process
 
 
-def test_ancestors_begin_with_the_parent_and_end_with_the_first_process():
+def test_ancestors_begin_with_the_parent_and_launchers_are_known_by_their_names():
     found = list(process.ancestors())
     assert found[0].pid == os.getppid()
     assert [each.parent for each in found[:-1]] == [each.pid for each in found[1:]]
     assert found[-1].parent == 0
     assert [each.pid for each in process.ancestors(found[0].pid)] == [each.pid for each in found[1:]]
+    own = process.find(os.getpid())
+    others = ["python3", "bash", "mpiexec_wrapper", "my_mpirun.sh", "sshd"]
+    found = [name for name in [*LAUNCHERS.split(), *others] if replace(own, name=name).is_launcher]
+    assert found == LAUNCHERS.split()
 
 
 def test_a_process_is_gone_when_it_has_exited_or_its_pid_is_another_ones(monkeypatch):
@@ -44,10 +48,3 @@ def test_a_launcher_that_a_rank_has_started_is_that_of_its_ranks_although_it_has
 
 LAUNCHERS = "mpiexec mpiexec.hydra mpirun mpirun_rsh mpispawn orted orterun prte prted prterun hydra_pmi_proxy hydra_bstrap_pr"
 LAUNCHERS += " slurmstepd palsd"
-
-
-def test_launchers_are_known_by_their_names():
-    own = process.find(os.getpid())
-    others = ["python3", "bash", "mpiexec_wrapper", "my_mpirun.sh", "sshd"]
-    found = [name for name in [*LAUNCHERS.split(), *others] if replace(own, name=name).is_launcher]
-    assert found == LAUNCHERS.split()

@@ -146,7 +146,16 @@ def test_a_value_takes_another_dtype_of_its_kind(value, dtype):
     assert (variable.dtype, float(variable)) == (dtype, value + 1)
 
 
-def test_a_variable_of_a_strategy_is_updated_in_its_run_only():
+def test_a_variable_belongs_to_its_strategy_and_is_updated_in_its_run_only():
+    first, second = mpistrat.OneDeviceStrategy(), mpistrat.OneDeviceStrategy()
+    variable, plain = made(first, 1.0), mpistrat.Variable(1.0)
+    assert (variable.distribute_strategy, plain.distribute_strategy) == (first, mpistrat.get_strategy())
+    with second.scope():
+        for use in (lambda: variable.assign(2.0), lambda: variable + 1, lambda: float(variable), lambda: plain.assign(2.0)):
+            with pytest.raises(RuntimeError, match="two strategies cannot be mixed"):
+                use()
+    assert first.run(lambda: variable + plain) == 2  # a plain one can be read anywhere
+
     def program(strategy):
         weights, plain = made(strategy, 1.0, name="w"), mpistrat.Variable(1.0)
         message = r"ctx.update of Variable\('w'.*must be called inside strategy.run(.|\n)*incorrect: (.|\n)*correct: +def step"
@@ -158,17 +167,6 @@ def test_a_variable_of_a_strategy_is_updated_in_its_run_only():
         return unchanged, float(weights), float(plain)
 
     assert on_replicas(2, program) == [(1, 2, 2)] * 2
-
-
-def test_a_variable_belongs_to_its_strategy():
-    first, second = mpistrat.OneDeviceStrategy(), mpistrat.OneDeviceStrategy()
-    variable, plain = made(first, 1.0), mpistrat.Variable(1.0)
-    assert (variable.distribute_strategy, plain.distribute_strategy) == (first, mpistrat.get_strategy())
-    with second.scope():
-        for use in (lambda: variable.assign(2.0), lambda: variable + 1, lambda: float(variable), lambda: plain.assign(2.0)):
-            with pytest.raises(RuntimeError, match="two strategies cannot be mixed"):
-                use()
-    assert first.run(lambda: variable + plain) == 2  # a plain one can be read anywhere
 
 
 @pytest.mark.parametrize(("library", "make"), [("torch", tensor), ("jax", jax_array)])
@@ -384,12 +382,9 @@ def test_no_variable_is_made_in_a_scope_inside_that_of_the_default_strategy():
     assert made(strategy, 1.0).distribute_strategy is strategy
 
 
-def test_cells_of_one_device_and_outside_all_scopes():
+def test_cells_of_one_device_and_outside_all_scopes_of_which_none_is_missing():
     check_cells(mpistrat.OneDeviceStrategy(), CELLS)
     check_cells(mpistrat.get_strategy(), list(map(of_default_strategy, CELLS)))
-
-
-def test_no_cell_is_missing():
     aggregations = len(mpistrat.VariableAggregation)
     operations, contexts = len(METHODS) + 1, len(["run", "scope", "update"])
     assert len({str(cell) for cell in CELLS}) == len(CELLS) == operations * contexts * len(SYNCHRONIZATIONS) * aggregations

@@ -89,20 +89,6 @@ def test_ops_are_not_asked_for_nothing():
     assert on_replicas(2, program) == [(5, {})] * 2
 
 
-def test_update_refuses_a_value_that_only_some_replicas_have():
-    def program(strategy):
-        extended = strategy.extended
-        weights = made(strategy, 0.0)
-        total = extended.reduce_to("sum", PerReplica(1.0), "rank:0")
-        message = r"every replica runs the update: reduce the value to the variable(.|\n)*correct: "
-        with pytest.raises(TypeError, match=message):
-            extended.update(weights, print, ([total],))
-        with pytest.raises(TypeError, match=message):
-            extended.update_non_slot(None, print, kwargs={"total": total})
-
-    on_replicas(2, program)
-
-
 def test_update_changes_the_component_of_this_rank():
     def program(strategy):
         weights = made(strategy, np.zeros(2))
@@ -127,7 +113,7 @@ def test_update_changes_the_component_of_this_rank():
     assert float(variable) == 2
 
 
-def test_update_refuses_foreign_variables():
+def test_update_refuses_foreign_variables_and_a_value_that_only_some_replicas_have():
     strategy, other = mpistrat.OneDeviceStrategy(), mpistrat.OneDeviceStrategy()
     weights = made(strategy, 0.0)
     update = strategy.extended.update
@@ -139,6 +125,18 @@ def test_update_refuses_foreign_variables():
         other.extended.update(weights, print)
     with pytest.raises(RuntimeError, match="two strategies cannot be mixed"), other.scope():
         update(weights, print)
+
+    def program(strategy):
+        extended = strategy.extended
+        weights = made(strategy, 0.0)
+        total = extended.reduce_to("sum", PerReplica(1.0), "rank:0")
+        message = r"every replica runs the update: reduce the value to the variable(.|\n)*correct: "
+        with pytest.raises(TypeError, match=message):
+            extended.update(weights, print, ([total],))
+        with pytest.raises(TypeError, match=message):
+            extended.update_non_slot(None, print, kwargs={"total": total})
+
+    on_replicas(2, program)
 
 
 def test_update_gives_each_component_of_an_on_read_variable_its_own_value():
@@ -351,7 +349,7 @@ def test_a_replica_calls_in_its_own_context_only(method):
         mpistrat.OneDeviceStrategy().run(CALLS[method], (context,))
 
 
-def test_a_replica_context_is_entered_and_left_in_order():
+def test_a_replica_context_is_entered_and_left_in_order_and_is_of_one_of_the_replicas():
     strategy, other = mpistrat.OneDeviceStrategy(), mpistrat.OneDeviceStrategy()
     context = mpistrat.ReplicaContext(strategy, 0)
     with context as entered:
@@ -363,9 +361,6 @@ def test_a_replica_context_is_entered_and_left_in_order():
         context.__exit__(None, None, None)
     with other.scope(), pytest.raises(RuntimeError, match="two strategies cannot be mixed"):
         context.__enter__()
-
-
-def test_a_replica_id_is_one_of_the_replicas():
     strategy = mpistrat.OneDeviceStrategy()
     for replica_id in (0, np.array(0), np.int32(0), None):
         assert mpistrat.ReplicaContext(strategy, replica_id).replica_id_in_sync_group == 0

@@ -50,15 +50,12 @@ def test_a_shape_that_is_none_says_what_is_accepted(shapes, message):
                 read(shape)
 
 
-def test_shape_of_other_ranks_names_both_numbers():
+def test_a_shape_of_other_ranks_is_refused_and_nodes_are_ordered_by_lowest_rank():
     with pytest.raises(TopologyError, match="node shape '2x2' describes 4 ranks, but there are 3"):
         World.from_shape("2x2", num_ranks=3)
     assert World.from_shape("2x2", num_ranks=4).size == 4
     with pytest.raises(TopologyError, match="at least one rank"):
         World.from_node_of_rank([])
-
-
-def test_nodes_are_ordered_by_lowest_rank_and_take_its_name():
     world = World.from_node_of_rank([7, 3, 7], names=["b", "a", "b"])
     assert [(node.index, node.name, node.ranks) for node in world.nodes] == [(0, "b", (0, 2)), (1, "a", (1,))]
     assert world.leaders == (0, 1)

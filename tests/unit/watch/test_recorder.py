@@ -81,7 +81,7 @@ def test_calls_of_two_threads_end_each_for_itself(written):
     written.leave(second)
 
 
-def test_the_ring_keeps_the_last_4096(written):
+def test_the_ring_keeps_the_last_4096_and_a_slot_that_is_used_again_forgets_the_failure_before(written):
     index = call(written)
     for number in range(RING_RECORDS + 5):
         written.leave(written.enter(0, number, index))
@@ -90,9 +90,6 @@ def test_the_ring_keeps_the_last_4096(written):
     assert {record.text for record in calls} == {TEXT}
     assert read(written).find((0, 4)) == []
     assert [call.number for call in read(written).find((0, 5))] == [5]
-
-
-def test_a_slot_that_is_used_again_forgets_that_the_collective_before_failed(written):
     file = read(written)
     written.fail(written.enter(2, 0, call(written)))
     for number in range(1, RING_RECORDS):

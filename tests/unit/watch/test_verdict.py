@@ -89,6 +89,11 @@ def test_different_calls_at_one_number_are_a_mismatch_also_where_they_differ_onl
     other = replace(call(), digest=hash_of("another end"))
     finding = judge(ranks(call(), other), {ONE})
     assert finding.notice.is_mismatch
+    waits, computes = ranks(call(), call(text=BARRIER, left=1.0, has_failed=True))
+    refused = call(text=BARRIER, left=3.0, has_failed=True)
+    assert judged([replace(waits, calls=(call(), refused)), computes]) == ""
+    assert waits_for([replace(waits, calls=(call(), refused)), computes], {ONE}) == {0: [1]}
+    assert BARRIER in judged([waits, replace(computes, calls=(*computes.calls, refused))])
 
 
 @pytest.mark.parametrize(
@@ -107,20 +112,16 @@ def test_a_mismatch_is_told_wherever_the_ranks_are(states, text):
     assert text in judged(states)
 
 
-def test_a_call_that_all_have_refused_says_nothing_of_the_next():
-    waits, computes = ranks(call(), call(text=BARRIER, left=1.0, has_failed=True))
-    refused = call(text=BARRIER, left=3.0, has_failed=True)
-    assert judged([replace(waits, calls=(call(), refused)), computes]) == ""
-    assert waits_for([replace(waits, calls=(call(), refused)), computes], {ONE}) == {0: [1]}
-    assert BARRIER in judged([waits, replace(computes, calls=(*computes.calls, refused))])
-
-
-def test_ranks_that_wait_for_each_other_are_stuck():
+def test_ranks_that_wait_for_each_other_are_stuck_where_nobody_has_moved():
     text = judged(ranks(call(ONE), call(TWO), call(ONE)))
     told = "ranks made different calls (they wait for each other):\n  ranks 0, 2: collective 5 of communicator 1, "
     assert text.startswith(told)
     assert "  rank 1: collective 5 of communicator 2, " in text
     assert judge(ranks(call(ONE), call(TWO)), {ONE}) is None, "the other one was not looked up"
+    assert "rank 1 will not come to a collective" in judged(ranks(call(is_started=True), None, rank1="ended"))
+    first, moved = ranks(call(ONE), call(TWO)), ranks(call(ONE), replace(call(TWO), entered=1))
+    findings = [judge(states, {ONE, TWO}) for states in (first, list(first), moved)]
+    assert findings[0] == findings[1] != findings[2]
 
 
 @pytest.mark.parametrize(
@@ -135,16 +136,6 @@ def test_waiting_for_a_rank_that_is_over_is_in_vain(state, words):
     assert lines[0] == "rank 1 will not come to a collective that others wait in:"
     assert lines[1].startswith(f"  rank 1 (node0): {words}; last collective 4, {BARRIER} at train.py:7 (step), ended 1.5 s ago")
     assert lines[2] == f"  ranks 0, 2: collective 5, {SUM} at train.py:7 (step)"
-
-
-def test_what_was_started_ends_never_without_a_rank_that_has_ended():
-    assert "rank 1 will not come to a collective" in judged(ranks(call(is_started=True), None, rank1="ended"))
-
-
-def test_the_same_is_found_again_only_where_nobody_has_moved():
-    first, moved = ranks(call(ONE), call(TWO)), ranks(call(ONE), replace(call(TWO), entered=1))
-    findings = [judge(states, {ONE, TWO}) for states in (first, list(first), moved)]
-    assert findings[0] == findings[1] != findings[2]
 
 
 @pytest.mark.parametrize(("others", "is_known"), [("", True), ("0-1", False)])
