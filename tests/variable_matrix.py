@@ -256,9 +256,8 @@ def check_per_replica(strategy: Any, method: str, synchronization: VariableSynch
         changed = TOUCHED if is_scatter else range(3)
     else:
         check_refused(VARIES, lambda: _perform(strategy, variable, where, lambda: getattr(variable, method)(value)))
-    check_arrays(
-        strategy, variable, lambda replica: [ALONE[method](x, 1, 0) if i in changed else x for i, x in enumerate(START)]
-    )
+    wanted = [ALONE[method](x, 1, 0) if i in changed else x for i, x in enumerate(START)]
+    check_arrays(strategy, variable, lambda replica: wanted)
 
 
 def _is_none(cell: Cell) -> bool:

@@ -287,9 +287,7 @@ VERBS: dict[str, Callable[[Case, Call], object]] = {
     "assign": _assign,
     "assign_add": partial(_assign, method="assign_add"),
     "read": lambda case, call: case.variables[call.place or 0].numpy(),
-    "strategy": lambda case, call: case.strategies.append(
-        mpistrat.MultiWorkerMirroredStrategy(None, CommunicationOptions(**call.options))
-    ),
+    "strategy": lambda case, call: case.strategies.append(mpistrat.MultiWorkerMirroredStrategy(None, _options(call))),
     "mirrored": lambda case, call: case.strategies.append(mpistrat.MirroredStrategy()),
     "close": lambda case, call: case.strategies[call.strategy].close(),
     "explain": lambda case, call: case.strategies[call.strategy].explain(np.ones(3)),

@@ -154,9 +154,8 @@ def _reduce_ops() -> str:
     lines = (importlib.import_module("mpistrat.reduction").__doc__ or "").splitlines()
     rules = [index for index, line in enumerate(lines) if line.startswith("===")]
     spans = [match.span() for match in re.finditer("=+", lines[rules[0]])]
-    cells = [
-        tuple(line[start:stop].strip() for start, stop in spans) for line in lines[rules[0] + 1 : rules[2]] if "===" not in line
-    ]
+    lines = [line for line in lines[rules[0] + 1 : rules[2]] if "===" not in line]
+    cells = [tuple(line[start:stop].strip() for start, stop in spans) for line in lines]
     return _table(cells[0], cells[1:])
 
 

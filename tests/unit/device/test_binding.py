@@ -88,9 +88,7 @@ def test_a_variable_keeps_no_array_of_the_user_and_may_be_a_number(strategy, xp)
     assert (int(steps), [5, 6, 7, 8][steps], f"{steps.value}") == (3, 8, "3")
 
 
-@pytest.mark.parametrize(
-    "method", ["scatter_add", "scatter_sub", "scatter_mul", "scatter_div", "scatter_min", "scatter_max", "scatter_update"]
-)
+@pytest.mark.parametrize("method", [f"scatter_{kind}" for kind in ("add", "sub", "mul", "div", "min", "max", "update")])
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_scatter_updates_do_on_the_gpu_what_they_do_on_the_host(strategy, xp, method, on_gpu):
     start, rows, indices = np.arange(8.0).reshape(4, 2), np.array([[2.0, 3.0], [4, 5], [6, 1]]), np.array([1, 3, 1])

@@ -82,9 +82,8 @@ def test_gathering_and_broadcasting_go_through_the_cross_device_ops_of_a_strateg
 def test_ops_are_not_asked_for_nothing():
     def program(strategy):
         strategy = Strategy(StrategyExtended(strategy.extended.communicator, NcclAllReduce()))
-        return strategy.reduce("mean", Mirrored(5.0), axis=None), strategy.run(
-            lambda: mpistrat.get_replica_context().all_reduce("sum", {})
-        )
+        summed = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", {}))
+        return strategy.reduce("mean", Mirrored(5.0), axis=None), summed
 
     assert on_replicas(2, program) == [(5, {})] * 2
 

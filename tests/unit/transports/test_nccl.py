@@ -92,20 +92,16 @@ def cupy(monkeypatch):
     find_binding.cache_clear()
 
 
-def test_nccl4py_is_taken_where_it_finds_the_nccl_of_cupy(cupy):
+def test_nccl4py_is_taken_unless_it_finds_another_nccl_than_cupy(cupy):
     assert not nccl4py_refusal()
     assert isinstance(find_binding(), Nccl4py)
-
-
-def test_nccl4py_is_taken_where_cupy_finds_no_nccl(cupy):
-    cupy.available, cupy.get_version = False, None
-    assert isinstance(find_binding(), Nccl4py)
-
-
-def test_cupy_is_taken_where_nccl4py_finds_another_nccl(cupy):
+    find_binding.cache_clear()
     cupy.get_version = lambda: 22809
     assert nccl4py_refusal() == "it finds NCCL 2.30.7, and CuPy 2.28.9"
     assert find_binding() is cupy
+    find_binding.cache_clear()
+    cupy.available, cupy.get_version = False, None
+    assert isinstance(find_binding(), Nccl4py)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +123,8 @@ def test_cupy_is_taken_where_nccl4py_cannot_be_used(cupy, monkeypatch, module, w
 def test_the_fake_of_nccl4py_has_its_names_arguments_and_numbers():
     real, fake = pytest.importorskip("nccl.bindings.nccl"), FakeNccl4py(Mock())
     for name in (name for name, call in vars(FakeNccl4py).items() if inspect.isfunction(call) and not name.startswith("_")):
-        assert list(inspect.signature(getattr(real, name)).parameters) == list(
-            inspect.signature(getattr(fake, name)).parameters
-        ), name
+        parameters = [list(inspect.signature(getattr(module, name)).parameters) for module in (real, fake)]
+        assert parameters[0] == parameters[1], name
     for ours, theirs in ((DataType, real.DataType), (RedOp, real.RedOp)):
         assert {name: int(theirs[name]) for name in ours.__members__} == ours.__members__
     identifier = real.UniqueId.from_buffer(bytearray(range(128)))
