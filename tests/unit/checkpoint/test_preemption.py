@@ -172,6 +172,9 @@ def test_it_stops_before_the_time_limit_as_early_as_saves_and_steps_take(make, c
         handler.run(lambda: setattr(clock, "now", clock.now + 10.0))
     # 3 steps of 10 s, 2 saves of 100 s, 30 s
     assert 7200 - 270 <= clock.now - 1000 <= 7200 - 250
+
+
+def test_a_step_that_was_long_is_expected_again_for_a_while(make, clock, monkeypatch):
     monkeypatch.setattr(preemption, "seconds_left", lambda environ: 440.0)
     handler = make()
     handler.run(int)
