@@ -108,6 +108,9 @@ def test_sums_of_nodes_are_added_in_float32(comm, make_pair):
     array = np.array([[128.0, 128.0, 1.0, 1.0][pair.rank]], HALF_DTYPES[1])
     options = CommunicationOptions(algorithm="hierarchical", intra_dtype="native")
     assert pair.device.get(pair.gpu.all_reduce(SUM, pair.up(array), options))[0] == 258
+
+
+def test_ranks_with_another_option_are_told(comm, make_pair):
     pair = make_pair()
     array = pair.up(given(HALF_DTYPES[0], 10, 0))
     with pytest.raises(AgreementError, match=r"all_reduce\(SUM, .*intra_dtype=native"):
