@@ -15,8 +15,6 @@ import pytest
 
 import mpistrat
 from mpistrat import VariableAggregation, VariableSynchronization
-from mpistrat.communicator.sparse import IndexedSlices
-from mpistrat.context.values import PerReplica
 from mpistrat.errors import InvalidArgumentError
 
 START = [9.0, 4.0, 16.0]
@@ -249,7 +247,7 @@ def check_per_replica(strategy: Any, method: str, synchronization: VariableSynch
     """Check that outside an update a mirrored variable takes the component of this replica, and that all else is refused."""
     variable = declared(strategy, synchronization, VariableAggregation.SUM)
     is_scatter = method.startswith("scatter")
-    value = PerReplica(IndexedSlices([6.0] * len(TOUCHED), TOUCHED) if is_scatter else np.full(3, 6.0))
+    value = mpistrat.PerReplica(mpistrat.IndexedSlices([6.0] * len(TOUCHED), TOUCHED) if is_scatter else np.full(3, 6.0))
     changed: Sequence[int] = ()
     if where == "scope" and synchronization is VariableSynchronization.ON_WRITE:
         getattr(variable, method)(value)
@@ -266,7 +264,7 @@ def _is_none(cell: Cell) -> bool:
 
 def _apply(variable: Any, method: str, number: float) -> Any:
     if method.startswith("scatter"):
-        return getattr(variable, method)(IndexedSlices([number] * len(TOUCHED), TOUCHED))
+        return getattr(variable, method)(mpistrat.IndexedSlices([number] * len(TOUCHED), TOUCHED))
     return getattr(variable, method)(np.full(3, number))
 
 

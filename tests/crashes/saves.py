@@ -14,11 +14,8 @@ import pytest
 
 import mpistrat
 from mpistrat.checkpoint import files
-from mpistrat.communicator.communicator import Communicator
-from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import CheckpointError
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.topology.world import World
 from tests.crashes.disk import Recorder, Step, after_stop, cuts, write_state
@@ -49,8 +46,8 @@ class State:
         return [self.values["big"], *self.values["small"]]
 
 
-def strategy_of(comm: Any, shape: str, options: CommunicationOptions | None = None) -> Strategy:
-    return Strategy(StrategyExtended(Communicator(Hierarchy(comm, World.from_shape(shape)), options)))
+def strategy_of(comm: Any, shape: str, options: mpistrat.experimental.CommunicationOptions | None = None) -> Strategy:
+    return Strategy(mpistrat.StrategyExtended(mpistrat.Communicator(Hierarchy(comm, World.from_shape(shape)), options)))
 
 
 def manager_of(strategy: Strategy, directory: Path, most: int = _KEPT) -> tuple[State, mpistrat.CheckpointManager]:

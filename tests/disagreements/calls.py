@@ -16,7 +16,6 @@ import numpy as np
 
 import mpistrat
 from mpistrat import VariableAggregation, VariableSynchronization
-from mpistrat.experimental import CommunicationOptions
 from tests.disagreements.case import Case
 from tests.reference import of_verb
 
@@ -106,8 +105,8 @@ def _dense(value: Any) -> Any:
     return value.values if isinstance(value, mpistrat.IndexedSlices) else value
 
 
-def _options(call: Call) -> CommunicationOptions | None:
-    return CommunicationOptions(**call.options) if call.options else None
+def _options(call: Call) -> mpistrat.experimental.CommunicationOptions | None:
+    return mpistrat.experimental.CommunicationOptions(**call.options) if call.options else None
 
 
 def _run(case: Case, call: Call, function: Callable[[Any], Any]) -> Any:

@@ -13,7 +13,6 @@ import mpistrat
 import mpistrat.mpi4py
 from mpistrat import settings
 from mpistrat.algorithms.choose import PLANNERS
-from mpistrat.errors import MpistratError
 from mpistrat.experimental import CommunicationOptions
 from tests.fuzz.operands import OPS, VERBS, Operand, Operands, draw_targets, is_refused, overlaps, told
 from tests.fuzz.strategy_cases import make_strategy, play_strategy, play_variable
@@ -99,7 +98,7 @@ def _on_a_thread(run: Callable[[], None], meanwhile: Callable[[], None] = lambda
 def _must_refuse(call: Callable[[], Any], why: str) -> None:
     try:
         found = call()
-    except MpistratError:
+    except mpistrat.errors.MpistratError:
         return
     raise AssertionError(f"{why} was accepted: {found!r}")
 

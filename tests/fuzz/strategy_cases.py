@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.experimental import CommunicationOptions
 from tests.fuzz.operands import OPS, VERBS, Operand, Operands, told
 
 _MOST_REPEATS = 3
@@ -23,7 +22,7 @@ def make_strategy(rng: np.random.Generator, is_one_node: bool) -> Callable[[], A
     packs = int(rng.integers(3))
     kinds = [mpistrat.HierarchicalAllReduce, mpistrat.HierarchicalCopyAllReduce]
     kind, is_mirrored = kinds[rng.integers(len(kinds))], is_one_node and rng.random() < 0.5
-    is_plain, options = rng.random() < 0.5, CommunicationOptions(bytes_per_pack=int(rng.choice([0, 500])))
+    is_plain, options = rng.random() < 0.5, mpistrat.experimental.CommunicationOptions(bytes_per_pack=int(rng.choice([0, 500])))
     if is_mirrored:
         return lambda: mpistrat.MirroredStrategy(cross_device_ops=kind(num_packs=packs))
     return lambda: mpistrat.MultiWorkerMirroredStrategy(communication_options=None if is_plain else options)

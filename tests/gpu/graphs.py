@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 import mpistrat
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.errors import InvalidArgumentError
 from tests.gpu.interop import Torch
 from tests.gpu.program import the_gpu, with_strategy, write_report
 
@@ -118,7 +117,7 @@ class _Rank:
     def _require_refusal(self, call: Callable[..., object]) -> None:
         try:
             call("sum", self._array)
-        except InvalidArgumentError as error:
+        except mpistrat.errors.InvalidArgumentError as error:
             if "captur" not in f"{error}":
                 raise
         else:

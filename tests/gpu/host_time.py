@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.device.abstract import Device, address
 from mpistrat.groups.hierarchy import Hierarchy
@@ -50,7 +49,7 @@ def measure(what: str) -> Mapping[str, Any]:
     device = the_gpu()
     if what == "overhead":
         world = World.from_shape(f"1x{comm.size}")
-        with Communicator(Hierarchy(comm, world)) as communicator, raw_nccl(comm, cupy_binding()) as raw:
+        with mpistrat.Communicator(Hierarchy(comm, world)) as communicator, raw_nccl(comm, cupy_binding()) as raw:
             return overhead(communicator, device, raw)
     assert what == "real", "null, real or overhead"
     found, x = of_calls(comm, device, REAL_CALLS), device.array_module.empty(COUNT, np.float32)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import mpistrat
 import mpistrat.torch
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.communicator.options import CommunicationOptions
 from tests.gpu.interop import DELAY_CYCLES, Torch
 from tests.gpu.program import the_gpu, with_strategy, write_report
 from tests.gpu.streams import without
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 STEPS = 50
 WIDTH = 1600
-OPTIONS = CommunicationOptions(bytes_per_pack=1 << 20)  # a matrix of weights is larger than a bucket
+OPTIONS = mpistrat.experimental.CommunicationOptions(bytes_per_pack=1 << 20)  # a matrix of weights is larger than a bucket
 ROWS = 32  # of each rank
 LEAST_BUCKETS = 3
 TOLERANCE = 1e-4  # of the largest element of a gradient: rounding makes 1e-6, and what is wrong is of the order of 1

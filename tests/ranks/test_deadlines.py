@@ -10,7 +10,6 @@ import pytest
 
 import mpistrat
 from mpistrat import steps
-from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.context.values import PerReplica
 from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededError, TransportError, UnavailableError
 from mpistrat.execution.comparison import Call
@@ -34,7 +33,7 @@ ONES = np.ones(10, np.float32)
 
 
 def within(seconds, **others):
-    return CommunicationOptions(timeout_seconds=seconds, **others)
+    return mpistrat.experimental.CommunicationOptions(timeout_seconds=seconds, **others)
 
 
 VERBS = {
@@ -346,7 +345,7 @@ def test_a_missed_deadline_of_a_started_all_reduce(comm, make, monkeypatch):
     # all have arrived, and one leaves the call as if it had ended
     ops = make(STRICT="0")
     last = comm.size - 1
-    options = CommunicationOptions(deterministic=True, timeout_seconds=ENOUGH_SECONDS)
+    options = mpistrat.experimental.CommunicationOptions(deterministic=True, timeout_seconds=ENOUGH_SECONDS)
     if comm.rank == last:
         monkeypatch.setattr("mpistrat.execution.program.Bucket.run", lambda *_: iter(()))
     works = [ops.start_all_reduce(SUM, [ONES, ONES], options) for _ in range(3 if comm.rank < last else 1)]

@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.errors import AgreementError, InvalidArgumentError, UnavailableError
 from mpistrat.execution import guard
-from mpistrat.reduction import ReduceOp
 from mpistrat.watch.record import RankFile
 from mpistrat.watch.recorder import recorder
 from tests.launches import needs_ranks
 from tests.ranks.cases import on_thread
 
-SUM = ReduceOp.SUM
+SUM = mpistrat.ReduceOp.SUM
 
 
 @pytest.fixture
@@ -268,7 +266,7 @@ def test_names_of_threads_may_have_the_number_of_the_rank(comm, one_node):
 @needs_ranks(2)
 def test_a_thread_that_makes_a_communicator_and_another_that_calls_it_are_told_apart(comm):
     with ThreadPoolExecutor(1, "first") as first, ThreadPoolExecutor(1, "second") as second:
-        made = first.submit(Communicator, comm).result()
+        made = first.submit(mpistrat.Communicator, comm).result()
         assert first.submit(made.all_reduce, SUM, np.ones(3)).result()[0] == comm.size
         with pytest.raises(UnavailableError, match="second_0.*first_0"):
             second.submit(made.all_reduce, SUM, np.ones(3)).result()

@@ -8,7 +8,6 @@ import pytest
 import mpistrat
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.inputs.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
-from mpistrat.inputs.rebatch import ArraySpec
 from mpistrat.inputs.sources import ArrayDataset, FileDataset
 from tests.launches import needs_ranks, on_ranks
 from tests.ranks.conftest import MIXED
@@ -86,8 +85,8 @@ def test_ranks_that_are_out_of_data_see_empty_batches(comm, either, kinds):
     assert seen == [((mine, 3), "float32", "int64", total) for mine, total in zip(rows, totals, strict=True)]
     if comm.size > 1:
         assert iterator.element_spec == {
-            "x": ArraySpec((None, 3), np.dtype(np.float32)),
-            "n": ArraySpec((None,), np.dtype(int)),
+            "x": mpistrat.ArraySpec((None, 3), np.dtype(np.float32)),
+            "n": mpistrat.ArraySpec((None,), np.dtype(int)),
         }
     assert not iterator.get_next_as_optional().has_value()
 

@@ -10,15 +10,13 @@ from mpi4py import MPI
 
 import mpistrat
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import TransportError
 from mpistrat.execution.compile import SLOT_ALIGNMENT_BYTES
-from mpistrat.reduction import ReduceOp
 from mpistrat.transports.ring import RECEIVES_AHEAD, SEGMENT_BYTES
 from mpistrat.transports.shared_memory import exchange_bytes
 from mpistrat.transports.window import NodeWindow
 from tests.launches import needs_ranks, up_to_ranks
 
-SUM = ReduceOp.SUM
+SUM = mpistrat.ReduceOp.SUM
 CHANNELS = 4  # a slot more than chunks under way
 
 
@@ -127,7 +125,7 @@ def test_where_more_memory_is_refused_what_went_before_goes_on(make_ops, monkeyp
 
     def little(transport, nbytes):
         if nbytes > most_bytes:
-            raise TransportError("planted: no more shared memory")
+            raise mpistrat.errors.TransportError("planted: no more shared memory")
         check(transport, nbytes)
 
     monkeypatch.setattr(NodeWindow, "_check_space", little)

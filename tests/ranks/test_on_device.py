@@ -7,7 +7,6 @@ import pytest
 
 import mpistrat
 from mpistrat.context.values import PerReplica
-from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.tools.train_digits import train
 from tests.gpu import training_pair
 from tests.gpu.bound import stand_in
@@ -142,7 +141,7 @@ def test_an_array_of_the_host_is_refused(comm, gpu, xp, make_strategy, strict):
     for _ in range(2):  # arrays of the host that are ours go their own way, and are remembered
         strategy.extended.communicator.all_reduce(mpistrat.ReduceOp.SUM, [np.ones(3)])
     culprits = {0} if strict == "1" else set(range(comm.size))  # alone, it can be told of in strict mode only
-    error = InvalidArgumentError if comm.rank in culprits else AgreementError
+    error = mpistrat.errors.InvalidArgumentError if comm.rank in culprits else mpistrat.errors.AgreementError
     message = r"w'\] is in host memory, this replica computes on /gpu:0; copy it first, strategy\.array_module\.asarray"
     for verb in ("all_reduce", "start_all_reduce"):
 

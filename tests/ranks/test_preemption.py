@@ -9,7 +9,6 @@ import pytest
 
 import mpistrat
 from mpistrat.checkpoint import preemption
-from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededError
 from mpistrat.experimental import PreemptionCheckpointHandler, TerminationConfig
 from mpistrat.watch import watcher
@@ -130,7 +129,7 @@ def test_ranks_with_other_arguments_or_another_call_are_named(comm, make):
 
 @on_ranks(2)
 def test_a_rank_that_misses_the_deadline_of_a_step_is_in_step_with_the_others_in_what_follows(comm, make):
-    handler = make(CommunicationOptions(timeout_seconds=0.5))
+    handler = make(mpistrat.experimental.CommunicationOptions(timeout_seconds=0.5))
     handler.run(int)
     if comm.rank == 0:
         handler.run(int)

@@ -19,11 +19,9 @@ from mpistrat.cluster_resolver import (
     TFConfigClusterResolver,
 )
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.ops import HierarchicalAllReduce, ReductionToOneDevice
 from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededError, InvalidArgumentError, LaunchError
 from mpistrat.groups.rendezvous import rendezvous
-from mpistrat.reduction import ReduceOp
 from mpistrat.strategy import mirrored
 from mpistrat.strategy.mirrored import CentralStorageStrategy, ExperimentalMultiWorkerMirroredStrategy
 from mpistrat.topology.world import device_name
@@ -249,7 +247,7 @@ class TestMultiWorker:
             size = comm.size
 
             def all_reduce(self, op, arrays):
-                assert op is ReduceOp.SUM
+                assert op is mpistrat.ReduceOp.SUM
                 return [array * (self.size + 1) for array in arrays]
 
         message = f"{comm.size} ranks contributed 1 each, and the result is {comm.size + 1}"
@@ -314,7 +312,7 @@ class TestCentralStorage:
         strategy = make_strategy(CentralStorageStrategy)
         with strategy.scope():
             variable = mpistrat.Variable(np.zeros(2))
-        several = [PerReplica(np.ones(2)), *([Mirrored(np.ones(2))] if comm.size > 1 else [])]
+        several = [mpistrat.PerReplica(np.ones(2)), *([mpistrat.Mirrored(np.ones(2))] if comm.size > 1 else [])]
         update = lambda value: strategy.extended.update(variable, lambda kept, new: kept.assign(new), args=(value,))  # noqa: E731
         for value in several:
             message = f"extended.update got {value!r}, which has {comm.size} components; the variable has one: reduce the "

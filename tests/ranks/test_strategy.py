@@ -8,7 +8,6 @@ import pytest
 
 import mpistrat
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.errors import AgreementError, InvalidArgumentError, LaunchError, UnsupportedDtypeError
 from mpistrat.tools import train_digits
@@ -188,7 +187,7 @@ REFUSED_BY_ONE = {
     "to one device": (to_one_device, 1j, 1.0, TypeError, "MAX is not defined for value of dtype complex128"),
     "gather": (
         lambda strategy, value: strategy.gather(value, axis=0),
-        *(IndexedSlices(np.ones((1, 1)), [0]), np.ones(1), NotImplementedError, "cannot be gathered"),
+        *(mpistrat.IndexedSlices(np.ones((1, 1)), [0]), np.ones(1), NotImplementedError, "cannot be gathered"),
     ),
     "reduce": (
         lambda strategy, value: strategy.reduce("mean", value, axis=None),

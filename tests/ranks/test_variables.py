@@ -11,7 +11,6 @@ import pytest
 import mpistrat
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.errors import AgreementError, InvalidArgumentError
-from mpistrat.strategy.mirrored import CentralStorageStrategy
 from tests.launches import needs_ranks, on_ranks
 from tests.variable_matrix import CELLS, METHODS, check_cell, check_cells, check_per_replica, declared, of_central_storage
 
@@ -40,7 +39,7 @@ def test_per_replica_values_outside_run(strategy, where):
 
 def test_cells_of_central_storage(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", f"1x{comm.size}")
-    strategy = CentralStorageStrategy(parameter_device=f"rank:{comm.size - 1}")
+    strategy = mpistrat.experimental.CentralStorageStrategy(parameter_device=f"rank:{comm.size - 1}")
     for cell in CELLS:
         if cell.synchronization is mpistrat.VariableSynchronization.ON_WRITE:
             check_cell(strategy, of_central_storage(cell))

@@ -11,7 +11,6 @@ import pytest
 import mpistrat
 from mpistrat.algorithms.planners import SCATTER_FROM_BYTES
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
 from mpistrat.testing.transport_suite import DTYPES, operations
 from mpistrat.transports import shared_memory
@@ -162,7 +161,7 @@ def test_16_bit_floats_may_be_sent_as_they_are(mixed):
 def test_a_flat_all_reduce_has_nothing_to_cast(comm, make_ops):
     ops = make_ops(f"{comm.size}x1")
     told = "wire_dtype='float16' needs a step between nodes, which algorithm 'flat' does"
-    with pytest.raises(InvalidArgumentError, match=told):
+    with pytest.raises(mpistrat.errors.InvalidArgumentError, match=told):
         ops.all_reduce(SUM, [np.ones(3)], CommunicationOptions(algorithm="flat", wire_dtype="float16"))
 
 
@@ -328,7 +327,7 @@ def test_ranks_that_ask_for_different_algorithms_are_told(mixed):
     for known in ((), (ALWAYS, flat)):
         for options in known:
             mixed.reduce_scatter(SUM, mine, options=options)
-        with pytest.raises(AgreementError, match="algorithm=flat"):
+        with pytest.raises(mpistrat.errors.AgreementError, match="algorithm=flat"):
             mixed.reduce_scatter(SUM, mine, options=flat if mixed.rank == 1 else ALWAYS)
 
 

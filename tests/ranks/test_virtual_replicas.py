@@ -6,7 +6,6 @@ import pytest
 
 import mpistrat
 from mpistrat.errors import AgreementError, InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.inputs.input_options import AutoShardPolicy
 from mpistrat.strategy.virtual_replicas import sum_of_parts
 from tests.launches import on_ranks, up_to_ranks
 
@@ -62,7 +61,7 @@ def test_datasets_of_every_kind_deal_out_whole_parts(comm, strategy):
         batches,
         iter(batches),
     ):
-        options = mpistrat.InputOptions(virtual_replicas=NUM_PARTS, auto_shard_policy=AutoShardPolicy.DATA)
+        options = mpistrat.InputOptions(virtual_replicas=NUM_PARTS, auto_shard_policy=mpistrat.AutoShardPolicy.DATA)
         found = [strategy.local(each) for each in strategy.experimental_distribute_dataset(dataset, options)]
         assert [comm.allgather(len(each)) for each in found] == [[8, 5, 3], [4, 4, 1]], dataset
         assert [np.concatenate(comm.allgather(each)).tolist() for each in found] == [batch.tolist() for batch in batches]

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpistrat
-from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.structures import flatten, flatten_arrays, leaf_names, map_leaves
 from tests.other_arrays import SpeaksDlpack, StandardArray
@@ -233,7 +232,7 @@ def test_a_function_is_mapped_over_leaves_side_by_side():
     "leaf",
     [
         *(np.zeros(2), np.float32(1), 1.5, PerReplica([1, 2]), Mirrored({"a": 1}), mpistrat.Variable([1.0, 2.0])),
-        *(IndexedSlices([[1.0]], [0], (2, 1)), SpeaksDlpack([1, 2]), StandardArray([1, 2])),
+        *(mpistrat.IndexedSlices([[1.0]], [0], (2, 1)), SpeaksDlpack([1, 2]), StandardArray([1, 2])),
     ],
 )
 def test_whatever_is_like_an_array_is_one_leaf(leaf):

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.experimental import CommunicationOptions
 from mpistrat.tools import train_digits
 
 HIDDEN = 64
@@ -19,7 +18,7 @@ def main() -> None:
     for name, fields in json.loads(sys.argv[1]).items():
         # auto would leave so few bytes to MPI, which casts nothing
         algorithm = "auto" if fields.get("deterministic") else "hierarchical"
-        options = CommunicationOptions(algorithm=algorithm, **fields)
+        options = mpistrat.experimental.CommunicationOptions(algorithm=algorithm, **fields)
         strategy = mpistrat.MultiWorkerMirroredStrategy(communication_options=options)
         weights, accuracy, losses = train_digits.train(strategy, hidden=HIDDEN)
         found[name] = {"weights": weights, "accuracy": accuracy, "losses": losses}

@@ -8,7 +8,6 @@ import pytest
 
 import mpistrat
 from mpistrat.context.values import Mirrored, PerReplica, regroup, select_replica
-from mpistrat.errors import InvalidArgumentError
 from tests.unit.replicas import on_replicas
 
 
@@ -56,7 +55,7 @@ def test_a_per_replica_value_is_a_number_or_sequence_inside_run_alone(use):
 
     assert on_replicas(2, program) == [np.asarray(function(component(rank))).tolist() for rank in range(2)]
     message = r"per-replica value was read as one array or number outside strategy.run(.|\n)*correct: +strategy\.reduce\("
-    with pytest.raises(InvalidArgumentError, match=message) as raised:
+    with pytest.raises(mpistrat.errors.InvalidArgumentError, match=message) as raised:
         function(PerReplica(component(0)))
     assert "strategy.gather(" in str(raised.value)
     assert "strategy.experimental_local_results(" in str(raised.value)

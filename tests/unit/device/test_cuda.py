@@ -14,7 +14,6 @@ import mpistrat
 from mpistrat.device import cuda
 from mpistrat.device.abstract import address
 from mpistrat.device.cuda import CudaDevice, _CudaEvent
-from mpistrat.errors import TransportError
 from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from tests.gpu.on_host import HostKernels
@@ -149,7 +148,7 @@ def test_an_event_is_done_or_is_not_or_the_gpu_has_failed_and_a_query_disturbs_n
         assert _CudaEvent(_Native()).done() is answer
     monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: 700)
     message = "the GPU has failed: cudaErrorIllegalAddress.*cannot be used any more in this process"
-    with pytest.raises(TransportError, match=message):
+    with pytest.raises(mpistrat.errors.TransportError, match=message):
         _CudaEvent(_Native()).done()
     modes = []
 

@@ -20,7 +20,6 @@ from mpistrat import arrays
 from mpistrat.arrays import new_array, retained_bytes
 from mpistrat.errors import DeadlineExceededError
 from mpistrat.execution.compile import interleave
-from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.program import Lanes, nothing, overlap
 from mpistrat.steps import WAITING, WORKED, drive
 from mpistrat.timeline import Timeline, TimelineEvent, write_chrome_trace
@@ -260,7 +259,7 @@ print(*[ctypes.c_size_t.from_address(array.ctypes.data - 8).value >> 1 & 1 for a
 
 
 def test_a_report_adds_up_and_is_one_line_and_one_replica_holds_nothing():
-    report = MemoryReport(3, 8 << 20, 1 << 20, 1 << 20, 2, 4 << 20)
+    report = mpistrat.MemoryReport(3, 8 << 20, 1 << 20, 1 << 20, 2, 4 << 20)
     assert (report.total_bytes, report.ratio) == (10 << 20, 2.5)
     told = "rank 3 holds 10 MiB: window 8 MiB, rails 1 MiB, plans 1 MiB (2 plans); 2.5 times its largest pack of 4 MiB"
     assert str(report) == told

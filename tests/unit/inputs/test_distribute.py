@@ -23,7 +23,6 @@ from mpistrat.inputs.input_options import (
     ValueContext,
     read_options,
 )
-from mpistrat.inputs.rebatch import ArraySpec
 from mpistrat.inputs.sources import ArrayDataset, FileDataset, MapDataset
 from mpistrat.structures import flatten
 from tests.processes import python, until
@@ -243,7 +242,7 @@ def test_the_end_is_out_of_range_and_stays():
     assert list(iterator) == []
 
 
-SPEC = {"x": ArraySpec((None, 3), np.dtype(np.float32)), "y": ArraySpec((None,), np.dtype(np.int64))}
+SPEC = {"x": mpistrat.ArraySpec((None, 3), np.dtype(np.float32)), "y": mpistrat.ArraySpec((None,), np.dtype(np.int64))}
 
 
 @pytest.mark.parametrize("kind", [ArrayDataset, "generator"])

@@ -8,7 +8,6 @@ import pytest
 
 import mpistrat
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.inputs.input_options import SHARD_HINT
 from mpistrat.inputs.rebatch import ArraySpec, share
 from mpistrat.inputs.sources import ArrayDataset, FileDataset, IterableDataset, MapDataset, as_dataset
 
@@ -235,7 +234,7 @@ def test_rows_and_samples_are_sharded_one_by_one(make):
 
 def test_a_marked_dataset_waits_for_its_numbers():
     dataset = ArrayDataset(np.arange(4), 2)
-    marked = dataset.shard(SHARD_HINT, SHARD_HINT)
+    marked = dataset.shard(mpistrat.SHARD_HINT, mpistrat.SHARD_HINT)
     assert (marked.is_hinted, dataset.is_hinted) == (True, False)
     with pytest.raises(InvalidArgumentError, match=r"was sharded by SHARD_HINT.*auto_shard_policy=AutoShardPolicy.HINT"):
         iter(marked)

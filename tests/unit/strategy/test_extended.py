@@ -5,8 +5,6 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.stack import get_update_replica_id
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.ops import CrossDeviceOps, HierarchicalAllReduce, NcclAllReduce
@@ -54,7 +52,7 @@ def test_every_reduction_of_a_strategy_goes_through_its_cross_device_ops():
 def test_gathering_and_broadcasting_go_through_the_cross_device_ops_of_a_strategy(root):
     class Own(HierarchicalAllReduce):
         def gather_implementation(self, per_replica_value, destinations, axis, options):
-            assert isinstance(options, CommunicationOptions)
+            assert isinstance(options, mpistrat.experimental.CommunicationOptions)
             whole = super().gather_implementation(per_replica_value, destinations, axis, options)
             return Mirrored(np.asarray(whole)[::-1])
 
@@ -229,7 +227,7 @@ def test_devices_and_roles_of_a_strategy():
 
 def test_slices_and_plain_rows_are_reduced():
     def program(strategy):
-        slices = IndexedSlices(np.full((1, 2), strategy.rank + 1.0), [strategy.rank], (3, 2))
+        slices = mpistrat.IndexedSlices(np.full((1, 2), strategy.rank + 1.0), [strategy.rank], (3, 2))
         total = strategy.reduce("sum", PerReplica(slices), axis=None)
         plain = strategy.reduce("mean", slices, axis=None).to_dense().tolist()
         rows = strategy.reduce("mean", np.full((strategy.rank + 1, 2), strategy.rank + 1.0), axis=0).tolist()
@@ -296,7 +294,7 @@ REFUSED = [
         (weighted(np.ones(1, ">f8"), each), UnsupportedDtypeError, r"value has non-native byte order \(>f8\)")
         for each in (2, 0)
     ),
-    (weighted(IndexedSlices(np.ones((1, 1)), [0]), 2), NotImplementedError, "the weighted mean of IndexedSlices"),
+    (weighted(mpistrat.IndexedSlices(np.ones((1, 1)), [0]), 2), NotImplementedError, "the weighted mean of IndexedSlices"),
     (lambda c: c.all_reduce("sum", 1.0, "RING"), InvalidArgumentError, OPTIONS),
     (lambda c: c.start_all_reduce("sum", 1.0, "RING"), InvalidArgumentError, OPTIONS),
     (lambda c: c.all_gather(np.ones(1), 0, "RING"), InvalidArgumentError, OPTIONS),

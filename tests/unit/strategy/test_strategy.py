@@ -11,11 +11,9 @@ import pytest
 
 import mpistrat
 from mpistrat.communicator.local import LocalCommunicator
-from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica, select_replica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.inputs.input_options import InputContext
 from mpistrat.strategy.deprecated import RunOptions, accepts_hints, get_loss_reduction
 from tests.unit.replicas import in_run, on_replicas
 from tests.variable_matrix import made
@@ -205,7 +203,7 @@ def test_run_of_a_single_replica():
     with pytest.raises(InvalidArgumentError, match=r"args=\(batch,\); got ndarray"):
         strategy.run(lambda x: x, args=np.ones(3))
     with pytest.raises(TypeError, match=r"options must be a mpistrat.RunOptions or None; got CommunicationOptions\("):
-        strategy.run(lambda: 5, options=CommunicationOptions())
+        strategy.run(lambda: 5, options=mpistrat.experimental.CommunicationOptions())
 
 
 @pytest.mark.parametrize(
@@ -392,7 +390,7 @@ def test_datasets_from_functions(name):
     with pytest.warns(DeprecationWarning, match=rf"strategy.{name} is deprecated; use .*distribute_datasets_from_function"):
         dataset = getattr(mpistrat.OneDeviceStrategy(), name)(dataset_fn)
     assert [batch.tolist() for batch in dataset] == [[0, 1], [2, 3]]
-    assert contexts == [InputContext(1, 0, 1)]
+    assert contexts == [mpistrat.InputContext(1, 0, 1)]
 
 
 def test_options_win_over_hints_which_an_all_reduce_of_a_replica_takes_too():
