@@ -23,7 +23,6 @@ from mpistrat.transports import cuda_aware, nccl, nccl_bindings
 from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.nccl import NcclTransport
-from mpistrat.transports.nccl_bindings import BINDINGS
 from mpistrat.transports.ring import BoundRing
 from mpistrat.transports.staged import StagedTransport
 from tests.gpu import on_host, stand_in_nccl
@@ -48,7 +47,7 @@ def device(comm, monkeypatch):
     device.close()
 
 
-@pytest.fixture(params=BINDINGS)
+@pytest.fixture(params=nccl_bindings.BINDINGS)
 def binding(request, monkeypatch):
     monkeypatch.setattr(nccl_bindings, "GRACE_SECONDS", 0.0)
     return request.param

@@ -15,7 +15,6 @@ from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.testing.transport_suite import operations
 from mpistrat.transports import nccl
-from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.nccl_bindings import nccl_refusal
 from tests.gpu import stand_in_arrays, verbs_rank
 from tests.gpu.bound import TRIAL_BYTES, Pair, values
@@ -225,7 +224,7 @@ def test_a_deadline_ends_a_first_exchange_while_nccl_connects(comm, monkeypatch)
     monkeypatch.setattr(nccl, "TRIAL_BYTES", TRIAL_BYTES)
     group, device = Group(comm.Dup(), "world"), StandInDevice(comm.rank)
     library = StandInNccl(device, comm)
-    transport = NcclTransport(group, device, library)
+    transport = nccl.NcclTransport(group, device, library)
     sends, receives = ([device.allocate(64) for _ in range(comm.size)] for _ in range(2))
     if comm.rank == 0:
         with pytest.raises(DeadlineExceededError, match=r"an exchange did not end within 0\.05 s"):

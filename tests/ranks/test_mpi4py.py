@@ -13,7 +13,6 @@ import mpistrat.mpi4py
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.groups.group import MOST_UNCONFIRMED
-from mpistrat.mpi4py import intracomm
 from mpistrat.watch.record import RankFile
 from mpistrat.watch.recorder import recorder
 from tests.launches import needs_ranks, up_to_ranks
@@ -52,7 +51,7 @@ def test_it_is_the_communicator_that_it_wraps_and_what_is_in_the_place_of_allred
     mpistrat.Communicator(wrapped).close()  # and it can be wrapped again
     wrapped._communicator.close()
     assert comm.allreduce(1) == comm.size, "the communicator that was wrapped goes on"
-    wrapped, calls = intracomm.wrapped(comm.Dup(), None), []
+    wrapped, calls = mpistrat.mpi4py.intracomm.wrapped(comm.Dup(), None), []
     wrapped.Allreduce = lambda *given: calls.append(given)
     wrapped.Barrier()
     wrapped.Allreduce(1, 2)

@@ -10,10 +10,8 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from mpistrat.transports import nccl
-from mpistrat.transports.nccl import NcclTransport
 from tests.gpu import stand_in_nccl
 from tests.gpu.bound import Pair, stand_in, values
-from tests.gpu.stand_in_nccl import StandInNccl
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = [needs_ranks(4), up_to_ranks(4)]
@@ -36,7 +34,7 @@ def pair(make_pair, nodes):
 @pytest.fixture
 def cannot_join(comm, monkeypatch):
     """Give a function that has a rank fail to make communicators of so many ranks."""
-    join = StandInNccl.NcclCommunicator
+    join = stand_in_nccl.StandInNccl.NcclCommunicator
 
     def plant(patch, who, num_ranks):
         def fail(library, size, *arguments):
@@ -45,7 +43,7 @@ def cannot_join(comm, monkeypatch):
             return join(library, size, *arguments)
 
         patch.setattr(stand_in_nccl, "CONNECT_SECONDS", 0.5)
-        patch.setattr(StandInNccl, "NcclCommunicator", fail)
+        patch.setattr(stand_in_nccl.StandInNccl, "NcclCommunicator", fail)
 
     return plant
 
@@ -77,7 +75,7 @@ def test_auto_takes_it_where_all_ranks_have_an_adapter(comm, monkeypatch):
     given = [values(1000, np.float32, comm.rank)]
     for lacks in ("", "planted: only sockets"):
         answer = lacks if comm.rank == 2 else ""
-        monkeypatch.setattr(NcclTransport, "network_refusal", lambda answer=answer: answer)
+        monkeypatch.setattr(nccl.NcclTransport, "network_refusal", lambda answer=answer: answer)
         with Pair(comm, World.from_shape("2x2")) as pair:
             calls = pair.library.calls["allReduce"]
             pair.compare(SUM, given, CommunicationOptions(algorithm="flat"))
@@ -90,7 +88,7 @@ def test_auto_takes_it_where_all_ranks_have_an_adapter(comm, monkeypatch):
 
 def test_auto_goes_on_without_it_if_one_rank_cannot_join(comm, monkeypatch, cannot_join):
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "off")
-    monkeypatch.setattr(NcclTransport, "network_refusal", lambda: "")
+    monkeypatch.setattr(nccl.NcclTransport, "network_refusal", lambda: "")
     cannot_join(monkeypatch, 3, comm.size)
     with Pair(comm, World.from_shape("2x2")) as pair:
         assert "staged over mpi_ring between nodes" in pair.gpu.path

@@ -12,7 +12,6 @@ from mpistrat.checkpoint import preemption
 from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededError
 from mpistrat.experimental import PreemptionCheckpointHandler, TerminationConfig
 from mpistrat.watch import watcher
-from mpistrat.watch.watcher import PATIENCE_SECONDS, WAKE_SECONDS
 from tests.launches import on_ranks
 from tests.ranks.test_checkpoint import strategy_of
 
@@ -138,5 +137,5 @@ def test_a_rank_that_misses_the_deadline_of_a_step_is_in_step_with_the_others_in
     abandon(make)
     comm.Barrier()
     if comm.rank == 0:  # it has come further than the other one, which waits so long that it looks what this one does
-        time.sleep(PATIENCE_SECONDS + 3 * WAKE_SECONDS)
+        time.sleep(watcher.PATIENCE_SECONDS + 3 * watcher.WAKE_SECONDS)
     mpistrat.MultiWorkerMirroredStrategy().close()

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat import errors, settings
-from mpistrat.errors import SettingError
 from mpistrat.execution.select import DEVICE_TRANSPORTS, TRANSPORTS
 from mpistrat.logger import logger, warn_once
 from mpistrat.settings import SETTINGS, parse_bytes
@@ -104,7 +103,7 @@ def test_a_setting_reads_its_type(setting, text, expected):
     ],
 )
 def test_an_unreadable_value_names_the_variable_and_what_is_accepted(setting, text, accepted):
-    with pytest.raises(SettingError) as caught:
+    with pytest.raises(errors.SettingError) as caught:
         setting.read({setting.name: text})
     message = str(caught.value)
     assert message.startswith(f"{setting.name}={text!r} was found; ")

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from mpistrat.algorithms import plan as plans
 from mpistrat.algorithms import planners
 from mpistrat.algorithms.choose import PLANNERS, Measured, choose, choose_on_gpus
-from mpistrat.algorithms.plan import Plan, phase_bytes
 from mpistrat.algorithms.planners import SCATTER_FROM_BYTES, flat, hierarchical, hierarchical_from_bytes, reduce_scatter
 from mpistrat.arrays import part_bounds
 from mpistrat.errors import Unsuitable
@@ -115,7 +114,7 @@ def test_chunks_grow_and_shrink_within_bounds(world, count, end, more):
 def test_chunks_are_few_even_and_bounded(world, count, itemsize, max_bytes):
     shards = world.num_shards
     chunk_count = plans.chunk_elements(world, count, itemsize, max_bytes)
-    plan = Plan("any", world, count, itemsize, (), chunk_count)
+    plan = plans.Plan("any", world, count, itemsize, (), chunk_count)
     assert chunk_count >= shards
     assert chunk_count % shards == 0
     assert chunk_count * itemsize <= max(max_bytes, shards * itemsize)
@@ -146,15 +145,15 @@ def test_the_reference_page_has_the_limits_of_the_table():
     ids=str,
 )
 def test_bytes_of_each_phase(plan, sent, over_the_link):
-    found = [phase_bytes(plan, phase) for phase in plan.phases]
+    found = [plans.phase_bytes(plan, phase) for phase in plan.phases]
     assert found == list(zip(sent, over_the_link, strict=True))
     cut = dataclasses.replace(plan, chunk_count=plan.padded(100), depth=2)
-    assert [phase_bytes(cut, phase) for phase in plan.phases] == found
+    assert [plans.phase_bytes(cut, phase) for phase in plan.phases] == found
 
 
 def test_what_is_cast_between_nodes_is_shorter_there_and_on_gpus_a_node_has_one_phase():
     plan = dataclasses.replace(hierarchical(World.from_shape("4x2"), 1000, 4), wire_itemsize=2)
-    assert [phase_bytes(plan, phase) for phase in plan.phases] == [(2000, 0), (1500, 3000), (2000, 0)]
+    assert [plans.phase_bytes(plan, phase) for phase in plan.phases] == [(2000, 0), (1500, 3000), (2000, 0)]
     bounds = part_bounds(SCATTER_FROM_BYTES // 4, 4)
     assert reduce_scatter(World.from_shape("1x4"), bounds, 4).chunk_count == 1 << 17
     assert [str(phase) for phase in choose_on_gpus(World.from_shape("1x8"), 2**28, 4).plan.phases] == ["intra all_reduce"]

@@ -19,7 +19,6 @@ from tests.gpu.on_host import HostKernels
 from tests.gpu.probes import PROBES, Probe
 from tests.gpu.program import Machine
 from tests.gpu.stand_in import StandInDevice
-from tests.gpu.timings import TIMINGS, Sizes
 
 ERROR = {
     "type": "AgreementError",
@@ -260,7 +259,7 @@ def test_errors_are_counted_for_each_tool_and_an_overlooked_one_is_found(says):
 
 MOVES = ["move_segments<float, bfloat16>", "move_segments<bfloat16, float>", "move_segments<float, float>"]
 FOLDS = ["fold_peers<float, Sum>"]
-SMALL = Sizes(nbytes=1 << 13, shapes=((3, 5), (7,), ()), sets=2, runs=1, fillers=2, rounds=2)
+SMALL = timings.Sizes(nbytes=1 << 13, shapes=((3, 5), (7,), ()), sets=2, runs=1, fillers=2, rounds=2)
 
 
 @pytest.fixture(scope="module")
@@ -268,11 +267,11 @@ def kernels(tmp_path_factory):
     return HostKernels.build(tmp_path_factory.mktemp("kernels"), [*MOVES, *FOLDS])
 
 
-@pytest.mark.parametrize("name", TIMINGS)
+@pytest.mark.parametrize("name", timings.TIMINGS)
 def test_a_timing_gives_the_figures_that_have_goals(kernels, name):
     device = StandInDevice()
     device.kernels = kernels
-    figures = TIMINGS[name](timings._Bench(device, SMALL))
+    figures = timings.TIMINGS[name](timings._Bench(device, SMALL))
     [probe] = [probe for probe in PROBES if probe.command[:2] == ("tests.gpu.timings", name)]
     assert probe.least
     assert probe.least.keys() <= figures.keys()

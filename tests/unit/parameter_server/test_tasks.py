@@ -21,7 +21,6 @@ from mpistrat.parameter_server.functions import Pickled, dumps
 from mpistrat.parameter_server.messages import Channel, Read, Received, Result, Run, Write
 from mpistrat.parameter_server.server import VariableServer
 from mpistrat.parameter_server.strategy import check_partition
-from mpistrat.parameter_server.tasks import check_tasks
 from mpistrat.parameter_server.variables import StoredVariable
 from mpistrat.state.changes import METHODS
 
@@ -41,7 +40,7 @@ GOOD = {"chief": ["a:1"], "worker": ["b:1", "b:2"], "ps": ["c:1"]}
 )
 def test_it_may_not_be(cluster, found):
     with pytest.raises(InvalidArgumentError, match=f"this cluster has .*{found}"):
-        check_tasks(ClusterSpec(cluster))
+        tasks.check_tasks(ClusterSpec(cluster))
 
 
 def server(*arguments, **named):
@@ -51,7 +50,7 @@ def server(*arguments, **named):
 def test_without_cloudpickle_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(tasks, "find_spec", {}.get)
     with pytest.raises(LaunchError, match=r"cloudpickle, which is not installed: pip install '\.\[parameter-server\]'"):
-        check_tasks(ClusterSpec(GOOD))
+        tasks.check_tasks(ClusterSpec(GOOD))
 
 
 def test_a_server_knows_its_task_and_what_a_function_there_gets_can_be_used_like_an_array():

@@ -6,7 +6,6 @@ import pytest
 
 from mpistrat.errors import LaunchError
 from mpistrat.launch import environment
-from mpistrat.launch.environment import LauncherView
 from mpistrat.tools import bench, cli, run
 
 
@@ -23,7 +22,7 @@ def started(monkeypatch):
 @pytest.fixture
 def inside(monkeypatch):
     """Make this process a rank of a job of that size."""
-    return lambda size: monkeypatch.setattr(environment, "detect", lambda: LauncherView("srun", 1, size))
+    return lambda size: monkeypatch.setattr(environment, "detect", lambda: environment.LauncherView("srun", 1, size))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 
 import mpistrat
 from mpistrat import settings
-from mpistrat.settings import SETTINGS
 from mpistrat.tools import info
 
 
@@ -28,7 +27,7 @@ def test_it_tells_versions_the_mpi_and_every_setting_also_of_a_misspelt_name(cap
     assert found["mpi"]["library"].split(" ")[0] in ("Open", "MPICH", "Intel")
     assert os.access(found["mpi"]["mpiexec"], os.X_OK)
     rows = {row["name"]: row for row in found["settings"]}
-    assert [*rows] == [setting.name for setting in SETTINGS]
+    assert [*rows] == [setting.name for setting in settings.SETTINGS]
     assert (rows["MPISTRAT_TIMEOUT_SECONDS"]["value"], rows["MPISTRAT_TIMEOUT_SECONDS"]["origin"]) == (7.0, "environment")
     assert (rows["MPISTRAT_STALL_SECONDS"]["value"], rows["MPISTRAT_STALL_SECONDS"]["origin"]) == (30.0, "default")
     assert "'many' is not a size" in rows["MPISTRAT_CHUNK_BYTES"]["problem"]
