@@ -7,10 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import mpistrat
 from mpistrat.algorithms.choose import PLANNERS
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import InvalidArgumentError
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
 from mpistrat.testing.transport_suite import DTYPES, operations
 from tests.launches import needs_ranks, up_to_ranks
@@ -130,7 +129,7 @@ def test_ranks_make_the_same_call_whatever_their_arrays_are_like(comm, monkeypat
     """What is known of a call on one rank, and not on another, changes nothing that they send."""
     monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", transport)
     monkeypatch.setenv(*f"MPISTRAT_{setting}".split("="))
-    with Communicator(comm) as ops:
+    with mpistrat.Communicator(comm) as ops:
         for make in _UNLIKE.values():
             for count in (1, 70, 40_000):
                 ops.all_reduce("sum", np.arange(count, dtype=np.uint64))
@@ -169,11 +168,11 @@ def test_arrays_that_were_changed_in_place_are_looked_at(make_ops, world):
 
     assert [is_right() for _ in range(3)] == [True] * 3
     target.flags.writeable = False
-    with pytest.raises(InvalidArgumentError, match="writable=False"):
+    with pytest.raises(mpistrat.errors.InvalidArgumentError, match="writable=False"):
         ops.all_reduce(SUM, [source], out=[target])
     target.flags.writeable = True
     source.shape = 2, 3
-    with pytest.raises(InvalidArgumentError, match=r"of shape \(2, 3\); got float32 \(6,\)"):
+    with pytest.raises(mpistrat.errors.InvalidArgumentError, match=r"of shape \(2, 3\); got float32 \(6,\)"):
         ops.all_reduce(SUM, [source], out=[target])
     target.shape = 2, 3
     assert is_right()

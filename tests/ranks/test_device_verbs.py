@@ -5,14 +5,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from mpistrat.communicator.options import CommunicationOptions
+import mpistrat
 from mpistrat.device.kernels import TYPES
 from mpistrat.errors import AgreementError, DeadlineExceededError, InvalidArgumentError, TransportError, UnavailableError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.steps import drive
-from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.strategy import Strategy
 from mpistrat.testing.transport_suite import operations
 from mpistrat.transports import nccl
 from mpistrat.transports.nccl_bindings import nccl_refusal
@@ -51,7 +49,7 @@ def on_device(node, monkeypatch):
 @up_to_ranks(2)
 def test_arrays_of_every_dtype_are_combined_and_moved(on_device, monkeypatch):
     monkeypatch.setattr(verbs_rank, "SHAPES", verbs_rank.SMALL_SHAPES)
-    strategy, put = Strategy(StrategyExtended(on_device.gpu)), on_device.up
+    strategy, put = mpistrat.Strategy(mpistrat.StrategyExtended(on_device.gpu)), on_device.up
 
     def step():
         for dtype in map(np.dtype, verbs_rank.DTYPES):
@@ -93,7 +91,7 @@ def test_a_reduce_scatter_of_equal_parts_is_one_call_of_nccl(on_device):
 
 def test_a_reduce_scatter_in_the_order_of_the_replicas_is_no_call_of_nccl(node):
     array = np.random.default_rng(node.rank).standard_normal((4 * node.size, 2)).astype(np.float32)
-    in_order = CommunicationOptions(deterministic=True)
+    in_order = mpistrat.experimental.CommunicationOptions(deterministic=True)
     found = node.gpu.reduce_scatter(SUM, node.up(array), options=in_order)
     node.check(found, node.host.reduce_scatter(SUM, array, options=in_order))
 

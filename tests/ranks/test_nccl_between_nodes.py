@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from mpistrat.communicator.communicator import Communicator
+import mpistrat
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, TransportError
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from mpistrat.transports import nccl
 from tests.gpu import stand_in_nccl
@@ -16,7 +15,7 @@ from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = [needs_ranks(4), up_to_ranks(4)]
 
-SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
+SUM, MEAN = mpistrat.ReduceOp.SUM, mpistrat.ReduceOp.MEAN
 
 
 @pytest.fixture(params=["2x2", "3+1"])
@@ -104,14 +103,14 @@ def test_ranks_of_which_one_cannot_join_raise_together(comm, nodes, monkeypatch,
     with stand_in(comm):
         library = nccl.find_binding()
         with pytest.raises(TransportError, match=told):
-            Communicator(hierarchy)
+            mpistrat.Communicator(hierarchy)
         assert library.aborted == len(library.communicators), "no rank keeps a communicator"
 
 
 def test_ranks_without_nccl_are_told_what_is_accepted(comm, nodes):
     hierarchy = Hierarchy(comm, nodes)
     with stand_in(comm, has_nccl=False), pytest.raises(TransportError, match=r"here: CuPy finds no libnccl.*Accepted are auto"):
-        Communicator(hierarchy)
+        mpistrat.Communicator(hierarchy)
 
 
 def test_communicators_are_destroyed_in_one_order(comm, nodes, monkeypatch):

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpistrat.communicator.communicator import Communicator
-from mpistrat.communicator.options import CommunicationOptions
+import mpistrat
 from mpistrat.device.abstract import address
 from mpistrat.errors import TransportError
 from mpistrat.execution.select import TRANSPORTS
@@ -376,7 +375,7 @@ def exchanged(comm, monkeypatch):
     monkeypatch.setattr(shared_memory, "RECEIVE_BYTES", (comm.size - 1) << 10)
     counts, run = [], shared_memory.Exchange.run
     monkeypatch.setattr(shared_memory.Exchange, "run", lambda self: counts.append(len(self.arrays.sources)) or run(self))
-    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = mpistrat.Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     if not ops._executor.intra.combines_arrays:
         pytest.skip(f"peers cannot be read: {ops._executor.intra.window.cma.refusal}")
     ops._executor.world.small.is_available = False
@@ -423,7 +422,7 @@ def test_lists_are_combined_where_they_lie_as_numpy_combines_them(exchanged, com
             for index, shape in enumerate(shapes)
         ]
         packs = {"num_packs": [None, 1, 3][rng.integers(3)], "bytes_per_pack": [0, 3000][rng.integers(2)]}
-        options = CommunicationOptions(algorithm="hierarchical", **packs)
+        options = mpistrat.experimental.CommunicationOptions(algorithm="hierarchical", **packs)
         # ranks may differ in where their arrays lie, and where results go; the second time, calls are known
         for _ in range(2):
             mine = [given[comm.rank].reshape(shape) for given, shape in zip(of_ranks, shapes, strict=True)]
