@@ -23,7 +23,6 @@ from tests.processes import python, run_bounded
 _ROOT = Path(__file__).parents[1]
 _PACKAGE = _ROOT / "mpistrat"
 _MODULES = sorted(_PACKAGE.rglob("*.py"))
-_SCRIPTS = Path(sysconfig.get_path("scripts"))
 
 _GATES = {
     "style": ["ruff", "check", "--no-cache", "."],
@@ -59,7 +58,7 @@ assert "cloudpickle" not in sys.modules
 @pytest.mark.parametrize("gate", _GATES)
 def test_gate(gate):
     program, *arguments = _GATES[gate]
-    done = run_bounded([str(_SCRIPTS / program), *arguments], 240, cwd=_ROOT)
+    done = run_bounded([str(Path(sysconfig.get_path("scripts")) / program), *arguments], 240, cwd=_ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -158,7 +157,6 @@ ONE_DEVICE = (
     "strategy.run(lambda: mpistrat.get_replica_context().all_reduce('sum', numpy.ones(3)))"
 )
 ARRAYS = "from mpistrat.arrays import as_array, as_operand, like; like(as_array(memoryview(b'ab')), 1.0)"
-INFO = "from mpistrat.tools.cli import main; main(['info', '--json'])"
 GROUPS = "import mpistrat.parameter_server.strategy, mpistrat.lazy; assert not hasattr(mpistrat.lazy.MPI, '__wrapped__')"
 PLAN = "from mpistrat.tools.cli import main; main(['plan', '--world', '4x8', '--bytes', '64MiB'])"
 
@@ -168,7 +166,7 @@ PLAN = "from mpistrat.tools.cli import main; main(['plan', '--world', '4x8', '--
     [
         ("import mpistrat.tools.run", ["mpi4py", "numpy"]),
         ("; ".join((LAUNCH, PLAN, ARRAYS, ONE_DEVICE)), ["mpi4py", "cupy", "torch", "jax"]),
-        (INFO, ["mpi4py.MPI"]),
+        ("from mpistrat.tools.cli import main; main(['info', '--json'])", ["mpi4py.MPI"]),
         (GROUPS, ["mpi4py.MPI"]),
     ],
 )

@@ -14,7 +14,6 @@ MPIS, FEW, TWO = (OURS, "Open MPI", "Open MPI, no HAN"), (OURS, "Open MPI", "glo
 LARGE = (MIB, 4 * MIB, 16 * MIB)
 SMALL = (8, 128, KIB, 8 * KIB, 32 * KIB, 128 * KIB, 256 * KIB)
 SHARED = (8, KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-WRAPPED_SIZES = (8, 64 * KIB, MIB, 16 * MIB)
 LOCAL = (OURS, "Open MPI", "MPICH", "gloo", "TensorFlow")
 USERS = ("Open MPI", WRAPPED, OURS)  # of mpi4py
 
@@ -104,7 +103,7 @@ def one_host(session: Session) -> dict[str, Table]:
 def from_mpi4py(session: Session) -> dict[str, Table]:
     """From mpi4py: what a program gains that wraps its communicator, and changes nothing else."""
     places = ((1, 2, "block", "unlimited"), (1, 4, "block", "unlimited"), (2, 4, "block", "1gbit"))
-    cases = [Case(*place, WRAPPED_SIZES, USERS) for place in places]
+    cases = [Case(*place, (8, 64 * KIB, MIB, 16 * MIB), USERS) for place in places]
     lines = [["hosts × ranks", "size", "mpi4py", "wrapped", "`Communicator.all_reduce`", "mpi4py / wrapped"]]
     for row in measure(session, cases, (Case(1, 2, "block", "unlimited", (8, MIB), USERS, 0.3),)):
         plain, wrapped, ours = (row.programs[name] for name in USERS)

@@ -13,7 +13,6 @@ from tests.hosts.lab import Lab
 PEER = "Open MPI"
 SCATTER, WHOLE = "reduce_scatter", "all_reduce"
 ENTRIES = {SCATTER: (OURS, SCATTER), WHOLE: (OURS, WHOLE), PEER: (PEER, SCATTER)}
-SCATTERED = (MIB, 4 * MIB, 16 * MIB)
 # hosts, ranks, link
 SCATTERS = ((1, 2, "unlimited"), (1, 4, "unlimited"), (2, 4, "1gbit"))
 
@@ -24,7 +23,7 @@ def reduce_scatter(session: Session) -> dict[str, Table]:
     lines = [[*heads, "all_reduce / reduce_scatter", f"{PEER} / reduce_scatter"]]
     for hosts, ranks, rate in SCATTERS[:1] if session.quick else SCATTERS:
         with Lab(hosts, rate) as lab, competing(session, lab, ranks, names=(OURS, PEER)) as contest:
-            for nbytes in SCATTERED:
+            for nbytes in (MIB, 4 * MIB, 16 * MIB):
                 entries = {name: (program, {"kind": kind, "nbytes": nbytes}) for name, (program, kind) in ENTRIES.items()}
                 found = contest.alternate(entries, 1.0, share=0.5)
                 times = [_time(found[name], hosts) if name in found else "–" for name in ENTRIES]

@@ -18,7 +18,6 @@ WARM_ROUNDS = 20
 FURTHER_CALLS = 70
 _FURTHER = Call("all_reduce", (33,))  # of no kind's arrays
 _READ = Call("reduce", (5,))
-_PACKAGE = str(Path(mpistrat.__file__).parent)
 
 
 class Turns:
@@ -110,7 +109,7 @@ def _described(error: Exception) -> dict[str, Any]:
         "type": type(error).__name__,
         "bases": [base.__name__ for base in type(error).__mro__],
         "text": str(error)[:2000],
-        "raised_by_us": frame.filename.startswith(_PACKAGE) and line.startswith("raise"),
+        "raised_by_us": frame.filename.startswith(str(Path(mpistrat.__file__).parent)) and line.startswith("raise"),
         "where": f"{Path(frame.filename).name}:{frame.lineno}",
     }
 

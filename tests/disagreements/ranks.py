@@ -18,14 +18,13 @@ from tests.hosts import lab
 from tests.processes import started
 
 HOSTS = "hosts:"
-_ROOT = Path(__file__).parents[2]
 
 
 def default_environment(settings: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a program of which nobody has set anything, but for the settings given."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MPISTRAT_")}
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return {**kept, **threads, "PYTHONPATH": str(_ROOT), **settings}
+    return {**kept, **threads, "PYTHONPATH": str(Path(__file__).parents[2]), **settings}
 
 
 class Place:

@@ -23,7 +23,6 @@ LIMIT_SECONDS = 60.0
 JOB_SECONDS = 120.0  # for one that hangs
 PYTHON = (sys.executable,)
 MPISTRAT_RUN = (*PYTHON, "-m", "mpistrat", "run")
-_NOT_STARTED = "The PMIx server's listener thread failed to start"
 
 # Each rank writes its process into a file, and a rank about to fail the time.
 PROLOGUE = """
@@ -136,7 +135,7 @@ class Job:
 
         ended = attempt()
         # Open MPI's launcher itself, before it has started a rank; rare, on a busy machine
-        return attempt() if _NOT_STARTED in ended.stderr else ended
+        return attempt() if "The PMIx server's listener thread failed to start" in ended.stderr else ended
 
     def start(
         self,

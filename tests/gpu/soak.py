@@ -29,7 +29,6 @@ Holding = Callable[[Callable[[], None]], Mapping[str, float]]
 """Returns what is held, given a barrier."""
 
 _SELF = Path("/proc/self")
-_MIB = 1 << 20
 
 
 def holding(barrier: Callable[[], None]) -> dict[str, float]:
@@ -48,7 +47,7 @@ def holding(barrier: Callable[[], None]) -> dict[str, float]:
     free, total = cupy.cuda.runtime.memGetInfo()
     barrier()
     return {
-        "device_mib": (total - free) / _MIB,
+        "device_mib": (total - free) / (1 << 20),
         "allocations": sum(type(found) is cuda._Memory for found in gc.get_objects()),
         "threads": len(list((_SELF / "task").iterdir())),
         "files": len(list((_SELF / "fd").iterdir())),

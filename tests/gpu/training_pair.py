@@ -9,10 +9,8 @@ from mpistrat.device import binding
 from mpistrat.tools import train_digits
 from tests.gpu.program import the_gpu, with_strategy, write_report
 
-EPOCHS = 2
 
-
-def check(strategy: Any, epochs: int = EPOCHS, **how: Any) -> dict[str, float]:
+def check(strategy: Any, epochs: int = 2, **how: Any) -> dict[str, float]:
     """Train with a strategy of GPUs, and alone on a CPU; return how they differ at most, and how well. A collective call."""
     weights, accuracy, losses = train_digits.train(strategy, epochs, **how)
     device, alone = the_gpu(), None

@@ -23,7 +23,6 @@ tasks = {
 }
 serve(rank, {"liar": "1"}, tasks, {"rank": lambda: rank, "runs": lambda: len(runs)})
 """
-_PLACEMENT = "1+1+0+0"
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,7 @@ def contest(lab):
     """Give three programs on two hosts, one of which cannot be started."""
     liar = Contender("liar", "plain", [sys.executable, "-c", _LIAR, str(_PEERS)])
     broken = Contender("broken", "plain", [sys.executable, "-c", "raise SystemExit('no such library')"])
-    with Contest(lab, 2, _PLACEMENT, [_MPI, liar, broken]) as programs:
+    with Contest(lab, 2, "1+1+0+0", [_MPI, liar, broken]) as programs:
         yield programs
 
 

@@ -13,7 +13,6 @@ from mpistrat.launch.process import find
 from tests.hosts.lab import Lab
 from tests.processes import run_bounded, until
 
-_PROGRAM = Path(__file__).parent / "programs" / "all_reduce.py"
 _ROOT = Path(__file__).parents[2]
 _PLACEMENTS = {
     "random": {"node0": [1, 4], "node1": [6, 7], "node2": [0, 3], "node3": [2, 5]},
@@ -25,7 +24,7 @@ _PLACEMENTS = {
 def job(request, lab, tmp_path_factory):
     """Give the placement of a job of 8 ranks, and what its rank 0 found."""
     found = tmp_path_factory.mktemp("hosts") / "found.json"
-    argv = [sys.executable, str(_PROGRAM), str(found)]
+    argv = [sys.executable, str(Path(__file__).parent / "programs" / "all_reduce.py"), str(found)]
     done = lab.run(8, request.param, argv, timeout=120, env={"PYTHONPATH": str(_ROOT)})
     assert done.returncode == 0, done.stdout + done.stderr
     return request.param, json.loads(found.read_text())

@@ -14,8 +14,6 @@ from pathlib import Path
 from tests.mistakes import ROOT, Mistake, mistakes
 from tests.processes import TIMED_OUT, run_bounded
 
-SECONDS = 300.0
-
 
 def main() -> int:
     """Return the exit code: 1 if a mistake was not found."""
@@ -35,7 +33,7 @@ def is_found(mistake: Mistake, copy: Path) -> bool:
     path.write_text(right.replace(mistake.old, mistake.new))
     argv = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider", *mistake.test.split()]
     environ = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": ""}
-    done = run_bounded(argv, SECONDS, environ, copy)
+    done = run_bounded(argv, 300.0, environ, copy)
     path.write_text(right)
     found = done.returncode in (1, TIMED_OUT)
     by = re.search(r"^(?:FAILED )?(tests/[\w/]+\.py::\w+)", done.stdout, re.MULTILINE)

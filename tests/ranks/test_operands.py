@@ -130,12 +130,9 @@ def _items(value):
     return value if isinstance(value, list) else [value]
 
 
-ALL = {**TAKEN, **NESTS, **OTHERS}
-
-
 def _cases(verbs, taken):
     """Return each value through each verb: both names, what calls and what makes it, it, and what to expect."""
-    for (verb, (call, known)), (name, make) in product(verbs.items(), ALL.items()):
+    for (verb, (call, known)), (name, make) in product(verbs.items(), {**TAKEN, **NESTS, **OTHERS}.items()):
         is_refused = name not in taken or (name == "bool" and "reduce" in verb)
         yield f"{verb} of {name}", call, make, make(0), None if is_refused else known
 

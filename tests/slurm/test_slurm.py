@@ -10,7 +10,6 @@ import pytest
 from tests.processes import until
 
 _ROOT = Path(__file__).parents[2]
-_TEMPLATES = sorted((_ROOT / "slurm").glob("*.sbatch"))
 _PROGRAMS = Path(__file__).parent / "programs"
 _PROGRAM = _PROGRAMS / "all_reduce.py"
 # mpirun would bind each rank to a core of its own, and the nodes claim more cores than the machine has.
@@ -226,7 +225,7 @@ def test_pytest_runs_under_srun_too(cluster, openmpi_bin):
     assert done.stdout.count(" passed") == 1, "only rank 0 prints"
 
 
-@pytest.mark.parametrize("template", _TEMPLATES, ids=lambda path: path.name)
+@pytest.mark.parametrize("template", sorted((_ROOT / "slurm").glob("*.sbatch")), ids=lambda path: path.name)
 def test_templates_keep_the_rules(template):
     text = template.read_text()
     lines = text.splitlines()

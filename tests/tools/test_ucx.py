@@ -11,7 +11,6 @@ from mpistrat.launch.mpiexec import command
 from mpistrat.launch.openmpi import has_wheel
 from tests.processes import run_bounded
 
-SECONDS = 120.0
 FOUND = importlib.util.find_spec("libucx")
 
 pytestmark = [
@@ -38,7 +37,7 @@ def test_rings_and_verbs_are_right_over_the_ucx_of_cuda():
         "OMPI_MCA_opal_common_ucx_tls": "any",
         "OMPI_MCA_opal_common_ucx_devices": "any",
     }
-    done = run_bounded(argv, SECONDS, environ | extra)
+    done = run_bounded(argv, 120.0, environ | extra)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "7 passed" in done.stdout
     assert f"loaded from {libraries}/libucp.so" in done.stdout + done.stderr

@@ -13,14 +13,12 @@ from mpistrat.arrays import as_array, like
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from tests.other_arrays import installed, jax_array, tensor
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-
 _DTYPES = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 _DTYPES += ["float16", "float32", "float64", "complex64", "complex128"]
 
 shapes = arrays.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
 memories = arrays.arrays(st.sampled_from([np.dtype(name) for name in _DTYPES]), shapes)
-memories |= arrays.arrays(np.uint16, shapes).map(lambda bits: bits.view(BFLOAT16))
+memories |= arrays.arrays(np.uint16, shapes).map(lambda bits: bits.view(np.dtype(ml_dtypes.bfloat16)))
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,6 @@ def nests_of(leaf):
 
 NEST = {"b": [1, (2, None)], "a": Pair(3, {"x": 4}), "c": []}
 
-nests = nests_of(st.integers() | st.none())
-
 
 def test_leaves_come_in_one_order_with_names_as_one_writes_them_and_none_is_not_a_leaf():
     leaves, structure = flatten(NEST)
@@ -176,7 +174,7 @@ def test_threads_may_meet_a_mapping_at_once():
             assert list(pool.map(lambda _, kind=kind: flatten(kind({"a": 1}))[0], range(8))) == [[1]] * 8
 
 
-@given(nests)
+@given(nests_of(st.integers() | st.none()))
 def test_flattened_nests_are_restored_and_a_name_leads_to_its_leaf(nest):
     leaves, structure = flatten(nest)
     assert structure.unflatten(leaves) == nest

@@ -14,7 +14,6 @@ from mpistrat.inputs.prefetch import fetched
 from tests.gpu.stand_in_arrays import stand_in_gpu
 from tests.other_arrays import StandardArray, fake_torch
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 BUFFERS = pytest.mark.parametrize("buffer_size", [0, 1, 3])
 
 
@@ -32,7 +31,7 @@ def batches(count=9):
         yield {
             "x": x,
             "y": np.arange(rows)[::-1],
-            "half": x[:, :1].astype(BFLOAT16),
+            "half": x[:, :1].astype(np.dtype(ml_dtypes.bfloat16)),
             "none": x[:0],
             "text": np.array(["a"] * rows),
         }

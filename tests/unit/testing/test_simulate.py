@@ -102,10 +102,7 @@ def test_chunks_must_tile_the_buffer(monkeypatch, chunks, message):
         simulate(plan_of("2x2", WORLD))
 
 
-EVERY = [(dtype, op) for dtype in DTYPES for op in operations(dtype)]
-
-
-@pytest.mark.parametrize(("dtype", "op"), EVERY, ids=str)
+@pytest.mark.parametrize(("dtype", "op"), [(dtype, op) for dtype in DTYPES for op in operations(dtype)], ids=str)
 def test_sums_are_the_same_in_every_order(dtype, op):
     given = inputs(dtype, op, 50, 4, seed=1)
     assert (given.dtype, given.shape) == (dtype, (4, 50))

@@ -84,14 +84,13 @@ def test_memory_of_a_sum_that_is_given_up_is_kept(monkeypatch, call):
 
 
 MIB = 1 << 20
-BOUNDS = [[0, 4, 8, 12], [0, 0, 11, 12], [0, 5, 5, 5]]
 
 
 def rings(halves, size, bounds, limit):
     return [Ring(rank, size, bounds, limit, halves) for rank in range(size)]
 
 
-@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("bounds", [[0, 4, 8, 12], [0, 0, 11, 12], [0, 5, 5, 5]])
 def test_what_is_overwritten_must_have_left(bounds):
     for ring in rings(ALL_REDUCE, 3, bounds, 2):
         for index, (target, reduces) in enumerate(zip(ring.targets, ring.reduces, strict=True)):
