@@ -23,13 +23,12 @@ from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.device.abstract import Device, address
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import start
-from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from mpistrat.transports.nccl_bindings import cupy_binding
 from tests.gpu import null_device
 from tests.gpu.program import settle, the_gpu, write_report
 
-SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
+SUM, MEAN = mpistrat.ReduceOp.SUM, mpistrat.ReduceOp.MEAN
 ARRAYS, SHAPES, COUNT, CALLS = 161, 100, 1000, 2000
 REAL_CALLS = 200  # no more than a GPU queues: the host would wait for ranks that take turns on it
 SIZES = {"8B": 8, "4KiB": 1 << 12, "64KiB": 1 << 16, "1MiB": 1 << 20, "16MiB": 1 << 24, "256MiB": 1 << 28, "1GiB": 1 << 30}
@@ -155,8 +154,8 @@ def _beside_nccl(communicator: BaseCommunicator, device: Device, raw: Raw, count
     summed, target = (device.array_module.zeros(count, np.float32) for _ in range(2))
     ways: dict[str, Callable[[], Any]] = {
         "nccl": lambda: raw(address(source), address(summed), count, stream.pointer) or summed,
-        "call": lambda: communicator.all_reduce(ReduceOp.SUM, [source])[0],
-        "out": lambda: communicator.all_reduce(ReduceOp.SUM, [source], out=[target])[0],
+        "call": lambda: communicator.all_reduce(mpistrat.ReduceOp.SUM, [source])[0],
+        "out": lambda: communicator.all_reduce(mpistrat.ReduceOp.SUM, [source], out=[target])[0],
     }
     expected = values[:CHECKED] * np.float32(communicator.size)
     samples: dict[str, list[float]] = {way: [] for way in ways}

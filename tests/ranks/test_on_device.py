@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.context.values import PerReplica
 from mpistrat.tools.train_digits import train
 from tests.gpu import training_pair
 from tests.gpu.bound import stand_in
@@ -102,7 +101,7 @@ def test_a_nest_of_arrays_and_numbers_is_combined(comm, on_gpu, xp):
 
 def test_values_are_combined_outside_run_and_slices_added_up(comm, on_gpu, xp):
     rows = on_gpu.run(lambda: xp.full((comm.rank, 2), comm.rank, np.float64))
-    rows = rows if comm.size > 1 else PerReplica(rows)
+    rows = rows if comm.size > 1 else mpistrat.PerReplica(rows)
     ranks, squares = range(comm.size), sum(rank * rank for rank in range(comm.size))
     total = on_gpu.reduce("sum", rows, axis=0)
     assert isinstance(total, xp.ndarray)
@@ -116,7 +115,7 @@ def test_values_are_combined_outside_run_and_slices_added_up(comm, on_gpu, xp):
     assert on_gpu.broadcast(xp.full(2, comm.rank), root=root).tolist() == [root] * 2
     with on_gpu.scope():
         ops = mpistrat.ReductionToOneDevice()
-        value = PerReplica(xp.full(2, comm.rank))
+        value = mpistrat.PerReplica(xp.full(2, comm.rank))
         found = ops.reduce("sum", value, f"rank:{root}")
         copied = ops.broadcast(found, {"/gpu:0"}) if comm.size > 1 else found
         [component] = on_gpu.experimental_local_results(copied)
@@ -153,7 +152,7 @@ def test_an_array_of_the_host_is_refused(comm, gpu, xp, make_strategy, strict):
         with pytest.raises(error, match=message):
             strategy.run(step)
     with pytest.raises(error, match=message.removeprefix(r"w'\]")):
-        strategy.reduce("sum", PerReplica((np if comm.rank in culprits else xp).ones(3)), axis=None)
+        strategy.reduce("sum", mpistrat.PerReplica((np if comm.rank in culprits else xp).ones(3)), axis=None)
     total = strategy.local(strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", xp.ones(3))))
     assert total.tolist() == [comm.size] * 3, "the strategy goes on"
 
@@ -164,7 +163,7 @@ def test_batches_come_to_the_gpu_of_each_replica(comm, on_gpu, xp):
     for _ in range(2):
         rows = [on_gpu.experimental_local_results(batch)[0] for batch in dataset]
         assert all(isinstance(part, xp.ndarray) for part in rows)
-        gathered = [on_gpu.gather(PerReplica(part), axis=0).tolist() for part in rows]
+        gathered = [on_gpu.gather(mpistrat.PerReplica(part), axis=0).tolist() for part in rows]
         assert gathered == [list(range(5)), [5]]
 
 

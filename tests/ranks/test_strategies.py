@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.cluster import ClusterSpec
 from mpistrat.cluster_resolver import (
     ClusterResolver,
     MPIClusterResolver,
@@ -55,7 +54,7 @@ def refused(error, message, make):
 
 def worker(index, *addresses):
     """Return a resolver that says which of some workers this rank is."""
-    return SimpleClusterResolver(ClusterSpec({"worker": list(addresses)}), task_type="worker", task_id=index)
+    return SimpleClusterResolver(mpistrat.ClusterSpec({"worker": list(addresses)}), task_type="worker", task_id=index)
 
 
 class Moody(ClusterResolver):
@@ -65,7 +64,7 @@ class Moody(ClusterResolver):
     def cluster_spec(self):
         if self.fails:
             raise OSError("no cloud today")
-        return ClusterSpec({})
+        return mpistrat.ClusterSpec({})
 
 
 MIRRORED, MULTI = mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy
@@ -183,12 +182,12 @@ class TestMultiWorker:
         cluster = {"chief": ["c:1"], "worker": [f"w{rank}:1" for rank in range(comm.size - 1)]}
         is_chief = comm.rank == comm.size - 1
         task_type, task_id = ("chief", 0) if is_chief else ("worker", comm.rank)
-        resolver = SimpleClusterResolver(ClusterSpec(cluster), task_type=task_type, task_id=task_id)
+        resolver = SimpleClusterResolver(mpistrat.ClusterSpec(cluster), task_type=task_type, task_id=task_id)
         strategy = make_strategy(mpistrat.MultiWorkerMirroredStrategy, resolver)
         assert strategy.cluster_resolver is resolver
         assert (strategy.extended.should_checkpoint, strategy.extended.should_save_summary) == (is_chief, is_chief)
         assert all_reduced(strategy, np.ones(2)).tolist() == [comm.size] * 2
-        for resolver in (TFConfigClusterResolver(), SimpleClusterResolver(ClusterSpec({}))):
+        for resolver in (TFConfigClusterResolver(), SimpleClusterResolver(mpistrat.ClusterSpec({}))):
             strategy = make_strategy(mpistrat.MultiWorkerMirroredStrategy, resolver)
             assert strategy.num_replicas_in_sync == comm.size
             assert strategy.extended.should_checkpoint == (comm.rank == 0)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from tests.launches import needs_ranks, on_ranks
 from tests.variable_matrix import CELLS, METHODS, check_cell, check_cells, check_per_replica, declared, of_central_storage
@@ -54,7 +53,7 @@ def test_replicas_scatter_different_numbers_of_rows(comm, strategy):
         table = mpistrat.Variable(np.zeros((comm.size + 1, 2), np.float32), aggregation=SUM)
     # replica r adds r + 1 to each of the rows 1 … r; replica 0 has none
     rows = np.arange(1, comm.rank + 1)
-    strategy.run(lambda: table.scatter_add(IndexedSlices(np.full((len(rows), 2), comm.rank + 1.0), rows)))
+    strategy.run(lambda: table.scatter_add(mpistrat.IndexedSlices(np.full((len(rows), 2), comm.rank + 1.0), rows)))
     expected = [0.0] + [float(sum(range(row + 1, comm.size + 1))) for row in range(1, comm.size + 1)]
     assert table.numpy()[:, 1].tolist() == expected
 
@@ -66,7 +65,7 @@ def test_replicas_without_aggregation_that_change_a_variable_differently_all_rai
     variable = declared(strategy, mpistrat.VariableSynchronization.ON_WRITE, NONE)
     number = 1.0 + (comm.rank == comm.size - 1)
     for method in METHODS:
-        value = IndexedSlices([number], [0]) if method.startswith("scatter") else np.full(3, number)
+        value = mpistrat.IndexedSlices([number], [0]) if method.startswith("scatter") else np.full(3, number)
         message = rf"has aggregation NONE(.|\n)*rank {comm.size - 1}: Variable.*\.{method} of (.|\n)*correct: .*aggregation="
         with pytest.raises(AgreementError, match=message):
             strategy.run(lambda method=method, value=value: getattr(variable, method)(value))
@@ -106,7 +105,7 @@ def test_ranks_must_change_the_same_variable_in_the_same_way_and_raise_where_one
             run(lambda: variable.assign(np.zeros(3 if last else 2)))
     error, message = (InvalidArgumentError, "index 9 is out of range") if last else (AgreementError, "which failed: Inv")
     with pytest.raises(error, match=message):
-        strategy.run(lambda: table.scatter_add(IndexedSlices(np.zeros((1, 2)), [9 if last else 0])))
+        strategy.run(lambda: table.scatter_add(mpistrat.IndexedSlices(np.zeros((1, 2)), [9 if last else 0])))
     assert comm.allreduce(1) == comm.size
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.cluster import ClusterSpec
 from mpistrat.errors import CancelledError, InvalidArgumentError, LaunchError
 from mpistrat.experimental.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
 from mpistrat.parameter_server import dispatcher, tasks
@@ -40,7 +39,7 @@ GOOD = {"chief": ["a:1"], "worker": ["b:1", "b:2"], "ps": ["c:1"]}
 )
 def test_it_may_not_be(cluster, found):
     with pytest.raises(InvalidArgumentError, match=f"this cluster has .*{found}"):
-        tasks.check_tasks(ClusterSpec(cluster))
+        tasks.check_tasks(mpistrat.ClusterSpec(cluster))
 
 
 def server(*arguments, **named):
@@ -50,7 +49,7 @@ def server(*arguments, **named):
 def test_without_cloudpickle_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(tasks, "find_spec", {}.get)
     with pytest.raises(LaunchError, match=r"cloudpickle, which is not installed: pip install '\.\[parameter-server\]'"):
-        tasks.check_tasks(ClusterSpec(GOOD))
+        tasks.check_tasks(mpistrat.ClusterSpec(GOOD))
 
 
 def test_a_server_knows_its_task_and_what_a_function_there_gets_can_be_used_like_an_array():
@@ -60,7 +59,7 @@ def test_a_server_knows_its_task_and_what_a_function_there_gets_can_be_used_like
     assert server(made.server_def).server_def == made.server_def
     assert server(made.server_def, task_index=0).target == "mpi://b:1"
     assert server({"ps": ["c:1"]}).server_def["job_name"] == "ps", "the only task"
-    assert server(ClusterSpec(GOOD), "ps", protocol="grpc").target == "grpc://c:1"
+    assert server(mpistrat.ClusterSpec(GOOD), "ps", protocol="grpc").target == "grpc://c:1"
     with pytest.raises(RuntimeError, match=r"call start\(\) on all ranks before join\(\)"):
         made.join()
     array = np.arange(6.0).reshape(3, 2)
@@ -80,7 +79,7 @@ def strategy(resolver, *arguments, **named):
 
 
 def task(task_type):
-    return mpistrat.cluster_resolver.SimpleClusterResolver(ClusterSpec(GOOD), task_type=task_type, task_id=0)
+    return mpistrat.cluster_resolver.SimpleClusterResolver(mpistrat.ClusterSpec(GOOD), task_type=task_type, task_id=0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 
 import mpistrat
 from mpistrat.communicator.sparse import IndexedSlices
-from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from tests.other_arrays import installed, jax_array, tensor
 from tests.unit.replicas import on_replicas
@@ -77,7 +76,7 @@ def test_numpy_sees_what_is_read(kind):
             lambda x: np.copyto(src=x, dst=np.ones((2, 2))),
             lambda x: -x / 2 + x @ x - abs(x) ** 2,
         ):
-            for value in (table, Mirrored(array)):
+            for value in (table, mpistrat.Mirrored(array)):
                 result = function(value)
                 assert type(result) is type(function(array))
                 np.testing.assert_equal(result, function(array))
@@ -360,11 +359,11 @@ def test_assignments_take_the_other_arguments_of_tensorflow():
 def test_a_per_replica_value_from_outside_stands_for_the_part_of_this_replica(synchronization):
     def program(strategy):
         number = strategy.rank + 1.0
-        value, rows = PerReplica(np.array([number])), PerReplica(IndexedSlices([number], [0]))
+        value, rows = mpistrat.PerReplica(np.array([number])), mpistrat.PerReplica(IndexedSlices([number], [0]))
         variable = made(strategy, [0.0], synchronization=SYNCHRONIZATION[synchronization], aggregation=AGGREGATION.SUM)
         changes = [lambda: variable.assign(value), lambda: variable.assign_add(value), lambda: variable.assign_sub(value)]
         if synchronization == "ON_WRITE":
-            equal = PerReplica(np.array([7.0]))  # in a merge call it is the value of this replica
+            equal = mpistrat.PerReplica(np.array([7.0]))  # in a merge call it is the value of this replica
             merge = lambda: mpistrat.get_replica_context().merge_call(lambda _: variable.assign(equal))  # noqa: E731
             changes += [lambda: variable.scatter_add(rows), merge]
         return [strategy.run(change) and float(variable.numpy()[0]) for change in changes]

@@ -7,17 +7,14 @@ import pytest
 import mpistrat
 from mpistrat.context.stack import get_update_replica_id
 from mpistrat.context.values import Mirrored, PerReplica
-from mpistrat.cross_device.ops import CrossDeviceOps, HierarchicalAllReduce, NcclAllReduce
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.strategy import Strategy
 from mpistrat.structures import flatten
 from tests.unit.replicas import IN_REPLICA, in_run, on_replicas
 from tests.variable_matrix import made
 
 
 def test_every_reduction_of_a_strategy_goes_through_its_cross_device_ops():
-    class Spy(CrossDeviceOps):
+    class Spy(mpistrat.CrossDeviceOps):
         def __init__(self):
             self.seen = []
 
@@ -27,7 +24,7 @@ def test_every_reduction_of_a_strategy_goes_through_its_cross_device_ops():
 
     def program(strategy):
         ops = Spy()
-        strategy = Strategy(StrategyExtended(strategy.extended.communicator, ops))
+        strategy = mpistrat.Strategy(mpistrat.StrategyExtended(strategy.extended.communicator, ops))
         assert strategy.extended.cross_device_ops is ops
         variable = made(strategy, np.zeros(1), aggregation=mpistrat.VariableAggregation.SUM)
 
@@ -50,7 +47,7 @@ def test_every_reduction_of_a_strategy_goes_through_its_cross_device_ops():
 
 @pytest.mark.parametrize("root", [0, 2])
 def test_gathering_and_broadcasting_go_through_the_cross_device_ops_of_a_strategy(root):
-    class Own(HierarchicalAllReduce):
+    class Own(mpistrat.HierarchicalAllReduce):
         def gather_implementation(self, per_replica_value, destinations, axis, options):
             assert isinstance(options, mpistrat.experimental.CommunicationOptions)
             whole = super().gather_implementation(per_replica_value, destinations, axis, options)
@@ -61,7 +58,7 @@ def test_gathering_and_broadcasting_go_through_the_cross_device_ops_of_a_strateg
             return Mirrored(2 * np.asarray(super().broadcast_implementation(tensor, destinations)))
 
     def program(strategy):
-        strategy = Strategy(StrategyExtended(strategy.extended.communicator, Own()))
+        strategy = mpistrat.Strategy(mpistrat.StrategyExtended(strategy.extended.communicator, Own()))
         value = PerReplica(np.array([strategy.rank + 1]))
 
         def step(array):
@@ -79,7 +76,7 @@ def test_gathering_and_broadcasting_go_through_the_cross_device_ops_of_a_strateg
 
 def test_ops_are_not_asked_for_nothing():
     def program(strategy):
-        strategy = Strategy(StrategyExtended(strategy.extended.communicator, NcclAllReduce()))
+        strategy = mpistrat.Strategy(mpistrat.StrategyExtended(strategy.extended.communicator, mpistrat.NcclAllReduce()))
         summed = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", {}))
         return strategy.reduce("mean", Mirrored(5.0), axis=None), summed
 
@@ -212,7 +209,7 @@ def test_devices_and_roles_of_a_strategy():
     assert extended.worker_devices == extended.parameter_devices == ("/cpu:0",)
 
     def program(strategy):
-        strategy = Strategy(StrategyExtended(strategy.extended.communicator, None, ("a", "b"), ["c"]))
+        strategy = mpistrat.Strategy(mpistrat.StrategyExtended(strategy.extended.communicator, None, ("a", "b"), ["c"]))
         assert (strategy.extended.worker_devices, strategy.extended.parameter_devices) == (("a", "b"), ("c",))
         with pytest.warns(DeprecationWarning, match="ReplicaContext.devices is deprecated"):
             return strategy.run(lambda: mpistrat.get_replica_context().devices)[0].values[0]
