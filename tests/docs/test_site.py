@@ -58,8 +58,7 @@ def text_of(path):
 
 
 def test_every_page_is_in_the_site_and_what_is_inherited_is_described_once(site):
-    missing = [page for page in pages() if not (site / page.relative_to(ROOT)).with_suffix(".html").exists()]
-    assert missing == []
+    assert [page for page in pages() if not (site / page.relative_to(ROOT)).with_suffix(".html").exists()] == []
     assert "README.html" in (site / "index.html").read_text()
     text = text_of(site / "docs" / "reference" / "api" / "MirroredStrategy.html")
     assert "Bases: mpistrat.Strategy" in text

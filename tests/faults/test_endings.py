@@ -222,8 +222,7 @@ def test_where_the_launcher_is_killed_the_ranks_end(job, wrapper):
         assert until((job.folder / "up").exists, LIMIT_SECONDS)
         launcher.kill()
 
-    ended = job(3, program, (*wrapper, *PYTHON), meanwhile=kill)
-    assert not ended.leftovers
+    assert not job(3, program, (*wrapper, *PYTHON), meanwhile=kill).leftovers
     assert not any(Path(segment).exists() for segment in (job.folder / "up").read_text().split())
 
 

@@ -195,8 +195,7 @@ def _several_started(field: Field, rng: np.random.Generator) -> Callable[[], Non
 
     def run() -> None:
         works = [communicator.start_all_reduce(op, operands.passed(), options) for op, operands, options in operations]
-        between = communicator.all_reduce("sum", np.ones(3))
-        assert (between == communicator.size).all()
+        assert (communicator.all_reduce("sum", np.ones(3)) == communicator.size).all()
         for index in order if waits else order[:1]:
             _, operands, _ = operations[index]
             for operand, result in zip(operands, operands.results(works[index].wait()), strict=True):
@@ -360,8 +359,7 @@ def _wrapped(field: Field, rng: np.random.Generator) -> Callable[[], None]:
                 assert np.array_equal(whole, [part(other, repeat) for other in range(size)])
                 continue
             else:
-                blocks = np.repeat(source[None], size, 0)
-                comm.Reduce_scatter_block(blocks, target, _MPI_OPS[op])
+                comm.Reduce_scatter_block(np.repeat(source[None], size, 0), target, _MPI_OPS[op])
             assert np.array_equal(target, combined(repeat)), (target, combined(repeat))
 
     return run

@@ -64,8 +64,7 @@ def test_a_hostfile_of_mpistrat_run_takes_settings_to_every_host(lab, tmp_path):
 
 
 def test_a_program_that_fails_or_hangs_is_reported(lab):
-    failed = lab.run(2, "1+1+0+0", [sys.executable, "-c", "raise SystemExit(7)"], timeout=60)
-    assert failed.returncode == 7
+    assert lab.run(2, "1+1+0+0", [sys.executable, "-c", "raise SystemExit(7)"], timeout=60).returncode == 7
     hung = lab.run(2, "1+1+0+0", [sys.executable, "-c", "import time; time.sleep(300)"], timeout=2)
     assert hung.returncode == 124
     assert "killed: still running after 2 s" in hung.stderr

@@ -38,8 +38,7 @@ def test_functions_get_arguments_and_return_results(coordinator):
     assert values[3].status is RemoteValueStatus.READY
     assert values[3].get()["also"] == "x"
     assert coordinator.schedule(sum, ([1, 2, values[2].fetch()["also"] == "x"],)).fetch() == 4
-    later = coordinator.schedule(lambda: 20)
-    assert coordinator.schedule(lambda number: number + 1, (later,)).fetch() == 21
+    assert coordinator.schedule(lambda number: number + 1, (coordinator.schedule(lambda: 20),)).fetch() == 21
     large = np.arange(3_000_000.0)
     assert coordinator.schedule(np.sum, (large,)).fetch() == large.sum()
     np.testing.assert_array_equal(coordinator.schedule(lambda: np.arange(3_000_000.0)).fetch(), large)
@@ -55,8 +54,7 @@ def test_all_workers_work(coordinator):
         time.sleep(0.01)
         return os.getpid()
 
-    pids = coordinator.fetch([coordinator.schedule(step) for _ in range(8 * workers)])
-    assert len(set(pids)) == workers
+    assert len(set(coordinator.fetch([coordinator.schedule(step) for _ in range(8 * workers)]))) == workers
 
 
 @with_workers

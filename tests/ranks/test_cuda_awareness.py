@@ -146,8 +146,7 @@ def test_a_probe_finds_no_launcher_but_what_shapes_the_library():
     dropped += ("OMPI_MCA_num_procs", "OMPI_MCA_cpu_type", "OMPI_MCA_PREFIXES")  # a job of another size need not ask again
     dropped += ("SLURM_PROCID", "MPI_LOCALRANKID", "I_MPI_HYDRA_ENV", "PALS_RANKID", "MV2_COMM_WORLD_RANK")
     kept = ("OMPI_MCA_pml", "UCX_TLS", "I_MPI_OFFLOAD", "PATH", "CUDA_VISIBLE_DEVICES", "OMPI_MCA_btl")
-    environ = dict.fromkeys((*dropped, *kept), "1")
-    assert set(environment.without_launcher(environ)) == set(kept)
+    assert set(environment.without_launcher(dict.fromkeys((*dropped, *kept), "1"))) == set(kept)
 
 
 def test_which_gpu_is_probed_is_the_one_that_is_bound(monkeypatch):

@@ -250,8 +250,7 @@ def test_communicators_made_of_it_are_wrapped_too(wrapped):
         made.Free()
     assert isinstance(cart, MPI.Intracomm)
     assert type(line).__name__ == "WrappedCartcomm"
-    nobody = wrapped.Split(MPI.UNDEFINED)
-    assert nobody == MPI.COMM_NULL
+    assert wrapped.Split(MPI.UNDEFINED) == MPI.COMM_NULL
     with_options = mpistrat.mpi4py.wrap(wrapped.Dup(), CommunicationOptions(deterministic=True))
     twice, request = with_options.Idup()
     request.Wait()
@@ -428,8 +427,7 @@ def test_small_arrays_are_handed_to_mpi_and_compared_later(passing):
         else:
             passing.Allreduce(np.asfortranarray(sent), received)
         assert received.tolist() == [_sum_of_ranks(passing) + turn * size] * 6, turn
-    present = passing._communicator.hierarchy.call
-    assert size == 1 or 0 < present.unconfirmed < MOST_UNCONFIRMED
+    assert size == 1 or 0 < passing._communicator.hierarchy.call.unconfirmed < MOST_UNCONFIRMED
     nan = np.array([np.nan if rank == 0 else 1.0, rank])
     for _ in range(2):
         least = np.zeros(2)

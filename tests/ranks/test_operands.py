@@ -293,8 +293,7 @@ def _elements(kind, value, dtype="float32"):
 
 def _run(strategy, step):
     """Return what `step`, given its replica context, returned on this rank."""
-    result = strategy.run(lambda: step(mpistrat.get_replica_context()))
-    return strategy.experimental_local_results(result)[0]
+    return strategy.experimental_local_results(strategy.run(lambda: step(mpistrat.get_replica_context())))[0]
 
 
 @two_ranks
@@ -333,8 +332,7 @@ def test_a_result_is_nobody_elses_also_in_cross_replica_context(kind, comm, stra
     mean, count = strategy.reduce("mean", value, axis=0)
     assert _elements(kind, mean) == [pytest.approx(sum(rows) / len(rows))] * 2
     assert (type(count), count) == (np.ndarray, 1)
-    whole = strategy.gather(value[0], axis=0)
-    assert _elements(kind, whole) == [[row] * 2 for row in rows]
+    assert _elements(kind, strategy.gather(value[0], axis=0)) == [[row] * 2 for row in rows]
 
 
 @two_ranks

@@ -60,8 +60,7 @@ def test_all_ranks_choose_by_the_file_of_rank_0(comm, make_ops, world, kept):
     choice = ops.choose(16, FLOAT)
     assert choice.plan.algorithm == slowest_first[0]
     assert choice.seconds == {name: times[64] for name, times in found.items()}
-    total = ops.all_reduce(mpistrat.ReduceOp.SUM, [np.ones(16, np.float32)])[0]
-    assert (total == comm.Get_size()).all()
+    assert (ops.all_reduce(mpistrat.ReduceOp.SUM, [np.ones(16, np.float32)])[0] == comm.Get_size()).all()
     explained = ops.explain(np.ones(16, np.float32))
     assert len(set(comm.allgather(explained.source))) == 1
     text, [(fastest, times), *_] = str(explained), sorted(found.items(), key=lambda one: one[1][64])

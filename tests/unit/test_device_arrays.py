@@ -81,8 +81,7 @@ def test_an_array_of_this_gpu_is_itself_and_copies_go_down_and_up(xp):
     result = like(np.arange(3.0), xp.zeros(1))
     assert isinstance(result, xp.ndarray)
     assert result.tolist() == [0, 1, 2]
-    original = StandardArray(np.zeros(1))
-    assert type(like(np.arange(3.0), original)) is StandardArray
+    assert type(like(np.arange(3.0), StandardArray(np.zeros(1)))) is StandardArray
 
 
 def test_what_comes_from_the_host_for_a_tensor_of_the_gpu_is_brought_there(torch):

@@ -225,8 +225,7 @@ def test_the_newest_are_kept_and_the_command_line_tells_them(tmp_path, capsys):
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     again.close()
     again = mpistrat.CheckpointManager(mpistrat.Checkpoint(state=state), tmp_path)
-    damaged = Path(again.checkpoints[-1])
-    [newest] = damaged.glob("*.safetensors")
+    [newest] = Path(again.checkpoints[-1]).glob("*.safetensors")
     was = newest.read_bytes()
     newest.write_bytes(was[:-1] + b"x")
     told = r"(?s)not those that were written.*ckpt-00000007.1: checkpoint.restore\(manager.ch"

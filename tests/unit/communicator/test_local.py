@@ -85,8 +85,7 @@ def test_it_is_one_leaf_and_reads_as_the_dense_array_of_which_rows_named_twice_a
     assert half.to_dense().tolist() == [4096], "summed in float32, rounded once: 2048 + 1 is 2048 in float16"
     assert IndexedSlices(np.full(2, 200, np.uint8), [0, 0], (1,)).to_dense().tolist() == [144], "wraps around"
     assert IndexedSlices(np.array([True, True]), [0, 0], (2,)).to_dense().tolist() == [True, False]
-    brain = IndexedSlices(np.array([256, 1, 1], ml_dtypes.bfloat16), [0, 0, 0], (1,))
-    assert float(brain.to_dense()[0]) == 258
+    assert float(IndexedSlices(np.array([256, 1, 1], ml_dtypes.bfloat16), [0, 0, 0], (1,)).to_dense()[0]) == 258
 
 
 @pytest.mark.parametrize(

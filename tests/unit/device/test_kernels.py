@@ -197,8 +197,7 @@ def nvrtc():
 
 @pytest.mark.parametrize("architecture", [70, 75, 80, 86, 89, 90, 100])
 def test_kernels_compile_without_spilling_registers(nvrtc, architecture):
-    source = (files("mpistrat.device") / "kernels.cu").read_text()
-    program = nvrtc.createProgram(source, "kernels.cu", (), ())
+    program = nvrtc.createProgram((files("mpistrat.device") / "kernels.cu").read_text(), "kernels.cu", (), ())
     for kernel in KERNELS:
         nvrtc.addNameExpression(program, kernel)
     options = (f"-arch=sm_{architecture}", "-std=c++17", "--ptxas-options=-v")

@@ -107,8 +107,7 @@ def test_several_middles_are_in_flight_and_a_step_worked_if_either_lane_did():
 
     assert WORKED in list(overlap(Lanes(lambda chunk: iter([WORKED]), middle, num_chunks=3), 3, 3))
     assert entered == [0, 1, 2]
-    idle = overlap(Lanes(nothing, lambda chunk: iter([WAITING] * 5)), 1, 1)
-    found = list(idle)
+    found = list(overlap(Lanes(nothing, lambda chunk: iter([WAITING] * 5)), 1, 1))
     assert found.count(WAITING) >= 4
     assert found[0] is WORKED, "the middle has begun"
 
@@ -317,5 +316,4 @@ def test_a_finalizer_that_makes_an_array_meanwhile_gets_other_memory():
             made[0] = retained.block(8)
 
     retained._entries.append((np.empty(8, np.uint8), finalizer))
-    block = retained.block(8)
-    assert not np.may_share_memory(np.asarray(block), np.asarray(made[0]))
+    assert not np.may_share_memory(np.asarray(retained.block(8)), np.asarray(made[0]))

@@ -64,8 +64,7 @@ class Rows(StandardArray):
 
 
 def test_joined_batches_stay_of_their_kind():
-    parts = [[Rows(np.arange(3))], [Rows(np.arange(3, 6))]]
-    joined = list(batched(iter(parts), [4, 1], drop_remainder=False))
+    joined = list(batched(iter([[Rows(np.arange(3))], [Rows(np.arange(3, 6))]]), [4, 1], drop_remainder=False))
     assert {isinstance(batch[0], StandardArray) for batch in joined} == {True}
     assert [batch[0].numpy().tolist() for batch in joined] == [[0, 1, 2, 3], [4], [5]]
 

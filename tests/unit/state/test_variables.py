@@ -336,8 +336,7 @@ def test_a_variable_of_no_elements_is_read_and_scattered_into():
     assert table.scatter_add(IndexedSlices(np.zeros((0, 0)), np.zeros(0, np.int64))).shape == (3, 0)
     assert table.sparse_read([2, 2]).shape == (2, 0)
     assert table.gather_nd(np.zeros((0, 2), int)).shape == (0,)
-    scalar = mpistrat.Variable(2.0)
-    assert float(scalar.gather_nd(np.zeros(0, int))) == 2
+    assert float(mpistrat.Variable(2.0).gather_nd(np.zeros(0, int))) == 2
 
 
 def test_assignments_take_the_other_arguments_of_tensorflow():

@@ -251,8 +251,7 @@ def test_a_strategy_of_one_device_can_be_copied_deeply_and_others_cannot():
 def test_merge_call_groups_arguments_and_hands_components_back():
     def merged(strategy, value, *, scale):
         assert mpistrat.in_cross_replica_context()
-        total = strategy.reduce("sum", value, axis=None)
-        return {"total": total * scale.values[0], "own": value}
+        return {"total": strategy.reduce("sum", value, axis=None) * scale.values[0], "own": value}
 
     def fn(context, rank):
         result = context.merge_call(merged, args=(rank + 1,), kwargs={"scale": 10})

@@ -16,8 +16,7 @@ from tests.processes import TAKES_CTRL_C, run_bounded
 
 
 def run(capsys, *words):
-    code = cli.main(["plan", *words])
-    return code, *capsys.readouterr()
+    return cli.main(["plan", *words]), *capsys.readouterr()
 
 
 def test_the_report_shows_phases_bytes_and_why(capsys):

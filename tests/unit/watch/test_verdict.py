@@ -86,8 +86,7 @@ def test_different_calls_at_one_number_are_a_mismatch_also_where_they_differ_onl
         "Every rank must make the same collective calls in the same order, with the same operation, structure, dtypes and "
         "shapes."
     )
-    other = replace(call(), digest=hash_of("another end"))
-    finding = judge(ranks(call(), other), {ONE})
+    finding = judge(ranks(call(), replace(call(), digest=hash_of("another end"))), {ONE})
     assert finding.notice.is_mismatch
     waits, computes = ranks(call(), call(text=BARRIER, left=1.0, has_failed=True))
     refused = call(text=BARRIER, left=3.0, has_failed=True)
@@ -129,8 +128,7 @@ def test_ranks_that_wait_for_each_other_are_stuck_where_nobody_has_moved():
     [("ended", "its program has ended"), ("gone", "its process is gone"), ("failed", "its program has raised an error")],
 )
 def test_waiting_for_a_rank_that_is_over_is_in_vain(state, words):
-    finding = judge(ranks(call(), call((1, 4), BARRIER, left=1.5), call(), rank1=state), {ONE})
-    error = finding.notice.error()
+    error = judge(ranks(call(), call((1, 4), BARRIER, left=1.5), call(), rank1=state), {ONE}).notice.error()
     assert isinstance(error, UnavailableError)
     lines = str(error).splitlines()
     assert lines[0] == "rank 1 will not come to a collective that others wait in:"
@@ -197,8 +195,7 @@ def test_a_new_strategy_ignores_what_all_were_told_and_not_what_concerns_a_commu
     notices.post(Notice(1, 5, "for all", True))
     notices.post(Notice(2, 5, "rank 1 makes no collective after collective 4", False, is_for_all=False))
     notices.ignore()
-    found = notices.first({(2, 6)})
-    assert found.number == 5
+    assert notices.first({(2, 6)}).number == 5
     assert notices.first({(1, 5)}) is None
 
 
