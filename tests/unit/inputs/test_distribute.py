@@ -135,9 +135,6 @@ def test_policies_that_do_not_fit_are_refused(dataset, policy, message):
     on_replicas(3, program)
 
 
-# ------------------------------------------------------------------------------------------- datasets from a function
-
-
 def test_what_the_function_makes_is_neither_shared_nor_cut():
     assert rows_of(made_by(2, lambda pipeline: ArrayDataset(np.arange(6), 3).shard(2, pipeline))) == [[[0, 2, 4], [1, 3, 5]]]
     assert rows_of(made_by(2, lambda pipeline: [np.arange(5), np.arange(1)])) == [[[0, 1, 2, 3, 4]] * 2, [[0]] * 2]
@@ -206,9 +203,6 @@ def test_options_that_no_strategy_here_has_are_refused(distribute, strategy):
         distribute(strategy, make, options)
     with pytest.raises(TypeError, match="options must be mpistrat.InputOptions or None; got str"):
         distribute(strategy, make, "fast")
-
-
-# ------------------------------------------------------------------------------------------------------------ iterators
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])

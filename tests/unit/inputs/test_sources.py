@@ -43,9 +43,6 @@ def files_of(*sizes):
     return list(contents), contents.__getitem__
 
 
-# ----------------------------------------------------------------------------------------------------------------- arrays
-
-
 @pytest.mark.parametrize("kind", [ArrayDataset, MapDataset])
 def test_every_epoch_has_its_own_order(kind):
     dataset, other_seed = (kind(np.arange(50), batch_size=50, shuffle=True, seed=seed) for seed in (3, 4))
@@ -97,9 +94,6 @@ def test_text_can_be_fed():
         list(MapDataset([b"ab\0", b"abcd"], 2))
 
 
-# ---------------------------------------------------------------------------------------------------------------- samples
-
-
 def test_samples_are_collated_into_global_batches_of_which_a_replica_asks_for_its_own():
     batches = list(MapDataset(Squares(5), 2))
     assert [batch.y.tolist() for batch in batches] == [[0, 1], [4, 9], [16]]
@@ -129,9 +123,6 @@ def test_tensors_stay_tensors():
     assert (type(half), half.tolist()) == (torch.Tensor, [2, 3])
 
 
-# ------------------------------------------------------------------------------------------------------------------ files
-
-
 def test_rows_of_files_become_global_batches_and_each_shard_reads_its_own_files():
     assert rows_of(FileDataset(*files_of(3, 0, 4), 2)) == [[0, 1], [2, 200], [201, 202], [203]]
     assert rows_of(FileDataset(*files_of(3, 4), 2, drop_remainder=True)) == [[0, 1], [2, 100], [101, 102]]
@@ -158,9 +149,6 @@ def test_shuffled_files_are_all_read_once_in_another_order_each_epoch():
     assert sorted(sharded) == sorted(first)
 
 
-# -------------------------------------------------------------------------------------------------------------- iterables
-
-
 def test_lists_and_iterables_can_be_iterated_again_and_a_generator_cannot():
     dataset = as_dataset([np.arange(4), np.arange(4, 6)])
     assert as_dataset(dataset) is dataset
@@ -185,9 +173,6 @@ def test_lists_and_iterables_can_be_iterated_again_and_a_generator_cannot():
     assert rows_of(dataset) == [[0, 1]] * 3
     with pytest.raises(RuntimeError, match="the generator can be iterated only once, so there is no second epoch"):
         iter(dataset)
-
-
-# ---------------------------------------------------------------------------------------------- descriptions and shards
 
 
 @pytest.mark.parametrize(
@@ -268,8 +253,6 @@ def test_the_batches_of_shards_that_drop_rows_are_those_of_all_only_where_none_i
     else:
         assert [batch.tolist() for batch in whole[0].batches(0)] == [batch.tolist() for batch in joint]
 
-
-# ------------------------------------------------------------------------------------------------------ what is refused
 
 THREE, UNLIKE_FILES = np.zeros(3), {"a": np.zeros((2, 3)), "b": np.zeros((2, 4))}
 UNLIKE = "different shapes or structures cannot be stacked.*collate_fn"

@@ -287,9 +287,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(start, method, delta, 
     assert variable.numpy().tolist() == np.asarray(start).tolist()
 
 
-# -------------------------------------------------------------------------------------- names that programs for TensorFlow use
-
-
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("kind", ["ON_WRITE", "ON_READ"])
 def test_read_value_does_not_change_with_the_variable(num_replicas, kind):
@@ -349,9 +346,6 @@ def test_assignments_take_the_other_arguments_of_tensorflow():
     for kind in ("add", "sub", "mul", "div", "min", "max", "update"):
         assert getattr(variable, f"scatter_{kind}")(slices, use_locking=True, name="scatter") is variable
         assert getattr(variable, f"scatter_{kind}")(slices, False, None) is variable
-
-
-# ------------------------------------------------------------------------------------------- per-replica values in ``run``
 
 
 @pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
