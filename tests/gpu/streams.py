@@ -182,7 +182,9 @@ CASES: dict[str, _Case] = {
     "all_reduce in place, dropped": lambda trial, given: _dropped(_in_place(trial.communicator.all_reduce, given)),
     "start_all_reduce": _started_and_waited_for,
     "start_all_reduce, dropped": lambda trial, given: _dropped(_started(trial, given)),
-    "start_all_reduce in place, dropped": lambda trial, given: _in_place(trial.communicator.start_all_reduce, given).wait(),
+    "start_all_reduce in place, dropped": lambda trial, given: _dropped(
+        _in_place(trial.communicator.start_all_reduce, given).wait()
+    ),
     "start_reduce_scatter, dropped": lambda trial, given: _dropped(trial.communicator.start_reduce_scatter("sum", given.pop())),
     "start_all_gather, dropped": lambda trial, given: _dropped(trial.communicator.start_all_gather(given.pop())),
     "waited for on another stream": lambda trial, given: trial.read_where(trial.on_other_stream, _started(trial, given).wait),
