@@ -77,10 +77,7 @@ def test_schedule_does_not_wait_and_thousands_go_on_while_the_chief_computes(coo
 def test_no_function_waits_behind_a_long_one_while_a_worker_is_free(coordinator):
     have_run = variable(coordinator, False)
 
-    def wait():
-        return until(have_run.numpy, 20)
-
-    long = coordinator.schedule(wait)
+    long = coordinator.schedule(lambda: until(have_run.numpy, 20))
     short = [coordinator.schedule(abs, (-1,)) for _ in range(7)]
     assert [one.fetch() for one in short] == [1] * 7
     have_run.assign(True)

@@ -401,12 +401,9 @@ def stuck(node, monkeypatch):
     def stick(until_aborted=True):
         is_stuck[0] = until_aborted
 
-    def work():
-        return stand_in.UNFINISHED if is_stuck[0] and not node.library.aborted else None
-
     def issue_stuck(calls):
         if is_stuck[0]:
-            node.of_nccl.put(work)
+            node.of_nccl.put(lambda: stand_in.UNFINISHED if is_stuck[0] and not node.library.aborted else None)
         issue(calls)
 
     monkeypatch.setattr(node.nccl, "_issue", issue_stuck)

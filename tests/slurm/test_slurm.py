@@ -88,10 +88,7 @@ def begin_steps(begin, tmp_path):
         before = output.read_text() if output.exists() else ""
         job = begin("requeue.sbatch", bin_folder, launch, *options, f"--output={output}", site=site, folder=folder)
 
-        def has_begun():
-            return output.exists() and " begin at step " in output.read_text().removeprefix(before)
-
-        assert until(has_begun, 60), output
+        assert until(lambda: output.exists() and " begin at step " in output.read_text().removeprefix(before), 60), output
         return job, output
 
     return run
