@@ -10,7 +10,7 @@ from mpistrat.tools.train_digits import train
 from tests.gpu import training_pair
 from tests.gpu.bound import stand_in
 from tests.launches import needs_ranks, on_ranks
-from tests.variable_matrix import CELLS, check_cells
+from tests.variable_matrix import CELLS, check_cells, made
 
 pytestmark = on_ranks(1, 2)  # devices that dawdle take many cores
 
@@ -69,8 +69,7 @@ def test_the_strategy_knows_where_it_computes_and_initial_values_may_be_anywhere
     assert on_gpu.extended.worker_devices == (f"/job:worker/replica:0/task:{comm.rank}/device:GPU:0",)
     # each rank brings its own kind, and that of replica 0 counts
     put = xp.asarray if comm.rank % 2 else np.asarray
-    with on_gpu.scope():
-        variable = mpistrat.Variable(put(np.arange(3.0) + comm.rank))
+    variable = made(on_gpu, put(np.arange(3.0) + comm.rank))
     assert isinstance(variable.value, xp.ndarray)
     assert variable.numpy().tolist() == [0, 1, 2]
 
@@ -170,8 +169,7 @@ def test_batches_come_to_the_gpu_of_each_replica(comm, on_gpu, xp):
 def test_central_storage_keeps_variables_on_a_gpu(comm):
     with stand_in(comm, nodes=f"1x{comm.size}") as device:
         strategy = mpistrat.experimental.CentralStorageStrategy()
-        with strategy.scope():
-            variable = mpistrat.Variable(np.zeros(2), aggregation=mpistrat.VariableAggregation.SUM)
+        variable = made(strategy, np.zeros(2), aggregation=mpistrat.VariableAggregation.SUM)
         strategy.run(lambda: variable.assign_add(np.full(2, comm.rank + 1.0)))
         assert isinstance(variable.value, device.array_module.ndarray)
         assert variable.numpy().tolist() == [comm.size * (comm.size + 1) / 2] * 2

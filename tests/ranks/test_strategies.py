@@ -26,6 +26,7 @@ from mpistrat.strategy.mirrored import CentralStorageStrategy, ExperimentalMulti
 from mpistrat.topology.world import device_name
 from tests.launches import needs_ranks, on_ranks
 from tests.ranks.cases import case
+from tests.variable_matrix import made
 
 pytestmark = on_ranks(1, 3)
 
@@ -272,8 +273,7 @@ class TestCentralStorage:
         assert make_strategy(CentralStorageStrategy, parameter_device="/cpu:0").extended.parameter_devices == (CPU.format(0),)
         assert isinstance(strategy.extended.cross_device_ops, ReductionToOneDevice)
         strategy = make_strategy(CentralStorageStrategy, parameter_device=f"rank:{comm.size - 1}")
-        with strategy.scope():
-            variable = mpistrat.Variable(np.zeros(2))
+        variable = made(strategy, np.zeros(2))
 
         def step(new):
             mpistrat.get_replica_context().update(variable, lambda _, new: new, (new,))
@@ -285,8 +285,7 @@ class TestCentralStorage:
     def test_a_gradient_is_reduced_to_the_variable(self, comm, make_strategy):
         strategy = make_strategy(CentralStorageStrategy, parameter_device=f"rank:{comm.size - 1}")
         extended = strategy.extended
-        with strategy.scope():
-            variable = mpistrat.Variable(np.zeros(2))
+        variable = made(strategy, np.zeros(2))
         gradient = strategy.run(lambda: np.full(2, comm.rank + 1.0))
         total = comm.size * (comm.size + 1) / 2
         reduced = extended.reduce_to("sum", gradient, variable)
@@ -303,14 +302,12 @@ class TestCentralStorage:
 
     def test_what_is_on_read_acts_as_on_write_and_values_of_several_components_are_refused(self, comm, make_strategy, together):
         strategy, kind = make_strategy(CentralStorageStrategy), mpistrat.VariableSynchronization.ON_READ
-        with strategy.scope():
-            on_read = mpistrat.Variable(1.0, synchronization=kind, aggregation=mpistrat.VariableAggregation.SUM)
+        on_read = made(strategy, 1.0, synchronization=kind, aggregation=mpistrat.VariableAggregation.SUM)
         strategy.run(lambda: on_read.assign_add(2.0))
         held = strategy.local(strategy.run(lambda: float(on_read)))
         assert (held, float(on_read.assign_add(1.0))) == (1 + 2 * comm.size, 2 + 2 * comm.size)
         strategy = make_strategy(CentralStorageStrategy)
-        with strategy.scope():
-            variable = mpistrat.Variable(np.zeros(2))
+        variable = made(strategy, np.zeros(2))
         several = [mpistrat.PerReplica(np.ones(2)), *([mpistrat.Mirrored(np.ones(2))] if comm.size > 1 else [])]
         update = lambda value: strategy.extended.update(variable, lambda kept, new: kept.assign(new), args=(value,))  # noqa: E731
         for value in several:

@@ -11,17 +11,12 @@ import pytest
 import mpistrat
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from tests.launches import needs_ranks, on_ranks
-from tests.variable_matrix import CELLS, METHODS, check_cell, check_cells, check_per_replica, declared, of_central_storage
+from tests.variable_matrix import CELLS, METHODS, check_cell, check_cells, check_per_replica, declared, made, of_central_storage
 
 pytestmark = on_ranks(1, 3)
 
 NONE, SUM, MEAN, ONLY_FIRST_REPLICA = mpistrat.VariableAggregation
 SYNCHRONIZATIONS = [mpistrat.VariableSynchronization.ON_WRITE, mpistrat.VariableSynchronization.ON_READ]
-
-
-def made(strategy, *arguments, **keywords):
-    with strategy.scope():
-        return mpistrat.Variable(*arguments, **keywords)
 
 
 @pytest.mark.parametrize("where", ["run", "scope", "update"])
@@ -42,15 +37,13 @@ def test_cells_of_central_storage(comm, monkeypatch):
     for cell in CELLS:
         if cell.synchronization is mpistrat.VariableSynchronization.ON_WRITE:
             check_cell(strategy, of_central_storage(cell))
-    with strategy.scope():
-        variable = mpistrat.Variable(0.0)
+    variable = made(strategy, 0.0)
     assert float(variable.assign(comm.rank)) == comm.size - 1  # what the rank passed that keeps the variable
     strategy.close()
 
 
 def test_replicas_scatter_different_numbers_of_rows(comm, strategy):
-    with strategy.scope():
-        table = mpistrat.Variable(np.zeros((comm.size + 1, 2), np.float32), aggregation=SUM)
+    table = made(strategy, np.zeros((comm.size + 1, 2), np.float32), aggregation=SUM)
     # replica r adds r + 1 to each of the rows 1 … r; replica 0 has none
     rows = np.arange(1, comm.rank + 1)
     strategy.run(lambda: table.scatter_add(mpistrat.IndexedSlices(np.full((len(rows), 2), comm.rank + 1.0), rows)))

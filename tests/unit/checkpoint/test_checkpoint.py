@@ -19,14 +19,10 @@ from mpistrat.checkpoint.tree import Tree
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.groups.agreement import digest_of
 from mpistrat.tools import cli
+from tests.reference import read_only
 
 Pair = namedtuple("Pair", "first second")  # noqa: PYI024
 DTYPES = ["float64", "float16", ml_dtypes.bfloat16, "bool", "complex64", ">f8", "int8", np.longdouble]
-
-
-def read_only(array):
-    array.flags.writeable = False
-    return array
 
 
 def saved_and_restored(path, before, after):
