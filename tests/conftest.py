@@ -11,9 +11,7 @@ pytest_plugins = ["tests.launches", "tests.lanes"]
 os.environ["MPISTRAT_STRICT"] = "1"
 os.environ["MPISTRAT_TUNING"] = "off"  # what was measured on this machine changes no test
 os.environ["MPISTRAT_MPI_GPU"] = "off"  # nobody asks the MPI library, and keeps the answer, but the test that does
-os.environ["NCCL_IB_DISABLE"] = (
-    "1"  # also on a machine with InfiniBand, auto takes no NCCL between nodes unless a test has it so
-)
+os.environ["NCCL_IB_DISABLE"] = "1"  # auto takes no NCCL between nodes, also with InfiniBand, unless a test has it so
 # ranks share the cores, and starting threads costs each process 80 ms
 os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MPISTRAT_DEVICE"] = "cpu"  # what wants a GPU says so, also on a machine that has one

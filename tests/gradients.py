@@ -1,7 +1,5 @@
 """Shapes of the gradients of two networks, written down from their definitions."""
 
-from __future__ import annotations
-
 import math
 
 

@@ -8,8 +8,6 @@ and that is a failure where MPISTRAT_REQUIRE_LANES (names joined by commas) dema
 no such reason fails the session, unless tests were selected.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Generator

@@ -4,8 +4,6 @@ A session that a launcher has started already (``mpiexec -n 4 pytest tests/ranks
 ranks, and runs the tests of that number.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from functools import partial

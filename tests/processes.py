@@ -1,7 +1,5 @@
 """What tests do with processes: commands with a deadline, and waiting for what another process does."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

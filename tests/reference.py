@@ -1,7 +1,5 @@
 """The reference: random values of every rank, however they lie in memory, what each verb makes of them, and how exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any

@@ -12,8 +12,6 @@ from tests.lanes import LANES, scope_of
 from tests.launches import needs_ranks, numbers_of_ranks, on_ranks, up_to_ranks
 from tests.processes import TIMED_OUT, run_bounded, started, until
 
-_ROOT = Path(__file__).parents[1]
-
 
 @pytest.fixture
 def session(tmp_path):
@@ -25,7 +23,7 @@ def session(tmp_path):
     def run(*arguments, workers="-n0", **env):
         plugins = ["-p", "tests.lanes", "-p", "no:cacheprovider", "--color=no"]
         argv = [sys.executable, "-m", "pytest", *plugins, *workers.split(), *arguments]
-        return run_bounded(argv, 60, {**os.environ, "PYTHONPATH": str(_ROOT), **env}, tmp_path)
+        return run_bounded(argv, 60, {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **env}, tmp_path)
 
     return run
 

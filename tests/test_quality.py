@@ -4,7 +4,6 @@ import importlib
 import importlib.metadata
 import inspect
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -24,7 +23,6 @@ from tests.processes import python, run_bounded
 _ROOT = Path(__file__).parents[1]
 _PACKAGE = _ROOT / "mpistrat"
 _MODULES = sorted(_PACKAGE.rglob("*.py"))
-_SCRIPTS = Path(sysconfig.get_path("scripts"))
 
 _GATES = {
     "style": ["ruff", "check", "--no-cache", "."],
@@ -60,7 +58,7 @@ assert "cloudpickle" not in sys.modules
 @pytest.mark.parametrize("gate", _GATES)
 def test_gate(gate):
     program, *arguments = _GATES[gate]
-    done = run_bounded([str(_SCRIPTS / program), *arguments], 240, cwd=_ROOT)
+    done = run_bounded([str(Path(sysconfig.get_path("scripts")) / program), *arguments], 240, cwd=_ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -75,26 +73,19 @@ def distributions(tmp_path_factory):
     return copy / "dist"
 
 
-def test_the_index_would_take_the_distributions(distributions):
+def test_the_wheel_has_the_package_and_nothing_else_the_archive_the_license_and_the_index_would_take_them(distributions):
+    (wheel,) = distributions.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    files = [*_MODULES, _PACKAGE / "py.typed", _PACKAGE / "device" / "kernels.cu"]
+    assert names == {str(path.relative_to(_ROOT)) for path in files}
+    (source,) = distributions.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        assert any(name.endswith("/LICENSE") for name in archive.getnames())
     files = [str(path) for path in sorted(distributions.iterdir())]
     assert [path.rpartition(".")[2] for path in files] == ["whl", "gz"]
     done = run_bounded([sys.executable, "-m", "twine", "check", "--strict", *files], 60)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_wheel_has_the_package_and_nothing_else(distributions):
-    (wheel,) = distributions.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert names == {
-        str(path.relative_to(_ROOT)) for path in [*_MODULES, _PACKAGE / "py.typed", _PACKAGE / "device" / "kernels.cu"]
-    }
-
-
-def test_the_source_archive_has_the_license(distributions):
-    (source,) = distributions.glob("*.tar.gz")
-    with tarfile.open(source) as archive:
-        assert any(name.endswith("/LICENSE") for name in archive.getnames())
 
 
 def test_with_the_base_dependencies_alone_every_public_name_is_there(distributions, tmp_path):
@@ -123,9 +114,7 @@ def test_importing_the_package_is_nearly_free():
         "import time, numpy, sys; start = time.perf_counter(); import mpistrat; print(time.perf_counter() - start); "
         "print(*sorted({'mpi4py', 'cupy', 'torch', 'jax', 'mpistrat.launch.bootstrap'} & set(sys.modules)))"
     )
-    texts = [
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout for _ in range(5)
-    ]
+    texts = [python(program).stdout for _ in range(5)]
     seconds = sorted(float(text.splitlines()[0]) for text in texts)
     assert {text.splitlines()[1] for text in texts} == {""}, "the import started MPI or CUDA"
     assert seconds[len(seconds) // 2] < _MAX_IMPORT_SECONDS, seconds
@@ -168,7 +157,6 @@ ONE_DEVICE = (
     "strategy.run(lambda: mpistrat.get_replica_context().all_reduce('sum', numpy.ones(3)))"
 )
 ARRAYS = "from mpistrat.arrays import as_array, as_operand, like; like(as_array(memoryview(b'ab')), 1.0)"
-INFO = "from mpistrat.tools.cli import main; main(['info', '--json'])"
 GROUPS = "import mpistrat.parameter_server.strategy, mpistrat.lazy; assert not hasattr(mpistrat.lazy.MPI, '__wrapped__')"
 PLAN = "from mpistrat.tools.cli import main; main(['plan', '--world', '4x8', '--bytes', '64MiB'])"
 
@@ -178,7 +166,7 @@ PLAN = "from mpistrat.tools.cli import main; main(['plan', '--world', '4x8', '--
     [
         ("import mpistrat.tools.run", ["mpi4py", "numpy"]),
         ("; ".join((LAUNCH, PLAN, ARRAYS, ONE_DEVICE)), ["mpi4py", "cupy", "torch", "jax"]),
-        (INFO, ["mpi4py.MPI"]),
+        ("from mpistrat.tools.cli import main; main(['info', '--json'])", ["mpi4py.MPI"]),
         (GROUPS, ["mpi4py.MPI"]),
     ],
 )

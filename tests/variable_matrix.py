@@ -5,8 +5,6 @@ aggregation of NONE asks for equal values; scatter updates pass it twice, for TO
 of replica r of n, or what is raised.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +15,6 @@ import pytest
 
 import mpistrat
 from mpistrat import VariableAggregation, VariableSynchronization
-from mpistrat.communicator.sparse import IndexedSlices
-from mpistrat.context.values import PerReplica
 from mpistrat.errors import InvalidArgumentError
 
 START = [9.0, 4.0, 16.0]
@@ -251,16 +247,15 @@ def check_per_replica(strategy: Any, method: str, synchronization: VariableSynch
     """Check that outside an update a mirrored variable takes the component of this replica, and that all else is refused."""
     variable = declared(strategy, synchronization, VariableAggregation.SUM)
     is_scatter = method.startswith("scatter")
-    value = PerReplica(IndexedSlices([6.0] * len(TOUCHED), TOUCHED) if is_scatter else np.full(3, 6.0))
+    value = mpistrat.PerReplica(mpistrat.IndexedSlices([6.0] * len(TOUCHED), TOUCHED) if is_scatter else np.full(3, 6.0))
     changed: Sequence[int] = ()
     if where == "scope" and synchronization is VariableSynchronization.ON_WRITE:
         getattr(variable, method)(value)
         changed = TOUCHED if is_scatter else range(3)
     else:
         check_refused(VARIES, lambda: _perform(strategy, variable, where, lambda: getattr(variable, method)(value)))
-    check_arrays(
-        strategy, variable, lambda replica: [ALONE[method](x, 1, 0) if i in changed else x for i, x in enumerate(START)]
-    )
+    wanted = [ALONE[method](x, 1, 0) if i in changed else x for i, x in enumerate(START)]
+    check_arrays(strategy, variable, lambda replica: wanted)
 
 
 def _is_none(cell: Cell) -> bool:
@@ -269,7 +264,7 @@ def _is_none(cell: Cell) -> bool:
 
 def _apply(variable: Any, method: str, number: float) -> Any:
     if method.startswith("scatter"):
-        return getattr(variable, method)(IndexedSlices([number] * len(TOUCHED), TOUCHED))
+        return getattr(variable, method)(mpistrat.IndexedSlices([number] * len(TOUCHED), TOUCHED))
     return getattr(variable, method)(np.full(3, number))
 
 

@@ -1,7 +1,5 @@
 """Run experiments and write their tables: ``python -m tests.benchmarks EXPERIMENT [--out DIR] [--quick] [--peers DIR]``."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
@@ -46,21 +44,13 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description="Measure, side by side with others.")
-    parser.add_argument("experiment", choices=(*EXPERIMENTS, "all"))
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where tables go (default: docs/benchmarks/results; with --quick: none)"
-    )
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="PART",
-        help="of safety a shape (2x2), of large_messages a placement (4x8-block): measure that, keep the rest; again for more",
-    )
-    parser.add_argument("--quick", action="store_true", help="a small part of it, in seconds: to try an experiment out")
-    parser.add_argument(
-        "--peers", type=Path, default=CACHE, metavar="DIR", help=f"where peers are installed (default: {CACHE})"
-    )
+    add = parser.add_argument
+    add("experiment", choices=(*EXPERIMENTS, "all"))
+    add("--out", type=Path, metavar="DIR", help="where tables go (default: docs/benchmarks/results; with --quick: none)")
+    part = "of safety a shape (2x2), of large_messages a placement (4x8-block): measure that, keep the rest; again for more"
+    add("--only", action="append", default=[], metavar="PART", help=part)
+    add("--quick", action="store_true", help="a small part of it, in seconds: to try an experiment out")
+    add("--peers", type=Path, default=CACHE, metavar="DIR", help=f"where peers are installed (default: {CACHE})")
     return parser
 
 

@@ -4,8 +4,6 @@ Both are started side by side, in one lab, and take turns block by block. TREE i
 ``git worktree add`` makes it.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

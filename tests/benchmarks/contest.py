@@ -14,7 +14,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -268,7 +267,7 @@ NAMES = (OURS, "Open MPI", "Open MPI, no HAN", "MPICH", "gloo", "TensorFlow")
 _ROOT = Path(__file__).parents[2]
 
 
-@contextmanager
+@contextlib.contextmanager
 def competing(
     session: Session, lab: Lab, ranks: int, placement: str = "block", names: tuple[str, ...] = (OURS,), **env: str
 ) -> Iterator[Contest]:

@@ -1,7 +1,5 @@
 """What a call of ours costs, hides and holds; and many arrays in one call, beside one flat buffer, single calls, and peers."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping
@@ -36,10 +34,7 @@ def overhead(session: Session) -> dict[str, Table]:
             for form in runs[0]:
                 forms.setdefault(form, []).append(spread([run[form] for run in runs]))
             session.say(f"every form of a call with {format_bytes(nbytes)}")
-    return {
-        "": nests,
-        "forms": [["call", *map(format_bytes, FORM_SIZES)], *([form, *cells] for form, cells in forms.items())],
-    }
+    return {"": nests, "forms": [["call", *map(format_bytes, FORM_SIZES)], *([form, *cells] for form, cells in forms.items())]}
 
 
 # link, bytes, buckets, what is computed

@@ -1,7 +1,5 @@
 """The experiments, in the order of `all`: each measures, and returns its tables by what follows its name in theirs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from tests.benchmarks import costs, messages, safety, training, variants

@@ -1,12 +1,10 @@
 """One array of float32, summed by several programs, in several labs: the experiments on message sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mpistrat.text import format_bytes
-from tests.benchmarks.contest import KINDS, NAMES, OURS, WRAPPED, Contest, Measured, competing
+from tests.benchmarks.contest import KINDS, NAMES, OURS, WRAPPED, Measured, competing
 from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
@@ -16,7 +14,6 @@ MPIS, FEW, TWO = (OURS, "Open MPI", "Open MPI, no HAN"), (OURS, "Open MPI", "glo
 LARGE = (MIB, 4 * MIB, 16 * MIB)
 SMALL = (8, 128, KIB, 8 * KIB, 32 * KIB, 128 * KIB, 256 * KIB)
 SHARED = (8, KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-WRAPPED_SIZES = (8, 64 * KIB, MIB, 16 * MIB)
 LOCAL = (OURS, "Open MPI", "MPICH", "gloo", "TensorFlow")
 USERS = ("Open MPI", WRAPPED, OURS)  # of mpi4py
 
@@ -106,18 +103,13 @@ def one_host(session: Session) -> dict[str, Table]:
 def from_mpi4py(session: Session) -> dict[str, Table]:
     """From mpi4py: what a program gains that wraps its communicator, and changes nothing else."""
     places = ((1, 2, "block", "unlimited"), (1, 4, "block", "unlimited"), (2, 4, "block", "1gbit"))
-    cases = [Case(*place, WRAPPED_SIZES, USERS) for place in places]
+    cases = [Case(*place, (8, 64 * KIB, MIB, 16 * MIB), USERS) for place in places]
     lines = [["hosts × ranks", "size", "mpi4py", "wrapped", "`Communicator.all_reduce`", "mpi4py / wrapped"]]
     for row in measure(session, cases, (Case(1, 2, "block", "unlimited", (8, MIB), USERS, 0.3),)):
         plain, wrapped, ours = (row.programs[name] for name in USERS)
         ratio = f"{plain.seconds / wrapped.seconds:.2f}"
         lines.append([row.case.shape, format_bytes(row.nbytes), str(plain), str(wrapped), str(ours), ratio])
     return {"": lines}
-
-
-def wire_seconds(hosts: int, nbytes: int, goodput_bits: float) -> float:
-    """Return the least time in which hosts with such links can sum arrays: each sends and receives 2 (n - 1) / n of one."""
-    return 2 * (hosts - 1) / hosts * nbytes * 8 / goodput_bits
 
 
 def programs_of(rows: Iterable[Row]) -> list[str]:
@@ -160,7 +152,10 @@ def _launch(session: Session, case: Case, lab: Lab, goodput: float) -> list[Row]
         for nbytes in case.sizes:
             task = {"kind": "all_reduce", "nbytes": nbytes}
             measured = contest.alternate({name: (name, task) for name in contest.names}, case.seconds)
-            least = wire_seconds(case.hosts, nbytes, goodput) if case.hosts > 1 else _copy_seconds(contest, nbytes)
+            if case.hosts > 1:  # each host sends and receives 2 (n - 1) / n of an array
+                least = 2 * (case.hosts - 1) / case.hosts * nbytes * 8 / goodput
+            else:  # each byte is read, and written
+                least = 2 * nbytes / contest.call(OURS, "copy_bytes_per_second", nbytes=nbytes)[0]
             rows.append(Row(case, nbytes, least, measured))
             session.say(", ".join(table_of_cases(rows[-1:])[1]))
     return rows
@@ -173,12 +168,6 @@ def _middle(rows: Sequence[Row]) -> Row:
         found = sorted((row.programs[name] for row in rows if name in row.programs), key=lambda one: one.seconds)
         programs[name] = found[(len(found) - 1) // 2]
     return Row(rows[0].case, rows[0].nbytes, rows[0].least_seconds, programs)
-
-
-def _copy_seconds(contest: Contest, nbytes: int) -> float:
-    """Return how long all ranks take to copy such an array at the same time: each byte is read, and written."""
-    [bytes_per_second, *_] = contest.call(OURS, "copy_bytes_per_second", nbytes=nbytes)
-    return 2 * nbytes / float(bytes_per_second)
 
 
 def shape_of(hosts: int, ranks: int, placement: str = "block") -> str:

@@ -1,7 +1,5 @@
 """The results: one small table each in docs/benchmarks/results; pages show them, or parts of them, between two marks."""
 
-from __future__ import annotations
-
 import csv
 import re
 import statistics

@@ -1,7 +1,5 @@
 """Safety: what becomes of programs in which one rank does something else, in every way we know; and what comparing costs."""
 
-from __future__ import annotations
-
 import collections
 import statistics
 import sys

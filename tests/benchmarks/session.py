@@ -1,7 +1,5 @@
 """One run of one experiment: what it may use, and on what, when and by which command it ran."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import json
@@ -20,7 +18,6 @@ from mpistrat.launch.mpiexec import command, find_mpi
 from tests.hosts.lab import Lab
 from tests.processes import run_bounded
 
-_ROOT = Path(__file__).parents[2]
 PEERS = Path(__file__).parent / "peers"
 _LIMIT_SECONDS = 600.0
 CACHE = Path.home() / ".cache" / "mpistrat" / "benchmarks"
@@ -126,7 +123,7 @@ def _commit() -> str:
     """Return the commit of this checkout, and whether the code differs from it."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=_ROOT, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(["git", *words], cwd=Path(__file__).parents[2], capture_output=True, text=True).stdout.strip()
 
     changed = git("status", "--porcelain", "--", "mpistrat", "tests")
     return f"{git('rev-parse', '--short', 'HEAD')}{' with changes' if changed else ''}"

@@ -1,7 +1,5 @@
 """Steps of a training, checkpoints that are saved meanwhile, and parameter servers, beside PyTorch's and TensorFlow's."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import math
@@ -84,14 +82,13 @@ def _slower(seconds: dict[str, list[float]]) -> str:
 
 # bytes of an array, and how often each worker sends or receives it
 CASES = ((KIB, 3000), (64 * KIB, 1500), (MIB, 200), (4 * MIB, 60))
-QUICK = ((KIB, 100), (64 * KIB, 50))
 WORKERS = 2  # beside one chief and one ps
 MOST_WORKERS = (1, 2, 4)
 
 
 def parameter_server(session: Session) -> dict[str, Table]:
     """Measure ours and TensorFlow's in turn, with one ps: everything with two workers, only functions with more and fewer."""
-    cases = QUICK if session.quick else CASES
+    cases = ((KIB, 100), (64 * KIB, 50)) if session.quick else CASES
     found: dict[tuple[str, int], dict[str, float]] = {}
     functions = [["", "workers", "schedule to done of an empty function", "functions per second"]]
     for workers in (WORKERS,) if session.quick else MOST_WORKERS:

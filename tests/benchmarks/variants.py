@@ -1,7 +1,5 @@
 """All-reduces beside variants of them, in turns: a part of the result, fewer bytes between nodes, sums in one order."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -15,7 +13,6 @@ from tests.hosts.lab import Lab
 PEER = "Open MPI"
 SCATTER, WHOLE = "reduce_scatter", "all_reduce"
 ENTRIES = {SCATTER: (OURS, SCATTER), WHOLE: (OURS, WHOLE), PEER: (PEER, SCATTER)}
-SCATTERED = (MIB, 4 * MIB, 16 * MIB)
 # hosts, ranks, link
 SCATTERS = ((1, 2, "unlimited"), (1, 4, "unlimited"), (2, 4, "1gbit"))
 
@@ -26,13 +23,12 @@ def reduce_scatter(session: Session) -> dict[str, Table]:
     lines = [[*heads, "all_reduce / reduce_scatter", f"{PEER} / reduce_scatter"]]
     for hosts, ranks, rate in SCATTERS[:1] if session.quick else SCATTERS:
         with Lab(hosts, rate) as lab, competing(session, lab, ranks, names=(OURS, PEER)) as contest:
-            for nbytes in SCATTERED:
+            for nbytes in (MIB, 4 * MIB, 16 * MIB):
                 entries = {name: (program, {"kind": kind, "nbytes": nbytes}) for name, (program, kind) in ENTRIES.items()}
                 found = contest.alternate(entries, 1.0, share=0.5)
                 times = [_time(found[name], hosts) if name in found else "–" for name in ENTRIES]
-                ratios = [
-                    f"{found[name].seconds / found[SCATTER].seconds:.2f}" if name in found else "–" for name in (WHOLE, PEER)
-                ]
+                ours = found[SCATTER].seconds
+                ratios = [f"{found[name].seconds / ours:.2f}" if name in found else "–" for name in (WHOLE, PEER)]
                 session.add(lines, [shape_of(hosts, ranks), format_bytes(nbytes), *times, *ratios])
     return {"": lines}
 
@@ -62,7 +58,12 @@ def wire_dtype(session: Session) -> dict[str, Table]:
         for placement in PLACEMENTS[:1] if session.quick else PLACEMENTS:
             with competing(session, lab, 8, placement) as contest:
                 found = contest.alternate(all_reduces(NBYTES, WIRES), 2.0, share=0.5)
-            session.add(times, [placement, *(_cell(one, found[FLOAT32]) for one in found.values())])
+            exact = found[FLOAT32].seconds
+            cells = [
+                f"{format_seconds(one.seconds)} (best {format_seconds(min(one.times))}), × {exact / one.seconds:.2f}"
+                for one in found.values()
+            ]
+            session.add(times, [placement, *cells])
     heads = ["training", "between nodes", "last loss", "test accuracy", "loss off by at most", "weights off by"]
     return {"": times, "training": [heads, *([] if session.quick else _trained(session))]}
 
@@ -75,18 +76,9 @@ def _trained(session: Session) -> Table:
     rows = []
     for kind, one in found.items():
         loss, accuracy, distance = f"{one['losses'][-1]:.6f}", f"{one['accuracy']:.4f}", f"{one['distance']:.1e}"
-        rows.append([TRAINING, kind, loss, accuracy, _off(one, found[FLOAT32]), distance])
+        off = max(abs(mine / exact - 1) for mine, exact in zip(one["losses"], found[FLOAT32]["losses"], strict=True))
+        rows.append([TRAINING, kind, loss, accuracy, f"{off:.1e}", distance])
     return rows
-
-
-def _cell(one: Measured, exact: Measured) -> str:
-    best = format_seconds(min(one.times))
-    return f"{format_seconds(one.seconds)} (best {best}), × {exact.seconds / one.seconds:.2f}"
-
-
-def _off(one: dict[str, Any], exact: dict[str, Any]) -> str:
-    """Return by how much a loss differs at most from that with float32 in any step, relative to it."""
-    return f"{max(abs(loss / other - 1) for loss, other in zip(one['losses'], exact['losses'], strict=True)):.1e}"
 
 
 DEFAULT, IN_ORDER = "default", "deterministic"

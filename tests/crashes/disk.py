@@ -1,7 +1,5 @@
 """What a rank does to files, written down or made to fail, and what a disk may hold when all stops."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence

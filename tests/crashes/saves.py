@@ -1,7 +1,5 @@
 """The saves that are stopped, what is found after that, and errors of files that a job survives. Each rank calls these."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -16,11 +14,8 @@ import pytest
 
 import mpistrat
 from mpistrat.checkpoint import files
-from mpistrat.communicator.communicator import Communicator
-from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import CheckpointError
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.topology.world import World
 from tests.crashes.disk import Recorder, Step, after_stop, cuts, write_state
@@ -51,8 +46,8 @@ class State:
         return [self.values["big"], *self.values["small"]]
 
 
-def strategy_of(comm: Any, shape: str, options: CommunicationOptions | None = None) -> Strategy:
-    return Strategy(StrategyExtended(Communicator(Hierarchy(comm, World.from_shape(shape)), options)))
+def strategy_of(comm: Any, shape: str, options: mpistrat.experimental.CommunicationOptions | None = None) -> Strategy:
+    return Strategy(mpistrat.StrategyExtended(mpistrat.Communicator(Hierarchy(comm, World.from_shape(shape)), options)))
 
 
 def manager_of(strategy: Strategy, directory: Path, most: int = _KEPT) -> tuple[State, mpistrat.CheckpointManager]:
@@ -103,7 +98,8 @@ def after_each_stop(comm: Any, logs: Sequence[Sequence[Step]]) -> tuple[int, int
 
 def _wrong_after_stop(strategy: Strategy, content: dict[str, bytes | None], returned: int, begun: int) -> str:
     """Return what is wrong with a checkpoint, whose saves of these steps have returned and begun; an empty text if nothing."""
-    with TemporaryDirectory(dir=_quick_folder(), ignore_cleanup_errors=True) as folder:
+    quick = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with TemporaryDirectory(dir=quick, ignore_cleanup_errors=True) as folder:
         root = Path(folder)
         write_state(content, root)
         directory = root / "run" / "all"
@@ -193,7 +189,3 @@ def _fail(
     if comm.rank == 0:
         shutil.rmtree(root)
     return wrong, counts[failing] > place
-
-
-def _quick_folder() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -6,14 +6,7 @@ of its sequences and of the deviations that fit them, and pairs that are drawn f
 number of elements, and whether all ranks made the same calls before (warm) or not. A job runs many cases, one after the other,
 each with a strategy of its own; one that dies or stands still is ended, and a new one takes the next case.
 
-From the command line, in the top folder of a checkout::
-
-    python -m tests.disagreements --list
-    python -m tests.disagreements --shape 2x2 --kind all_reduce.longer --size 300000 --warm
-    python -m tests.disagreements --shape 1x2 --kind 'reduce_scatter.*' --odd 1 --set MPISTRAT_CHECK=off
-    python -m tests.disagreements --shape hosts:2+2
-
-Without ``--kind``, ``--size``, ``--warm`` or ``--first`` all of them are run. Shapes are those of ``mpistrat run --nodes``,
-``1x2`` being this machine as it is, and ``hosts:2+2``: so many ranks on each host of a lab. Each case is printed with its class
-(see `verdicts`) and with what each rank did; an exclamation mark and the exit code 1 tell of one that is not as it must be.
+``python -m tests.disagreements`` runs what its options choose, or all. Shapes are those of ``mpistrat run --nodes``, ``1x2``
+being this machine as it is, and ``hosts:2+2``: so many ranks on each host of a lab. Each case is printed with its class (see
+`verdicts`) and with what each rank did; an exclamation mark and the exit code 1 tell of one that is not as it must be.
 """

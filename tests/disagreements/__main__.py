@@ -1,7 +1,5 @@
 """Run cases of disagreement, and say how each ended: see the package."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import dataclasses

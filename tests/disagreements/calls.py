@@ -1,7 +1,5 @@
 """Calls as data: a verb with its arguments; how a rank makes one, and looks whether what came of it is right."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -18,7 +16,6 @@ import numpy as np
 
 import mpistrat
 from mpistrat import VariableAggregation, VariableSynchronization
-from mpistrat.experimental import CommunicationOptions
 from tests.disagreements.case import Case
 from tests.reference import of_verb
 
@@ -108,8 +105,8 @@ def _dense(value: Any) -> Any:
     return value.values if isinstance(value, mpistrat.IndexedSlices) else value
 
 
-def _options(call: Call) -> CommunicationOptions | None:
-    return CommunicationOptions(**call.options) if call.options else None
+def _options(call: Call) -> mpistrat.experimental.CommunicationOptions | None:
+    return mpistrat.experimental.CommunicationOptions(**call.options) if call.options else None
 
 
 def _run(case: Case, call: Call, function: Callable[[Any], Any]) -> Any:
@@ -203,11 +200,7 @@ def _variable(case: Case, call: Call) -> None:
     initial = _array(case, call)
     synchronization = VariableSynchronization.ON_READ if call.form == "on_read" else VariableSynchronization.AUTO
     with case.strategies[call.strategy].scope():
-        made = mpistrat.Variable(
-            initial,
-            aggregation=VariableAggregation[call.op.upper()],
-            synchronization=synchronization,
-        )
+        made = mpistrat.Variable(initial, aggregation=VariableAggregation[call.op.upper()], synchronization=synchronization)
     if call.form != "on_read":
         case.look("variable", made.numpy(), lambda: _parts(case)[0])
     case.variables.append(made)
@@ -293,9 +286,7 @@ VERBS: dict[str, Callable[[Case, Call], object]] = {
     "assign": _assign,
     "assign_add": partial(_assign, method="assign_add"),
     "read": lambda case, call: case.variables[call.place or 0].numpy(),
-    "strategy": lambda case, call: case.strategies.append(
-        mpistrat.MultiWorkerMirroredStrategy(None, CommunicationOptions(**call.options))
-    ),
+    "strategy": lambda case, call: case.strategies.append(mpistrat.MultiWorkerMirroredStrategy(None, _options(call))),
     "mirrored": lambda case, call: case.strategies.append(mpistrat.MirroredStrategy()),
     "close": lambda case, call: case.strategies[call.strategy].close(),
     "explain": lambda case, call: case.strategies[call.strategy].explain(np.ones(3)),

@@ -1,7 +1,5 @@
 """What some ranks do to the calls that the others make, also as drawn from a seed; and how it may end, by what differs."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Twelve ways in which a rank does not come, as a user's program has them, and what the stall report must say of each."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """Job: ranks that run one case after the other, as they are told, and are ended where they stand still."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

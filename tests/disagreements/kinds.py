@@ -1,7 +1,5 @@
 """The kinds of disagreement: sequences of calls, each with every deviation that fits it; and which cases there are."""
 
-from __future__ import annotations
-
 import random
 import zlib
 from collections.abc import Collection, Iterator

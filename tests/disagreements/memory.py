@@ -4,8 +4,6 @@ It is a file, so that who runs the job can look at the canaries of a rank that h
 allocates lies in the process's heap: there arrays that take part in nothing lie on both sides of it, if the allocator allows.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import zlib

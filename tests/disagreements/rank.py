@@ -1,7 +1,5 @@
 """The program of a rank: it runs the cases that it is told to, and says how each ended on this rank."""
 
-from __future__ import annotations
-
 import linecache
 import traceback
 from pathlib import Path
@@ -20,7 +18,6 @@ WARM_ROUNDS = 20
 FURTHER_CALLS = 70
 _FURTHER = Call("all_reduce", (33,))  # of no kind's arrays
 _READ = Call("reduce", (5,))
-_PACKAGE = str(Path(mpistrat.__file__).parent)
 
 
 class Turns:
@@ -83,9 +80,8 @@ class Turns:
         self._case = case = Case(plan, self._rank, self._size, self._memory, mpistrat.MultiWorkerMirroredStrategy())
         self.say(at="strategy")
         kind = kind_of(plan, self._size)
-        before = {"usual": [kind.usual], "both": [kind.usual, kind.odd], "other": [[Call("all_reduce", (plan.count,))]]}[
-            kind.warm
-        ]
+        others = [[Call("all_reduce", (plan.count,))]]
+        before = {"usual": [kind.usual], "both": [kind.usual, kind.odd], "other": others}[kind.warm]
         for _ in range(WARM_ROUNDS if plan.warm else 0):
             self._memory.reset()
             for calls in before:
@@ -113,7 +109,7 @@ def _described(error: Exception) -> dict[str, Any]:
         "type": type(error).__name__,
         "bases": [base.__name__ for base in type(error).__mro__],
         "text": str(error)[:2000],
-        "raised_by_us": frame.filename.startswith(_PACKAGE) and line.startswith("raise"),
+        "raised_by_us": frame.filename.startswith(str(Path(mpistrat.__file__).parent)) and line.startswith("raise"),
         "where": f"{Path(frame.filename).name}:{frame.lineno}",
     }
 

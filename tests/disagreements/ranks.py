@@ -1,7 +1,5 @@
 """The ranks of a job, each with a line to whoever started it; and where it runs: on this machine, or on the hosts of a lab."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -20,14 +18,13 @@ from tests.hosts import lab
 from tests.processes import started
 
 HOSTS = "hosts:"
-_ROOT = Path(__file__).parents[2]
 
 
 def default_environment(settings: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a program of which nobody has set anything, but for the settings given."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MPISTRAT_")}
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return {**kept, **threads, "PYTHONPATH": str(_ROOT), **settings}
+    return {**kept, **threads, "PYTHONPATH": str(Path(__file__).parents[2]), **settings}
 
 
 class Place:

@@ -1,7 +1,5 @@
 """Verdicts: in which class a case belongs, by what its ranks said, how the job ended, and what is on stderr."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Write the pages, and the parts of pages, that follow from the code: ``python -m tests.docs.generate``."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib
@@ -81,9 +79,8 @@ def _default(setting: Setting[Any]) -> str:
 
 def _errors() -> str:
     kinds = [getattr(errors, name) for name in errors.__all__]
-    rows = [
-        (f"`{kind.__name__}`", ", ".join(f"`{base.__name__}`" for base in kind.__bases__), _caption(kind)) for kind in kinds
-    ]
+    bases = {kind: ", ".join(f"`{base.__name__}`" for base in kind.__bases__) for kind in kinds}
+    rows = [(f"`{kind.__name__}`", bases[kind], (inspect.getdoc(kind) or "").split("\n")[0]) for kind in kinds]
     return (
         "# Errors\n\nAll in `mpistrat.errors`. Each is also a built-in exception. A message says where it happened, what was "
         f"asked, what was found, and what to do.\n\n{_table(('error', 'is a', 'raised when'), rows)}"
@@ -157,9 +154,8 @@ def _reduce_ops() -> str:
     lines = (importlib.import_module("mpistrat.reduction").__doc__ or "").splitlines()
     rules = [index for index, line in enumerate(lines) if line.startswith("===")]
     spans = [match.span() for match in re.finditer("=+", lines[rules[0]])]
-    cells = [
-        tuple(line[start:stop].strip() for start, stop in spans) for line in lines[rules[0] + 1 : rules[2]] if "===" not in line
-    ]
+    lines = [line for line in lines[rules[0] + 1 : rules[2]] if "===" not in line]
+    cells = [tuple(line[start:stop].strip() for start, stop in spans) for line in lines]
     return _table(cells[0], cells[1:])
 
 
@@ -212,10 +208,6 @@ def _printed(line: str) -> str:
     with contextlib.redirect_stdout(output):
         cli.main(shlex.split(line)[1:])
     return output.getvalue()
-
-
-def _caption(thing: Any) -> str:
-    return (inspect.getdoc(thing) or "").split("\n")[0]
 
 
 def _sentence(text: str) -> str:

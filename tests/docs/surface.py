@@ -1,7 +1,5 @@
 """The public names of the package, found by looking: those of its modules."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib

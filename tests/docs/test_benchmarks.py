@@ -18,16 +18,11 @@ def test_a_table_says_how_it_was_measured(path):
     assert path.stem.partition("-")[0] in (*EXPERIMENTS, "gpu_h100")
 
 
-def test_a_page_shows_the_rows_and_columns_that_its_mark_chooses(tmp_path):
+def test_a_page_shows_what_its_mark_chooses_and_rows_not_measured_again_are_kept_where_asked_for(tmp_path):
     write_table(tmp_path / "one.csv", "2026-01-02, commit abc, python x", _TABLE)
     page = "Words.\n<!-- measured: one; size = 1 .*; columns = time -->\nold\n<!-- end -->\nWords.\n"
-    shown = with_results(page, tmp_path)
-    assert shown == page.replace(
-        "old\n", "| time |\n| --- |\n| 2 µs |\n\n*2026-01-02, commit abc, [all of it](results/one.csv)*\n"
-    )
-
-
-def test_rows_that_were_not_measured_again_are_kept_where_that_is_asked_for(tmp_path):
+    table = "| time |\n| --- |\n| 2 µs |\n\n*2026-01-02, commit abc, [all of it](results/one.csv)*\n"
+    assert with_results(page, tmp_path) == page.replace("old\n", table)
     path = tmp_path / "one.csv"
     write_table(path, "first", _TABLE)
     write_table(path, "again", [["size", "time"], ["8 B", "1 µs"]], keep=True)

@@ -13,7 +13,6 @@ from tests.docs.generate import stale
 from tests.docs.pages import ROOT, Command, blocks, pages
 from tests.processes import run_bounded
 
-SECONDS = 120.0
 OPTIONAL = re.compile(r"^import (torch|jax)$", re.MULTILINE)  # what pages may show and the tests must do without
 PAGES = [page.relative_to(ROOT).as_posix() for page in pages()]
 
@@ -50,7 +49,7 @@ def test_snippets_run_and_print_what_is_shown(name, tmp_path):
             others = [command.on(num_ranks) for num_ranks in block.ranks for command in commands]
             commands += [command for command in others if command not in commands]
         for command in commands:
-            done = run_bounded(["bash", "-c", command.line], SECONDS, user_environment(), tmp_path)
+            done = run_bounded(["bash", "-c", command.line], 120.0, user_environment(), tmp_path)
             assert done.returncode == 0, f"{where}: {command.line} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
             assert command.matches(done.stdout), f"{where}: {command.line} printed\n{done.stdout}\nshown is\n{command.output}"
             unused = {file for file in unused if file not in command.line}

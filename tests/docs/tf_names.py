@@ -6,8 +6,6 @@ A name is spelt as in TensorFlow without ``tf.distribute.``, with the arguments 
 in backticks.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Jobs of program texts: how each is started as a user would, how it has ended, and what it has left behind."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -25,12 +23,13 @@ LIMIT_SECONDS = 60.0
 JOB_SECONDS = 120.0  # for one that hangs
 PYTHON = (sys.executable,)
 MPISTRAT_RUN = (*PYTHON, "-m", "mpistrat", "run")
-_NOT_STARTED = "The PMIx server's listener thread failed to start"
 
 # Each rank writes its process into a file, and a rank about to fail the time.
 PROLOGUE = """
-import os, signal, sys, threading, time
+import atexit, os, signal, sys, threading, time
 from pathlib import Path
+import numpy as np
+import mpistrat
 from mpistrat.launch.bootstrap import start
 
 comm = start()
@@ -47,8 +46,6 @@ def note_fault():
 # A job with parameter servers: what stands after this the chief does.
 SERVED = """
 import itertools
-import numpy as np
-import mpistrat
 from mpistrat.errors import CancelledError, UnavailableError
 from mpistrat.experimental import ParameterServerStrategy
 
@@ -138,7 +135,7 @@ class Job:
 
         ended = attempt()
         # Open MPI's launcher itself, before it has started a rank; rare, on a busy machine
-        return attempt() if _NOT_STARTED in ended.stderr else ended
+        return attempt() if "The PMIx server's listener thread failed to start" in ended.stderr else ended
 
     def start(
         self,

@@ -1,7 +1,5 @@
 """`mpistrat doctor` from another shell: of a job that hangs, of one that was killed, and of none."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -19,9 +17,6 @@ DOCTOR = (*PYTHON, "-m", "mpistrat", "doctor")
 SECONDS = 60.0
 
 PROGRAM = """
-import numpy as np
-import mpistrat
-
 strategy = mpistrat.MultiWorkerMirroredStrategy()
 
 def step():

@@ -116,7 +116,6 @@ def test_an_exit_of_one_rank_ends_the_job_with_its_code(job, fault, code, python
 
 def test_an_exit_of_one_rank_runs_its_exit_handlers_and_prints_all_that_was_printed(job):
     program = """
-        import atexit
         atexit.register(lambda: print("saved"))
         print("x" * 100_000)
         sys.exit(3 if comm.rank else 0)
@@ -155,7 +154,6 @@ def test_exits_that_say_nothing_is_wrong_end_normally(job):
 def test_ranks_that_hold_different_shared_windows_end(job):
     # Open MPI frees windows in the order of their handles, and those of closed communicators are used again
     program = """
-        import numpy as np
         from mpistrat import ending
 
         def call_late():
@@ -165,7 +163,6 @@ def test_ranks_that_hold_different_shared_windows_end(job):
                 print("the programs of all ranks have ended" in str(error))
 
         ending.at(ending.Stage.CLOSE, call_late)  # as exit handlers that were registered before
-        import mpistrat
         half = mpistrat.Communicator(comm.Split(comm.rank % 2))
         whole = mpistrat.Communicator(comm)
         if comm.rank % 2:
@@ -180,9 +177,6 @@ def test_ranks_that_hold_different_shared_windows_end(job):
 def test_exit_handlers_may_be_calls_themselves(job):
     # then no Python frame is beneath the call, from which a line of the program could be taken
     program = """
-        import atexit
-        import numpy as np
-        import mpistrat
         from mpistrat.mpi4py import wrap
 
         mpi, communicator = wrap(comm), mpistrat.Communicator(comm)
@@ -228,15 +222,12 @@ def test_where_the_launcher_is_killed_the_ranks_end(job, wrapper):
         assert until((job.folder / "up").exists, LIMIT_SECONDS)
         launcher.kill()
 
-    ended = job(3, program, (*wrapper, *PYTHON), meanwhile=kill)
-    assert not ended.leftovers
+    assert not job(3, program, (*wrapper, *PYTHON), meanwhile=kill).leftovers
     assert not any(Path(segment).exists() for segment in (job.folder / "up").read_text().split())
 
 
 def test_what_is_called_after_mpi_finalize_raises(job):
     program = """
-        import numpy as np
-        import mpistrat
         from mpi4py import MPI
 
         strategy = mpistrat.MultiWorkerMirroredStrategy()
@@ -262,9 +253,6 @@ def test_what_is_called_after_mpi_finalize_raises(job):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_forked_children_end_alone(job, num_ranks):
     program = """
-        import atexit
-        import numpy as np
-        import mpistrat
         pid = os.getpid()
         atexit.register(lambda: print("the rank's handler" if os.getpid() == pid else "no child's business"))
         communicator = mpistrat.Communicator(comm)
@@ -350,8 +338,6 @@ def test_a_job_that_a_rank_starts_is_a_job_of_its_own(job):
 
 
 STARTED = """
-    import numpy as np
-    import mpistrat
     from mpistrat.communicator.options import CommunicationOptions
     strategy = mpistrat.MultiWorkerMirroredStrategy()
 
@@ -399,8 +385,6 @@ def test_a_failure_that_was_raised_is_not_raised_again(job):
 
 def test_a_signal_that_interrupts_the_beginning_or_end_of_a_call_is_told_to_all(job):
     program = """
-        import mpistrat
-
         def trace(frame, event, argument):
             if frame.f_code.co_name == where and frame.f_code.co_filename.endswith("guard.py"):
                 if where == "__exit__":
@@ -441,8 +425,6 @@ def test_a_signal_that_interrupts_the_beginning_or_end_of_a_call_is_told_to_all(
 def test_a_daemon_may_be_in_a_collective_when_the_program_ends(job, nodes):
     program = """
         import contextlib
-        import numpy as np
-        import mpistrat
         communicator = mpistrat.Communicator(comm)
         half = mpistrat.Communicator(comm.Split(comm.rank == 2))  # whose window not all ranks have
 
@@ -462,8 +444,6 @@ def test_a_daemon_may_be_in_a_collective_when_the_program_ends(job, nodes):
 def test_a_daemon_in_a_collective_ends_the_job_where_mpi_would_wait_for_ever(job):
     """MPI_Finalize of Open MPI frees windows in the order of their handles, and that of a closed communicator is used again."""
     program = """
-        import numpy as np
-        import mpistrat
         communicator = mpistrat.Communicator(comm)
         pairs = [comm.Create_group(comm.group.Incl([0, other])) if comm.rank in (0, other) else None for other in (1, 2)]
         closed, kept = (mpistrat.Communicator(pair) if pair else None for pair in pairs)

@@ -34,8 +34,7 @@ def test_a_rank_that_nobody_names_is_missed(monkeypatch):
 
 @pytest.mark.parametrize("fault", fault_of.FAULTS["late"])
 def test_a_rank_that_waits_for_the_gpu_of_the_faulty_one_is_ended(fault):
-    environ = {**os.environ, "MPISTRAT_ALLOW_SHARED_GPU": "1"}
-    figures = fault_of.end(fault, "late", environ, ("-c", STAND_IN))
+    figures = fault_of.end(fault, "late", {**os.environ, "MPISTRAT_ALLOW_SHARED_GPU": "1"}, ("-c", STAND_IN))
     assert figures[f"{fault}_seconds"] < patient(10)
     # a rank that has aborted NCCL for its deadline has a second to make its next call, which raises
     assert fault == "stop" or not figures[f"{fault}_read_on"]

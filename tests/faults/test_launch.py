@@ -63,7 +63,6 @@ def test_a_timeout_says_what_the_ranks_did_with_lines_tagged_and_hosts_named(job
     name, separator = os.uname().nodename, " slots=" if find_mpi().flavour.name == "Open MPI" else ":"
     (job.folder / "hosts").write_text(f"{name}{separator}2\n")
     program = """
-        import mpistrat
         strategy = mpistrat.MultiWorkerMirroredStrategy()
         print("first line", flush=True)
         if strategy.rank == 1:

@@ -179,8 +179,7 @@ def test_the_exit_code_of_a_chief_that_fails_after_it_has_caught_a_loss_is_that_
     except (CancelledError, UnavailableError):
         sys.exit(3)
 """
-    ended = job(4, with_servers(chief, NUM_SERVERS=2), survive=True)
-    ended.check(3)
+    job(4, with_servers(chief, NUM_SERVERS=2), survive=True).check(3)
 
 
 def test_without_workers_the_rest_is_unavailable_and_no_variable_has_half_a_change(job):

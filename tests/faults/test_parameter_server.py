@@ -31,8 +31,6 @@ def test_what_goes_wrong_ends_the_job(job, chief, code, said, survive):
 
 def test_an_error_of_the_chief_does_not_wait_for_a_function_that_runs(job):
     text = """
-        import mpistrat
-
         def main(coordinator):
             coordinator.schedule(time.sleep, (1000,))
             time.sleep(0.5)
@@ -134,7 +132,6 @@ def test_an_idle_server_leaves_its_core_to_others_and_ends_with_the_chief(job):
 
 def test_modules_are_found_by_the_workers(job):
     text = """
-        import mpistrat
         from mpistrat.experimental import ParameterServerStrategy
 
         class Point:

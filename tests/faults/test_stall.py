@@ -16,8 +16,6 @@ HOST = socket.gethostname()
 # rank 1 does something else in `odd`; where nothing else would end the job, rank 0 does
 PROGRAM = """
     import re
-    import numpy as np
-    import mpistrat
 
     def give_up(seconds):
         if comm.rank == 0:
@@ -109,8 +107,6 @@ def test_under_a_deadline_a_rank_that_is_stopped_ends_the_job(job):
 
 
 INTERRUPTED = """
-    import numpy as np
-    import mpistrat
     from mpistrat.communicator import communicator
 
     def interrupted(*_):
@@ -240,7 +236,7 @@ def test_ranks_that_never_meet_write_a_trace_each(job):
 
 
 def test_one_rank_alone_has_no_thread(job):
-    assert job(1, f"import numpy as np, mpistrat; {MAKE}; sys.exit(threading.active_count() - 1)").code == 0
+    assert job(1, f"{MAKE}; sys.exit(threading.active_count() - 1)").code == 0
 
 
 def test_a_variable_that_is_misspelt_and_a_trace_that_cannot_be_written_are_told_once(job):
@@ -254,7 +250,6 @@ def test_a_variable_that_is_misspelt_and_a_trace_that_cannot_be_written_are_told
 
 LARGE = """
     import gc
-    import numpy as np, mpistrat
 
     def train():
         strategy = mpistrat.MultiWorkerMirroredStrategy()
@@ -287,7 +282,6 @@ def test_a_rank_that_waits_for_its_comparison_at_exit_is_seen(job):
 @pytest.mark.parametrize("strict", "01")
 def test_what_was_started_behind_a_difference_is_waited_for_by_nobody(job, strict):
     program = """
-        import numpy as np, mpistrat
         made = mpistrat.Communicator(comm)
         try:
             if comm.rank == 1:
@@ -309,7 +303,6 @@ def test_what_was_started_behind_a_difference_is_waited_for_by_nobody(job, stric
 @pytest.mark.parametrize("wait", [".wait()", ""], ids=["in wait", "at exit"])
 def test_a_rank_that_waits_for_what_it_has_started_is_told_who_has_ended(job, wait):
     program = f"""
-        import numpy as np, mpistrat
         made = mpistrat.Communicator(comm)
         if comm.rank == 1:
             made.start_all_reduce("sum", np.ones(5)){wait}

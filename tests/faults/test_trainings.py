@@ -10,7 +10,6 @@ from tests.faults.trainings import PROGRAM, Training, disturb, undisturbed
 from tests.processes import run_bounded
 
 HOST = socket.gethostname()
-STEPS = 200
 
 # an attempt each: a rank is killed, one does not come to a collective, one raises, one wants to go on elsewhere
 FAULTS = """time.sleep(0.4 * (state["step"] in (9, 16, 23, 25)))  # what was saved before a fault is durable then
@@ -22,7 +21,7 @@ FAULTS = """time.sleep(0.4 * (state["step"] in (9, 16, 23, 25)))  # what was sav
 
 def test_preempted_jobs_end_with_the_weights_of_an_undisturbed_one():
     counts = Counter[str]()
-    wrong = list(disturb("preempt", "2+1", 2, seed=1, counts=counts, steps=STEPS))
+    wrong = list(disturb("preempt", "2+1", 2, seed=1, counts=counts, steps=200))
     assert not wrong, "\n".join(wrong)
     assert counts["preempted"]
 

@@ -6,8 +6,6 @@ save at one step on all ranks and end with the code within its grace period; it 
 Both must end with the weights of a training that nobody has disturbed: whole numbers, which are the same on any ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

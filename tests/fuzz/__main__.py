@@ -1,7 +1,5 @@
 """Play random cases in jobs of several shapes, and say which ended wrong: see the package."""
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys
@@ -58,10 +56,8 @@ def play(shape: str, seed: int, cases: int, first: int = 0, settings: dict[str, 
         reached, failures = _run_job(place, seed, number, stop, chosen)
         variables = " ".join(f"--set {name}={value}" for name, value in chosen.items())
         for case, text in sorted(failures.items()):
-            again = (
-                f"python -m tests.fuzz --shape {shape} --seed {seed} --first {number} --cases {case - number + 1} {variables}"
-            )
-            yield Failure(again, text)
+            which = f"--shape {shape} --seed {seed} --first {number} --cases {case - number + 1}"
+            yield Failure(f"python -m tests.fuzz {which} {variables}", text)
         number = reached
         if number >= stop:
             begun = number = stop

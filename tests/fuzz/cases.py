@@ -1,7 +1,5 @@
 """Cases: what a random program does on a communicator or a wrapped communicator, and what must come of it."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Callable, Sequence
@@ -15,7 +13,6 @@ import mpistrat
 import mpistrat.mpi4py
 from mpistrat import settings
 from mpistrat.algorithms.choose import PLANNERS
-from mpistrat.errors import MpistratError
 from mpistrat.experimental import CommunicationOptions
 from tests.fuzz.operands import OPS, VERBS, Operand, Operands, draw_targets, is_refused, overlaps, told
 from tests.fuzz.strategy_cases import make_strategy, play_strategy, play_variable
@@ -101,7 +98,7 @@ def _on_a_thread(run: Callable[[], None], meanwhile: Callable[[], None] = lambda
 def _must_refuse(call: Callable[[], Any], why: str) -> None:
     try:
         found = call()
-    except MpistratError:
+    except mpistrat.errors.MpistratError:
         return
     raise AssertionError(f"{why} was accepted: {found!r}")
 
@@ -198,8 +195,7 @@ def _several_started(field: Field, rng: np.random.Generator) -> Callable[[], Non
 
     def run() -> None:
         works = [communicator.start_all_reduce(op, operands.passed(), options) for op, operands, options in operations]
-        between = communicator.all_reduce("sum", np.ones(3))
-        assert (between == communicator.size).all()
+        assert (communicator.all_reduce("sum", np.ones(3)) == communicator.size).all()
         for index in order if waits else order[:1]:
             _, operands, _ = operations[index]
             for operand, result in zip(operands, operands.results(works[index].wait()), strict=True):
@@ -363,8 +359,7 @@ def _wrapped(field: Field, rng: np.random.Generator) -> Callable[[], None]:
                 assert np.array_equal(whole, [part(other, repeat) for other in range(size)])
                 continue
             else:
-                blocks = np.repeat(source[None], size, 0)
-                comm.Reduce_scatter_block(blocks, target, _MPI_OPS[op])
+                comm.Reduce_scatter_block(np.repeat(source[None], size, 0), target, _MPI_OPS[op])
             assert np.array_equal(target, combined(repeat)), (target, combined(repeat))
 
     return run

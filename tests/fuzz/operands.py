@@ -1,7 +1,5 @@
 """Operands of random calls: arrays in any layout, targets that overlap with them, and what NumPy makes of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,20 +12,12 @@ from tests.reference import DTYPES, LAYOUTS, NO_OPS, check, of_verb, random_valu
 OPS = ("SUM", "MEAN", "MIN", "MAX", "PROD")
 
 
-def _one_value(array: np.ndarray) -> np.ndarray:
-    return np.broadcast_to(array.reshape(-1)[:1].reshape((1,) * array.ndim), array.shape) if array.size else array
-
-
-def _number(array: np.ndarray) -> Any:
-    """Return a number of Python, where one has this dtype."""
-    return array.item() if not array.shape and np.asarray(array.item()).dtype == array.dtype else array
-
-
 _LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     **LAYOUTS,
     "unaligned": unaligned,
-    "one value": _one_value,
-    "number": _number,
+    "one value": lambda array: np.broadcast_to(array[(slice(1),) * array.ndim], array.shape) if array.size else array,
+    # of Python, where one has this dtype
+    "number": lambda array: array.item() if not array.shape and np.asarray(array.item()).dtype == array.dtype else array,
 }
 _USUAL = 0.6  # how many arrays are plain ones
 

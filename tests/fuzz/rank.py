@@ -1,7 +1,5 @@
 """The program of a rank: it plays cases from one number to another, and says where it is and what was wrong."""
 
-from __future__ import annotations
-
 import os
 import traceback
 

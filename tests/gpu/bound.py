@@ -1,7 +1,5 @@
 """A rank that computes on a stand-in device, with kernels and an NCCL, and the same collectives in host memory, the oracle."""
 
-from __future__ import annotations
-
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -13,9 +11,8 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from mpistrat.communicator.communicator import Communicator
+import mpistrat
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.reduction import ReduceOp
 from mpistrat.settings import VIRTUAL_NODES
 from tests.gpu import on_host, sanitizer
 from tests.gpu.fake_nccl4py import bound_by
@@ -72,8 +69,8 @@ class Pair:
     def __enter__(self):
         self.bound = stand_in(self.comm, *self.how)
         self.device = self.bound.__enter__()
-        self.gpu = Communicator(Hierarchy(self.comm, self.world))
-        self.host = Communicator(Hierarchy(self.comm, self.world), uses_gpu=False)
+        self.gpu = mpistrat.Communicator(Hierarchy(self.comm, self.world))
+        self.host = mpistrat.Communicator(Hierarchy(self.comm, self.world), uses_gpu=False)
         self.rank, self.size, self.download = self.gpu.rank, self.gpu.size, self.device.get
         executor = self.gpu._gpu.executor
         self.nccl = executor.transports.everywhere or executor.intra
@@ -116,6 +113,6 @@ class Pair:
             np.testing.assert_array_equal(got, wanted)
 
 
-def values(shape, dtype, seed, op=ReduceOp.SUM):
-    small = np.random.default_rng(seed).integers(1 if op is ReduceOp.PROD else -4, 3, shape)
+def values(shape, dtype, seed, op=mpistrat.ReduceOp.SUM):
+    small = np.random.default_rng(seed).integers(1 if op is mpistrat.ReduceOp.PROD else -4, 3, shape)
     return (np.abs(small) if np.dtype(dtype).kind == "u" else small).astype(dtype)

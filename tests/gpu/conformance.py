@@ -1,12 +1,8 @@
 """The conformance kit on one transport of device memory, as the ranks of a job run it.
 
-    mpiexec -n 4 python -m tests.gpu.conformance cuda_ipc 2x2 --report FILE
-
 Several ranks may share a GPU. On several virtual nodes a transport that works inside a node is tried on every node at once,
 one that works between nodes on every rail.
 """
-
-from __future__ import annotations
 
 import os
 from contextlib import ExitStack
@@ -28,7 +24,6 @@ from mpistrat.transports.nccl_bindings import BINDINGS
 from mpistrat.transports.staged import StagedTransport
 from tests.gpu.program import the_gpu, write_report
 
-ON_RAILS = (StagedTransport, CudaAwareTransport)
 SUBJECTS: dict[str, type[Transport]] = {**DEVICE_TRANSPORTS, CudaAwareTransport.name: CudaAwareTransport}
 
 
@@ -43,7 +38,7 @@ def main(name: str, shape: str, *more: str) -> dict[str, int | str]:
     if "host-id-per-rank" in more:
         os.environ["NCCL_HOSTID"] = f"rank{comm.Get_rank()}"  # NCCL asks for it once, when it is first used
     transport, hierarchy = SUBJECTS[name], Hierarchy(comm, discover(comm, shape))
-    joins_nodes, make = transport not in ON_RAILS, partial(transport, device=the_gpu())
+    joins_nodes, make = transport not in (StagedTransport, CudaAwareTransport), partial(transport, device=the_gpu())
     # in the order in which all ranks try them; on one node, which has no rails, the world stands in
     groups = [hierarchy.intra] if joins_nodes else [*hierarchy.rails.values()] or [hierarchy.world_group]
     with ExitStack() as stack:

@@ -1,7 +1,5 @@
 """What CUDA would show to a process: so many GPUs, of one machine or another, whose memory is that of the stand-in."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpistrat.device import binding

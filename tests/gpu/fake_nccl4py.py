@@ -3,8 +3,6 @@
 Communicators are handles, types and operations are numbers, as there.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

@@ -1,14 +1,9 @@
 """A rank that raises, is killed, or stops, at the first collective or later: the job ends soon, and says whom it was for.
 
-    python -m tests.gpu.fault first --report FILE
-    python -m tests.gpu.fault late --report FILE
-
 NCCL makes its connections in the first collective, which the faulty rank does not enter. It has entered a later one, if calls
 only enqueue: the other rank reads the result, and so waits for what the GPU of the faulty one never does. The GPU must be free
 afterwards: this process looks how much of it is used before and after, and takes most of the rest.
 """
-
-from __future__ import annotations
 
 import os
 import signal
@@ -38,9 +33,7 @@ SPARED_BYTES = 1 << 30
 PLANTED = "planted before a collective has ended"
 READ_ON = "read what nobody has computed"
 
-_ROOT = Path(__file__).parents[2]
 _PROGRAM = ("-m", "tests.gpu.fault")
-_MIB = 1 << 20
 
 
 def main(when: str) -> dict[str, float]:
@@ -60,7 +53,7 @@ def end(fault: str, when: str, environ: Mapping[str, str] | None = None, program
     """
     argv, extra = command(NUM_RANKS, [sys.executable, *program, fault, when])
     limit = patient(LIMIT_SECONDS)
-    done = run_bounded(argv, limit, {**(os.environ if environ is None else environ), **extra}, _ROOT)
+    done = run_bounded(argv, limit, {**(os.environ if environ is None else environ), **extra}, Path(__file__).parents[2])
     now, said = time.time(), done.stdout + done.stderr
     if done.returncode == TIMED_OUT:
         raise AssertionError(f"{fault}: the job went on for {limit:g} s\n{said}")
@@ -115,7 +108,7 @@ def _used_mib() -> float:
     from cupy.cuda import runtime
 
     free, total = runtime.memGetInfo()
-    return (total - free) / _MIB
+    return (total - free) / (1 << 20)
 
 
 def _freed(before: float) -> float:

@@ -1,14 +1,10 @@
 """CUDA graphs and collectives: others are captured undisturbed, and sums where that was asked for, and else refused.
 
-    mpistrat run -n 2 -m tests.gpu.graphs --report FILE
-
 In the default mode of a capture, some of what any other thread of the process asks CUDA makes it invalid. NCCL's watcher looks
 every 20 ms whether the last call has ended, and the engine carries out started calls: so captures begin within 20 ms after a
 call, or while one is under way, and last longer than that. A query as CuPy makes it should invalidate one: else this shows
 little.
 """
-
-from __future__ import annotations
 
 import threading
 import time
@@ -20,7 +16,6 @@ from numpy.typing import NDArray
 
 import mpistrat
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.errors import InvalidArgumentError
 from tests.gpu.interop import Torch
 from tests.gpu.program import the_gpu, with_strategy, write_report
 
@@ -122,7 +117,7 @@ class _Rank:
     def _require_refusal(self, call: Callable[..., object]) -> None:
         try:
             call("sum", self._array)
-        except InvalidArgumentError as error:
+        except mpistrat.errors.InvalidArgumentError as error:
             if "captur" not in f"{error}":
                 raise
         else:

@@ -1,16 +1,11 @@
 """What calls on a GPU cost, beside CuPy's own call of NCCL: the host's time of a warm one, and the time until all is done.
 
-    mpistrat run -n 2 -m tests.gpu.host_time null --report FILE
-    MPISTRAT_DEVICE=gpu mpistrat run -n 2 -m tests.gpu.host_time real --report FILE        # or overhead
-
 `null` is a GPU and an NCCL that do nothing. The host's time is of the calling thread, of which the quickest tenth is told:
 other processes disturb it least. `overhead` waits for the end of each sum.
 
 Ranks that share a GPU take turns on it: how fast NCCL is there says nothing of GPUs of their own, but both ways have the same
 turns, so that whatever a call takes beyond NCCL's is ours.
 """
-
-from __future__ import annotations
 
 import sys
 import time
@@ -24,18 +19,16 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.device.abstract import Device, address
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import start
-from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from mpistrat.transports.nccl_bindings import cupy_binding
 from tests.gpu import null_device
 from tests.gpu.program import settle, the_gpu, write_report
 
-SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
+SUM, MEAN = mpistrat.ReduceOp.SUM, mpistrat.ReduceOp.MEAN
 ARRAYS, SHAPES, COUNT, CALLS = 161, 100, 1000, 2000
 REAL_CALLS = 200  # no more than a GPU queues: the host would wait for ranks that take turns on it
 SIZES = {"8B": 8, "4KiB": 1 << 12, "64KiB": 1 << 16, "1MiB": 1 << 20, "16MiB": 1 << 24, "256MiB": 1 << 28, "1GiB": 1 << 30}
@@ -55,7 +48,7 @@ def measure(what: str) -> Mapping[str, Any]:
     device = the_gpu()
     if what == "overhead":
         world = World.from_shape(f"1x{comm.size}")
-        with Communicator(Hierarchy(comm, world)) as communicator, raw_nccl(comm, cupy_binding()) as raw:
+        with mpistrat.Communicator(Hierarchy(comm, world)) as communicator, raw_nccl(comm, cupy_binding()) as raw:
             return overhead(communicator, device, raw)
     assert what == "real", "null, real or overhead"
     found, x = of_calls(comm, device, REAL_CALLS), device.array_module.empty(COUNT, np.float32)
@@ -161,8 +154,8 @@ def _beside_nccl(communicator: BaseCommunicator, device: Device, raw: Raw, count
     summed, target = (device.array_module.zeros(count, np.float32) for _ in range(2))
     ways: dict[str, Callable[[], Any]] = {
         "nccl": lambda: raw(address(source), address(summed), count, stream.pointer) or summed,
-        "call": lambda: communicator.all_reduce(ReduceOp.SUM, [source])[0],
-        "out": lambda: communicator.all_reduce(ReduceOp.SUM, [source], out=[target])[0],
+        "call": lambda: communicator.all_reduce(mpistrat.ReduceOp.SUM, [source])[0],
+        "out": lambda: communicator.all_reduce(mpistrat.ReduceOp.SUM, [source], out=[target])[0],
     }
     expected = values[:CHECKED] * np.float32(communicator.size)
     samples: dict[str, list[float]] = {way: [] for way in ways}

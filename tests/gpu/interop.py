@@ -1,11 +1,7 @@
 """Arrays of PyTorch and JAX in the memory of GPUs, through a strategy: the right values, and the kind of array that was sent.
 
-    mpistrat run -n 2 -m tests.gpu.interop torch --report FILE
-
 JAX takes most of the GPU's memory for itself unless XLA_PYTHON_CLIENT_PREALLOCATE=false is set.
 """
-
-from __future__ import annotations
 
 import importlib.util
 import traceback
@@ -142,10 +138,7 @@ def main(library: str) -> dict[str, Any]:
 
 
 def check(strategy: mpistrat.Strategy, kind: Kind) -> dict[str, float]:
-    """Send arrays of a library through all verbs, also such as are written late. A collective call.
-
-    Returns ``compared``: the results.
-    """
+    """Send arrays through all verbs, also such as are written late; return how many were compared. A collective call."""
 
     def run() -> tuple[int, list[str]]:
         compared, problems = 0, []

@@ -1,7 +1,5 @@
 """What probes have in common: what a machine has for a GPU's sake, where figures go, the GPU, and when it is through."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -15,7 +13,6 @@ from typing import Any
 import mpistrat
 from mpistrat.device.abstract import Device
 from mpistrat.device.binding import bound_device
-from mpistrat.errors import LaunchError
 from mpistrat.launch.environment import detect
 from mpistrat.tools import info
 
@@ -86,7 +83,7 @@ def with_strategy(measure: Callable[[mpistrat.Strategy], Mapping[str, Any]]) -> 
 def the_gpu() -> Device:
     device = bound_device()
     if device is None:
-        raise LaunchError("this process computes on its CPU; MPISTRAT_DEVICE=gpu says why")
+        raise mpistrat.errors.LaunchError("this process computes on its CPU; MPISTRAT_DEVICE=gpu says why")
     return device
 
 

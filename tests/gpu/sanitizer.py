@@ -1,11 +1,7 @@
 """Every kernel on arrays that begin at odd elements, in allocations that end with them, watched by NVIDIA's sanitizer.
 
-    python -m tests.gpu.sanitizer --report FILE
-
 That it finds nothing shows little, unless it finds a write that is planted.
 """
-
-from __future__ import annotations
 
 import re
 import sys
@@ -40,7 +36,6 @@ F32 = np.dtype(np.float32)
 PLANTED = 64
 """Elements that are written beyond the end of an allocation."""
 
-_ROOT = Path(__file__).parents[2]
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 
 
@@ -98,7 +93,7 @@ def _be_subject(has_fault: bool) -> None:
 def _watched(tool: str, *more: str) -> int:
     program = [sys.executable, "-m", "tests.gpu.sanitizer", "subject", *more]
     options = (*OPTIONS, *(PADDING if tool == "memcheck" else ()))
-    done = run_bounded([find_sanitizer(), "--tool", tool, *options, *program], TOOL_SECONDS, cwd=_ROOT)
+    done = run_bounded([find_sanitizer(), "--tool", tool, *options, *program], TOOL_SECONDS, cwd=Path(__file__).parents[2])
     found = errors_in(done.stdout + done.stderr)
     if more and not found:
         raise AssertionError(f"{tool} overlooks a write beyond the end of an array: that it finds nothing else shows nothing")

@@ -1,14 +1,9 @@
 """Steps, and strategies that come and go, by the thousand: all results right, and nothing is lost.
 
-    MPISTRAT_VIRTUAL_NODES=2x2 MPISTRAT_CHUNK_BYTES=1MiB mpistrat run -n 4 -m tests.gpu.soak steps --report FILE
-    mpistrat run -n 2 -m tests.gpu.soak strategies 100 --report FILE
-
 Steps mix started and plain collectives of arrays whose sizes come in a cycle that holds more plans than are kept, so that plans
 come and go. Strategies are opened, used and closed, two at a time now and then; their buffers grow from 64 KiB to 64 MiB and
 begin small again. Values are whole numbers, of which every order of adding makes the same.
 """
-
-from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +29,6 @@ Holding = Callable[[Callable[[], None]], Mapping[str, float]]
 """Returns what is held, given a barrier."""
 
 _SELF = Path("/proc/self")
-_MIB = 1 << 20
 
 
 def holding(barrier: Callable[[], None]) -> dict[str, float]:
@@ -53,7 +47,7 @@ def holding(barrier: Callable[[], None]) -> dict[str, float]:
     free, total = cupy.cuda.runtime.memGetInfo()
     barrier()
     return {
-        "device_mib": (total - free) / _MIB,
+        "device_mib": (total - free) / (1 << 20),
         "allocations": sum(type(found) is cuda._Memory for found in gc.get_objects()),
         "threads": len(list((_SELF / "task").iterdir())),
         "files": len(list((_SELF / "fd").iterdir())),

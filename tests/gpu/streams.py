@@ -1,8 +1,5 @@
 """Arrays that a stream writes late, and the program drops at once: calls read them when they are written, and not afterwards.
 
-    mpistrat run -n 2 -m tests.gpu.streams blocks --report FILE
-    mpistrat run -n 2 -m tests.gpu.streams async --report FILE
-
 A kernel delays the stream of one rank before its array is written there. CuPy's pools give memory that an array leaves to the
 next array of its stream at once, the default pool or its MemoryAsyncPool: inputs and results are dropped as soon as the call
 has returned, and new arrays are made and written to on the same stream and on another one. Neither may the collective read what
@@ -158,10 +155,6 @@ def _reduced(trial: _Trial, given: list[Any]) -> Any:
     return trial.communicator.all_reduce("sum", given.pop())
 
 
-def _beside_another(trial: _Trial, given: list[Any]) -> Any:
-    return trial.communicator.all_reduce("sum", [given.pop(), trial.fill])[0]
-
-
 def _started(trial: _Trial, given: list[Any]) -> Any:
     return trial.communicator.start_all_reduce("sum", given.pop())
 
@@ -176,22 +169,22 @@ def _in_place(call: Callable[..., Any], given: list[Any]) -> Any:
     return call("sum", array, out=array)
 
 
-def _start_in_place(trial: _Trial, given: list[Any]) -> None:
-    _in_place(trial.communicator.start_all_reduce, given).wait()
-
-
 def _dropped(_: object) -> None:
     """Drop what a call has returned."""
 
 
 CASES: dict[str, _Case] = {
     "all_reduce": lambda trial, given: partial(trial.device.get, _reduced(trial, given)),
-    "all_reduce of two arrays": lambda trial, given: partial(trial.device.get, _beside_another(trial, given)),
+    "all_reduce of two arrays": lambda trial, given: partial(
+        trial.device.get, trial.communicator.all_reduce("sum", [given.pop(), trial.fill])[0]
+    ),
     "all_reduce, its result dropped": lambda trial, given: _dropped(_reduced(trial, given)),
     "all_reduce in place, dropped": lambda trial, given: _dropped(_in_place(trial.communicator.all_reduce, given)),
     "start_all_reduce": _started_and_waited_for,
     "start_all_reduce, dropped": lambda trial, given: _dropped(_started(trial, given)),
-    "start_all_reduce in place, dropped": _start_in_place,
+    "start_all_reduce in place, dropped": lambda trial, given: _dropped(
+        _in_place(trial.communicator.start_all_reduce, given).wait()
+    ),
     "start_reduce_scatter, dropped": lambda trial, given: _dropped(trial.communicator.start_reduce_scatter("sum", given.pop())),
     "start_all_gather, dropped": lambda trial, given: _dropped(trial.communicator.start_all_gather(given.pop())),
     "waited for on another stream": lambda trial, given: trial.read_where(trial.on_other_stream, _started(trial, given).wait),

@@ -1,12 +1,8 @@
 """How fast one GPU does our work, beside what a copy reaches in the same process.
 
-    python -m tests.gpu.timings pack --report FILE
-
 Bandwidths count what is read and what is written. Work is put on the stream while copies keep the GPU busy, and their time is
 taken away again: so a kernel is measured, and not how fast Python launches it, which is told beside it.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence

@@ -1,8 +1,5 @@
 """Training by PyTorch on a GPU: gradients that are averaged during backward, beside one process that has the whole batch.
 
-    mpistrat run -n 2 -m tests.gpu.torch_backward --report FILE
-    mpistrat run -n 2 -m tests.gpu.torch_backward wait --report FILE
-
 PyTorch runs the hooks of gradients on a thread of its own there, and the loss is averaged inside the block while buckets are
 under way. Some steps are on a side stream; in some the stream of one rank is delayed before backward. Gradients are dropped
 after each step, and PyTorch gives their memory to tensors that are filled with NaN. That nothing went wrong shows
@@ -19,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import mpistrat
 import mpistrat.torch
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.communicator.options import CommunicationOptions
 from tests.gpu.interop import DELAY_CYCLES, Torch
 from tests.gpu.program import the_gpu, with_strategy, write_report
 from tests.gpu.streams import without
@@ -29,7 +25,7 @@ if TYPE_CHECKING:
 
 STEPS = 50
 WIDTH = 1600
-OPTIONS = CommunicationOptions(bytes_per_pack=1 << 20)  # a matrix of weights is larger than a bucket
+OPTIONS = mpistrat.experimental.CommunicationOptions(bytes_per_pack=1 << 20)  # a matrix of weights is larger than a bucket
 ROWS = 32  # of each rank
 LEAST_BUCKETS = 3
 TOLERANCE = 1e-4  # of the largest element of a gradient: rounding makes 1e-6, and what is wrong is of the order of 1
@@ -88,10 +84,11 @@ def train(
                 backward(mine)
                 mean = mpistrat.torch.average(mine.detach(), communicator)
             found = [mean, *(parameter.grad for parameter in model.parameters())]
-            differences += [_difference(*pair) for pair in zip(found, [loss, *gradients], strict=True)]
+            pairs = zip(found, [loss, *gradients], strict=True)
+            differences += [(each - expected).abs().max() / expected.abs().max() for each, expected in pairs]
             _descend(model)
             left = {each.data_ptr() for each in found[1:]}
-            del found, mean, mine
+            del found, mean, mine, pairs
             model.zero_grad(set_to_none=True)
             rubbish = [torch.full_like(parameter, torch.nan) for parameter in model.parameters()]
             reused += sum(each.data_ptr() in left for each in rubbish)
@@ -117,10 +114,6 @@ def _alone(model: torch.nn.Module, batches: torch.Tensor) -> list[tuple[torch.Te
         _descend(model)
         model.zero_grad(set_to_none=True)
     return expected
-
-
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    return (found - expected).abs().max() / expected.abs().max()
 
 
 def _batches(size: int, width: int, steps: int, device: str) -> torch.Tensor:

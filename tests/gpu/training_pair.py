@@ -1,9 +1,4 @@
-"""Train what the demo trains on GPUs, and then on the CPU of the first rank alone, and compare all that comes of it.
-
-mpistrat run -n 4 --nodes 2x2 -m tests.gpu.training_pair --report FILE
-"""
-
-from __future__ import annotations
+"""Train what the demo trains on GPUs, and then on the CPU of the first rank alone, and compare all that comes of it."""
 
 from typing import Any
 
@@ -14,14 +9,9 @@ from mpistrat.device import binding
 from mpistrat.tools import train_digits
 from tests.gpu.program import the_gpu, with_strategy, write_report
 
-EPOCHS = 2
 
-
-def check(strategy: Any, epochs: int = EPOCHS, **how: Any) -> dict[str, float]:
-    """Train with a strategy of GPUs, and alone on a CPU. A collective call.
-
-    Returns the largest difference of a step's losses, relative to the loss, and of a weight; and the two accuracies.
-    """
+def check(strategy: Any, epochs: int = 2, **how: Any) -> dict[str, float]:
+    """Train with a strategy of GPUs, and alone on a CPU; return how they differ at most, and how well. A collective call."""
     weights, accuracy, losses = train_digits.train(strategy, epochs, **how)
     device, alone = the_gpu(), None
     binding.bind(None)

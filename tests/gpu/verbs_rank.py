@@ -1,12 +1,8 @@
 """Every verb on arrays of some kind, through a strategy, compared with what NumPy makes of the arrays of all ranks.
 
-    mpistrat run -n 4 --nodes 2x2 -m tests.gpu.verbs_rank --report FILE
-
 Where ranks compute on GPUs the arrays are of their memory, and go the way through all layers: strategies, buckets, plans and
 transports. Values are whole numbers, of which every order of adding makes the same.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,7 +14,6 @@ from numpy.typing import NDArray
 import mpistrat
 from mpistrat.arrays import is_on_device
 from mpistrat.device.binding import bound_device
-from mpistrat.experimental import CommunicationOptions
 from tests.gpu.program import with_strategy, write_report
 from tests.reference import of_verb
 
@@ -65,7 +60,7 @@ def cases(
     size, me = strategy.num_replicas_in_sync, context.replica_id_in_sync_group
     every, last = [_rows(dtype, shape, size, seed) for seed, shape in enumerate(SHAPES)], size - 1
     small, large = every[2], every[4]
-    in_order = CommunicationOptions(deterministic=True)
+    in_order = mpistrat.experimental.CommunicationOptions(deterministic=True)
     # rank r gathers r + 1 columns, and sends r + i rows to rank i
     columns = [rows[:, : rank + 1] for rank, rows in enumerate(large)]
     sent = [rows[: me + rank] for rank, rows in enumerate(large)]

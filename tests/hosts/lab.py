@@ -47,16 +47,9 @@ def missing(tools: Mapping[str, str] = TOOLS) -> str:
 
 
 class Lab:
-    """Hosts that are up as long as this object is open.
+    """Hosts that are up as long as this object is open: so many, or of these names; `rate` and `burst` are as ``tc`` has them.
 
-    Parameters
-    ----------
-    hosts : int or sequence of str
-        How many hosts (``node0``, ``node1``, …), or their names.
-    rate : str
-        What each host may send, as ``tc`` writes it (``1gbit``), or ``unlimited``.
-    burst : str
-        Size of the token bucket, as ``tc`` writes it.
+    What each may send can be ``unlimited`` too; the burst is the size of the token bucket.
     """
 
     def __init__(self, hosts: int | Sequence[str] = 4, rate: str = "1gbit", burst: str = "256kb") -> None:
@@ -122,22 +115,7 @@ class Lab:
     def run(
         self, num_ranks: int, placement: str, argv: Sequence[str], timeout: float = 120, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run an MPI program with Open MPI's mpirun, started on the first host.
-
-        Parameters
-        ----------
-        num_ranks : int
-            Ranks in all.
-        placement : str
-            ``block`` (consecutive ranks share a host), ``cyclic`` (consecutive ranks sit on different hosts), ``random`` (a
-            shuffle, always the same) or the number of ranks on each host, such as ``3+1+2+2``.
-        argv : sequence of str
-            The program of a rank.
-        timeout : float
-            Seconds after which all of it is killed; the return code is then 124.
-        env : mapping, optional
-            Further environment of the ranks.
-        """
+        """Run an MPI program with Open MPI's mpirun, started on the first host; `env` is more environment of the ranks."""
         command, variables = self.mpirun(num_ranks, placement, argv)
         environ = self.environment(**{**variables, **(env or {})})
         return run_bounded(self.on(self.hosts[0], command), timeout, environ)
@@ -152,7 +130,11 @@ class Lab:
         return [_mpirun(), *options, "-n", str(num_ranks), *argv], {"PRTE_MCA_prte_tmpdir_base": str(own), **_OPEN_MPI}
 
     def host_of_each_rank(self, num_ranks: int, placement: str) -> list[str]:
-        """Return the host of rank 0, of rank 1, and so on, for a placement as `run` takes it."""
+        """Return the host of each rank.
+
+        A placement is ``block`` (consecutive ranks share a host), ``cyclic`` (they sit on different hosts), ``random`` (a
+        shuffle, always the same) or the number of ranks on each host, such as ``3+1+2+2``.
+        """
         cyclic = [self.hosts[rank % len(self.hosts)] for rank in range(num_ranks)]
         if placement == "cyclic":
             return cyclic

@@ -4,8 +4,6 @@ Each library is installed in a folder of its own, beside the packages of this en
 come from its source archive.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

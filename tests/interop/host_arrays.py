@@ -5,8 +5,6 @@ that they are in memory of a GPU and are not, which this library refuses; some g
 describe, which crashes NumPy.
 """
 
-from __future__ import annotations
-
 import sys
 
 sys.modules["cupy"] = None  # type: ignore[assignment]

@@ -3,8 +3,6 @@
 With ``-p tests.interop.wrapped_world``. At the end rank 0 says how many collectives were made by this library.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

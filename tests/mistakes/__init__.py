@@ -1,7 +1,5 @@
 """Mistakes to plant in the library, one at a time, and for each a test that must find it; `planted.txt` holds them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 ``python -m tests.mistakes [TEXT]``: those of whose file or test the text is a part, or all.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -15,8 +13,6 @@ from pathlib import Path
 
 from tests.mistakes import ROOT, Mistake, mistakes
 from tests.processes import TIMED_OUT, run_bounded
-
-SECONDS = 300.0
 
 
 def main() -> int:
@@ -37,7 +33,7 @@ def is_found(mistake: Mistake, copy: Path) -> bool:
     path.write_text(right.replace(mistake.old, mistake.new))
     argv = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider", *mistake.test.split()]
     environ = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": ""}
-    done = run_bounded(argv, SECONDS, environ, copy)
+    done = run_bounded(argv, 300.0, environ, copy)
     path.write_text(right)
     found = done.returncode in (1, TIMED_OUT)
     by = re.search(r"^(?:FAILED )?(tests/[\w/]+\.py::\w+)", done.stdout, re.MULTILINE)

@@ -6,8 +6,6 @@ from inspect import Parameter, Signature, signature
 import pytest
 
 import mpistrat
-from mpistrat.cluster_resolver import MPIClusterResolver
-from mpistrat.experimental import ParameterServerStrategy
 from mpistrat.experimental.partitioners import FixedShardsPartitioner
 
 
@@ -28,8 +26,8 @@ def on_chief(partitioner=None, num_servers=(2,)):
 
 
 def serve(num_servers, program, partitioner=None, **named):
-    resolver = MPIClusterResolver(chief=1, ps=num_servers)
-    return ParameterServerStrategy.main(program, resolver, partitioner, **named)
+    resolver = mpistrat.cluster_resolver.MPIClusterResolver(chief=1, ps=num_servers)
+    return mpistrat.experimental.ParameterServerStrategy.main(program, resolver, partitioner, **named)
 
 
 def variable(coordinator, value, **named):

@@ -15,6 +15,8 @@ from mpistrat.communicator.options import CommunicationOptions
 from tests.gpu import host_time, null_device
 from tests.launches import on_ranks
 
+pytestmark = on_ranks(2)
+
 MODULES_OF_A_SMALL_ARRAY = 7
 MODULES_OF_A_GRADIENT, FUNCTIONS_OF_A_GRADIENT = 15, 46
 # what a call of a form makes, beside those that wait for a peer
@@ -113,7 +115,6 @@ def fewest_passed(comm, op, value):
     return modules, functions
 
 
-@on_ranks(2)
 def test_one_small_array_passes_few_modules(comm, monkeypatch, shape):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     modules, _ = fewest_passed(comm, "sum", np.ones(1))
@@ -129,7 +130,6 @@ def test_a_gradient_passes_few_modules_and_functions(comm, monkeypatch):
     assert len(functions) <= FUNCTIONS_OF_A_GRADIENT, functions
 
 
-@on_ranks(2)
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_every_form_of_a_call_is_fast_the_second_time(comm, monkeypatch, shape, strict):
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
@@ -142,7 +142,6 @@ def test_every_form_of_a_call_is_fast_the_second_time(comm, monkeypatch, shape, 
     communicator.close()
 
 
-@on_ranks(2)
 def test_other_verbs_make_few_calls(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     communicator = mpistrat.Communicator(comm)
@@ -170,7 +169,6 @@ OPS = [
 
 
 @pytest.mark.parametrize("ops", OPS, ids=lambda ops: type(ops).__name__)
-@on_ranks(2)
 def test_every_form_of_a_call_of_replicas_is_fast_the_second_time(comm, monkeypatch, ops):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     strategy = mpistrat.MirroredStrategy(cross_device_ops=ops)
@@ -200,7 +198,6 @@ def test_every_form_of_a_call_of_replicas_is_fast_the_second_time(comm, monkeypa
     assert max(several) <= (CALLS_OF_ARRAYS if is_one_call else CALLS_OF_A_PLAN)
 
 
-@on_ranks(2)
 def test_small_sums_of_a_wrapped_communicator_go_straight_to_mpi(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     wrapped = mpistrat.mpi4py.wrap(comm)
@@ -214,7 +211,6 @@ def test_small_sums_of_a_wrapped_communicator_go_straight_to_mpi(comm, monkeypat
     wrapped._communicator.close()
 
 
-@on_ranks(2)
 def test_a_warm_call_by_nccl_makes_few_calls(comm, monkeypatch):
     """On a GPU that does nothing; `tests.gpu.host_time` measures their time."""
     pytest.importorskip("cupy")

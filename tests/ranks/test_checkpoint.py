@@ -13,13 +13,10 @@ import pytest
 import mpistrat
 from mpistrat import AutoShardPolicy
 from mpistrat.checkpoint import files, preemption
-from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.errors import AgreementError, CheckpointError, InvalidArgumentError
 from mpistrat.experimental import ParameterServerStrategy, PreemptionCheckpointHandler
 from mpistrat.experimental.partitioners import FixedShardsPartitioner
 from mpistrat.launch.bootstrap import start
-from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.strategy import Strategy
 from mpistrat.topology.world import World
 from mpistrat.watch.record import RankFile
 from mpistrat.watch.recorder import recorder
@@ -477,7 +474,7 @@ def test_what_each_rank_has_for_itself_comes_back_on_as_many_ranks(comm, folder)
 @on_ranks(2)
 def test_arrays_on_gpus_are_saved_and_restored(comm, make_pair, folder):
     pair = make_pair()
-    strategy = Strategy(StrategyExtended(pair.gpu))
+    strategy = mpistrat.Strategy(mpistrat.StrategyExtended(pair.gpu))
     with strategy.scope():
         variable, array = mpistrat.Variable(np.arange(7, dtype=np.float32)), pair.up(np.arange(12.0))
         checkpoint = mpistrat.Checkpoint(variable=variable, state={"array": array, "empty": pair.up(np.empty((0, 2)))})
@@ -515,6 +512,6 @@ def test_the_chief_saves_and_restores_what_servers_keep_on_any_number_of_them(co
 
     shards = []
     for num_servers in (2, 1, 3):
-        resolver = MPIClusterResolver(chief=1, ps=num_servers)
+        resolver = mpistrat.cluster_resolver.MPIClusterResolver(chief=1, ps=num_servers)
         ParameterServerStrategy.main(program, resolver, FixedShardsPartitioner(num_servers))
     assert start().rank or shards == [2, 1, 3]

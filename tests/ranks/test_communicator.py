@@ -12,14 +12,7 @@ from mpi4py import MPI
 import mpistrat
 from mpistrat.algorithms.choose import NOTHING, Measured
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import (
-    AgreementError,
-    InvalidArgumentError,
-    LaunchError,
-    SettingError,
-    TransportError,
-    UnavailableError,
-)
+from mpistrat.errors import AgreementError, InvalidArgumentError, LaunchError, SettingError, TransportError, UnavailableError
 from mpistrat.groups.group import Group
 from tests.launches import needs_ranks, up_to_ranks
 from tests.processes import until
@@ -40,12 +33,6 @@ def test_it_knows_who_and_where_it_is(comm, monkeypatch):
         is_last = comm.rank == comm.size - 1 and comm.size > 1
         assert (communicator.node, communicator.local_rank) == ((1, 0) if is_last else (0, comm.rank))
         assert communicator.world.num_nodes == min(comm.size, 2)
-
-
-@needs_ranks(2)
-def test_lists_of_other_lengths_are_told(whole):
-    with pytest.raises(AgreementError, match="all_gather of 3 arrays"):
-        whole.all_gather([np.ones(1)] * (3 if whole.rank else 2))
 
 
 @needs_ranks(2)
@@ -92,13 +79,17 @@ def test_errors_name_the_ranks_of_the_job(comm):
     part.Free()
 
 
-def test_a_communicator_is_made_of_an_intracommunicator(comm):
+def test_a_communicator_is_made_of_an_intracommunicator_and_an_error_leaves_it_open(comm):
     with pytest.raises(InvalidArgumentError, match="such as MPI.COMM_WORLD; got str"):
         mpistrat.Communicator("world")
     with pytest.raises(InvalidArgumentError, match="this rank got MPI.COMM_NULL"):
         mpistrat.Communicator(MPI.COMM_NULL)
     with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got 'fast'"):
         mpistrat.Communicator(comm, "fast")
+    with pytest.raises(ZeroDivisionError), mpistrat.Communicator(comm) as communicator:
+        raise ZeroDivisionError
+    assert not communicator.is_closed
+    communicator.close()
 
 
 @needs_ranks(2)
@@ -231,19 +222,16 @@ def test_what_was_closed_refuses_every_verb(comm):
             call()
 
 
-def test_an_error_passes_a_with_block_that_leaves_the_communicator_open(comm):
-    with pytest.raises(ZeroDivisionError), mpistrat.Communicator(comm) as communicator:
-        raise ZeroDivisionError
-    assert not communicator.is_closed
-    communicator.close()
-
-
-def test_a_strategy_hands_its_communicator_out(strategy, comm):
+def test_a_strategy_hands_its_communicator_out_which_has_objects_on_one_device_too(strategy, comm):
     communicator = strategy.communicator
     assert isinstance(communicator, mpistrat.Communicator)
     assert communicator.all_reduce("sum", np.ones(2)).tolist() == [comm.size] * 2
     inside = strategy.run(lambda: strategy.communicator.all_gather(np.array([comm.rank])))
     assert np.asarray(strategy.experimental_local_results(inside)[0]).tolist() == list(range(comm.size))
+    communicator = mpistrat.OneDeviceStrategy().communicator
+    assert communicator.broadcast_object({1}) == {1}
+    assert communicator.gather_objects({1}) == [{1}]
+    assert communicator.empty((2, 3), "f2").shape == (2, 3)
 
 
 def test_objects_of_any_kind_and_size(whole):
@@ -264,14 +252,9 @@ def test_a_communicator_is_not_copied(whole, copied):
 
 
 @needs_ranks(2)
-def test_an_object_that_cannot_be_pickled_is_told_to_all(whole):
+def test_objects_that_cannot_be_pickled_and_lists_of_other_lengths_are_told_to_all(whole):
     for verb in (whole.broadcast_object, whole.gather_objects):
         with pytest.raises((AttributeError, pickle.PicklingError, TypeError) if whole.rank == 0 else AgreementError):
             verb((lambda: 0) if whole.rank == 0 else 0)
-
-
-def test_a_strategy_of_one_device_has_objects_too():
-    communicator = mpistrat.OneDeviceStrategy().communicator
-    assert communicator.broadcast_object({1}) == {1}
-    assert communicator.gather_objects({1}) == [{1}]
-    assert communicator.empty((2, 3), "f2").shape == (2, 3)
+    with pytest.raises(AgreementError, match="all_gather of 3 arrays"):
+        whole.all_gather([np.ones(1)] * (3 if whole.rank else 2))

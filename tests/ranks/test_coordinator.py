@@ -38,8 +38,7 @@ def test_functions_get_arguments_and_return_results(coordinator):
     assert values[3].status is RemoteValueStatus.READY
     assert values[3].get()["also"] == "x"
     assert coordinator.schedule(sum, ([1, 2, values[2].fetch()["also"] == "x"],)).fetch() == 4
-    later = coordinator.schedule(lambda: 20)
-    assert coordinator.schedule(lambda number: number + 1, (later,)).fetch() == 21
+    assert coordinator.schedule(lambda number: number + 1, (coordinator.schedule(lambda: 20),)).fetch() == 21
     large = np.arange(3_000_000.0)
     assert coordinator.schedule(np.sum, (large,)).fetch() == large.sum()
     np.testing.assert_array_equal(coordinator.schedule(lambda: np.arange(3_000_000.0)).fetch(), large)
@@ -55,12 +54,11 @@ def test_all_workers_work(coordinator):
         time.sleep(0.01)
         return os.getpid()
 
-    pids = coordinator.fetch([coordinator.schedule(step) for _ in range(8 * workers)])
-    assert len(set(pids)) == workers
+    assert len(set(coordinator.fetch([coordinator.schedule(step) for _ in range(8 * workers)]))) == workers
 
 
 @with_workers
-def test_schedule_does_not_wait_and_thousands_do_not_grow_without_bound(coordinator):
+def test_schedule_does_not_wait_and_thousands_go_on_while_the_chief_computes(coordinator):
     began = time.monotonic()
     coordinator.schedule(time.sleep, (0.5,))
     assert time.monotonic() - began < 0.4
@@ -70,10 +68,6 @@ def test_schedule_does_not_wait_and_thousands_do_not_grow_without_bound(coordina
         coordinator.schedule(lambda: count.assign_add(1, read_value=False))
     coordinator.join()
     assert int(count) == 3000
-
-
-@with_workers
-def test_what_is_scheduled_goes_on_while_the_chief_computes(coordinator):
     values = [coordinator.schedule(lambda: None) for _ in range(200)]
     assert until(lambda: all(value.status is RemoteValueStatus.READY for value in values), 20), "nobody has waited for them"
 
@@ -83,10 +77,7 @@ def test_what_is_scheduled_goes_on_while_the_chief_computes(coordinator):
 def test_no_function_waits_behind_a_long_one_while_a_worker_is_free(coordinator):
     have_run = variable(coordinator, False)
 
-    def wait():
-        return until(have_run.numpy, 20)
-
-    long = coordinator.schedule(wait)
+    long = coordinator.schedule(lambda: until(have_run.numpy, 20))
     short = [coordinator.schedule(abs, (-1,)) for _ in range(7)]
     assert [one.fetch() for one in short] == [1] * 7
     have_run.assign(True)
@@ -244,9 +235,21 @@ def test_scheduled_functions_run_in_the_scope_and_may_use_the_strategy(coordinat
     assert float(total) == 6
 
 
-def test_main_returns_what_the_program_returns_on_the_chief_alone():
+def test_main_returns_what_the_program_returns_on_the_chief_which_ends_the_servers_where_it_raises():
     got = serve(1, lambda coordinator: type(coordinator.strategy).__name__)
     assert got == ("ParameterServerStrategy" if start().rank == 0 else None)
+
+    def program(coordinator):
+        variable(coordinator, 1.0)
+        coordinator.schedule(time.sleep, (0.1,))
+        raise KeyError("of the chief")
+
+    with pytest.raises(KeyError, match="of the chief") if start().rank == 0 else nullcontext():
+        assert serve(2, program) is None
+    resolver = MPIClusterResolver(chief=1, ps=1, evaluator=1)
+    got = ParameterServerStrategy.main(lambda coordinator: coordinator.schedule(abs, (-3,)).fetch(), resolver)
+    assert got == (3 if resolver.task_type == "chief" else None)
+    assert (resolver.task_type == "evaluator") == (start().rank == start().size - 1)
 
 
 @on_chief()
@@ -261,16 +264,6 @@ def test_the_chief_computes_nothing(coordinator):
             getattr(strategy, method)(abs, 1)
     servers = tuple(f"/job:ps/task:{index}" for index in range(len(strategy.extended.server_bytes)))
     assert strategy.extended.parameter_devices == servers
-
-
-def test_a_chief_that_raises_ends_the_servers():
-    def program(coordinator):
-        variable(coordinator, 1.0)
-        coordinator.schedule(time.sleep, (0.1,))
-        raise KeyError("of the chief")
-
-    with pytest.raises(KeyError, match="of the chief") if start().rank == 0 else nullcontext():
-        assert serve(2, program) is None
 
 
 def test_after_closing_nothing_is_scheduled_and_what_waited_is_cancelled():
@@ -338,13 +331,6 @@ def test_the_two_part_form_and_other_resolvers(monkeypatch):
     number = variable(ClusterCoordinator(strategy), 2)
     assert ClusterCoordinator(strategy).schedule(lambda: int(number) + 1).fetch() == 3
     strategy.close()
-
-
-def test_an_evaluator_stays_outside():
-    resolver = MPIClusterResolver(chief=1, ps=1, evaluator=1)
-    got = ParameterServerStrategy.main(lambda coordinator: coordinator.schedule(abs, (-3,)).fetch(), resolver)
-    assert got == (3 if resolver.task_type == "chief" else None)
-    assert (resolver.task_type == "evaluator") == (start().rank == start().size - 1)
 
 
 def test_wrong_roles_are_refused_on_all_ranks():

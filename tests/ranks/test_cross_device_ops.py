@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.pairs import OnSomeReplicas
 from mpistrat.errors import AgreementError, InvalidArgumentError
@@ -43,7 +42,7 @@ def _check_batch(ops, comm, strategy):
     last, total = size - 1, sum(range(size))
     with strategy.scope():
         value = PerReplica(np.arange(1000.0) + rank)
-        rows = PerReplica(IndexedSlices(np.full((rank, 2), 1, np.float16), np.zeros(rank, int), (3, 2)))
+        rows = PerReplica(mpistrat.IndexedSlices(np.full((rank, 2), 1, np.float16), np.zeros(rank, int), (3, 2)))
         small = PerReplica(np.array(rank, np.int16))
         pairs = [(small, last), (rows, value), (value, value), (rows, f"rank:{last}"), (small, {0, last})]
         results = ops.batch_reduce("sum", pairs)
@@ -91,7 +90,7 @@ def test_replicas_that_ask_for_different_things_are_told(comm, make_strategy):
         lambda ops: ops.reduce("sum", value, 0 if first else 1),
         lambda ops: ops.reduce("sum" if first else "mean", value, 0),
         lambda ops: ops.batch_reduce("sum", [(value, 0)] * (1 if first else 2)),
-        lambda ops: ops.reduce("sum", value if first else PerReplica(IndexedSlices([1.0], [0])), 0),
+        lambda ops: ops.reduce("sum", value if first else PerReplica(mpistrat.IndexedSlices([1.0], [0])), 0),
         lambda ops: ops.broadcast(np.ones(2), 0 if first else value),
     ]
     with strategy.scope():

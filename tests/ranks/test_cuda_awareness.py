@@ -78,28 +78,22 @@ def test_a_no_of_open_mpi_is_no_answer_where_ucx_moves_the_memory(ask, monkeypat
         assert verdict.reason.endswith(f"says no (a query), but UCX has loaded its module for CUDA, and {proof.reason}")
 
 
-def test_what_was_found_is_not_asked_again(ask, monkeypatch):
+def test_what_was_found_is_not_asked_again_and_the_setting_beats_all_questions(ask, monkeypatch):
     verdict, _ = ask(YES, PROVED)
     monkeypatch.setattr(cuda_awareness, "_claim_of_library", lambda: NO)
     assert find_verdict() is verdict
-
-
-def test_the_setting_beats_all_questions(ask, monkeypatch):
     for value, is_aware in (("on", True), ("off", False)):
         monkeypatch.setenv("MPISTRAT_MPI_GPU", value)
         told = Verdict(is_aware, f"MPISTRAT_MPI_GPU={value}", is_setting=True)
         assert ask(NO if is_aware else YES, PROVED) == (told, [])
 
 
-def test_rank_0_finds_it_for_all(comm, monkeypatch):
+def test_rank_0_finds_it_for_all_or_tells_what_keeps_it_from_asking(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "on" if comm.rank == 0 else "off")
     assert bcast_or_raise(comm, find_verdict).is_aware
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "perhaps" if comm.rank == 0 else "off")
     with pytest.raises(SettingError, match="auto, on, off are accepted"):
         bcast_or_raise(comm, find_verdict)
-
-
-def test_what_keeps_rank_0_from_asking_is_told_to_all(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "auto")
     monkeypatch.setattr(cuda_awareness, "_claim_of_library", Mock(side_effect=OSError("planted: no more processes")))
     verdict = bcast_or_raise(comm, find_verdict)
@@ -152,8 +146,7 @@ def test_a_probe_finds_no_launcher_but_what_shapes_the_library():
     dropped += ("OMPI_MCA_num_procs", "OMPI_MCA_cpu_type", "OMPI_MCA_PREFIXES")  # a job of another size need not ask again
     dropped += ("SLURM_PROCID", "MPI_LOCALRANKID", "I_MPI_HYDRA_ENV", "PALS_RANKID", "MV2_COMM_WORLD_RANK")
     kept = ("OMPI_MCA_pml", "UCX_TLS", "I_MPI_OFFLOAD", "PATH", "CUDA_VISIBLE_DEVICES", "OMPI_MCA_btl")
-    environ = dict.fromkeys((*dropped, *kept), "1")
-    assert set(environment.without_launcher(environ)) == set(kept)
+    assert set(environment.without_launcher(dict.fromkeys((*dropped, *kept), "1"))) == set(kept)
 
 
 def test_which_gpu_is_probed_is_the_one_that_is_bound(monkeypatch):

@@ -58,17 +58,10 @@ def uneven(comm, make_pair):
     return make_pair(f"{comm.size - 1}+1" if comm.size > 1 else "1x1")
 
 
-def all_cases():
-    for dtype in TYPES:
-        for op in operations(dtype):
-            yield op, dtype
-
-
 @pytest.mark.ranks(nodes=["1x1", "1x2", "3+1"])
-@pytest.mark.parametrize(
-    ("transport", "between"), [("nccl", "auto"), ("nccl", "nccl"), ("cuda_ipc", "auto"), ("staged", "auto")]
-)
-def test_every_operation_on_every_dtype(make_pair, world, transport, between):
+@pytest.mark.parametrize("ways", ["nccl auto", "nccl nccl", "cuda_ipc auto", "staged auto"])
+def test_every_operation_on_every_dtype(make_pair, world, ways):
+    transport, between = ways.split()
     if world.num_shards == 1 and transport != "nccl":
         pytest.skip("nothing is combined inside nodes")
     if between == "nccl" and (world.num_nodes == 1 or transport != "nccl"):
@@ -78,8 +71,8 @@ def test_every_operation_on_every_dtype(make_pair, world, transport, between):
     for op in ReduceOp:
         arrays = [
             values(shape, dtype, pair.rank, op) * np.array(pair.size if op is MEAN else 1).astype(dtype)
-            for one, dtype in all_cases()
-            if one is op
+            for dtype in TYPES
+            if op in operations(dtype)
             for shape in ((5, 3), (0,), (), (257,))
         ]
         pair.compare(op, arrays)
@@ -104,7 +97,7 @@ def test_every_algorithm_in_many_chunks_and_packs_again_and_again(make_pair, wor
     assert between == "auto" or not pair.gpu.hierarchy.call.unconfirmed, "all ranks have compared their calls before"
 
 
-def test_arrays_in_host_memory_are_combined_there(pair):
+def test_arrays_in_host_memory_are_combined_there_and_out_must_lie_where_the_array_does(pair):
     array = values(100, np.float32, pair.rank)
     expected = pair.host.all_reduce(SUM, [array])[0]
     for _ in range(3):
@@ -114,6 +107,15 @@ def test_arrays_in_host_memory_are_combined_there(pair):
             assert type(found) is np.ndarray
             np.testing.assert_array_equal(found, expected)
         pair.check(pair.reduce(SUM, [array])[0], expected)
+    array = values(10, np.float32, pair.rank)
+    for pair.gpu.is_strict in (True, False, False):  # at last a short way is known
+        pair.gpu.all_reduce(SUM, [array])
+        with pytest.raises(InvalidArgumentError, match="the array is on a GPU, out in host memory"):
+            pair.gpu.all_reduce(SUM, [pair.up(array)], out=[array])
+        with pytest.raises(InvalidArgumentError, match="the array is in host memory, out on a GPU"):
+            pair.gpu.all_reduce(SUM, [array], out=[pair.up(array)])
+        with pytest.raises(InvalidArgumentError, match="the array is in host memory, out on a GPU"):
+            pair.gpu.all_reduce(SUM, [array, array], out=[pair.up(array), pair.up(array)])
 
 
 def test_arrays_of_another_gpu_are_refused(pair):
@@ -313,18 +315,6 @@ def test_a_transport_that_is_named_and_does_not_serve_is_refused_on_all(comm, mo
     hierarchy = Hierarchy(comm, World.from_shape(f"1x{comm.size}"))
     with stand_in(comm, has_nccl=False) if on_gpus else nullcontext(), pytest.raises(TransportError, match=message):
         Communicator(hierarchy)
-
-
-def test_out_must_lie_where_the_array_does(pair):
-    array = values(10, np.float32, pair.rank)
-    for pair.gpu.is_strict in (True, False, False):  # at last a short way is known
-        pair.gpu.all_reduce(SUM, [array])
-        with pytest.raises(InvalidArgumentError, match="the array is on a GPU, out in host memory"):
-            pair.gpu.all_reduce(SUM, [pair.up(array)], out=[array])
-        with pytest.raises(InvalidArgumentError, match="the array is in host memory, out on a GPU"):
-            pair.gpu.all_reduce(SUM, [array], out=[pair.up(array)])
-        with pytest.raises(InvalidArgumentError, match="the array is in host memory, out on a GPU"):
-            pair.gpu.all_reduce(SUM, [array, array], out=[pair.up(array), pair.up(array)])
 
 
 @needs_ranks(2)

@@ -29,7 +29,6 @@ from mpistrat.transports import nccl_watcher
 from mpistrat.transports.nccl import NcclTransport
 from tests.gpu import stand_in, stand_in_nccl
 from tests.gpu.bound import values
-from tests.gpu.stand_in import UNFINISHED
 from tests.other_arrays import TorchDevice, fake_torch
 from tests.processes import until
 from tests.ranks.cases import on_thread
@@ -402,12 +401,9 @@ def stuck(node, monkeypatch):
     def stick(until_aborted=True):
         is_stuck[0] = until_aborted
 
-    def work():
-        return UNFINISHED if is_stuck[0] and not node.library.aborted else None
-
     def issue_stuck(calls):
         if is_stuck[0]:
-            node.of_nccl.put(work)
+            node.of_nccl.put(lambda: stand_in.UNFINISHED if is_stuck[0] and not node.library.aborted else None)
         issue(calls)
 
     monkeypatch.setattr(node.nccl, "_issue", issue_stuck)
@@ -478,7 +474,7 @@ def test_a_call_that_waits_for_room_on_a_stream_is_ended_by_the_watcher(node, mo
     node.device.queue_depth = 12
     node.comm.Barrier()
     if node.rank == 0:
-        node.of_nccl.put(lambda: None if node.library.aborted else UNFINISHED)  # a GPU that gets no further
+        node.of_nccl.put(lambda: None if node.library.aborted else stand_in.UNFINISHED)  # a GPU that gets no further
     threading.Timer(0.3, lambda: setattr(node.library, "error", PLANTED)).start()
     calls = (node.gpu.all_reduce(SUM, given, out=given) for _ in range(1000))
     with pytest.raises(ENDED, match=FELL_OFF):

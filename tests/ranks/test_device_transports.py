@@ -23,7 +23,6 @@ from mpistrat.transports import cuda_aware, nccl, nccl_bindings
 from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.nccl import NcclTransport
-from mpistrat.transports.nccl_bindings import BINDINGS
 from mpistrat.transports.ring import BoundRing
 from mpistrat.transports.staged import StagedTransport
 from tests.gpu import on_host, stand_in_nccl
@@ -48,7 +47,7 @@ def device(comm, monkeypatch):
     device.close()
 
 
-@pytest.fixture(params=BINDINGS)
+@pytest.fixture(params=nccl_bindings.BINDINGS)
 def binding(request, monkeypatch):
     monkeypatch.setattr(nccl_bindings, "GRACE_SECONDS", 0.0)
     return request.param
@@ -311,10 +310,16 @@ def test_a_failure_that_nccl_finds_by_itself_aborts_and_is_raised(group, device,
     comm.Barrier()
 
 
-def test_cuda_ipc_passes_the_kit(group, device, kernels):
+def test_cuda_ipc_and_cuda_aware_pass_the_kit(group, device, kernels):
     device.kernels = kernels
     group.settings = Snapshot({"MPISTRAT_ONE_SHOT_BYTES": "256B"})  # some buffers of the kit take one shot, others two
     assert check_transport(partial(CudaIpcTransport, device=device), group) > 300
+    if group.size > 4:
+        pytest.skip("a ring of four ranks is a ring of eight; its order is tested by itself")
+    device.kernels = kernels
+    # the largest buffers of the kit are cut into many segments, the others into one
+    make = partial(CudaAwareTransport, device=device, segment_bytes=1 << 14)
+    assert check_transport(make, group, between_nodes=True) > 300
 
 
 def test_one_shot_and_two_add_in_one_order_and_begin_with_different_gpus(group, device, kernels):
@@ -384,15 +389,6 @@ def test_memory_that_one_rank_cannot_reach_or_show_or_does_not_have_is_refused_o
         monkeypatch.setattr(device, verb, fail)
     with pytest.raises(TransportError, match="world: rank 1: planted: no memory"):
         CudaIpcTransport(group, device).allocate(64)
-
-
-def test_cuda_aware_passes_the_kit(group, device, kernels):
-    if group.size > 4:
-        pytest.skip("a ring of four ranks is a ring of eight; its order is tested by itself")
-    device.kernels = kernels
-    # the largest buffers of the kit are cut into many segments, the others into one
-    make = partial(CudaAwareTransport, device=device, segment_bytes=1 << 14)
-    assert check_transport(make, group, between_nodes=True) > 300
 
 
 def test_zeros_of_either_sign_have_the_same_bits_on_all_ranks(group, device, kernels):

@@ -5,17 +5,14 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from mpistrat.communicator.options import CommunicationOptions
+import mpistrat
 from mpistrat.device.kernels import TYPES
 from mpistrat.errors import AgreementError, DeadlineExceededError, InvalidArgumentError, TransportError, UnavailableError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.steps import drive
-from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.strategy import Strategy
 from mpistrat.testing.transport_suite import operations
 from mpistrat.transports import nccl
-from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.nccl_bindings import nccl_refusal
 from tests.gpu import stand_in_arrays, verbs_rank
 from tests.gpu.bound import TRIAL_BYTES, Pair, values
@@ -52,7 +49,7 @@ def on_device(node, monkeypatch):
 @up_to_ranks(2)
 def test_arrays_of_every_dtype_are_combined_and_moved(on_device, monkeypatch):
     monkeypatch.setattr(verbs_rank, "SHAPES", verbs_rank.SMALL_SHAPES)
-    strategy, put = Strategy(StrategyExtended(on_device.gpu)), on_device.up
+    strategy, put = mpistrat.Strategy(mpistrat.StrategyExtended(on_device.gpu)), on_device.up
 
     def step():
         for dtype in map(np.dtype, verbs_rank.DTYPES):
@@ -86,15 +83,14 @@ def test_a_reduce_scatter_of_equal_parts_is_one_call_of_nccl(on_device):
     whole = pair.host.all_reduce(SUM, array)
     for _ in range(2):
         before = pair.library.calls.copy() if pair.size > 1 else None
-        found = pair.gpu.reduce_scatter(SUM, pair.up(array))
-        pair.check(found, whole[5 * pair.rank : 5 * pair.rank + 5])
+        pair.check(pair.gpu.reduce_scatter(SUM, pair.up(array)), whole[5 * pair.rank : 5 * pair.rank + 5])
         if before is not None:
             assert pair.library.calls - before == {"reduceScatter": 1}
 
 
 def test_a_reduce_scatter_in_the_order_of_the_replicas_is_no_call_of_nccl(node):
     array = np.random.default_rng(node.rank).standard_normal((4 * node.size, 2)).astype(np.float32)
-    in_order = CommunicationOptions(deterministic=True)
+    in_order = mpistrat.experimental.CommunicationOptions(deterministic=True)
     found = node.gpu.reduce_scatter(SUM, node.up(array), options=in_order)
     node.check(found, node.host.reduce_scatter(SUM, array, options=in_order))
 
@@ -225,7 +221,7 @@ def test_a_deadline_ends_a_first_exchange_while_nccl_connects(comm, monkeypatch)
     monkeypatch.setattr(nccl, "TRIAL_BYTES", TRIAL_BYTES)
     group, device = Group(comm.Dup(), "world"), StandInDevice(comm.rank)
     library = StandInNccl(device, comm)
-    transport = NcclTransport(group, device, library)
+    transport = nccl.NcclTransport(group, device, library)
     sends, receives = ([device.allocate(64) for _ in range(comm.size)] for _ in range(2))
     if comm.rank == 0:
         with pytest.raises(DeadlineExceededError, match=r"an exchange did not end within 0\.05 s"):

@@ -220,8 +220,7 @@ def test_a_node_without_shared_memory_goes_on_over_mpi(comm, make_ops, monkeypat
 def test_the_transport_that_is_taken_in_the_place_of_a_faster_one_is_told(comm, make_ops, monkeypatch, said):
     monkeypatch.setattr("mpistrat.logger._warned", set())
     monkeypatch.setattr(MpiRingTransport, "probe", classmethod(lambda *_: "this network has no rings"))
-    communicator = make_ops(f"{comm.size}x1")
-    assert communicator.all_reduce("sum", np.ones(300_000))[0] == comm.size
+    assert make_ops(f"{comm.size}x1").all_reduce("sum", np.ones(300_000))[0] == comm.size
     assert said.getvalue().count("mpi_ring: this network has no rings. These ranks (world) go on over mpi") == (comm.rank == 0)
 
 

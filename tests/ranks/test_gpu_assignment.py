@@ -65,14 +65,11 @@ def test_a_device_that_was_bound_by_hand_takes_part(fake, comm):
     check_gpu_assignment(comm)
 
 
-def test_a_setting_that_rank_0_alone_cannot_read_is_told_to_all(fake, comm, monkeypatch):
+def test_a_setting_that_rank_0_cannot_read_and_a_gpu_that_one_rank_cannot_ask_are_told_to_all(fake, comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_VERBOSE", "maybe" if comm.rank == 0 else "")
     bind_device(_view(comm))
     with pytest.raises((SettingError, AgreementError), match="MPISTRAT_VERBOSE='maybe'"):
         Communicator(comm)
-
-
-def test_a_gpu_that_one_rank_cannot_ask_is_told_to_all(fake, comm, monkeypatch):
     fake.show(*range(comm.size))
     bind_device(_view(comm))
     if comm.rank == comm.size - 1:

@@ -8,22 +8,9 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.communicator.communicator import Communicator
-from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
-from tests.gpu import (
-    conformance,
-    graphs,
-    host_time,
-    interop,
-    null_device,
-    sanitizer,
-    soak,
-    streams,
-    torch_backward,
-    verbs_rank,
-)
+from tests.gpu import conformance, graphs, host_time, interop, null_device, sanitizer, soak, streams, torch_backward, verbs_rank
 from tests.gpu.bound import stand_in
 from tests.gpu.stand_in import UNFINISHED
 from tests.launches import on_ranks, up_to_ranks
@@ -74,7 +61,7 @@ def test_a_wrong_sum_is_told(monkeypatch):
 @on_ranks(2)
 def test_calls_are_compared_with_those_of_a_binding(comm):
     with stand_in(comm) as device:
-        communicator = Communicator(Hierarchy(comm, World.from_shape("1x2")))
+        communicator = mpistrat.Communicator(Hierarchy(comm, World.from_shape("1x2")))
         with host_time.raw_nccl(comm, communicator._gpu.executor.intra._nccl) as raw:
             figures = host_time.overhead(communicator, device, raw, {"4KiB": 4096}, rounds=2)
         assert figures.keys() == {*(f"{way}_us_4KiB" for way in ("nccl", "call", "out")), "ratio_4KiB", "ratio_out_4KiB"}
@@ -199,7 +186,7 @@ def test_arrays_of_other_libraries_in_memory_of_the_host(comm, library, monkeypa
 def test_gradients_that_pytorch_computes_on_another_thread(comm, monkeypatch):
     installed("torch")
 
-    monkeypatch.setattr(torch_backward, "OPTIONS", CommunicationOptions(bytes_per_pack=1024))
+    monkeypatch.setattr(torch_backward, "OPTIONS", mpistrat.experimental.CommunicationOptions(bytes_per_pack=1024))
     with mpistrat.Communicator(comm) as communicator, ThreadPoolExecutor(1) as thread:
 
         def train(steps):
@@ -212,6 +199,6 @@ def test_gradients_that_pytorch_computes_on_another_thread(comm, monkeypatch):
         monkeypatch.setattr("mpistrat.torch.average_gradients", lambda *_, **__: nullcontext())
         with pytest.raises(AssertionError, match=r"differ from those of the whole batch in 2 steps: step 0 by"):
             torch_backward.right(*train(2))
-        monkeypatch.setattr(torch_backward, "OPTIONS", CommunicationOptions(bytes_per_pack=1 << 20))
+        monkeypatch.setattr(torch_backward, "OPTIONS", mpistrat.experimental.CommunicationOptions(bytes_per_pack=1 << 20))
         with pytest.raises(AssertionError, match="1 buckets"):
             train(2)

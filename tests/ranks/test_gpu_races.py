@@ -5,8 +5,6 @@ whoever waits for it. Two pieces of work are a race if they use the same memory,
 before the other. What the host reads and writes, and what kernels do that add and divide, is not looked at.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,7 +19,6 @@ from tests.gpu.stand_in import StandInDevice, _Event, _Stream
 from tests.gpu.stand_in_nccl import _Communicator
 
 TURNS = 6
-COUNTS = (4099, 128, 64)
 
 pytestmark = [
     pytest.mark.ranks(nodes=["1x2", "2x2"]),
@@ -42,7 +39,7 @@ def run(pair, monkeypatch, breaks=None):
     if breaks is not None:
         breaks(device)
     for turn in range(TURNS):
-        arrays = [values((count,), np.float32, turn + pair.rank) for count in COUNTS]
+        arrays = [values((count,), np.float32, turn + pair.rank) for count in (4099, 128, 64)]
         rows = values((4 * size, 2), np.float32, turn + pair.rank)
         with device.activate(streams[turn % 2]):
             many, one = [put_late(device, array) for array in arrays], put_late(device, rows)

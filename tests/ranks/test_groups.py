@@ -31,7 +31,7 @@ def test_close_frees_every_communicator_and_may_be_done_often(comm, world):
     assert comm.allreduce(1) == comm.size
 
 
-def test_all_ranks_know_them_by_one_number_whatever_some_have_made_before(comm):
+def test_all_ranks_know_them_by_one_number_and_they_know_which_ranks_of_the_job_they_are(comm):
     for _ in range(comm.rank):
         Hierarchy(MPI.COMM_SELF, World.from_shape("1x1")).close()
     made = [Hierarchy(comm, World.from_shape(f"1x{comm.size}")) for _ in range(2)]
@@ -40,9 +40,6 @@ def test_all_ranks_know_them_by_one_number_whatever_some_have_made_before(comm):
     assert numbers[0] != numbers[1]
     for hierarchy in made:
         hierarchy.close()
-
-
-def test_they_know_which_ranks_of_the_job_they_are(comm):
     half = comm.Split(comm.rank % 2, comm.rank)
     hierarchy = Hierarchy(half, World.from_shape(f"1x{half.size}"))
     assert hierarchy.job_ranks == tuple(range(comm.rank % 2, comm.size, 2))
@@ -57,7 +54,7 @@ def test_a_virtual_shape_is_taken_as_it_is_from_the_argument_or_the_variable_of_
     assert discover(comm, f"1x{comm.size}") == World.from_shape(f"1x{comm.size}"), "an argument wins"
 
 
-def test_real_nodes_are_the_ranks_that_share_memory(comm, monkeypatch):
+def test_real_nodes_are_the_ranks_that_share_memory_and_a_virtual_one_cannot_span_machines(comm, monkeypatch):
     monkeypatch.delenv("MPISTRAT_VIRTUAL_NODES", raising=False)
     world = discover(comm)
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
@@ -66,6 +63,15 @@ def test_real_nodes_are_the_ranks_that_share_memory(comm, monkeypatch):
     assert mine.name == MPI.Get_processor_name()
     node.Free()
     assert comm.allgather(world) == [world] * comm.size
+    if comm.size == 1:
+        assert discover(comm, "1x1").num_nodes == 1
+        return
+    # each rank on a machine of its own
+    apart = [*range(comm.size)], [*map(str, range(comm.size))]
+    monkeypatch.setattr("mpistrat.topology.discover.real_nodes", lambda comm: apart)
+    with pytest.raises(TopologyError, match=r"virtual node 0 of shape '1x\d' would hold ranks 0, 1.* several machines \(0, 1"):
+        discover(comm, f"1x{comm.size}")
+    assert discover(comm, f"{comm.size}x1").num_nodes == comm.size
 
 
 def test_a_wrong_shape_is_an_error_on_every_rank(comm):
@@ -77,18 +83,6 @@ def test_a_wrong_shape_is_an_error_on_every_rank(comm):
         with pytest.raises(TopologyError, match=message):
             discover(comm, wrong)
     assert comm.allreduce(1) == comm.size
-
-
-def test_a_virtual_node_cannot_span_machines(comm, monkeypatch):
-    if comm.size == 1:
-        assert discover(comm, "1x1").num_nodes == 1
-        return
-    # each rank on a machine of its own
-    apart = [*range(comm.size)], [*map(str, range(comm.size))]
-    monkeypatch.setattr("mpistrat.topology.discover.real_nodes", lambda comm: apart)
-    with pytest.raises(TopologyError, match=r"virtual node 0 of shape '1x\d' would hold ranks 0, 1.* several machines \(0, 1"):
-        discover(comm, f"1x{comm.size}")
-    assert discover(comm, f"{comm.size}x1").num_nodes == comm.size
 
 
 @needs_ranks(2)

@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.communicator.communicator import Communicator
 from mpistrat.errors import AgreementError, InvalidArgumentError, UnavailableError
 from mpistrat.execution import guard
-from mpistrat.reduction import ReduceOp
-from mpistrat.watch.record import RankFile
 from mpistrat.watch.recorder import recorder
 from tests.launches import needs_ranks
 from tests.ranks.cases import on_thread
 
-SUM = ReduceOp.SUM
+pytestmark = needs_ranks(2)
+
+SUM = mpistrat.ReduceOp.SUM
 
 
 @pytest.fixture
@@ -27,7 +26,6 @@ def one_node(make_ops):
     return make_ops(STRICT="0")
 
 
-@needs_ranks(2)
 @pytest.mark.parametrize("count", [1, 100_000])
 def test_a_second_thread_gets_the_error(one_node, comm, count):
     for _ in range(2):
@@ -40,7 +38,6 @@ def test_a_second_thread_gets_the_error(one_node, comm, count):
     assert (one_node.all_reduce(SUM, [np.ones(count)])[0] == comm.size).all(), "nothing has happened"
 
 
-@needs_ranks(2)
 def test_what_was_noted_is_compared_with_the_next_collective(one_node, comm):
     for _ in range(3):
         one_node.note("a step")
@@ -54,7 +51,6 @@ def test_what_was_noted_is_compared_with_the_next_collective(one_node, comm):
         one_node.all_reduce(SUM, [np.ones(3)])
 
 
-@needs_ranks(2)
 @pytest.mark.parametrize("common", [0, 1])
 @pytest.mark.parametrize("is_started", [False, True])
 def test_a_call_is_not_paired_with_one_that_a_rank_has_refused(one_node, comm, is_started, common):
@@ -70,7 +66,6 @@ def test_a_call_is_not_paired_with_one_that_a_rank_has_refused(one_node, comm, i
         one_node.all_reduce(SUM, [np.ones(3)])
 
 
-@needs_ranks(2)
 @pytest.mark.parametrize(
     ("verb", "error"), [("all_gather", RuntimeError), ("all_gather", KeyboardInterrupt), ("reduce_scatter", RuntimeError)]
 )
@@ -83,7 +78,6 @@ def test_a_call_is_not_paired_with_one_whose_argument_raises(one_node, comm, ver
         call()
 
 
-@needs_ranks(2)
 @pytest.mark.parametrize("is_known", [False, True])
 def test_a_call_is_not_paired_with_one_that_raises_what_was_started_has_failed_of(one_node, comm, is_known):
     def fail():
@@ -103,7 +97,6 @@ def test_a_call_is_not_paired_with_one_that_raises_what_was_started_has_failed_o
         one_node.all_reduce(SUM, np.ones(3))
 
 
-@needs_ranks(2)
 def test_what_was_started_has_ended_when_calls_are_confirmed(comm, make_ops):
     ops, ones = make_ops(f"{comm.size}x1", STRICT="0"), np.ones(20_000, np.float32)  # which MPI sums between nodes
     for _ in range(3):
@@ -115,7 +108,6 @@ def test_what_was_started_has_ended_when_calls_are_confirmed(comm, make_ops):
         assert (work.wait() == comm.size).all()
 
 
-@needs_ranks(2)
 def test_what_was_started_has_ended_when_calls_become_strict(comm, one_node):
     for _ in range(10):
         work = one_node.start_all_reduce(SUM, np.ones(100_000))
@@ -126,15 +118,6 @@ def test_what_was_started_has_ended_when_calls_become_strict(comm, one_node):
         one_node.is_strict = False
 
 
-def test_the_record_of_a_call_has_the_bytes_that_this_rank_passes(make_ops):
-    ops = make_ops()
-    for call in (ops.all_reduce, lambda *given: ops.start_all_reduce(*given).wait()):
-        for _ in range(2):
-            call(SUM, [np.ones(3), np.ones(100_000, np.float32)])
-            assert RankFile(recorder().memory).last().nbytes == 400_024
-
-
-@needs_ranks(2)
 @pytest.mark.parametrize("leaves", [1, 2])
 @pytest.mark.parametrize("count", [3, 300_000])
 def test_structures_are_compared_where_arrays_are_alike(comm, make_strategy, count, leaves):
@@ -153,7 +136,6 @@ def test_structures_are_compared_where_arrays_are_alike(comm, make_strategy, cou
         assert structure in str(caught.value), "each rank tells what all were in"
 
 
-@needs_ranks(2)
 def test_a_call_is_told_by_name_whatever_others_were_made_since_it_was_new(make_ops, world):
     often = make_ops(world, STRICT="0")
     calls = [(op, [np.ones(3)]) for op in ("max", "sum")]
@@ -165,7 +147,6 @@ def test_a_call_is_told_by_name_whatever_others_were_made_since_it_was_new(make_
         often.all_reduce(*calls[min(often.rank, 1)])
 
 
-@needs_ranks(2)
 def test_all_that_was_noted_is_told_of_a_call_that_is_known(comm, one_node):
     arrays = [np.ones(100_000), np.ones(2)]
     for _ in range(3):
@@ -178,7 +159,6 @@ def test_all_that_was_noted_is_told_of_a_call_that_is_known(comm, one_node):
         assert f"after the note of rank {rank}; the last note" in str(caught.value)
 
 
-@needs_ranks(2)
 def test_what_is_assigned_outside_run_is_compared(comm, make_strategy):
     strategy = make_strategy(STRICT="0")
     with strategy.scope():
@@ -189,9 +169,8 @@ def test_what_is_assigned_outside_run_is_compared(comm, make_strategy):
         strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.ones(2)))
 
 
-@needs_ranks(2)
 @pytest.mark.parametrize("count", [3, 100_000])
-def test_threads_that_take_turns_alike_on_all_ranks_are_legal(one_node, comm, count):
+def test_threads_that_take_turns_alike_are_legal_and_their_calls_not_paired_with_those_of_the_main_one(one_node, comm, count):
     def call():
         return one_node.all_reduce(SUM, np.full(count, comm.rank))[0]
 
@@ -201,10 +180,6 @@ def test_threads_that_take_turns_alike_on_all_ranks_are_legal(one_node, comm, co
     assert one_node.all_reduce(SUM, np.ones(count))[0] == comm.size, "which waits for what the thread has started"
     assert work.wait()[0] == comm.size
 
-
-@needs_ranks(2)
-@pytest.mark.parametrize("count", [3, 100_000])
-def test_calls_of_a_thread_are_not_paired_with_those_of_the_main_one(comm, one_node, count):
     def call():
         return one_node.all_reduce(SUM, np.ones(count))
 
@@ -214,7 +189,6 @@ def test_calls_of_a_thread_are_not_paired_with_those_of_the_main_one(comm, one_n
         on_thread(call) if comm.rank else call()
 
 
-@needs_ranks(2)
 def test_two_threads_beside_each_other_are_refused_on_the_rank_that_finds_them(comm, one_node):
     def call():
         return one_node.all_reduce(SUM, np.ones(3))
@@ -227,7 +201,6 @@ def test_two_threads_beside_each_other_are_refused_on_the_rank_that_finds_them(c
             (first if comm.rank else second).submit(call).result()
 
 
-@needs_ranks(2)
 def test_threads_that_were_started_together_are_refused_though_the_first_has_ended(comm, one_node):
     def call():
         return one_node.all_reduce(SUM, np.ones(3))
@@ -239,7 +212,6 @@ def test_threads_that_were_started_together_are_refused_though_the_first_has_end
             second.submit(call).result()
 
 
-@needs_ranks(2)
 @pytest.mark.parametrize("count", [3, 100_000])
 @pytest.mark.parametrize("names", [(None, None), ("A", "B"), ("part-1", "part-2")])
 def test_threads_that_begin_in_another_order_on_some_ranks_are_told_before_a_sum_is_wrong(comm, one_node, count, names):
@@ -263,22 +235,19 @@ def test_threads_that_begin_in_another_order_on_some_ranks_are_told_before_a_sum
     assert "after a change to thread" in told[0]
 
 
-@needs_ranks(2)
 def test_names_of_threads_may_have_the_number_of_the_rank(comm, one_node):
     for name in (f"rank-{comm.rank}", f"Thread-{comm.rank + 5} (call)"):
         assert on_thread(lambda: one_node.all_reduce(SUM, np.ones(3))[0], name=name) == comm.size
 
 
-@needs_ranks(2)
 def test_a_thread_that_makes_a_communicator_and_another_that_calls_it_are_told_apart(comm):
     with ThreadPoolExecutor(1, "first") as first, ThreadPoolExecutor(1, "second") as second:
-        made = first.submit(Communicator, comm).result()
+        made = first.submit(mpistrat.Communicator, comm).result()
         assert first.submit(made.all_reduce, SUM, np.ones(3)).result()[0] == comm.size
         with pytest.raises(UnavailableError, match="second_0.*first_0"):
             second.submit(made.all_reduce, SUM, np.ones(3)).result()
 
 
-@needs_ranks(2)
 @pytest.mark.parametrize("kind", ["new", "known", "started", "planned"])
 def test_an_exception_after_a_call_has_its_number_is_told_to_the_other_ranks(comm, one_node, monkeypatch, kind):
     number, array = 3 if kind == "known" else 1, np.ones(1 << 20 if kind == "planned" else 3)
@@ -296,7 +265,6 @@ def test_an_exception_after_a_call_has_its_number_is_told_to_the_other_ranks(com
         one_node.barrier()
 
 
-@needs_ranks(2)
 @pytest.mark.parametrize("outer", ["passes", "is refused"])
 @pytest.mark.parametrize("is_on_all", [True, False])
 def test_a_call_within_a_call_is_refused_and_noted(one_node, monkeypatch, is_on_all, outer):

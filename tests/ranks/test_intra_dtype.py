@@ -51,7 +51,7 @@ def reduce_and_check(pair, op, shapes, dtype, options=NATIVE):
     return results
 
 
-def test_nccl_works_on_the_arrays_themselves(node):
+def test_nccl_works_on_the_arrays_themselves_or_packed_and_without_the_option_gets_twice_the_bytes(node):
     for dtype, op in product(HALF_DTYPES, OPS):
         reduce_and_check(node, op, [(1003,)], dtype)
         nbytes, calls = node.library.nbytes, node.library.calls.copy()
@@ -60,16 +60,10 @@ def test_nccl_works_on_the_arrays_themselves(node):
         assert node.library.nbytes - nbytes == 2 * 1003 * dtype.itemsize
         assert [pack.dtype for pack in node.gpu.explain(node.up(given(dtype, 7, 0)), NATIVE).packs] == [dtype.name]
     assert node.gpu.memory_report().device_bytes == 0, "an array was packed"
-
-
-def test_without_the_option_nccl_gets_twice_the_bytes(node):
     for dtype in HALF_DTYPES:
         nbytes = node.library.nbytes
         reduce_and_check(node, SUM, [(1003,)], dtype, CommunicationOptions())
         assert node.library.nbytes - nbytes >= 2 * 1003 * 4
-
-
-def test_several_arrays_are_packed_as_they_are(node):
     for op, dtype in product(OPS, HALF_DTYPES):
         nbytes = node.library.nbytes
         reduce_and_check(node, op, [(5, 3), (), (0,), (700,)], dtype)
@@ -77,16 +71,13 @@ def test_several_arrays_are_packed_as_they_are(node):
         assert 2 * 716 * 2 <= node.library.nbytes - nbytes < 2 * (716 + node.size) * 2
 
 
-def test_it_is_nccl_that_rounds(node):
+def test_it_is_nccl_that_rounds_also_a_part_of_the_sum_for_each_rank(node):
     """256 + 1 is no bfloat16, and float32 would make it 256 + size - 1."""
     array = np.array([256.0 if node.rank == 0 else 1.0], HALF_DTYPES[1])
     found = [node.device.get(node.gpu.all_reduce(SUM, node.up(array), options))[0] for options in (NATIVE, None)]
     assert found[1] == np.array(256 + node.size - 1, array.dtype)
     if node.size == 2:
         assert found[0] == 256
-
-
-def test_a_part_of_the_sum_for_each_rank(node):
     for dtype, op, rows in product(HALF_DTYPES, OPS, (4 * node.size, 4 * node.size + 1)):
         nbytes = node.library.nbytes
         found = node.device.get(node.gpu.reduce_scatter(op, node.up(given(dtype, (rows, 3), node.rank)), options=NATIVE))
@@ -119,6 +110,14 @@ def test_sums_of_nodes_are_added_in_float32(comm, make_pair):
     assert pair.device.get(pair.gpu.all_reduce(SUM, pair.up(array), options))[0] == 258
 
 
+def test_ranks_with_another_option_are_told(comm, make_pair):
+    pair = make_pair()
+    array = pair.up(given(HALF_DTYPES[0], 10, 0))
+    with pytest.raises(AgreementError, match=r"all_reduce\(SUM, .*intra_dtype=native"):
+        pair.gpu.all_reduce(SUM, array, NATIVE if pair.rank == 1 else None)
+    comm.Barrier()
+
+
 @pytest.mark.parametrize("transport", ["nccl", "cuda_ipc", "staged"])
 def test_what_it_does_not_concern_is_as_without_it(make_pair, transport):
     pair = make_pair(INTRA_TRANSPORT=transport)
@@ -130,11 +129,3 @@ def test_what_it_does_not_concern_is_as_without_it(make_pair, transport):
             pair.compare(op, [array], NATIVE)
         without, native = pair.host.all_reduce(SUM, [array] * 2), pair.host.all_reduce(SUM, [array] * 2, NATIVE)
         np.testing.assert_array_equal(without, native)
-
-
-def test_ranks_with_another_option_are_told(comm, make_pair):
-    pair = make_pair()
-    array = pair.up(given(HALF_DTYPES[0], 10, 0))
-    with pytest.raises(AgreementError, match=r"all_reduce\(SUM, .*intra_dtype=native"):
-        pair.gpu.all_reduce(SUM, array, NATIVE if pair.rank == 1 else None)
-    comm.Barrier()

@@ -17,6 +17,8 @@ from mpistrat.execution.program import SMALL_BATCH_BYTES, SmallBatch
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
 from mpistrat.testing.transport_suite import DTYPES, operations
 from mpistrat.transports.window import NodeWindow
+from mpistrat.watch.record import RankFile
+from mpistrat.watch.recorder import recorder
 from tests.launches import needs_ranks, up_to_ranks
 from tests.reference import LAYOUTS
 
@@ -63,6 +65,14 @@ def test_the_short_way_gives_the_bits_of_the_long_one(ops, fast_paths):
                 assert one.tobytes() == other.tobytes(), (op, dtype)
                 assert other.flags.writeable
                 assert not np.shares_memory(other, array)
+
+
+def test_the_record_of_a_call_has_the_bytes_that_this_rank_passes(make_ops):
+    ops = make_ops()
+    for call in (ops.all_reduce, lambda *given: ops.start_all_reduce(*given).wait()):
+        for _ in range(2):
+            call(ReduceOp.SUM, [np.ones(3), np.ones(100_000, np.float32)])
+            assert RankFile(recorder().memory).last().nbytes == 400_024
 
 
 @needs_ranks(2)

@@ -42,7 +42,7 @@ def given(rank, seed=0):
     return np.random.default_rng([rank, seed]).integers(-9, 9, COUNT).astype(np.float32)
 
 
-def test_what_combines_is_cut(limited):
+def test_what_combines_and_what_moves_is_cut(limited):
     ops, mine = limited, given(limited.rank)
     options = [CommunicationOptions(algorithm=name) for name in PLANNERS]
     options += [CommunicationOptions(deterministic=True), CommunicationOptions(wire_dtype="bfloat16")]
@@ -56,11 +56,7 @@ def test_what_combines_is_cut(limited):
     small = [mine[:60], mine[:30]]  # a small batch, longer than a message all the same
     for _ in range(3):
         np.testing.assert_array_equal(ops.all_reduce(SUM, small)[0], total(ops)[:60])
-    part = np.array_split(total(ops), ops.size)[ops.rank]
-    np.testing.assert_array_equal(ops.reduce_scatter(SUM, mine), part)
-
-
-def test_what_moves_is_cut(limited):
+    np.testing.assert_array_equal(ops.reduce_scatter(SUM, mine), np.array_split(total(ops), ops.size)[ops.rank])
     ops, mine = limited, given(limited.rank)
     gathered = np.concatenate([given(rank)[: COUNT - rank] for rank in range(ops.size)])
     np.testing.assert_array_equal(ops.all_gather(mine[: COUNT - ops.rank]), gathered)

@@ -13,7 +13,6 @@ import mpistrat.mpi4py
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.groups.group import MOST_UNCONFIRMED
-from mpistrat.mpi4py import intracomm
 from mpistrat.watch.record import RankFile
 from mpistrat.watch.recorder import recorder
 from tests.launches import needs_ranks, up_to_ranks
@@ -43,7 +42,7 @@ def _sum_of_ranks(comm):
     return comm.size * (comm.size - 1) // 2
 
 
-def test_it_is_the_communicator_that_it_wraps(comm):
+def test_it_is_the_communicator_that_it_wraps_and_what_is_in_the_place_of_allreduce_stays_there(comm):
     wrapped = mpistrat.mpi4py.wrap(comm)
     assert wrapped == comm
     assert isinstance(wrapped, MPI.Intracomm)
@@ -52,6 +51,12 @@ def test_it_is_the_communicator_that_it_wraps(comm):
     mpistrat.Communicator(wrapped).close()  # and it can be wrapped again
     wrapped._communicator.close()
     assert comm.allreduce(1) == comm.size, "the communicator that was wrapped goes on"
+    wrapped, calls = mpistrat.mpi4py.intracomm.wrapped(comm.Dup(), None), []
+    wrapped.Allreduce = lambda *given: calls.append(given)
+    wrapped.Barrier()
+    wrapped.Allreduce(1, 2)
+    assert calls == [(1, 2)]
+    wrapped.Free()
 
 
 def test_it_is_pickled_where_the_one_that_it_wraps_is():
@@ -159,6 +164,9 @@ def test_counts_of_allgather_and_reduce_scatter_block_are_those_of_one_rank(wrap
     part = np.zeros(2, "i4")
     wrapped.Reduce_scatter_block([np.arange(2 * size, dtype="i4"), 2, MPI.INT], [part, MPI.INT])
     assert part.tolist() == [2 * rank * size, (2 * rank + 1) * size]
+    received = np.zeros(2)
+    wrapped.Allreduce([np.array([1.0, 2.0]), MPI.DOUBLE_COMPLEX], [received, MPI.DOUBLE_COMPLEX], MPI.PROD)
+    assert received.view(complex)[0] == (1 + 2j) ** wrapped.size
 
 
 def test_ranks_may_describe_the_same_bytes_by_other_datatypes(wrapped):
@@ -209,12 +217,6 @@ def test_mpi_makes_the_reductions_that_are_none_of_ours(wrapped):
     assert found[0].item() == (1 - wrapped.size, wrapped.size - 1)
 
 
-def test_float64_of_another_datatype_are_what_that_says(wrapped):
-    received = np.zeros(2)
-    wrapped.Allreduce([np.array([1.0, 2.0]), MPI.DOUBLE_COMPLEX], [received, MPI.DOUBLE_COMPLEX], MPI.PROD)
-    assert received.view(complex)[0] == (1 + 2j) ** wrapped.size
-
-
 def test_requests_are_those_of_mpi(wrapped):
     arrays = [np.full(n, float(wrapped.rank)) for n in (1, 100, 40_000)]
     requests = [wrapped.Iallreduce(MPI.IN_PLACE, each) for each in arrays]
@@ -248,8 +250,7 @@ def test_communicators_made_of_it_are_wrapped_too(wrapped):
         made.Free()
     assert isinstance(cart, MPI.Intracomm)
     assert type(line).__name__ == "WrappedCartcomm"
-    nobody = wrapped.Split(MPI.UNDEFINED)
-    assert nobody == MPI.COMM_NULL
+    assert wrapped.Split(MPI.UNDEFINED) == MPI.COMM_NULL
     with_options = mpistrat.mpi4py.wrap(wrapped.Dup(), CommunicationOptions(deterministic=True))
     twice, request = with_options.Idup()
     request.Wait()
@@ -297,13 +298,11 @@ WRONG_BUFFERS = {
 }
 
 
-def test_wrong_buffers_are_refused_as_by_mpi4py(wrapped):
+def test_wrong_and_read_only_buffers_are_refused_as_by_mpi4py(wrapped):
     for name, (send, receive, error) in WRONG_BUFFERS.items():
         with case(name), pytest.raises(error):
             wrapped.Allreduce(send, receive)
 
-
-def test_what_is_received_into_must_be_writable_as_with_mpi4py(wrapped):
     def call(verb, received):  # by all ranks but the root, which sends
         if verb == "Allgather":
             wrapped.Allgather(np.ones(1), received[: wrapped.size])
@@ -338,26 +337,18 @@ _WRONG = {
 
 
 @needs_ranks(2)
-def test_ranks_that_differ_are_told(wrapped):
+def test_ranks_that_differ_are_told_and_without_strict_checks_too(wrapped):
     for name, wrong in _WRONG.items():
         with case(name), pytest.raises((CollectiveError, ValueError) if wrapped.rank == 1 else AgreementError):
             (wrong if wrapped.rank == 1 else _RIGHT)(wrapped)
-
-
-@needs_ranks(2)
-def test_ranks_on_different_sides_are_told_without_strict_checks_too(wrapped):
+    for count, root in ((3, 0), (2, 1)):
+        with case((count, root)), pytest.raises((CollectiveError, InvalidArgumentError)):
+            wrapped.Bcast(np.ones(count), root) if wrapped.rank == 1 else wrapped.Bcast(np.ones(2))
     wrapped._communicator.is_strict = False
     for _ in range(3):
         _RIGHT(wrapped)
     with pytest.raises(AgreementError, match="rank 1: Allreduce by MPI"):
         (_WRONG["an operation of MPI's"] if wrapped.rank == 1 else _RIGHT)(wrapped)
-
-
-@needs_ranks(2)
-def test_broadcasts_that_differ_are_told(wrapped):
-    for count, root in ((3, 0), (2, 1)):
-        with case((count, root)), pytest.raises((CollectiveError, InvalidArgumentError)):
-            wrapped.Bcast(np.ones(count), root) if wrapped.rank == 1 else wrapped.Bcast(np.ones(2))
 
 
 def test_small_arrays_above_the_limit_of_messages_are_cut(comm, monkeypatch):
@@ -436,8 +427,7 @@ def test_small_arrays_are_handed_to_mpi_and_compared_later(passing):
         else:
             passing.Allreduce(np.asfortranarray(sent), received)
         assert received.tolist() == [_sum_of_ranks(passing) + turn * size] * 6, turn
-    present = passing._communicator.hierarchy.call
-    assert size == 1 or 0 < present.unconfirmed < MOST_UNCONFIRMED
+    assert size == 1 or 0 < passing._communicator.hierarchy.call.unconfirmed < MOST_UNCONFIRMED
     nan = np.array([np.nan if rank == 0 else 1.0, rank])
     for _ in range(2):
         least = np.zeros(2)
@@ -465,15 +455,6 @@ def test_one_array_in_both_places_is_in_place(passing, monkeypatch):
     recorder().outdated = object()
     passing.Allreduce(both, both)
     assert array.tolist() == [size, size]
-
-
-def test_what_is_in_the_place_of_allreduce_stays_there(comm):
-    wrapped, calls = intracomm.wrapped(comm.Dup(), None), []
-    wrapped.Allreduce = lambda *given: calls.append(given)
-    wrapped.Barrier()
-    wrapped.Allreduce(1, 2)
-    assert calls == [(1, 2)]
-    wrapped.Free()
 
 
 @needs_ranks(2)

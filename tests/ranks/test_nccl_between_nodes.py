@@ -3,22 +3,19 @@
 import numpy as np
 import pytest
 
-from mpistrat.communicator.communicator import Communicator
+import mpistrat
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, TransportError
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from mpistrat.transports import nccl
-from mpistrat.transports.nccl import NcclTransport
 from tests.gpu import stand_in_nccl
 from tests.gpu.bound import Pair, stand_in, values
-from tests.gpu.stand_in_nccl import StandInNccl
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = [needs_ranks(4), up_to_ranks(4)]
 
-SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
+SUM, MEAN = mpistrat.ReduceOp.SUM, mpistrat.ReduceOp.MEAN
 
 
 @pytest.fixture(params=["2x2", "3+1"])
@@ -36,7 +33,7 @@ def pair(make_pair, nodes):
 @pytest.fixture
 def cannot_join(comm, monkeypatch):
     """Give a function that has a rank fail to make communicators of so many ranks."""
-    join = StandInNccl.NcclCommunicator
+    join = stand_in_nccl.StandInNccl.NcclCommunicator
 
     def plant(patch, who, num_ranks):
         def fail(library, size, *arguments):
@@ -45,17 +42,9 @@ def cannot_join(comm, monkeypatch):
             return join(library, size, *arguments)
 
         patch.setattr(stand_in_nccl, "CONNECT_SECONDS", 0.5)
-        patch.setattr(StandInNccl, "NcclCommunicator", fail)
+        patch.setattr(stand_in_nccl.StandInNccl, "NcclCommunicator", fail)
 
     return plant
-
-
-def test_casts_between_nodes_stay(pair):
-    options = CommunicationOptions(wire_dtype="bfloat16", algorithm="hierarchical")
-    array = np.full((8, 3), 1 + 2**-10, np.float32)  # which bfloat16 rounds to 1
-    for verb in ("all_reduce", "reduce_scatter"):
-        found, expected = getattr(pair.gpu, verb)(SUM, pair.up(array), options=options), np.full((8, 3), 4.0)
-        np.testing.assert_array_equal(pair.device.get(found), expected[: found.shape[0]])
 
 
 def test_ranks_of_which_one_cannot_join_its_rail_raise_together(make_pair, monkeypatch, cannot_join):
@@ -69,10 +58,15 @@ def test_ranks_of_which_one_cannot_join_its_rail_raise_together(make_pair, monke
     pair.compare(SUM, given, options)
 
 
-def test_the_plan_says_why(pair):
+def test_the_plan_says_why_and_casts_between_nodes_stay(pair):
     explained = str(pair.gpu.explain(pair.up(np.ones(1000, np.float32))))
     assert "nccl joins all ranks, and chooses how" in explained
     assert "nccl inside nodes, nccl between nodes" in explained
+    options = CommunicationOptions(wire_dtype="bfloat16", algorithm="hierarchical")
+    array = np.full((8, 3), 1 + 2**-10, np.float32)  # which bfloat16 rounds to 1
+    for verb in ("all_reduce", "reduce_scatter"):
+        found, expected = getattr(pair.gpu, verb)(SUM, pair.up(array), options=options), np.full((8, 3), 4.0)
+        np.testing.assert_array_equal(pair.device.get(found), expected[: found.shape[0]])
 
 
 def test_auto_takes_it_where_all_ranks_have_an_adapter(comm, monkeypatch):
@@ -80,7 +74,7 @@ def test_auto_takes_it_where_all_ranks_have_an_adapter(comm, monkeypatch):
     given = [values(1000, np.float32, comm.rank)]
     for lacks in ("", "planted: only sockets"):
         answer = lacks if comm.rank == 2 else ""
-        monkeypatch.setattr(NcclTransport, "network_refusal", lambda answer=answer: answer)
+        monkeypatch.setattr(nccl.NcclTransport, "network_refusal", lambda answer=answer: answer)
         with Pair(comm, World.from_shape("2x2")) as pair:
             calls = pair.library.calls["allReduce"]
             pair.compare(SUM, given, CommunicationOptions(algorithm="flat"))
@@ -93,7 +87,7 @@ def test_auto_takes_it_where_all_ranks_have_an_adapter(comm, monkeypatch):
 
 def test_auto_goes_on_without_it_if_one_rank_cannot_join(comm, monkeypatch, cannot_join):
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "off")
-    monkeypatch.setattr(NcclTransport, "network_refusal", lambda: "")
+    monkeypatch.setattr(nccl.NcclTransport, "network_refusal", lambda: "")
     cannot_join(monkeypatch, 3, comm.size)
     with Pair(comm, World.from_shape("2x2")) as pair:
         assert "staged over mpi_ring between nodes" in pair.gpu.path
@@ -109,14 +103,14 @@ def test_ranks_of_which_one_cannot_join_raise_together(comm, nodes, monkeypatch,
     with stand_in(comm):
         library = nccl.find_binding()
         with pytest.raises(TransportError, match=told):
-            Communicator(hierarchy)
+            mpistrat.Communicator(hierarchy)
         assert library.aborted == len(library.communicators), "no rank keeps a communicator"
 
 
 def test_ranks_without_nccl_are_told_what_is_accepted(comm, nodes):
     hierarchy = Hierarchy(comm, nodes)
     with stand_in(comm, has_nccl=False), pytest.raises(TransportError, match=r"here: CuPy finds no libnccl.*Accepted are auto"):
-        Communicator(hierarchy)
+        mpistrat.Communicator(hierarchy)
 
 
 def test_communicators_are_destroyed_in_one_order(comm, nodes, monkeypatch):

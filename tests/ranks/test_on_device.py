@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.context.values import PerReplica
-from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.tools.train_digits import train
 from tests.gpu import training_pair
 from tests.gpu.bound import stand_in
 from tests.launches import needs_ranks, on_ranks
-from tests.variable_matrix import CELLS, check_cells
+from tests.variable_matrix import CELLS, check_cells, made
 
 pytestmark = on_ranks(1, 2)  # devices that dawdle take many cores
 
@@ -65,24 +63,20 @@ def test_the_demo_runs_on_gpus_and_says_so(comm, gpu, tmp_path, capsys, monkeypa
         assert (tmp_path / "training.png").exists()
 
 
-def test_the_strategy_knows_where_it_computes(comm, on_gpu, xp):
+def test_the_strategy_knows_where_it_computes_and_initial_values_may_be_anywhere(comm, on_gpu, xp):
     assert on_gpu.communicator.path
     assert on_gpu.array_module is xp
     assert on_gpu.extended.worker_devices == (f"/job:worker/replica:0/task:{comm.rank}/device:GPU:0",)
+    # each rank brings its own kind, and that of replica 0 counts
+    put = xp.asarray if comm.rank % 2 else np.asarray
+    variable = made(on_gpu, put(np.arange(3.0) + comm.rank))
+    assert isinstance(variable.value, xp.ndarray)
+    assert variable.numpy().tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("where", ["run", "scope", "update"])
 def test_variables_do_on_gpus_what_they_do_on_the_host(on_gpu, where):
     check_cells(on_gpu, [cell for cell in CELLS if cell.where == where])
-
-
-def test_initial_values_may_be_anywhere(comm, on_gpu, xp):
-    # each rank brings its own kind, and that of replica 0 counts
-    put = xp.asarray if comm.rank % 2 else np.asarray
-    with on_gpu.scope():
-        variable = mpistrat.Variable(put(np.arange(3.0) + comm.rank))
-    assert isinstance(variable.value, xp.ndarray)
-    assert variable.numpy().tolist() == [0, 1, 2]
 
 
 def test_a_nest_of_arrays_and_numbers_is_combined(comm, on_gpu, xp):
@@ -104,9 +98,9 @@ def test_a_nest_of_arrays_and_numbers_is_combined(comm, on_gpu, xp):
     assert float(mean["loss"]) == 0.5
 
 
-def test_values_are_combined_outside_run(comm, on_gpu, xp):
+def test_values_are_combined_outside_run_and_slices_added_up(comm, on_gpu, xp):
     rows = on_gpu.run(lambda: xp.full((comm.rank, 2), comm.rank, np.float64))
-    rows = rows if comm.size > 1 else PerReplica(rows)
+    rows = rows if comm.size > 1 else mpistrat.PerReplica(rows)
     ranks, squares = range(comm.size), sum(rank * rank for rank in range(comm.size))
     total = on_gpu.reduce("sum", rows, axis=0)
     assert isinstance(total, xp.ndarray)
@@ -120,15 +114,13 @@ def test_values_are_combined_outside_run(comm, on_gpu, xp):
     assert on_gpu.broadcast(xp.full(2, comm.rank), root=root).tolist() == [root] * 2
     with on_gpu.scope():
         ops = mpistrat.ReductionToOneDevice()
-        value = PerReplica(xp.full(2, comm.rank))
+        value = mpistrat.PerReplica(xp.full(2, comm.rank))
         found = ops.reduce("sum", value, f"rank:{root}")
         copied = ops.broadcast(found, {"/gpu:0"}) if comm.size > 1 else found
         [component] = on_gpu.experimental_local_results(copied)
         assert isinstance(component, xp.ndarray)
         assert component.tolist() == [sum(ranks) if comm.size > 1 else 0] * 2
 
-
-def test_slices_of_all_replicas_are_added_up(comm, on_gpu, xp):
     def step():
         slices = mpistrat.IndexedSlices(xp.full((2, 2), comm.rank + 1.0), xp.asarray(np.array([comm.rank, 0])), (comm.size, 2))
         return mpistrat.get_replica_context().all_reduce("sum", slices)
@@ -147,7 +139,7 @@ def test_an_array_of_the_host_is_refused(comm, gpu, xp, make_strategy, strict):
     for _ in range(2):  # arrays of the host that are ours go their own way, and are remembered
         strategy.extended.communicator.all_reduce(mpistrat.ReduceOp.SUM, [np.ones(3)])
     culprits = {0} if strict == "1" else set(range(comm.size))  # alone, it can be told of in strict mode only
-    error = InvalidArgumentError if comm.rank in culprits else AgreementError
+    error = mpistrat.errors.InvalidArgumentError if comm.rank in culprits else mpistrat.errors.AgreementError
     message = r"w'\] is in host memory, this replica computes on /gpu:0; copy it first, strategy\.array_module\.asarray"
     for verb in ("all_reduce", "start_all_reduce"):
 
@@ -159,7 +151,7 @@ def test_an_array_of_the_host_is_refused(comm, gpu, xp, make_strategy, strict):
         with pytest.raises(error, match=message):
             strategy.run(step)
     with pytest.raises(error, match=message.removeprefix(r"w'\]")):
-        strategy.reduce("sum", PerReplica((np if comm.rank in culprits else xp).ones(3)), axis=None)
+        strategy.reduce("sum", mpistrat.PerReplica((np if comm.rank in culprits else xp).ones(3)), axis=None)
     total = strategy.local(strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", xp.ones(3))))
     assert total.tolist() == [comm.size] * 3, "the strategy goes on"
 
@@ -170,15 +162,14 @@ def test_batches_come_to_the_gpu_of_each_replica(comm, on_gpu, xp):
     for _ in range(2):
         rows = [on_gpu.experimental_local_results(batch)[0] for batch in dataset]
         assert all(isinstance(part, xp.ndarray) for part in rows)
-        gathered = [on_gpu.gather(PerReplica(part), axis=0).tolist() for part in rows]
+        gathered = [on_gpu.gather(mpistrat.PerReplica(part), axis=0).tolist() for part in rows]
         assert gathered == [list(range(5)), [5]]
 
 
 def test_central_storage_keeps_variables_on_a_gpu(comm):
     with stand_in(comm, nodes=f"1x{comm.size}") as device:
         strategy = mpistrat.experimental.CentralStorageStrategy()
-        with strategy.scope():
-            variable = mpistrat.Variable(np.zeros(2), aggregation=mpistrat.VariableAggregation.SUM)
+        variable = made(strategy, np.zeros(2), aggregation=mpistrat.VariableAggregation.SUM)
         strategy.run(lambda: variable.assign_add(np.full(2, comm.rank + 1.0)))
         assert isinstance(variable.value, device.array_module.ndarray)
         assert variable.numpy().tolist() == [comm.size * (comm.size + 1) / 2] * 2

@@ -9,11 +9,9 @@ import pytest
 
 import mpistrat
 from mpistrat.checkpoint import preemption
-from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededError
 from mpistrat.experimental import PreemptionCheckpointHandler, TerminationConfig
 from mpistrat.watch import watcher
-from mpistrat.watch.watcher import PATIENCE_SECONDS, WAKE_SECONDS
 from tests.launches import on_ranks
 from tests.ranks.test_checkpoint import strategy_of
 
@@ -118,13 +116,9 @@ def test_the_time_limit_that_rank_0_knows_is_that_of_all(comm, make, monkeypatch
 
 
 @on_ranks(2)
-def test_ranks_with_other_arguments_are_told(comm, make):
+def test_ranks_with_other_arguments_or_another_call_are_named(comm, make):
     with pytest.raises(AgreementError, match=r"PreemptionCheckpointHandler\(checkpoint_dir=.*, grace_period=0.5\)"):
         make(grace_period=0.5 if comm.rank else None)
-
-
-@on_ranks(2)
-def test_a_rank_that_makes_another_call_is_named(comm, make):
     handler = make()
     handler.run(handler.train)
     with pytest.raises(CollectiveError, match="PreemptionCheckpointHandler: a step"):
@@ -134,7 +128,7 @@ def test_a_rank_that_makes_another_call_is_named(comm, make):
 
 @on_ranks(2)
 def test_a_rank_that_misses_the_deadline_of_a_step_is_in_step_with_the_others_in_what_follows(comm, make):
-    handler = make(CommunicationOptions(timeout_seconds=0.5))
+    handler = make(mpistrat.experimental.CommunicationOptions(timeout_seconds=0.5))
     handler.run(int)
     if comm.rank == 0:
         handler.run(int)
@@ -143,5 +137,5 @@ def test_a_rank_that_misses_the_deadline_of_a_step_is_in_step_with_the_others_in
     abandon(make)
     comm.Barrier()
     if comm.rank == 0:  # it has come further than the other one, which waits so long that it looks what this one does
-        time.sleep(PATIENCE_SECONDS + 3 * WAKE_SECONDS)
+        time.sleep(watcher.PATIENCE_SECONDS + 3 * watcher.WAKE_SECONDS)
     mpistrat.MultiWorkerMirroredStrategy().close()

@@ -5,8 +5,6 @@ other what they found before any of them leaves an example: one that is wrong on
 the same: Hypothesis prefers constants of the modules that a process has imported, and ranks import different ones.
 """
 
-from __future__ import annotations
-
 import time
 from typing import NamedTuple
 from zlib import crc32
@@ -30,9 +28,8 @@ EXTENTS = st.lists(st.integers(0, 4), max_size=2)
 SEEDS = st.integers(0, 2**16)
 
 # Not shrunk, which would take as long as it likes; health checks watch the clock, and ranks would differ in what they find.
-EXAMPLES = settings(
-    derandomize=True, deadline=None, database=None, phases=(Phase.generate,), suppress_health_check=list(HealthCheck)
-)
+CHECKS = list(HealthCheck)
+EXAMPLES = settings(derandomize=True, deadline=None, database=None, phases=(Phase.generate,), suppress_health_check=CHECKS)
 
 
 def check_examples(comm, shape, check, *drawn, most=None):

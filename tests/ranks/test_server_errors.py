@@ -60,7 +60,7 @@ class Planted:
 
 
 @on_chief()
-def test_an_error_in_an_answer_is_raised_where_that_was_asked_for(coordinator):
+def test_an_error_in_an_answer_is_raised_where_that_was_asked_for_also_one_that_would_end_a_task(coordinator):
     wanted = np.arange(1_000_000.0).reshape(-1, 2)
     table, update = variable(coordinator, wanted), coordinator.strategy.extended.update
     update(table, lambda stored: setattr(stored, "_component", Planted()))
@@ -74,6 +74,12 @@ def test_an_error_in_an_answer_is_raised_where_that_was_asked_for(coordinator):
     update(table, lambda stored, array: setattr(stored, "_component", array), (wanted,))
     np.testing.assert_array_equal(table, wanted)
     np.testing.assert_array_equal(coordinator.schedule(lambda: table[[5, 3]]).fetch(), wanted[[5, 3]])
+    number = variable(coordinator, 1.0)
+    with pytest.raises(RuntimeError, match=r"worker . \(rank .* wanted to end it: SystemExit\(0\)"):
+        coordinator.schedule(sys.exit, (0,)).fetch()
+    with pytest.raises(RuntimeError, match=r"ps . \(rank .* wanted to end it: SystemExit"):
+        coordinator.strategy.extended.update(number, lambda _: sys.exit())
+    assert number.numpy() == 1
 
 
 @pytest.mark.parametrize("rows", [10, 100_000])
@@ -218,17 +224,7 @@ def test_interrupts_lose_no_function(coordinator):
 
 
 @on_chief()
-def test_a_function_that_would_end_its_task_raises_instead(coordinator):
-    number = variable(coordinator, 1.0)
-    with pytest.raises(RuntimeError, match=r"worker . \(rank .* wanted to end it: SystemExit\(0\)"):
-        coordinator.schedule(sys.exit, (0,)).fetch()
-    with pytest.raises(RuntimeError, match=r"ps . \(rank .* wanted to end it: SystemExit"):
-        coordinator.strategy.extended.update(number, lambda _: sys.exit())
-    assert number.numpy() == 1
-
-
-@on_chief()
-def test_a_call_within_another_one_is_refused(coordinator, monkeypatch):
+def test_a_call_within_another_one_or_of_a_handler_within_itself_is_refused(coordinator, monkeypatch):
     number, channel = variable(coordinator, 1.0), coordinator.strategy.client.channel
     began = channel.wait_until
 
@@ -241,10 +237,6 @@ def test_a_call_within_another_one_is_refused(coordinator, monkeypatch):
     monkeypatch.setattr(channel, "wait_until", within)
     monkeypatch.setattr(coordinator.strategy.client, "_has_ended", lambda *_: False)
     assert number.numpy() == 1
-
-
-@on_chief()
-def test_a_handler_does_not_use_the_coordinator_within_itself(coordinator, monkeypatch):
     value, dispatcher = coordinator.schedule(abs, (-1,)), coordinator.strategy.dispatcher
     went_on, told = dispatcher._take_and_send, []
 

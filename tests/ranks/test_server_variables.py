@@ -29,7 +29,7 @@ pytestmark = needs_ranks(4)
 
 
 @on_chief(FixedShardsPartitioner(2))
-def test_a_variable_reads_as_what_was_assigned(coordinator):
+def test_a_variable_reads_as_what_was_assigned_and_a_deep_copy_is_one_of_its_own(coordinator):
     dtypes = map(np.dtype, ("float64", "float32", "int8", "bool", "complex128", ml_dtypes.bfloat16))
     for kind, extents in itertools.product(dtypes, ((), (0,), (5,), (7, 3), (3, 0), (2000, 17))):
         first = np.arange(np.prod(extents)).reshape(extents).astype(kind)
@@ -41,6 +41,18 @@ def test_a_variable_reads_as_what_was_assigned(coordinator):
             np.testing.assert_array_equal(coordinator.schedule(lambda whole=whole: whole.numpy()).fetch(), first)
             first = (first + np.ones(extents, kind)).astype(kind)
             assert whole.assign(first) is whole
+    first = np.arange(6.0).reshape(3, 2)
+
+    table = variable(coordinator, first, name="table", trainable=False)
+    copied, again = copy.deepcopy([table, table])
+    copied.assign_add(np.ones((3, 2)))
+    assert copied is again
+    assert np.array_equal(table, first)
+    assert np.array_equal(copied, first + 1)
+    assert (type(copied), copied.name, copied.trainable) == (type(table), "table", False)
+    coordinator.schedule(lambda: copy.deepcopy(table))
+    with pytest.raises(RuntimeError, match="make variables on the chief"):
+        coordinator.join()
 
 
 @on_chief(FixedShardsPartitioner(2))
@@ -60,22 +72,6 @@ def test_assign_add_sub(coordinator):
         number.assign(2.5)
     with pytest.raises(UnsupportedDtypeError, match="not defined for bool"):
         variable(coordinator, True).assign_sub(True)
-
-
-@on_chief(FixedShardsPartitioner(2))
-def test_a_deep_copy_is_a_variable_of_its_own(coordinator):
-    first = np.arange(6.0).reshape(3, 2)
-
-    table = variable(coordinator, first, name="table", trainable=False)
-    copied, again = copy.deepcopy([table, table])
-    copied.assign_add(np.ones((3, 2)))
-    assert copied is again
-    assert np.array_equal(table, first)
-    assert np.array_equal(copied, first + 1)
-    assert (type(copied), copied.name, copied.trainable) == (type(table), "table", False)
-    coordinator.schedule(lambda: copy.deepcopy(table))
-    with pytest.raises(RuntimeError, match="make variables on the chief"):
-        coordinator.join()
 
 
 @on_chief(FixedShardsPartitioner(3))

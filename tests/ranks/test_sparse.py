@@ -24,15 +24,12 @@ def made(rank, num_rows, num_indices, width=2, dtype=np.float64):
     return IndexedSlices(values, random.integers(0, num_indices, num_rows), (num_indices, width))
 
 
-def test_all_ranks_have_the_same_bits(comm, ops):
+def test_all_ranks_have_the_same_bits_of_sums_and_broadcasts(comm, ops):
     random = np.random.default_rng(ops.rank)
     slices = IndexedSlices(random.normal(size=(50, 3)).astype(np.float32), random.integers(0, 9, 50), (9, 3))
     result = all_reduce_slices(ops, MEAN, slices)
     again = all_reduce_slices(ops, MEAN, slices, CommunicationOptions(algorithm="flat", bytes_per_pack=1))
     assert len({*comm.allgather(result.values.tobytes()), *comm.allgather(again.values.tobytes())}) == 1
-
-
-def test_16_bit_floats_are_summed_in_32_bits(ops):
     for dtype, whole in ((np.float16, 2048), (ml_dtypes.bfloat16, 256)):
         values = np.array([whole if ops.rank == 0 else 1, 1], dtype)
         result = all_reduce_slices(ops, SUM, IndexedSlices(values, [4, 4], (5,)))
@@ -41,6 +38,10 @@ def test_16_bit_floats_are_summed_in_32_bits(ops):
     assert mean == 60_000, "the sum is beyond the largest float16"
     [mean] = all_reduce_slices(ops, MEAN, IndexedSlices(np.full(1, -100, np.int8), [0])).values
     assert mean == -100, "integers are summed in 64 bits"
+    root = ops.size - 1
+    copy = broadcast_slices(ops, made(ops.rank, ops.rank, 9), root)
+    assert (copy.to_dense() == made(root, root, 9).to_dense()).all()
+    assert len(copy.indices) == root
 
 
 @needs_ranks(2)
@@ -66,13 +67,6 @@ def test_what_differs_is_told_to_all(comm, make_ops, strict):
     with pytest.raises(NotImplementedError, match=r"MAX of IndexedSlices\(.*is not supported"):
         all_reduce_slices(ops, ReduceOp.MAX, IndexedSlices([1.0], [0]))
     assert all_reduce_slices(ops, SUM, IndexedSlices([1.0], [0])).values.tolist() == [comm.size]
-
-
-def test_the_slices_of_one_rank_are_broadcast(ops):
-    root = ops.size - 1
-    copy = broadcast_slices(ops, made(ops.rank, ops.rank, 9), root)
-    assert (copy.to_dense() == made(root, root, 9).to_dense()).all()
-    assert len(copy.indices) == root
 
 
 def test_any_lengths_and_dtypes(mixed, comm):

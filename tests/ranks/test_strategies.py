@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.cluster import ClusterSpec
 from mpistrat.cluster_resolver import (
     ClusterResolver,
     MPIClusterResolver,
@@ -19,16 +18,15 @@ from mpistrat.cluster_resolver import (
     TFConfigClusterResolver,
 )
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.ops import HierarchicalAllReduce, ReductionToOneDevice
 from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededError, InvalidArgumentError, LaunchError
 from mpistrat.groups.rendezvous import rendezvous
-from mpistrat.reduction import ReduceOp
 from mpistrat.strategy import mirrored
 from mpistrat.strategy.mirrored import CentralStorageStrategy, ExperimentalMultiWorkerMirroredStrategy
 from mpistrat.topology.world import device_name
 from tests.launches import needs_ranks, on_ranks
 from tests.ranks.cases import case
+from tests.variable_matrix import made
 
 pytestmark = on_ranks(1, 3)
 
@@ -57,7 +55,7 @@ def refused(error, message, make):
 
 def worker(index, *addresses):
     """Return a resolver that says which of some workers this rank is."""
-    return SimpleClusterResolver(ClusterSpec({"worker": list(addresses)}), task_type="worker", task_id=index)
+    return SimpleClusterResolver(mpistrat.ClusterSpec({"worker": list(addresses)}), task_type="worker", task_id=index)
 
 
 class Moody(ClusterResolver):
@@ -67,7 +65,7 @@ class Moody(ClusterResolver):
     def cluster_spec(self):
         if self.fails:
             raise OSError("no cloud today")
-        return ClusterSpec({})
+        return mpistrat.ClusterSpec({})
 
 
 MIRRORED, MULTI = mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy
@@ -180,16 +178,29 @@ class TestMultiWorker:
         assert strategy.extended.worker_devices == (CPU.format(comm.rank),)
         assert strategy.extended.should_checkpoint == strategy.extended.should_save_summary == (comm.rank == 0)
 
-    def test_a_resolver_says_who_is_the_chief(self, comm, make_strategy):
+    def test_a_resolver_says_who_is_the_chief_which_may_be_that_of_mpi_or_an_empty_one(self, comm, make_strategy):
         # ranks in turn, the last one is the chief
         cluster = {"chief": ["c:1"], "worker": [f"w{rank}:1" for rank in range(comm.size - 1)]}
         is_chief = comm.rank == comm.size - 1
         task_type, task_id = ("chief", 0) if is_chief else ("worker", comm.rank)
-        resolver = SimpleClusterResolver(ClusterSpec(cluster), task_type=task_type, task_id=task_id)
+        resolver = SimpleClusterResolver(mpistrat.ClusterSpec(cluster), task_type=task_type, task_id=task_id)
         strategy = make_strategy(mpistrat.MultiWorkerMirroredStrategy, resolver)
         assert strategy.cluster_resolver is resolver
         assert (strategy.extended.should_checkpoint, strategy.extended.should_save_summary) == (is_chief, is_chief)
         assert all_reduced(strategy, np.ones(2)).tolist() == [comm.size] * 2
+        for resolver in (TFConfigClusterResolver(), SimpleClusterResolver(mpistrat.ClusterSpec({}))):
+            strategy = make_strategy(mpistrat.MultiWorkerMirroredStrategy, resolver)
+            assert strategy.num_replicas_in_sync == comm.size
+            assert strategy.extended.should_checkpoint == (comm.rank == 0)
+        resolver = MPIClusterResolver({"worker": comm.size - 1, "chief": 1}, port_base=5000, rpc_layer="grpc")
+        is_last = comm.rank == comm.size - 1
+        assert resolver.get_task_info() == (("chief", 0) if is_last else ("worker", comm.rank))
+        assert re.fullmatch(r"grpc://.+:50\d\d", resolver.master())
+        assert comm.allgather(resolver.cluster_spec()) == [resolver.cluster_spec()] * comm.size
+        slurm = SlurmClusterResolver({"worker": comm.size - 1, "chief": 1}, 5000, gpus_per_node=comm.size, gpus_per_task=1)
+        assert (slurm.cluster_spec(), slurm.get_task_info()) == (resolver.cluster_spec(), resolver.get_task_info())
+        assert (slurm.master(), slurm.num_accelerators()) == (resolver.master(), {"GPU": 1})
+        assert make_strategy(mpistrat.MultiWorkerMirroredStrategy, resolver).extended.should_checkpoint == is_last
 
     @pytest.mark.parametrize("is_of_node", [False, True], ids=["each rank", "a node and all its ranks"])
     def test_tf_config_of(self, comm, monkeypatch, make_strategy, is_of_node):
@@ -201,23 +212,6 @@ class TestMultiWorker:
         assert type(strategy.cluster_resolver) is TFConfigClusterResolver
         assert strategy.extended.should_checkpoint == (comm.rank == chief)
 
-    def test_an_empty_cluster_is_a_job_of_its_own(self, comm, make_strategy):
-        for resolver in (TFConfigClusterResolver(), SimpleClusterResolver(ClusterSpec({}))):
-            strategy = make_strategy(mpistrat.MultiWorkerMirroredStrategy, resolver)
-            assert strategy.num_replicas_in_sync == comm.size
-            assert strategy.extended.should_checkpoint == (comm.rank == 0)
-
-    def test_jobs_of_mpi(self, comm, make_strategy):
-        resolver = MPIClusterResolver({"worker": comm.size - 1, "chief": 1}, port_base=5000, rpc_layer="grpc")
-        is_last = comm.rank == comm.size - 1
-        assert resolver.get_task_info() == (("chief", 0) if is_last else ("worker", comm.rank))
-        assert re.fullmatch(r"grpc://.+:50\d\d", resolver.master())
-        assert comm.allgather(resolver.cluster_spec()) == [resolver.cluster_spec()] * comm.size
-        slurm = SlurmClusterResolver({"worker": comm.size - 1, "chief": 1}, 5000, gpus_per_node=comm.size, gpus_per_task=1)
-        assert (slurm.cluster_spec(), slurm.get_task_info()) == (resolver.cluster_spec(), resolver.get_task_info())
-        assert (slurm.master(), slurm.num_accelerators()) == (resolver.master(), {"GPU": 1})
-        assert make_strategy(mpistrat.MultiWorkerMirroredStrategy, resolver).extended.should_checkpoint == is_last
-
     @needs_ranks(2)
     def test_a_job_without_tasks_is_none(self, comm, make_strategy):
         resolver = MPIClusterResolver(chief=1)
@@ -225,14 +219,11 @@ class TestMultiWorker:
         assert make_strategy(mpistrat.MultiWorkerMirroredStrategy, resolver).is_chief == (comm.rank == 0)
 
     @needs_ranks(2)
-    def test_tf_config_on_one_rank_only(self, comm, monkeypatch, together):
+    def test_tf_config_on_one_rank_only_or_that_one_rank_cannot_read(self, comm, monkeypatch, together):
         if comm.rank == 0:
             monkeypatch.setenv("TF_CONFIG", "{}")
         with pytest.raises(AgreementError, match=r"cluster_resolver=TFConfigClusterResolver(.|\n)*=MPIClusterResolver"):
             mpistrat.MultiWorkerMirroredStrategy()
-
-    @needs_ranks(2)
-    def test_tf_config_that_one_rank_cannot_read(self, comm, monkeypatch, together):
         monkeypatch.setenv("TF_CONFIG", "{" if comm.rank == 1 else "{}")
         with pytest.raises(InvalidArgumentError if comm.rank == 1 else AgreementError, match="TF_CONFIG='{' is not valid JSON"):
             mpistrat.MultiWorkerMirroredStrategy()
@@ -256,7 +247,7 @@ class TestMultiWorker:
             size = comm.size
 
             def all_reduce(self, op, arrays):
-                assert op is ReduceOp.SUM
+                assert op is mpistrat.ReduceOp.SUM
                 return [array * (self.size + 1) for array in arrays]
 
         message = f"{comm.size} ranks contributed 1 each, and the result is {comm.size + 1}"
@@ -272,7 +263,7 @@ class TestMultiWorker:
 
 
 class TestCentralStorage:
-    def test_it_says_where_variables_are_kept(self, comm, make_strategy):
+    def test_it_says_where_variables_are_kept_and_updates_them_there(self, comm, make_strategy):
         last = comm.size - 1
         strategy = make_strategy(CentralStorageStrategy, parameter_device=f"rank:{last}")
         assert strategy.extended.worker_devices == tuple(CPU.format(rank) for rank in range(comm.size))
@@ -281,12 +272,20 @@ class TestCentralStorage:
         assert make_strategy(CentralStorageStrategy).extended.parameter_devices == (CPU.format(0),)
         assert make_strategy(CentralStorageStrategy, parameter_device="/cpu:0").extended.parameter_devices == (CPU.format(0),)
         assert isinstance(strategy.extended.cross_device_ops, ReductionToOneDevice)
+        strategy = make_strategy(CentralStorageStrategy, parameter_device=f"rank:{comm.size - 1}")
+        variable = made(strategy, np.zeros(2))
+
+        def step(new):
+            mpistrat.get_replica_context().update(variable, lambda _, new: new, (new,))
+            return variable.numpy().copy()
+
+        held = strategy.local(strategy.run(step, args=(np.full(2, comm.rank + 1.0),)))
+        assert held.tolist() == [comm.size] * 2
 
     def test_a_gradient_is_reduced_to_the_variable(self, comm, make_strategy):
         strategy = make_strategy(CentralStorageStrategy, parameter_device=f"rank:{comm.size - 1}")
         extended = strategy.extended
-        with strategy.scope():
-            variable = mpistrat.Variable(np.zeros(2))
+        variable = made(strategy, np.zeros(2))
         gradient = strategy.run(lambda: np.full(2, comm.rank + 1.0))
         total = comm.size * (comm.size + 1) / 2
         reduced = extended.reduce_to("sum", gradient, variable)
@@ -301,36 +300,18 @@ class TestCentralStorage:
         extended.update(variable, lambda kept, value: kept.assign(value), args=(sent,))
         assert variable.numpy().tolist() == [7.0, 7.0]
 
-    def test_what_a_replica_updates_is_that_of_the_rank_which_keeps_it(self, comm, make_strategy):
-        strategy = make_strategy(CentralStorageStrategy, parameter_device=f"rank:{comm.size - 1}")
-        with strategy.scope():
-            variable = mpistrat.Variable(np.zeros(2))
-
-        def step(new):
-            mpistrat.get_replica_context().update(variable, lambda _, new: new, (new,))
-            return variable.numpy().copy()
-
-        held = strategy.local(strategy.run(step, args=(np.full(2, comm.rank + 1.0),)))
-        assert held.tolist() == [comm.size] * 2
-
-    def test_what_is_on_read_acts_as_on_write(self, comm, make_strategy, together):
+    def test_what_is_on_read_acts_as_on_write_and_values_of_several_components_are_refused(self, comm, make_strategy, together):
         strategy, kind = make_strategy(CentralStorageStrategy), mpistrat.VariableSynchronization.ON_READ
-        with strategy.scope():
-            on_read = mpistrat.Variable(1.0, synchronization=kind, aggregation=mpistrat.VariableAggregation.SUM)
+        on_read = made(strategy, 1.0, synchronization=kind, aggregation=mpistrat.VariableAggregation.SUM)
         strategy.run(lambda: on_read.assign_add(2.0))
         held = strategy.local(strategy.run(lambda: float(on_read)))
         assert (held, float(on_read.assign_add(1.0))) == (1 + 2 * comm.size, 2 + 2 * comm.size)
-
-    def test_values_of_several_components_are_refused(self, comm, make_strategy, together):
         strategy = make_strategy(CentralStorageStrategy)
-        with strategy.scope():
-            variable = mpistrat.Variable(np.zeros(2))
-        several = [PerReplica(np.ones(2)), *([Mirrored(np.ones(2))] if comm.size > 1 else [])]
+        variable = made(strategy, np.zeros(2))
+        several = [mpistrat.PerReplica(np.ones(2)), *([mpistrat.Mirrored(np.ones(2))] if comm.size > 1 else [])]
         update = lambda value: strategy.extended.update(variable, lambda kept, new: kept.assign(new), args=(value,))  # noqa: E731
         for value in several:
-            message = (
-                f"extended.update got {value!r}, which has {comm.size} components; the variable has one: reduce the value to"
-            )
+            message = f"extended.update got {value!r}, which has {comm.size} components; the variable has one: reduce the "
             refused(InvalidArgumentError, message, partial(update, value))
         update(variable)
 

@@ -8,7 +8,6 @@ import pytest
 
 import mpistrat
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.errors import AgreementError, InvalidArgumentError, LaunchError, UnsupportedDtypeError
 from mpistrat.tools import train_digits
@@ -188,7 +187,7 @@ REFUSED_BY_ONE = {
     "to one device": (to_one_device, 1j, 1.0, TypeError, "MAX is not defined for value of dtype complex128"),
     "gather": (
         lambda strategy, value: strategy.gather(value, axis=0),
-        *(IndexedSlices(np.ones((1, 1)), [0]), np.ones(1), NotImplementedError, "cannot be gathered"),
+        *(mpistrat.IndexedSlices(np.ones((1, 1)), [0]), np.ones(1), NotImplementedError, "cannot be gathered"),
     ),
     "reduce": (
         lambda strategy, value: strategy.reduce("mean", value, axis=None),
@@ -326,12 +325,14 @@ def test_one_rank_may_ask_alone_and_in_deterministic_mode_nothing_is_chosen(stra
     assert float(strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", 1.0)).values[0]) > 1
 
 
-def test_what_cannot_be_explained_is_refused(strategy):
+def test_what_cannot_be_explained_or_chosen_is_refused(strategy, make_ops):
     with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got 3"):
         strategy.explain(np.ones(2), 3)
     with pytest.raises(UnsupportedDtypeError):
         strategy.explain(np.array(["a"]))
     assert str(strategy.explain({})).endswith("nothing is sent")
+    with pytest.raises(InvalidArgumentError, match="count must be at least 0; got -3"):
+        make_ops().choose(-3, np.dtype(np.float32))
 
 
 @needs_ranks(2)
@@ -342,8 +343,3 @@ def test_options_of_a_call_restore_what_auto_chooses(make_strategy):
     assert "asked for by name" in str(strategy.explain(value))
     assert "asked for by name" not in chosen
     assert strategy.run(lambda: mpistrat.get_replica_context().all_reduce("max", np.ones(1), auto)) is not None
-
-
-def test_no_plan_is_chosen_for_a_number_of_elements_that_cannot_be(make_ops):
-    with pytest.raises(InvalidArgumentError, match="count must be at least 0; got -3"):
-        make_ops().choose(-3, np.dtype(np.float32))

@@ -1,7 +1,5 @@
 """`mpistrat.torch` and `mpistrat.jax`: gradients averaged during backward, averages of trees, the same state on all ranks."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import suppress
 from functools import partial
@@ -77,13 +75,21 @@ def test_gradients_are_those_of_the_mean_loss_and_several_passes_add_up(torch, o
 
 
 @as_views
-def test_gradients_may_be_dropped_between_two_passes(torch, ours, communicator, are_views):
+def test_gradients_may_be_dropped_between_two_passes_and_one_that_no_rank_has_stays_none(torch, ours, communicator, are_views):
     model = _model(torch)
     with ours.average_gradients(model, communicator, SMALL_BUCKETS, are_views):
         model(_rows(torch, 9)).sum().backward()
         model.zero_grad()
         model(_rows(torch, communicator.rank)).square().mean().backward()
     _check(torch, model, communicator.size)
+    model = _model(torch)
+    model.unused = torch.nn.Linear(2, 2)
+    frozen = model[0].weight.requires_grad_(False)
+    with ours.average_gradients(model, communicator, CommunicationOptions(bytes_per_pack=64), are_views):
+        torch.nn.Sequential(*list(model)[:4])(_rows(torch, communicator.rank)).square().mean().backward()
+    assert frozen.grad is None
+    assert model.unused.weight.grad is None
+    assert model[2].weight.grad is not None
 
 
 def test_hooks_may_run_on_a_thread_of_their_own(torch, ours, communicator):
@@ -146,7 +152,7 @@ def test_an_empty_block_averages_in_place_what_is_there(torch, ours, communicato
 
 
 @as_views
-def test_gradients_of_other_layouts_and_dtypes(torch, ours, communicator, are_views):
+def test_gradients_of_other_layouts_and_dtypes_and_those_not_conjugated_or_negated_yet(torch, ours, communicator, are_views):
     model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     half = torch.nn.Linear(2, 2).to(torch.bfloat16)
     whole = torch.nn.ModuleList([model, half])
@@ -160,10 +166,6 @@ def test_gradients_of_other_layouts_and_dtypes(torch, ours, communicator, are_vi
         assert set(parameter.grad.flatten().tolist()) <= {(communicator.size + 1) / 2}
     assert model.weight.grad.stride() == model.weight.stride()
     assert len({parameter.grad.untyped_storage().data_ptr() for parameter in half.parameters()}) == 2 - are_views
-
-
-@as_views
-def test_gradients_that_pytorch_has_not_conjugated_or_negated_yet(torch, ours, communicator, are_views):
     model, rank = torch.nn.Module(), communicator.rank
     model.w = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
     model.v = torch.nn.Parameter(torch.ones(2))
@@ -174,18 +176,6 @@ def test_gradients_that_pytorch_has_not_conjugated_or_negated_yet(torch, ours, c
         pass
     assert model.w.grad.tolist() == [(communicator.size + 1) / 2 - 1j] * 2
     assert model.v.grad.tolist() == [-1] * 2
-
-
-@as_views
-def test_a_gradient_that_no_rank_has_stays_none(torch, ours, communicator, are_views):
-    model = _model(torch)
-    model.unused = torch.nn.Linear(2, 2)
-    frozen = model[0].weight.requires_grad_(False)
-    with ours.average_gradients(model, communicator, CommunicationOptions(bytes_per_pack=64), are_views):
-        torch.nn.Sequential(*list(model)[:4])(_rows(torch, communicator.rank)).square().mean().backward()
-    assert frozen.grad is None
-    assert model.unused.weight.grad is None
-    assert model[2].weight.grad is not None
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 30, 1])
@@ -272,12 +262,14 @@ def test_ranks_whose_tensors_lie_in_memory_in_another_order_are_told(torch, ours
         call()
 
 
-def test_sparse_gradients_are_refused_by_name(torch, ours, communicator):
+def test_sparse_gradients_and_a_call_without_a_block_are_refused_by_name(torch, ours, communicator):
     model = torch.nn.Embedding(4, 2, sparse=True)
     model(torch.tensor([1])).sum().backward()
     averaged = ours.average_gradients(model, communicator, SMALL_BUCKETS)
     with pytest.raises(UnsupportedDtypeError, match="the gradient of weight is sparse"), averaged:
         pass
+    with pytest.warns(RuntimeWarning, match="averages nothing by itself"):
+        ours.average_gradients(_model(torch), communicator)
 
 
 def test_an_optimizer_with_a_line_search_needs_the_mean_loss(torch, ours, communicator):
@@ -319,11 +311,6 @@ def test_wrong_arguments_are_refused_by_name_when_the_block_begins(torch, ours, 
         ours.average_gradients(model, SMALL_BUCKETS)
     with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got 25"):
         ours.average_gradients(model, communicator, 25)
-
-
-def test_a_call_without_a_block_is_told(torch, ours, communicator):
-    with pytest.warns(RuntimeWarning, match="averages nothing by itself"):
-        ours.average_gradients(_model(torch), communicator)
 
 
 def test_all_ranks_begin_with_the_state_of_one(torch, ours, communicator):
@@ -386,7 +373,7 @@ def average(jax, comm):
         yield lambda tree: mpistrat.jax.average(tree, communicator)
 
 
-def test_leaves_are_averaged_and_the_tree_is_kept(jax, average, comm):
+def test_leaves_are_averaged_the_tree_is_kept_and_another_one_is_told(jax, average, comm):
     numbers = jax.numpy
     tree = {
         "layer": Layer(numbers.full((2, 3), comm.rank + 1.0), numbers.zeros(3)),
@@ -400,21 +387,15 @@ def test_leaves_are_averaged_and_the_tree_is_kept(jax, average, comm):
     assert found["layer"].weight.tolist() == [[mean] * 3] * 2
     assert (found["none"], float(found["step"][0])) == (None, mean - 1)
     assert average({}) == {}
-
-
-def test_what_is_traced_is_refused(jax, average):
-    with pytest.raises(UnsupportedDtypeError, match=r"tree\['w'\]"):
-        jax.jit(average)({"w": jax.numpy.ones(2)})
-
-
-def test_whole_numbers_have_no_mean(jax, average):
-    with pytest.raises(UnsupportedDtypeError, match=r"tree\['steps'\] has dtype int32, whose mean would be a whole number"):
-        average({"steps": jax.numpy.ones(2, "int32")})
-
-
-def test_other_trees_are_told(jax, average, comm):
     with pytest.raises(TypeError, match="average takes a Communicator, or None for all ranks of the job; got Intracomm"):
         mpistrat.jax.average({}, comm)
     ones = jax.numpy.ones(2)
     with pytest.raises(AgreementError, match="average of PyTreeDef"):
         average({"a": ones, "b": ones} if comm.rank else {"a": ones, "c": ones})
+
+
+def test_whole_numbers_and_what_is_traced_are_refused(jax, average):
+    with pytest.raises(UnsupportedDtypeError, match=r"tree\['steps'\] has dtype int32, whose mean would be a whole number"):
+        average({"steps": jax.numpy.ones(2, "int32")})
+    with pytest.raises(UnsupportedDtypeError, match=r"tree\['w'\]"):
+        jax.jit(average)({"w": jax.numpy.ones(2)})

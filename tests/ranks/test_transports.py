@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpistrat.communicator.communicator import Communicator
-from mpistrat.communicator.options import CommunicationOptions
+import mpistrat
 from mpistrat.device.abstract import address
 from mpistrat.errors import TransportError
 from mpistrat.execution.select import TRANSPORTS
@@ -304,7 +303,7 @@ def attached(group):
     return attached
 
 
-def test_every_rank_reads_every_rank(attached, group):
+def test_every_rank_reads_and_writes_every_rank_and_is_told_whose_memory_is_not_there(attached, group):
     mine = np.arange(100_000) + group.rank * 10**6
     addresses = group.comm.allgather(address(mine))
     for rank in range(group.size):
@@ -313,9 +312,6 @@ def test_every_rank_reads_every_rank(attached, group):
         assert (seen == np.arange(5000, 6000) + rank * 10**6).all()
         attached.copy(READ, rank, IoVectors(addresses[rank], 0), whole(np.empty(0, mine.dtype)))
     group.comm.Barrier()
-
-
-def test_every_rank_writes_to_every_rank(attached, group):
     mine = np.zeros(100 * group.size)
     addresses = group.comm.allgather(address(mine))
     group.comm.Barrier()
@@ -324,6 +320,11 @@ def test_every_rank_writes_to_every_rank(attached, group):
         attached.copy(WRITE, rank, IoVectors(addresses[rank] + 100 * group.rank * mine.itemsize, values.nbytes), whole(values))
     group.comm.Barrier()
     assert (mine.reshape(-1, 2, 50) == np.arange(1, group.size + 1)[:, None, None] * [[[1], [0]]]).all()
+    peer = (group.rank + 1) % group.size
+    message = rf"rank {group.rank}: reading 24 bytes of rank {peer} failed \(Bad address\): "
+    message += "an array is not in ordinary memory; MPISTRAT_PEER_MEMORY=0 goes another way instead"
+    with pytest.raises(TransportError, match=message):
+        attached.copy(READ, peer, IoVectors(4096, 24), whole(np.empty(3)))
 
 
 def test_many_ranges_are_read_in_few_calls(attached, group):
@@ -340,23 +341,8 @@ def test_many_ranges_are_read_in_few_calls(attached, group):
     group.comm.Barrier()
 
 
-def test_memory_that_is_not_there_is_an_error_that_says_whose(attached, group):
-    peer = (group.rank + 1) % group.size
-    message = rf"rank {group.rank}: reading 24 bytes of rank {peer} failed \(Bad address\): "
-    message += "an array is not in ordinary memory; MPISTRAT_PEER_MEMORY=0 goes another way instead"
-    with pytest.raises(TransportError, match=message):
-        attached.copy(READ, peer, IoVectors(4096, 24), whole(np.empty(3)))
-
-
 @needs_ranks(2)
-def test_one_rank_that_may_not_means_that_none_does(group):
-    group.settings = Snapshot({"MPISTRAT_PEER_MEMORY": "0" if group.rank == 1 else "1"})
-    refusal = CrossMemoryAttach(group).refusal
-    assert refusal == "it is switched off by MPISTRAT_PEER_MEMORY, or the C library has no process_vm_readv"
-
-
-@needs_ranks(2)
-def test_a_kernel_that_refuses_is_quoted_on_every_rank(group, monkeypatch):
+def test_a_kernel_that_refuses_is_quoted_and_one_rank_that_may_not_means_that_none_does(group, monkeypatch):
     def copy(self, direction, rank, remote, array):
         return "Operation not permitted" if group.rank == 1 and rank == 0 else ""
 
@@ -364,6 +350,9 @@ def test_a_kernel_that_refuses_is_quoted_on_every_rank(group, monkeypatch):
     refusal = CrossMemoryAttach(group).refusal
     assert "rank 0: Operation not permitted" in refusal
     assert refusal == group.comm.bcast(refusal)
+    group.settings = Snapshot({"MPISTRAT_PEER_MEMORY": "0" if group.rank == 1 else "1"})
+    refusal = CrossMemoryAttach(group).refusal
+    assert refusal == "it is switched off by MPISTRAT_PEER_MEMORY, or the C library has no process_vm_readv"
 
 
 @needs_ranks(2)
@@ -386,7 +375,7 @@ def exchanged(comm, monkeypatch):
     monkeypatch.setattr(shared_memory, "RECEIVE_BYTES", (comm.size - 1) << 10)
     counts, run = [], shared_memory.Exchange.run
     monkeypatch.setattr(shared_memory.Exchange, "run", lambda self: counts.append(len(self.arrays.sources)) or run(self))
-    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = mpistrat.Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     if not ops._executor.intra.combines_arrays:
         pytest.skip(f"peers cannot be read: {ops._executor.intra.window.cma.refusal}")
     ops._executor.world.small.is_available = False
@@ -433,7 +422,7 @@ def test_lists_are_combined_where_they_lie_as_numpy_combines_them(exchanged, com
             for index, shape in enumerate(shapes)
         ]
         packs = {"num_packs": [None, 1, 3][rng.integers(3)], "bytes_per_pack": [0, 3000][rng.integers(2)]}
-        options = CommunicationOptions(algorithm="hierarchical", **packs)
+        options = mpistrat.experimental.CommunicationOptions(algorithm="hierarchical", **packs)
         # ranks may differ in where their arrays lie, and where results go; the second time, calls are known
         for _ in range(2):
             mine = [given[comm.rank].reshape(shape) for given, shape in zip(of_ranks, shapes, strict=True)]

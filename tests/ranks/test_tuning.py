@@ -6,10 +6,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+import mpistrat
 from mpistrat.algorithms.choose import NOTHING, PLANNERS
-from mpistrat.errors import AgreementError
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.reduction import ReduceOp
 from mpistrat.tools.tune import measure
 from mpistrat.topology.world import World
 from mpistrat.tuning import Tuning, present_conditions, shared_measurements, tuning_path
@@ -61,8 +60,7 @@ def test_all_ranks_choose_by_the_file_of_rank_0(comm, make_ops, world, kept):
     choice = ops.choose(16, FLOAT)
     assert choice.plan.algorithm == slowest_first[0]
     assert choice.seconds == {name: times[64] for name, times in found.items()}
-    total = ops.all_reduce(ReduceOp.SUM, [np.ones(16, np.float32)])[0]
-    assert (total == comm.Get_size()).all()
+    assert (ops.all_reduce(mpistrat.ReduceOp.SUM, [np.ones(16, np.float32)])[0] == comm.Get_size()).all()
     explained = ops.explain(np.ones(16, np.float32))
     assert len(set(comm.allgather(explained.source))) == 1
     text, [(fastest, times), *_] = str(explained), sorted(found.items(), key=lambda one: one[1][64])
@@ -85,5 +83,5 @@ def test_a_broken_file_changes_nothing_and_rank_0_says_so(comm, hierarchy, kept,
 def test_what_keeps_rank_0_from_a_file_is_told_to_all(comm, hierarchy, kept, monkeypatch):
     if comm.Get_rank() == 0:
         monkeypatch.setattr("mpistrat.tuning._find", Mock(side_effect=KeyError("planted")))
-    with pytest.raises(AgreementError, match="rank 0 failed for all: KeyError: 'planted'"):
+    with pytest.raises(mpistrat.errors.AgreementError, match="rank 0 failed for all: KeyError: 'planted'"):
         shared_measurements(hierarchy)

@@ -9,21 +9,14 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.errors import AgreementError, InvalidArgumentError
-from mpistrat.strategy.mirrored import CentralStorageStrategy
 from tests.launches import needs_ranks, on_ranks
-from tests.variable_matrix import CELLS, METHODS, check_cell, check_cells, check_per_replica, declared, of_central_storage
+from tests.variable_matrix import CELLS, METHODS, check_cell, check_cells, check_per_replica, declared, made, of_central_storage
 
 pytestmark = on_ranks(1, 3)
 
 NONE, SUM, MEAN, ONLY_FIRST_REPLICA = mpistrat.VariableAggregation
 SYNCHRONIZATIONS = [mpistrat.VariableSynchronization.ON_WRITE, mpistrat.VariableSynchronization.ON_READ]
-
-
-def made(strategy, *arguments, **keywords):
-    with strategy.scope():
-        return mpistrat.Variable(*arguments, **keywords)
 
 
 @pytest.mark.parametrize("where", ["run", "scope", "update"])
@@ -40,22 +33,20 @@ def test_per_replica_values_outside_run(strategy, where):
 
 def test_cells_of_central_storage(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", f"1x{comm.size}")
-    strategy = CentralStorageStrategy(parameter_device=f"rank:{comm.size - 1}")
+    strategy = mpistrat.experimental.CentralStorageStrategy(parameter_device=f"rank:{comm.size - 1}")
     for cell in CELLS:
         if cell.synchronization is mpistrat.VariableSynchronization.ON_WRITE:
             check_cell(strategy, of_central_storage(cell))
-    with strategy.scope():
-        variable = mpistrat.Variable(0.0)
+    variable = made(strategy, 0.0)
     assert float(variable.assign(comm.rank)) == comm.size - 1  # what the rank passed that keeps the variable
     strategy.close()
 
 
 def test_replicas_scatter_different_numbers_of_rows(comm, strategy):
-    with strategy.scope():
-        table = mpistrat.Variable(np.zeros((comm.size + 1, 2), np.float32), aggregation=SUM)
+    table = made(strategy, np.zeros((comm.size + 1, 2), np.float32), aggregation=SUM)
     # replica r adds r + 1 to each of the rows 1 … r; replica 0 has none
     rows = np.arange(1, comm.rank + 1)
-    strategy.run(lambda: table.scatter_add(IndexedSlices(np.full((len(rows), 2), comm.rank + 1.0), rows)))
+    strategy.run(lambda: table.scatter_add(mpistrat.IndexedSlices(np.full((len(rows), 2), comm.rank + 1.0), rows)))
     expected = [0.0] + [float(sum(range(row + 1, comm.size + 1))) for row in range(1, comm.size + 1)]
     assert table.numpy()[:, 1].tolist() == expected
 
@@ -67,7 +58,7 @@ def test_replicas_without_aggregation_that_change_a_variable_differently_all_rai
     variable = declared(strategy, mpistrat.VariableSynchronization.ON_WRITE, NONE)
     number = 1.0 + (comm.rank == comm.size - 1)
     for method in METHODS:
-        value = IndexedSlices([number], [0]) if method.startswith("scatter") else np.full(3, number)
+        value = mpistrat.IndexedSlices([number], [0]) if method.startswith("scatter") else np.full(3, number)
         message = rf"has aggregation NONE(.|\n)*rank {comm.size - 1}: Variable.*\.{method} of (.|\n)*correct: .*aggregation="
         with pytest.raises(AgreementError, match=message):
             strategy.run(lambda method=method, value=value: getattr(variable, method)(value))
@@ -86,7 +77,7 @@ def test_ranks_must_assign_equal_values_outside_run(comm, strategy, synchronizat
 
 
 @needs_ranks(2)
-def test_ranks_must_change_the_same_variable_in_the_same_way(comm, strategy):
+def test_ranks_must_change_the_same_variable_in_the_same_way_and_raise_where_one_cannot(comm, strategy):
     with strategy.scope():
         first, second = (mpistrat.Variable(0.0, name="v", aggregation=SUM) for _ in range(2))
         copied = copy.deepcopy(first)
@@ -97,10 +88,6 @@ def test_ranks_must_change_the_same_variable_in_the_same_way(comm, strategy):
     with pytest.raises(AgreementError, match=r"\.assign_add of (.|\n)*\.assign_sub of"):
         strategy.run(lambda: first.assign_sub(1.0) if last else first.assign_add(1.0))
     assert (float(first), float(second)) == (0, 0)
-
-
-@needs_ranks(2)
-def test_where_one_replica_cannot_assign_all_raise(comm, strategy):
     with strategy.scope():
         variable = mpistrat.Variable(np.zeros(2), name="v", aggregation=SUM)
         table = mpistrat.Variable(np.zeros((2, 2)), name="t", aggregation=SUM)
@@ -111,7 +98,7 @@ def test_where_one_replica_cannot_assign_all_raise(comm, strategy):
             run(lambda: variable.assign(np.zeros(3 if last else 2)))
     error, message = (InvalidArgumentError, "index 9 is out of range") if last else (AgreementError, "which failed: Inv")
     with pytest.raises(error, match=message):
-        strategy.run(lambda: table.scatter_add(IndexedSlices(np.zeros((1, 2)), [9 if last else 0])))
+        strategy.run(lambda: table.scatter_add(mpistrat.IndexedSlices(np.zeros((1, 2)), [9 if last else 0])))
     assert comm.allreduce(1) == comm.size
 
 

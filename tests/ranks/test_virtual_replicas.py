@@ -6,7 +6,6 @@ import pytest
 
 import mpistrat
 from mpistrat.errors import AgreementError, InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.inputs.input_options import AutoShardPolicy
 from mpistrat.strategy.virtual_replicas import sum_of_parts
 from tests.launches import on_ranks, up_to_ranks
 
@@ -62,7 +61,7 @@ def test_datasets_of_every_kind_deal_out_whole_parts(comm, strategy):
         batches,
         iter(batches),
     ):
-        options = mpistrat.InputOptions(virtual_replicas=NUM_PARTS, auto_shard_policy=AutoShardPolicy.DATA)
+        options = mpistrat.InputOptions(virtual_replicas=NUM_PARTS, auto_shard_policy=mpistrat.AutoShardPolicy.DATA)
         found = [strategy.local(each) for each in strategy.experimental_distribute_dataset(dataset, options)]
         assert [comm.allgather(len(each)) for each in found] == [[8, 5, 3], [4, 4, 1]], dataset
         assert [np.concatenate(comm.allgather(each)).tolist() for each in found] == [batch.tolist() for batch in batches]
@@ -105,19 +104,7 @@ def test_ranks_that_disagree_are_told_and_the_job_goes_on(comm, strategy, strict
 
 
 @on_ranks(2)
-def test_a_function_that_raises_on_one_rank_is_told_to_the_other(comm, strategy):
-    def only_on_rank_0(part):
-        if comm.rank == 1:
-            raise ValueError("a bad row")
-        return part.sum()
-
-    with pytest.raises(ValueError if comm.rank == 1 else AgreementError, match="a bad row"):
-        strategy.run(lambda: mpistrat.get_replica_context().sum_of_parts(only_on_rank_0, ROWS[:2], 4))
-    comm.Barrier()
-
-
-@on_ranks(2)
-def test_parts_need_data_that_ranks_share(strategy):
+def test_parts_need_data_that_ranks_share_and_what_raises_on_one_is_told_to_the_other(strategy, comm):
     options = mpistrat.InputOptions(virtual_replicas=4)
     files = mpistrat.FileDataset(["one", "two"], lambda name: ROWS, 4)
     told = "auto_shard_policy=AUTO each rank reads other data: use AutoShardPolicy.DATA"
@@ -128,3 +115,12 @@ def test_parts_need_data_that_ranks_share(strategy):
         strategy.experimental_distribute_dataset(mpistrat.ArrayDataset(ROWS, 4), few)
     with pytest.raises(InvalidArgumentError, match="virtual_replicas must be at least 1; got 0"):
         mpistrat.InputOptions(virtual_replicas=0)
+
+    def only_on_rank_0(part):
+        if comm.rank == 1:
+            raise ValueError("a bad row")
+        return part.sum()
+
+    with pytest.raises(ValueError if comm.rank == 1 else AgreementError, match="a bad row"):
+        strategy.run(lambda: mpistrat.get_replica_context().sum_of_parts(only_on_rank_0, ROWS[:2], 4))
+    comm.Barrier()

@@ -12,7 +12,6 @@ from mpistrat.reduction import ReduceOp, combine
 from mpistrat.steps import drive
 from mpistrat.testing.transport_suite import DTYPES, inputs, operations
 from mpistrat.transports import mpi_world
-from mpistrat.transports.mpi_world import MpiAllReduce, WorldTransport
 from mpistrat.transports.small import RADICES, SmallAllReduce
 from mpistrat.transports.window import NodeWindow
 from tests.launches import needs_ranks, up_to_ranks
@@ -23,7 +22,7 @@ pytestmark = needs_ranks(2)
 @pytest.fixture
 def transport(hierarchy):
     window = NodeWindow(hierarchy.intra) if hierarchy.intra.size > 1 else None
-    transport = WorldTransport(hierarchy, window)
+    transport = mpi_world.WorldTransport(hierarchy, window)
     yield transport
     transport.close()
     if window is not None:
@@ -52,7 +51,7 @@ def test_every_dtype_operation_and_shape(transport, request, comm, way):
         if way == "by slots":
             bound = SmallAllReduce(small, op, dtype, shape)
         else:
-            bound = MpiAllReduce(transport, op, dtype, shape, transport.window, carries_digest=way != "by MPI")
+            bound = mpi_world.MpiAllReduce(transport, op, dtype, shape, transport.window, carries_digest=way != "by MPI")
         small.call.digest = digest_of(str(seed))
 
         def by_steps(source, target, bound=bound, shape=shape, dtype=dtype):
@@ -115,7 +114,7 @@ def test_ranks_of_a_node_in_different_calls_are_told_before_anything_is_read(sma
 def test_no_result_of_mpi_is_of_different_calls(transport, comm, dtype, op):
     if np.dtype(dtype).kind == "c" and op == "MAX":
         pytest.skip("complex numbers have no order")
-    run = MpiAllReduce(transport, ReduceOp[op], np.dtype(dtype), (5,), None, carries_digest=True).blocking()
+    run = mpi_world.MpiAllReduce(transport, ReduceOp[op], np.dtype(dtype), (5,), None, carries_digest=True).blocking()
     call, source, wanted = transport.group.call, np.ones(5, dtype), comm.size if op == "SUM" else 1
     alike, apart = digest_of("all"), [{odd: digest_of("odd")} for odd in range(comm.size)]
     for digests in [*apart, {0: alike + 2, 1: alike - 2}, {}]:  # two that add up to what the others expect

@@ -13,7 +13,6 @@ from pathlib import Path
 from tests.hosts import lab
 from tests.processes import run_bounded, until
 
-_HERE = Path(__file__).parent
 _NUM_GPUS = 8
 _TOOLS = {**lab.TOOLS, "slurmctld": "slurmctld", "slurmd": "slurmd", "srun": "slurm-client", "munged": "munge"}
 # SLURM's pmix plugin opens libpmix.so, without a version: only the development package has that name.
@@ -119,7 +118,7 @@ class Cluster:
         for name in ("state", *(f"{kind}.{node}" for kind in ("spool", "tmp") for node in self.nodes)):
             (self.folder / name).mkdir()
         words = {"folder": self.folder, "nodes": ",".join(self.nodes), "gpus": _NUM_GPUS}
-        (self.folder / "slurm.conf").write_text((_HERE / "slurm.conf.in").read_text().format(**words))
+        (self.folder / "slurm.conf").write_text((Path(__file__).parent / "slurm.conf.in").read_text().format(**words))
         # Not gpus: SLURM asks only for character devices whose names end in numbers. These are /dev/null, once more each.
         gpus = [self.folder / f"gpu{number}" for number in range(_NUM_GPUS)]
         for gpu in gpus:

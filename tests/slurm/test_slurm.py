@@ -10,7 +10,6 @@ import pytest
 from tests.processes import until
 
 _ROOT = Path(__file__).parents[2]
-_TEMPLATES = sorted((_ROOT / "slurm").glob("*.sbatch"))
 _PROGRAMS = Path(__file__).parent / "programs"
 _PROGRAM = _PROGRAMS / "all_reduce.py"
 # mpirun would bind each rank to a core of its own, and the nodes claim more cores than the machine has.
@@ -27,15 +26,7 @@ def begin(cluster, tmp_path):
     Without a launcher there is no site.env: the template runs as it comes, in the environment that is active at submission.
     """
 
-    def run(
-        template,
-        bin_folder,
-        launch="",
-        *options,
-        site="",
-        arguments=(),
-        folder=tmp_path,
-    ):
+    def run(template, bin_folder, launch="", *options, site="", arguments=(), folder=tmp_path):
         shutil.copytree(_ROOT / "slurm", folder / "slurm", ignore=shutil.ignore_patterns("site.env"), dirs_exist_ok=True)
         if not (folder / "train.py").exists():
             shutil.copy(_PROGRAM, folder / "train.py")
@@ -97,10 +88,7 @@ def begin_steps(begin, tmp_path):
         before = output.read_text() if output.exists() else ""
         job = begin("requeue.sbatch", bin_folder, launch, *options, f"--output={output}", site=site, folder=folder)
 
-        def has_begun():
-            return output.exists() and " begin at step " in output.read_text().removeprefix(before)
-
-        assert until(has_begun, 60), output
+        assert until(lambda: output.exists() and " begin at step " in output.read_text().removeprefix(before), 60), output
         return job, output
 
     return run
@@ -234,7 +222,7 @@ def test_pytest_runs_under_srun_too(cluster, openmpi_bin):
     assert done.stdout.count(" passed") == 1, "only rank 0 prints"
 
 
-@pytest.mark.parametrize("template", _TEMPLATES, ids=lambda path: path.name)
+@pytest.mark.parametrize("template", sorted((_ROOT / "slurm").glob("*.sbatch")), ids=lambda path: path.name)
 def test_templates_keep_the_rules(template):
     text = template.read_text()
     lines = text.splitlines()

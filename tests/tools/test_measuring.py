@@ -13,7 +13,6 @@ from mpistrat.errors import DeadlineExceededError, SettingError
 from mpistrat.launch.mpiexec import command
 from mpistrat.settings import ALGORITHM
 from mpistrat.tools import bench, cli
-from mpistrat.tools.bench import MAX_BLOCKS, MAX_ROUNDS, MIN_BLOCKS, MIN_ROUNDS
 from tests.gpu.stand_in import UNFINISHED
 from tests.gpu.stand_in_arrays import stand_in_gpu
 from tests.processes import run_bounded, run_mpistrat
@@ -36,7 +35,7 @@ def test_json_holds_the_same_figures():
     for row in document["rows"]:
         assert set(row) == set(bench.Row.__dataclass_fields__)
         assert row["plan"] in PLANNERS
-        assert MIN_BLOCKS * MIN_ROUNDS <= row["rounds"] <= MAX_BLOCKS * MAX_ROUNDS
+        assert bench.MIN_BLOCKS * bench.MIN_ROUNDS <= row["rounds"] <= bench.MAX_BLOCKS * bench.MAX_ROUNDS
         assert row["algorithm_gbs"] == pytest.approx(row["nbytes"] / row["seconds"] / 1e9)
         assert row["bus_gbs"] == pytest.approx(1.5 * row["algorithm_gbs"]), "2 (n - 1) / n for 4 ranks"
         assert row["ratio"] == pytest.approx(row["mpi_seconds"] / row["seconds"])

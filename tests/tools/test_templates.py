@@ -68,10 +68,13 @@ def test_the_first_rank_that_ends_with_42_ends_no_other(submit, tmp_path, option
     assert submit(f'LAUNCH="srun {options}"\n').stdout.split() == wanted.split()
 
 
-def test_a_site_may_read_what_is_unset(submit):
+def test_a_site_may_read_what_is_unset_and_a_command_of_it_that_fails_ends_the_job(submit):
     done = submit('[ -z "$CONDA_SHLVL_OF_NOBODY" ]\nLAUNCH="srun"\n')
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("srun python train.py")
+    done = submit('false\nLAUNCH="srun"\n')
+    assert done.returncode != 0
+    assert done.stdout == ""
 
 
 @pytest.mark.parametrize("example", _EXAMPLES, ids=lambda text: text.partition(";")[0].removeprefix("# site.env "))
@@ -112,9 +115,3 @@ def test_a_task_has_its_line_of_arguments_or_ends(submit, tmp_path, task, told):
     done = submit("LAUNCH=srun\n", ["train.py"], task)
     assert done.stdout == (f"srun python {told}; cores 4\n" if told else "")
     assert (done.returncode == 0) == bool(told)
-
-
-def test_a_command_of_the_site_that_fails_ends_the_job(submit):
-    done = submit('false\nLAUNCH="srun"\n')
-    assert done.returncode != 0
-    assert done.stdout == ""

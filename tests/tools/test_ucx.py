@@ -11,7 +11,6 @@ from mpistrat.launch.mpiexec import command
 from mpistrat.launch.openmpi import has_wheel
 from tests.processes import run_bounded
 
-SECONDS = 120.0
 FOUND = importlib.util.find_spec("libucx")
 
 pytestmark = [
@@ -20,21 +19,14 @@ pytestmark = [
 ]
 
 
-PROGRAM = (
-    "pytest",
-    "--with-mpi",
-    "-q",
-    "tests/ranks/test_transports.py",
-    "tests/ranks/test_verbs.py",
-    "tests/ranks/test_all_reduce.py",
-)
+FILES = [f"tests/ranks/test_{name}.py" for name in ("transports", "verbs", "all_reduce")]
 TESTS = "(pass_the_kit and (ring or rail)) or every_verb_gives or large_buffers"
 
 
 def test_rings_and_verbs_are_right_over_the_ucx_of_cuda():
     assert FOUND is not None
     libraries = Path(*FOUND.submodule_search_locations or ()) / "lib"
-    argv, extra = command(4, [sys.executable, "-m", *PROGRAM, "-k", TESTS], "2x2")
+    argv, extra = command(4, [sys.executable, "-m", "pytest", "--with-mpi", "-q", *FILES, "-k", TESTS], "2x2")
     environ = {
         **os.environ,
         "LD_LIBRARY_PATH": str(libraries),
@@ -45,7 +37,7 @@ def test_rings_and_verbs_are_right_over_the_ucx_of_cuda():
         "OMPI_MCA_opal_common_ucx_tls": "any",
         "OMPI_MCA_opal_common_ucx_devices": "any",
     }
-    done = run_bounded(argv, SECONDS, environ | extra)
+    done = run_bounded(argv, 120.0, environ | extra)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "7 passed" in done.stdout
     assert f"loaded from {libraries}/libucp.so" in done.stdout + done.stderr

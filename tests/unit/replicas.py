@@ -4,34 +4,29 @@ A collective that not all replicas have entered yet stops the program of this re
 and the programs are run again. Programs must therefore do the same each time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+import mpistrat
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.validate import check_gather
-from mpistrat.context.stack import get_replica_context
 from mpistrat.context.values import select_replica
-from mpistrat.errors import AgreementError
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype, combine, divide
-from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.strategy import Strategy
 from mpistrat.timeline import Timeline
 from mpistrat.topology.world import World
 
 
-def on_replicas(num_replicas: int, program: Callable[[Strategy], Any]) -> list[Any]:
+def on_replicas(num_replicas: int, program: Callable[[mpistrat.Strategy], Any]) -> list[Any]:
     """Return what ``program(strategy)`` returns on each replica."""
     known: list[Any] = []
     while True:
         reached: list[_Reached] = []
         results = []
         for replica in range(num_replicas):
-            strategy = Strategy(StrategyExtended(_ReplayedOps(replica, num_replicas, known)))
+            strategy = mpistrat.Strategy(mpistrat.StrategyExtended(_ReplayedOps(replica, num_replicas, known)))
             try:
                 results.append(program(strategy))
             except _Reached as collective:
@@ -60,7 +55,7 @@ def in_run(fn: Callable[[Any, int], Any], num_replicas: int = 2) -> list[Any]:
     """Return what ``fn(context, replica)`` returns on each replica."""
 
     def step() -> Any:
-        context = get_replica_context()
+        context = mpistrat.get_replica_context()
         return fn(context, context.replica_id_in_sync_group)
 
     return on_replicas(num_replicas, lambda strategy: select_replica(strategy.run(step)))
@@ -123,7 +118,7 @@ class _ReplayedOps(BaseCommunicator):
         if error is not None:
             raise error
         if len(set(texts)) > 1:
-            raise AgreementError(f"ranks made different calls: {texts}")
+            raise mpistrat.errors.AgreementError(f"ranks made different calls: {texts}")
 
     def choose(self, count, dtype, options=None):
         return None

@@ -22,7 +22,7 @@ from mpistrat.topology.world import World
 DENSE = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
 
 
-def test_dense_jobs_are_lists_and_sparse_ones_dicts():
+def test_dense_jobs_are_lists_and_sparse_ones_dicts_and_unknown_ones_are_refused():
     spec = ClusterSpec({"worker": {2: "c:1", 0: "a:1"}, "ps": {0: "d:1", 1: "e:1"}, "chief": ("f:1",)})
     assert spec.as_dict() == {"worker": {0: "a:1", 2: "c:1"}, "ps": ["d:1", "e:1"], "chief": ["f:1"]}
     assert spec.jobs == ["worker", "ps", "chief"]
@@ -34,18 +34,23 @@ def test_dense_jobs_are_lists_and_sparse_ones_dicts():
     empty = ClusterSpec({"worker": []})
     assert (empty.num_tasks("worker"), empty.task_indices("worker"), empty.job_tasks("worker")) == (0, [], [])
     assert empty.as_dict() == {"worker": []}
+    spec = ClusterSpec(DENSE)
+    for ask in (spec.num_tasks, spec.task_indices, spec.job_tasks, lambda job: spec.task_address(job, 0)):
+        with pytest.raises(ValueError, match="there is no job 'ps'; the jobs are chief, worker"):
+            ask("ps")
+    with pytest.raises(ValueError, match="job 'worker' has no task 2; its tasks are 0, 1"):
+        spec.task_address("worker", 2)
+    with pytest.raises(ValueError, match="there is no job 'worker'; the jobs are none"):
+        ClusterSpec({}).num_tasks("worker")
 
 
-def test_a_copy_is_its_own():
+def test_a_copy_is_its_own_and_truth_and_equality_are_of_the_jobs():
     given = {"worker": ["a:1", "b:1"]}
     spec = ClusterSpec(given)
     copy = ClusterSpec(spec)
     given["worker"].append("c:1")
     spec.as_dict()["worker"].append("c:1")
     assert copy == spec == ClusterSpec({"worker": ["a:1", "b:1"]})
-
-
-def test_truth_and_equality():
     assert not ClusterSpec({})
     assert ClusterSpec(DENSE)
     assert ClusterSpec(DENSE) == ClusterSpec({"worker": {1: "c:1", 0: "b:1"}, "chief": ["a:1"]})
@@ -79,17 +84,6 @@ def test_a_cluster_of_wrong_types(cluster, message):
     assert str(caught.value) == message
     with pytest.raises(InvalidArgumentError, match="a task index of job 'worker' must be 0 or greater; got -1"):
         ClusterSpec({"worker": {-1: "a:1"}})
-
-
-def test_an_unknown_job_or_task_is_refused():
-    spec = ClusterSpec(DENSE)
-    for ask in (spec.num_tasks, spec.task_indices, spec.job_tasks, lambda job: spec.task_address(job, 0)):
-        with pytest.raises(ValueError, match="there is no job 'ps'; the jobs are chief, worker"):
-            ask("ps")
-    with pytest.raises(ValueError, match="job 'worker' has no task 2; its tasks are 0, 1"):
-        spec.task_address("worker", 2)
-    with pytest.raises(ValueError, match="there is no job 'worker'; the jobs are none"):
-        ClusterSpec({}).num_tasks("worker")
 
 
 def test_who_is_the_chief():
@@ -184,7 +178,7 @@ class TestTFConfig:
         config()
         return config
 
-    def test_it_is_read(self):
+    def test_it_is_read_with_all_its_keys_and_the_cluster_anew(self, tf_config):
         read = TFConfigClusterResolver()
         assert read.cluster_spec() == ClusterSpec(CLUSTER)
         assert (read.task_type, read.task_id, read.rpc_layer, read.environment) == ("worker", 1, None, "")
@@ -194,17 +188,13 @@ class TestTFConfig:
         read = TFConfigClusterResolver("chief", 0, "http", "lab")  # arguments win
         assert (read.task_type, read.task_id, read.rpc_layer, read.environment) == ("chief", 0, "http", "lab")
         assert read.master() == "http://a:1"
-
-    def test_all_its_keys(self, tf_config):
-        tf_config({**TF_CONFIG, "rpc_layer": "grpc", "environment": "cloud", "session_master": "here"})
-        read = TFConfigClusterResolver()
-        assert (read.rpc_layer, read.environment, read.master()) == ("grpc", "cloud", "here")
-
-    def test_the_cluster_is_read_anew(self, tf_config):
         read = TFConfigClusterResolver()
         tf_config({"cluster": {"worker": ["z:1"]}})
         assert read.cluster_spec() == ClusterSpec({"worker": ["z:1"]})
         assert read.master() == "", "the only task has no master"
+        tf_config({**TF_CONFIG, "rpc_layer": "grpc", "environment": "cloud", "session_master": "here"})
+        read = TFConfigClusterResolver()
+        assert (read.rpc_layer, read.environment, read.master()) == ("grpc", "cloud", "here")
 
     @pytest.mark.parametrize("text", ["", " ", "{}"])
     def test_none_is_an_empty_cluster(self, tf_config, text):
@@ -248,23 +238,20 @@ class TestUnion:
         union = UnionResolver(simple({"worker": ["a:1", "b:1"]}), simple({"worker": {1: "c:1", 5: "d:1"}}))
         with pytest.raises(KeyError, match="task 1 of job 'worker' is both b:1 and c:1"):
             union.cluster_spec()
+        with pytest.raises(ValueError, match="UnionResolver needs at least one ClusterResolver; got none"):
+            UnionResolver()
+        with pytest.raises(TypeError, match="UnionResolver joins ClusterResolvers; got dict"):
+            UnionResolver(simple(), {})
 
     def test_all_else_is_as_keywords_and_the_first_say(self):
-        first = simple(
-            master="m:1", task_type="chief", task_id=0, environment="lab", num_accelerators={"GPU": 1}, rpc_layer="grpc"
-        )
+        said = {"master": "m:1", "environment": "lab", "num_accelerators": {"GPU": 1}, "rpc_layer": "grpc"}
+        first = simple(task_type="chief", task_id=0, **said)
         union = UnionResolver(first, simple({"ps": ["p:1"]}, task_type="ps", task_id=0, environment="other"))
         assert (union.task_type, union.task_id, union.rpc_layer, union.environment) == ("chief", 0, "grpc", "lab")
         assert (union.master(), union.num_accelerators()) == ("grpc://m:1", {"GPU": 1})
         assert union.master("ps", 0) == "grpc://p:1", "any task of the union has an address"
         union = UnionResolver(simple(task_type="chief", task_id=0), rpc_layer="http", task_type="worker", task_id=1)
         assert (union.task_type, union.task_id, union.rpc_layer) == ("worker", 1, "http")
-
-    def test_bad_arguments(self):
-        with pytest.raises(ValueError, match="UnionResolver needs at least one ClusterResolver; got none"):
-            UnionResolver()
-        with pytest.raises(TypeError, match="UnionResolver joins ClusterResolvers; got dict"):
-            UnionResolver(simple(), {})
 
 
 WORLD = World.from_node_of_rank([1, 0, 1, 0], ["z", "a", "z", "a"])
@@ -324,16 +311,13 @@ def roles(cluster, *tasks):
     return [Role(ClusterSpec(cluster), *task) for task in tasks]
 
 
-def test_the_chief_is_the_lowest_rank_of_that_task():
+def test_the_chief_is_the_lowest_rank_of_that_task_and_each_task_has_one():
     assert chief_rank([Role(ClusterSpec({}))] * 3) == 0
     assert chief_rank(roles(CLUSTER, ("worker", 0), ("worker", 1), ("chief", 0))) == 2
     workers = {"worker": ["a:1", "b:1"]}
     assert chief_rank(roles(workers, ("worker", 1), ("worker", 1), ("worker", 0), ("worker", 0))) == 2
     # nobody is the chief where worker 0 is missing
     assert chief_rank(roles({"worker": {1: "a:1", 2: "b:1"}}, ("worker", 2), ("worker", 1))) == 0
-
-
-def test_tasks_without_a_rank():
     with pytest.raises(LaunchError) as caught:
         chief_rank(roles(CLUSTER, ("worker", 0)))
     assert str(caught.value) == (

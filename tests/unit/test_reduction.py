@@ -25,18 +25,19 @@ COMPLEX = [np.dtype(np.complex64), np.dtype(np.complex128)]
 BOOL = np.dtype(bool)
 
 
-@pytest.mark.parametrize("op", ReduceOp)
-def test_an_operation_is_known_by_member_and_by_name(op):
-    assert {ReduceOp.parse(name) for name in (op, op.name, op.name.lower(), op.name.title())} == {op}
-
-
-def test_an_unknown_operation_lists_the_known():
+def test_an_unknown_operation_lists_the_known_and_variables_have_those_of_their_aggregation():
     with pytest.raises(
         InvalidArgumentError, match="unknown reduce_op 'median'; accepted are SUM, MEAN, MIN, MAX, PROD, in upper or lower case"
     ):
         ReduceOp.parse("median")
     with pytest.raises(TypeError, match=r"must be a ReduceOp or a str, one of SUM, MEAN, MIN, MAX, PROD; got 3"):
         ReduceOp.parse(3)
+    aggregation = mpistrat.VariableAggregation
+    for name in ("SUM", "MEAN"):
+        assert ReduceOp.from_variable_aggregation(aggregation[name]) is ReduceOp[name]
+    for refused in (aggregation.NONE, aggregation.ONLY_FIRST_REPLICA, "SUM"):
+        with pytest.raises(ValueError, match=r"only VariableAggregation.SUM and MEAN have a reduce_op; got .+"):
+            ReduceOp.from_variable_aggregation(refused)
 
 
 @pytest.mark.parametrize("dtype", [BOOL, *INTEGERS, *FLOATS, *HALVES, *COMPLEX], ids=str)
@@ -51,7 +52,7 @@ def test_operations_are_defined_as_the_table_says(op, dtype):
 
 
 @pytest.mark.parametrize("op", ReduceOp)
-def test_all_that_combine_know_an_operation(op, monkeypatch):
+def test_all_that_combine_know_an_operation_which_is_known_by_member_and_by_name(op, monkeypatch):
     names = {name: name for name in ("LAND", "LOR", "SUM", "MIN", "MAX", "PROD")}
     monkeypatch.setattr(mpi, "MPI", SimpleNamespace(**names))
     monkeypatch.setattr(mpi, "_ufunc_op", lambda ufunc, dtype: ufunc.__name__)
@@ -64,13 +65,12 @@ def test_all_that_combine_know_an_operation(op, monkeypatch):
         assert fold_kernel(dtype, op)
         assert bool(native_type(dtype, op)) == (nccl_refusal(dtype, op) == "")
         assert dtype in HALVES or mpi.mpi_op(op, dtype)
+    assert {ReduceOp.parse(name) for name in (op, op.name, op.name.lower(), op.name.title())} == {op}
 
 
 @pytest.mark.parametrize("code", ["O", "U3", "S3", "M8[s]", "m8[s]", "f4,i4", "V3", ml_dtypes.float8_e5m2])
 def test_what_is_not_a_number_is_refused_with_what_is_accepted(code):
-    message = (
-        "which collectives do not support; accepted are bool, integers, float16, bfloat16, float32, float64 and complex numbers"
-    )
+    message = "which collectives do not support; accepted are bool, integers, float16, bfloat16, float32, float64 and complex n"
     with pytest.raises(UnsupportedDtypeError, match=message):
         check_dtype(ReduceOp.SUM, np.dtype(code))
 
@@ -78,9 +78,8 @@ def test_what_is_not_a_number_is_refused_with_what_is_accepted(code):
 @pytest.mark.parametrize("code", [">f4", ">i8", ">c16"])
 def test_foreign_byte_order_is_refused_with_the_remedy(code):
     name = np.dtype(code).name
-    with pytest.raises(
-        UnsupportedDtypeError, match=rf"x has non-native byte order \({code}\); convert it with .astype\('{name}'\)"
-    ):
+    told = rf"x has non-native byte order \({code}\); convert it with .astype\('{name}'\)"
+    with pytest.raises(UnsupportedDtypeError, match=told):
         check_dtype(ReduceOp.SUM, np.dtype(code), "x")
 
 
@@ -105,12 +104,3 @@ def test_integers_are_divided_towards_zero(dtype, data, count):
     assert out.tolist() == expected
     divide(total, count, total)
     assert total.tolist() == expected, "in place"
-
-
-def test_operations_of_variable_aggregations():
-    aggregation = mpistrat.VariableAggregation
-    for name in ("SUM", "MEAN"):
-        assert ReduceOp.from_variable_aggregation(aggregation[name]) is ReduceOp[name]
-    for refused in (aggregation.NONE, aggregation.ONLY_FIRST_REPLICA, "SUM"):
-        with pytest.raises(ValueError, match=r"only VariableAggregation.SUM and MEAN have a reduce_op; got .+"):
-            ReduceOp.from_variable_aggregation(refused)

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat import errors, settings
-from mpistrat.errors import SettingError
 from mpistrat.execution.select import DEVICE_TRANSPORTS, TRANSPORTS
 from mpistrat.logger import logger, warn_once
 from mpistrat.settings import SETTINGS, parse_bytes
@@ -104,7 +103,7 @@ def test_a_setting_reads_its_type(setting, text, expected):
     ],
 )
 def test_an_unreadable_value_names_the_variable_and_what_is_accepted(setting, text, accepted):
-    with pytest.raises(SettingError) as caught:
+    with pytest.raises(errors.SettingError) as caught:
         setting.read({setting.name: text})
     message = str(caught.value)
     assert message.startswith(f"{setting.name}={text!r} was found; ")
@@ -169,7 +168,7 @@ def test_each_line_says_whose_it_is_and_all_are_one_write(monkeypatch):
     assert stream.writes == 1
 
 
-def test_remarks_are_shown_and_an_error_comes_with_its_traceback(capsys):
+def test_remarks_are_shown_warnings_once_and_an_error_comes_with_its_traceback(capsys):
     logger.info("measured")
     try:
         raise ValueError("for example")
@@ -178,9 +177,6 @@ def test_remarks_are_shown_and_an_error_comes_with_its_traceback(capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[:3] == ["mpistrat: measured", "mpistrat: nobody watches", "mpistrat: Traceback (most recent call last):"]
     assert lines[-1] == "mpistrat: ValueError: for example"
-
-
-def test_a_warning_is_logged_once(capsys):
     for text in ("first", "again"):
         warn_once("a key of this test", text)
     warn_once("another key of this test", "other")
@@ -213,13 +209,10 @@ for stage in reversed(Stage):
 """
 
 
-def test_stages_follow_each_other_and_what_was_registered_last_is_first_in_its_stage():
+def test_stages_follow_each_other_and_all_is_done_even_if_something_raises():
     names = ("FAIL", "FINISH", "COMPARE", "MEET", "CLOSE")
     expected = "".join(f"the last of {name}\n{name}\n" for name in names)
     assert run(PROGRAM + "atexit.register(print, 'a handler of the program')") == (f"a handler of the program\n{expected}", "")
-
-
-def test_all_is_done_even_if_something_raises():
     out, error = run(PROGRAM + "at(Stage.FINISH, lambda: 1 // 0)")
     assert (out.endswith("CLOSE\n"), error) == (True, "ZeroDivisionError: integer division or modulo by zero")
 
@@ -229,7 +222,4 @@ def test_where_the_program_finalizes_mpi_ranks_meet_before_and_later_calls_are_r
     first, _, later = ended.partition("finalized\n")
     assert first == "".join(f"the last of {name}\n{name}\n" for name in ("COMPARE", "REFUSE", "MEET"))
     assert later.startswith("the last of FAIL")
-
-
-def test_mpi_that_is_finalized_after_the_program_does_nothing_again():
     assert run(PROGRAM + "watch_finalize()")[0].count("COMPARE") == 2

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpistrat
-from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.structures import flatten, flatten_arrays, leaf_names, map_leaves
 from tests.other_arrays import SpeaksDlpack, StandardArray
@@ -25,18 +24,13 @@ class Pair(NamedTuple):
 
 
 def nests_of(leaf):
-    return st.recursive(
-        leaf,
-        lambda inner: (
-            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3) | st.tuples(inner, inner)
-        ),
-        max_leaves=12,
-    )
+    def around(inner):
+        return st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3) | st.tuples(inner, inner)
+
+    return st.recursive(leaf, around, max_leaves=12)
 
 
 NEST = {"b": [1, (2, None)], "a": Pair(3, {"x": 4}), "c": []}
-
-nests = nests_of(st.integers() | st.none())
 
 
 def test_leaves_come_in_one_order_with_names_as_one_writes_them_and_none_is_not_a_leaf():
@@ -150,7 +144,7 @@ def test_what_a_mapping_holds_beside_its_items_is_kept():
     assert (leaves, structure.unflatten([])[1].step) == ([], 3)
 
 
-def test_mappings_are_compared_by_their_keys():
+def test_mappings_are_compared_by_their_keys_and_none_shows_in_the_text_of_a_structure():
     one, other = (flatten(Frozen(items))[1] for items in ({"a": 1, "b": 2}, {"b": 5, "a": 6}))
     assert one == other
     assert hash(one) == hash(other)
@@ -160,6 +154,11 @@ def test_mappings_are_compared_by_their_keys():
     assert flatten(Frozen({1: 1, "b": 2}))[0] == [1, 2], "keys without an order"
     with pytest.raises(ValueError, match="[Mm]ismatch|[Ee]xpected"):
         map_leaves(lambda a, b: a, Frozen({"a": 1}), Frozen({"b": 1}))
+    one = np.zeros(2)
+    texts = [str(flatten(nest)[1]) for nest in ({"a": one, "b": None}, {"a": None, "b": one}, {"a": one, "b": one}, {"a": one})]
+    assert "'a': *, 'b': None" in texts[0]
+    assert "'a': None, 'b': *" in texts[1]
+    assert len(set(texts)) == len(texts)
 
 
 @pytest.mark.parametrize("mapping", [Converts({"a": 1}), Opened("x"), os.environ])
@@ -175,7 +174,7 @@ def test_threads_may_meet_a_mapping_at_once():
             assert list(pool.map(lambda _, kind=kind: flatten(kind({"a": 1}))[0], range(8))) == [[1]] * 8
 
 
-@given(nests)
+@given(nests_of(st.integers() | st.none()))
 def test_flattened_nests_are_restored_and_a_name_leads_to_its_leaf(nest):
     leaves, structure = flatten(nest)
     assert structure.unflatten(leaves) == nest
@@ -212,14 +211,6 @@ def test_which_nests_of_arrays_are_known():
         assert flatten_arrays(nest, np.ndarray) is None
 
 
-def test_none_shows_in_the_text_of_a_structure():
-    one = np.zeros(2)
-    texts = [str(flatten(nest)[1]) for nest in ({"a": one, "b": None}, {"a": None, "b": one}, {"a": one, "b": one}, {"a": one})]
-    assert "'a': *, 'b': None" in texts[0]
-    assert "'a': None, 'b': *" in texts[1]
-    assert len(set(texts)) == len(texts)
-
-
 def reordered(nest, turn):
     """Return a nest with the keys of its dicts in another order."""
     if isinstance(nest, dict):
@@ -239,7 +230,7 @@ def test_a_function_is_mapped_over_leaves_side_by_side():
     "leaf",
     [
         *(np.zeros(2), np.float32(1), 1.5, PerReplica([1, 2]), Mirrored({"a": 1}), mpistrat.Variable([1.0, 2.0])),
-        *(IndexedSlices([[1.0]], [0], (2, 1)), SpeaksDlpack([1, 2]), StandardArray([1, 2])),
+        *(mpistrat.IndexedSlices([[1.0]], [0], (2, 1)), SpeaksDlpack([1, 2]), StandardArray([1, 2])),
     ],
 )
 def test_whatever_is_like_an_array_is_one_leaf(leaf):

@@ -73,16 +73,13 @@ def test_a_pipe_is_not_waited_for_and_a_large_file_not_read_whole(tmp_path, caps
     assert "it has 1073741824 bytes" in capsys.readouterr().err
 
 
-def test_no_file_is_the_usual_case_and_one_asked_for_by_name_is_missed(tmp_path, capsys):
+def test_no_file_is_the_usual_case_and_one_is_written_whole_and_read_again(tmp_path, capsys):
     assert read(tmp_path / HERE.file_name, HERE) is None
     (tmp_path / "file").touch()
     assert read(tmp_path / "file" / HERE.file_name, HERE) is None
     assert capsys.readouterr().err == ""
     assert read(tmp_path / "mine.json", HERE) is None
     assert f"MPISTRAT_TUNING names {tmp_path / 'mine.json'}, which does not exist" in capsys.readouterr().err
-
-
-def test_a_file_is_written_whole_and_read_again(tmp_path, capsys):
     path = tmp_path / "new" / HERE.file_name
     for _ in range(2):
         TUNING.write(path)

@@ -1,7 +1,5 @@
 """Worlds that the tests of plans run on."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from mpistrat.topology.world import World

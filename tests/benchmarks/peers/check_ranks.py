@@ -1,7 +1,5 @@
 """Calls of one array, one after the other, as a program makes them that does nothing else: to see what a setting costs."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

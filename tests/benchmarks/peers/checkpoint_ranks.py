@@ -5,8 +5,6 @@ arrays, in one way or several, how many bytes, and rounds. For each division ran
 slowest rank; beside that a copy of its share, and a plain write.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

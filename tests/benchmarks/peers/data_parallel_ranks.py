@@ -4,8 +4,6 @@
 Rank 0 prints the median seconds of a step of both.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

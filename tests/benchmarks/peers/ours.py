@@ -1,7 +1,5 @@
 """Our reductions, as a library calls it that hands in arrays and takes arrays."""
 
-from __future__ import annotations
-
 import statistics
 import time
 import tracemalloc

@@ -1,7 +1,5 @@
 """Parameter servers of ours: pulls, pushes and scheduled functions; the chief prints what each took."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

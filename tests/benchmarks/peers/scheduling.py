@@ -1,7 +1,5 @@
 """What is timed of parameter servers, by a coordinator of ours or of TensorFlow: it needs the standard library alone."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

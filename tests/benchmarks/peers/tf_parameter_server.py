@@ -1,7 +1,5 @@
 """TensorFlow's parameter servers, in processes of one host that talk by gRPC: the same as `parameter_server_ranks`."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -18,10 +16,8 @@ def main() -> None:
         _serve(json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
         return
     num_workers, cases = int(sys.argv[1]), json.loads(sys.argv[2])
-    ports = iter(_free_ports(num_workers + 2))
-    cluster = {
-        job: [f"localhost:{next(ports)}" for _ in range(n)] for job, n in (("chief", 1), ("ps", 1), ("worker", num_workers))
-    }
+    ports, jobs = iter(_free_ports(num_workers + 2)), {"chief": 1, "ps": 1, "worker": num_workers}
+    cluster = {job: [f"localhost:{next(ports)}" for _ in range(count)] for job, count in jobs.items()}
     servers = [
         subprocess.Popen([sys.executable, __file__, json.dumps(cluster), job, str(index)])
         for job in ("ps", "worker")

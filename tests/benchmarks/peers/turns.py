@@ -4,8 +4,6 @@ It needs nothing but the standard library, for it runs in the environment of eac
 are connected to the one that asks. See tests/benchmarks/contest.py for that side.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

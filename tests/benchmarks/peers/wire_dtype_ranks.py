@@ -1,7 +1,5 @@
 """One rank of the trainings in the experiment on wire dtypes: the demo's network, once with each; rank 0 prints the losses."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any
@@ -9,7 +7,6 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.experimental import CommunicationOptions
 from mpistrat.tools import train_digits
 
 HIDDEN = 64
@@ -21,7 +18,7 @@ def main() -> None:
     for name, fields in json.loads(sys.argv[1]).items():
         # auto would leave so few bytes to MPI, which casts nothing
         algorithm = "auto" if fields.get("deterministic") else "hierarchical"
-        options = CommunicationOptions(algorithm=algorithm, **fields)
+        options = mpistrat.experimental.CommunicationOptions(algorithm=algorithm, **fields)
         strategy = mpistrat.MultiWorkerMirroredStrategy(communication_options=options)
         weights, accuracy, losses = train_digits.train(strategy, hidden=HIDDEN)
         found[name] = {"weights": weights, "accuracy": accuracy, "losses": losses}

@@ -6,7 +6,6 @@ import numpy as np
 
 import mpistrat
 from mpistrat.algorithms.choose import PLANNERS
-from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.launch.bootstrap import start
 from mpistrat.topology.discover import discover
 
@@ -19,7 +18,7 @@ world = discover(comm)
 
 def is_right(algorithm: str) -> bool:
     """Sum over all ranks, as a user does."""
-    options = CommunicationOptions(algorithm=algorithm)
+    options = mpistrat.experimental.CommunicationOptions(algorithm=algorithm)
     mine = np.full(COUNT, comm.rank + 1.0)
     total = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", mine, options))
     return bool((strategy.experimental_local_results(total)[0] == comm.size * (comm.size + 1) // 2).all())

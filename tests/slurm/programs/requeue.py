@@ -6,7 +6,6 @@ import time
 import numpy as np
 
 import mpistrat
-from mpistrat.experimental import PreemptionCheckpointHandler
 from mpistrat.launch.bootstrap import start
 from mpistrat.topology.discover import discover
 
@@ -17,7 +16,7 @@ world = discover(start())
 with strategy.scope():
     total = mpistrat.Variable(np.zeros(1000))
     manager = mpistrat.CheckpointManager(mpistrat.Checkpoint(total=total), "saved")
-    handler = PreemptionCheckpointHandler(None, manager)
+    handler = mpistrat.experimental.PreemptionCheckpointHandler(None, manager)
 
 
 def step() -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from mpistrat.algorithms import plan as plans
 from mpistrat.algorithms import planners
 from mpistrat.algorithms.choose import PLANNERS, Measured, choose, choose_on_gpus
-from mpistrat.algorithms.plan import Plan, phase_bytes
 from mpistrat.algorithms.planners import SCATTER_FROM_BYTES, flat, hierarchical, hierarchical_from_bytes, reduce_scatter
 from mpistrat.arrays import part_bounds
 from mpistrat.errors import Unsuitable
@@ -50,10 +49,12 @@ def test_hierarchical_has_the_phases_its_world_needs_and_flat_has_one(shape, exp
 
 
 @pytest.mark.parametrize("name", PLANNERS)
-def test_scratch_memory_is_bounded(name):
+def test_scratch_memory_is_bounded_and_the_reference_page_has_a_row_for_each(name):
     world = World.from_shape("16x3")  # on which chunks of ours do not overlap
     plan = PLANNERS[name](world, 200 * MIB // 4, 4, 0)
     assert plan.depth * plan.chunk_count * 4 <= 64 * MIB
+    plan = PLANNERS[name](World.from_shape("2x2"), MIB, 4, 0)
+    assert f"| `{name}` | {' -> '.join(steps(plan))} |" in PAGE.read_text()
 
 
 @pytest.mark.parametrize("planner", [flat, hierarchical])
@@ -82,12 +83,20 @@ def test_chunks_are_cut_by_rule(shape, num_bytes, num_chunks):
     assert plan.depth == min(planners.pipeline_rule(world).depth, num_chunks)
 
 
-def test_a_plan_begins_and_ends_with_small_chunks():
+def test_a_plan_begins_and_ends_with_small_chunks_unless_others_were_asked_for():
     plan = hierarchical(World.from_shape("2x2"), 5 * MIB, 1)
     assert [2 * count // MIB for _, count in plan.chunks] == [1, 2, 4, 2, 1]
     assert [2 * start // MIB for start, _ in plan.chunks] == [0, 1, 3, 7, 9]
     assert (plan.chunk_count, plan.end_count) == (2 * MIB, MIB // 2)
     assert plans.chunk_lengths(World.from_shape("2x2"), 36, 2, 8) == [2, 4, 8, 8, 8, 4, 2]
+    for count in (0, 1, 512 * KIB // 4):  # one chunk is the whole buffer
+        assert hierarchical(World.from_shape("2x2"), count, 4, 512 * KIB) == hierarchical(World.from_shape("2x2"), count, 4)
+    plan = hierarchical(World.from_shape("3+1"), 1000, 4, chunk_bytes=1000)
+    assert (plan.num_chunks, plan.chunk_count) == (5, 201)
+    assert plan.chunks[-1] == (804, 196)
+    assert choose(World.from_shape("1x1"), 1000, 4).plan.phases == ()
+    assert choose(World.from_shape("2x2"), 0, 4).plan.num_chunks == 0
+    assert choose(World.from_shape("2x2"), MIB, 4, "hierarchical", chunk_bytes=256 * KIB).plan.num_chunks == 16
 
 
 @given(random_worlds, st.integers(0, 10**4), st.integers(1, 100), st.integers(0, 1000))
@@ -101,31 +110,17 @@ def test_chunks_grow_and_shrink_within_bounds(world, count, end, more):
         assert lengths[1] <= 2 * lengths[0], "a chunk between the nodes hides the next one"
 
 
-def test_a_chunk_is_as_large_as_it_was_asked_for():
-    for count in (0, 1, 512 * KIB // 4):  # one chunk is the whole buffer
-        assert hierarchical(World.from_shape("2x2"), count, 4, 512 * KIB) == hierarchical(World.from_shape("2x2"), count, 4)
-    plan = hierarchical(World.from_shape("3+1"), 1000, 4, chunk_bytes=1000)
-    assert (plan.num_chunks, plan.chunk_count) == (5, 201)
-    assert plan.chunks[-1] == (804, 196)
-
-
 @given(random_worlds, st.integers(0, 10**4), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 10**5))
 def test_chunks_are_few_even_and_bounded(world, count, itemsize, max_bytes):
     shards = world.num_shards
     chunk_count = plans.chunk_elements(world, count, itemsize, max_bytes)
-    plan = Plan("any", world, count, itemsize, (), chunk_count)
+    plan = plans.Plan("any", world, count, itemsize, (), chunk_count)
     assert chunk_count >= shards
     assert chunk_count % shards == 0
     assert chunk_count * itemsize <= max(max_bytes, shards * itemsize)
     needed = max(-(-count // (max(max_bytes // itemsize // shards, 1) * shards)), 1)
     assert plan.num_chunks <= needed, "no more chunks than the bound asks for"
     assert chunk_count <= count / needed + shards, "no larger than an even split needs"
-
-
-@pytest.mark.parametrize("name", PLANNERS)
-def test_the_reference_page_has_a_row_for_each(name):
-    plan = PLANNERS[name](World.from_shape("2x2"), MIB, 4, 0)
-    assert f"| `{name}` | {' -> '.join(steps(plan))} |" in PAGE.read_text()
 
 
 def test_the_reference_page_has_the_limits_of_the_table():
@@ -150,15 +145,21 @@ def test_the_reference_page_has_the_limits_of_the_table():
     ids=str,
 )
 def test_bytes_of_each_phase(plan, sent, over_the_link):
-    found = [phase_bytes(plan, phase) for phase in plan.phases]
+    found = [plans.phase_bytes(plan, phase) for phase in plan.phases]
     assert found == list(zip(sent, over_the_link, strict=True))
     cut = dataclasses.replace(plan, chunk_count=plan.padded(100), depth=2)
-    assert [phase_bytes(cut, phase) for phase in plan.phases] == found
+    assert [plans.phase_bytes(cut, phase) for phase in plan.phases] == found
 
 
-def test_what_is_cast_between_nodes_is_shorter_there():
+def test_what_is_cast_between_nodes_is_shorter_there_and_on_gpus_a_node_has_one_phase():
     plan = dataclasses.replace(hierarchical(World.from_shape("4x2"), 1000, 4), wire_itemsize=2)
-    assert [phase_bytes(plan, phase) for phase in plan.phases] == [(2000, 0), (1500, 3000), (2000, 0)]
+    assert [plans.phase_bytes(plan, phase) for phase in plan.phases] == [(2000, 0), (1500, 3000), (2000, 0)]
+    bounds = part_bounds(SCATTER_FROM_BYTES // 4, 4)
+    assert reduce_scatter(World.from_shape("1x4"), bounds, 4).chunk_count == 1 << 17
+    assert [str(phase) for phase in choose_on_gpus(World.from_shape("1x8"), 2**28, 4).plan.phases] == ["intra all_reduce"]
+    assert choose_on_gpus(World.from_shape("1x8"), 2**28, 4).plan.depth == 1
+    choice = choose_on_gpus(World.from_shape("2x2"), 16 * MIB, 4, "flat")
+    assert (choice.plan.algorithm, choice.reason) == ("flat", "flat was asked for by name")
 
 
 WORLDS = st.builds(
@@ -222,11 +223,6 @@ def test_it_declines(shape, count, algorithm, reason):
         reduce_scatter(world, part_bounds(count, world.size), 4, algorithm)
 
 
-def test_the_smallest_array_is_not_declined():
-    bounds = part_bounds(SCATTER_FROM_BYTES // 4, 4)
-    assert reduce_scatter(World.from_shape("1x4"), bounds, 4).chunk_count == 1 << 17
-
-
 def chosen(shape, num_bytes):
     """Return the algorithm that is chosen, or ``chunks`` if it is hierarchical on several."""
     plan = choose(World.from_shape(shape), num_bytes // 4, 4).plan
@@ -274,19 +270,6 @@ def test_on_gpus_a_buffer_stays_whole_where_nothing_overlaps_unless_chunks_are_a
     assert (choice.plan.algorithm, choice.plan.num_chunks) == ("hierarchical", num_chunks)
     assert choice.plan.depth == min(3, num_chunks)
     assert (choice.reason, choice.seconds) == ("on GPUs auto is hierarchical", {})
-
-
-def test_on_gpus_a_node_has_one_phase_and_a_name_is_taken():
-    assert [str(phase) for phase in choose_on_gpus(World.from_shape("1x8"), 2**28, 4).plan.phases] == ["intra all_reduce"]
-    assert choose_on_gpus(World.from_shape("1x8"), 2**28, 4).plan.depth == 1
-    choice = choose_on_gpus(World.from_shape("2x2"), 16 * MIB, 4, "flat")
-    assert (choice.plan.algorithm, choice.reason) == ("flat", "flat was asked for by name")
-
-
-def test_one_rank_and_empty_buffers_have_a_plan_and_chunks_are_as_asked_for():
-    assert choose(World.from_shape("1x1"), 1000, 4).plan.phases == ()
-    assert choose(World.from_shape("2x2"), 0, 4).plan.num_chunks == 0
-    assert choose(World.from_shape("2x2"), MIB, 4, "hierarchical", chunk_bytes=256 * KIB).plan.num_chunks == 16
 
 
 @given(random_worlds, st.integers(0, 10**7), st.sampled_from([1, 2, 4, 8]), st.booleans())

@@ -20,14 +20,10 @@ from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDt
 from mpistrat.groups.agreement import digest_of
 from mpistrat.tools import cli
 from tests.processes import python
+from tests.reference import read_only
 
 Pair = namedtuple("Pair", "first second")  # noqa: PYI024
 DTYPES = ["float64", "float16", ml_dtypes.bfloat16, "bool", "complex64", ">f8", "int8", np.longdouble]
-
-
-def read_only(array):
-    array.flags.writeable = False
-    return array
 
 
 def saved_and_restored(path, before, after):
@@ -102,11 +98,6 @@ def test_a_module_is_told_by_which_version_its_state_was_saved(tmp_path):
     assert torch.equal(after["trainer"].net[0].weight, before["trainer"].net[0].weight)
 
 
-def test_what_is_wrong_with_a_folder_of_any_name_is_told(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no.udcff is no whole checkpoint"):
-        mpistrat.Checkpoint(w=np.zeros(3)).restore(tmp_path / os.fsdecode(b"no\xff"))
-
-
 def test_arrays_of_jax_come_back_in_a_dict(tmp_path):
     jnp = pytest.importorskip("jax.numpy")
     got = saved_and_restored(tmp_path / "one", {"nest": {"w": jnp.arange(3)}}, {"nest": {"w": jnp.zeros(3, int)}})
@@ -170,6 +161,8 @@ def test_what_cannot_be_saved_or_restored_in_place_is_refused(tmp_path):
     checkpoint.close()
     with pytest.raises(RuntimeError, match="was closed"):
         checkpoint.save(tmp_path / "two")
+    with pytest.raises(CheckpointError, match=r"no.udcff is no whole checkpoint"):
+        mpistrat.Checkpoint(w=np.zeros(3)).restore(tmp_path / os.fsdecode(b"no\xff"))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -181,7 +174,7 @@ def test_a_thread_that_ends_before_it_has_written_fails_the_save(tmp_path, monke
     assert manager.latest_checkpoint is None
 
 
-def test_the_thread_that_writes_leaves_the_cores_to_the_steps(tmp_path, monkeypatch):
+def test_the_thread_that_writes_leaves_the_cores_to_the_steps_whose_time_is_not_counted(tmp_path, monkeypatch):
     niceness = []
 
     def write(*given):
@@ -246,12 +239,8 @@ def test_the_newest_are_kept_and_the_command_line_tells_them(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == [*names, "ckpt-00000008"]
 
     assert cli.main(["checkpoint", "list", str(tmp_path), "--json"]) == 0
-    assert [(row["step"], row["bytes"]) for row in json.loads(capsys.readouterr().out)] == [
-        (4, 8000),
-        (6, 8000),
-        (7, 8000),
-        (8, 8000),
-    ]
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["step"], row["bytes"]) for row in rows] == [(step, 8000) for step in (4, 6, 7, 8)]
     assert cli.main(["checkpoint", "show", str(tmp_path)]) == 0
     assert "state/w" in (shown := capsys.readouterr().out)
     assert "float64 (1000,)" in shown
@@ -260,13 +249,11 @@ def test_the_newest_are_kept_and_the_command_line_tells_them(tmp_path, capsys):
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     again.close()
     again = mpistrat.CheckpointManager(mpistrat.Checkpoint(state=state), tmp_path)
-    damaged = Path(again.checkpoints[-1])
-    [newest] = damaged.glob("*.safetensors")
+    [newest] = Path(again.checkpoints[-1]).glob("*.safetensors")
     was = newest.read_bytes()
     newest.write_bytes(was[:-1] + b"x")
-    with pytest.raises(
-        CheckpointError, match=r"(?s)not those that were written.*ckpt-00000007.1: checkpoint.restore\(manager.ch"
-    ):
+    told = r"(?s)not those that were written.*ckpt-00000007.1: checkpoint.restore\(manager.ch"
+    with pytest.raises(CheckpointError, match=told):
         again.restore()
     newest.write_bytes(was)
     assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 1

@@ -99,23 +99,20 @@ def test_after_an_exit_fn_that_returns_the_program_goes_on_unwatched(make, tmp_p
     assert signal.getsignal(signal.SIGTERM) == handlers[signal.SIGTERM]
 
 
-def test_a_signal_while_it_saves_counts_once(make, tmp_path):
-    handler = make(save_fn=lambda: signal.raise_signal(signal.SIGTERM) or own.append(1))
-    own = []
-    take(handler, 4, at=0)
-    assert (own, handler.ended) == ([1], [1])
-
-
-def test_save_fn_gets_the_arguments(make):
+def test_save_fn_gets_the_arguments_and_a_signal_in_it_counts_once(make, tmp_path):
     got = []
     handler = make(save_fn=lambda *args, **kwargs: got.append((args, kwargs)))
     handler.save_checkpoint_if_preempted(1)
     signal.raise_signal(signal.SIGUSR2)
     handler.save_checkpoint_if_preempted(2, three=3)
     assert (got, handler.ended) == ([((2,), {"three": 3})], [2])
+    handler = make(save_fn=lambda: signal.raise_signal(signal.SIGTERM) or own.append(1))
+    own = []
+    take(handler, 4, at=0)
+    assert (own, handler.ended) == ([1], [1])
 
 
-def test_a_scope_is_a_step_unless_it_raises(make):
+def test_a_scope_is_a_step_unless_it_raises_and_inside_run_it_says_where_it_belongs(make):
     handler = make()
     with pytest.raises(KeyError), handler.watch_preemption_scope():
         raise KeyError
@@ -123,6 +120,9 @@ def test_a_scope_is_a_step_unless_it_raises(make):
     with handler.watch_preemption_scope():
         signal.raise_signal(signal.SIGUSR1)
     assert handler.ended == [1]
+    handler, strategy = make(), mpistrat.OneDeviceStrategy()
+    with pytest.raises(RuntimeError, match=r"correct: +handler.run\(lambda: strategy.run\(step\)\)"):
+        strategy.run(lambda: handler.run(abs, 1))
 
 
 def test_a_watcher_function_tells_too_and_signals_may_be_others(make, handlers):
@@ -260,12 +260,6 @@ def test_a_failed_save_before_is_told_and_does_not_keep_it_from_saving(make, tmp
     take(handler, 2, at=1)
     assert (handler.ended, saved(tmp_path / "ck")) == ([2], ["ckpt-00000002"])
     assert "cannot be written: ZeroDivisionError" in caplog.text
-
-
-def test_inside_run_it_says_where_it_belongs(make):
-    handler, strategy = make(), mpistrat.OneDeviceStrategy()
-    with pytest.raises(RuntimeError, match=r"correct: +handler.run\(lambda: strategy.run\(step\)\)"):
-        strategy.run(lambda: handler.run(abs, 1))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def test_every_verb_gives_what_numpy_makes_of_the_arrays_of_one_rank(monkeypatch
     assert strategy.run(verbs_rank._try_all, (strategy,)) > 200
 
 
-def test_a_result_shares_no_memory_and_calls_are_counted():
+def test_a_result_shares_no_memory_or_goes_where_it_is_told_and_calls_are_counted():
     ops, array = LocalCommunicator(), np.arange(6).reshape(2, 3)[:, ::-1]
     results = [*(ops.all_reduce(op, array) for op in ReduceOp), ops.all_gather(array, axis=-1), ops.broadcast(array)]
     results += [*ops.gather(array), *ops.all_to_all([array]), ops.reduce_scatter(ReduceOp.SUM, array, axis=1)]
@@ -31,9 +31,6 @@ def test_a_result_shares_no_memory_and_calls_are_counted():
     ops.barrier()
     assert ops.num_collectives == 14
     ops.close()
-
-
-def test_a_result_goes_where_it_is_told():
     all_reduce = LocalCommunicator().all_reduce
     array, target = np.arange(3.0)[::-1], np.full(3, np.nan)
     assert all_reduce(ReduceOp.MEAN, [array], out=[target])[0] is target
@@ -56,13 +53,6 @@ def test_options_that_are_none_are_refused(verb):
         getattr(ops, verb)(*given, options=7)
 
 
-def test_there_is_no_plan():
-    ops = LocalCommunicator()
-    assert (ops.rank, ops.size, ops.world.shape) == (0, 1, "1x1")
-    assert ops.choose(1000, np.dtype(np.float32)) is None
-    assert str(ops.explain(np.ones(1000, np.float32))) == "one replica: nothing is sent"
-
-
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 
 
@@ -74,9 +64,13 @@ def test_what_it_holds():
     assert repr(slices) == "IndexedSlices(2 rows of float64 (2,), dense_shape=(5, 2))"
     assert repr(IndexedSlices(np.ones(1, np.int8), [7])) == "IndexedSlices(1 row of int8 (), dense_shape=None)"
     assert slices.to_dense().tolist() == [[3, 4], [0, 0], [0, 0], [1, 2], [0, 0]]
+    ops = LocalCommunicator()
+    assert (ops.rank, ops.size, ops.world.shape) == (0, 1, "1x1")
+    assert ops.choose(1000, np.dtype(np.float32)) is None
+    assert str(ops.explain(np.ones(1000, np.float32))) == "one replica: nothing is sent"
 
 
-def test_it_is_one_leaf_and_reads_as_the_dense_array():
+def test_it_is_one_leaf_and_reads_as_the_dense_array_of_which_rows_named_twice_are_summed():
     slices = IndexedSlices(np.ones((2, 1), np.float32), [1, 1], (3, 1))
     assert optree.tree_leaves({"w": [slices]}) == [slices]
     assert (np.asarray(slices) == [[0], [2], [0]]).all()
@@ -84,21 +78,14 @@ def test_it_is_one_leaf_and_reads_as_the_dense_array():
     assert np.add(slices, 1).tolist() == [[1], [3], [1]]
     with pytest.raises(InvalidArgumentError, match=r"cannot be read as an array without a copy: call to_dense\(\)"):
         slices.__array__(copy=False)
-
-
-def test_rows_named_twice_are_summed_in_the_dtype_of_sums():
+    none = IndexedSlices(np.empty((0, 2), np.float32), [], (3, 2))
+    assert (none.to_dense().tolist(), none.dtype) == ([[0, 0]] * 3, np.float32)
+    assert IndexedSlices(np.empty((0, 2)), [], (0, 2)).to_dense().shape == (0, 2)
     half = IndexedSlices(np.full(4097, 1, np.float16), np.zeros(4097, int), (1,))
     assert half.to_dense().tolist() == [4096], "summed in float32, rounded once: 2048 + 1 is 2048 in float16"
     assert IndexedSlices(np.full(2, 200, np.uint8), [0, 0], (1,)).to_dense().tolist() == [144], "wraps around"
     assert IndexedSlices(np.array([True, True]), [0, 0], (2,)).to_dense().tolist() == [True, False]
-    brain = IndexedSlices(np.array([256, 1, 1], ml_dtypes.bfloat16), [0, 0, 0], (1,))
-    assert float(brain.to_dense()[0]) == 258
-
-
-def test_there_may_be_no_rows():
-    none = IndexedSlices(np.empty((0, 2), np.float32), [], (3, 2))
-    assert (none.to_dense().tolist(), none.dtype) == ([[0, 0]] * 3, np.float32)
-    assert IndexedSlices(np.empty((0, 2)), [], (0, 2)).to_dense().shape == (0, 2)
+    assert float(IndexedSlices(np.array([256, 1, 1], ml_dtypes.bfloat16), [0, 0, 0], (1,)).to_dense()[0]) == 258
 
 
 @pytest.mark.parametrize(

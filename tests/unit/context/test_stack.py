@@ -24,16 +24,21 @@ def on_another_thread(fn):
         return thread.submit(fn).result()
 
 
-def test_outside_all_scopes_the_default_strategy_is_current():
+def test_the_strategy_of_the_scope_is_current_or_the_default_one():
     assert not mpistrat.has_strategy()
     assert mpistrat.get_strategy() is mpistrat.get_strategy()
     assert not mpistrat.in_cross_replica_context()
     context = mpistrat.get_replica_context()
     assert (context.replica_id_in_sync_group, context.num_replicas_in_sync) == (0, 1)
     assert context.strategy is mpistrat.get_strategy()
-
-
-def test_scope_makes_a_strategy_current():
+    default = mpistrat.get_strategy()
+    with default.scope() as entered:
+        assert entered is default
+        assert not mpistrat.has_strategy()
+        assert not mpistrat.in_cross_replica_context()
+        assert mpistrat.get_replica_context() is not None
+        with OneDeviceStrategy().scope():
+            assert mpistrat.has_strategy()
     strategy = OneDeviceStrategy()
     scope = strategy.scope()
     with scope as entered:
@@ -46,17 +51,6 @@ def test_scope_makes_a_strategy_current():
         assert mpistrat.get_replica_context() is None
         assert not on_another_thread(mpistrat.has_strategy)
     assert not mpistrat.has_strategy()
-
-
-def test_the_default_scope_changes_nothing():
-    default = mpistrat.get_strategy()
-    with default.scope() as entered:
-        assert entered is default
-        assert not mpistrat.has_strategy()
-        assert not mpistrat.in_cross_replica_context()
-        assert mpistrat.get_replica_context() is not None
-        with OneDeviceStrategy().scope():
-            assert mpistrat.has_strategy()
 
 
 @pytest.mark.parametrize("which", ["other", "default"])
@@ -74,30 +68,22 @@ def test_strategies_cannot_be_mixed(which):
     assert not mpistrat.has_strategy()
 
 
-def test_scope_cannot_be_entered_inside_run():
+def test_neither_scope_nor_run_is_entered_inside_run_nor_left_out_of_order():
     strategy = OneDeviceStrategy()
 
     def step():
         with strategy.scope():
             pass
 
-    with pytest.raises(
-        RuntimeError, match="strategy.scope must be called outside strategy.run, but this is inside strategy.run"
-    ):
+    with pytest.raises(RuntimeError, match="strategy.scope must be called outside strategy.run, but this is inside strategy.r"):
         strategy.run(step)
     with pytest.raises(RuntimeError, match="two strategies"), strategy.scope():
         OneDeviceStrategy().run(lambda: None)
     assert not mpistrat.has_strategy()
-
-
-def test_run_cannot_be_nested_but_that_of_the_default_strategy():
     strategy, default = OneDeviceStrategy(), mpistrat.get_strategy()
     with pytest.raises(RuntimeError, match=r"correct: +strategy.run\(fn\), where fn calls other\(\)"):
         strategy.run(lambda: strategy.run(lambda: None))
     assert default.run(lambda: default.run(lambda x: x + 1, args=(1,))) == 2
-
-
-def test_scopes_left_out_of_order():
     strategy = OneDeviceStrategy()
     scope = strategy.scope()
 
@@ -225,9 +211,8 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
 @pytest.mark.parametrize("method", IN_REPLICA)
 def test_a_collective_outside_run_warns_once_and_returns_the_local_value(launched, method):
     context = launched(**OPEN_MPI)
-    with pytest.warns(
-        UserWarning, match=rf"rank 1: ReplicaContext.{method} was called outside strategy.run, in a job of 4"
-    ) as seen:
+    said = rf"rank 1: ReplicaContext.{method} was called outside strategy.run, in a job of 4"
+    with pytest.warns(UserWarning, match=said) as seen:
         assert IN_REPLICA[method](context) == 3.0
     assert rf"correct:    strategy.run(lambda: mpistrat.get_replica_context().{method}(" in str(seen[0].message)
     assert seen[0].filename == replicas.__file__, "the line is the user's, who makes the call there"

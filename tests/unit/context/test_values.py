@@ -8,7 +8,6 @@ import pytest
 
 import mpistrat
 from mpistrat.context.values import Mirrored, PerReplica, regroup, select_replica
-from mpistrat.errors import InvalidArgumentError
 from tests.unit.replicas import on_replicas
 
 
@@ -56,7 +55,7 @@ def test_a_per_replica_value_is_a_number_or_sequence_inside_run_alone(use):
 
     assert on_replicas(2, program) == [np.asarray(function(component(rank))).tolist() for rank in range(2)]
     message = r"per-replica value was read as one array or number outside strategy.run(.|\n)*correct: +strategy\.reduce\("
-    with pytest.raises(InvalidArgumentError, match=message) as raised:
+    with pytest.raises(mpistrat.errors.InvalidArgumentError, match=message) as raised:
         function(PerReplica(component(0)))
     assert "strategy.gather(" in str(raised.value)
     assert "strategy.experimental_local_results(" in str(raised.value)
@@ -81,19 +80,11 @@ def test_a_mirrored_value_reads_as_an_array_everywhere():
     )
 
 
-def iadd(value):
-    value += 1
-
-
-def setitem(value):
-    value[0] = 1
-
-
 @pytest.mark.parametrize(
     "write",
     [
-        iadd,
-        setitem,
+        lambda value: operator.iadd(value, 1),
+        lambda value: operator.setitem(value, 0, 1),
         lambda value: np.add(1, 1, out=value),
         lambda value: np.copyto(value, 1),
         lambda value: np.copyto(dst=value, src=1),

@@ -47,7 +47,7 @@ def plain(value):
     return np.asarray(value).tolist()
 
 
-def test_a_value_that_is_elsewhere_says_where():
+def test_a_value_that_is_elsewhere_says_where_and_is_moved():
     def program(rank):
         value = PerReplica(np.array([rank]))
         total = HierarchicalAllReduce().reduce("sum", value, "rank:1")
@@ -61,8 +61,6 @@ def test_a_value_that_is_elsewhere_says_where():
     absent = ["OnSomeReplicas(not here, on rank 1)", 0, True]
     assert in_scope(3, program) == [absent, held, absent]
 
-
-def test_a_value_that_is_elsewhere_is_moved():
     def program(rank):
         ops, value = HierarchicalAllReduce(), PerReplica(np.array([rank + 1]))
         total = ops.reduce("sum", value, "rank:1")
@@ -214,9 +212,7 @@ def test_the_value_of_a_strategy_is_not_combined_outside_its_scope():
     with strategy.scope():
         variable = mpistrat.Variable([1.0])
         assert ops.reduce("sum", variable, 0).tolist() == [1]
-    message = (
-        r"of CrossDeviceOps on .* must be called in the scope of the strategy that .* outside all scopes\.\n    incorrect: .*"
-    )
+    message = r"CrossDeviceOps on .* must be called in the scope of the strategy that .* outside all scopes\.\n    incorrect: "
     for value in (PerReplica(1.0), Mirrored(1.0), OnSomeReplicas(1.0, (0,), 0), variable):
         for call in (lambda value=value: ops.reduce("sum", value, 0), lambda value=value: ops.broadcast(value, 0)):
             with pytest.raises(RuntimeError, match=message):
@@ -271,7 +267,7 @@ def test_they_belong_to_the_cross_replica_context():
     assert on_replicas(2, program) == [3, 3]
 
 
-def test_ops_reduce_with_options_of_their_own():
+def test_ops_reduce_with_options_of_their_own_and_print_what_they_were_made_with():
     seen = []
 
     class Watched(LocalCommunicator):
@@ -298,6 +294,9 @@ def test_ops_reduce_with_options_of_their_own():
         (2, "flat", 9),
         (None, "hierarchical", 9),
     ]
+    for kind in (HierarchicalAllReduce, HierarchicalCopyAllReduce, NcclAllReduce):
+        assert repr(kind(num_packs=2)) == f"{kind.__name__}(num_packs=2)"
+    assert "accumulation_fn=sum)" in repr(ReductionToOneDevice(accumulation_fn=sum))
 
 
 @pytest.mark.parametrize(
@@ -321,12 +320,6 @@ def test_ops_that_cannot_reduce_say_why(make, error, message):
             make().reduce("sum", PerReplica(1.0), 0)
 
     in_scope(2, program)
-
-
-def test_ops_print_what_they_were_made_with():
-    for kind in (HierarchicalAllReduce, HierarchicalCopyAllReduce, NcclAllReduce):
-        assert repr(kind(num_packs=2)) == f"{kind.__name__}(num_packs=2)"
-    assert "accumulation_fn=sum)" in repr(ReductionToOneDevice(accumulation_fn=sum))
 
 
 class Watched(CrossDeviceOps):
@@ -400,7 +393,7 @@ def test_what_a_subclass_overrides_sees_every_reduction(family, batch):
     assert on_replicas(3, program) == [([("MAX", 1), *batch, *batch], [[2], [3], [3], [3]], [3, 3, 3])] * 3
 
 
-def test_an_accumulation_function_takes_the_place_of_summing():
+def test_an_accumulation_function_takes_the_place_of_summing_in_replica_order():
     def program(rank):
         calls = []
 
@@ -415,6 +408,14 @@ def test_an_accumulation_function_takes_the_place_of_summing():
         return [plain(result) for result in results]
 
     assert in_scope(2, program) == [[[-3.5], [-3.5], None], [[-3.5], None, [-3.5]]]
+    # in any other order a float64 gives another sum
+    parts = [1.0, 1e16, -1e16, 3.0]
+
+    def program(rank):
+        value = PerReplica(np.array(parts[rank]))
+        return plain(ReductionToOneDevice().reduce("sum", value, value))
+
+    assert in_scope(4, program) == [3.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -429,14 +430,3 @@ def test_an_accumulation_function_takes_the_place_of_summing():
 def test_what_an_accumulation_function_returns_is_checked(function, op, message):
     with pytest.raises((InvalidArgumentError, UnsupportedDtypeError), match=message):
         ReductionToOneDevice(accumulation_fn=function).all_reduce_in_replica(op, [np.ones(2)])
-
-
-def test_components_are_combined_in_replica_order():
-    # in any other order a float64 gives another sum
-    parts = [1.0, 1e16, -1e16, 3.0]
-
-    def program(rank):
-        value = PerReplica(np.array(parts[rank]))
-        return plain(ReductionToOneDevice().reduce("sum", value, value))
-
-    assert in_scope(4, program) == [3.0] * 4

@@ -73,7 +73,7 @@ def test_a_variable_is_on_the_gpu_wherever_its_values_come_from(strategy, xp, on
         variable.assign(put(np.ones(2)))
 
 
-def test_a_variable_keeps_no_array_of_the_user(strategy, xp):
+def test_a_variable_keeps_no_array_of_the_user_and_may_be_a_number(strategy, xp):
     given = xp.zeros(3)
     variable = made(strategy, given)
     given[...] = 7
@@ -81,9 +81,6 @@ def test_a_variable_keeps_no_array_of_the_user(strategy, xp):
     variable.assign(given)
     given[...] = 8
     assert variable.numpy().tolist() == [7, 7, 7]
-
-
-def test_numbers_are_variables_too(strategy, xp):
     steps = made(strategy, 0)
     for _ in range(3):
         steps.assign_add(1)
@@ -91,9 +88,7 @@ def test_numbers_are_variables_too(strategy, xp):
     assert (int(steps), [5, 6, 7, 8][steps], f"{steps.value}") == (3, 8, "3")
 
 
-@pytest.mark.parametrize(
-    "method", ["scatter_add", "scatter_sub", "scatter_mul", "scatter_div", "scatter_min", "scatter_max", "scatter_update"]
-)
+@pytest.mark.parametrize("method", [f"scatter_{kind}" for kind in ("add", "sub", "mul", "div", "min", "max", "update")])
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_scatter_updates_do_on_the_gpu_what_they_do_on_the_host(strategy, xp, method, on_gpu):
     start, rows, indices = np.arange(8.0).reshape(4, 2), np.array([[2.0, 3.0], [4, 5], [6, 1]]), np.array([1, 3, 1])
@@ -155,9 +150,7 @@ def test_every_verb_takes_arrays_of_the_gpu_and_refuses_those_of_the_host(strate
     assert found.tolist() == [0, 1, 2]
     array[...] = 9
     assert found.tolist() == [0, 1, 2], "a result is a copy"
-    message = (
-        r"^value(s\[0\]|\['w'\]) is in host memory, this replica computes on /gpu:0; copy it first, strategy\.array_module"
-    )
+    message = r"^value(s\[0\]|\['w'\]) is in host memory, this replica computes on /gpu:0; copy it first, strategy\.array_"
     with pytest.raises(InvalidArgumentError, match=message):
         run(args=({"w": np.arange(3.0)},))
 

@@ -13,8 +13,6 @@ import pytest
 import mpistrat
 from mpistrat.device import cuda
 from mpistrat.device.abstract import address
-from mpistrat.device.cuda import CudaDevice, _CudaEvent
-from mpistrat.errors import TransportError
 from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from tests.gpu.on_host import HostKernels
@@ -51,7 +49,7 @@ def on_host_memory(cupy):
 
     def make(values):
         raw = values.view(np.uint8)
-        return CudaDevice(0)._array(_Lent(raw), raw.nbytes).view(values.dtype)
+        return cuda.CudaDevice(0)._array(_Lent(raw), raw.nbytes).view(values.dtype)
 
     return make
 
@@ -143,17 +141,14 @@ def capture_mode(monkeypatch):
     return mode
 
 
-def test_an_event_is_done_or_is_not_or_the_gpu_has_failed(cupy, monkeypatch, capture_mode):
+def test_an_event_is_done_or_is_not_or_the_gpu_has_failed_and_a_query_disturbs_no_capture(cupy, monkeypatch, capture_mode):
     for status, answer in ((0, True), (600, False)):
         monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event, status=status: status)
-        assert _CudaEvent(_Native()).done() is answer
+        assert cuda._CudaEvent(_Native()).done() is answer
     monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: 700)
     message = "the GPU has failed: cudaErrorIllegalAddress.*cannot be used any more in this process"
-    with pytest.raises(TransportError, match=message):
-        _CudaEvent(_Native()).done()
-
-
-def test_a_query_disturbs_no_capture_of_another_thread(cupy, monkeypatch, capture_mode):
+    with pytest.raises(mpistrat.errors.TransportError, match=message):
+        cuda._CudaEvent(_Native()).done()
     modes = []
 
     def query(event):
@@ -162,7 +157,7 @@ def test_a_query_disturbs_no_capture_of_another_thread(cupy, monkeypatch, captur
 
     monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", query)
     with pytest.raises(RuntimeError):
-        _CudaEvent(_Native()).done()
+        cuda._CudaEvent(_Native()).done()
     assert (modes, capture_mode) == ([[cupy.cuda.runtime.streamCaptureModeRelaxed]], [0])
 
 

@@ -47,7 +47,7 @@ def test_jobs_run_one_at_a_time_in_the_order_of_their_submission():
     assert seen == [(what, number) for number in range(20) for what in ("begin", "end")]
 
 
-def test_what_failed_fails_again_and_later_ones_go_on():
+def test_what_failed_fails_again_what_a_callback_raises_is_raised_by_its_work_and_later_ones_go_on():
     failing, fine = start(lambda: 1 // 0), start(lambda: 7)
     assert fine.wait() == 7
     for again in (failing.done, failing.wait, failing.wait):
@@ -55,6 +55,20 @@ def test_what_failed_fails_again_and_later_ones_go_on():
             again()
     with pytest.raises(ZeroDivisionError):
         failing.then(str).wait()
+
+    def fail():
+        raise ValueError("of a callback")
+
+    started = threading.Event()
+    job = Job(lambda: started.wait(10), lambda: "a job")
+    job.add_done_callback(fail)
+    submit(job)
+    started.set()
+    with pytest.raises(ValueError, match="of a callback"):
+        Work(job).wait()
+    after = Job(lambda: 3, lambda: "another job")
+    submit(after)
+    assert Work(after).wait() == 3
 
 
 def test_a_result_is_finished_once_where_the_program_waits():
@@ -118,12 +132,9 @@ os.wait(); gate.set(); held.join(); print('parent', held.result())
     assert out.endswith("5\nparent True\n")
 
 
-def test_at_the_end_of_the_program_what_was_started_is_finished():
+def test_at_the_end_of_the_program_what_was_started_is_finished_unless_it_ends_by_an_exception():
     out, err, code = run("submit(Job(lambda: (time.sleep(0.1), print('carried out')), lambda: ''))")
     assert (out, err, code) == ("carried out\n", "", 0)
-
-
-def test_a_program_that_ends_by_an_exception_waits_for_nothing():
     program = """
 from mpistrat.ending import Stage, at
 at(Stage.CLOSE, lambda: print('mpistrat engine' in [thread.name for thread in threading.enumerate()], job.failure))
@@ -143,22 +154,6 @@ def test_who_waits_for_a_thread_that_is_gone_is_told(monkeypatch):
     monkeypatch.setattr(engine, "_engine", engine._Engine())
     with pytest.raises(UnavailableError, match=r"the sum will not end: .* Start and wait for it in the process"):
         Work(Job(lambda: 0, lambda: "the sum")).wait()
-
-
-def test_what_a_callback_raises_is_raised_by_its_work_and_the_engine_goes_on():
-    def fail():
-        raise ValueError("of a callback")
-
-    started = threading.Event()
-    job = Job(lambda: started.wait(10), lambda: "a job")
-    job.add_done_callback(fail)
-    submit(job)
-    started.set()
-    with pytest.raises(ValueError, match="of a callback"):
-        Work(job).wait()
-    after = Job(lambda: 3, lambda: "another job")
-    submit(after)
-    assert Work(after).wait() == 3
 
 
 def test_a_callback_that_waits_for_the_program_does_not_keep_it_waiting(monkeypatch):

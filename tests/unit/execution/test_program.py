@@ -20,7 +20,6 @@ from mpistrat import arrays
 from mpistrat.arrays import new_array, retained_bytes
 from mpistrat.errors import DeadlineExceededError
 from mpistrat.execution.compile import interleave
-from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.program import Lanes, nothing, overlap
 from mpistrat.steps import WAITING, WORKED, drive
 from mpistrat.timeline import Timeline, TimelineEvent, write_chrome_trace
@@ -98,7 +97,7 @@ def test_a_wait_of_one_lane_does_not_stop_the_other():
     assert WAITING in [WAITING, *steps]
 
 
-def test_several_middles_are_in_flight():
+def test_several_middles_are_in_flight_and_a_step_worked_if_either_lane_did():
     entered: list[int] = []
 
     def middle(chunk):
@@ -108,11 +107,7 @@ def test_several_middles_are_in_flight():
 
     assert WORKED in list(overlap(Lanes(lambda chunk: iter([WORKED]), middle, num_chunks=3), 3, 3))
     assert entered == [0, 1, 2]
-
-
-def test_a_step_worked_if_either_lane_did():
-    idle = overlap(Lanes(nothing, lambda chunk: iter([WAITING] * 5)), 1, 1)
-    found = list(idle)
+    found = list(overlap(Lanes(nothing, lambda chunk: iter([WAITING] * 5)), 1, 1))
     assert found.count(WAITING) >= 4
     assert found[0] is WORKED, "the middle has begun"
 
@@ -132,7 +127,7 @@ def test_a_lane_that_waits_does_not_stop_the_others():
     assert list(interleave([iter([WAITING, WORKED]), iter([WAITING])])) == [WAITING, WORKED, WAITING]
 
 
-def test_steps_are_driven_to_the_end_or_an_error():
+def test_steps_are_driven_to_the_end_or_an_error_and_not_late_while_they_work():
     seen: list[int] = []
 
     def steps():
@@ -144,6 +139,13 @@ def test_steps_are_driven_to_the_end_or_an_error():
     with pytest.raises(RuntimeError, match="planted"):
         drive(steps(), lambda: "this")
     assert seen == list(range(1000))
+
+    def steps():
+        for _ in range(3):
+            time.sleep(0.005)
+            yield WORKED
+
+    drive(steps(), lambda: "slow work", 0.001)
 
 
 def test_a_deadline_ends_waiting_and_names_what_was_waited_for_or_what_is_overdue():
@@ -167,7 +169,7 @@ def test_who_drives_may_say_how_to_rest():
         drive(iter([WAITING] * 3), lambda: "this", 0.01, back_off=lambda _: time.sleep(0.02))
 
 
-def test_who_waits_on_a_busy_machine_looks_in_time_for_what_ends_the_wait(monkeypatch):
+def test_who_waits_on_a_busy_machine_yields_never_sleeps_and_looks_in_time_for_what_ends_the_wait(monkeypatch):
     def verdict():
         raise RuntimeError("a verdict")
 
@@ -176,18 +178,6 @@ def test_who_waits_on_a_busy_machine_looks_in_time_for_what_ends_the_wait(monkey
     with pytest.raises(RuntimeError, match="a verdict"):
         drive(repeat(WAITING), lambda: "this", check=verdict)
     assert time.monotonic() - started < 1
-
-
-def test_what_is_at_work_is_not_late():
-    def steps():
-        for _ in range(3):
-            time.sleep(0.005)
-            yield WORKED
-
-    drive(steps(), lambda: "slow work", 0.001)
-
-
-def test_a_wait_on_a_shared_core_yields_and_never_sleeps(monkeypatch):
     yields: list[float] = []
     sleep = time.sleep
     monkeypatch.setattr(os, "sched_yield", lambda: (sleep(1e-3), yields.append(1)))  # as if another process had run
@@ -216,9 +206,8 @@ def test_seconds_during_which_two_lanes_are_busy_count_once():
 
 def test_a_trace_has_a_process_per_rank_and_a_named_row_per_lane(tmp_path):
     # both ranks did the same thing at the same time, on clocks with different origins
-    first = timeline(
-        TimelineEvent("sum", "intra", 1.0, 1.5, 64), TimelineEvent("ring", "inter", 1.5, 2.0, 32), epoch_seconds=100.0
-    )
+    events = TimelineEvent("sum", "intra", 1.0, 1.5, 64), TimelineEvent("ring", "inter", 1.5, 2.0, 32)
+    first = timeline(*events, epoch_seconds=100.0)
     second = timeline(TimelineEvent("sum", "intra", 11.0, 11.5, 64), epoch_seconds=90.0)
     write_chrome_trace(tmp_path / "trace.json", {1: second, 0: first})
     rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -268,14 +257,19 @@ print(*[ctypes.c_size_t.from_address(array.ctypes.data - 8).value >> 1 & 1 for a
 """
 
 
-def test_a_report_adds_up_and_is_one_line():
-    report = MemoryReport(3, 8 << 20, 1 << 20, 1 << 20, 2, 4 << 20)
+def test_a_report_adds_up_and_is_one_line_and_one_replica_holds_nothing():
+    report = mpistrat.MemoryReport(3, 8 << 20, 1 << 20, 1 << 20, 2, 4 << 20)
     assert (report.total_bytes, report.ratio) == (10 << 20, 2.5)
-    assert str(report) == (
-        "rank 3 holds 10 MiB: window 8 MiB, rails 1 MiB, plans 1 MiB (2 plans); 2.5 times its largest pack of 4 MiB"
-    )
+    told = "rank 3 holds 10 MiB: window 8 MiB, rails 1 MiB, plans 1 MiB (2 plans); 2.5 times its largest pack of 4 MiB"
+    assert str(report) == told
     with pytest.raises(AttributeError):
         report.rank = 4
+    strategy = mpistrat.OneDeviceStrategy()
+    report = strategy.memory_report()
+    assert (report.total_bytes, report.ratio, report.rank) == (0, 0.0, 0)
+    strategy.close()
+    with pytest.raises(RuntimeError, match="this strategy was closed"):
+        strategy.memory_report()
 
 
 def test_large_arrays_take_the_memory_of_earlier_ones_that_nobody_has():
@@ -304,15 +298,6 @@ def test_no_more_than_256_mib_are_retained():
     assert retained_bytes() == 5 * 48 << 20
 
 
-def test_one_replica_holds_nothing():
-    strategy = mpistrat.OneDeviceStrategy()
-    report = strategy.memory_report()
-    assert (report.total_bytes, report.ratio, report.rank) == (0, 0.0, 0)
-    strategy.close()
-    with pytest.raises(RuntimeError, match="this strategy was closed"):
-        strategy.memory_report()
-
-
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
 @pytest.mark.parametrize(("own", "is_kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
 def test_new_arrays_take_memory_that_was_freed_unless_malloc_is_set_otherwise(own, is_kept):
@@ -331,5 +316,4 @@ def test_a_finalizer_that_makes_an_array_meanwhile_gets_other_memory():
             made[0] = retained.block(8)
 
     retained._entries.append((np.empty(8, np.uint8), finalizer))
-    block = retained.block(8)
-    assert not np.may_share_memory(np.asarray(block), np.asarray(made[0]))
+    assert not np.may_share_memory(np.asarray(retained.block(8)), np.asarray(made[0]))

@@ -10,15 +10,12 @@ from tests.processes import python
 TEXTS = [f"all_reduce({op}, [{dtype} ({count},)])" for op in ("SUM", "MAX") for dtype in ("f4", "f8") for count in range(200)]
 
 
-def test_words_are_equal_in_every_process_and_differ_for_other_texts():
+def test_words_are_equal_in_every_process_and_the_digest_of_a_series_depends_on_its_order():
     digests = [digest_of(text) for text in TEXTS]
     assert len(set(digests)) == len(TEXTS)
     assert all(0 <= digest < 2**63 and not digest & COMPARED for digest in digests)
     program = f"from mpistrat.groups.agreement import digest_of; print([digest_of(text) for text in {TEXTS[:5]!r}])"
     assert python(program).stdout.strip() == str(digests[:5])
-
-
-def test_the_digest_of_a_series_depends_on_its_order():
     one, two = digest_of("one"), digest_of("two")
     assert chained(0, one) == one
     assert chained(one, two) != chained(two, one)
@@ -57,7 +54,7 @@ def test_calls_are_confirmed_after_so_many_at_most(nbytes, calls):
     assert len(confirmed) <= 2, "there is nothing left to confirm"
 
 
-def test_calls_of_every_kind_count_after_one_that_is_unconfirmed():
+def test_calls_of_every_kind_count_after_one_that_is_unconfirmed_each_and_in_order():
     call, confirmed = CallState(), []
     call.compare_history = confirmed.append
     call.count()
@@ -68,9 +65,6 @@ def test_calls_of_every_kind_count_after_one_that_is_unconfirmed():
     assert len(confirmed) == 1
     call.count()
     assert not call.unconfirmed
-
-
-def test_what_is_confirmed_depends_on_every_call_and_their_order():
     found = set()
     for texts in (["a", "b"], ["b", "a"], ["a", "c"], ["a"]):
         call = CallState()

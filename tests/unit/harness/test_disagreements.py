@@ -19,7 +19,6 @@ from tests.gpu.on_host import HostKernels
 from tests.gpu.probes import PROBES, Probe
 from tests.gpu.program import Machine
 from tests.gpu.stand_in import StandInDevice
-from tests.gpu.timings import TIMINGS, Sizes
 
 ERROR = {
     "type": "AgreementError",
@@ -64,19 +63,13 @@ def test_a_case_is_put_in_its_class(name, evidence):
     assert judge(evidence, "AgreementError", odd=2, alone=False, is_right=True).name == name
 
 
-def test_a_value_or_an_end_in_the_place_of_an_error_is_silent():
+def test_a_value_in_the_place_of_an_error_is_silent_and_a_report_names_rank_and_line():
     assert judge(Evidence(2, ended(None, None)), "", odd=0, alone=False, is_right=False).name == "silent"
     assert judge(Evidence(2, exit_code=0), "AgreementError", odd=0, alone=True, is_right=False).name == "silent"
-
-
-def test_of_a_rank_that_has_ended_a_report_names_no_line():
     evidence = Evidence(3, still=True, output="rank 0 has waited 3 s\n  missing: rank 2 (a): gone")
     assert judge(evidence, "", odd=2, alone=True, is_right=False).name == "reported"
     assert judge(evidence, "", odd=1, alone=True, is_right=False).name == "hang"
     assert judge(evidence, "", odd=2, alone=False, is_right=False).name == "hang"
-
-
-def test_a_report_must_name_rank_and_line():
     assert missing_in_report(REPORT, 2) == ["train.py:17"]
     assert missing_in_report(REPORT, 1) == []
     assert missing_in_report(REPORT.replace("train.py:17, ", ""), 2) == []
@@ -209,7 +202,7 @@ def test_a_machine_that_lacks_something_runs_the_rest(machine, name, reason):
     assert len(refusals) == len(PROBES), "each has a name of its own"
 
 
-def test_a_probe_is_judged_by_what_it_writes(program):
+def test_a_probe_is_judged_by_what_it_writes_and_a_failure_told_with_its_last_words(program):
     probe = program("report.write_text('{\"fraction\": 0.5}')", least={"fraction": 0.85})
     assert (probe.run(), probe.missed({"fraction": 0.5}), probe.missed({"fraction": 0.9})) == (
         {"fraction": 0.5},
@@ -218,9 +211,6 @@ def test_a_probe_is_judged_by_what_it_writes(program):
     )
     probe = program("", most={"us": 30})
     assert (probe.missed({"us": 20}), probe.missed({"us": 40})) == ([], ["us <= 30"])
-
-
-def test_a_probe_that_fails_is_told_with_its_last_words(program):
     with pytest.raises(AssertionError, match=r"(?s)it ended with 1\n.*ValueError: planted"):
         program("report.write_text('{\"checks\": 1}'); raise ValueError('planted')").run()
     with pytest.raises(AssertionError, match="it ended with 0\nno report"):
@@ -255,15 +245,12 @@ def says(tmp_path, monkeypatch):
     return say
 
 
-def test_errors_are_counted_for_each_tool(says):
+def test_errors_are_counted_for_each_tool_and_an_overlooked_one_is_found(says):
     tools = ("memcheck_errors", "initcheck_errors", "racecheck_errors")
     assert says(CLEAN, FOUND) == {**dict.fromkeys(tools, 0), "planted_errors": 3}
     assert says(FOUND, FOUND)["memcheck_errors"] == 3
     assert sanitizer.errors_in("========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)") == 2
     assert sanitizer.errors_in("========= ERROR SUMMARY: 1 error") == 1
-
-
-def test_a_sanitizer_that_overlooks_the_planted_error_proves_nothing(says):
     with pytest.raises(AssertionError, match="overlooks a write beyond the end"):
         says(CLEAN, CLEAN)
     with pytest.raises(AssertionError, match="says nothing of errors"):
@@ -271,20 +258,19 @@ def test_a_sanitizer_that_overlooks_the_planted_error_proves_nothing(says):
 
 
 MOVES = ["move_segments<float, bfloat16>", "move_segments<bfloat16, float>", "move_segments<float, float>"]
-FOLDS = ["fold_peers<float, Sum>"]
-SMALL = Sizes(nbytes=1 << 13, shapes=((3, 5), (7,), ()), sets=2, runs=1, fillers=2, rounds=2)
+SMALL = timings.Sizes(nbytes=1 << 13, shapes=((3, 5), (7,), ()), sets=2, runs=1, fillers=2, rounds=2)
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return HostKernels.build(tmp_path_factory.mktemp("kernels"), [*MOVES, *FOLDS])
+    return HostKernels.build(tmp_path_factory.mktemp("kernels"), [*MOVES, "fold_peers<float, Sum>"])
 
 
-@pytest.mark.parametrize("name", TIMINGS)
+@pytest.mark.parametrize("name", timings.TIMINGS)
 def test_a_timing_gives_the_figures_that_have_goals(kernels, name):
     device = StandInDevice()
     device.kernels = kernels
-    figures = TIMINGS[name](timings._Bench(device, SMALL))
+    figures = timings.TIMINGS[name](timings._Bench(device, SMALL))
     [probe] = [probe for probe in PROBES if probe.command[:2] == ("tests.gpu.timings", name)]
     assert probe.least
     assert probe.least.keys() <= figures.keys()

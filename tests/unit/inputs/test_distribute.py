@@ -23,7 +23,6 @@ from mpistrat.inputs.input_options import (
     ValueContext,
     read_options,
 )
-from mpistrat.inputs.rebatch import ArraySpec
 from mpistrat.inputs.sources import ArrayDataset, FileDataset, MapDataset
 from mpistrat.structures import flatten
 from tests.processes import python, until
@@ -136,9 +135,6 @@ def test_policies_that_do_not_fit_are_refused(dataset, policy, message):
     on_replicas(3, program)
 
 
-# ------------------------------------------------------------------------------------------- datasets from a function
-
-
 def test_what_the_function_makes_is_neither_shared_nor_cut():
     assert rows_of(made_by(2, lambda pipeline: ArrayDataset(np.arange(6), 3).shard(2, pipeline))) == [[[0, 2, 4], [1, 3, 5]]]
     assert rows_of(made_by(2, lambda pipeline: [np.arange(5), np.arange(1)])) == [[[0, 1, 2, 3, 4]] * 2, [[0]] * 2]
@@ -170,10 +166,18 @@ def test_empty_batches_are_of_the_kind_that_was_seen(seen):
     assert (type(empty), tuple(empty.shape), empty.dtype) == (torch.Tensor, (0, 3), torch.float32)
 
 
-def test_the_default_strategy_gets_what_there_is():
+def test_the_default_strategy_gets_what_there_is_and_a_dataset_may_distribute_itself():
     default, dataset = default_mode().strategy, object()
     assert distribute_dataset(default, dataset) is dataset
     assert distribute_from_function(default, lambda context: (dataset, context)) == (dataset, InputContext())
+
+    class Own:
+        def distribute(self, strategy, options):
+            return [strategy, options]
+
+    strategy, dataset = ONE(), Own()
+    assert strategy.experimental_distribute_dataset(dataset, "options") == [strategy, "options"]
+    assert mpistrat.get_strategy().experimental_distribute_dataset(dataset) is dataset
 
 
 @pytest.mark.parametrize(
@@ -194,15 +198,11 @@ def test_functions_that_make_no_dataset_are_refused(dataset_fn, error, message):
 @pytest.mark.parametrize("strategy", [ONE(), default_mode().strategy])
 def test_options_that_no_strategy_here_has_are_refused(distribute, strategy):
     options = InputOptions(experimental_replication_mode=InputReplicationMode.PER_REPLICA)
-    with pytest.raises(
-        NotImplementedError, match=r"PER_REPLICA is for MirroredStrategy.distribute_datasets_from_function only"
-    ):
-        distribute(strategy, lambda context: [np.zeros(2)], options)
-    with pytest.raises(TypeError, match=r"options must be mpistrat.InputOptions or None; got str"):
-        distribute(strategy, lambda context: [np.zeros(2)], "fast")
-
-
-# ------------------------------------------------------------------------------------------------------------ iterators
+    make = lambda context: [np.zeros(2)]  # noqa: E731
+    with pytest.raises(NotImplementedError, match="PER_REPLICA is for MirroredStrategy.distribute_datasets_from_function only"):
+        distribute(strategy, make, options)
+    with pytest.raises(TypeError, match="options must be mpistrat.InputOptions or None; got str"):
+        distribute(strategy, make, "fast")
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -236,7 +236,7 @@ def test_the_end_is_out_of_range_and_stays():
     assert list(iterator) == []
 
 
-SPEC = {"x": ArraySpec((None, 3), np.dtype(np.float32)), "y": ArraySpec((None,), np.dtype(np.int64))}
+SPEC = {"x": mpistrat.ArraySpec((None, 3), np.dtype(np.float32)), "y": mpistrat.ArraySpec((None,), np.dtype(np.int64))}
 
 
 @pytest.mark.parametrize("kind", [ArrayDataset, "generator"])
@@ -469,16 +469,6 @@ class Endless:
         return itertools.repeat(np.zeros(2))
 
 
-def test_a_dataset_that_distributes_itself_does():
-    class Own:
-        def distribute(self, strategy, options):
-            return [strategy, options]
-
-    strategy, dataset = ONE(), Own()
-    assert strategy.experimental_distribute_dataset(dataset, "options") == [strategy, "options"]
-    assert mpistrat.get_strategy().experimental_distribute_dataset(dataset) is dataset
-
-
 def test_values_from_a_function_are_per_replica_values():
     def program(strategy):
         value = strategy.experimental_distribute_values_from_function(
@@ -495,7 +485,7 @@ def test_values_from_a_function_are_per_replica_values():
 PER_REPLICA = InputReplicationMode.PER_REPLICA
 
 
-def test_defaults():
+def test_defaults_and_per_replica_batch_size():
     options = InputOptions()
     assert options == InputOptions(None, InputReplicationMode.PER_WORKER, False, 1, AutoShardPolicy.AUTO) == read_options(None)
     assert read_options(options) is options
@@ -504,6 +494,9 @@ def test_defaults():
     assert [mode.name for mode in InputReplicationMode] == ["PER_WORKER", "PER_REPLICA"]
     assert repr(InputContext()) == "InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=1)"
     assert repr(ValueContext()) == "ValueContext(replica_id_in_sync_group=0, num_replicas_in_sync=1)"
+    assert InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(16) == 4
+    with pytest.raises(InvalidArgumentError, match="global_batch_size 10 is not divisible by 4 replicas; 8 and 12 are"):
+        InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(10)
 
 
 @pytest.mark.parametrize(
@@ -529,9 +522,3 @@ def test_defaults():
 def test_what_cannot_be_meant_is_refused(given, error, message):
     with pytest.raises(error, match=message):
         given() if callable(given) else InputOptions(**given) if isinstance(given, dict) else InputOptions(*given)
-
-
-def test_per_replica_batch_size():
-    assert InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(16) == 4
-    with pytest.raises(InvalidArgumentError, match="global_batch_size 10 is not divisible by 4 replicas; 8 and 12 are"):
-        InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(10)

@@ -14,7 +14,6 @@ from mpistrat.inputs.prefetch import fetched
 from tests.gpu.stand_in_arrays import stand_in_gpu
 from tests.other_arrays import StandardArray, fake_torch
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 BUFFERS = pytest.mark.parametrize("buffer_size", [0, 1, 3])
 
 
@@ -32,7 +31,7 @@ def batches(count=9):
         yield {
             "x": x,
             "y": np.arange(rows)[::-1],
-            "half": x[:, :1].astype(BFLOAT16),
+            "half": x[:, :1].astype(np.dtype(ml_dtypes.bfloat16)),
             "none": x[:0],
             "text": np.array(["a"] * rows),
         }
@@ -47,7 +46,7 @@ def copied_late(target, source):
 
 
 @BUFFERS
-def test_every_batch_arrives_and_stays_as_it_was(gpu, buffer_size):
+def test_every_batch_arrives_and_stays_as_it_was_also_where_it_is_on_the_gpu(gpu, buffer_size):
     found = []
     with gpu.activate(gpu.stream()):
         for batch in fetched(batches(), buffer_size, gpu):
@@ -60,10 +59,6 @@ def test_every_batch_arrives_and_stays_as_it_was(gpu, buffer_size):
                 assert isinstance(batch[name], gpu.array_module.ndarray)
                 assert (batch[name].dtype, batch[name].shape) == (sent[name].dtype, sent[name].shape)
                 np.testing.assert_array_equal(batch[name].get(), sent[name] + (name == "x"))
-
-
-@BUFFERS
-def test_arrays_that_are_on_the_gpu_are_copied_there(gpu, buffer_size):
     xp = gpu.array_module
     with gpu.activate(gpu.stream()):
         made = [xp.asarray(np.full(4, number)) for number in range(6)]
@@ -136,7 +131,7 @@ def _fed(dataset, options=None):
     return mpistrat.OneDeviceStrategy().experimental_distribute_dataset(dataset, options)
 
 
-def test_rows_may_be_on_the_gpu_from_the_start(gpu):
+def test_rows_may_be_on_the_gpu_from_the_start_and_stay_in_host_memory_where_that_is_asked_for(gpu):
     x = gpu.array_module.asarray(np.arange(10.0))
     for options in (None, mpistrat.InputOptions(experimental_fetch_to_device=False)):
         found = list(_fed(mpistrat.ArrayDataset(x, 4, shuffle=True), options))
@@ -144,6 +139,11 @@ def test_rows_may_be_on_the_gpu_from_the_start(gpu):
         assert sorted(row for batch in found for row in batch.tolist()) == list(range(10))
     for source in ([x[:3], x[3:6]], mpistrat.MapDataset(x, 3, drop_remainder=True)):
         assert [batch.tolist() for batch in _fed(source)][:2] == [[0, 1, 2], [3, 4, 5]]
+    options = mpistrat.InputOptions(experimental_fetch_to_device=False)
+    assert all(type(batch) is np.ndarray for batch in _fed(mpistrat.ArrayDataset(np.arange(10.0), 4), options))
+    options = mpistrat.InputOptions(False, mpistrat.InputReplicationMode.PER_REPLICA, True)
+    with pytest.raises(NotImplementedError, match=r"datasets are in host memory, and this replica is on /gpu:0"):
+        distribute_from_function(mpistrat.OneDeviceStrategy(), lambda _: batches(), options, accepts_per_replica=True)
 
 
 def test_arrays_of_other_libraries_go_to_the_gpu(gpu, monkeypatch):
@@ -155,14 +155,6 @@ def test_arrays_of_other_libraries_go_to_the_gpu(gpu, monkeypatch):
     [batch] = fetched(iter([torch.Tensor(np.ones(2))]), 0, gpu)
     assert type(batch) is torch.Tensor
     assert (str(batch.device), batch.array.tolist()) == ("cuda:0", [1, 1])
-
-
-def test_batches_stay_in_host_memory_where_that_is_asked_for(gpu):
-    options = mpistrat.InputOptions(experimental_fetch_to_device=False)
-    assert all(type(batch) is np.ndarray for batch in _fed(mpistrat.ArrayDataset(np.arange(10.0), 4), options))
-    options = mpistrat.InputOptions(False, mpistrat.InputReplicationMode.PER_REPLICA, True)
-    with pytest.raises(NotImplementedError, match=r"datasets are in host memory, and this replica is on /gpu:0"):
-        distribute_from_function(mpistrat.OneDeviceStrategy(), lambda _: batches(), options, accepts_per_replica=True)
 
 
 def test_without_a_gpu_nothing_changes():

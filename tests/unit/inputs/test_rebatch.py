@@ -10,13 +10,16 @@ from mpistrat.inputs.rebatch import batched, num_batches_of, num_rows, own_parts
 from tests.other_arrays import StandardArray
 
 
-def test_every_array_of_a_nest_is_cut():
+def test_every_array_of_a_nest_is_cut_into_no_more_parts_than_there_may_be():
     batch = {"x": np.arange(12).reshape(4, 3), "rest": (np.arange(4), [np.zeros((4, 2, 2), np.float16)])}
     found = share(batch, 1, 2)
     assert found["x"].tolist() == [[6, 7, 8], [9, 10, 11]]
     assert found["rest"][0].tolist() == [2, 3]
     empty = share(batch, 4, 5)
     assert (empty["x"].shape, empty["rest"][1][0].shape, empty["rest"][1][0].dtype) == ((0, 3), (0, 2, 2), np.float16)
+    assert own_parts(1 << 16, 1, 2) == range(1 << 15, 1 << 16)
+    with pytest.raises(InvalidArgumentError, match="at least 2, one for each rank, and at most 65536; got 1000000000"):
+        own_parts(10**9, 1, 2)
 
 
 @given(st.lists(st.integers(0, 7), max_size=8), st.integers(1, 9), st.booleans())
@@ -61,8 +64,7 @@ class Rows(StandardArray):
 
 
 def test_joined_batches_stay_of_their_kind():
-    parts = [[Rows(np.arange(3))], [Rows(np.arange(3, 6))]]
-    joined = list(batched(iter(parts), [4, 1], drop_remainder=False))
+    joined = list(batched(iter([[Rows(np.arange(3))], [Rows(np.arange(3, 6))]]), [4, 1], drop_remainder=False))
     assert {isinstance(batch[0], StandardArray) for batch in joined} == {True}
     assert [batch[0].numpy().tolist() for batch in joined] == [[0, 1, 2, 3], [4], [5]]
 
@@ -76,9 +78,6 @@ def test_parts_may_use_the_memory_of_those_before_them():
 
     batches = [share(batch, 0, 1) for batch in batched(parts(), [4], drop_remainder=False)]
     assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-
-
-def test_only_the_batch_between_two_parts_is_copied():
     parts = [np.arange(7), np.arange(7, 16)]
     batches = list(batched(iter(parts), [3], drop_remainder=False))
     shared = [any(np.shares_memory(batch, part) for part in parts) for batch in batches]
@@ -100,9 +99,3 @@ def test_only_the_batch_between_two_parts_is_copied():
 def test_what_is_not_a_batch_says_so(element, found):
     with pytest.raises(InvalidArgumentError, match=rf"every element of a dataset must be a batch.*; got {found}\. Batch the"):
         num_rows(element)
-
-
-def test_so_many_virtual_replicas_that_no_batch_would_end_are_refused():
-    assert own_parts(1 << 16, 1, 2) == range(1 << 15, 1 << 16)
-    with pytest.raises(InvalidArgumentError, match="at least 2, one for each rank, and at most 65536; got 1000000000"):
-        own_parts(10**9, 1, 2)

@@ -87,11 +87,9 @@ def test_batches_of_another_size_go_on_at_the_same_row(kind_and_sizes):
     kind, (before, num_batches, after, left) = kind_and_sizes
 
     def of(size):
-        if kind == "arrays":
-            return sharing(lambda: changed(batch_size=size))
-        return sharing(
-            lambda: mpistrat.FileDataset(["0", "1"], lambda name: np.arange(240)[int(name) :: 2], size, shuffle=True)
-        )
+        read = lambda name: np.arange(240)[int(name) :: 2]  # noqa: E731
+        files = lambda: mpistrat.FileDataset(["0", "1"], read, size, shuffle=True)  # noqa: E731
+        return sharing(files if kind == "files" else lambda: changed(batch_size=size))
 
     head, position = taken(of(before), 2, num_batches=num_batches)
     tail, end = taken(of(after), 1, position)

@@ -8,7 +8,6 @@ import pytest
 
 import mpistrat
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.inputs.input_options import SHARD_HINT
 from mpistrat.inputs.rebatch import ArraySpec, share
 from mpistrat.inputs.sources import ArrayDataset, FileDataset, IterableDataset, MapDataset, as_dataset
 
@@ -42,9 +41,6 @@ def files_of(*sizes):
     """Return names of files, and a function that reads them: the rows of file i are numbered from 100 i on."""
     contents = {f"part-{index}": np.arange(100 * index, 100 * index + size) for index, size in enumerate(sizes)}
     return list(contents), contents.__getitem__
-
-
-# ----------------------------------------------------------------------------------------------------------------- arrays
 
 
 @pytest.mark.parametrize("kind", [ArrayDataset, MapDataset])
@@ -98,19 +94,13 @@ def test_text_can_be_fed():
         list(MapDataset([b"ab\0", b"abcd"], 2))
 
 
-# ---------------------------------------------------------------------------------------------------------------- samples
-
-
-def test_samples_are_collated_into_global_batches():
+def test_samples_are_collated_into_global_batches_of_which_a_replica_asks_for_its_own():
     batches = list(MapDataset(Squares(5), 2))
     assert [batch.y.tolist() for batch in batches] == [[0, 1], [4, 9], [16]]
     assert [batch.x.shape for batch in batches] == [(2, 2, 3), (2, 2, 3), (1, 2, 3)]
     assert isinstance(batches[0], Sample)
     assert batches[0].x.dtype == np.float32
     assert rows_of(MapDataset(["a", "bbb"], 2, collate_fn=lambda texts: np.array([*map(len, texts)]))) == [[1, 3]]
-
-
-def test_a_replica_asks_for_its_own_samples():
     samples = Squares(8)
     shares = list(MapDataset(samples, 4).batches(0, replica=1, num_replicas=2))
     assert [share.y.tolist() for share in shares] == [[4, 9], [36, 49]]
@@ -133,17 +123,11 @@ def test_tensors_stay_tensors():
     assert (type(half), half.tolist()) == (torch.Tensor, [2, 3])
 
 
-# ------------------------------------------------------------------------------------------------------------------ files
-
-
-def test_rows_of_files_or_of_their_parts_become_global_batches():
+def test_rows_of_files_become_global_batches_and_each_shard_reads_its_own_files():
     assert rows_of(FileDataset(*files_of(3, 0, 4), 2)) == [[0, 1], [2, 200], [201, 202], [203]]
     assert rows_of(FileDataset(*files_of(3, 4), 2, drop_remainder=True)) == [[0, 1], [2, 100], [101, 102]]
     parts = lambda name: ({"x": np.arange(first, first + 5)} for first in (0, 5))  # noqa: E731
     assert [batch["x"].tolist() for batch in FileDataset(["only"], parts, 4)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
-def test_each_shard_reads_its_own_files():
     names, read = files_of(2, 2, 2, 2, 2)
     opened = []
     dataset = FileDataset(names, lambda name: (opened.append(name), read(name))[1], 4)
@@ -165,26 +149,13 @@ def test_shuffled_files_are_all_read_once_in_another_order_each_epoch():
     assert sorted(sharded) == sorted(first)
 
 
-# -------------------------------------------------------------------------------------------------------------- iterables
-
-
-def test_a_list_of_batches_can_be_iterated_again():
+def test_lists_and_iterables_can_be_iterated_again_and_a_generator_cannot():
     dataset = as_dataset([np.arange(4), np.arange(4, 6)])
     assert as_dataset(dataset) is dataset
     assert dataset.num_batches == 2
     assert rows_of(dataset) == rows_of(dataset) == [[0, 1, 2, 3], [4, 5]]
     assert rows_of(dataset.batches(0, 1, 2)) == [[2, 3], [5]]
 
-
-def test_a_generator_is_iterated_once():
-    dataset = as_dataset(np.arange(2) for _ in range(3))
-    assert dataset.num_batches is None
-    assert rows_of(dataset) == [[0, 1]] * 3
-    with pytest.raises(RuntimeError, match="the generator can be iterated only once, so there is no second epoch"):
-        iter(dataset)
-
-
-def test_an_iterable_object_without_a_length_is_asked_for_each_epoch():
     class Stream:
         def __iter__(self):
             return iter([np.arange(3), np.arange(2)])
@@ -197,9 +168,11 @@ def test_an_iterable_object_without_a_length_is_asked_for_each_epoch():
         dataset = as_dataset(stream)
         assert (dataset.num_batches, dataset.describe()) == (None, type(stream).__name__)
         assert rows_of(dataset) == rows_of(dataset) == [[0, 1, 2], [0, 1]]
-
-
-# ---------------------------------------------------------------------------------------------- descriptions and shards
+    dataset = as_dataset(np.arange(2) for _ in range(3))
+    assert dataset.num_batches is None
+    assert rows_of(dataset) == [[0, 1]] * 3
+    with pytest.raises(RuntimeError, match="the generator can be iterated only once, so there is no second epoch"):
+        iter(dataset)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +219,7 @@ def test_rows_and_samples_are_sharded_one_by_one(make):
 
 def test_a_marked_dataset_waits_for_its_numbers():
     dataset = ArrayDataset(np.arange(4), 2)
-    marked = dataset.shard(SHARD_HINT, SHARD_HINT)
+    marked = dataset.shard(mpistrat.SHARD_HINT, mpistrat.SHARD_HINT)
     assert (marked.is_hinted, dataset.is_hinted) == (True, False)
     with pytest.raises(InvalidArgumentError, match=r"was sharded by SHARD_HINT.*auto_shard_policy=AutoShardPolicy.HINT"):
         iter(marked)
@@ -280,8 +253,6 @@ def test_the_batches_of_shards_that_drop_rows_are_those_of_all_only_where_none_i
     else:
         assert [batch.tolist() for batch in whole[0].batches(0)] == [batch.tolist() for batch in joint]
 
-
-# ------------------------------------------------------------------------------------------------------ what is refused
 
 THREE, UNLIKE_FILES = np.zeros(3), {"a": np.zeros((2, 3)), "b": np.zeros((2, 4))}
 UNLIKE = "different shapes or structures cannot be stacked.*collate_fn"

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import UnavailableError
+import mpistrat
 from mpistrat.launch import abort
 from mpistrat.strategy.extended import operand_or_slices
 from mpistrat.structures import each_leaf, leaf_names
@@ -68,7 +67,7 @@ def test_where_ranks_go_on_without_lost_ones_the_watcher_tells_them_to_end(job, 
     monkeypatch.setattr(abort, "_tell", lambda *what: told.append(what))
     monkeypatch.setattr(abort, "leave", told.append)
     job.released.set()
-    watcher._end_job(UnavailableError("planted"), sys._getframe(), RankFile(FlightRecorder(None).memory))
+    watcher._end_job(mpistrat.errors.UnavailableError("planted"), sys._getframe(), RankFile(FlightRecorder(None).memory))
     assert told == [("those that go on", 1), 1]
     assert "UnavailableError: planted" in capsys.readouterr().err
 
@@ -112,27 +111,11 @@ def _cause():
         raise ValueError("two\nlines") from error
 
 
-def test_every_line_says_whose_it_is_and_causes_are_told():
+def test_every_line_says_whose_it_is_and_causes_are_told_without_errors_within_the_library():
     lines = _text_of(_cause)
     assert all(line.startswith("[rank 3 on node1] ") for line in lines)
     assert "[rank 3 on node1] KeyError: 'w'" in lines
     assert lines[-2:] == ["[rank 3 on node1] ValueError: two", "[rank 3 on node1] lines"]
-
-
-def test_frames_of_the_library_are_left_out_unless_they_are_asked_for(monkeypatch):
-    lines = _text_of(lambda: CommunicationOptions(bytes_per_pack=-1))
-    places = [line for line in lines if "  File " in line]
-    assert "test_abort.py" in places[-1]
-    assert not [line for line in places if "mpistrat/communicator" in line]
-    assert _HINT in lines[-2]
-    assert "bytes_per_pack" in lines[-1]
-    monkeypatch.setenv("MPISTRAT_TRACEBACK", "full")
-    lines = _text_of(lambda: CommunicationOptions(bytes_per_pack=-1))
-    assert [line for line in lines if "mpistrat/communicator/options.py" in line]
-    assert not [line for line in lines if _HINT in line]
-
-
-def test_an_error_within_the_library_before_it_is_left_out():
     wrong = {"b": np.ones(2, "U3")}
     lines = _text_of(lambda: each_leaf(operand_or_slices, [*wrong.values()], lambda: leaf_names(wrong)))
     assert not [line for line in lines if "During handling" in line or "mpistrat/arrays.py" in line]
@@ -140,3 +123,16 @@ def test_an_error_within_the_library_before_it_is_left_out():
     assert "value['b'] has dtype <U3" in lines[-1]
     # one that arose there without a raise keeps its frames
     assert "mpistrat/text.py" in "".join(_text_of(lambda: parse_spans(7)))
+
+
+def test_frames_of_the_library_are_left_out_unless_they_are_asked_for(monkeypatch):
+    lines = _text_of(lambda: mpistrat.experimental.CommunicationOptions(bytes_per_pack=-1))
+    places = [line for line in lines if "  File " in line]
+    assert "test_abort.py" in places[-1]
+    assert not [line for line in places if "mpistrat/communicator" in line]
+    assert _HINT in lines[-2]
+    assert "bytes_per_pack" in lines[-1]
+    monkeypatch.setenv("MPISTRAT_TRACEBACK", "full")
+    lines = _text_of(lambda: mpistrat.experimental.CommunicationOptions(bytes_per_pack=-1))
+    assert [line for line in lines if "mpistrat/communicator/options.py" in line]
+    assert not [line for line in lines if _HINT in line]

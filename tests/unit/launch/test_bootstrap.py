@@ -35,11 +35,7 @@ def test_kept_promise_passes(view):
             "Intel MPI: --mpi=pmi2 and I_MPI_PMI_LIBRARY=<SLURM's libpmi2.so>.",
         ),
         ("srun", "MPICH Version:      1.0", "Use srun --mpi=pmi2 for MPICH,"),
-        (
-            "srun",
-            "Intel(R) MPI Library 1.0",
-            "Use srun --mpi=pmi2 and I_MPI_PMI_LIBRARY=<SLURM's libpmi2.so> for Intel MPI,",
-        ),
+        ("srun", "Intel(R) MPI Library 1.0", "Use srun --mpi=pmi2 and I_MPI_PMI_LIBRARY=<SLURM's libpmi2.so> for Intel MPI,"),
         ("srun", "NEC MPI 1.0", "MPI (NEC MPI 1.0) formed worlds of 1: srun's --mpi type does not fit"),
         ("srun", "NEC MPI 1.0", "Use srun another --mpi type (`srun --mpi=list` shows them) for NEC MPI 1.0,"),
         (

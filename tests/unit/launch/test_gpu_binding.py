@@ -78,9 +78,8 @@ def test_a_gpu_that_cannot_be_used_is_a_problem_for_later(fake, monkeypatch):
     monkeypatch.setattr("mpistrat.device.cuda.CudaDevice", Broken)
     bind_device(None)
     assert bound_device() is None
-    assert what_is_bound().problem == (
-        "device 0 (the only GPU that this process sees) cannot be used: cudaErrorDevicesUnavailable"
-    )
+    told = "device 0 (the only GPU that this process sees) cannot be used: cudaErrorDevicesUnavailable"
+    assert what_is_bound().problem == told
 
 
 def _cupy(monkeypatch, count):
@@ -93,7 +92,7 @@ def _cupy(monkeypatch, count):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-def test_gpus_are_counted_by_cupy(monkeypatch):
+def test_gpus_are_counted_by_cupy_which_is_not_imported_without_a_driver(monkeypatch):
     def fail():
         raise RuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient")
 
@@ -108,6 +107,12 @@ def test_gpus_are_counted_by_cupy(monkeypatch):
     count, why = cuda.count_visible()
     assert count == 0
     assert why.startswith("CuPy cannot be imported: cannot import name 'runtime'")
+    monkeypatch.setitem(sys.modules, "cupy", None)  # importing it would raise
+    monkeypatch.setattr(cuda, "find_spec", lambda name: None)
+    assert cuda.count_visible() == (0, "CuPy is not installed: pip install '.[cuda12]' in the checkout, or cuda13")
+    monkeypatch.setattr(cuda, "find_spec", lambda name: name)
+    monkeypatch.setattr(cuda, "_has_driver", lambda: False)
+    assert cuda.count_visible() == (0, "this machine has no NVIDIA driver (libcuda.so.1)")
 
 
 @pytest.mark.parametrize(
@@ -131,15 +136,6 @@ def test_what_keeps_cupy_from_being_imported_is_said_not_the_frame_around_it(mon
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
     assert cuda.count_visible() == (0, f"CuPy cannot be imported: {cause}")
-
-
-def test_without_cupy_or_a_driver_cupy_is_not_imported(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", None)  # importing it would raise
-    monkeypatch.setattr(cuda, "find_spec", lambda name: None)
-    assert cuda.count_visible() == (0, "CuPy is not installed: pip install '.[cuda12]' in the checkout, or cuda13")
-    monkeypatch.setattr(cuda, "find_spec", lambda name: name)
-    monkeypatch.setattr(cuda, "_has_driver", lambda: False)
-    assert cuda.count_visible() == (0, "this machine has no NVIDIA driver (libcuda.so.1)")
 
 
 @pytest.mark.parametrize(

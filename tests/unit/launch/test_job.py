@@ -22,7 +22,7 @@ def shell(text):
     return ["sh", "-c", text]
 
 
-def test_exit_codes_are_handed_on(capfd):
+def test_exit_codes_are_handed_on_and_why_a_job_has_ended_is_known(capfd):
     assert follow(shell("echo out; echo err >&2; exit 3"), os.environ) == Ended(3)
     assert capfd.readouterr() == ("out\n", "err\n")
     assert follow(shell("kill -9 $$"), os.environ).code == 128 + 9
@@ -32,9 +32,6 @@ def test_exit_codes_are_handed_on(capfd):
     reports: list[object] = []
     assert follow(shell("exit 7"), os.environ, 60.0, reports.append).code == 7
     assert reports == []
-
-
-def test_why_a_job_has_ended_is_known(capfd):
     ended = follow(shell("echo '[rank 3 on vm, thread Thread-1] Traceback' >&2; exit 1"), os.environ)
     assert ended == Ended(1, failed="rank 3 on vm")
     ended = follow(shell("echo '[rank 2 on vm] Traceback, [rank 3 on vm] Traceback' >&2; exit 1"), os.environ)
@@ -71,7 +68,7 @@ def test_what_ignores_a_signal_that_ends_the_job_is_killed_at_the_third():
     assert (done.returncode, done.stderr) == (143, "mpistrat run: ended by SIGTERM\n")
 
 
-def test_a_limit_ends_the_job_after_the_report(capfd):
+def test_a_limit_ends_the_job_after_the_report_and_kills_what_does_not_end(capfd, monkeypatch):
     alive = []
     started = time.monotonic()
     argv = shell("trap 'echo ended >&2; exit 0' TERM; sleep 60 >/dev/null 2>&1 & wait")
@@ -80,9 +77,6 @@ def test_a_limit_ends_the_job_after_the_report(capfd):
     assert alive == [True]
     assert time.monotonic() - started < 30
     assert capfd.readouterr().err == "ended\n"
-
-
-def test_what_does_not_end_is_killed(monkeypatch):
     monkeypatch.setattr(mpiexec, "_END_SECONDS", 0.2)
     started = time.monotonic()
     assert follow(shell("trap '' TERM; exec sleep 60"), os.environ, 0.2).code == TIMED_OUT
@@ -154,10 +148,8 @@ def test_banners_come_after_the_traceback_once_and_without_nul(pieces, told):
     ],
 )
 def test_a_rank_that_says_why_it_ends_the_job_is_enough(reason):
-    half = len(reason) // 2
-    assert (
-        through(ABORT, LOST, CODE, b"\0" + EXITED + reason[:half], reason[half:] + b"more\n" * 500) == reason + b"more\n" * 500
-    )
+    half, more = len(reason) // 2, b"more\n" * 500
+    assert through(ABORT, LOST, CODE, b"\0" + EXITED + reason[:half], reason[half:] + more) == reason + more
 
 
 @pytest.mark.parametrize("size", [1, 50, 10_000])

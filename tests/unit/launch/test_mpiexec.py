@@ -181,14 +181,11 @@ def test_the_command_is_that_of_the_mpi(is_root, monkeypatch):
         assert command(9, ["prog"], mpi=mpi(hydra), environ={}) == (["/opt/bin/mpiexec", "-n", "9", "prog"], {})
 
 
-def test_slurm_counts_the_cores_of_its_allocation():
+def test_slurm_counts_the_cores_of_its_allocation_and_what_the_user_set_stays(monkeypatch):
     argv, extra = command(64, ["prog"], mpi=mpi(OPEN_MPI), environ={"SLURM_JOB_ID": "7"})
     assert argv == ["/opt/bin/mpiexec", "-n", "64", "prog"]
     assert "OMPI_MCA_mpi_yield_when_idle" not in extra
     assert command(2, ["prog"], mpi=mpi(MPICH), environ={"SLURM_JOB_ID": "7"})[1] == {"SLURM_MPI_TYPE": "none"}
-
-
-def test_what_the_user_set_stays(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     environ = {
         "OMPI_MCA_btl": "tcp,self",
@@ -241,7 +238,7 @@ def open_mpi(tmp_path):
     return Mpi(OPEN_MPI, str(tmp_path / "mpiexec"), "5.0.11", "libmpi.so")
 
 
-def test_a_job_that_survives_is_started_with_ulfm_and_never_finalizes_mpi(open_mpi, tmp_path):
+def test_a_job_that_survives_is_started_with_ulfm_and_an_mpi_without_it_refused(open_mpi, tmp_path):
     (tmp_path / "said").write_text("options:ft_support:yes\noptions:ft_mpi_support:yes\n")
     argv, extra = command(1, ["prog"], mpi=open_mpi, environ={}, survive=True)
     assert argv == [open_mpi.mpiexec, "-n", "1", "--with-ft", "ulfm", "prog"]
@@ -249,9 +246,6 @@ def test_a_job_that_survives_is_started_with_ulfm_and_never_finalizes_mpi(open_m
     argv, extra = command(1, ["prog"], mpi=open_mpi, environ={})
     assert argv == [open_mpi.mpiexec, "-n", "1", "prog"]
     assert "MPI4PY_RC_FINALIZE" not in extra
-
-
-def test_an_mpi_without_ulfm_is_refused(open_mpi, tmp_path):
     (tmp_path / "said").write_text("options:ft_support:no\noptions:ft_mpi_support:no\n")
     with pytest.raises(LaunchError, match=r"^--survive needs .*ompi_info does not say .* of Open MPI 5\.0\.11: pip install"):
         command(2, ["prog"], mpi=open_mpi, environ={}, survive=True)

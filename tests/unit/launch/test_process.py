@@ -8,24 +8,27 @@ from dataclasses import replace
 from mpistrat.launch import process
 
 
-def test_ancestors_begin_with_the_parent_and_end_with_the_first_process():
+def test_ancestors_begin_with_the_parent_and_launchers_are_known_by_their_names():
     found = list(process.ancestors())
     assert found[0].pid == os.getppid()
     assert [each.parent for each in found[:-1]] == [each.pid for each in found[1:]]
     assert found[-1].parent == 0
     assert [each.pid for each in process.ancestors(found[0].pid)] == [each.pid for each in found[1:]]
+    own = process.find(os.getpid())
+    launchers = "mpiexec mpiexec.hydra mpirun mpirun_rsh mpispawn orted orterun prte prted prterun hydra_pmi_proxy "
+    launchers += "hydra_bstrap_pr slurmstepd palsd"
+    others = ["python3", "bash", "mpiexec_wrapper", "my_mpirun.sh", "sshd"]
+    found = [name for name in [*launchers.split(), *others] if replace(own, name=name).is_launcher]
+    assert found == launchers.split()
 
 
-def test_a_process_is_gone_when_it_has_exited_or_its_pid_is_another_ones():
+def test_a_process_is_gone_when_it_has_exited_or_its_pid_is_another_ones(monkeypatch):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     found = process.find(child.pid)
     assert not found.is_gone()
     assert replace(found, started=found.started - 1).is_gone()
     child.communicate(b"\n")
     assert found.is_gone()
-
-
-def test_too_many_open_files_are_not_a_sign_of_an_end(monkeypatch):
     own = process.find(os.getpid())
 
     def fail(*_, **__):
@@ -43,14 +46,3 @@ def test_a_launcher_that_a_rank_has_started_is_that_of_its_ranks_although_it_has
     monkeypatch.setattr(process.Process, "environment", lambda self: {} if self is chain[-1] else outer_rank)
     assert process.find_launcher(outer_rank) is chain[1]
     assert process.find_launcher({}) is None
-
-
-LAUNCHERS = "mpiexec mpiexec.hydra mpirun mpirun_rsh mpispawn orted orterun prte prted prterun hydra_pmi_proxy hydra_bstrap_pr"
-LAUNCHERS += " slurmstepd palsd"
-
-
-def test_launchers_are_known_by_their_names():
-    own = process.find(os.getpid())
-    others = ["python3", "bash", "mpiexec_wrapper", "my_mpirun.sh", "sshd"]
-    found = [name for name in [*LAUNCHERS.split(), *others] if replace(own, name=name).is_launcher]
-    assert found == LAUNCHERS.split()

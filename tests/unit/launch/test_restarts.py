@@ -85,12 +85,9 @@ def test_a_job_is_started_again_until_that_is_in_vain(run, end):
     assert said == [] or said[-1].startswith(told)
 
 
-def test_in_an_allocation_of_slurm_what_is_preempted_is_not_started_again(run, monkeypatch):
+def test_in_an_allocation_of_slurm_and_before_a_time_limit_nothing_is_started_again(run, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert run(9, ([5], PREEMPTED)) == (RESTART_EXIT_CODE, 1, [])
-
-
-def test_what_stops_before_a_time_limit_is_not_started_again(run, monkeypatch):
     monkeypatch.setenv("MPISTRAT_TIME_LIMIT", "11:50:00")
     assert run(9, ([5], FAILS), ([10], PREEMPTED))[:2] == (RESTART_EXIT_CODE, 2)
 

@@ -36,7 +36,7 @@ def test_segments_tile_the_range(counts, data):
     assert reached == stop
 
 
-def test_a_range_of_a_layout_is_cut_at_its_ends():
+def test_a_range_of_a_layout_is_cut_at_its_ends_and_copies_are_steps_of_bounded_size():
     whole, part = Layout([4, 3, 5]), Layout([4, 3, 5], first=2, count=7)
     assert part.count == 7
     assert [each.is_one_array for each in (part, Layout([4]), Layout([4], first=0, count=3), Layout([4, 0]))] == [0, 1, 0, 0]
@@ -44,6 +44,10 @@ def test_a_range_of_a_layout_is_cut_at_its_ends():
     assert found == [(0, 2, 4, 0), (1, 0, 3, 2), (2, 0, 2, 5)]
     shifted = [(p.array, p.start, p.stop) for p in whole.segments(2, 9, 100)]
     assert [(p.array, p.start, p.stop) for p in part.segments(0, 7, 100)] == shifted
+    layout, buffer = Layout([100, 3]), np.empty(103, np.float32)
+    arrays = [np.ones(100, np.float32), np.ones(3, np.float32)]
+    assert finish(CopyIn(layout, buffer).run(arrays)) == 7, "6 pieces of 16 elements, and 4 with the other array"
+    assert finish(CopyOut(layout, [(0, 103, (buffer,))], SUM, 1).run(arrays)) == 7
 
 
 def test_without_a_limit_there_is_one_pack_of_all_or_none_of_nothing():
@@ -98,13 +102,6 @@ def test_what_goes_in_comes_out(counts, data):
         parts = [(0, middle, (buffer[:middle],)), (middle, buffer.size, (buffer[middle:],))]
         finish(CopyOut(layout.part(start, stop), parts, SUM, 1).run(results))
     assert all((result == array).all() for result, array in zip(results, arrays, strict=True))
-
-
-def test_copies_are_steps_of_bounded_size():
-    layout, buffer = Layout([100, 3]), np.empty(103, np.float32)
-    arrays = [np.ones(100, np.float32), np.ones(3, np.float32)]
-    assert finish(CopyIn(layout, buffer).run(arrays)) == 7, "6 pieces of 16 elements, and 4 with the other array"
-    assert finish(CopyOut(layout, [(0, 103, (buffer,))], SUM, 1).run(arrays)) == 7
 
 
 @pytest.mark.parametrize(

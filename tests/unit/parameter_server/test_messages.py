@@ -33,7 +33,7 @@ def table():
     return FunctionTable(Sent())
 
 
-def test_a_function_is_sent_once_to_each_rank(table):
+def test_a_function_is_sent_once_to_each_rank_and_those_of_one_text_are_one(table):
     def double(number):
         return 2 * number
 
@@ -44,6 +44,8 @@ def test_a_function_is_sent_once_to_each_rank(table):
         assert table.find(double) is found
     assert table._channel.sent == [(1, Define(0, -1)), (2, Define(0, -1))]
     assert loads(found.pickled.data)(4) == 8
+    found = [table.find(lambda number: number + 1) for _ in range(3)]
+    assert found[0] is found[1] is found[2]
 
 
 @pytest.fixture
@@ -85,11 +87,6 @@ def test_a_function_is_sent_again_when_what_it_refers_to_has_changed(table, this
         patch.setitem(rates, "default", 3.0)
         assert loads(table.find(scaled).pickled.data)(2) == 6
     assert table.find(scaled) is first
-
-
-def test_functions_of_the_same_text_are_one(table):
-    found = [table.find(lambda number: number + 1) for _ in range(3)]
-    assert found[0] is found[1] is found[2]
 
 
 def test_a_rank_forgets_the_function_that_was_not_called_for_longest(table, monkeypatch):
@@ -151,7 +148,7 @@ def recorded(tmp_path, monkeypatch):
     return channel.record, lambda: look(file)
 
 
-def test_it_tells_what_runs_and_what_that_waits_for(recorded):
+def test_it_tells_what_runs_and_what_that_waits_for_cut_if_it_is_long(recorded):
     record, state = recorded
     assert (state().activity, "no collective yet" in state().doing()) == ("", True)
     record("runs step (function 3)")
@@ -165,9 +162,6 @@ def test_it_tells_what_runs_and_what_that_waits_for(recorded):
     assert state().activity == "worker 1 waits for a function"
     record()
     assert state().activity == ""
-
-
-def test_a_long_text_is_cut(recorded):
     record, state = recorded
     record("ä" * 1000)
     assert state().activity.startswith("worker 1 ää")

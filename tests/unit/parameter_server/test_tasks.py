@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.cluster import ClusterSpec
 from mpistrat.errors import CancelledError, InvalidArgumentError, LaunchError
 from mpistrat.experimental.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
 from mpistrat.parameter_server import dispatcher, tasks
@@ -21,7 +20,6 @@ from mpistrat.parameter_server.functions import Pickled, dumps
 from mpistrat.parameter_server.messages import Channel, Read, Received, Result, Run, Write
 from mpistrat.parameter_server.server import VariableServer
 from mpistrat.parameter_server.strategy import check_partition
-from mpistrat.parameter_server.tasks import check_tasks
 from mpistrat.parameter_server.variables import StoredVariable
 from mpistrat.state.changes import METHODS
 
@@ -41,7 +39,7 @@ GOOD = {"chief": ["a:1"], "worker": ["b:1", "b:2"], "ps": ["c:1"]}
 )
 def test_it_may_not_be(cluster, found):
     with pytest.raises(InvalidArgumentError, match=f"this cluster has .*{found}"):
-        check_tasks(ClusterSpec(cluster))
+        tasks.check_tasks(mpistrat.ClusterSpec(cluster))
 
 
 def server(*arguments, **named):
@@ -51,19 +49,29 @@ def server(*arguments, **named):
 def test_without_cloudpickle_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(tasks, "find_spec", {}.get)
     with pytest.raises(LaunchError, match=r"cloudpickle, which is not installed: pip install '\.\[parameter-server\]'"):
-        check_tasks(ClusterSpec(GOOD))
+        tasks.check_tasks(mpistrat.ClusterSpec(GOOD))
 
 
-def test_a_server_knows_its_task():
+def test_a_server_knows_its_task_and_what_a_function_there_gets_can_be_used_like_an_array():
     made = server(GOOD, "worker", 1)
     assert made.server_def == {"cluster": GOOD, "job_name": "worker", "task_index": 1, "protocol": "mpi"}
     assert made.target == "mpi://b:2"
     assert server(made.server_def).server_def == made.server_def
     assert server(made.server_def, task_index=0).target == "mpi://b:1"
     assert server({"ps": ["c:1"]}).server_def["job_name"] == "ps", "the only task"
-    assert server(ClusterSpec(GOOD), "ps", protocol="grpc").target == "grpc://c:1"
+    assert server(mpistrat.ClusterSpec(GOOD), "ps", protocol="grpc").target == "grpc://c:1"
     with pytest.raises(RuntimeError, match=r"call start\(\) on all ranks before join\(\)"):
         made.join()
+    array = np.arange(6.0).reshape(3, 2)
+    stored = StoredVariable("stored", array)
+    assert (stored.shape, stored.dtype, len(stored), (stored * 2)[2, 1], np.sum(stored)) == ((3, 2), np.float64, 3, 10, 15)
+    stored.value += 1
+    stored.value = stored / 2
+    np.testing.assert_array_equal(array, np.arange(1.0, 7).reshape(3, 2) / 2)
+    stored.numpy()[...] = stored.sparse_read([0])[...] = 0  # copies
+    np.testing.assert_array_equal(stored.sparse_read([[2], [0]]), array[[[2], [0]]])
+    with pytest.raises(TypeError, match="cannot be the target of an in-place operation"):
+        stored += 1
 
 
 def strategy(resolver, *arguments, **named):
@@ -71,7 +79,7 @@ def strategy(resolver, *arguments, **named):
 
 
 def task(task_type):
-    return mpistrat.cluster_resolver.SimpleClusterResolver(ClusterSpec(GOOD), task_type=task_type, task_id=0)
+    return mpistrat.cluster_resolver.SimpleClusterResolver(mpistrat.ClusterSpec(GOOD), task_type=task_type, task_id=0)
 
 
 @pytest.mark.parametrize(
@@ -118,19 +126,6 @@ def test_a_variable_is_changed_only_when_no_answer_is_being_sent_from_its_array(
     assert array.tolist() == [1, 1, 1]
 
 
-def test_what_a_function_on_a_server_gets_can_be_used_like_an_array():
-    array = np.arange(6.0).reshape(3, 2)
-    stored = StoredVariable("stored", array)
-    assert (stored.shape, stored.dtype, len(stored), (stored * 2)[2, 1], np.sum(stored)) == ((3, 2), np.float64, 3, 10, 15)
-    stored.value += 1
-    stored.value = stored / 2
-    np.testing.assert_array_equal(array, np.arange(1.0, 7).reshape(3, 2) / 2)
-    stored.numpy()[...] = stored.sparse_read([0])[...] = 0  # copies
-    np.testing.assert_array_equal(stored.sparse_read([[2], [0]]), array[[[2], [0]]])
-    with pytest.raises(TypeError, match="cannot be the target of an in-place operation"):
-        stored += 1
-
-
 def made(monkeypatch, results):
     """Return a dispatcher of one worker that gets some results, and then none."""
     channel = MagicMock(lost=frozenset(), survives=False)
@@ -162,14 +157,11 @@ def test_it_is_idle_only_when_the_result_that_has_come_is_there(monkeypatch):
     assert found.is_idle()
 
 
-def test_an_error_is_raised_once_where_two_threads_wait(monkeypatch):
+def test_of_two_threads_one_raises_and_loads_what_both_wait_for(monkeypatch):
     found = made(monkeypatch, iter([]))
     found._error = ValueError("of a function")
     monkeypatch.setattr(found, "wait", lambda *arguments: setattr(found, "_error", None))  # the other one raises it meanwhile
     found.raise_error()
-
-
-def test_a_value_that_another_thread_has_loaded_meanwhile_is_there(monkeypatch):
     found = [dumps(3, "a result"), None]  # at a first and a second look
     monkeypatch.setattr(RemoteValue, "_data", property(lambda _: found.pop(0), lambda *_: None), raising=False)
     assert RemoteValue(MagicMock()).fetch() == 3

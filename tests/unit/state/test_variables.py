@@ -9,7 +9,6 @@ import pytest
 
 import mpistrat
 from mpistrat.communicator.sparse import IndexedSlices
-from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from tests.other_arrays import installed, jax_array, tensor
 from tests.unit.replicas import on_replicas
@@ -20,7 +19,7 @@ SYNCHRONIZATION = mpistrat.VariableSynchronization
 SYNCHRONIZATIONS = [SYNCHRONIZATION.ON_WRITE, SYNCHRONIZATION.ON_READ]
 
 
-def test_a_variable_owns_its_array():
+def test_a_variable_owns_its_array_and_does_not_keep_the_value_that_it_began_with():
     initial = np.zeros(2)
     variable = mpistrat.Variable(initial)
     variable.assign(np.ones(2))
@@ -32,6 +31,10 @@ def test_a_variable_owns_its_array():
         variable.value[0] = 5
     with pytest.raises(ValueError, match="read-only"):
         np.asarray(variable)[0] = 5
+    variable = mpistrat.Variable(1.0)
+    assert variable.is_initialized()
+    with pytest.raises(RuntimeError, match=r"does not keep its initial value(.|\n)*correct: +initial_value = variable.numpy"):
+        _ = variable.initial_value
 
 
 @pytest.mark.parametrize("kind", ["ON_WRITE", "ON_READ"])
@@ -73,7 +76,7 @@ def test_numpy_sees_what_is_read(kind):
             lambda x: np.copyto(src=x, dst=np.ones((2, 2))),
             lambda x: -x / 2 + x @ x - abs(x) ** 2,
         ):
-            for value in (table, Mirrored(array)):
+            for value in (table, mpistrat.Mirrored(array)):
                 result = function(value)
                 assert type(result) is type(function(array))
                 np.testing.assert_equal(result, function(array))
@@ -142,23 +145,7 @@ def test_a_value_takes_another_dtype_of_its_kind(value, dtype):
     assert (variable.dtype, float(variable)) == (dtype, value + 1)
 
 
-def test_a_variable_of_a_strategy_is_updated_in_its_run_only():
-    def program(strategy):
-        weights, plain = made(strategy, 1.0, name="w"), mpistrat.Variable(1.0)
-        message = (
-            r"ctx.update of Variable\('w'.*must be called inside strategy.run(.|\n)*incorrect: .*(.|\n)*correct: +def step"
-        )
-        with pytest.raises(RuntimeError, match=message):
-            mpistrat.get_replica_context().update(weights, np.add, (1.0,))
-        mpistrat.get_replica_context().update(plain, np.add, (1.0,))
-        unchanged = float(weights)
-        strategy.run(lambda: mpistrat.get_replica_context().update(weights, np.add, (1.0,)))
-        return unchanged, float(weights), float(plain)
-
-    assert on_replicas(2, program) == [(1, 2, 2)] * 2
-
-
-def test_a_variable_belongs_to_its_strategy():
+def test_a_variable_belongs_to_its_strategy_and_is_updated_in_its_run_only():
     first, second = mpistrat.OneDeviceStrategy(), mpistrat.OneDeviceStrategy()
     variable, plain = made(first, 1.0), mpistrat.Variable(1.0)
     assert (variable.distribute_strategy, plain.distribute_strategy) == (first, mpistrat.get_strategy())
@@ -167,6 +154,18 @@ def test_a_variable_belongs_to_its_strategy():
             with pytest.raises(RuntimeError, match="two strategies cannot be mixed"):
                 use()
     assert first.run(lambda: variable + plain) == 2  # a plain one can be read anywhere
+
+    def program(strategy):
+        weights, plain = made(strategy, 1.0, name="w"), mpistrat.Variable(1.0)
+        message = r"ctx.update of Variable\('w'.*must be called inside strategy.run(.|\n)*incorrect: (.|\n)*correct: +def step"
+        with pytest.raises(RuntimeError, match=message):
+            mpistrat.get_replica_context().update(weights, np.add, (1.0,))
+        mpistrat.get_replica_context().update(plain, np.add, (1.0,))
+        unchanged = float(weights)
+        strategy.run(lambda: mpistrat.get_replica_context().update(weights, np.add, (1.0,)))
+        return unchanged, float(weights), float(plain)
+
+    assert on_replicas(2, program) == [(1, 2, 2)] * 2
 
 
 @pytest.mark.parametrize(("library", "make"), [("torch", tensor), ("jax", jax_array)])
@@ -288,16 +287,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(start, method, delta, 
     assert variable.numpy().tolist() == np.asarray(start).tolist()
 
 
-# -------------------------------------------------------------------------------------- names that programs for TensorFlow use
-
-
-def test_a_variable_is_initialized_and_does_not_keep_the_value_that_it_began_with():
-    variable = mpistrat.Variable(1.0)
-    assert variable.is_initialized()
-    with pytest.raises(RuntimeError, match=r"does not keep its initial value(.|\n)*correct: +initial_value = variable.numpy"):
-        _ = variable.initial_value
-
-
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("kind", ["ON_WRITE", "ON_READ"])
 def test_read_value_does_not_change_with_the_variable(num_replicas, kind):
@@ -315,10 +304,9 @@ def test_read_value_does_not_change_with_the_variable(num_replicas, kind):
 @pytest.mark.parametrize("kind", ["ON_WRITE", "ON_READ"])
 def test_rows_and_entries_are_read(kind):
     def program(strategy):
-        table = made(
-            strategy, np.arange(12.0).reshape(3, 2, 2), synchronization=SYNCHRONIZATION[kind], aggregation=AGGREGATION.SUM
-        )
-        array = np.arange(12.0).reshape(3, 2, 2) * (strategy.num_replicas_in_sync if kind == "ON_READ" else 1)
+        array = np.arange(12.0).reshape(3, 2, 2)
+        table = made(strategy, array, synchronization=SYNCHRONIZATION[kind], aggregation=AGGREGATION.SUM)
+        array = array * (strategy.num_replicas_in_sync if kind == "ON_READ" else 1)
         for found, expected in (
             (table.sparse_read([2, 0, 2], name="rows"), array[[2, 0, 2]]),
             (table.sparse_read(1), array[1]),
@@ -345,8 +333,7 @@ def test_a_variable_of_no_elements_is_read_and_scattered_into():
     assert table.scatter_add(IndexedSlices(np.zeros((0, 0)), np.zeros(0, np.int64))).shape == (3, 0)
     assert table.sparse_read([2, 2]).shape == (2, 0)
     assert table.gather_nd(np.zeros((0, 2), int)).shape == (0,)
-    scalar = mpistrat.Variable(2.0)
-    assert float(scalar.gather_nd(np.zeros(0, int))) == 2
+    assert float(mpistrat.Variable(2.0).gather_nd(np.zeros(0, int))) == 2
 
 
 def test_assignments_take_the_other_arguments_of_tensorflow():
@@ -361,18 +348,15 @@ def test_assignments_take_the_other_arguments_of_tensorflow():
         assert getattr(variable, f"scatter_{kind}")(slices, False, None) is variable
 
 
-# ------------------------------------------------------------------------------------------- per-replica values in ``run``
-
-
 @pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
 def test_a_per_replica_value_from_outside_stands_for_the_part_of_this_replica(synchronization):
     def program(strategy):
         number = strategy.rank + 1.0
-        value, rows = PerReplica(np.array([number])), PerReplica(IndexedSlices([number], [0]))
+        value, rows = mpistrat.PerReplica(np.array([number])), mpistrat.PerReplica(IndexedSlices([number], [0]))
         variable = made(strategy, [0.0], synchronization=SYNCHRONIZATION[synchronization], aggregation=AGGREGATION.SUM)
         changes = [lambda: variable.assign(value), lambda: variable.assign_add(value), lambda: variable.assign_sub(value)]
         if synchronization == "ON_WRITE":
-            equal = PerReplica(np.array([7.0]))  # in a merge call it is the value of this replica
+            equal = mpistrat.PerReplica(np.array([7.0]))  # in a merge call it is the value of this replica
             merge = lambda: mpistrat.get_replica_context().merge_call(lambda _: variable.assign(equal))  # noqa: E731
             changes += [lambda: variable.scatter_add(rows), merge]
         return [strategy.run(change) and float(variable.numpy()[0]) for change in changes]
@@ -390,15 +374,9 @@ def test_no_variable_is_made_in_a_scope_inside_that_of_the_default_strategy():
     assert made(strategy, 1.0).distribute_strategy is strategy
 
 
-def test_cells_of_one_device():
+def test_cells_of_one_device_and_outside_all_scopes_of_which_none_is_missing():
     check_cells(mpistrat.OneDeviceStrategy(), CELLS)
-
-
-def test_cells_outside_all_scopes():
     check_cells(mpistrat.get_strategy(), list(map(of_default_strategy, CELLS)))
-
-
-def test_no_cell_is_missing():
     aggregations = len(mpistrat.VariableAggregation)
     operations, contexts = len(METHODS) + 1, len(["run", "scope", "update"])
     assert len({str(cell) for cell in CELLS}) == len(CELLS) == operations * contexts * len(SYNCHRONIZATIONS) * aggregations

@@ -5,21 +5,16 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.stack import get_update_replica_id
 from mpistrat.context.values import Mirrored, PerReplica
-from mpistrat.cross_device.ops import CrossDeviceOps, HierarchicalAllReduce, NcclAllReduce
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.strategy import Strategy
 from mpistrat.structures import flatten
 from tests.unit.replicas import IN_REPLICA, in_run, on_replicas
 from tests.variable_matrix import made
 
 
 def test_every_reduction_of_a_strategy_goes_through_its_cross_device_ops():
-    class Spy(CrossDeviceOps):
+    class Spy(mpistrat.CrossDeviceOps):
         def __init__(self):
             self.seen = []
 
@@ -29,7 +24,7 @@ def test_every_reduction_of_a_strategy_goes_through_its_cross_device_ops():
 
     def program(strategy):
         ops = Spy()
-        strategy = Strategy(StrategyExtended(strategy.extended.communicator, ops))
+        strategy = mpistrat.Strategy(mpistrat.StrategyExtended(strategy.extended.communicator, ops))
         assert strategy.extended.cross_device_ops is ops
         variable = made(strategy, np.zeros(1), aggregation=mpistrat.VariableAggregation.SUM)
 
@@ -52,9 +47,9 @@ def test_every_reduction_of_a_strategy_goes_through_its_cross_device_ops():
 
 @pytest.mark.parametrize("root", [0, 2])
 def test_gathering_and_broadcasting_go_through_the_cross_device_ops_of_a_strategy(root):
-    class Own(HierarchicalAllReduce):
+    class Own(mpistrat.HierarchicalAllReduce):
         def gather_implementation(self, per_replica_value, destinations, axis, options):
-            assert isinstance(options, CommunicationOptions)
+            assert isinstance(options, mpistrat.experimental.CommunicationOptions)
             whole = super().gather_implementation(per_replica_value, destinations, axis, options)
             return Mirrored(np.asarray(whole)[::-1])
 
@@ -63,7 +58,7 @@ def test_gathering_and_broadcasting_go_through_the_cross_device_ops_of_a_strateg
             return Mirrored(2 * np.asarray(super().broadcast_implementation(tensor, destinations)))
 
     def program(strategy):
-        strategy = Strategy(StrategyExtended(strategy.extended.communicator, Own()))
+        strategy = mpistrat.Strategy(mpistrat.StrategyExtended(strategy.extended.communicator, Own()))
         value = PerReplica(np.array([strategy.rank + 1]))
 
         def step(array):
@@ -81,26 +76,11 @@ def test_gathering_and_broadcasting_go_through_the_cross_device_ops_of_a_strateg
 
 def test_ops_are_not_asked_for_nothing():
     def program(strategy):
-        strategy = Strategy(StrategyExtended(strategy.extended.communicator, NcclAllReduce()))
-        return strategy.reduce("mean", Mirrored(5.0), axis=None), strategy.run(
-            lambda: mpistrat.get_replica_context().all_reduce("sum", {})
-        )
+        strategy = mpistrat.Strategy(mpistrat.StrategyExtended(strategy.extended.communicator, mpistrat.NcclAllReduce()))
+        summed = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", {}))
+        return strategy.reduce("mean", Mirrored(5.0), axis=None), summed
 
     assert on_replicas(2, program) == [(5, {})] * 2
-
-
-def test_update_refuses_a_value_that_only_some_replicas_have():
-    def program(strategy):
-        extended = strategy.extended
-        weights = made(strategy, 0.0)
-        total = extended.reduce_to("sum", PerReplica(1.0), "rank:0")
-        message = r"every replica runs the update: reduce the value to the variable(.|\n)*correct: "
-        with pytest.raises(TypeError, match=message):
-            extended.update(weights, print, ([total],))
-        with pytest.raises(TypeError, match=message):
-            extended.update_non_slot(None, print, kwargs={"total": total})
-
-    on_replicas(2, program)
 
 
 def test_update_changes_the_component_of_this_rank():
@@ -127,7 +107,7 @@ def test_update_changes_the_component_of_this_rank():
     assert float(variable) == 2
 
 
-def test_update_refuses_foreign_variables():
+def test_update_refuses_foreign_variables_and_a_value_that_only_some_replicas_have():
     strategy, other = mpistrat.OneDeviceStrategy(), mpistrat.OneDeviceStrategy()
     weights = made(strategy, 0.0)
     update = strategy.extended.update
@@ -139,6 +119,18 @@ def test_update_refuses_foreign_variables():
         other.extended.update(weights, print)
     with pytest.raises(RuntimeError, match="two strategies cannot be mixed"), other.scope():
         update(weights, print)
+
+    def program(strategy):
+        extended = strategy.extended
+        weights = made(strategy, 0.0)
+        total = extended.reduce_to("sum", PerReplica(1.0), "rank:0")
+        message = r"every replica runs the update: reduce the value to the variable(.|\n)*correct: "
+        with pytest.raises(TypeError, match=message):
+            extended.update(weights, print, ([total],))
+        with pytest.raises(TypeError, match=message):
+            extended.update_non_slot(None, print, kwargs={"total": total})
+
+    on_replicas(2, program)
 
 
 def test_update_gives_each_component_of_an_on_read_variable_its_own_value():
@@ -208,7 +200,7 @@ def test_colocate_vars_with():
         strategy.run(lambda: strategy.extended.colocate_vars_with(variable).__enter__())
 
 
-def test_devices_of_a_strategy():
+def test_devices_and_roles_of_a_strategy():
     extended = mpistrat.get_strategy().extended
     for name in ("worker_devices", "parameter_devices"):
         with pytest.raises(RuntimeError, match=rf"the default strategy has no {name}(.|\n)*correct: .*OneDeviceStrategy"):
@@ -217,15 +209,12 @@ def test_devices_of_a_strategy():
     assert extended.worker_devices == extended.parameter_devices == ("/cpu:0",)
 
     def program(strategy):
-        strategy = Strategy(StrategyExtended(strategy.extended.communicator, None, ("a", "b"), ["c"]))
+        strategy = mpistrat.Strategy(mpistrat.StrategyExtended(strategy.extended.communicator, None, ("a", "b"), ["c"]))
         assert (strategy.extended.worker_devices, strategy.extended.parameter_devices) == (("a", "b"), ("c",))
         with pytest.warns(DeprecationWarning, match="ReplicaContext.devices is deprecated"):
             return strategy.run(lambda: mpistrat.get_replica_context().devices)[0].values[0]
 
     assert on_replicas(2, program) == ["a", "b"]
-
-
-def test_roles():
     for number in (1, 2):
         assert on_replicas(number, lambda s: s.extended.experimental_between_graph) == [number > 1] * number
     extended = mpistrat.OneDeviceStrategy().extended
@@ -235,7 +224,7 @@ def test_roles():
 
 def test_slices_and_plain_rows_are_reduced():
     def program(strategy):
-        slices = IndexedSlices(np.full((1, 2), strategy.rank + 1.0), [strategy.rank], (3, 2))
+        slices = mpistrat.IndexedSlices(np.full((1, 2), strategy.rank + 1.0), [strategy.rank], (3, 2))
         total = strategy.reduce("sum", PerReplica(slices), axis=None)
         plain = strategy.reduce("mean", slices, axis=None).to_dense().tolist()
         rows = strategy.reduce("mean", np.full((strategy.rank + 1, 2), strategy.rank + 1.0), axis=0).tolist()
@@ -302,7 +291,7 @@ REFUSED = [
         (weighted(np.ones(1, ">f8"), each), UnsupportedDtypeError, r"value has non-native byte order \(>f8\)")
         for each in (2, 0)
     ),
-    (weighted(IndexedSlices(np.ones((1, 1)), [0]), 2), NotImplementedError, "the weighted mean of IndexedSlices"),
+    (weighted(mpistrat.IndexedSlices(np.ones((1, 1)), [0]), 2), NotImplementedError, "the weighted mean of IndexedSlices"),
     (lambda c: c.all_reduce("sum", 1.0, "RING"), InvalidArgumentError, OPTIONS),
     (lambda c: c.start_all_reduce("sum", 1.0, "RING"), InvalidArgumentError, OPTIONS),
     (lambda c: c.all_gather(np.ones(1), 0, "RING"), InvalidArgumentError, OPTIONS),
@@ -354,7 +343,7 @@ def test_a_replica_calls_in_its_own_context_only(method):
         mpistrat.OneDeviceStrategy().run(CALLS[method], (context,))
 
 
-def test_a_replica_context_is_entered_and_left_in_order():
+def test_a_replica_context_is_entered_and_left_in_order_and_is_of_one_of_the_replicas():
     strategy, other = mpistrat.OneDeviceStrategy(), mpistrat.OneDeviceStrategy()
     context = mpistrat.ReplicaContext(strategy, 0)
     with context as entered:
@@ -366,9 +355,6 @@ def test_a_replica_context_is_entered_and_left_in_order():
         context.__exit__(None, None, None)
     with other.scope(), pytest.raises(RuntimeError, match="two strategies cannot be mixed"):
         context.__enter__()
-
-
-def test_a_replica_id_is_one_of_the_replicas():
     strategy = mpistrat.OneDeviceStrategy()
     for replica_id in (0, np.array(0), np.int32(0), None):
         assert mpistrat.ReplicaContext(strategy, replica_id).replica_id_in_sync_group == 0

@@ -11,11 +11,9 @@ import pytest
 
 import mpistrat
 from mpistrat.communicator.local import LocalCommunicator
-from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica, select_replica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.inputs.input_options import InputContext
 from mpistrat.strategy.deprecated import RunOptions, accepts_hints, get_loss_reduction
 from tests.unit.replicas import in_run, on_replicas
 from tests.variable_matrix import made
@@ -87,12 +85,9 @@ def test_a_value_that_is_equal_on_all_replicas(wrap):
     assert on_replicas(2, mean) == [[5, 5, 5]] * 2
     assert on_replicas(2, lambda strategy: strategy.reduce("sum", wrap(0), axis=None)) == [0, 0]
     assert on_replicas(1, lambda strategy: strategy.reduce("sum", wrap(5), axis=None)) == [5]
-    with pytest.raises(
-        InvalidArgumentError, match="SUM of a value that is not a per-replica value is ambiguous with 2 replicas"
-    ):
-        on_replicas(2, lambda strategy: strategy.reduce("sum", wrap(5), axis=None))
-    with pytest.raises(InvalidArgumentError, match="ambiguous"):
-        on_replicas(2, lambda strategy: strategy.reduce("sum", wrap(np.array([5, 6])), axis=0))
+    for value, axis in ((5, None), (np.array([5, 6]), 0)):
+        with pytest.raises(InvalidArgumentError, match="SUM of a value that is not a per-rep.* is ambiguous with 2 replicas"):
+            on_replicas(2, lambda strategy: strategy.reduce("sum", wrap(value), axis=axis))  # noqa: B023
 
 
 @pytest.mark.parametrize(
@@ -208,7 +203,7 @@ def test_run_of_a_single_replica():
     with pytest.raises(InvalidArgumentError, match=r"args=\(batch,\); got ndarray"):
         strategy.run(lambda x: x, args=np.ones(3))
     with pytest.raises(TypeError, match=r"options must be a mpistrat.RunOptions or None; got CommunicationOptions\("):
-        strategy.run(lambda: 5, options=CommunicationOptions())
+        strategy.run(lambda: 5, options=mpistrat.experimental.CommunicationOptions())
 
 
 @pytest.mark.parametrize(
@@ -236,7 +231,7 @@ def test_cross_replica_methods_are_refused_inside_run(method, arguments):
         strategy.run(lambda: operator.attrgetter(method)(strategy)(*arguments))
 
 
-def test_a_strategy_of_one_device_can_be_copied_deeply():
+def test_a_strategy_of_one_device_can_be_copied_deeply_and_others_cannot():
     strategy = mpistrat.OneDeviceStrategy()
     copied = copy.deepcopy(strategy)
     assert copied.extended is not strategy.extended
@@ -247,12 +242,7 @@ def test_a_strategy_of_one_device_can_be_copied_deeply():
     assert not strategy.extended.variable_created_in_scope(variable)
     assert copied.run(lambda: mpistrat.get_replica_context().strategy) is copied
     assert copy.deepcopy(mpistrat.get_strategy()) is mpistrat.get_strategy()
-
-
-def test_other_copies_are_refused():
-    with pytest.raises(
-        RuntimeError, match=r"OneDeviceStrategy\(.*\) cannot be copied(.|\n)*correct: +copy.deepcopy\(strategy\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"OneDeviceStr.*\(.*\) cannot be copied(.|\n)*correct: +copy.deepcopy\(strategy\)"):
         copy.copy(mpistrat.OneDeviceStrategy())
     with pytest.raises(InvalidArgumentError, match="cannot be copied: collectives of the copy"):
         on_replicas(2, copy.deepcopy)
@@ -261,8 +251,7 @@ def test_other_copies_are_refused():
 def test_merge_call_groups_arguments_and_hands_components_back():
     def merged(strategy, value, *, scale):
         assert mpistrat.in_cross_replica_context()
-        total = strategy.reduce("sum", value, axis=None)
-        return {"total": total * scale.values[0], "own": value}
+        return {"total": strategy.reduce("sum", value, axis=None) * scale.values[0], "own": value}
 
     def fn(context, rank):
         result = context.merge_call(merged, args=(rank + 1,), kwargs={"scale": 10})
@@ -301,9 +290,7 @@ def test_update_applies_a_function_to_the_array_of_this_replica():
 def test_update_checks_shape_and_owner():
     strategy = mpistrat.OneDeviceStrategy()
     weights = made(strategy, np.zeros(2))
-    with pytest.raises(
-        InvalidArgumentError, match=r"Variable\('Variable', float64 \(2,\)\) has shape \(2,\); a value of shape \(3,\)"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"Variable\('Variable', .*\) has shape \(2,\); a value of shape \(3,\)"):
         strategy.run(lambda: mpistrat.get_replica_context().update(weights, lambda array: np.ones(3)))
     other = mpistrat.OneDeviceStrategy()
     with pytest.raises(RuntimeError, match="two strategies cannot be mixed"):
@@ -402,10 +389,10 @@ def test_datasets_from_functions(name):
     with pytest.warns(DeprecationWarning, match=rf"strategy.{name} is deprecated; use .*distribute_datasets_from_function"):
         dataset = getattr(mpistrat.OneDeviceStrategy(), name)(dataset_fn)
     assert [batch.tolist() for batch in dataset] == [[0, 1], [2, 3]]
-    assert contexts == [InputContext(1, 0, 1)]
+    assert contexts == [mpistrat.InputContext(1, 0, 1)]
 
 
-def test_options_win_over_hints():
+def test_options_win_over_hints_which_an_all_reduce_of_a_replica_takes_too():
     @accepts_hints
     def call(value, options=None):
         return options
@@ -416,6 +403,9 @@ def test_options_win_over_hints():
     for given in (lambda: call(0, second, experimental_hints=first), lambda: call(0, options=second, experimental_hints=first)):
         with pytest.warns(DeprecationWarning, match="experimental_hints= is deprecated; use options="):
             assert given() == mpistrat.experimental.CommunicationOptions(3, 2.0)
+    hints = {"experimental_hints": mpistrat.experimental.CommunicationOptions(1)}
+    with pytest.warns(DeprecationWarning, match="experimental_hints= is deprecated; use options="):
+        assert mpistrat.OneDeviceStrategy().run(lambda: mpistrat.get_replica_context().all_reduce("sum", 1.0, **hints)) == 1
 
 
 METHODS = ["Strategy.reduce", "Strategy.gather", "StrategyExtended.reduce_to", "StrategyExtended.batch_reduce_to"]
@@ -425,9 +415,3 @@ METHODS = ["Strategy.reduce", "Strategy.gather", "StrategyExtended.reduce_to", "
 def test_methods_that_take_options_take_hints(name):
     method = operator.attrgetter(name)(mpistrat)
     assert "experimental_hints" in inspect.signature(method, follow_wrapped=False).parameters
-
-
-def test_an_all_reduce_of_a_replica_takes_hints():
-    hints = {"experimental_hints": mpistrat.experimental.CommunicationOptions(1)}
-    with pytest.warns(DeprecationWarning, match="experimental_hints= is deprecated; use options="):
-        assert mpistrat.OneDeviceStrategy().run(lambda: mpistrat.get_replica_context().all_reduce("sum", 1.0, **hints)) == 1

@@ -27,7 +27,7 @@ STRANGE = Phase(Verb.ALL_GATHER, Scope.INTER)
 
 @settings(max_examples=500)
 @given(
-    random_worlds, st.integers(0, 10_000) | st.integers(2**20, 2**22), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 4096)
+    random_worlds, st.integers(0, 10**4) | st.integers(2**20, 2**22), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 4096)
 )
 def test_plans_on_any_world_and_size_are_proved(world, count, itemsize, chunk_bytes):
     for planner in PLANNERS.values():
@@ -102,10 +102,7 @@ def test_chunks_must_tile_the_buffer(monkeypatch, chunks, message):
         simulate(plan_of("2x2", WORLD))
 
 
-EVERY = [(dtype, op) for dtype in DTYPES for op in operations(dtype)]
-
-
-@pytest.mark.parametrize(("dtype", "op"), EVERY, ids=str)
+@pytest.mark.parametrize(("dtype", "op"), [(dtype, op) for dtype in DTYPES for op in operations(dtype)], ids=str)
 def test_sums_are_the_same_in_every_order(dtype, op):
     given = inputs(dtype, op, 50, 4, seed=1)
     assert (given.dtype, given.shape) == (dtype, (4, 50))

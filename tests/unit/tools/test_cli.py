@@ -6,7 +6,6 @@ import pytest
 
 from mpistrat.errors import LaunchError
 from mpistrat.launch import environment
-from mpistrat.launch.environment import LauncherView
 from mpistrat.tools import bench, cli, run
 
 
@@ -23,7 +22,7 @@ def started(monkeypatch):
 @pytest.fixture
 def inside(monkeypatch):
     """Make this process a rank of a job of that size."""
-    return lambda size: monkeypatch.setattr(environment, "detect", lambda: LauncherView("srun", 1, size))
+    return lambda size: monkeypatch.setattr(environment, "detect", lambda: environment.LauncherView("srun", 1, size))
 
 
 @pytest.mark.parametrize(
@@ -114,13 +113,11 @@ def test_a_plan_has_one_of_the_known_dtypes_and_algorithms(words, capsys):
 def test_a_rank_of_another_job_refuses(inside, words, started, capsys):
     inside(8)
     assert cli.main([*words, "-n", "4"]) == 2
-    assert capsys.readouterr().err.endswith(
-        ": 4 ranks are asked for inside a job of 8, which srun has started: leave out -n and --nodes there\n"
-    )
+    said = ": 4 ranks are asked for inside a job of 8, which srun has started: leave out -n and --nodes there\n"
+    assert capsys.readouterr().err.endswith(said)
     assert cli.main([*words, "--nodes", "4x2"]) == 2
-    assert capsys.readouterr().err.endswith(
-        ": --nodes 4x2 inside a job: MPISTRAT_VIRTUAL_NODES says it there, set before the job starts\n"
-    )
+    said = ": --nodes 4x2 inside a job: MPISTRAT_VIRTUAL_NODES says it there, set before the job starts\n"
+    assert capsys.readouterr().err.endswith(said)
     assert started == []
 
 

@@ -10,7 +10,6 @@ import pytest
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.tools import cli, doctor
 from mpistrat.watch import record as records
-from mpistrat.watch.record import HEADER, RecordedCall, State
 from mpistrat.watch.recorder import FlightRecorder
 from mpistrat.watch.states import RankState
 
@@ -21,7 +20,7 @@ def record(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "bases", lambda: [tmp_path])
     tmp_path.chmod(0o700)
 
-    def write(name, killed=None, state=State.RUNNING):
+    def write(name, killed=None, state=records.State.RUNNING):
         (tmp_path / name).mkdir(mode=0o700)
         recorder = FlightRecorder(tmp_path / name / "rank-0")
         recorder.note(state=state)
@@ -41,7 +40,7 @@ def jobs_of(capsys, wanted):
 @pytest.mark.parametrize("pid", [os.getpid(), os.getppid()], ids=["the rank", "what has started it"])
 def test_a_process_is_of_the_job_that_runs_and_not_of_one_killed_before(record, capsys, pid):
     record("killed", killed=60)
-    record("ended", killed=60, state=State.ENDED)
+    record("ended", killed=60, state=records.State.ENDED)
     record("running")
     assert jobs_of(capsys, str(pid)) == ["running"]
 
@@ -49,7 +48,7 @@ def test_a_process_is_of_the_job_that_runs_and_not_of_one_killed_before(record, 
 def test_a_damaged_record_is_left_out(record, capsys, tmp_path):
     record("whole")
     record("damaged")
-    np.memmap(tmp_path / "damaged" / "rank-0", HEADER, "r+", shape=1)["size"] = 2**40
+    np.memmap(tmp_path / "damaged" / "rank-0", records.HEADER, "r+", shape=1)["size"] = 2**40
     assert jobs_of(capsys, str(os.getpid())) == ["whole"]
 
 
@@ -93,7 +92,7 @@ def test_without_jobs_it_says_so(tmp_path, monkeypatch, capsys):
 
 def test_a_call_of_many_arrays_is_cut_in_the_table():
     text = f"all_reduce(SUM, [{', '.join(['float32 (1000,)'] * 161)}])"
-    call = RecordedCall(1, 7, text, 0, "train.py:3", entered=1, entered_seconds_ago=0.5, left_seconds_ago=None)
+    call = records.RecordedCall(1, 7, text, 0, "train.py:3", entered=1, entered_seconds_ago=0.5, left_seconds_ago=None)
     collective = doctor._rank_row(RankState(0, state="in", calls=(call,)))[4]
     assert collective.startswith("7, all_reduce(SUM, [float32 (1000,), ")
     assert collective.endswith("…")

@@ -48,7 +48,7 @@ def test_dry_run_prints_a_command_to_copy(capsys):
     )
 
 
-def test_job_is_started_and_its_code_is_ours(monkeypatch):
+def test_job_is_started_and_its_code_is_ours_and_inside_a_job_is_refused(monkeypatch):
     started = []
     monkeypatch.setattr(run, "follow", lambda *arguments: started.append(arguments) or Ended(7))
     assert execute("-n", "2", "train.py") == 7
@@ -58,6 +58,13 @@ def test_job_is_started_and_its_code_is_ours(monkeypatch):
     assert environ == {**os.environ, **EXTRA}
     execute("-n", "2", "--timeout", "2:00:00", "train.py")
     assert started[1][2] == 7200.0
+    monkeypatch.setattr(environment, "detect", lambda: environment.LauncherView("srun", 1, 4, 1, 2))
+    with pytest.raises(LaunchError) as caught:
+        execute("-n", "2", "train.py")
+    assert str(caught.value) == (
+        "this is rank 1 of 4 that srun started, and each rank would start a job. Call mpistrat once, outside the job; "
+        "or leave it out, and start the script with that launcher."
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,13 +155,3 @@ def test_ranks_on_other_hosts_are_told_where_progress_is(monkeypatch, script):
 def test_options_end_with_the_program(capsys, words, end):
     assert cli.main(["run", *words.split()]) == 0
     assert capsys.readouterr().out.endswith(f"mpiexec' {end.format(sys.executable)}\n")
-
-
-def test_job_inside_a_job_is_refused(monkeypatch):
-    monkeypatch.setattr(environment, "detect", lambda: environment.LauncherView("srun", 1, 4, 1, 2))
-    with pytest.raises(LaunchError) as caught:
-        execute("-n", "2", "train.py")
-    assert str(caught.value) == (
-        "this is rank 1 of 4 that srun started, and each rank would start a job. Call mpistrat once, outside the job; "
-        "or leave it out, and start the script with that launcher."
-    )

@@ -50,15 +50,12 @@ def test_a_shape_that_is_none_says_what_is_accepted(shapes, message):
                 read(shape)
 
 
-def test_shape_of_other_ranks_names_both_numbers():
+def test_a_shape_of_other_ranks_is_refused_and_nodes_are_ordered_by_lowest_rank():
     with pytest.raises(TopologyError, match="node shape '2x2' describes 4 ranks, but there are 3"):
         World.from_shape("2x2", num_ranks=3)
     assert World.from_shape("2x2", num_ranks=4).size == 4
     with pytest.raises(TopologyError, match="at least one rank"):
         World.from_node_of_rank([])
-
-
-def test_nodes_are_ordered_by_lowest_rank_and_take_its_name():
     world = World.from_node_of_rank([7, 3, 7], names=["b", "a", "b"])
     assert [(node.index, node.name, node.ranks) for node in world.nodes] == [(0, "b", (0, 2)), (1, "a", (1,))]
     assert world.leaders == (0, 1)
@@ -84,10 +81,6 @@ def test_shards_have_one_owner_per_node_and_tile(world):
         counts = [len(world.shards_of(rank)) for rank in node.ranks]
         assert min(counts) >= 1
         assert max(counts) - min(counts) <= 1, "evenly shared"
-
-
-@given(random_worlds)
-def test_rails_join_the_owners(world):
     assert len(world.rails) == world.num_shards
     for shard, rail in enumerate(world.rails):
         assert [world.place(rank).node_index for rank in rail] == list(range(world.num_nodes))
@@ -124,12 +117,16 @@ def test_a_name_is_read_as_tensorflow_spells_it(device):
     assert parse_device("/job:localhost/replica:0/task:0/device:CPU:0") == OWN
 
 
-def test_a_device_prints_as_its_name():
+def test_a_device_prints_as_its_name_and_is_that_of_some_ranks():
     for name in ("/cpu:0", "/gpu:1", "rank:3", "/job:worker/replica:0/task:1/device:GPU:0"):
         assert str(parse_device(name)) == name
     assert device_name(3) == "/job:worker/replica:0/task:3/device:CPU:0"
     assert parse_device(device_name(3)) == DeviceSpec("CPU", rank=3)
     assert own_device() == "/cpu:0"
+    world = World.from_shape("2+1")
+    assert ranks_of("/cpu:0", world) == (0, 1, 2)
+    assert ranks_of("rank:2", world) == ranks_of(device_name(2), world) == (2,)
+    assert ranks_of("/cpu:0", World.from_shape("1x1")) == (0,)
 
 
 ACCEPTED = "accepted are /cpu:0, CPU:0, /gpu:0, /device:CPU:0, /job:worker/replica:0/task:1/device:CPU:0 and rank:1"
@@ -151,13 +148,6 @@ def test_what_is_not_the_name_of_a_device_of_a_rank(name, message):
     with pytest.raises(InvalidArgumentError) as caught:
         parse_device(name)
     assert str(caught.value) == f"{message.format(name)}; {ACCEPTED}"
-
-
-def test_which_ranks_have_a_device():
-    world = World.from_shape("2+1")
-    assert ranks_of("/cpu:0", world) == (0, 1, 2)
-    assert ranks_of("rank:2", world) == ranks_of(device_name(2), world) == (2,)
-    assert ranks_of("/cpu:0", World.from_shape("1x1")) == (0,)
 
 
 @pytest.mark.parametrize(
@@ -184,13 +174,10 @@ def _gpu(node="node0", uuid="a" * 32, index=0):
     return Gpu(node, index, Identity("NVIDIA H200", uuid, "0000:17:00.0"))
 
 
-def test_one_gpu_for_each_rank_is_accepted():
+def test_one_gpu_for_each_rank_is_accepted_also_without_a_uuid():
     check_gpus([_gpu(uuid="a"), _gpu(uuid="b"), _gpu("node1", "c"), _gpu("node1", "d")], allow_shared=False)
     # the UUIDs of two nodes, cut short in the same way, or of a driver that is virtual
     check_gpus([_gpu("node0", "ab"), _gpu("node1", "ab")], allow_shared=False)
-
-
-def test_gpus_without_a_uuid_are_told_apart_by_their_place():
     twins = [Gpu(node, 0, Identity("GRID", "0" * 32, bus)) for node, bus in (("node0", "a"), ("node0", "b"), ("node1", "a"))]
     check_gpus(twins, allow_shared=False)
     check_gpus([*twins, twins[0]], allow_shared=True)

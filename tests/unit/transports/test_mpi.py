@@ -20,7 +20,7 @@ from mpistrat.transports.window import LEAST_SMALL_BYTES, MOST_READ_BYTES, MOST_
 from mpistrat.transports.wire import Cast, Wire
 
 
-def test_memory_is_kept_where_the_second_of_several_requests_cannot_be_started(monkeypatch):
+def test_memory_is_kept_where_a_request_or_a_message_to_a_peer_cannot_be_started(monkeypatch):
     kept: list[object] = []
     monkeypatch.setattr(group, "_kept", kept)
     request, memory = object(), object()
@@ -32,9 +32,6 @@ def test_memory_is_kept_where_the_second_of_several_requests_cannot_be_started(m
     with pytest.raises(OSError, match="no second one"):
         list(until_complete(requests(), memory))
     assert kept == [([request], memory)]
-
-
-def test_what_peers_write_to_is_kept_where_a_message_to_them_cannot_be_started(monkeypatch):
     kept: list[Any] = []
     monkeypatch.setattr(group, "_kept", kept)
 
@@ -87,14 +84,13 @@ def test_memory_of_a_sum_that_is_given_up_is_kept(monkeypatch, call):
 
 
 MIB = 1 << 20
-BOUNDS = [[0, 4, 8, 12], [0, 0, 11, 12], [0, 5, 5, 5]]
 
 
 def rings(halves, size, bounds, limit):
     return [Ring(rank, size, bounds, limit, halves) for rank in range(size)]
 
 
-@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("bounds", [[0, 4, 8, 12], [0, 0, 11, 12], [0, 5, 5, 5]])
 def test_what_is_overwritten_must_have_left(bounds):
     for ring in rings(ALL_REDUCE, 3, bounds, 2):
         for index, (target, reduces) in enumerate(zip(ring.targets, ring.reduces, strict=True)):
@@ -115,14 +111,11 @@ def test_parts_of_middle_size_are_cut_into_a_few_segments_and_large_ones_into_la
     assert CudaAwareTransport._segment_bytes(shorter, 100 * MIB) == 1 << 14, "no longer than where it lands"
 
 
-def test_slots_are_whole_cache_lines_that_share_the_room_down_to_a_least():
+def test_slots_are_whole_cache_lines_and_marks_of_one_call_are_known_by_any_barrier():
     assert [ranks for ranks in range(1, 100) if small_slot_bytes(ranks) % 64] == []
     assert (small_slot_bytes(2), small_slot_bytes(3)) == (1 << 20, MOST_SMALL_BYTES)
     assert small_slot_bytes(8) == MOST_READ_BYTES // 64
     assert small_slot_bytes(1000) == LEAST_SMALL_BYTES
-
-
-def test_marks_of_one_call_are_known_by_any_barrier():
     digest = 0x1234567890ABCDE0
     assert _are_of_one_call(digest + 7, digest + 9)
     assert _are_of_one_call(digest + 9, digest + 7)
@@ -146,7 +139,7 @@ def cast(values, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_number_comes_back_as_it_was(dtype):
+def test_every_number_comes_back_as_it_was_and_what_lies_between_two_is_rounded_as_numpy_does(dtype):
     sent = np.arange(1 << 16, dtype=np.uint16).view(dtype)
     wanted = sent.astype(np.float32)
     for order in (np.arange(1 << 16), np.argsort(~np.isfinite(wanted), kind="stable")):  # all mixed; all numbers first
@@ -156,10 +149,6 @@ def test_every_number_comes_back_as_it_was(dtype):
         assert (np.signbit(wide) == np.signbit(wanted[order])).all()
         numbers = np.isfinite(wide)
         assert (cast(wide, dtype)[numbers] == sent[order][numbers]).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_lies_between_two_numbers_is_rounded_as_numpy_does(dtype):
     numbers = np.arange(1 << 16, dtype=np.uint16).view(dtype).astype(np.float32)
     numbers = np.sort(numbers[np.isfinite(numbers)])
     middle = (numbers[:-1].astype(np.float64) + numbers[1:]) / 2

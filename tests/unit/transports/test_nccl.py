@@ -17,9 +17,7 @@ from mpistrat.errors import DeadlineExceededError
 from mpistrat.steps import drive
 from mpistrat.transports import nccl, nccl_bindings, nccl_watcher
 from mpistrat.transports.base import Watched
-from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.nccl_bindings import Nccl4py, find_binding, nccl4py_refusal
-from mpistrat.transports.nccl_watcher import NcclWatcher
 from tests.gpu.fake_nccl4py import DataType, FakeNccl4py, RedOp, UniqueId, modules
 from tests.gpu.stand_in import UNFINISHED, StandInDevice
 from tests.processes import python
@@ -67,7 +65,7 @@ def test_the_first_sums_are_exact_for_any_number_of_ranks(size):
         get_unique_id=lambda: b"",
         NcclCommunicator=lambda *_, joined=joined: joined,
     )
-    transport = NcclTransport(group, device, library)
+    transport = nccl.NcclTransport(group, device, library)
     assert not joined.aborted
     kept = weakref.ref(joined)
     library.NcclCommunicator = None
@@ -92,20 +90,16 @@ def cupy(monkeypatch):
     find_binding.cache_clear()
 
 
-def test_nccl4py_is_taken_where_it_finds_the_nccl_of_cupy(cupy):
+def test_nccl4py_is_taken_unless_it_finds_another_nccl_than_cupy(cupy):
     assert not nccl4py_refusal()
     assert isinstance(find_binding(), Nccl4py)
-
-
-def test_nccl4py_is_taken_where_cupy_finds_no_nccl(cupy):
-    cupy.available, cupy.get_version = False, None
-    assert isinstance(find_binding(), Nccl4py)
-
-
-def test_cupy_is_taken_where_nccl4py_finds_another_nccl(cupy):
+    find_binding.cache_clear()
     cupy.get_version = lambda: 22809
     assert nccl4py_refusal() == "it finds NCCL 2.30.7, and CuPy 2.28.9"
     assert find_binding() is cupy
+    find_binding.cache_clear()
+    cupy.available, cupy.get_version = False, None
+    assert isinstance(find_binding(), Nccl4py)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +121,8 @@ def test_cupy_is_taken_where_nccl4py_cannot_be_used(cupy, monkeypatch, module, w
 def test_the_fake_of_nccl4py_has_its_names_arguments_and_numbers():
     real, fake = pytest.importorskip("nccl.bindings.nccl"), FakeNccl4py(Mock())
     for name in (name for name, call in vars(FakeNccl4py).items() if inspect.isfunction(call) and not name.startswith("_")):
-        assert list(inspect.signature(getattr(real, name)).parameters) == list(
-            inspect.signature(getattr(fake, name)).parameters
-        ), name
+        parameters = [list(inspect.signature(getattr(module, name)).parameters) for module in (real, fake)]
+        assert parameters[0] == parameters[1], name
     for ours, theirs in ((DataType, real.DataType), (RedOp, real.RedOp)):
         assert {name: int(theirs[name]) for name in ours.__members__} == ours.__members__
     identifier = real.UniqueId.from_buffer(bytearray(range(128)))
@@ -162,7 +155,7 @@ def limited(made, stream, work):
 
 
 def watcher(device, check):
-    made = NcclWatcher("watcher", device, check, give_up, watched())
+    made = nccl_watcher.NcclWatcher("watcher", device, check, give_up, watched())
     made.add(device.current_stream().record())
     return made
 
@@ -235,7 +228,7 @@ def test_to_settle_waits_for_the_work_and_not_for_the_thread(monkeypatch):
     device = StandInDevice()
     stream, ends = device.current_stream(), time.monotonic() + 0.2
     stream.put(lambda: None if time.monotonic() > ends else UNFINISHED)
-    made = NcclWatcher("watcher", device, lambda: None, give_up, watched())
+    made = nccl_watcher.NcclWatcher("watcher", device, lambda: None, give_up, watched())
     event = stream.record()
     made.add(event)
     drive(made.settle(), lambda: "the watcher", 10.0)
@@ -252,7 +245,7 @@ def test_a_deadline_counts_from_when_the_gpu_comes_to_the_operation(monkeypatch)
     found, told, device = [], threading.Event(), StandInDevice()
     monkeypatch.setattr(threading, "excepthook", lambda arguments: found.append(f"{arguments.exc_value}"))
     monkeypatch.setattr(nccl_watcher, "UNSEEN_SECONDS", 0.01)
-    made = NcclWatcher("watcher", device, lambda: None, give_up, watched(told.set, 0.4))
+    made = nccl_watcher.NcclWatcher("watcher", device, lambda: None, give_up, watched(told.set, 0.4))
     stream = device.current_stream()
 
     def takes(seconds, began=[]):  # noqa: B006 - of all that follow each other

@@ -81,7 +81,7 @@ def test_calls_of_two_threads_end_each_for_itself(written):
     written.leave(second)
 
 
-def test_the_ring_keeps_the_last_4096(written):
+def test_the_ring_keeps_the_last_4096_and_a_slot_that_is_used_again_forgets_the_failure_before(written):
     index = call(written)
     for number in range(RING_RECORDS + 5):
         written.leave(written.enter(0, number, index))
@@ -90,9 +90,6 @@ def test_the_ring_keeps_the_last_4096(written):
     assert {record.text for record in calls} == {TEXT}
     assert read(written).find((0, 4)) == []
     assert [call.number for call in read(written).find((0, 5))] == [5]
-
-
-def test_a_slot_that_is_used_again_forgets_that_the_collective_before_failed(written):
     file = read(written)
     written.fail(written.enter(2, 0, call(written)))
     for number in range(1, RING_RECORDS):
@@ -229,7 +226,7 @@ def test_a_program_ends_beside_a_damaged_record(tmp_path):
     assert mine.path is None
 
 
-def test_ranks_of_one_launcher_agree_on_the_name_of_their_job():
+def test_ranks_of_one_launcher_agree_on_the_name_of_their_job_and_a_batch_script_is_no_rank():
     program = (
         "import os, subprocess, sys\n"
         "script = 'from mpistrat.watch.record import job_name; print(job_name())'\n"
@@ -245,9 +242,6 @@ def test_ranks_of_one_launcher_agree_on_the_name_of_their_job():
         assert first == second, done.stderr
         names.append(first)
     assert names[0] != names[1]
-
-
-def test_a_batch_script_of_slurm_is_no_rank():
     batch = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": str(2**32 - 5), "SLURM_PROCID": "0"}
     assert records.job_name(batch).startswith(f"process-{os.getpid()}-")
     assert records.job_name(batch | {"SLURM_STEP_ID": "0"}).startswith("slurm-7.0")
@@ -315,12 +309,7 @@ def test_a_record_of_another_container_is_kept_for_a_day(tmp_path, monkeypatch, 
     own.close()
 
 
-def test_a_job_that_ends_while_folders_are_looked_at_is_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "job_folders", lambda: [tmp_path / "has just ended"])
-    assert records.mark_killed(1) is None
-
-
-def test_folders_of_jobs_come_the_last_one_first(tmp_path, monkeypatch):
+def test_folders_of_jobs_come_the_last_one_first_and_one_that_has_just_ended_is_passed_over(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "bases", lambda: [tmp_path / "one", tmp_path / "other", tmp_path / "missing"])
     for age, place in enumerate(("other/b", "one/a", "other/c")):
         (tmp_path / place).parent.mkdir(mode=0o700, exist_ok=True)
@@ -328,6 +317,8 @@ def test_folders_of_jobs_come_the_last_one_first(tmp_path, monkeypatch):
         os.utime(tmp_path / place, (1000 - age,) * 2)
     (tmp_path / "one/link").symlink_to(tmp_path / "other/b")
     assert [f"{path.relative_to(tmp_path)}" for path in records.job_folders()] == ["other/b", "one/a", "other/c"]
+    monkeypatch.setattr(records, "job_folders", lambda: [tmp_path / "has just ended"])
+    assert records.mark_killed(1) is None
 
 
 def test_a_record_of_another_version_has_an_owner(tmp_path):

@@ -29,12 +29,11 @@ def ranks(*calls, **states):
     def state(rank, call):
         return states.get(f"rank{rank}", "in" if call is not None and call.left_seconds_ago is None else "out")
 
-    return [
-        RankState(
-            rank, f"node{rank // 2}", 100 + rank, state(rank, call), (call,) if call else (), f"data.py:{rank} (load)", 0.1
-        )
-        for rank, call in enumerate(calls)
-    ]
+    def one(rank, call):
+        there = (call,) if call else ()
+        return RankState(rank, f"node{rank // 2}", 100 + rank, state(rank, call), there, f"data.py:{rank} (load)", 0.1)
+
+    return [one(rank, call) for rank, call in enumerate(calls)]
 
 
 def judged(states):
@@ -75,7 +74,7 @@ def test_what_may_still_go_on_is_not_judged(case):
     assert judged(MAY_GO_ON[case]) == ""
 
 
-def test_different_calls_at_one_number_are_a_mismatch():
+def test_different_calls_at_one_number_are_a_mismatch_also_where_they_differ_only_at_the_end():
     finding = judge(ranks(call(), call(text=BARRIER), call()), {ONE})
     error = finding.notice.error()
     assert isinstance(error, AgreementError)
@@ -87,6 +86,13 @@ def test_different_calls_at_one_number_are_a_mismatch():
         "Every rank must make the same collective calls in the same order, with the same operation, structure, dtypes and "
         "shapes."
     )
+    finding = judge(ranks(call(), replace(call(), digest=hash_of("another end"))), {ONE})
+    assert finding.notice.is_mismatch
+    waits, computes = ranks(call(), call(text=BARRIER, left=1.0, has_failed=True))
+    refused = call(text=BARRIER, left=3.0, has_failed=True)
+    assert judged([replace(waits, calls=(call(), refused)), computes]) == ""
+    assert waits_for([replace(waits, calls=(call(), refused)), computes], {ONE}) == {0: [1]}
+    assert BARRIER in judged([waits, replace(computes, calls=(*computes.calls, refused))])
 
 
 @pytest.mark.parametrize(
@@ -105,27 +111,16 @@ def test_a_mismatch_is_told_wherever_the_ranks_are(states, text):
     assert text in judged(states)
 
 
-def test_a_call_that_all_have_refused_says_nothing_of_the_next():
-    waits, computes = ranks(call(), call(text=BARRIER, left=1.0, has_failed=True))
-    refused = call(text=BARRIER, left=3.0, has_failed=True)
-    assert judged([replace(waits, calls=(call(), refused)), computes]) == ""
-    assert waits_for([replace(waits, calls=(call(), refused)), computes], {ONE}) == {0: [1]}
-    assert BARRIER in judged([waits, replace(computes, calls=(*computes.calls, refused))])
-
-
-def test_long_texts_that_differ_only_at_the_end_are_a_mismatch():
-    other = replace(call(), digest=hash_of("another end"))
-    finding = judge(ranks(call(), other), {ONE})
-    assert finding.notice.is_mismatch
-
-
-def test_ranks_that_wait_for_each_other_are_stuck():
+def test_ranks_that_wait_for_each_other_are_stuck_where_nobody_has_moved():
     text = judged(ranks(call(ONE), call(TWO), call(ONE)))
-    assert text.startswith(
-        "ranks made different calls (they wait for each other):\n  ranks 0, 2: collective 5 of communicator 1, "
-    )
+    told = "ranks made different calls (they wait for each other):\n  ranks 0, 2: collective 5 of communicator 1, "
+    assert text.startswith(told)
     assert "  rank 1: collective 5 of communicator 2, " in text
     assert judge(ranks(call(ONE), call(TWO)), {ONE}) is None, "the other one was not looked up"
+    assert "rank 1 will not come to a collective" in judged(ranks(call(is_started=True), None, rank1="ended"))
+    first, moved = ranks(call(ONE), call(TWO)), ranks(call(ONE), replace(call(TWO), entered=1))
+    findings = [judge(states, {ONE, TWO}) for states in (first, list(first), moved)]
+    assert findings[0] == findings[1] != findings[2]
 
 
 @pytest.mark.parametrize(
@@ -133,23 +128,12 @@ def test_ranks_that_wait_for_each_other_are_stuck():
     [("ended", "its program has ended"), ("gone", "its process is gone"), ("failed", "its program has raised an error")],
 )
 def test_waiting_for_a_rank_that_is_over_is_in_vain(state, words):
-    finding = judge(ranks(call(), call((1, 4), BARRIER, left=1.5), call(), rank1=state), {ONE})
-    error = finding.notice.error()
+    error = judge(ranks(call(), call((1, 4), BARRIER, left=1.5), call(), rank1=state), {ONE}).notice.error()
     assert isinstance(error, UnavailableError)
     lines = str(error).splitlines()
     assert lines[0] == "rank 1 will not come to a collective that others wait in:"
     assert lines[1].startswith(f"  rank 1 (node0): {words}; last collective 4, {BARRIER} at train.py:7 (step), ended 1.5 s ago")
     assert lines[2] == f"  ranks 0, 2: collective 5, {SUM} at train.py:7 (step)"
-
-
-def test_what_was_started_ends_never_without_a_rank_that_has_ended():
-    assert "rank 1 will not come to a collective" in judged(ranks(call(is_started=True), None, rank1="ended"))
-
-
-def test_the_same_is_found_again_only_where_nobody_has_moved():
-    first, moved = ranks(call(ONE), call(TWO)), ranks(call(ONE), replace(call(TWO), entered=1))
-    findings = [judge(states, {ONE, TWO}) for states in (first, list(first), moved)]
-    assert findings[0] == findings[1] != findings[2]
 
 
 @pytest.mark.parametrize(("others", "is_known"), [("", True), ("0-1", False)])
@@ -211,12 +195,11 @@ def test_a_new_strategy_ignores_what_all_were_told_and_not_what_concerns_a_commu
     notices.post(Notice(1, 5, "for all", True))
     notices.post(Notice(2, 5, "rank 1 makes no collective after collective 4", False, is_for_all=False))
     notices.ignore()
-    found = notices.first({(2, 6)})
-    assert found.number == 5
+    assert notices.first({(2, 6)}).number == 5
     assert notices.first({(1, 5)}) is None
 
 
-def test_the_report_names_who_is_in_it_and_what_the_others_do():
+def test_the_report_names_who_is_in_it_or_has_failed_and_what_the_others_do():
     states = ranks(call(), call((1, 4), BARRIER, left=2.5), call(), None, rank3="stopped")
     assert stall_report(states[0], states).splitlines()[:4] == [
         f"rank 0 (node0) has waited 2.0 s in collective 5, {SUM}",
@@ -226,15 +209,9 @@ def test_the_report_names_who_is_in_it_and_what_the_others_do():
         "  missing: rank 3 (node1, pid 103): stopped (by a signal or a debugger); no collective yet; "
         "last seen 0.1 s ago at data.py:3 (load)",
     ]
-
-
-def test_the_report_tells_who_is_in_it_and_does_not_run():
     states = ranks(call(), call(), rank1="stopped")
     assert "in it, but not running: rank 1 (node0, pid 101): stopped" in stall_report(states[0], states)
     assert "no rank is missing: all ranks are in the collective, but it does not complete" in stall_report(states[0], states)
-
-
-def test_the_report_tells_who_has_failed_in_it():
     states = ranks(call(), call(left=1.0, has_failed=True), call(left=0.5))
     lines = stall_report(states[0], states).splitlines()
     assert lines[1:4] == [
@@ -244,9 +221,6 @@ def test_the_report_tells_who_has_failed_in_it():
         "now at data.py:1 (load)",
     ]
     assert "no rank is missing" not in "\n".join(lines)
-
-
-def test_the_report_of_many_missing_ranks_is_short():
     states = ranks(call(), *[None] * 30)
     lines = stall_report(states[0], states).splitlines()
     assert len(lines) < 22
