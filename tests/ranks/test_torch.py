@@ -350,8 +350,12 @@ def test_all_ranks_begin_with_the_state_of_one(torch, ours, communicator):
     optimizer.step()
 
 
-def test_a_lazy_conjugate_is_no_place_to_write_to(torch, ours, communicator):
+def test_a_tensor_that_is_read_from_a_copy_is_no_place_to_write_to(torch, ours, communicator):
     model = torch.nn.Module()
+    model.register_buffer("packed", torch.frombuffer(bytearray(9), dtype=torch.float32, offset=1))
+    with pytest.raises(InvalidArgumentError, match=r"^packed is not aligned in memory: replace it by packed\.clone\(\)"):
+        ours.broadcast_state(model, communicator=communicator)
+    del model.packed
     model.register_buffer("phase", torch.ones(2, dtype=torch.complex64).conj())
     with pytest.raises(InvalidArgumentError, match=r"^phase must be an array to write to: .* no lazy conj\(\)"):
         ours.broadcast_state(model, communicator=communicator)
