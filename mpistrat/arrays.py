@@ -141,7 +141,8 @@ def as_target(target: Any, name: str = "out") -> Array:
     is_array = isinstance(target, np.ndarray) or (device is not None and isinstance(target, device.array_module.ndarray))
     if not (is_tensor or is_array) or (is_tensor and (target.is_conj() or target.is_neg())):
         raise InvalidArgumentError(
-            f"{name} must be an array to write to: NumPy's, CuPy's, or a tensor of PyTorch; got {type(target).__name__}"
+            f"{name} must be an array to write to: NumPy's, CuPy's, or a tensor of PyTorch that is no lazy conj() or negative; "
+            f"got {type(target).__name__}"
         )
     return as_array(target, name)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, as_operand, like
+from mpistrat.arrays import Array, as_array, as_operand, as_target, is_aligned, like
 from mpistrat.communicator.communicator import average_leaves, communicator_of
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
@@ -128,7 +128,8 @@ def broadcast_state(
     Raises
     ------
     AgreementError, InvalidArgumentError
-        On every rank, if models have other names, shapes, dtypes or memory formats, or some ranks have no optimizer.
+        On every rank, if models have other names, shapes, dtypes or memory formats, or some ranks have no optimizer. Or a
+        tensor of the model has gaps, is not aligned, or is a lazy ``conj()``.
     TypeError
         If `model` is not a module, `optimizer` not an optimizer, or `communicator` not a communicator.
     """
@@ -143,6 +144,9 @@ def broadcast_state(
         communicator.refuse("broadcast_state", error)
     named = [(name, tensor.detach()) for name, tensor in [*model.named_parameters(), *model.named_buffers()]]
     with communicator.refusing("broadcast_state"):
+        for name, tensor in named:
+            if not is_aligned(as_target(tensor, name)):  # which refuses a lazy conj(): both are read from a copy
+                raise InvalidArgumentError(f"{name} is not aligned in memory: replace it by {name}.clone()")
         arrays, orders = _in_memory_order(named)
     what = [*(name for name, _ in named), *([] if optimizer is None else ["its optimizer"])]
     communicator.note(f"broadcast_state of {', '.join(what)}{orders}")

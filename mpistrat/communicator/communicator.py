@@ -361,7 +361,7 @@ class Communicator(BaseCommunicator):
         """Start a call: enqueue it where NCCL joins the GPUs of all ranks, else `start` it, or make it here."""
         given, targets, is_one = as_lists(arrays, out)
         sources, memory = self._read(verb, given, targets, options)
-        given, gpu = list(given), self._gpu  # the program may change its list
+        given, targets, gpu = list(given), targets and list(targets), self._gpu  # the program may change its lists
         if structure is not None:
             with Starting(self._guard):  # which may refuse
                 self._guard.note(f"{verb} of {structure}")

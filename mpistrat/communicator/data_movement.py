@@ -36,7 +36,7 @@ from mpistrat.transports.nccl import Enqueue, NcclTransport
 
 T = TypeVar("T")
 
-_MAX_NDIM, _NAME_BYTES, _DIGESTS_KEPT = 64, 32, 1024
+_HEADER_BYTES, _DIGESTS_KEPT = 2048, 1024  # NumPy has at most 64 axes
 _MOST_SHARED_BYTES = 1 << 15
 _PROPOSED = 1 << 62  # in the place of a number of a rank: it proposes to make a call like the last one
 
@@ -252,9 +252,10 @@ class DataMovement:
                 self._require_equal([move.digests[root], *given], needed, known)
             shape, dtype = known.shape, known.dtype
             if len(set(move.digests)) > 1:
-                header = _encode_shape(array)
-                self._guard.run(move.call, self._by_mpi.sender.broadcast(as_bytes(header), root).run())
-                shape, dtype = _decode_shape(header)
+                header = _dtype_and_shape(array)
+                self._guard.run(move.call, self._by_mpi.sender.broadcast(header, root).run())
+                name, *extents = header.tobytes().rstrip(b"\0").decode().split()
+                shape, dtype = tuple(map(int, extents)), np.dtype(name)
             check_elements(dtype, f"the array of replica {root}")
             result = move.empty(shape, dtype, out)
             if is_root and (move.is_shared(root) or not result.nbytes):
@@ -441,19 +442,12 @@ def _extents(arrays: Sequence[Array]) -> Array:
     return np.array([array.shape[0] if array.ndim else 1 for array in arrays], np.int64)
 
 
-def _encode_shape(array: Array) -> Array:
-    """Encode the shape and dtype of an array in a fixed number of bytes."""
-    header = np.zeros(1 + _MAX_NDIM + _NAME_BYTES // 8, np.int64)
-    header[0] = array.ndim
-    header[1 : 1 + array.ndim] = array.shape
-    name = (array.dtype.name if array.dtype in HALF_DTYPES else array.dtype.str).encode()
-    header[1 + _MAX_NDIM :].view(np.uint8)[: len(name)] = np.frombuffer(name[:_NAME_BYTES], np.uint8)
+def _dtype_and_shape(array: Array) -> Array:
+    """Return the text of the dtype and shape of an array, in a fixed number of bytes."""
+    name = array.dtype.name if array.dtype in HALF_DTYPES else array.dtype.str
+    text, header = " ".join(map(str, (name, *array.shape))).encode(), np.zeros(_HEADER_BYTES, np.uint8)
+    header[: len(text)] = np.frombuffer(text, np.uint8)
     return header
-
-
-def _decode_shape(header: Array) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    name = header[1 + _MAX_NDIM :].view(np.uint8).tobytes().rstrip(b"\0").decode()
-    return tuple(int(extent) for extent in header[1 : 1 + header[0]]), np.dtype(name)
 
 
 def _moved(array: Array, source: int, target: int) -> Array:

@@ -37,15 +37,14 @@ def alike(results: Sequence[Array], values: Sequence[Any], out: Sequence[Any] | 
     return found if out is None else list(out)
 
 
-def check_gather(array: Array, axis: int, verb: str = "all_gather") -> int:
-    """Return `axis` as a non-negative number."""
+def check_gather(array: Array, axis: int, verb: str = "all_gather") -> None:
+    """Check that an array has an axis of this number."""
     if array.ndim == 0:
         raise InvalidArgumentError(f"{verb} needs arrays with at least one axis; got a scalar: pass x.reshape(1)")
     axis = checked_int(axis, "axis")
     if not -array.ndim <= axis < array.ndim:
         accepted = f"-{array.ndim} to {array.ndim - 1} are accepted"
         raise InvalidArgumentError(f"axis {axis} is out of range for an array of shape {array.shape}: {accepted}")
-    return axis % array.ndim
 
 
 def check_root(root: int, num_replicas: int) -> None:

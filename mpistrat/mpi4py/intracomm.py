@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from mpi4py import MPI
 
-from mpistrat.arrays import Array, as_array, is_aligned, is_on_device
+from mpistrat.arrays import Array, as_array, as_target, is_a, is_aligned, is_on_device
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.construction import check_comm
 from mpistrat.communicator.options import CommunicationOptions
@@ -439,7 +439,7 @@ def _shared(obj: Any) -> Array:
     if isinstance(obj, np.ndarray):
         return as_array(obj, "the buffer") if isinstance(obj, np.ma.MaskedArray) else obj.view(np.ndarray)
     if hasattr(obj, "__cuda_array_interface__") or hasattr(obj, "__dlpack__"):
-        array = as_array(obj, "the buffer")
+        array = (as_target if is_a(obj, "torch", "Tensor") else as_array)(obj, "the buffer")  # no copy of a lazy conj()
         if is_on_device(array) or array.flags.writeable or hasattr(obj, "__array__"):
             return array
         # DLPack before 1.0 does not tell whether memory may be written: NumPy says no, mpi4py yes

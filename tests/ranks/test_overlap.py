@@ -88,6 +88,17 @@ def test_what_is_dropped_is_carried_out(make_ops, world):
     np.testing.assert_array_equal(target, expected(ops.size, target.size, 5))
 
 
+def test_lists_may_change_after_the_call_that_was_started(ops):
+    arrays, out = [np.ones(3), np.ones(2)], [np.zeros(3), np.zeros(2)]
+    first, second = out
+    work = ops.start_all_reduce(SUM, arrays, out=out)
+    arrays.clear()
+    out.reverse()
+    found = work.wait()
+    assert [found[0] is first, found[1] is second] == [True, True]
+    assert (first.tolist(), second.tolist()) == ([ops.size] * 3, [ops.size] * 2)
+
+
 @needs_ranks(2)
 def test_in_strict_mode_what_differs_is_raised_where_it_is_waited_for(comm, make_ops):
     ops = make_ops(STRICT="1")

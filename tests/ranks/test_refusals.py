@@ -57,10 +57,21 @@ NO_AXES, NO_AXIS = (
     "axis {} is out of range for an array of ",
 )
 NO_OUT = r"out must be a writable, C-contiguous float32 array of shape \(3,\); got float32 \(4,\)"
+
+
+class _RaisesOfItsOwn:
+    """A value of another library, whose properties raise what that has made."""
+
+    @property
+    def shape(self):
+        raise RuntimeError("no sizes here")
+
+
 NO_OPTIONS, NCCL = "options must be CommunicationOptions or None; got ", CommunicationOptions(implementation="NCCL")
 # the call, and its error on every rank that makes it
 WRONG_CALLS = {
     "object array": (lambda ops: ops.all_reduce(SUM, [np.array([None])]), UNSUPPORTED, "dtype object"),
+    "no shape": (lambda ops: ops.all_reduce(SUM, _RaisesOfItsOwn()), UNSUPPORTED, "dtype object"),
     "operation": (lambda ops: ops.all_reduce("median", ONE), INVALID, "unknown reduce_op 'median'"),
     "complex order": (lambda ops: ops.all_reduce(MAX, [ONE * 1j]), UNSUPPORTED, "MAX is not defined for array 0"),
     "foreign bytes": (lambda ops: ops.all_reduce(SUM, [ONE.astype(">f4")]), UNSUPPORTED, "non-native byte order"),

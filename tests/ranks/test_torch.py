@@ -13,6 +13,7 @@ import mpistrat.jax
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, CollectiveError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.execution.engine import Job, submit
+from mpistrat.mpi4py.intracomm import Buffer
 from tests.launches import on_ranks
 from tests.other_arrays import installed
 
@@ -334,6 +335,20 @@ def test_all_ranks_begin_with_the_state_of_one(torch, ours, communicator):
     assert communicator.rank or every == [every[0]] * communicator.size
     assert all(tensor.dtype == torch.float32 for tensor in mine[:2])
     optimizer.step()
+
+
+def test_a_tensor_that_is_read_from_a_copy_is_no_place_to_write_to(torch, ours, communicator):
+    model = torch.nn.Module()
+    model.register_buffer("packed", torch.frombuffer(bytearray(9), dtype=torch.float32, offset=1))
+    with pytest.raises(InvalidArgumentError, match=r"^packed is not aligned in memory: replace it by packed\.clone\(\)"):
+        ours.broadcast_state(model, communicator=communicator)
+    del model.packed
+    model.register_buffer("phase", torch.ones(2, dtype=torch.complex64).conj())
+    with pytest.raises(InvalidArgumentError, match=r"^phase must be an array to write to: .* no lazy conj\(\)"):
+        ours.broadcast_state(model, communicator=communicator)
+    with pytest.raises(InvalidArgumentError, match=r"^the buffer must be an array to write to: .* no lazy conj\(\)"):
+        Buffer(model.phase)
+    assert Buffer(model.phase.resolve_conj()).contents(None).nbytes == 16
 
 
 def test_models_of_other_shapes_and_optimizers_of_one_rank_are_told(torch, ours, comm):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from mpistrat.arrays import as_array, like
+from mpistrat.arrays import as_array, as_target, like
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from tests.other_arrays import installed, jax_array, tensor
 
@@ -66,6 +66,9 @@ def test_of_a_tensor_with_a_gradient_or_lazily_conjugated_the_values_come_in(tor
     assert original.is_conj()
     assert as_array(original).tolist() == [1 - 2j, 3 + 4j]
     assert as_array(original.imag).tolist() == [-2, 4]
+    for lazy in (original, original.imag):
+        with pytest.raises(InvalidArgumentError, match=r"tensor of PyTorch that is no lazy conj\(\) or negative; got Tensor"):
+            as_target(lazy)
 
 
 def test_a_tensor_elsewhere_or_that_is_no_plain_array_is_refused(torch):
