@@ -5,6 +5,7 @@ Invariant: nothing is read at import; a setting is read when it is asked for.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -158,7 +159,7 @@ def _parse_seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not seconds >= 0:
+    if not 0 <= seconds < math.inf:
         raise ValueError("a number of seconds >= 0 is accepted")
     return seconds
 

@@ -78,10 +78,10 @@ class Tuning:
     def write(self, path: Path) -> None:
         """Write the file atomically: a concurrent reader finds either the old file or the new one."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".new", delete=False) as file:
-            file.write(json.dumps(self.document(), indent=1) + "\n")
-            os.fchmod(file.fileno(), 0o644)  # temporary files are created readable by their owner only
-        Path(file.name).replace(path)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".new") as new:
+            file = Path(new, path.name)
+            file.write_text(json.dumps(self.document(), indent=1) + "\n")
+            file.replace(path)
 
     @classmethod
     def from_document(cls, document: Any) -> Tuning:
@@ -190,14 +190,14 @@ def _find(world: World) -> Measured:
     try:
         conditions = present_conditions(world)
         return read(tuning_path(conditions), conditions) or NOTHING
-    except LaunchError as error:
+    except RuntimeError as error:  # there is no such home folder
         logger.warning(str(error))
         return NOTHING
 
 
 def _document(path: Path) -> Any:
     """Return the JSON document in a file; an OSError for what is no regular file: a pipe could block."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as file:
+    with open(path, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError("it is not a regular file")

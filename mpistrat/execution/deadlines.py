@@ -133,15 +133,21 @@ class Deadlines:
 
     def _missing(self) -> list[int]:
         """Return the ranks that have not arrived, as far as this node's memory and the records of all ranks show."""
-        missing = {self._node_ranks[rank] for rank in (() if self._window is None else self._window.missing())}
+        late = {self._node_ranks[rank] for rank in (() if self._window is None else self._window.missing())}
         # what was started is compared first; meanwhile the program may have started more, which the number counts
-        is_known = self._one_node or (self._has_started() and not missing)
-        return sorted(missing if is_known else missing | self._absent())
+        if not late and (self._one_node or self._has_started()):
+            return []
+        came = self._came()  # those that are late in the node's memory may wait in the call for others
+        return [rank for rank, is_there in came.items() if is_there is False or (rank in late and is_there is None)]
 
     def _absent(self) -> set[int]:
         """Return the ranks that are known not to have entered the current call."""
+        return {rank for rank, is_there in self._came().items() if is_there is False}
+
+    def _came(self) -> dict[int, bool | None]:
+        """Return for each rank whether it has entered the current call; None if that is not known."""
         if self._watcher is None:
-            return set()
+            return dict.fromkeys(range(len(self._job_ranks)))
         states = self._watcher.compare(_ANSWER_SECONDS, self._job_ranks)
         came = entered(states, (self._communicator, self._current()[0]))
-        return {rank for rank, state in enumerate(states) if state.state != "unknown" and state.rank not in came}
+        return {rank: None if state.state == "unknown" else state.rank in came for rank, state in enumerate(states)}

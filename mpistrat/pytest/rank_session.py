@@ -150,15 +150,18 @@ class RankSession:
         report = yield
         if shape_of(item) is None and item.get_closest_marker("mpi") is None:
             return report
-        mine = _Outcome(report.nodeid, str(report.when), report.outcome, _headline(report), _text(report))
+        mine = _Outcome(report.nodeid, str(report.when), _outcome(report), _headline(report), _text(report))
         is_equal = self._meet(mine)
         # whoever waits in this call keeps a core busy: only where there is something to tell
-        verdict = "" if is_equal and not report.failed else _verdict(self._comm.allgather(mine))
-        if verdict:
+        outcomes = [mine] if is_equal and not report.failed else self._comm.allgather(mine)
+        if verdict := _verdict(outcomes):
             item.stash[HAS_FAILED] = True
             report.outcome, report.longrepr, report.sections = "failed", verdict, []
             if hasattr(report, "wasxfail"):
                 del report.wasxfail
+        elif "xfailed" in {one.outcome for one in outcomes}:  # on all ranks, or on some
+            item.stash[HAS_FAILED] = True
+            report.outcome, report.wasxfail = "skipped", getattr(report, "wasxfail", "")
         watching = watcher()
         if report.when == "teardown" and watching is not None and item.stash.get(HAS_FAILED, False):
             watching.begin()  # which calls of this test did not match concerns no other test
@@ -230,6 +233,12 @@ def _draw_equal_examples(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("mpistrat-ranks")
 
 
+def _outcome(report: pytest.TestReport) -> str:
+    """Return the outcome; of a test that is expected to fail ``xfailed`` or ``xpassed``."""
+    is_expected_to_fail = hasattr(report, "wasxfail") or report.longreprtext.startswith("[XPASS(strict)]")
+    return ("xfailed" if report.skipped else "xpassed") if is_expected_to_fail else report.outcome
+
+
 def _headline(report: pytest.TestReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     told = crash.message if crash else getattr(report.longrepr, "errorstring", "")  # a missing fixture has this
@@ -254,6 +263,6 @@ def _verdict(outcomes: Sequence[_Outcome]) -> str:
         rank = min(failed, key=lambda rank: outcomes[rank].headline.startswith(f"{CollectiveError.__module__}."))
         first = outcomes[rank]
         return f"rank {rank} of {len(outcomes)}{others}: {first.headline}\n{first.text}"
-    if len({one.outcome for one in outcomes}) > 1:
+    if len(kinds := {one.outcome for one in outcomes}) > 1 and kinds != {"xfailed", "xpassed"}:
         return f"ranks disagree: {[one.outcome for one in outcomes]}"
     return ""

@@ -120,7 +120,7 @@ def examine(job: Path) -> JobReport | None:
     finding = judge(states, keys)
     if finding is not None and any(state.state in ("in", "out") for state in states):
         time.sleep(_AGAIN_SECONDS)
-        states, keys = neighbours.states(keys)
+        states, keys = neighbours.states(keys, range(size))
         again = judge(states, keys)
         finding = again if again is not None and again.fingerprint == finding.fingerprint else None
     return JobReport(job, size, states, waits_for(states, keys), finding.notice.text if finding else "")

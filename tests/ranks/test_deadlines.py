@@ -3,6 +3,7 @@
 import os
 import time
 from contextlib import contextmanager
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -16,6 +17,7 @@ from mpistrat.execution.comparison import Call
 from mpistrat.groups.agreement import ROW, Signature
 from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS
 from mpistrat.reduction import Fold, ReduceOp
+from mpistrat.steps import until
 from mpistrat.transports import mpi, mpi_world
 from mpistrat.watch import watcher
 from tests.launches import on_ranks
@@ -222,6 +224,22 @@ def test_steps_that_do_not_end_name_who_does_not_answer(comm, make, monkeypatch)
         # it hears at its next call, or when it closes, that the others will not come
         with pytest.raises(DeadlineExceededError, match=r"comes too late: rank|was given up by ranks? 0"):
             ops.barrier(within(60))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", ["1x4", "2x2"])
+def test_ranks_that_wait_in_a_call_for_one_that_has_stopped_there_are_not_missing(comm, make_ops, monkeypatch, shape):
+    ops = make_ops(shape)
+    if comm.rank == 3:
+        name = {"1x4": "shared_memory.Exchange._walk", "2x2": "ring.BoundRing.run"}[shape]
+        others_have_left = cache(lambda: comm.Barrier() is None)
+        monkeypatch.setattr(f"mpistrat.transports.{name}", lambda *_: until(others_have_left))
+    seconds = 60 if comm.rank == 3 else ENOUGH_SECONDS
+    found = "too late|was given up" if comm.rank == 3 else r"all ranks had arrived, and then no answer from rank 3 \(node\d\)$"
+    with pytest.raises(DeadlineExceededError, match=found):
+        ops.all_reduce(SUM, [np.ones(500_000)], within(seconds))
+    if comm.rank != 3:
+        comm.Barrier()
 
 
 @two_ranks

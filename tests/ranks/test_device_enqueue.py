@@ -625,6 +625,7 @@ class _Tensor:
     def __init__(self, array):
         self.array, self.grad = array, None
         self.numel, self.element_size = (lambda: array.size), (lambda: array.itemsize)
+        self.is_conj = self.is_neg = lambda: False
 
     @property
     def device(self):

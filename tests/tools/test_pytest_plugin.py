@@ -35,8 +35,11 @@ def test_skipped_on_one_rank(communicator):
 
 @pytest.mark.ranks(2)
 @pytest.mark.xfail(strict=True)
-def test_fails_as_expected(strategy):
-    assert strategy.rank < 0
+@pytest.mark.parametrize("number", range(3))
+def test_fails_as_expected(communicator, number):
+    assert communicator.rank < min(number, 1)
+    if number == 2:
+        communicator.barrier()
 
 @pytest.mark.ranks(2)
 def test_skipped(communicator):
@@ -123,7 +126,7 @@ def test_each_test_of_several_ranks_is_one_test_here(folder):
         "test_after_all_that[2-ranks]",
     }
     skipped = {name for name, (outcome, _) in results.items() if outcome == "skipped"}
-    assert skipped == {"test_fails_as_expected[2-ranks]", "test_skipped[2-ranks]"}
+    assert skipped == {*(f"test_fails_as_expected[2-ranks-{number}]" for number in range(3)), "test_skipped[2-ranks]"}
     assert re.search(r"SKIPPED \[1\] test_planted.py:\d+: planted", done.stdout)
     failures = {name: text for name, (outcome, text) in results.items() if outcome in ("failure", "error")}
     assert failures.keys() == results.keys() - passed - skipped

@@ -93,6 +93,7 @@ def test_a_setting_reads_its_type(setting, text, expected):
         (settings.MAX_MESSAGE_BYTES, "0", "at least 1 byte is accepted"),
         (settings.TIMEOUT_SECONDS, "-1", "a number of seconds >= 0 is accepted"),
         (settings.TIMEOUT_SECONDS, "soon", "a number of seconds >= 0 is accepted"),
+        (settings.TIMEOUT_SECONDS, "inf", "a number of seconds >= 0 is accepted"),
         (settings.TIMEOUT_SECONDS, "nan", "a number of seconds >= 0 is accepted"),
         (settings.TIME_LIMIT, "1:1:1:1", NO_DURATION),
         (settings.TIME_LIMIT, "-5", NO_DURATION),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat import tuning
-from mpistrat.algorithms.choose import Measured
+from mpistrat.algorithms.choose import NOTHING, Measured
 from mpistrat.topology.world import World
 from mpistrat.tuning import Conditions, Tuning, read, tuning_path, world_like
 
@@ -71,6 +71,12 @@ def test_a_pipe_is_not_waited_for_and_a_large_file_not_read_whole(tmp_path, caps
         file.truncate(1 << 30)
     assert read(path, HERE) is None
     assert "it has 1073741824 bytes" in capsys.readouterr().err
+    path.unlink()
+    path.mkdir()
+    descriptors = [*Path("/proc/self/fd").iterdir()]
+    assert read(path, HERE) is None
+    assert f"Is a directory: '{path}'" in capsys.readouterr().err
+    assert [*Path("/proc/self/fd").iterdir()] == descriptors
 
 
 def test_no_file_is_the_usual_case_and_one_is_written_whole_and_read_again(tmp_path, capsys):
@@ -86,6 +92,17 @@ def test_no_file_is_the_usual_case_and_one_is_written_whole_and_read_again(tmp_p
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     assert read(path, HERE) == TUNING.measured(str(path))
     assert capsys.readouterr().err == ""
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(IsADirectoryError):
+        TUNING.write(path)
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name], "what cannot be put there is removed"
+
+
+def test_the_home_of_nobody_stops_no_program(monkeypatch, capsys):
+    monkeypatch.setenv("MPISTRAT_TUNING", "~nobody-of-this-name/mine.json")
+    assert tuning._find(WORLD) is NOTHING
+    assert "home" in capsys.readouterr().err
 
 
 def test_each_conditions_have_a_file_of_their_own(monkeypatch, tmp_path):

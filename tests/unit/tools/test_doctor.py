@@ -10,6 +10,7 @@ import pytest
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.tools import cli, doctor
 from mpistrat.watch import record as records
+from mpistrat.watch import states
 from mpistrat.watch.recorder import FlightRecorder
 from mpistrat.watch.states import RankState
 
@@ -97,3 +98,15 @@ def test_a_call_of_many_arrays_is_cut_in_the_table():
     assert collective.startswith("7, all_reduce(SUM, [float32 (1000,), ")
     assert collective.endswith("…")
     assert len(collective) < 120
+
+
+def test_ranks_without_a_strategy_stay_in_a_report_of_ranks_that_wait_in_vain(record, monkeypatch, tmp_path):
+    record("job")
+    waiting = FlightRecorder(tmp_path / "job" / "rank-0", 0, 3)
+    waiting.enter(0, 0, waiting.intern("barrier()"))
+    FlightRecorder(tmp_path / "job" / "rank-1", 1, 3).note(state=records.State.FAILED)
+    monkeypatch.setattr(states, "_absent", lambda job, ranks: [RankState(rank, state="absent") for rank in sorted(ranks)])
+    found = doctor.examine(tmp_path / "job")
+    assert "rank 1 will not come" in found.finding
+    assert [state.state for state in found.states] == ["in", "failed", "absent"]
+    assert found.waits_for == {0: [1, 2]}
