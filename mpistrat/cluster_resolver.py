@@ -10,6 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from mpistrat.cluster import TRAINING, ClusterSpec, check_role, is_chief
@@ -236,7 +237,10 @@ class TFConfigClusterResolver(ClusterResolver):
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the cluster in the present value of ``TF_CONFIG``."""
-        return ClusterSpec(_part(_read(), "cluster"))
+        try:
+            return ClusterSpec(_part(_read(), "cluster"))
+        except TypeError as error:
+            raise InvalidArgumentError(f"'cluster' of TF_CONFIG: {error}; accepted is {_EXAMPLE}") from None
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """Return the ``session_master`` of ``TF_CONFIG``, or the address of a task; empty if the cluster has only one."""
@@ -422,7 +426,9 @@ def gpus_of_task(num_tasks: int, per_node: int | None, per_task: int | None) -> 
         if number is not None and (not isinstance(number, int) or number < 0):
             raise InvalidArgumentError(f"{name} must be 0 or a positive number; got {number!r}")
     count, visible = os.environ.get("SLURM_GPUS_ON_NODE", ""), os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    found = int(count) if count.isdecimal() else len([name for name in visible.split(",") if name.strip()])
+    # CUDA takes devices up to the first one that does not exist: -1, for example, or what SLURM sets for a task without any
+    devices = takewhile(lambda name: name and name not in ("-1", "NoDevFiles"), map(str.strip, visible.split(",")))
+    found = int(count) if count.isdecimal() else len([*devices])
     present = found if per_node is None else per_node
     wanted = present // num_tasks if per_task is None else per_task
     if wanted * num_tasks > present:

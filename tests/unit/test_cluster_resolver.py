@@ -221,6 +221,7 @@ class TestTFConfig:
             ('{"task": {"index": 1.5}}', "the task index must be a number; got 1.5"),
             ('{"task": {"index": Infinity}}', "the task index must be a number; got inf"),
             ('{"cluster": ["a"]}', "'cluster' of TF_CONFIG must be an object; got"),
+            ('{"cluster": {"worker": "a:1"}}', "'cluster' of TF_CONFIG: .*; accepted is"),
         ],
     )
     def test_what_cannot_be_read(self, tf_config, text, message):
@@ -286,7 +287,7 @@ def test_jobs_that_ranks_cannot_be(jobs, port_base, error, message):
         ({"SLURM_GPUS_ON_NODE": "4"}, (None, None), 2),
         ({"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "1"}, (None, None), 1),
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, (None, None), 2),
-        ({"CUDA_VISIBLE_DEVICES": ""}, (None, None), 0),
+        *(({"CUDA_VISIBLE_DEVICES": none}, (None, None), 0) for none in ("", "-1", "NoDevFiles")),
         ({}, (8, 3), 3),
         ({}, (2, 2), "2 tasks on a node with 2 GPUs each need 4, but the node has 2; ask SLURM for more"),
         ({"SLURM_GPUS_ON_NODE": "1"}, (None, 1), "2 tasks on a node with 1 GPUs each need 2, but the node has 1"),
