@@ -253,6 +253,11 @@ def test_ranks_that_disagree_are_told_and_the_job_goes_on(comm, two, folder, str
         with pytest.raises(on_one(comm, 1, wrong, AgreementError)):
             make(checkpoint, *on_one(comm, 1, other, mine))
         assert preemption._active is None
+    manager = mpistrat.CheckpointManager(checkpoint, folder / "all")
+    for step, wrong in ((-1, InvalidArgumentError), ("1", TypeError)):
+        with pytest.raises(on_one(comm, 1, wrong, AgreementError), match="step must be"):
+            manager.save(on_one(comm, 1, step, 1))
+    state["extra"] = on_one(comm, 1, np.inf - np.inf, np.nan)  # NaNs of other bits, which are saved alike
     checkpoint.save(folder / "a", wait=True)
     assert checkpoint.restore(folder / "a") == 0
 

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import threading
 import time
 from collections import Counter, defaultdict, namedtuple
 from pathlib import Path
@@ -151,6 +150,7 @@ def test_what_cannot_be_saved_or_restored_in_place_is_refused(tmp_path):
         *(({"value": value}, InvalidArgumentError, "is of type .*, and cannot be restored in place") for value in plain),
         *(({"value": value}, UnsupportedDtypeError, "value/") for value in ({"a": object()}, [np.array(["text"])])),
         ({"value": {1: one, "1": one}}, InvalidArgumentError, "two arrays of the checkpoint have the name value/1"),
+        ({"value": {1: mpistrat.Variable(0), "1": one}}, InvalidArgumentError, "two arrays .* have the name value/1"),
         ({"a@1": one}, InvalidArgumentError, "a@1 is a name as those of PerRank values are saved under"),
         ({"__metadata__": one}, InvalidArgumentError, "the name __metadata__ is reserved"),
     ):
