@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 import time
 from collections import Counter, defaultdict, namedtuple
 from pathlib import Path
@@ -179,6 +180,16 @@ def test_a_thread_that_ends_before_it_has_written_fails_the_save(tmp_path, monke
     with pytest.raises(CheckpointError, match=r"rank 0: the thread that writes has ended\. The last"):
         manager.save(1, wait=True)
     assert manager.latest_checkpoint is None
+
+
+def test_what_the_thread_raises_is_told_at_once_and_fails_no_save_that_is_durable(tmp_path, monkeypatch):
+    manager, told = mpistrat.CheckpointManager(mpistrat.Checkpoint(w=np.ones(1)), tmp_path), []
+    monkeypatch.setattr(threading, "excepthook", lambda given: told.append((given.exc_type, given.thread.name)))
+    monkeypatch.setattr(files, "discard", lambda folders: 1 // 0)
+    path = manager.save(1)
+    manager.close()
+    assert told == [(ZeroDivisionError, "mpistrat-checkpoint_0")]
+    assert manager.latest_checkpoint == path
 
 
 def test_the_thread_that_writes_leaves_the_cores_to_the_steps(tmp_path, monkeypatch):
