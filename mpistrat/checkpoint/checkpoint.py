@@ -448,8 +448,10 @@ class CheckpointManager:
         """
         self._checkpoint._finish("save")
         communicator = self._checkpoint._communicator
-        with communicator.refusing("CheckpointManager.save"):
-            step = checked_int(step, "step", 0)
+        try:
+            number = checked_int(step, "step", 0)
+        except Exception:  # which the checkpoint raises, on all ranks together
+            number = 0
         if self._interrupted:
             with self._checkpoint._failing_together():
                 if communicator.rank == 0:
@@ -457,8 +459,8 @@ class CheckpointManager:
                     files.discard([each for each in self._interrupted if not (each / files.MANIFEST).is_file()])
         # another manager may have saved this step there, that of a PreemptionCheckpointHandler for example
         others = [each for each in self._checkpoint._saved if each.parent == self._directory]
-        folder = files.new_folder(self._directory, step, [*self._found, *others])
-        kept = self._kept_with(folder, step)
+        folder = files.new_folder(self._directory, number, [*self._found, *others])
+        kept = self._kept_with(folder, number)
         outdated = [each for each in self._found if each not in kept]
         self._interrupted = []
 

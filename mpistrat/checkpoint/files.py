@@ -14,10 +14,11 @@ import json
 import operator
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from errno import EFAULT, EINVAL
 from fcntl import F_GETFL, F_SETFL, fcntl
 from functools import lru_cache
@@ -439,40 +440,37 @@ class Writer:
             self._members = communicator.hierarchy.members
             self._among = f"saves, communicator {communicator.hierarchy.number}"
         self.forget_thread()
-        self._num_saves = 0
+        self._error = ""
         self._when_durable: Callable[[], None] = lambda: None
         self.longest_seconds = 0.0  # of the saves so far, without the time in which steps had the core
         _writers.add(self)
 
     def forget_thread(self) -> None:
         """Take another thread, which writes nothing: a forked child does not have that of its parent."""
-        self._thread, self._saving = ThreadPoolExecutor(1, "mpistrat-checkpoint", _be_nicer), Future[str]()
-        self._saving.set_result("")
-        _started.discard(self)
+        self._thread, self._saving = ThreadPoolExecutor(1, "mpistrat-checkpoint", _be_nicer), Future[None]()
+        self._saving.set_result(None)
 
     def start(self, save: Save) -> None:
         """Write what is saved; `finish` waits for it."""
-        self._when_durable, self._num_saves = save.when_durable, self._num_saves + 1
+        self._when_durable, self._error = save.when_durable, f"rank {self.rank}: the thread that writes has ended"
+        _started.add(self)
         try:
             self._saving = self._thread.submit(self._run, save)
+            self._saving.add_done_callback(_tell_what_was_raised)
         except RuntimeError:  # there can be no more threads: this one writes, since those of the other ranks wait for that
             self.forget_thread()
-            self._saving = Future()
-            self._saving.set_result(self._run(save._replace(is_awaited=True)))
-        _started.add(self)
+            self._run(save._replace(is_awaited=True))
 
     def finish(self) -> None:
         """Wait until what was started is durable; raise CheckpointError on all ranks, if one of them could not write."""
         if self not in _started:
             return
-        if self._comm is not None and not self._saving.done():  # by their number: ranks for which it is do not count it
-            with watched("Checkpoint: a save", self._members, f"{self._among}, {self._num_saves}"):
-                self.join()
-        failed = self._saving.exception()
-        error = f"rank {self.rank}: the thread that writes has ended" if failed else self._saving.result()
+        # on each rank, also if it need not wait: a rank that has not come to it is one that the others wait for
+        with watched("Checkpoint: a save", self._members, self._among) if self._comm is not None else nullcontext():
+            self.join()
         _started.discard(self)
-        if error:
-            raise CheckpointError(f"{error}. The last checkpoint before it is whole") from failed
+        if self._error:
+            raise CheckpointError(f"{self._error}. The last checkpoint before it is whole")
         self._when_durable()
 
     def join(self) -> None:
@@ -490,21 +488,20 @@ class Writer:
             self._comm = None
             self._thread.shutdown()
 
-    def _run(self, save: Save) -> str:
+    def _run(self, save: Save) -> None:
         """Write, in the thread; rank 0 then tells it, and removes what is outdated."""
         if not save.is_awaited:
             time.sleep(_POLL_SECONDS)  # the call returns meanwhile: then this thread keeps the interpreter, until it writes
         started = time.perf_counter()
-        error = self._write(save)
+        self._error = self._write(save)
         seconds = time.perf_counter() - started
-        if self.rank or error:
-            return error
+        if self.rank or self._error:
+            return
         manifest, waited = save.manifest, format_seconds(save.seconds_waited)
         amount, rate = format_bytes(manifest.num_bytes), format_bytes(int(manifest.num_bytes / seconds))
         end_of_job.note_saved(manifest.step)
         logger.info(f"step {manifest.step}: {amount} in {save.folder}, at {rate}/s; the step waited {waited}")
         discard(save.outdated)
-        return ""
 
     def _write(self, save: Save) -> str:
         """Write, and return why it has failed on some rank, an empty text if it has not."""
@@ -559,6 +556,12 @@ def _be_nicer() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0) + _NICER, 19))
 
 
+def _tell_what_was_raised(saving: Future[None]) -> None:
+    """Have an uncaught exception end the job, as that of any thread: a pool keeps it, and the other ranks wait."""
+    if error := saving.exception():
+        threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread())))
+
+
 def _text(rank: int, folder: Path, error: Exception) -> str:
     return f"rank {rank}: {folder} cannot be written: {type(error).__name__}: {error}"
 
@@ -580,6 +583,7 @@ def _finish_started() -> None:
 def _forget_threads() -> None:
     for writer in _writers:
         writer.forget_thread()
+    _started.clear()
 
 
 ending.at(ending.Stage.FINISH, _finish_started)

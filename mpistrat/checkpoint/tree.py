@@ -164,7 +164,8 @@ class Tree:
         yield from (name for name in names if name not in other_names and not f"{name}/".startswith(known))
 
     def _encoded(self, value: Any, name: str) -> Node:
-        if type(value) is np.ndarray and name not in self.arrays:  # most are, and the questions below take time
+        is_new = name not in self.arrays and name not in self.variables
+        if type(value) is np.ndarray and is_new:  # most are, and the questions below take time
             self.arrays[name] = as_array(value, name)
             return ["array", name, "numpy"]
         kind = _kind(value)
@@ -185,7 +186,7 @@ class Tree:
             raise UnsupportedDtypeError(
                 f"{name} is of type {type(value).__name__}, which a checkpoint cannot hold; {_ACCEPTED}"
             )
-        if name in self.arrays or name in self.variables:
+        if not is_new:
             raise InvalidArgumentError(f"two arrays of the checkpoint have the name {name}; give their keys other names")
         if kind == "variable":
             self.variables[name] = value
@@ -326,8 +327,8 @@ def _misfits(node: Node, value: Any, root: str) -> Iterator[str]:
 
 
 def _hash_of(value: Any) -> int:
-    """Return a hash of lists, numbers and texts, below 2**62; whether two of these are one object makes no difference."""
-    return int.from_bytes(blake2b(marshal.dumps(value, 2), digest_size=8).digest(), "little") >> 2
+    """Return a hash of lists, numbers and texts, below 2**62; whether two are one object makes no difference, nor which NaN."""
+    return int.from_bytes(blake2b(marshal.dumps(value, 1), digest_size=8).digest(), "little") >> 2
 
 
 def _memory(value: Any) -> Array | None:

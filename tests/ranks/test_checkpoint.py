@@ -3,6 +3,7 @@
 import errno
 import importlib.util
 import threading
+import time
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -250,8 +251,23 @@ def test_ranks_that_disagree_are_told_and_the_job_goes_on(comm, two, folder, str
         with pytest.raises(on_one(comm, 1, wrong, AgreementError)):
             make(checkpoint, *on_one(comm, 1, other, mine))
         assert preemption._active is None
+    manager = mpistrat.CheckpointManager(checkpoint, folder / "all")
+    for step, wrong in ((-1, InvalidArgumentError), ("1", TypeError)):
+        with pytest.raises(on_one(comm, 1, wrong, AgreementError), match="step must be"):
+            manager.save(on_one(comm, 1, step, 1))
+    state["extra"] = on_one(comm, 1, np.inf - np.inf, np.nan)  # NaNs of other bits, which are saved alike
     checkpoint.save(folder / "a", wait=True)
     assert checkpoint.restore(folder / "a") == 0
+
+
+@on_ranks(2)
+def test_a_rank_that_removes_old_checkpoints_for_long_waits_for_no_other(comm, two, folder, monkeypatch):
+    monkeypatch.setattr(files, "discard", lambda folders: time.sleep(4) if folders else None)
+    manager = mpistrat.CheckpointManager(two[0], folder, max_to_keep=1)
+    for step in range(3):
+        manager.save(step)
+        time.sleep(0.5)  # the other rank sees no more of this save
+    manager.close()
 
 
 @on_ranks(2)

@@ -142,6 +142,7 @@ def test_what_cannot_be_saved_or_restored_in_place_is_refused(tmp_path):
         *(({"value": value}, InvalidArgumentError, "is of type .*, and cannot be restored in place") for value in plain),
         *(({"value": value}, UnsupportedDtypeError, "value/") for value in ({"a": object()}, [np.array(["text"])])),
         ({"value": {1: one, "1": one}}, InvalidArgumentError, "two arrays of the checkpoint have the name value/1"),
+        ({"value": {1: mpistrat.Variable(0), "1": one}}, InvalidArgumentError, "two arrays .* have the name value/1"),
         ({"a@1": one}, InvalidArgumentError, "a@1 is a name as those of PerRank values are saved under"),
         ({"__metadata__": one}, InvalidArgumentError, "the name __metadata__ is reserved"),
     ):
@@ -172,6 +173,16 @@ def test_a_thread_that_ends_before_it_has_written_fails_the_save(tmp_path, monke
     with pytest.raises(CheckpointError, match=r"rank 0: the thread that writes has ended\. The last"):
         manager.save(1, wait=True)
     assert manager.latest_checkpoint is None
+
+
+def test_what_the_thread_raises_is_told_at_once_and_fails_no_save_that_is_durable(tmp_path, monkeypatch):
+    manager, told = mpistrat.CheckpointManager(mpistrat.Checkpoint(w=np.ones(1)), tmp_path), []
+    monkeypatch.setattr(threading, "excepthook", lambda given: told.append((given.exc_type, given.thread.name)))
+    monkeypatch.setattr(files, "discard", lambda folders: 1 // 0)
+    path = manager.save(1)
+    manager.close()
+    assert told == [(ZeroDivisionError, "mpistrat-checkpoint_0")]
+    assert manager.latest_checkpoint == path
 
 
 def test_the_thread_that_writes_leaves_the_cores_to_the_steps_whose_time_is_not_counted(tmp_path, monkeypatch):
