@@ -17,7 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from errno import EFAULT, EINVAL
 from fcntl import F_GETFL, F_SETFL, fcntl
@@ -475,7 +475,7 @@ class Writer:
 
     def join(self) -> None:
         """Wait until nothing is written."""
-        wait([self._saving])
+        self._saving.exception()  # which waits, and raises nothing
 
     def close(self) -> None:
         """Finish, and free the communicator. A collective call."""
