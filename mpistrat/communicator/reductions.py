@@ -271,9 +271,12 @@ class Reductions:
         if out is not None:
             results = list(out)
             return results, copy_overlapping(arrays, results)
-        if self._gpu is not None and len(arrays) > 1 and is_on_device(arrays[0]):  # they lie in one memory
-            return self._guard.allocate(self._gpu.maker(arrays)), arrays
-        return self._guard.allocate(lambda: [self._empty(array, array.shape) for array in arrays]), arrays
+        try:
+            if self._gpu is not None and len(arrays) > 1 and is_on_device(arrays[0]):  # they lie in one memory
+                return self._gpu.maker(arrays)(), arrays
+            return [self._empty(array, array.shape) for array in arrays], arrays
+        except MemoryError as error:
+            raise self._guard.no_memory(error) from None
 
     def _new(self, array: Array, shape: tuple[int, ...]) -> Array:
         """Return a new array, on the GPU if `array` is: see `allocate`."""
