@@ -228,9 +228,7 @@ def assignable(value: Any, target: Array, owner: object) -> Array:
     """Return `value` as an array that can be assigned to `target`: in its dtype, and on its device."""
     array = as_array(value)
     if array.shape != target.shape:
-        raise InvalidArgumentError(
-            f"{owner!r} has shape {target.shape}; a value of shape {array.shape} cannot be assigned to it"
-        )
+        raise InvalidArgumentError(f"{owner!r} has shape {target.shape}; a value of shape {array.shape} cannot be assigned")
     fit = converted(array, target.dtype, owner)
     return to_device(fit) if is_on_device(target) else to_host(fit)
 

@@ -16,14 +16,7 @@ from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices, broadcast_slices
 from mpistrat.context.stack import current, default_mode, get_strategy, in_cross_replica_context, misplaced, outside_replica
 from mpistrat.context.values import Mirrored, PerReplica, assignable, in_replica
-from mpistrat.cross_device.pairs import (
-    OnSomeReplicas,
-    Pair,
-    broadcast_source,
-    checked_pairs,
-    deliver,
-    resolve,
-)
+from mpistrat.cross_device.pairs import OnSomeReplicas, Pair, broadcast_source, checked_pairs, deliver, resolve
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, TransportError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, combine, divide, quiet
@@ -344,9 +337,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         """Return the rank that `reduce_to_device` names."""
         ranks = resolve(self._reduce_to_device, communicator)
         if len(ranks) > 1:
-            raise InvalidArgumentError(
-                f"reduce_to_device must name one rank, such as 'rank:0'; {self._reduce_to_device!r} names ranks {ranks}"
-            )
+            raise InvalidArgumentError(f"reduce_to_device must name one rank; {self._reduce_to_device!r} names ranks {ranks}")
         return ranks[0]
 
     def _reduced(self, op: ReduceOp, parts: list[Array]) -> Array:
@@ -360,9 +351,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         """Return the result of `accumulation_fn` for the components."""
         assert self._accumulation_fn is not None, "there is a function to call"
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-            raise InvalidArgumentError(
-                f"accumulation_fn replaces the sum, so it can be used for SUM and MEAN only; got {op.name}"
-            )
+            raise InvalidArgumentError(f"accumulation_fn replaces the sum, so it is for SUM and MEAN only; got {op.name}")
         wide = accumulation_dtype(op, parts[0].dtype)
         total = as_array(self._accumulation_fn([part.astype(wide) for part in parts]), "what accumulation_fn returned")
         return assignable(total, np.empty_like(parts[0], wide), self)

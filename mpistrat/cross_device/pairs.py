@@ -42,9 +42,7 @@ def checked_pairs(op: ReduceOp, pairs: Iterable[tuple[Any, Any]], communicator: 
     """Return pairs of values and destinations, after checking that each value can be reduced with `op`."""
     given = list(pairs) if isinstance(pairs, Iterable) else None
     if given is None or any(not isinstance(pair, tuple) or len(pair) != 2 for pair in given):
-        raise InvalidArgumentError(
-            f"value_destination_pairs must be an iterable of 2-tuples (value, destinations); got {pairs!r}"
-        )
+        raise InvalidArgumentError(f"value_destination_pairs must be 2-tuples (value, destinations); got {pairs!r}")
     return [_checked(op, value, destinations, communicator) for value, destinations in given]
 
 
@@ -139,17 +137,11 @@ def _components(value: DistributedValues, communicator: BaseCommunicator) -> Dis
 
 def _check_in_scope(value: Any) -> None:
     """Refuse the value of a strategy outside all scopes, where only the component of this rank would be reduced."""
-    is_default = current() is default_mode()
-    if (
-        is_default
-        and isinstance(value, DistributedValues)
-        and getattr(value, "distribute_strategy", None) is not get_strategy()
-    ):
-        raise misplaced(
-            f"an operation of CrossDeviceOps on {value!r}",
-            "in the scope of the strategy that the value belongs to",
-            "ops of a value",
-        )
+    if current() is not default_mode() or not isinstance(value, DistributedValues):
+        return
+    if getattr(value, "distribute_strategy", None) is not get_strategy():
+        scope = "in the scope of the strategy that the value belongs to"
+        raise misplaced(f"an operation of CrossDeviceOps on {value!r}", scope, "ops of a value")
 
 
 _ACCEPTED = (

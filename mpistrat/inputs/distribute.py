@@ -366,9 +366,7 @@ def _part_of(dataset: Dataset, policy: AutoShardPolicy, pipeline: int, num_pipel
     if policy is AUTO:
         policy = FILE if dataset.is_file_based else DATA
     if dataset.is_hinted and policy is not HINT:
-        raise InvalidArgumentError(
-            f"the dataset was sharded by SHARD_HINT, which waits for auto_shard_policy=AutoShardPolicy.HINT; got {policy.name}"
-        )
+        raise InvalidArgumentError(f"a dataset sharded by SHARD_HINT waits for AutoShardPolicy.HINT; got {policy.name}")
     if policy is HINT and not dataset.is_hinted:
         raise InvalidArgumentError(
             f"AutoShardPolicy.HINT puts numbers in place of SHARD_HINT, and {dataset!r} was not sharded by it.\n"

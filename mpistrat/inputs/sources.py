@@ -417,9 +417,7 @@ class FileDataset(BatchedDataset):
         if self._spec is None:
             self._spec = spec
         elif spec != self._spec:
-            raise InvalidArgumentError(
-                f"all files of a dataset must have the same shapes and dtypes; {file} has {spec}, others have {self._spec}"
-            )
+            raise InvalidArgumentError(f"all files of a dataset must be alike; {file} has {spec}, others have {self._spec}")
         if not self._shuffle:
             return part
         order = rng.permutation(num_rows(part))

@@ -90,11 +90,8 @@ def _ask() -> Verdict:
     assert device is not None, "needs a GPU"
     claimed = f"{says}, and " if says else ""
     if device.is_exclusive():
-        reason = (
-            "the GPU is in EXCLUSIVE_PROCESS mode, so CUDA-awareness cannot be probed; "
-            f"set {settings.MPI_GPU.name}=on to skip the probe"
-        )
-        return Verdict(False, claimed + reason)
+        reason = "the GPU is in EXCLUSIVE_PROCESS mode, so CUDA-awareness cannot be probed"
+        return Verdict(False, f"{claimed}{reason}; set {settings.MPI_GPU.name}=on to skip the probe")
     proof = probe(device.index)
     return Verdict(proof.is_aware, f"{claimed}{proof.reason}")
 

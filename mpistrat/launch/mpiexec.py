@@ -289,10 +289,7 @@ class Ended:
 
 
 def follow(
-    argv: Sequence[str],
-    environ: Mapping[str, str],
-    timeout: float = math.inf,
-    on_timeout: Callable[[int], None] | None = None,
+    argv: Sequence[str], environ: Mapping[str, str], timeout: float = math.inf, on_timeout: Callable[[int], None] | None = None
 ) -> Ended:
     """Run a command, forward signals to it, and return how it has ended; `on_timeout` gets its pid before a timeout ends it."""
     # under nohup, or in the background of a shell, some of them are ignored

@@ -110,9 +110,7 @@ class ClusterCoordinator:
     def __new__(cls, strategy: Any) -> ClusterCoordinator:  # noqa: PYI034 - Self is of Python 3.11
         """Return the coordinator of a strategy."""
         if not isinstance(getattr(strategy, "dispatcher", None), Dispatcher):
-            raise InvalidArgumentError(
-                f"a ClusterCoordinator works with a mpistrat.experimental.ParameterServerStrategy; got {strategy!r}"
-            )
+            raise InvalidArgumentError(f"a ClusterCoordinator works with a ParameterServerStrategy; got {strategy!r}")
         found: ClusterCoordinator = getattr(strategy, "coordinator", None) or super().__new__(cls)
         strategy.coordinator = found
         return found

@@ -258,9 +258,7 @@ class ParameterServerExtended(StrategyExtended):
             raise InvalidArgumentError(f"{name} needs an initial_value: a parameter server strategy places it by its size")
         checked_aggregation(aggregation)
         if checked_synchronization(synchronization) is VariableSynchronization.ON_READ:
-            raise NotImplementedError(
-                f"{name}: there is one copy of it, on a server, and no copy of each replica: use ON_WRITE"
-            )
+            raise NotImplementedError(f"{name}: there is one copy of it, on a server, and none of each replica: use ON_WRITE")
         is_trainable = True if trainable is None else bool(trainable)
         extents, kind, rows = _initial(initial_value, dtype, shape, name)
         num_shards, num_rows = 1, extents[0] if extents else 0
@@ -389,9 +387,8 @@ class Server:
     ) -> None:
         given: Any = server_or_cluster_def
         if not isinstance(given, (ClusterSpec, Mapping)):
-            raise TypeError(
-                f"server_or_cluster_def must be a ClusterSpec, a dict from job to addresses, or a server_def; got {given!r}"
-            )
+            accepted = "a ClusterSpec, a dict from job to addresses, or a server_def"
+            raise TypeError(f"server_or_cluster_def must be {accepted}; got {given!r}")
         if not (isinstance(given, Mapping) and set(given) == {"cluster", "job_name", "task_index", "protocol"}):
             given = {"cluster": given, "job_name": None, "task_index": None, "protocol": "mpi"}
         self._cluster = ClusterSpec(given["cluster"])

@@ -135,9 +135,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         with self._communicator.refusing(f"Variable(name={name!r})"):
             require_no_default_scope("mpistrat.Variable")
             if not (constraint is None or callable(constraint)):
-                raise InvalidArgumentError(
-                    f"{name}: constraint must be None or a function of the new value; got {constraint!r}"
-                )
+                raise InvalidArgumentError(f"{name}: constraint must be None or a function of a value; got {constraint!r}")
             self._synchronization = checked_synchronization(synchronization)
             self._aggregation = checked_aggregation(aggregation)
             value = initial_array(initial_value, dtype, shape, name)
@@ -152,9 +150,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         self._hold(to_device(np.array(self._communicator.broadcast(value), order="C")))
         strategy.extended.num_variables += 1
         if self._aggregation is VariableAggregation.MEAN and self.dtype.kind in "biu":
-            raise InvalidArgumentError(
-                f"{name} has dtype {self.dtype}, which cannot hold a mean: use aggregation SUM or a float dtype"
-            )
+            raise InvalidArgumentError(f"{name} has dtype {self.dtype}, which cannot hold a mean: use SUM or a float dtype")
 
     @property
     def name(self) -> str:

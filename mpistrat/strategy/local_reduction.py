@@ -108,9 +108,8 @@ def _copied(component: Array | IndexedSlices) -> Array | IndexedSlices:
 def _normalized(axis: int | Iterable[int], component: Any) -> tuple[int, ...]:
     """Return the axes as non-negative integers without duplicates."""
     if isinstance(component, IndexedSlices):
-        raise NotImplementedError(
-            f"reduce over axis={axis!r} is not supported for {component!r}; pass axis=None, or reduce slices.to_dense()"
-        )
+        advice = "pass axis=None, or reduce slices.to_dense()"
+        raise NotImplementedError(f"reduce over axis={axis!r} is not supported for {component!r}; {advice}")
     wanted = axis if isinstance(axis, (list, tuple)) else (axis,)
     try:
         axes = [operator.index(item) for item in wanted]
@@ -174,9 +173,7 @@ def _check_weighted(array: Any, weight: float) -> None:
     if isinstance(array, IndexedSlices):
         raise NotImplementedError(f"the weighted mean of {array!r} is not supported; pass slices.to_dense()")
     if array.dtype not in HALF_DTYPES and array.dtype.kind not in "fc":
-        raise UnsupportedDtypeError(
-            f"the weighted mean is not supported for dtype {array.dtype}: cast to float32 or float64 first"
-        )
+        raise UnsupportedDtypeError(f"the weighted mean is not supported for dtype {array.dtype}: cast to a float dtype first")
     check_dtype(ReduceOp.MEAN, array.dtype)  # refuses foreign byte orders, with any weight
     wide = accumulation_dtype(ReduceOp.MEAN, array.dtype)
     least, greatest = float(np.finfo(wide).tiny), float(np.finfo(wide).max)

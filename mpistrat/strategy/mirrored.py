@@ -251,9 +251,7 @@ def _check_health(communicator: BaseCommunicator) -> None:
         communicator.close()
         raise
     if total != communicator.size:
-        raise CollectiveError(
-            f"the first all-reduce is wrong: {communicator.size} ranks contributed 1 each, and the result is {int(total[0])}"
-        )
+        raise CollectiveError(f"the first all-reduce is wrong: the sum of {communicator.size} ones is {int(total[0])}")
 
 
 def _check_one_node(strategy: str, world: World, otherwise: str) -> None:
@@ -302,9 +300,8 @@ def _check_communication(cross_device_ops: object, options: object) -> None:
     """Check the arguments of a strategy that concern communication."""
     check_options(options, "communication_options")
     if not isinstance(cross_device_ops, (CrossDeviceOps, type(None))):
-        raise TypeError(
-            f"cross_device_ops must be a CrossDeviceOps, such as mpistrat.ReductionToOneDevice(); got {cross_device_ops!r}"
-        )
+        example = "mpistrat.ReductionToOneDevice()"
+        raise TypeError(f"cross_device_ops must be a CrossDeviceOps, such as {example}; got {cross_device_ops!r}")
 
 
 def _named(value: object) -> str:

@@ -81,9 +81,7 @@ class ReplicaContext:
     @property
     def devices(self) -> tuple[str]:
         """The device of this replica, in a tuple. Deprecated in TensorFlow 2.4: see `StrategyExtended.worker_devices`."""
-        warnings.warn(
-            "ReplicaContext.devices is deprecated; use strategy.extended.worker_devices", DeprecationWarning, stacklevel=2
-        )
+        warnings.warn("ReplicaContext.devices is deprecated; use extended.worker_devices", DeprecationWarning, stacklevel=2)
         return (self._extended.replica_device,)
 
     def all_reduce(

@@ -117,7 +117,7 @@ def test_on_read_sum_reads_back_what_was_assigned(value, dtype):
         (1, {"synchronization": SYNCHRONIZATION.NONE}, InvalidArgumentError, "one of .*AUTO, .*ON_WRITE, .*ON_READ; got"),
         (1, {"synchronization": "ON_READ"}, InvalidArgumentError, "synchronization must be one of"),
         (1, {"aggregation": "SUM"}, InvalidArgumentError, "aggregation must be one of .*NONE, .*MEAN, .*REPLICA; got 'SUM'"),
-        (1, {"constraint": 3}, InvalidArgumentError, "n: constraint must be None or a function of the new value; got 3"),
+        (1, {"constraint": 3}, InvalidArgumentError, "n: constraint must be None or a function of a value; got 3"),
         ([[0], [0]], {"shape": (1, 2)}, InvalidArgumentError, r"n must have shape .*; got an initial value of shape \(2, 1\)"),
         ([[0], [0]], {"shape": (None, 1)}, InvalidArgumentError, r"n must have shape .*; got .* of shape \(2, 1\)"),
         ([[0], [0]], {"shape": ()}, InvalidArgumentError, r"n must have shape .*; got .* of shape \(2, 1\)"),
