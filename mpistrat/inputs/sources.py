@@ -15,7 +15,7 @@ from zlib import crc32
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, like
-from mpistrat.communicator.validate import checked_int
+from mpistrat.communicator.validate import checked_index, checked_int
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs.input_options import SHARD_HINT
 from mpistrat.inputs.position import DatasetIterator, Resumable, described
@@ -88,9 +88,7 @@ class Dataset(Resumable):
             hinted.is_hinted = True
             return hinted
         num_shards = checked_int(num_shards, "num_shards", 1)
-        if checked_int(index, "index", 0) >= num_shards:
-            raise InvalidArgumentError(f"index must be one of 0 to {num_shards - 1}; got {index}")
-        part = self._part(num_shards, index)
+        part = self._part(num_shards, checked_index(index, "index", num_shards))
         part.is_hinted = part.is_distributed = False
         return part
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -13,6 +12,7 @@ import numpy as np
 from mpistrat.arrays import Array, as_operand, as_target, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
+from mpistrat.communicator.validate import checked_index
 from mpistrat.context.stack import Mode, current, entered, in_replica_context_of, inside, misplaced, pop, push
 from mpistrat.context.values import assignable, checked_args, regroup, select_replica
 from mpistrat.cross_device.ops import HierarchicalAllReduce
@@ -58,9 +58,8 @@ class ReplicaContext:
         ops = self._extended.cross_device_ops
         # the default adds nothing to the communicator, which the fast path then calls directly
         self._ops = None if type(ops) is HierarchicalAllReduce and ops.num_packs is None else ops
-        if replica_id_in_sync_group is None:
-            replica_id_in_sync_group = self._communicator.rank
-        self._replica_id = checked_id(replica_id_in_sync_group, self._communicator.size)
+        replica_id = self._communicator.rank if replica_id_in_sync_group is None else replica_id_in_sync_group
+        self._replica_id = checked_index(replica_id, "replica_id_in_sync_group", self._communicator.size)
         self.mode = Mode(strategy, self)
 
     @property
@@ -329,19 +328,6 @@ def read_out(out: Any, structure: Structure, leaves: Sequence[Any], arrays: Sequ
     memory = [as_target(target, name) for target, name in zip(targets, leaf_names(out, "out"), strict=True)]
     given = zip(targets, leaves, memory, arrays, strict=True)
     return memory, [each if target is leaf else array for target, leaf, each, array in given]
-
-
-def checked_id(replica_id: Any, num_replicas: int) -> int:
-    """Return the index of a replica as an int."""
-    try:
-        index = operator.index(replica_id)
-    except TypeError:
-        index = -1
-    if not 0 <= index < num_replicas:
-        raise InvalidArgumentError(
-            f"replica_id_in_sync_group must be None or an integer from 0 to {num_replicas - 1}; got {replica_id!r}"
-        )
-    return index
 
 
 def all_reduce_text(op: ReduceOp, structure: Structure) -> str:
