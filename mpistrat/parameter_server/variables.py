@@ -14,13 +14,14 @@ from mpistrat.context.values import Mirrored
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.parameter_server.client import Client, VariableRef, current_client
 from mpistrat.state.changes import ChangeMethods, apply, check_rows, checked, flat_indices
-from mpistrat.state.variables import Variable, register
+from mpistrat.state.variables import Variable
 from mpistrat.structures import map_leaves
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+@Variable.register
 class ServerVariable(ChangeMethods, Mirrored):
     """An array that a server keeps: ``mpistrat.Variable`` in the scope of a `ParameterServerStrategy` returns one.
 
@@ -233,9 +234,6 @@ class ShardedVariable(ServerVariable):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ShardedVariable, (self._variables, self.name)
-
-
-register(Variable, ServerVariable)
 
 
 class StoredVariable(ChangeMethods, Mirrored):

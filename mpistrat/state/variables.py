@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
@@ -56,7 +57,7 @@ class Participants(Enum):
     ALL_RANKS = 2
 
 
-class MadeByScope(type):
+class MadeByScope(ABCMeta):
     """The metaclass of `Variable`: calling that calls ``create_variable`` of the strategy, if it has one."""
 
     @property
@@ -65,21 +66,13 @@ class MadeByScope(type):
         made = inspect.signature(cls.__init__)  # type: ignore[misc]
         return made.replace(parameters=list(made.parameters.values())[1:], return_annotation=made.empty)
 
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return super().__instancecheck__(instance) or isinstance(instance, vars(cls).get("_kinds", ()))
-
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return a new variable."""
         create = getattr(get_strategy().extended, "create_variable", None)
         return super().__call__(*args, **kwargs) if create is None else create(*args, **kwargs)
 
 
-def register(cls: Any, kind: type) -> None:
-    """Have variables of another kind, which strategies make, be instances of a class whose metaclass is `MadeByScope`."""
-    cls._kinds = (*vars(cls).get("_kinds", ()), kind)
-
-
-class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[metaclass]  # a stub says ABC, where NumPy has none
+class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):
     """An array that the replicas of the current strategy share. It can be used like an array; `assign` changes it.
 
     Creating one is a collective call: the initial value of replica 0 is broadcast. Outside all scopes it belongs to the default
