@@ -150,11 +150,6 @@ class ParameterServerStrategy(Strategy):
         strategy.close()
         return result
 
-    @property
-    def cluster_resolver(self) -> ClusterResolver:
-        """Where the roles of the ranks come from."""
-        return self._cluster_resolver
-
     def close(self) -> None:
         """End the servers and workers, once they have done what they are doing; what has not begun is cancelled.
 

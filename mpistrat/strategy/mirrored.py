@@ -126,11 +126,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices = (device_name(communicator.rank),)
         super().__init__(StrategyExtended(communicator, worker_devices=devices, is_chief=communicator.rank == chief))
 
-    @property
-    def cluster_resolver(self) -> ClusterResolver:
-        """Defines the task of each rank."""
-        return self._cluster_resolver
-
 
 class _OldName(type):
     """Makes every multi-worker strategy an instance of the deprecated name, as in TensorFlow: libraries check for it."""

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex, cast
 
 from mpistrat import settings
 from mpistrat.arrays import array_module, as_array, like
@@ -42,6 +42,7 @@ class Strategy:
     """
 
     _accepts_per_replica = False  # whether `distribute_datasets_from_function` accepts InputReplicationMode.PER_REPLICA
+    _cluster_resolver: Any = None
 
     def __init__(self, extended: StrategyExtended) -> None:
         self._extended = extended
@@ -96,7 +97,7 @@ class Strategy:
     @property
     def cluster_resolver(self) -> Any:
         """Defines the task of each rank; None if the ranks have no tasks."""
-        return None
+        return self._cluster_resolver
 
     def scope(self) -> StrategyScope:
         """Return a context manager in which this strategy is current, and in which its variables are created.
@@ -236,8 +237,7 @@ class Strategy:
         """
         self._extended.require_cross_replica("strategy.experimental_distribute_dataset")
         if hasattr(dataset, "distribute") and default_mode().strategy is not self:
-            shared: Iterable[Any] = dataset.distribute(self, options)
-            return shared
+            return cast("Iterable[Any]", dataset.distribute(self, options))
         return distribute_dataset(self, dataset, options)
 
     def distribute_datasets_from_function(
@@ -298,9 +298,8 @@ class Strategy:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
-        is_default = default_mode().strategy is self
-        if is_default:
-            return self  # there is only one
+        if default_mode().strategy is self:  # there is only one
+            return self
         if not isinstance(self._extended.communicator, LocalCommunicator):
             raise InvalidArgumentError(
                 f"{self!r} cannot be copied: collectives of the copy and of the original would mix in the same communicators. "
