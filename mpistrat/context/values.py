@@ -71,9 +71,7 @@ class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
             kwargs["where"] = _read(kwargs["where"])
         return getattr(ufunc, method)(*map(_read, inputs), **kwargs)
 
-    def __array_function__(
-        self, func: Callable[..., Any], types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __array_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = (args[:1] or tuple(map(kwargs.get, _WRITTEN))) if func in _WRITERS else ()
         if written or "out" in kwargs:
             _check_targets((written, kwargs.get("out")))
@@ -142,14 +140,12 @@ class Mirrored(DistributedValues):
     @property
     def T(self) -> Array:  # noqa: N802 - the name that it has everywhere
         """The transposed array."""
-        transposed: Array = self.read().T
-        return transposed
+        return self.read().T
 
     @property
     def mT(self) -> Array:  # noqa: N802
         """The array with its last two axes swapped."""
-        transposed: Array = self.read().mT
-        return transposed
+        return self.read().mT
 
     @property
     def device(self) -> Any:

@@ -6,7 +6,7 @@ Invariant: these objects hold no communicator. They use the one of the strategy 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -90,9 +90,7 @@ class CrossDeviceOps:
         communicator.note(f"broadcast of a {type(tensor).__name__} to ranks {ranks}")
         return self.broadcast_implementation(tensor, destinations)
 
-    def all_reduce_in_replica(
-        self, reduce_op: ReduceOp, arrays: Sequence[Any], options: CommunicationOptions | None = None
-    ) -> list[Any]:
+    def all_reduce_in_replica(self, reduce_op: ReduceOp, arrays: list[Any], options: CommunicationOptions | None) -> list[Any]:
         """Reduce arrays and slices to all replicas, on behalf of ``ctx.all_reduce``. A collective call.
 
         The implementations below are called in cross-replica context.
@@ -211,9 +209,8 @@ class HierarchicalAllReduce(CrossDeviceOps):
     ) -> CommunicationOptions | None:
         """Return these options, merged over those of this object, unless a subclass reduces in another way."""
         kind, own = type(self), HierarchicalAllReduce
-        if kind.reduce_implementation is not own.reduce_implementation:
-            return None
-        if kind.batch_reduce_implementation is not own.batch_reduce_implementation:
+        is_own = kind.reduce_implementation is own.reduce_implementation
+        if not is_own or kind.batch_reduce_implementation is not own.batch_reduce_implementation:
             return None
         self._check(communicator)
         return self._options.merge(options)
@@ -372,8 +369,7 @@ def _folded(op: ReduceOp, parts: Sequence[Array]) -> Array:
 
 def current_communicator() -> BaseCommunicator:
     """Return the communicator of the current strategy."""
-    communicator: BaseCommunicator = get_strategy().extended.communicator
-    return communicator
+    return cast("BaseCommunicator", get_strategy().extended.communicator)
 
 
 def _require_cross_replica(ops: CrossDeviceOps, method: str) -> None:

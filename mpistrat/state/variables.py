@@ -12,7 +12,7 @@ from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
@@ -199,8 +199,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):
 
         Communicates and raises like `read`.
         """
-        copied: Array = self.read().copy()
-        return copied
+        return self.read().copy()
 
     def in_replica(self) -> Variable:
         """Return the variable, whose operations use this replica's component."""
@@ -343,8 +342,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):
         """Return the combined arrays of all replicas, in either context. A collective call."""
         if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return self._communicator.broadcast(array)
-        total: Array = self._strategy.extended.all_reduce(ReduceOp[self._aggregation.name], [array])[0]
-        return total
+        return cast("Array", self._strategy.extended.all_reduce(ReduceOp[self._aggregation.name], [array])[0])
 
     def _take(self, method: str, indices: Callable[[], Any]) -> Array:
         """Return the entries whose indices the function returns."""
@@ -412,12 +410,10 @@ def initial_array(given: Any, dtype: Any, shape: Sequence[int] | None, name: str
 
 
 _UNDEFINED = "{variable!r} has aggregation NONE, so the values of {replicas} replicas cannot be combined."
-_WITH_AGGREGATION = (
-    "    correct:    mpistrat.Variable(…, aggregation=mpistrat.VariableAggregation.MEAN); SUM, ONLY_FIRST_REPLICA too"
-)
+_AGGREGATE = "    correct:    mpistrat.Variable(…, aggregation=mpistrat.VariableAggregation.MEAN); SUM, ONLY_FIRST_REPLICA too"
 _WAYS_OUT = (
     "    incorrect:  def step(): variable.{method}(value)\n"
-    f"{_WITH_AGGREGATION}\n"
+    f"{_AGGREGATE}\n"
     '    correct:    def step(): ctx.update(variable, lambda old, new: new, (ctx.all_reduce("mean", value),))\n'
     "    correct:    variable.{method}(value) outside strategy.run"
 )
@@ -442,7 +438,7 @@ _REFUSALS: dict[str, tuple[type[Exception], str]] = {
         InvalidArgumentError,
         f"{_UNDEFINED}\n"
         "    incorrect:  np.asarray(variable), outside strategy.run\n"
-        f"{_WITH_AGGREGATION}\n"
+        f"{_AGGREGATE}\n"
         "    correct:    strategy.run(lambda: variable.numpy()), the array of each replica",
     ),
     "sum outside run": (

@@ -130,9 +130,7 @@ class StrategyExtended:
         with self.in_scope("batch_reduce_to"):
             pairs = value_destination_pairs
             if isinstance(pairs, Iterable):  # the ops refuse what is not a pair
-                pairs = [
-                    (each[0], self._kept(each[1])) if isinstance(each, tuple) and len(each) == 2 else each for each in pairs
-                ]
+                pairs = [(one[0], self._kept(one[1])) if isinstance(one, tuple) and len(one) == 2 else one for one in pairs]
             return self._cross_device_ops.batch_reduce(reduce_op, pairs, options)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:

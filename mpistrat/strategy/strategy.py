@@ -298,8 +298,9 @@ class Strategy:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
-        if default_mode().strategy is self:  # there is only one
-            return self
+        is_default = default_mode().strategy is self
+        if is_default:
+            return self  # there is only one
         if not isinstance(self._extended.communicator, LocalCommunicator):
             raise InvalidArgumentError(
                 f"{self!r} cannot be copied: collectives of the copy and of the original would mix in the same communicators. "
