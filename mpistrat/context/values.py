@@ -184,8 +184,7 @@ def component_of(leaf: Any) -> Any:
 def regroup(value: Any, num_replicas: int) -> Any:
     """Return what a function returned in ``strategy.run`` with each leaf as a per-replica value.
 
-    Variables, mirrored values and functions stay as they are. That all replicas returned the same structure is checked only
-    when the value is reduced.
+    Variables, mirrored values and functions stay as they are. Structures are compared only when the value is reduced.
     """
     return value if num_replicas == 1 else map_leaves(_per_replica, value)
 
@@ -234,15 +233,11 @@ def converted(array: Array, dtype: np.dtype[Any], owner: object) -> Array:
     if array.dtype == dtype:
         return array
     if not (np.can_cast(array.dtype, dtype, casting="same_kind") or (array.dtype.kind == "i" and dtype.kind == "u")):
-        raise UnsupportedDtypeError(
-            f"{owner!r} has dtype {dtype}, which cannot hold a value of dtype {array.dtype}; cast it first, "
-            f"value.astype({dtype.name!r})"
-        )
+        advice = f"cast it first, value.astype({dtype.name!r})"
+        raise UnsupportedDtypeError(f"{owner!r} has dtype {dtype}, which cannot hold a value of dtype {array.dtype}; {advice}")
     if dtype.kind in "iu" and array.size:
         limits, least, greatest = np.iinfo(dtype), int(array.min()), int(array.max())
         if least < limits.min or greatest > limits.max:
-            raise InvalidArgumentError(
-                f"{owner!r} has dtype {dtype}, which holds {limits.min} to {limits.max}; numbers from {least} to "
-                f"{greatest} would wrap around"
-            )
+            held = f"which holds {limits.min} to {limits.max}"
+            raise InvalidArgumentError(f"{owner!r} has dtype {dtype}, {held}; {least} to {greatest} would wrap around")
     return array.astype(dtype)

@@ -295,9 +295,8 @@ class ReductionToOneDevice(CrossDeviceOps):
     reduce_to_device : str or int, optional
         The rank that reduces, as a device string (``rank:1``) or a number; by default the first destination.
     accumulation_fn : callable, optional
-        Replaces the sum: called on that rank as ``accumulation_fn([component_0, component_1, …])`` with arrays in the dtype of
-        the accumulation (float32 for 16-bit floats), it returns an array of their shape, which MEAN divides. IndexedSlices are
-        summed without it.
+        Replaces the sum, but not of IndexedSlices: ``accumulation_fn([component_0, component_1, …])`` is called on that rank
+        with arrays in the dtype of the accumulation (float32 for 16-bit floats), and returns one like them; MEAN divides it.
     """
 
     def __init__(self, reduce_to_device: str | int | None = None, accumulation_fn: AccumulationFn | None = None) -> None:
@@ -378,7 +377,5 @@ def _require_cross_replica(ops: CrossDeviceOps, method: str) -> None:
 
 
 def _abstract(ops: CrossDeviceOps) -> NotImplementedError:
-    return NotImplementedError(
-        f"{type(ops).__name__} implements no reduction: override reduce_implementation or batch_reduce_implementation, or "
-        "derive it from HierarchicalAllReduce"
-    )
+    wanted = "override reduce_implementation or batch_reduce_implementation, or derive it from HierarchicalAllReduce"
+    return NotImplementedError(f"{type(ops).__name__} implements no reduction: {wanted}")

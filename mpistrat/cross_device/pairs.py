@@ -56,10 +56,8 @@ def checked_component(value: Any) -> Any:
     try:
         return operand_or_slices(in_replica(value))
     except UnsupportedDtypeError as error:
-        raise InvalidArgumentError(
-            f"{value!r} cannot be reduced as a per-replica value: {error}; for nested values use batch_reduce, "
-            "strategy.reduce or ctx.all_reduce"
-        ) from None
+        advice = "for nested values use batch_reduce, strategy.reduce or ctx.all_reduce"
+        raise InvalidArgumentError(f"{value!r} cannot be reduced as a per-replica value: {error}; {advice}") from None
 
 
 def broadcast_source(tensor: Any) -> tuple[int, Array | IndexedSlices]:
@@ -145,8 +143,7 @@ def _check_in_scope(value: Any) -> None:
 
 
 _ACCEPTED = (
-    "accepted are a distributed value, a variable or an array (the replicas that hold it), a device string such as 'rank:0', a "
-    "rank, and a set of ranks and device strings"
+    "accepted are a distributed value, variable or array (the replicas that hold it), a rank, or 'rank:0', and a set of these"
 )
 _ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__cuda_array_interface__", "__dlpack__")
 

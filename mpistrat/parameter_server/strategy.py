@@ -56,8 +56,7 @@ class ParameterServerStrategy(Strategy):
     """Keeps variables on servers, where workers read and change them without waiting for each other.
 
     Making one on the chief, and a `mpistrat.Server` on each other rank, is a collective call of all ranks of the job. A
-    `ClusterCoordinator` schedules functions on the workers. The servers end when `close` is called, or the program of the chief
-    ends.
+    `ClusterCoordinator` schedules functions on the workers. The servers end by `close`, or when the program of the chief does.
 
     Parameters
     ----------
@@ -67,8 +66,7 @@ class ParameterServerStrategy(Strategy):
         ``partitioner(shape=…, dtype=…)`` returns into how many shards a variable is split along each axis: see
         `mpistrat.experimental.partitioners`. By default no variable is split.
     placement : str
-        ``even_bytes``: each variable or shard goes to the server with the fewest bytes; ``round_robin``: to each in turn, as in
-        TensorFlow.
+        ``even_bytes``: each goes to the server with the fewest bytes; ``round_robin``: to each in turn, as in TensorFlow.
 
     Raises
     ------

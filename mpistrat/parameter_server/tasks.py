@@ -102,9 +102,7 @@ def _check_played(cluster: ClusterSpec, played: list[tuple[str, int]]) -> None:
     times = {(job, index): played.count((job, index)) for job in cluster.jobs for index in cluster.task_indices(job)}
     wrong = [f"{job} {index} is played by {number} ranks" for (job, index), number in times.items() if number != 1]
     if wrong:
-        error = LaunchError(
-            f"each task is played by one rank, but in this job of {len(played)} ranks {', '.join(wrong)}. Start all tasks as "
-            "one job, with mpistrat run, mpiexec or srun"
-        )
+        found = f"in this job of {len(played)} ranks {', '.join(wrong)}"
+        error = LaunchError(f"each task is played by one rank, but {found}. Start all as one job, with mpistrat run or srun")
         error.raised_everywhere = True
         raise error

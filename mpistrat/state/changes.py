@@ -328,10 +328,8 @@ def flat_indices(call: str, indices: Any, shape: tuple[int, ...]) -> tuple[Array
     if array.size and array.dtype.kind not in "iu":
         raise UnsupportedDtypeError(f"{call}: indices must be integers; got dtype {array.dtype}")
     if not array.ndim or array.shape[-1] > len(shape):
-        raise InvalidArgumentError(
-            f"{call}: the last axis of indices holds up to {len(shape)} indices, one for each axis of shape {shape}; got "
-            f"indices of shape {array.shape}"
-        )
+        accepted = f"up to {len(shape)} indices, one for each axis of shape {shape}"
+        raise InvalidArgumentError(f"{call}: the last axis of indices holds {accepted}; got indices of shape {array.shape}")
     depth = array.shape[-1]
     numbers = np.zeros(array.shape[:-1], np.int64)
     for axis, extent in enumerate(shape[:depth]):

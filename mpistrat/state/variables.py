@@ -76,8 +76,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):
     """An array that the replicas of the current strategy share. It can be used like an array; `assign` changes it.
 
     Creating one is a collective call: the initial value of replica 0 is broadcast. Outside all scopes it belongs to the default
-    strategy, and nothing is communicated. On a replica with a GPU it is a CuPy array, to which initial and assigned values are
-    copied from host memory.
+    strategy, and nothing is communicated. On a replica with a GPU it is a CuPy array, to which values of the host are copied.
 
     Parameters
     ----------
@@ -237,8 +236,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):
         Parameters
         ----------
         indices : array_like of int
-            Its last axis holds the indices of one entry along the first axes of the variable: of all of them for a number, of
-            fewer for an array.
+            Its last axis holds the indices of an entry along the first axes of the variable: for a number along all of them.
         """
         return self._take("gather_nd", lambda: indices)
 

@@ -320,8 +320,7 @@ class StrategyExtended:
         self.require_cross_replica("strategy.extended.colocate_vars_with")
         if not self.variable_created_in_scope(colocate_with_variable):
             raise InvalidArgumentError(
-                f"{colocate_with_variable!r} was not created in the scope of {self._strategy!r}: variables can only be "
-                "colocated with those of the same strategy"
+                f"{colocate_with_variable!r} was not created in the scope of {self._strategy!r}: name one of the same strategy"
             )
         yield
 

@@ -237,8 +237,7 @@ class ReplicaContext:
     ) -> Any:
         """Call ``merge_fn(strategy, *args, **kwargs)`` in cross-replica context; return this replica's component of its result.
 
-        A collective call: every replica makes it. `merge_fn` runs once on every rank, with the arguments of the replicas as
-        per-replica values.
+        A collective call. `merge_fn` runs once on every rank, with the arguments of the replicas as per-replica values.
         """
         self._require_current("merge_call")
         passed = (checked_args(args), dict(kwargs or {}))
@@ -255,8 +254,7 @@ class ReplicaContext:
         Under central storage it is a collective call: the array of the rank that keeps the variable is broadcast.
 
         `fn` returns the new value of this replica's array, of its shape, or writes to the array and returns None. Use it to
-        apply a gradient that `all_reduce` has reduced: for the variable to stay mirrored, arguments must be equal on all
-        replicas.
+        apply a gradient that `all_reduce` has reduced: a variable stays mirrored if arguments are equal on all replicas.
         """
         self._require_current("update")
         if not hasattr(variable, "writable"):

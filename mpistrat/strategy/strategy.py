@@ -245,8 +245,7 @@ class Strategy:
     ) -> Iterable[Any]:
         """Return a distributed dataset with the batches of ``dataset_fn(context)``, which every rank calls once.
 
-        A collective call. Batches are not split: the function takes its shard of the data, and batches it with the batch size
-        of one replica.
+        A collective call. Batches are not split: the function batches its shard of the data with the batch size of a replica.
 
         Parameters
         ----------
@@ -302,10 +301,8 @@ class Strategy:
         if is_default:
             return self  # there is only one
         if not isinstance(self._extended.communicator, LocalCommunicator):
-            raise InvalidArgumentError(
-                f"{self!r} cannot be copied: collectives of the copy and of the original would mix in the same communicators. "
-                "Create a new strategy on all ranks."
-            )
+            why = "collectives of the copy and of the original would mix in the same communicators"
+            raise InvalidArgumentError(f"{self!r} cannot be copied: {why}. Create a new strategy on all ranks.")
         copied: Strategy = object.__new__(type(self))
         memo[id(self)] = copied
         vars(copied).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
@@ -330,8 +327,7 @@ class OneDeviceStrategy(Strategy):
     Parameters
     ----------
     device : str, optional
-        The device that this process computes on: ``/cpu:0`` or ``/gpu:0``; by default what MPISTRAT_DEVICE says: a GPU if there
-        is one.
+        The device that this process computes on: ``/cpu:0`` or ``/gpu:0``; by default that of MPISTRAT_DEVICE, a GPU if any.
     """
 
     def __init__(self, device: str | None = None) -> None:

@@ -2,8 +2,7 @@
 
 1. The rows of a global batch are cut into V parts, as equal as can be; each rank has a run of them.
 2. A rank calls the program's function for each of its parts.
-3. The V results are added along one tree: those of the first half of the parts, those of the second half, then these two sums;
-   within a half likewise.
+3. The V results are added along one tree: those of each half of the parts, and then these two sums; within a half likewise.
 4. A rank adds along the tree what it has; ranks exchange the sums of the subtrees that one rank has whole, and add the rest.
 5. So V and the rows determine which numbers are added in which order; ranks only determine who adds them.
 """

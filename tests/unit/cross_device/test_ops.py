@@ -131,7 +131,7 @@ def test_outside_all_scopes_there_is_one_replica():
 @pytest.mark.parametrize(
     ("destinations", "message"),
     [
-        (None, "destinations cannot be None; accepted are a distributed value, a variable or an array"),
+        (None, "destinations cannot be None; accepted are a distributed value, variable or array"),
         (["rank:0"], r"destinations cannot be \['rank:0'\]: pass a set to name several ranks; accepted"),
         (1.5, r"destinations cannot be 1\.5; accepted"),
         (True, "destinations cannot be True; accepted"),
