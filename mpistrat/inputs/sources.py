@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 class Dataset(Resumable):
     """A source of batches. Each iteration over it is an epoch."""
 
+    batch_size: int | None = None  # rows of a global batch, except the last one; None if batches may have any number
     is_file_based: bool = False  # so that each input pipeline can read files of its own
     is_hinted: bool = False  # sharded by `SHARD_HINT`, whose numbers are filled in later
     is_distributed: bool = False  # its position is that of what was distributed
@@ -45,11 +46,6 @@ class Dataset(Resumable):
     def num_batches(self) -> int | None:
         """The number of batches of an epoch; None if unknown before it was iterated."""
         return len(self) if isinstance(self, Sized) else None
-
-    @property
-    def batch_size(self) -> int | None:
-        """Rows of a global batch, except the last one; None if batches may have any number."""
-        return None
 
     @property
     def num_rows(self) -> int | None:
@@ -121,13 +117,11 @@ class _LocalIterator(DatasetIterator):
 class BatchedDataset(Dataset):
     """Cuts rows into global batches of one size, in another order in each epoch if it shuffles."""
 
-    def __init__(self, batch_size: int, shuffle: bool, seed: int, drop_remainder: bool) -> None:
-        self._batch_size, self._seed = checked_int(batch_size, "batch_size", 1), checked_int(seed, "seed", 0)
-        self._shuffle, self._drop_remainder = shuffle, drop_remainder
+    batch_size: int
 
-    @property
-    def batch_size(self) -> int:
-        return self._batch_size
+    def __init__(self, batch_size: int, shuffle: bool, seed: int, drop_remainder: bool) -> None:
+        self.batch_size, self._seed = checked_int(batch_size, "batch_size", 1), checked_int(seed, "seed", 0)
+        self._shuffle, self._drop_remainder = shuffle, drop_remainder
 
     def describe(self) -> str:
         return super().describe() + (", remainder dropped" if self._drop_remainder else "")
@@ -154,12 +148,12 @@ class RowDataset(BatchedDataset):
 
     @property
     def num_rows(self) -> int:
-        return min(len(self) * self._batch_size, len(self._rows))
+        return min(len(self) * self.batch_size, len(self._rows))
 
     def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1, first: int = 0) -> Iterator[Any]:
         order = np.random.default_rng((self._seed, epoch)).permutation(len(self._rows)) if self._shuffle else None
-        for begin in range(first * self._batch_size, len(self) * self._batch_size, self._batch_size):
-            start, stop = shard_bounds(min(self._batch_size, len(self._rows) - begin), replica, num_replicas, count)
+        for begin in range(first * self.batch_size, len(self) * self.batch_size, self.batch_size):
+            start, stop = shard_bounds(min(self.batch_size, len(self._rows) - begin), replica, num_replicas, count)
             places = np.arange(begin + start, begin + stop)
             yield self._read(self._rows.start + self._rows.step * (places if order is None else order[places]))
 
@@ -167,11 +161,11 @@ class RowDataset(BatchedDataset):
         """Return the dataset whose batches are those of all shards like this one together; None if there is none."""
         is_one_of_all = (self._rows.start, self._rows.step) == (index, num_shards)
         # where each shard drops what does not fill its last batch, the joint batches are not those of one dataset
-        drops = self._drop_remainder and self._rows.stop % (num_shards * self._batch_size)
+        drops = self._drop_remainder and self._rows.stop % (num_shards * self.batch_size)
         if self._shuffle or drops or not is_one_of_all:
             return None
         found = copy.copy(self)
-        found._rows, found._batch_size = range(self._rows.stop), num_shards * self._batch_size
+        found._rows, found.batch_size = range(self._rows.stop), num_shards * self.batch_size
         return found
 
     def _read(self, rows: Array) -> Any:
@@ -184,11 +178,11 @@ class RowDataset(BatchedDataset):
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
-        whole, rest = divmod(len(self._rows), self._batch_size)
+        whole, rest = divmod(len(self._rows), self.batch_size)
         return whole + (rest > 0 and not self._drop_remainder)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self._rows)} rows, {len(self)} batches of {self._batch_size})"
+        return f"{type(self).__name__}({len(self._rows)} rows, {len(self)} batches of {self.batch_size})"
 
 
 class ArrayDataset(RowDataset):
@@ -373,7 +367,7 @@ class FileDataset(BatchedDataset):
         return self._spec
 
     def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1, first: int = 0) -> Iterator[Any]:
-        whole = batched(self._parts(epoch), [self._batch_size], self._drop_remainder)
+        whole = batched(self._parts(epoch), [self.batch_size], self._drop_remainder)
         return (share(batch, replica, num_replicas, count) for batch in islice(whole, first, None))
 
     def _describe_source(self) -> str:
@@ -415,7 +409,7 @@ class FileDataset(BatchedDataset):
         return map_leaves(lambda leaf: leaf[order], part)
 
     def __repr__(self) -> str:
-        return f"FileDataset({self.num_files} files, batches of {self._batch_size})"
+        return f"FileDataset({self.num_files} files, batches of {self.batch_size})"
 
 
 class IterableDataset(Dataset):
