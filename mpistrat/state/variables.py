@@ -29,22 +29,8 @@ from mpistrat.context.stack import (
 from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, converted
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.reduction import ReduceOp
-from mpistrat.state.changes import (
-    COMPARING,
-    Change,
-    ChangeMethods,
-    VariableAggregation,
-    VariableSynchronization,
-    apply,
-    check_equal,
-    checked,
-    checked_aggregation,
-    checked_synchronization,
-    checksum,
-    flat_indices,
-    gathered_rows,
-    share,
-)
+from mpistrat.state import changes
+from mpistrat.state.changes import Change, ChangeMethods, VariableAggregation, VariableSynchronization
 
 _COMPARED_BYTES = 1 << 20  # of larger assigned values, evenly spaced elements are compared
 
@@ -128,8 +114,8 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):
             require_no_default_scope("mpistrat.Variable")
             if not (constraint is None or callable(constraint)):
                 raise InvalidArgumentError(f"{name}: constraint must be None or a function of a value; got {constraint!r}")
-            self._synchronization = checked_synchronization(synchronization)
-            self._aggregation = checked_aggregation(aggregation)
+            self._synchronization = changes.checked_synchronization(synchronization)
+            self._aggregation = changes.checked_aggregation(aggregation)
             value = initial_array(initial_value, dtype, shape, name)
         is_on_read = self._synchronization is VariableSynchronization.ON_READ
         self._trainable = not is_on_read if trainable is None else bool(trainable)
@@ -323,16 +309,16 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):
         if not arrays or scope is not Participants.ALL_RANKS or self._root is not None:
             return
         if communicator.is_strict:
-            check_equal(call, arrays, communicator)
+            changes.check_equal(call, arrays, communicator)
         else:
-            communicator.note(f"with arrays of checksum {checksum(arrays, _COMPARED_BYTES):x}")
+            communicator.note(f"with arrays of checksum {changes.checksum(arrays, _COMPARED_BYTES):x}")
 
     def _require_equal(self, method: str, *arrays: Array) -> None:
         """Check that all replicas pass the same arrays, because there is no aggregation. A collective call."""
         if self._communicator.size == 1:
             return
         try:
-            check_equal(f"{self!r}.{method}", arrays, self._communicator)
+            changes.check_equal(f"{self!r}.{method}", arrays, self._communicator)
         except AgreementError as error:
             raise self._refusal("different values", method, error) from None
 
@@ -345,7 +331,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):
     def _take(self, method: str, indices: Callable[[], Any]) -> Array:
         """Return the entries whose indices the function returns."""
         with self._refusing(method, Participants.ALL_RANKS if self._is_combined_here() else Participants.LOCAL):
-            numbers, entry = flat_indices(f"{self!r}.{method}", indices(), self.shape)
+            numbers, entry = changes.flat_indices(f"{self!r}.{method}", indices(), self.shape)
         array = self.read()
         num_entries = math.prod(array.shape[: array.ndim - len(entry)])
         taken = array.reshape(num_entries, *entry).take(like(numbers, array), axis=0)
@@ -356,13 +342,13 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):
         with self._refusing(method, scope):
             value = self._own_part(method, scope, value)
             self._require_defined(method, scope)
-            change = checked(method, value, self._array, self)
+            change = changes.checked(method, value, self._array, self)
         self._compare(method, scope, *change)
         if scope is Participants.REPLICAS and not self._is_on_read:
             change = self._combined(method, change)
         elif self._is_split(scope):
-            change = (share(change[0], self._communicator),)
-        apply(method, self._array, change)
+            change = (changes.share(change[0], self._communicator),)
+        changes.apply(method, self._array, change)
         self.send_root()
         return self
 
@@ -379,7 +365,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):
                 raise self._refusal("sum outside run", method)
         elif scope is Participants.REPLICAS:
             is_none = self._aggregation is VariableAggregation.NONE
-            if method not in COMPARING:
+            if method not in changes.COMPARING:
                 if is_none and self._root is not None:
                     raise self._refusal("no aggregation", method)
             elif not is_none and self._aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
@@ -392,7 +378,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):
             return change
         if len(change) == 1:
             return (self._aggregated(change[0]),)
-        return gathered_rows(change, self._aggregation, self._communicator)
+        return changes.gathered_rows(change, self._aggregation, self._communicator)
 
 
 def initial_array(given: Any, dtype: Any, shape: Sequence[int] | None, name: str) -> Array:
