@@ -129,7 +129,7 @@ def test_a_variable_is_changed_only_when_no_answer_is_being_sent_from_its_array(
 def made(monkeypatch, results):
     """Return a dispatcher of one worker that gets some results, and then none."""
     channel = MagicMock(lost=frozenset(), survives=False)
-    channel.group.workers, channel.payload.return_value, channel.unfinished.return_value = (1,), b"", []
+    channel.group.workers, channel.payload.return_value = (1,), b""
     receiver = SimpleNamespace(peek=lambda: next(results, None), accept=lambda: None)
     monkeypatch.setattr(dispatcher, "Receiver", lambda *arguments: receiver)
     client = MagicMock(channel=channel, dropped=[])
