@@ -239,5 +239,5 @@ def converted(array: Array, dtype: np.dtype[Any], owner: object) -> Array:
         limits, least, greatest = np.iinfo(dtype), int(array.min()), int(array.max())
         if least < limits.min or greatest > limits.max:
             held = f"which holds {limits.min} to {limits.max}"
-            raise InvalidArgumentError(f"{owner!r} has dtype {dtype}, {held}; {least} to {greatest} would wrap around")
+            raise InvalidArgumentError(f"{owner!r} has dtype {dtype}, {held}; numbers from {least} to {greatest} would wrap")
     return array.astype(dtype)

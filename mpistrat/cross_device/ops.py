@@ -90,7 +90,9 @@ class CrossDeviceOps:
         communicator.note(f"broadcast of a {type(tensor).__name__} to ranks {ranks}")
         return self.broadcast_implementation(tensor, destinations)
 
-    def all_reduce_in_replica(self, reduce_op: ReduceOp, arrays: list[Any], options: CommunicationOptions | None) -> list[Any]:
+    def all_reduce_in_replica(
+        self, reduce_op: ReduceOp, arrays: Sequence[Any], options: CommunicationOptions | None = None
+    ) -> list[Any]:
         """Reduce arrays and slices to all replicas, on behalf of ``ctx.all_reduce``. A collective call.
 
         The implementations below are called in cross-replica context.
