@@ -187,10 +187,7 @@ class OnSomeReplicas(DistributedValues):
 
 
 def resolve(destinations: Any, communicator: BaseCommunicator) -> tuple[int, ...]:
-    """Return the ranks that `destinations` stands for, in increasing order.
-
-    A value stands for the ranks that hold it, a device string for the ranks that have the device.
-    """
+    """Return the ranks that `destinations` stands for, in increasing order."""
     if isinstance(destinations, (set, frozenset, str)) and not destinations:
         raise InvalidArgumentError(f"destinations must not be empty; {_ACCEPTED}")
     items = destinations if isinstance(destinations, (set, frozenset)) else (destinations,)

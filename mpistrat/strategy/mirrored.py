@@ -97,9 +97,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     """
 
     def __init__(
-        self,
-        cluster_resolver: ClusterResolver | None = None,
-        communication_options: CommunicationOptions | None = None,
+        self, cluster_resolver: ClusterResolver | None = None, communication_options: CommunicationOptions | None = None
     ) -> None:
         def check(_: Rendezvous) -> ClusterResolver | None:
             if not isinstance(cluster_resolver, (ClusterResolver, type(None))):

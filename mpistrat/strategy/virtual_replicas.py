@@ -29,17 +29,13 @@ Subtree = tuple[int, int]
 
 
 def sum_of_parts(
-    communicator: BaseCommunicator,
-    fn: Callable[[Any], Any],
-    batch: Any,
-    virtual_replicas: int,
-    options: CommunicationOptions | None,
+    communicator: BaseCommunicator, fn: Callable[[Any], Any], batch: Any, num_parts: int, options: CommunicationOptions | None
 ) -> Any:
     """Return what `ReplicaContext.sum_of_parts` returns. A collective call."""
-    rank, size, call = communicator.rank, communicator.size, f"sum_of_parts(virtual_replicas={virtual_replicas})"
+    rank, size, call = communicator.rank, communicator.size, f"sum_of_parts(virtual_replicas={num_parts})"
     with communicator.refusing(call, options):
         check_options(options)
-        parts = [own_parts(virtual_replicas, each, size) for each in range(size)]
+        parts = [own_parts(num_parts, each, size) for each in range(size)]
         rows = num_rows(batch)
     communicator.note(call, options)
     _check_rows(communicator.all_gather(np.array([rows]), 0, options).tolist(), parts)
