@@ -156,12 +156,8 @@ def _candidates(flavour: MpiFlavour, library: Path) -> Iterator[Path]:
     # Nearest to the library first: <prefix>/lib/libmpi.so has <prefix>/bin/mpiexec, for a wheel, a module or a distribution.
     # In a distribution the library may be a symbolic link, so look beside its target too. A folder is named as what it is:
     # started as /bin/mpiexec, where /bin is a link to /usr/bin, Open MPI takes its own prefix to be / and refuses.
-    folders = [
-        (parent / "bin").resolve()
-        for path in (library, library.resolve())
-        for parent in path.parents
-        if not _is_world_writable(parent)
-    ]
+    parents = [*library.parents, *library.resolve().parents]
+    folders = [(parent / "bin").resolve() for parent in parents if not _is_world_writable(parent)]
     for folder in dict.fromkeys(folders):
         for name in flavour.programs:
             if os.access(folder / name, os.X_OK):
@@ -315,13 +311,8 @@ def follow(
     library.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     relay.join(_RELAY_SECONDS)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return Ended(
-        _code(job) or printed.daemons_code,
-        job.timed_out,
-        None if job.ended_by else printed.killed,
-        printed.failed,
-        frozenset(job.signals),
-    )
+    killed = None if job.ended_by else printed.killed
+    return Ended(_code(job) or printed.daemons_code, job.timed_out, killed, printed.failed, frozenset(job.signals))
 
 
 def _code(job: _Followed) -> int:
