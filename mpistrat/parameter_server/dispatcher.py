@@ -212,7 +212,7 @@ class Dispatcher:
 
     def _pump(self) -> None:
         if self._is_pumping:
-            raise RuntimeError("this thread gives work to workers already: signal handlers must not use the coordinator then")
+            raise RuntimeError("this thread gives work to workers: signal handlers must not use the coordinator meanwhile")
         self._is_pumping = True
         try:
             self._take_and_send()
