@@ -21,7 +21,7 @@ from mpistrat.arrays import Array, as_bytes, is_on_device, like, new_array, to_h
 from mpistrat.communicator.gpu_arrays import GpuArrays
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.programs import Known, Programs
-from mpistrat.communicator.validate import check_gather, check_parts, check_root, check_target, name_of
+from mpistrat.communicator.validate import check_gather, check_parts, check_target, checked_index, name_of
 from mpistrat.errors import AgreementError, InvalidArgumentError, TransportError
 from mpistrat.execution.comparison import Call
 from mpistrat.execution.executor import Executor
@@ -159,7 +159,7 @@ class DataMovement:
         """Collect the arrays of all ranks on one: see `mpistrat.Communicator.gather`. A collective call."""
 
         def check(_: object) -> None:
-            check_root(root, self._size)
+            checked_index(root, "root", self._size)
             check_elements(array.dtype)
 
         with self._guard:
@@ -235,7 +235,7 @@ class DataMovement:
         known, is_root = array if out is None else out, self._rank == root
 
         def check(_: object) -> None:
-            check_root(root, self._size)
+            checked_index(root, "root", self._size)
             if out is not None:
                 check_target(out, array if is_root else out)
 

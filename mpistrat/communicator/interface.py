@@ -18,7 +18,7 @@ from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array, like
 from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.options import CommunicationOptions, check_options
-from mpistrat.communicator.validate import alike, check_root, copy_overlapping, read_arrays
+from mpistrat.communicator.validate import alike, checked_index, copy_overlapping, read_arrays
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype
@@ -332,7 +332,7 @@ class BaseCommunicator(ABC):
             If `root` is not a rank.
         """
         with self.refusing("gather_objects"):
-            check_root(root, self.size)
+            checked_index(root, "root", self.size)
         self.note(f"gather_objects(root={root})")
         mine, nothing = self._pickled("gather_objects", value), np.empty(0, np.uint8)
         arrived = self.all_to_all([mine if rank == root else nothing for rank in range(self.size)])

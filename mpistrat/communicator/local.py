@@ -10,7 +10,7 @@ import numpy as np
 from mpistrat.arrays import Array, array_module
 from mpistrat.communicator.interface import Arrays, BaseCommunicator, as_lists
 from mpistrat.communicator.options import CommunicationOptions, check_options
-from mpistrat.communicator.validate import alike, check_gather, check_parts, check_root, check_target, copy_overlapping
+from mpistrat.communicator.validate import alike, check_gather, check_parts, check_target, checked_index, copy_overlapping
 from mpistrat.reduction import ReduceOp, check_dtype, check_elements
 from mpistrat.timeline import Timeline
 from mpistrat.topology.world import World
@@ -67,7 +67,7 @@ class _Copies:
         return self._copy(array, options, out)
 
     def gather(self, array: Array, root: int, options: object) -> list[Array]:
-        check_root(root, 1)
+        checked_index(root, "root", 1)
         return [self._copy(array, options)]
 
     def all_to_all(self, arrays: Sequence[Array], options: object) -> list[Array]:
@@ -79,7 +79,7 @@ class _Copies:
         return self._copy(array, options)
 
     def broadcast(self, array: Array, root: int, options: object, out: Array | None) -> Array:
-        check_root(root, 1)
+        checked_index(root, "root", 1)
         return self._copy(array, options, out)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

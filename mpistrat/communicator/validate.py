@@ -47,12 +47,6 @@ def check_gather(array: Array, axis: int, verb: str = "all_gather") -> None:
         raise InvalidArgumentError(f"axis {axis} is out of range for an array of shape {array.shape}: {accepted}")
 
 
-def check_root(root: int, num_replicas: int) -> None:
-    """Check that `root` is the number of a replica."""
-    if not 0 <= checked_int(root, "root") < num_replicas:
-        raise InvalidArgumentError(f"root must be a replica, 0 to {num_replicas - 1}; got {root}")
-
-
 def check_parts(arrays: Sequence[Array], num_replicas: int) -> None:
     """Check the arrays of an all-to-all: one for each replica, all of one dtype, and of one shape but for the first axis."""
     if len(arrays) != num_replicas:
@@ -132,6 +126,14 @@ def _bounds(array: Array) -> tuple[int, int]:
         return byte_bounds(array)
     first, reach = address(array), [(extent - 1) * step for extent, step in zip(array.shape, array.strides, strict=True)]
     return first + sum(min(step, 0) for step in reach), first + sum(max(step, 0) for step in reach) + array.itemsize
+
+
+def checked_index(value: Any, argument: str, count: int) -> int:
+    """Return `value` as an int, after checking that it is the number of one of so many."""
+    number = checked_int(value, argument)
+    if not 0 <= number < count:
+        raise InvalidArgumentError(f"{argument} must be one of 0 to {count - 1}; got {number}")
+    return number
 
 
 def checked_int(value: Any, argument: str, least: int | None = None) -> int:

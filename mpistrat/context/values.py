@@ -71,9 +71,7 @@ class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
             kwargs["where"] = _read(kwargs["where"])
         return getattr(ufunc, method)(*map(_read, inputs), **kwargs)
 
-    def __array_function__(
-        self, func: Callable[..., Any], types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __array_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = (args[:1] or tuple(map(kwargs.get, _WRITTEN))) if func in _WRITERS else ()
         if written or "out" in kwargs:
             _check_targets((written, kwargs.get("out")))
@@ -142,14 +140,12 @@ class Mirrored(DistributedValues):
     @property
     def T(self) -> Array:  # noqa: N802 - the name that it has everywhere
         """The transposed array."""
-        transposed: Array = self.read().T
-        return transposed
+        return self.read().T
 
     @property
     def mT(self) -> Array:  # noqa: N802
         """The array with its last two axes swapped."""
-        transposed: Array = self.read().mT
-        return transposed
+        return self.read().mT
 
     @property
     def device(self) -> Any:
@@ -188,8 +184,7 @@ def component_of(leaf: Any) -> Any:
 def regroup(value: Any, num_replicas: int) -> Any:
     """Return what a function returned in ``strategy.run`` with each leaf as a per-replica value.
 
-    Variables, mirrored values and functions stay as they are. That all replicas returned the same structure is checked only
-    when the value is reduced.
+    Variables, mirrored values and functions stay as they are. Structures are compared only when the value is reduced.
     """
     return value if num_replicas == 1 else map_leaves(_per_replica, value)
 
@@ -228,9 +223,7 @@ def assignable(value: Any, target: Array, owner: object) -> Array:
     """Return `value` as an array that can be assigned to `target`: in its dtype, and on its device."""
     array = as_array(value)
     if array.shape != target.shape:
-        raise InvalidArgumentError(
-            f"{owner!r} has shape {target.shape}; a value of shape {array.shape} cannot be assigned to it"
-        )
+        raise InvalidArgumentError(f"{owner!r} has shape {target.shape}; a value of shape {array.shape} cannot be assigned")
     fit = converted(array, target.dtype, owner)
     return to_device(fit) if is_on_device(target) else to_host(fit)
 
@@ -240,15 +233,11 @@ def converted(array: Array, dtype: np.dtype[Any], owner: object) -> Array:
     if array.dtype == dtype:
         return array
     if not (np.can_cast(array.dtype, dtype, casting="same_kind") or (array.dtype.kind == "i" and dtype.kind == "u")):
-        raise UnsupportedDtypeError(
-            f"{owner!r} has dtype {dtype}, which cannot hold a value of dtype {array.dtype}; cast it first, "
-            f"value.astype({dtype.name!r})"
-        )
+        advice = f"cast it first, value.astype({dtype.name!r})"
+        raise UnsupportedDtypeError(f"{owner!r} has dtype {dtype}, which cannot hold a value of dtype {array.dtype}; {advice}")
     if dtype.kind in "iu" and array.size:
         limits, least, greatest = np.iinfo(dtype), int(array.min()), int(array.max())
         if least < limits.min or greatest > limits.max:
-            raise InvalidArgumentError(
-                f"{owner!r} has dtype {dtype}, which holds {limits.min} to {limits.max}; numbers from {least} to "
-                f"{greatest} would wrap around"
-            )
+            held = f"which holds {limits.min} to {limits.max}"
+            raise InvalidArgumentError(f"{owner!r} has dtype {dtype}, {held}; numbers from {least} to {greatest} would wrap")
     return array.astype(dtype)

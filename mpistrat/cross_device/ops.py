@@ -6,7 +6,7 @@ Invariant: these objects hold no communicator. They use the one of the strategy 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -16,14 +16,7 @@ from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices, broadcast_slices
 from mpistrat.context.stack import current, default_mode, get_strategy, in_cross_replica_context, misplaced, outside_replica
 from mpistrat.context.values import Mirrored, PerReplica, assignable, in_replica
-from mpistrat.cross_device.pairs import (
-    OnSomeReplicas,
-    Pair,
-    broadcast_source,
-    checked_pairs,
-    deliver,
-    resolve,
-)
+from mpistrat.cross_device.pairs import OnSomeReplicas, Pair, broadcast_source, checked_pairs, deliver, resolve
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, TransportError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, combine, divide, quiet
@@ -218,9 +211,8 @@ class HierarchicalAllReduce(CrossDeviceOps):
     ) -> CommunicationOptions | None:
         """Return these options, merged over those of this object, unless a subclass reduces in another way."""
         kind, own = type(self), HierarchicalAllReduce
-        if kind.reduce_implementation is not own.reduce_implementation:
-            return None
-        if kind.batch_reduce_implementation is not own.batch_reduce_implementation:
+        is_own = kind.reduce_implementation is own.reduce_implementation
+        if not is_own or kind.batch_reduce_implementation is not own.batch_reduce_implementation:
             return None
         self._check(communicator)
         return self._options.merge(options)
@@ -305,9 +297,8 @@ class ReductionToOneDevice(CrossDeviceOps):
     reduce_to_device : str or int, optional
         The rank that reduces, as a device string (``rank:1``) or a number; by default the first destination.
     accumulation_fn : callable, optional
-        Replaces the sum: called on that rank as ``accumulation_fn([component_0, component_1, …])`` with arrays in the dtype of
-        the accumulation (float32 for 16-bit floats), it returns an array of their shape, which MEAN divides. IndexedSlices are
-        summed without it.
+        Replaces the sum, but not of IndexedSlices: ``accumulation_fn([component_0, component_1, …])`` is called on that rank
+        with arrays in the dtype of the accumulation (float32 for 16-bit floats), and returns one like them; MEAN divides it.
     """
 
     def __init__(self, reduce_to_device: str | int | None = None, accumulation_fn: AccumulationFn | None = None) -> None:
@@ -344,9 +335,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         """Return the rank that `reduce_to_device` names."""
         ranks = resolve(self._reduce_to_device, communicator)
         if len(ranks) > 1:
-            raise InvalidArgumentError(
-                f"reduce_to_device must name one rank, such as 'rank:0'; {self._reduce_to_device!r} names ranks {ranks}"
-            )
+            raise InvalidArgumentError(f"reduce_to_device must name one rank; {self._reduce_to_device!r} names ranks {ranks}")
         return ranks[0]
 
     def _reduced(self, op: ReduceOp, parts: list[Array]) -> Array:
@@ -360,9 +349,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         """Return the result of `accumulation_fn` for the components."""
         assert self._accumulation_fn is not None, "there is a function to call"
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-            raise InvalidArgumentError(
-                f"accumulation_fn replaces the sum, so it can be used for SUM and MEAN only; got {op.name}"
-            )
+            raise InvalidArgumentError(f"accumulation_fn replaces the sum, so it is for SUM and MEAN only; got {op.name}")
         wide = accumulation_dtype(op, parts[0].dtype)
         total = as_array(self._accumulation_fn([part.astype(wide) for part in parts]), "what accumulation_fn returned")
         return assignable(total, np.empty_like(parts[0], wide), self)
@@ -383,8 +370,7 @@ def _folded(op: ReduceOp, parts: Sequence[Array]) -> Array:
 
 def current_communicator() -> BaseCommunicator:
     """Return the communicator of the current strategy."""
-    communicator: BaseCommunicator = get_strategy().extended.communicator
-    return communicator
+    return cast("BaseCommunicator", get_strategy().extended.communicator)
 
 
 def _require_cross_replica(ops: CrossDeviceOps, method: str) -> None:
@@ -393,7 +379,5 @@ def _require_cross_replica(ops: CrossDeviceOps, method: str) -> None:
 
 
 def _abstract(ops: CrossDeviceOps) -> NotImplementedError:
-    return NotImplementedError(
-        f"{type(ops).__name__} implements no reduction: override reduce_implementation or batch_reduce_implementation, or "
-        "derive it from HierarchicalAllReduce"
-    )
+    wanted = "override reduce_implementation or batch_reduce_implementation, or derive it from HierarchicalAllReduce"
+    return NotImplementedError(f"{type(ops).__name__} implements no reduction: {wanted}")

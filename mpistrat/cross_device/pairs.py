@@ -42,9 +42,7 @@ def checked_pairs(op: ReduceOp, pairs: Iterable[tuple[Any, Any]], communicator: 
     """Return pairs of values and destinations, after checking that each value can be reduced with `op`."""
     given = list(pairs) if isinstance(pairs, Iterable) else None
     if given is None or any(not isinstance(pair, tuple) or len(pair) != 2 for pair in given):
-        raise InvalidArgumentError(
-            f"value_destination_pairs must be an iterable of 2-tuples (value, destinations); got {pairs!r}"
-        )
+        raise InvalidArgumentError(f"value_destination_pairs must be 2-tuples (value, destinations); got {pairs!r}")
     return [_checked(op, value, destinations, communicator) for value, destinations in given]
 
 
@@ -58,10 +56,8 @@ def checked_component(value: Any) -> Any:
     try:
         return operand_or_slices(in_replica(value))
     except UnsupportedDtypeError as error:
-        raise InvalidArgumentError(
-            f"{value!r} cannot be reduced as a per-replica value: {error}; for nested values use batch_reduce, "
-            "strategy.reduce or ctx.all_reduce"
-        ) from None
+        advice = "for nested values use batch_reduce, strategy.reduce or ctx.all_reduce"
+        raise InvalidArgumentError(f"{value!r} cannot be reduced as a per-replica value: {error}; {advice}") from None
 
 
 def broadcast_source(tensor: Any) -> tuple[int, Array | IndexedSlices]:
@@ -139,22 +135,15 @@ def _components(value: DistributedValues, communicator: BaseCommunicator) -> Dis
 
 def _check_in_scope(value: Any) -> None:
     """Refuse the value of a strategy outside all scopes, where only the component of this rank would be reduced."""
-    is_default = current() is default_mode()
-    if (
-        is_default
-        and isinstance(value, DistributedValues)
-        and getattr(value, "distribute_strategy", None) is not get_strategy()
-    ):
-        raise misplaced(
-            f"an operation of CrossDeviceOps on {value!r}",
-            "in the scope of the strategy that the value belongs to",
-            "ops of a value",
-        )
+    if current() is not default_mode() or not isinstance(value, DistributedValues):
+        return
+    if getattr(value, "distribute_strategy", None) is not get_strategy():
+        scope = "in the scope of the strategy that the value belongs to"
+        raise misplaced(f"an operation of CrossDeviceOps on {value!r}", scope, "ops of a value")
 
 
 _ACCEPTED = (
-    "accepted are a distributed value, a variable or an array (the replicas that hold it), a device string such as 'rank:0', a "
-    "rank, and a set of ranks and device strings"
+    "accepted are a distributed value, variable or array (the replicas that hold it), a rank, or 'rank:0', and a set of these"
 )
 _ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__cuda_array_interface__", "__dlpack__")
 
@@ -198,10 +187,7 @@ class OnSomeReplicas(DistributedValues):
 
 
 def resolve(destinations: Any, communicator: BaseCommunicator) -> tuple[int, ...]:
-    """Return the ranks that `destinations` stands for, in increasing order.
-
-    A value stands for the ranks that hold it, a device string for the ranks that have the device.
-    """
+    """Return the ranks that `destinations` stands for, in increasing order."""
     if isinstance(destinations, (set, frozenset, str)) and not destinations:
         raise InvalidArgumentError(f"destinations must not be empty; {_ACCEPTED}")
     items = destinations if isinstance(destinations, (set, frozenset)) else (destinations,)

@@ -34,9 +34,8 @@ class DistributedDataset(Resumable):
     Made by ``strategy.experimental_distribute_dataset`` and ``strategy.distribute_datasets_from_function``.
 
     Its elements are nests of per-replica values, which ``strategy.run(fn, args=(element,))`` turns into arrays; with one
-    replica they are nests of arrays. Every replica gets the same number of elements: one without rows, because its data
-    has ended or a batch is small, gets arrays of no rows; but there is no element without rows on any replica, unless a batch
-    has none.
+    replica they are nests of arrays. Every replica gets the same number of elements: one without rows, as its data has ended or
+    a batch is small, gets arrays of no rows; but no element is without rows on all replicas, unless a batch has none.
 
     Each iteration is an epoch. Ranks must start the same number of iterations.
     """
@@ -366,9 +365,7 @@ def _part_of(dataset: Dataset, policy: AutoShardPolicy, pipeline: int, num_pipel
     if policy is AUTO:
         policy = FILE if dataset.is_file_based else DATA
     if dataset.is_hinted and policy is not HINT:
-        raise InvalidArgumentError(
-            f"the dataset was sharded by SHARD_HINT, which waits for auto_shard_policy=AutoShardPolicy.HINT; got {policy.name}"
-        )
+        raise InvalidArgumentError(f"a dataset sharded by SHARD_HINT waits for AutoShardPolicy.HINT; got {policy.name}")
     if policy is HINT and not dataset.is_hinted:
         raise InvalidArgumentError(
             f"AutoShardPolicy.HINT puts numbers in place of SHARD_HINT, and {dataset!r} was not sharded by it.\n"
@@ -377,7 +374,6 @@ def _part_of(dataset: Dataset, policy: AutoShardPolicy, pipeline: int, num_pipel
         )
     if policy is FILE and not dataset.is_file_based:
         raise InvalidArgumentError(
-            f"AutoShardPolicy.FILE shards files, and {dataset!r} has none; use AutoShardPolicy.DATA for it, or a "
-            "mpistrat.FileDataset"
+            f"AutoShardPolicy.FILE shards files, and {dataset!r} has none; use AutoShardPolicy.DATA, or a mpistrat.FileDataset"
         )
     return (dataset.shard(num_pipelines, pipeline), OFF) if policy in (FILE, HINT) else (dataset, policy)

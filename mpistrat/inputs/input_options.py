@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from mpistrat.communicator.validate import checked_int
+from mpistrat.communicator.validate import checked_index, checked_int
 from mpistrat.errors import InvalidArgumentError
 
 SHARD_HINT = -1
@@ -123,7 +123,8 @@ class InputContext:
 
     def __post_init__(self) -> None:
         checked_int(self.num_replicas_in_sync, "num_replicas_in_sync", 1)
-        _check_index(self, "input_pipeline_id", "num_input_pipelines")
+        pipelines = checked_int(self.num_input_pipelines, "num_input_pipelines", 1)
+        checked_index(self.input_pipeline_id, "input_pipeline_id", pipelines)
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Return the number of rows in the batch of each replica, of which the global batch size must be a multiple."""
@@ -144,13 +145,8 @@ class ValueContext:
     num_replicas_in_sync: int = 1
 
     def __post_init__(self) -> None:
-        _check_index(self, "replica_id_in_sync_group", "num_replicas_in_sync")
-
-
-def _check_index(context: object, index: str, count: str) -> None:
-    accepted, found = checked_int(getattr(context, count), count, 1), getattr(context, index)
-    if not 0 <= found < accepted:
-        raise InvalidArgumentError(f"{index} must be one of 0 to {accepted - 1}; got {found}")
+        replicas = checked_int(self.num_replicas_in_sync, "num_replicas_in_sync", 1)
+        checked_index(self.replica_id_in_sync_group, "replica_id_in_sync_group", replicas)
 
 
 def read_options(options: Any) -> InputOptions:

@@ -2,8 +2,7 @@
 
 For a GPU the thread writes a batch to a slot, which is a pinned buffer and one of the same size on the GPU, and starts the copy
 from the one to the other on a stream of its own. When the program takes the batch, it is copied on the program's stream into
-newly allocated arrays, which the program may keep. That second copy stays on the GPU and takes a fraction of the time of the
-first. Slots are reused.
+new arrays, which the program may keep: that copy stays on the GPU, and takes a fraction of the time. Slots are reused.
 
 Invariant: the thread does not communicate, and holds no reference to the iterator that the program has: it ends with that.
 """
@@ -52,10 +51,8 @@ def prefetched(source: Iterator[Any], buffer_size: int) -> Iterator[Any]:
             yield None
             while True:
                 if os.getpid() != pid:
-                    raise UnavailableError(
-                        f"process {os.getpid()} was forked from the one that reads these batches ahead: it needs an iterator "
-                        "of its own, made there"
-                    )
+                    forked = f"process {os.getpid()} was forked from the one that reads these batches ahead"
+                    raise UnavailableError(f"{forked}: it needs an iterator of its own, made there")
                 element, error = made.get()
                 taken.put(None)
                 if isinstance(error, StopIteration):

@@ -15,7 +15,7 @@ from zlib import crc32
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, like
-from mpistrat.communicator.validate import checked_int
+from mpistrat.communicator.validate import checked_index, checked_int
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs.input_options import SHARD_HINT
 from mpistrat.inputs.position import DatasetIterator, Resumable, described
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 class Dataset(Resumable):
     """A source of batches. Each iteration over it is an epoch."""
 
+    batch_size: int | None = None  # rows of a global batch, except the last one; None if batches may have any number
     is_file_based: bool = False  # so that each input pipeline can read files of its own
     is_hinted: bool = False  # sharded by `SHARD_HINT`, whose numbers are filled in later
     is_distributed: bool = False  # its position is that of what was distributed
@@ -45,11 +46,6 @@ class Dataset(Resumable):
     def num_batches(self) -> int | None:
         """The number of batches of an epoch; None if unknown before it was iterated."""
         return len(self) if isinstance(self, Sized) else None
-
-    @property
-    def batch_size(self) -> int | None:
-        """Rows of a global batch, except the last one; None if batches may have any number."""
-        return None
 
     @property
     def num_rows(self) -> int | None:
@@ -80,17 +76,14 @@ class Dataset(Resumable):
         num_shards : int
             Number of shards, for example ``context.num_input_pipelines``.
         index : int
-            Which shard, for example ``context.input_pipeline_id``. `SHARD_HINT` for both leaves the numbers to
-            ``AutoShardPolicy.HINT``.
+            Which shard: ``context.input_pipeline_id``. `SHARD_HINT` for both leaves the numbers to ``AutoShardPolicy.HINT``.
         """
         if num_shards == index == SHARD_HINT:
             hinted = copy.copy(self)
             hinted.is_hinted = True
             return hinted
         num_shards = checked_int(num_shards, "num_shards", 1)
-        if checked_int(index, "index", 0) >= num_shards:
-            raise InvalidArgumentError(f"index must be one of 0 to {num_shards - 1}; got {index}")
-        part = self._part(num_shards, index)
+        part = self._part(num_shards, checked_index(index, "index", num_shards))
         part.is_hinted = part.is_distributed = False
         return part
 
@@ -124,13 +117,11 @@ class _LocalIterator(DatasetIterator):
 class BatchedDataset(Dataset):
     """Cuts rows into global batches of one size, in another order in each epoch if it shuffles."""
 
-    def __init__(self, batch_size: int, shuffle: bool, seed: int, drop_remainder: bool) -> None:
-        self._batch_size, self._seed = checked_int(batch_size, "batch_size", 1), checked_int(seed, "seed", 0)
-        self._shuffle, self._drop_remainder = shuffle, drop_remainder
+    batch_size: int
 
-    @property
-    def batch_size(self) -> int:
-        return self._batch_size
+    def __init__(self, batch_size: int, shuffle: bool, seed: int, drop_remainder: bool) -> None:
+        self.batch_size, self._seed = checked_int(batch_size, "batch_size", 1), checked_int(seed, "seed", 0)
+        self._shuffle, self._drop_remainder = shuffle, drop_remainder
 
     def describe(self) -> str:
         return super().describe() + (", remainder dropped" if self._drop_remainder else "")
@@ -157,12 +148,12 @@ class RowDataset(BatchedDataset):
 
     @property
     def num_rows(self) -> int:
-        return min(len(self) * self._batch_size, len(self._rows))
+        return min(len(self) * self.batch_size, len(self._rows))
 
     def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1, first: int = 0) -> Iterator[Any]:
         order = np.random.default_rng((self._seed, epoch)).permutation(len(self._rows)) if self._shuffle else None
-        for begin in range(first * self._batch_size, len(self) * self._batch_size, self._batch_size):
-            start, stop = shard_bounds(min(self._batch_size, len(self._rows) - begin), replica, num_replicas, count)
+        for begin in range(first * self.batch_size, len(self) * self.batch_size, self.batch_size):
+            start, stop = shard_bounds(min(self.batch_size, len(self._rows) - begin), replica, num_replicas, count)
             places = np.arange(begin + start, begin + stop)
             yield self._read(self._rows.start + self._rows.step * (places if order is None else order[places]))
 
@@ -170,11 +161,11 @@ class RowDataset(BatchedDataset):
         """Return the dataset whose batches are those of all shards like this one together; None if there is none."""
         is_one_of_all = (self._rows.start, self._rows.step) == (index, num_shards)
         # where each shard drops what does not fill its last batch, the joint batches are not those of one dataset
-        drops = self._drop_remainder and self._rows.stop % (num_shards * self._batch_size)
+        drops = self._drop_remainder and self._rows.stop % (num_shards * self.batch_size)
         if self._shuffle or drops or not is_one_of_all:
             return None
         found = copy.copy(self)
-        found._rows, found._batch_size = range(self._rows.stop), num_shards * self._batch_size
+        found._rows, found.batch_size = range(self._rows.stop), num_shards * self.batch_size
         return found
 
     def _read(self, rows: Array) -> Any:
@@ -187,11 +178,11 @@ class RowDataset(BatchedDataset):
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
-        whole, rest = divmod(len(self._rows), self._batch_size)
+        whole, rest = divmod(len(self._rows), self.batch_size)
         return whole + (rest > 0 and not self._drop_remainder)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self._rows)} rows, {len(self)} batches of {self._batch_size})"
+        return f"{type(self).__name__}({len(self._rows)} rows, {len(self)} batches of {self.batch_size})"
 
 
 class ArrayDataset(RowDataset):
@@ -203,8 +194,7 @@ class ArrayDataset(RowDataset):
     Parameters
     ----------
     arrays : nest of array_like
-        Equal extents along the first axis; batches are arrays of the same kinds. Of a memory map, a replica reads only its
-        own rows.
+        Equal extents along the first axis; batches are arrays of the same kinds. Of a memory map, a replica reads its own rows.
     batch_size : int
         Rows of a global batch: of all replicas together.
     shuffle : bool
@@ -243,8 +233,7 @@ def _common_extent(arrays: list[Array], names: list[str]) -> int:
     for array, name in zip(arrays, names, strict=True):
         if array.ndim == 0:
             raise InvalidArgumentError(
-                f"{name} is a scalar; a dataset cuts arrays along their first axis. A list counts as a structure: "
-                "np.array(list) makes an array of it"
+                f"{name} is a scalar; arrays are cut along their first axis. A list counts as a structure: pass np.array(list)"
             )
     extents = [len(array) for array in arrays]
     if len(set(extents)) > 1:
@@ -289,10 +278,8 @@ class MapDataset(RowDataset):
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         if isinstance(samples, dict) or not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
-            raise TypeError(
-                "samples must have __getitem__(number) and __len__(), as a torch.utils.data.Dataset or a list has; "
-                f"got {type(samples).__name__}"
-            )
+            wanted = "__getitem__(number) and __len__(), as a torch.utils.data.Dataset or a list has"
+            raise TypeError(f"samples must have {wanted}; got {type(samples).__name__}")
         super().__init__(len(samples), batch_size, shuffle, seed, drop_remainder)
         self._samples = samples
         self._collate = collate_fn or stack
@@ -337,13 +324,11 @@ class FileDataset(BatchedDataset):
     files : sequence of path
         In the same order on all ranks; folders may differ, as for node-local disks.
     read_fn : callable
-        Called with the path of a file, returns its rows: a nest of arrays with equal extents along the first axis, or an
-        iterator of such parts.
+        Of a path, returns the rows: a nest of arrays with equal extents along the first axis, or an iterator of such parts.
     batch_size, seed, drop_remainder : int, int, bool
         As for `ArrayDataset`.
     shuffle : bool
-        Whether each epoch has another order of files, and of the rows in each part. It does not depend on the number of
-        replicas.
+        Whether each epoch has another order of files, and of the rows in each part, whatever the number of replicas.
     """
 
     is_file_based = True
@@ -382,7 +367,7 @@ class FileDataset(BatchedDataset):
         return self._spec
 
     def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1, count: int = 1, first: int = 0) -> Iterator[Any]:
-        whole = batched(self._parts(epoch), [self._batch_size], self._drop_remainder)
+        whole = batched(self._parts(epoch), [self.batch_size], self._drop_remainder)
         return (share(batch, replica, num_replicas, count) for batch in islice(whole, first, None))
 
     def _describe_source(self) -> str:
@@ -417,16 +402,14 @@ class FileDataset(BatchedDataset):
         if self._spec is None:
             self._spec = spec
         elif spec != self._spec:
-            raise InvalidArgumentError(
-                f"all files of a dataset must have the same shapes and dtypes; {file} has {spec}, others have {self._spec}"
-            )
+            raise InvalidArgumentError(f"all files of a dataset must be alike; {file} has {spec}, others have {self._spec}")
         if not self._shuffle:
             return part
         order = rng.permutation(num_rows(part))
         return map_leaves(lambda leaf: leaf[order], part)
 
     def __repr__(self) -> str:
-        return f"FileDataset({self.num_files} files, batches of {self._batch_size})"
+        return f"FileDataset({self.num_files} files, batches of {self.batch_size})"
 
 
 class IterableDataset(Dataset):

@@ -61,10 +61,7 @@ def check_launched_size(view: environment.LauncherView | None, size: int, text: 
         return
     known = recognise(text)
     vendor, version = (known[0].name, f" {known[1]}") if known else (text, "")
-    found = (
-        f"rank {view.rank} of {view.launcher}: {view.launcher} started {view.size} ranks, but MPI ({vendor}{version}) "
-        f"formed worlds of {size}"
-    )
+    found = f"rank {view.rank}: {view.launcher} started {view.size} ranks, but MPI ({vendor}{version}) formed worlds of {size}"
     if view.launcher != environment.SRUN:
         raise LaunchError(
             f"{found}: this launcher does not belong to this MPI. Start with the mpiexec of {vendor}, "

@@ -1,8 +1,7 @@
 """Whether MPI is CUDA-aware: by the setting, by the queries that the MPI library has, and by a probe.
 
 If the library says no, that is the answer, unless it uses a UCX that knows CUDA, which moves GPU memory whatever MPI was built
-with. If it says yes, or nothing, a probe in a separate process has to confirm it: builds that claim it have crashed. A
-process asks once.
+with. If it says yes, or nothing, a probe in another process has to confirm it: builds that claim it have crashed.
 """
 
 from __future__ import annotations
@@ -90,11 +89,8 @@ def _ask() -> Verdict:
     assert device is not None, "needs a GPU"
     claimed = f"{says}, and " if says else ""
     if device.is_exclusive():
-        reason = (
-            "the GPU is in EXCLUSIVE_PROCESS mode, so CUDA-awareness cannot be probed; "
-            f"set {settings.MPI_GPU.name}=on to skip the probe"
-        )
-        return Verdict(False, claimed + reason)
+        reason = "the GPU is in EXCLUSIVE_PROCESS mode, so CUDA-awareness cannot be probed"
+        return Verdict(False, f"{claimed}{reason}; set {settings.MPI_GPU.name}=on to skip the probe")
     proof = probe(device.index)
     return Verdict(proof.is_aware, f"{claimed}{proof.reason}")
 

@@ -132,9 +132,7 @@ def run_again(
             # opened anew: NFS shows what other hosts have written
             steps = list(map(int, Path(progress.name).read_text().split()))
             reached = max(steps, default=-1), 0 if any(steps) else len(steps)
-            place = (
-                f"the last checkpoint is that of step {reached[0]}" if steps else "no checkpoint was saved since it was started"
-            )
+            place = f"the last checkpoint is that of step {reached[0]}" if steps else "no checkpoint was saved since it started"
             # who sends them starts it again, if that makes sense
             exit_codes[signal.SIGUSR1] = exit_codes[signal.SIGUSR2] = RESTART_EXIT_CODE if steps else ended.code
             if ended.code == RESTART_EXIT_CODE:

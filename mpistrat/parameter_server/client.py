@@ -163,10 +163,8 @@ class Client:
         """
         with self._lock:
             if self._under_way:
-                raise RuntimeError(
-                    f"{self.channel.name}: this thread waits for {self._waits_for()}: signal handlers and callbacks must not "
-                    "use variables on servers meanwhile"
-                )
+                advice = "signal handlers and callbacks must not use variables on servers meanwhile"
+                raise RuntimeError(f"{self.channel.name}: this thread waits for {self._waits_for()}: {advice}")
             if self._given_up is not None:
                 cause, what = self._given_up
                 raise CollectiveError(
@@ -252,10 +250,8 @@ class Client:
         call, is_error = received.message
         pending = next((one for one in self._under_way if one.call == call), None)
         if pending is None:
-            raise CollectiveError(
-                f"{self.channel.name}: waited for {self._waits_for()}, request {self._under_way[0].call}; "
-                f"what came answers request {call}"
-            )
+            waited = f"waited for {self._waits_for()}, request {self._under_way[0].call}"
+            raise CollectiveError(f"{self.channel.name}: {waited}; what came answers request {call}")
         pending.call, pending.is_error, pending.answer = None, is_error, bytes(self.channel.payload(received))
         for request in pending.arriving:  # nothing comes for them: the answer is an error
             request.Cancel()

@@ -110,9 +110,7 @@ class ClusterCoordinator:
     def __new__(cls, strategy: Any) -> ClusterCoordinator:  # noqa: PYI034 - Self is of Python 3.11
         """Return the coordinator of a strategy."""
         if not isinstance(getattr(strategy, "dispatcher", None), Dispatcher):
-            raise InvalidArgumentError(
-                f"a ClusterCoordinator works with a mpistrat.experimental.ParameterServerStrategy; got {strategy!r}"
-            )
+            raise InvalidArgumentError(f"a ClusterCoordinator works with a ParameterServerStrategy; got {strategy!r}")
         found: ClusterCoordinator = getattr(strategy, "coordinator", None) or super().__new__(cls)
         strategy.coordinator = found
         return found
@@ -201,14 +199,12 @@ class ClusterCoordinator:
     def create_per_worker_dataset(self, dataset_or_dataset_fn: Any) -> PerWorkerDataset:
         """Make a dataset on each worker.
 
-        Nothing is split: the function chooses what its worker reads, by the `InputContext` that it gets
-        if it takes an argument.
+        Nothing is split: the function chooses what its worker reads, by the `InputContext` that it gets if it takes one.
 
         Parameters
         ----------
         dataset_or_dataset_fn : callable or iterable
-            A function that returns a dataset, or another iterable, and that each worker calls; or a dataset, which each
-            worker gets whole.
+            A function that each worker calls, and that returns an iterable; or a dataset, which each worker gets whole.
 
         Returns
         -------

@@ -212,9 +212,7 @@ class Dispatcher:
 
     def _pump(self) -> None:
         if self._is_pumping:
-            raise RuntimeError(
-                "this thread gives work to workers already: signal handlers must not use the coordinator meanwhile"
-            )
+            raise RuntimeError("this thread gives work to workers: signal handlers must not use the coordinator meanwhile")
         self._is_pumping = True
         try:
             self._take_and_send()
@@ -232,7 +230,7 @@ class Dispatcher:
         if self._channel.lost != self._lost:
             self._do_without(self._channel.lost)
         if self._sends:
-            self._sends = self._channel.unfinished(self._sends)
+            self._sends = [request for request in self._sends if not self._channel.have_ended([request], [])]
         if self._client.dropped and not self._is_ending:  # free what no object of the chief and no scheduled call refers to
             dropped = [self._client.dropped.popleft() for _ in range(len(self._client.dropped))]
             message, payload = messages.Forget(next(numbers)), dumps(dropped, "what was dropped")

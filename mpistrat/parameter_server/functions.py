@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -153,8 +153,7 @@ class _RemoteTracebackError(Exception):
 def _by_value(value: Any) -> bytes:
     import cloudpickle  # type: ignore[import-untyped] # an extra: `join_cluster` has found it
 
-    data: bytes = cloudpickle.dumps(value)
-    return data
+    return cast("bytes", cloudpickle.dumps(value))
 
 
 def _is_plain(value: Any, depth: int) -> bool:

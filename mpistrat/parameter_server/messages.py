@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from itertools import starmap
 from struct import Struct
 from typing import Any, NamedTuple, TypeAlias
@@ -130,12 +129,6 @@ class Received(NamedTuple):
     inline: memoryview | None
 
 
-@lru_cache(256)
-def _encoded(task: str, does: str, waits_for: str) -> bytes:
-    text = ", ".join(filter(None, (does, waits_for and f"waits for {waits_for}")))
-    return encoded(f"{task} {text}" if text else "")
-
-
 class Channel:
     """Sends messages to the other tasks, and waits for what they send."""
 
@@ -155,7 +148,8 @@ class Channel:
     def record(self, does: str | None = None, waits_for: str = "") -> None:
         """Record what this task does, by default as before, and waits for: `mpistrat doctor` and stall reports tell it."""
         self._does = self._does if does is None else does
-        recorder().note(activity=_encoded(self._task, self._does, waits_for))
+        text = ", ".join(filter(None, (self._does, waits_for and f"waits for {waits_for}")))
+        recorder().note(activity=encoded(f"{self._task} {text}" if text else ""))
 
     def send(self, requests: list[Request], rank: int, tag: int, message: Message, *payload: Buffer) -> list[Request]:
         """Start to send a message and C-contiguous arrays or bytes, which stay as they are until the requests have ended.
@@ -264,10 +258,6 @@ class Channel:
                 lost.append(self.checked_loss(error))
             requests.pop()
         return True
-
-    def unfinished(self, requests: Sequence[Request]) -> list[Request]:
-        """Return the requests that have not ended; those with a rank that is lost have."""
-        return [request for request in requests if not self.have_ended([request], [])]
 
     def check(self, rank: int) -> None:
         """Check that a needed rank is not known to be lost: all ranks raise that, and the lowest one that is left prints it."""
@@ -396,6 +386,4 @@ def _payload_tag(tag: int, number: int) -> int:
 
 def _as_bytes(buffer: Buffer) -> memoryview:
     """Return the memory of a C-contiguous array, or of bytes, as bytes."""
-    if isinstance(buffer, np.ndarray):
-        return buffer.reshape(-1).view(np.uint8).data
-    return memoryview(buffer)
+    return buffer.reshape(-1).view(np.uint8).data if isinstance(buffer, np.ndarray) else memoryview(buffer)

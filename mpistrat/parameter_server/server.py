@@ -28,9 +28,7 @@ from mpistrat.parameter_server.messages import REPLY, REQUEST, RESULT, Channel, 
 from mpistrat.parameter_server.variables import StoredVariable
 from mpistrat.state.changes import METHODS, apply
 
-_DROPPED = (
-    "the variable was dropped by the chief, and its server has freed it: keep it on the chief for as long as functions use it"
-)
+_DROPPED = "the variable was dropped by the chief, and its server has freed it: keep it there for as long as functions use it"
 _MOST_SENDS = 32  # before those that have ended are looked for, where requests come without a pause
 
 

@@ -56,8 +56,7 @@ class ParameterServerStrategy(Strategy):
     """Keeps variables on servers, where workers read and change them without waiting for each other.
 
     Making one on the chief, and a `mpistrat.Server` on each other rank, is a collective call of all ranks of the job. A
-    `ClusterCoordinator` schedules functions on the workers. The servers end when `close` is called, or the program of the chief
-    ends.
+    `ClusterCoordinator` schedules functions on the workers. The servers end by `close`, or when the program of the chief does.
 
     Parameters
     ----------
@@ -67,8 +66,7 @@ class ParameterServerStrategy(Strategy):
         ``partitioner(shape=…, dtype=…)`` returns into how many shards a variable is split along each axis: see
         `mpistrat.experimental.partitioners`. By default no variable is split.
     placement : str
-        ``even_bytes``: each variable or shard goes to the server with the fewest bytes; ``round_robin``: to each in turn, as in
-        TensorFlow.
+        ``even_bytes``: each goes to the server with the fewest bytes; ``round_robin``: to each in turn, as in TensorFlow.
 
     Raises
     ------
@@ -149,11 +147,6 @@ class ParameterServerStrategy(Strategy):
             raise
         strategy.close()
         return result
-
-    @property
-    def cluster_resolver(self) -> ClusterResolver:
-        """Where the roles of the ranks come from."""
-        return self._cluster_resolver
 
     def close(self) -> None:
         """End the servers and workers, once they have done what they are doing; what has not begun is cancelled.
@@ -258,9 +251,7 @@ class ParameterServerExtended(StrategyExtended):
             raise InvalidArgumentError(f"{name} needs an initial_value: a parameter server strategy places it by its size")
         checked_aggregation(aggregation)
         if checked_synchronization(synchronization) is VariableSynchronization.ON_READ:
-            raise NotImplementedError(
-                f"{name}: there is one copy of it, on a server, and no copy of each replica: use ON_WRITE"
-            )
+            raise NotImplementedError(f"{name}: there is one copy of it, on a server, and none of each replica: use ON_WRITE")
         is_trainable = True if trainable is None else bool(trainable)
         extents, kind, rows = _initial(initial_value, dtype, shape, name)
         num_shards, num_rows = 1, extents[0] if extents else 0
@@ -389,9 +380,8 @@ class Server:
     ) -> None:
         given: Any = server_or_cluster_def
         if not isinstance(given, (ClusterSpec, Mapping)):
-            raise TypeError(
-                f"server_or_cluster_def must be a ClusterSpec, a dict from job to addresses, or a server_def; got {given!r}"
-            )
+            accepted = "a ClusterSpec, a dict from job to addresses, or a server_def"
+            raise TypeError(f"server_or_cluster_def must be {accepted}; got {given!r}")
         if not (isinstance(given, Mapping) and set(given) == {"cluster", "job_name", "task_index", "protocol"}):
             given = {"cluster": given, "job_name": None, "task_index": None, "protocol": "mpi"}
         self._cluster = ClusterSpec(given["cluster"])

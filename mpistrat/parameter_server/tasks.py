@@ -40,10 +40,8 @@ class TaskGroup:
 def check_tasks(cluster: ClusterSpec) -> None:
     """Check that a cluster can train with parameter servers."""
     if find_spec("cloudpickle") is None:
-        raise LaunchError(
-            "parameter servers send functions by cloudpickle, which is not installed: pip install '.[parameter-server]' in the "
-            "checkout"
-        )
+        advice = "pip install '.[parameter-server]' in the checkout"
+        raise LaunchError(f"parameter servers send functions by cloudpickle, which is not installed: {advice}")
     found = ", ".join(f"{cluster.num_tasks(job)} {job}" for job in cluster.jobs) or "no tasks"
     if not set(cluster.jobs) <= set(JOBS):
         raise InvalidArgumentError(f"parameter servers know the jobs {', '.join(JOBS)}; this cluster has {found}")
@@ -59,9 +57,8 @@ def check_tasks(cluster: ClusterSpec) -> None:
 def task_of(resolver: object) -> tuple[ClusterSpec, str | None, int | None]:
     """Return the cluster of a resolver, and which task of it this rank is."""
     if not isinstance(resolver, ClusterResolver):
-        raise InvalidArgumentError(
-            f"cluster_resolver must be a ClusterResolver, such as MPIClusterResolver(chief=1, ps=1); got {resolver!r}"
-        )
+        example = "MPIClusterResolver(chief=1, ps=1)"
+        raise InvalidArgumentError(f"cluster_resolver must be a ClusterResolver, such as {example}; got {resolver!r}")
     return resolver.cluster_spec(), resolver.task_type, resolver.task_id
 
 
@@ -105,9 +102,7 @@ def _check_played(cluster: ClusterSpec, played: list[tuple[str, int]]) -> None:
     times = {(job, index): played.count((job, index)) for job in cluster.jobs for index in cluster.task_indices(job)}
     wrong = [f"{job} {index} is played by {number} ranks" for (job, index), number in times.items() if number != 1]
     if wrong:
-        error = LaunchError(
-            f"each task is played by one rank, but in this job of {len(played)} ranks {', '.join(wrong)}. Start all tasks as "
-            "one job, with mpistrat run, mpiexec or srun"
-        )
+        found = f"in this job of {len(played)} ranks {', '.join(wrong)}"
+        error = LaunchError(f"each task is played by one rank, but {found}. Start all as one job, with mpistrat run or srun")
         error.raised_everywhere = True
         raise error

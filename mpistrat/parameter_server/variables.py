@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -14,13 +14,14 @@ from mpistrat.context.values import Mirrored
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.parameter_server.client import Client, VariableRef, current_client
 from mpistrat.state.changes import ChangeMethods, apply, check_rows, checked, flat_indices
-from mpistrat.state.variables import Variable, register
+from mpistrat.state.variables import Variable
 from mpistrat.structures import map_leaves
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+@Variable.register
 class ServerVariable(ChangeMethods, Mirrored):
     """An array that a server keeps: ``mpistrat.Variable`` in the scope of a `ParameterServerStrategy` returns one.
 
@@ -35,9 +36,7 @@ class ServerVariable(ChangeMethods, Mirrored):
         Whether an optimiser should change it.
     """
 
-    def __init__(
-        self, name: str, ref: VariableRef, shape: tuple[int, ...], dtype: np.dtype[Any], trainable: bool = True
-    ) -> None:
+    def __init__(self, name: str, ref: VariableRef, shape: tuple[int, ...], dtype: np.dtype[Any], trainable: bool) -> None:
         super().__init__(np.broadcast_to(np.zeros((), dtype), shape))  # what a value must fit; takes no memory
         self.name, self.trainable = name, trainable
         self._refs: tuple[VariableRef, ...] = (ref,)
@@ -235,9 +234,6 @@ class ShardedVariable(ServerVariable):
         return ShardedVariable, (self._variables, self.name)
 
 
-register(Variable, ServerVariable)
-
-
 class StoredVariable(ChangeMethods, Mirrored):
     """What a function that ``extended.update`` calls is handed: the array of a variable or shard, and what belongs to it.
 
@@ -264,8 +260,7 @@ class StoredVariable(ChangeMethods, Mirrored):
     @property
     def value(self) -> Array:
         """The array. It may be written to, and what is assigned is written to it."""
-        array: Array = self._component
-        return array
+        return cast("Array", self._component)
 
     @value.setter
     def value(self, value: Any) -> None:
@@ -290,14 +285,12 @@ class StoredVariable(ChangeMethods, Mirrored):
 
     def numpy(self) -> Array:
         """Return a copy of the array."""
-        copied: Array = self.value.copy()
-        return copied
+        return self.value.copy()
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Array:
         """Return some of the rows, as a new array, as `mpistrat.Variable.sparse_read`."""
         numbers, _ = flat_indices(f"{self!r}.sparse_read", np.asarray(indices)[..., np.newaxis], self.shape)
-        rows: Array = self.value[numbers]
-        return rows
+        return self.value[numbers]
 
     def _change(self, method: str, value: Any) -> Self:
         apply(method, self.value, checked(method, value, self.value, self))
@@ -319,8 +312,7 @@ def embedding_lookup(params: Any, ids: Any) -> Array:
     ids : array_like of int
         Which rows, in any shape, from 0; the result has this shape and then that of a row.
     """
-    rows: Array = params.sparse_read(ids)
-    return rows
+    return cast("Array", params.sparse_read(ids))
 
 
 def _named_rows(first: Any, num_rows: int) -> range | Array | None:

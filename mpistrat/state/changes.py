@@ -255,9 +255,7 @@ def _checked_rows(method: str, delta: object, target: Array, owner: object) -> C
     _check_method(method, target, owner)
     values, indices = delta.values, delta.indices
     if target.ndim == 0 or values.shape[1:] != target.shape[1:]:
-        raise InvalidArgumentError(
-            f"{owner!r} has shape {target.shape}; rows of shape {values.shape[1:]} cannot be scattered into it"
-        )
+        raise InvalidArgumentError(f"{owner!r} has shape {target.shape}; rows of shape {values.shape[1:]} cannot be scattered")
     check_rows(indices, len(target), owner)
     return converted(values, target.dtype, owner), indices
 
@@ -316,9 +314,7 @@ def _check_method(method: str, target: Array, owner: object) -> None:
     if method in _ORDERED:
         check_dtype(_ORDERED[method], target.dtype, repr(owner))
     if method in ("assign_sub", "scatter_sub") and target.dtype.kind == "b":
-        raise UnsupportedDtypeError(
-            f"{owner!r}.{method} is not defined for bool; accepted are integers, floats and complex numbers"
-        )
+        raise UnsupportedDtypeError(f"{owner!r}.{method} is not defined for bool; accepted are integers, floats and complex")
     if method == "scatter_div" and target.dtype.kind in "biu":
         raise UnsupportedDtypeError(
             f"{owner!r}.{method} is not defined for {target.dtype}, which cannot hold a quotient; accepted are floats and "
@@ -332,17 +328,14 @@ def flat_indices(call: str, indices: Any, shape: tuple[int, ...]) -> tuple[Array
     if array.size and array.dtype.kind not in "iu":
         raise UnsupportedDtypeError(f"{call}: indices must be integers; got dtype {array.dtype}")
     if not array.ndim or array.shape[-1] > len(shape):
-        raise InvalidArgumentError(
-            f"{call}: the last axis of indices holds up to {len(shape)} indices, one for each axis of shape {shape}; got "
-            f"indices of shape {array.shape}"
-        )
+        accepted = f"up to {len(shape)} indices, one for each axis of shape {shape}"
+        raise InvalidArgumentError(f"{call}: the last axis of indices holds {accepted}; got indices of shape {array.shape}")
     depth = array.shape[-1]
     numbers = np.zeros(array.shape[:-1], np.int64)
     for axis, extent in enumerate(shape[:depth]):
         along = array[..., axis]
         if along.size and not 0 <= int(along.min()) <= int(along.max()) < extent:
-            raise InvalidArgumentError(
-                f"{call}: indices along axis {axis} must be 0 to {extent - 1}; got {int(along.min())} to {int(along.max())}"
-            )
+            found = f"got {int(along.min())} to {int(along.max())}"
+            raise InvalidArgumentError(f"{call}: indices along axis {axis} must be 0 to {extent - 1}; {found}")
         numbers = numbers * extent + along.astype(np.int64)
     return numbers, shape[depth:]

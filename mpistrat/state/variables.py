@@ -8,10 +8,11 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
@@ -28,22 +29,8 @@ from mpistrat.context.stack import (
 from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, converted
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.reduction import ReduceOp
-from mpistrat.state.changes import (
-    COMPARING,
-    Change,
-    ChangeMethods,
-    VariableAggregation,
-    VariableSynchronization,
-    apply,
-    check_equal,
-    checked,
-    checked_aggregation,
-    checked_synchronization,
-    checksum,
-    flat_indices,
-    gathered_rows,
-    share,
-)
+from mpistrat.state import changes
+from mpistrat.state.changes import Change, ChangeMethods, VariableAggregation, VariableSynchronization
 
 _COMPARED_BYTES = 1 << 20  # of larger assigned values, evenly spaced elements are compared
 
@@ -56,7 +43,7 @@ class Participants(Enum):
     ALL_RANKS = 2
 
 
-class MadeByScope(type):
+class MadeByScope(ABCMeta):
     """The metaclass of `Variable`: calling that calls ``create_variable`` of the strategy, if it has one."""
 
     @property
@@ -65,26 +52,17 @@ class MadeByScope(type):
         made = inspect.signature(cls.__init__)  # type: ignore[misc]
         return made.replace(parameters=list(made.parameters.values())[1:], return_annotation=made.empty)
 
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return super().__instancecheck__(instance) or isinstance(instance, vars(cls).get("_kinds", ()))
-
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return a new variable."""
         create = getattr(get_strategy().extended, "create_variable", None)
         return super().__call__(*args, **kwargs) if create is None else create(*args, **kwargs)
 
 
-def register(cls: Any, kind: type) -> None:
-    """Have variables of another kind, which strategies make, be instances of a class whose metaclass is `MadeByScope`."""
-    cls._kinds = (*vars(cls).get("_kinds", ()), kind)
-
-
-class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[metaclass]  # a stub says ABC, where NumPy has none
+class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):
     """An array that the replicas of the current strategy share. It can be used like an array; `assign` changes it.
 
     Creating one is a collective call: the initial value of replica 0 is broadcast. Outside all scopes it belongs to the default
-    strategy, and nothing is communicated. On a replica with a GPU it is a CuPy array, to which initial and assigned values are
-    copied from host memory.
+    strategy, and nothing is communicated. On a replica with a GPU it is a CuPy array, to which values of the host are copied.
 
     Parameters
     ----------
@@ -135,11 +113,9 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         with self._communicator.refusing(f"Variable(name={name!r})"):
             require_no_default_scope("mpistrat.Variable")
             if not (constraint is None or callable(constraint)):
-                raise InvalidArgumentError(
-                    f"{name}: constraint must be None or a function of the new value; got {constraint!r}"
-                )
-            self._synchronization = checked_synchronization(synchronization)
-            self._aggregation = checked_aggregation(aggregation)
+                raise InvalidArgumentError(f"{name}: constraint must be None or a function of a value; got {constraint!r}")
+            self._synchronization = changes.checked_synchronization(synchronization)
+            self._aggregation = changes.checked_aggregation(aggregation)
             value = initial_array(initial_value, dtype, shape, name)
         is_on_read = self._synchronization is VariableSynchronization.ON_READ
         self._trainable = not is_on_read if trainable is None else bool(trainable)
@@ -152,9 +128,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         self._hold(to_device(np.array(self._communicator.broadcast(value), order="C")))
         strategy.extended.num_variables += 1
         if self._aggregation is VariableAggregation.MEAN and self.dtype.kind in "biu":
-            raise InvalidArgumentError(
-                f"{name} has dtype {self.dtype}, which cannot hold a mean: use aggregation SUM or a float dtype"
-            )
+            raise InvalidArgumentError(f"{name} has dtype {self.dtype}, which cannot hold a mean: use SUM or a float dtype")
 
     @property
     def name(self) -> str:
@@ -210,8 +184,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
 
         Communicates and raises like `read`.
         """
-        copied: Array = self.read().copy()
-        return copied
+        return self.read().copy()
 
     def in_replica(self) -> Variable:
         """Return the variable, whose operations use this replica's component."""
@@ -249,8 +222,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         Parameters
         ----------
         indices : array_like of int
-            Its last axis holds the indices of one entry along the first axes of the variable: of all of them for a number, of
-            fewer for an array.
+            Its last axis holds the indices of an entry along the first axes of the variable: for a number along all of them.
         """
         return self._take("gather_nd", lambda: indices)
 
@@ -337,16 +309,16 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         if not arrays or scope is not Participants.ALL_RANKS or self._root is not None:
             return
         if communicator.is_strict:
-            check_equal(call, arrays, communicator)
+            changes.check_equal(call, arrays, communicator)
         else:
-            communicator.note(f"with arrays of checksum {checksum(arrays, _COMPARED_BYTES):x}")
+            communicator.note(f"with arrays of checksum {changes.checksum(arrays, _COMPARED_BYTES):x}")
 
     def _require_equal(self, method: str, *arrays: Array) -> None:
         """Check that all replicas pass the same arrays, because there is no aggregation. A collective call."""
         if self._communicator.size == 1:
             return
         try:
-            check_equal(f"{self!r}.{method}", arrays, self._communicator)
+            changes.check_equal(f"{self!r}.{method}", arrays, self._communicator)
         except AgreementError as error:
             raise self._refusal("different values", method, error) from None
 
@@ -354,13 +326,12 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         """Return the combined arrays of all replicas, in either context. A collective call."""
         if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return self._communicator.broadcast(array)
-        total: Array = self._strategy.extended.all_reduce(ReduceOp[self._aggregation.name], [array])[0]
-        return total
+        return cast("Array", self._strategy.extended.all_reduce(ReduceOp[self._aggregation.name], [array])[0])
 
     def _take(self, method: str, indices: Callable[[], Any]) -> Array:
         """Return the entries whose indices the function returns."""
         with self._refusing(method, Participants.ALL_RANKS if self._is_combined_here() else Participants.LOCAL):
-            numbers, entry = flat_indices(f"{self!r}.{method}", indices(), self.shape)
+            numbers, entry = changes.flat_indices(f"{self!r}.{method}", indices(), self.shape)
         array = self.read()
         num_entries = math.prod(array.shape[: array.ndim - len(entry)])
         taken = array.reshape(num_entries, *entry).take(like(numbers, array), axis=0)
@@ -371,13 +342,13 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         with self._refusing(method, scope):
             value = self._own_part(method, scope, value)
             self._require_defined(method, scope)
-            change = checked(method, value, self._array, self)
+            change = changes.checked(method, value, self._array, self)
         self._compare(method, scope, *change)
         if scope is Participants.REPLICAS and not self._is_on_read:
             change = self._combined(method, change)
         elif self._is_split(scope):
-            change = (share(change[0], self._communicator),)
-        apply(method, self._array, change)
+            change = (changes.share(change[0], self._communicator),)
+        changes.apply(method, self._array, change)
         self.send_root()
         return self
 
@@ -394,7 +365,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
                 raise self._refusal("sum outside run", method)
         elif scope is Participants.REPLICAS:
             is_none = self._aggregation is VariableAggregation.NONE
-            if method not in COMPARING:
+            if method not in changes.COMPARING:
                 if is_none and self._root is not None:
                     raise self._refusal("no aggregation", method)
             elif not is_none and self._aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
@@ -407,7 +378,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
             return change
         if len(change) == 1:
             return (self._aggregated(change[0]),)
-        return gathered_rows(change, self._aggregation, self._communicator)
+        return changes.gathered_rows(change, self._aggregation, self._communicator)
 
 
 def initial_array(given: Any, dtype: Any, shape: Sequence[int] | None, name: str) -> Array:
@@ -423,12 +394,10 @@ def initial_array(given: Any, dtype: Any, shape: Sequence[int] | None, name: str
 
 
 _UNDEFINED = "{variable!r} has aggregation NONE, so the values of {replicas} replicas cannot be combined."
-_WITH_AGGREGATION = (
-    "    correct:    mpistrat.Variable(…, aggregation=mpistrat.VariableAggregation.MEAN); SUM, ONLY_FIRST_REPLICA too"
-)
+_AGGREGATE = "    correct:    mpistrat.Variable(…, aggregation=mpistrat.VariableAggregation.MEAN); SUM, ONLY_FIRST_REPLICA too"
 _WAYS_OUT = (
     "    incorrect:  def step(): variable.{method}(value)\n"
-    f"{_WITH_AGGREGATION}\n"
+    f"{_AGGREGATE}\n"
     '    correct:    def step(): ctx.update(variable, lambda old, new: new, (ctx.all_reduce("mean", value),))\n'
     "    correct:    variable.{method}(value) outside strategy.run"
 )
@@ -453,7 +422,7 @@ _REFUSALS: dict[str, tuple[type[Exception], str]] = {
         InvalidArgumentError,
         f"{_UNDEFINED}\n"
         "    incorrect:  np.asarray(variable), outside strategy.run\n"
-        f"{_WITH_AGGREGATION}\n"
+        f"{_AGGREGATE}\n"
         "    correct:    strategy.run(lambda: variable.numpy()), the array of each replica",
     ),
     "sum outside run": (

@@ -130,9 +130,7 @@ class StrategyExtended:
         with self.in_scope("batch_reduce_to"):
             pairs = value_destination_pairs
             if isinstance(pairs, Iterable):  # the ops refuse what is not a pair
-                pairs = [
-                    (each[0], self._kept(each[1])) if isinstance(each, tuple) and len(each) == 2 else each for each in pairs
-                ]
+                pairs = [(one[0], self._kept(one[1])) if isinstance(one, tuple) and len(one) == 2 else one for one in pairs]
             return self._cross_device_ops.batch_reduce(reduce_op, pairs, options)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
@@ -322,8 +320,7 @@ class StrategyExtended:
         self.require_cross_replica("strategy.extended.colocate_vars_with")
         if not self.variable_created_in_scope(colocate_with_variable):
             raise InvalidArgumentError(
-                f"{colocate_with_variable!r} was not created in the scope of {self._strategy!r}: variables can only be "
-                "colocated with those of the same strategy"
+                f"{colocate_with_variable!r} was not created in the scope of {self._strategy!r}: name one of the same strategy"
             )
         yield
 

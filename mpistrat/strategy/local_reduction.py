@@ -62,7 +62,9 @@ def _part(op: ReduceOp, component: Any, axis: int | Iterable[int] | None) -> tup
     """
     if axis is None:
         return [component], lambda total: total
-    axes, dtype = _normalized(axis, component), _counted(component.dtype)
+    axes, dtype = _normalized(axis, component), component.dtype
+    if dtype.kind == "b":  # they are counted, as in NumPy
+        dtype = np.dtype(np.int64)
     if op is ReduceOp.MEAN:
         check_dtype(op, dtype)
     added = _added(component, axes, accumulation_dtype(op, dtype))
@@ -85,11 +87,6 @@ def check_ambiguous(part: LocalReduction, communicator: BaseCommunicator, option
             raise
 
 
-def _counted(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of a sum over axes: booleans are counted, as in NumPy."""
-    return np.dtype(np.int64) if dtype.kind == "b" else dtype
-
-
 def _added(array: Array, axes: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Return the sum over some axes as an array, even if they are all axes."""
     if is_on_device(array):
@@ -101,16 +98,14 @@ def _copied(component: Array | IndexedSlices) -> Array | IndexedSlices:
     """Return a copy, because the component may be the user's array or that of a variable."""
     if isinstance(component, IndexedSlices):
         return IndexedSlices(component.values.copy(), component.indices.copy(), component.dense_shape)
-    copied: Array = component.copy()
-    return copied
+    return component.copy()
 
 
 def _normalized(axis: int | Iterable[int], component: Any) -> tuple[int, ...]:
     """Return the axes as non-negative integers without duplicates."""
     if isinstance(component, IndexedSlices):
-        raise NotImplementedError(
-            f"reduce over axis={axis!r} is not supported for {component!r}; pass axis=None, or reduce slices.to_dense()"
-        )
+        advice = "pass axis=None, or reduce slices.to_dense()"
+        raise NotImplementedError(f"reduce over axis={axis!r} is not supported for {component!r}; {advice}")
     wanted = axis if isinstance(axis, (list, tuple)) else (axis,)
     try:
         axes = [operator.index(item) for item in wanted]
@@ -127,13 +122,10 @@ def _quotient(total: Array, count: Array, dtype: np.dtype[Any]) -> Array:
     """Return total / count: in `dtype`, or in float64 if that is an integer dtype."""
     if dtype.kind in "iu":
         total = total.astype(np.float64)
-    mean = quiet()(operator.truediv, total, _number(count, total.dtype))  # NaN without rows, or weights, on any replica
+    # CuPy computes with its own 0-d arrays and with NumPy's scalars
+    divisor = count.astype(total.dtype) if is_on_device(count) else total.dtype.type(count)
+    mean = quiet()(operator.truediv, total, divisor)  # NaN without rows, or weights, on any replica
     return in_dtype(mean, mean.dtype if dtype.kind in "iu" else dtype)
-
-
-def _number(number: Array, dtype: np.dtype[Any]) -> Any:
-    """Return a number of an array's dtype: CuPy computes with its own 0-d arrays and with NumPy's scalars."""
-    return number.astype(dtype) if is_on_device(number) else dtype.type(number)
 
 
 def weighted_part(
@@ -174,9 +166,7 @@ def _check_weighted(array: Any, weight: float) -> None:
     if isinstance(array, IndexedSlices):
         raise NotImplementedError(f"the weighted mean of {array!r} is not supported; pass slices.to_dense()")
     if array.dtype not in HALF_DTYPES and array.dtype.kind not in "fc":
-        raise UnsupportedDtypeError(
-            f"the weighted mean is not supported for dtype {array.dtype}: cast to float32 or float64 first"
-        )
+        raise UnsupportedDtypeError(f"the weighted mean is not supported for dtype {array.dtype}: cast to a float dtype first")
     check_dtype(ReduceOp.MEAN, array.dtype)  # refuses foreign byte orders, with any weight
     wide = accumulation_dtype(ReduceOp.MEAN, array.dtype)
     least, greatest = float(np.finfo(wide).tiny), float(np.finfo(wide).max)

@@ -97,9 +97,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     """
 
     def __init__(
-        self,
-        cluster_resolver: ClusterResolver | None = None,
-        communication_options: CommunicationOptions | None = None,
+        self, cluster_resolver: ClusterResolver | None = None, communication_options: CommunicationOptions | None = None
     ) -> None:
         def check(_: Rendezvous) -> ClusterResolver | None:
             if not isinstance(cluster_resolver, (ClusterResolver, type(None))):
@@ -125,11 +123,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         _check_health(communicator)
         devices = (device_name(communicator.rank),)
         super().__init__(StrategyExtended(communicator, worker_devices=devices, is_chief=communicator.rank == chief))
-
-    @property
-    def cluster_resolver(self) -> ClusterResolver:
-        """Defines the task of each rank."""
-        return self._cluster_resolver
 
 
 class _OldName(type):
@@ -251,9 +244,7 @@ def _check_health(communicator: BaseCommunicator) -> None:
         communicator.close()
         raise
     if total != communicator.size:
-        raise CollectiveError(
-            f"the first all-reduce is wrong: {communicator.size} ranks contributed 1 each, and the result is {int(total[0])}"
-        )
+        raise CollectiveError(f"the first all-reduce is wrong: the sum of {communicator.size} ones is {int(total[0])}")
 
 
 def _check_one_node(strategy: str, world: World, otherwise: str) -> None:
@@ -302,9 +293,8 @@ def _check_communication(cross_device_ops: object, options: object) -> None:
     """Check the arguments of a strategy that concern communication."""
     check_options(options, "communication_options")
     if not isinstance(cross_device_ops, (CrossDeviceOps, type(None))):
-        raise TypeError(
-            f"cross_device_ops must be a CrossDeviceOps, such as mpistrat.ReductionToOneDevice(); got {cross_device_ops!r}"
-        )
+        example = "mpistrat.ReductionToOneDevice()"
+        raise TypeError(f"cross_device_ops must be a CrossDeviceOps, such as {example}; got {cross_device_ops!r}")
 
 
 def _named(value: object) -> str:

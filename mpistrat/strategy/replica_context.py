@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -13,6 +12,7 @@ import numpy as np
 from mpistrat.arrays import Array, as_operand, as_target, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
+from mpistrat.communicator.validate import checked_index
 from mpistrat.context.stack import Mode, current, entered, in_replica_context_of, inside, misplaced, pop, push
 from mpistrat.context.values import assignable, checked_args, regroup, select_replica
 from mpistrat.cross_device.ops import HierarchicalAllReduce
@@ -58,9 +58,8 @@ class ReplicaContext:
         ops = self._extended.cross_device_ops
         # the default adds nothing to the communicator, which the fast path then calls directly
         self._ops = None if type(ops) is HierarchicalAllReduce and ops.num_packs is None else ops
-        if replica_id_in_sync_group is None:
-            replica_id_in_sync_group = self._communicator.rank
-        self._replica_id = checked_id(replica_id_in_sync_group, self._communicator.size)
+        replica_id = self._communicator.rank if replica_id_in_sync_group is None else replica_id_in_sync_group
+        self._replica_id = checked_index(replica_id, "replica_id_in_sync_group", self._communicator.size)
         self.mode = Mode(strategy, self)
 
     @property
@@ -81,9 +80,7 @@ class ReplicaContext:
     @property
     def devices(self) -> tuple[str]:
         """The device of this replica, in a tuple. Deprecated in TensorFlow 2.4: see `StrategyExtended.worker_devices`."""
-        warnings.warn(
-            "ReplicaContext.devices is deprecated; use strategy.extended.worker_devices", DeprecationWarning, stacklevel=2
-        )
+        warnings.warn("ReplicaContext.devices is deprecated; use extended.worker_devices", DeprecationWarning, stacklevel=2)
         return (self._extended.replica_device,)
 
     def all_reduce(
@@ -240,8 +237,7 @@ class ReplicaContext:
     ) -> Any:
         """Call ``merge_fn(strategy, *args, **kwargs)`` in cross-replica context; return this replica's component of its result.
 
-        A collective call: every replica makes it. `merge_fn` runs once on every rank, with the arguments of the replicas as
-        per-replica values.
+        A collective call. `merge_fn` runs once on every rank, with the arguments of the replicas as per-replica values.
         """
         self._require_current("merge_call")
         passed = (checked_args(args), dict(kwargs or {}))
@@ -258,8 +254,7 @@ class ReplicaContext:
         Under central storage it is a collective call: the array of the rank that keeps the variable is broadcast.
 
         `fn` returns the new value of this replica's array, of its shape, or writes to the array and returns None. Use it to
-        apply a gradient that `all_reduce` has reduced: for the variable to stay mirrored, arguments must be equal on all
-        replicas.
+        apply a gradient that `all_reduce` has reduced: a variable stays mirrored if arguments are equal on all replicas.
         """
         self._require_current("update")
         if not hasattr(variable, "writable"):
@@ -331,19 +326,6 @@ def read_out(out: Any, structure: Structure, leaves: Sequence[Any], arrays: Sequ
     memory = [as_target(target, name) for target, name in zip(targets, leaf_names(out, "out"), strict=True)]
     given = zip(targets, leaves, memory, arrays, strict=True)
     return memory, [each if target is leaf else array for target, leaf, each, array in given]
-
-
-def checked_id(replica_id: Any, num_replicas: int) -> int:
-    """Return the index of a replica as an int."""
-    try:
-        index = operator.index(replica_id)
-    except TypeError:
-        index = -1
-    if not 0 <= index < num_replicas:
-        raise InvalidArgumentError(
-            f"replica_id_in_sync_group must be None or an integer from 0 to {num_replicas - 1}; got {replica_id!r}"
-        )
-    return index
 
 
 def all_reduce_text(op: ReduceOp, structure: Structure) -> str:

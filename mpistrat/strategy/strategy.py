@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex, cast
 
 from mpistrat import settings
 from mpistrat.arrays import array_module, as_array, like
@@ -42,6 +42,7 @@ class Strategy:
     """
 
     _accepts_per_replica = False  # whether `distribute_datasets_from_function` accepts InputReplicationMode.PER_REPLICA
+    _cluster_resolver: Any = None
 
     def __init__(self, extended: StrategyExtended) -> None:
         self._extended = extended
@@ -96,7 +97,7 @@ class Strategy:
     @property
     def cluster_resolver(self) -> Any:
         """Defines the task of each rank; None if the ranks have no tasks."""
-        return None
+        return self._cluster_resolver
 
     def scope(self) -> StrategyScope:
         """Return a context manager in which this strategy is current, and in which its variables are created.
@@ -236,8 +237,7 @@ class Strategy:
         """
         self._extended.require_cross_replica("strategy.experimental_distribute_dataset")
         if hasattr(dataset, "distribute") and default_mode().strategy is not self:
-            shared: Iterable[Any] = dataset.distribute(self, options)
-            return shared
+            return cast("Iterable[Any]", dataset.distribute(self, options))
         return distribute_dataset(self, dataset, options)
 
     def distribute_datasets_from_function(
@@ -245,8 +245,7 @@ class Strategy:
     ) -> Iterable[Any]:
         """Return a distributed dataset with the batches of ``dataset_fn(context)``, which every rank calls once.
 
-        A collective call. Batches are not split: the function takes its shard of the data, and batches it with the batch size
-        of one replica.
+        A collective call. Batches are not split: the function batches its shard of the data with the batch size of a replica.
 
         Parameters
         ----------
@@ -302,10 +301,8 @@ class Strategy:
         if is_default:
             return self  # there is only one
         if not isinstance(self._extended.communicator, LocalCommunicator):
-            raise InvalidArgumentError(
-                f"{self!r} cannot be copied: collectives of the copy and of the original would mix in the same communicators. "
-                "Create a new strategy on all ranks."
-            )
+            why = "collectives of the copy and of the original would mix in the same communicators"
+            raise InvalidArgumentError(f"{self!r} cannot be copied: {why}. Create a new strategy on all ranks.")
         copied: Strategy = object.__new__(type(self))
         memo[id(self)] = copied
         vars(copied).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
@@ -330,8 +327,7 @@ class OneDeviceStrategy(Strategy):
     Parameters
     ----------
     device : str, optional
-        The device that this process computes on: ``/cpu:0`` or ``/gpu:0``; by default what MPISTRAT_DEVICE says: a GPU if there
-        is one.
+        The device that this process computes on: ``/cpu:0`` or ``/gpu:0``; by default that of MPISTRAT_DEVICE, a GPU if any.
     """
 
     def __init__(self, device: str | None = None) -> None:

@@ -2,8 +2,7 @@
 
 1. The rows of a global batch are cut into V parts, as equal as can be; each rank has a run of them.
 2. A rank calls the program's function for each of its parts.
-3. The V results are added along one tree: those of the first half of the parts, those of the second half, then these two sums;
-   within a half likewise.
+3. The V results are added along one tree: those of each half of the parts, and then these two sums; within a half likewise.
 4. A rank adds along the tree what it has; ranks exchange the sums of the subtrees that one rank has whole, and add the rest.
 5. So V and the rows determine which numbers are added in which order; ranks only determine who adds them.
 """
@@ -30,17 +29,13 @@ Subtree = tuple[int, int]
 
 
 def sum_of_parts(
-    communicator: BaseCommunicator,
-    fn: Callable[[Any], Any],
-    batch: Any,
-    virtual_replicas: int,
-    options: CommunicationOptions | None,
+    communicator: BaseCommunicator, fn: Callable[[Any], Any], batch: Any, num_parts: int, options: CommunicationOptions | None
 ) -> Any:
     """Return what `ReplicaContext.sum_of_parts` returns. A collective call."""
-    rank, size, call = communicator.rank, communicator.size, f"sum_of_parts(virtual_replicas={virtual_replicas})"
+    rank, size, call = communicator.rank, communicator.size, f"sum_of_parts(virtual_replicas={num_parts})"
     with communicator.refusing(call, options):
         check_options(options)
-        parts = [own_parts(virtual_replicas, each, size) for each in range(size)]
+        parts = [own_parts(num_parts, each, size) for each in range(size)]
         rows = num_rows(batch)
     communicator.note(call, options)
     _check_rows(communicator.all_gather(np.array([rows]), 0, options).tolist(), parts)

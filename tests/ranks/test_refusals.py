@@ -51,7 +51,7 @@ def test_ranks_that_make_different_calls_all_raise(mixed):
 
 
 INVALID, UNSUPPORTED = InvalidArgumentError, UnsupportedDtypeError
-NO_DTYPE, NO_ROOT = "which collectives do not support", r"root must be a replica, 0 to \d; got "
+NO_DTYPE, NO_ROOT = "which collectives do not support", r"root must be one of 0 to \d; got "
 NO_AXES, NO_AXIS = (
     r"needs arrays with at least one axis; got a scalar: pass x.reshape\(1\)",
     "axis {} is out of range for an array of ",

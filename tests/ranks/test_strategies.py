@@ -250,7 +250,7 @@ class TestMultiWorker:
                 assert op is mpistrat.ReduceOp.SUM
                 return [array * (self.size + 1) for array in arrays]
 
-        message = f"{comm.size} ranks contributed 1 each, and the result is {comm.size + 1}"
+        message = f"the sum of {comm.size} ones is {comm.size + 1}"
         refused(CollectiveError, message, lambda: mirrored._check_health(Unsound()))
 
     @needs_ranks(2)

@@ -123,7 +123,7 @@ def test_an_epoch_has_every_row_once_at_any_number_of_replicas(num_replicas, pol
         (FileDataset(["a", "b"], np.load, 2), FILE, "2 files cannot be shared by 3 input pipelines"),
         (ArrayDataset(np.arange(3), 2), FILE, r"AutoShardPolicy.FILE .*ArrayDataset\(3 rows, .*has none; use .*DATA"),
         (ArrayDataset(np.arange(3), 2), HINT, r"(?s)of SHARD_HINT, and ArrayDataset\(3 .*correct:.*\.shard\(SHARD_HINT"),
-        (ArrayDataset(np.arange(3), 2).shard(-1, -1), DATA, "which waits for auto_shard_policy=AutoShardPolicy.HINT; got DATA"),
+        (ArrayDataset(np.arange(3), 2).shard(-1, -1), DATA, "by SHARD_HINT waits for AutoShardPolicy.HINT; got DATA"),
         ([np.arange(3)], HINT, r"IterableDataset\(list of 1 batches\) was not sharded by it"),
     ],
 )

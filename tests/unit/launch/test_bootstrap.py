@@ -29,7 +29,7 @@ def test_kept_promise_passes(view):
         (
             "srun",
             "Open MPI v5.0.11",
-            "rank 2 of srun: srun started 4 ranks, but MPI (Open MPI 5.0.11) formed worlds of 1: srun's --mpi type does not "
+            "rank 2: srun started 4 ranks, but MPI (Open MPI 5.0.11) formed worlds of 1: srun's --mpi type does not "
             "fit this MPI. Use srun --mpi=pmix for Open MPI, or its own mpiexec inside the allocation. Accepted are "
             "Open MPI: --mpi=pmix, MPICH: --mpi=pmi2, MVAPICH: --mpi=pmi2, Cray MPICH: --mpi=cray_shasta, "
             "Intel MPI: --mpi=pmi2 and I_MPI_PMI_LIBRARY=<SLURM's libpmi2.so>.",
@@ -41,7 +41,7 @@ def test_kept_promise_passes(view):
         (
             "hydra's mpiexec",
             "Open MPI v5.0.11",
-            "rank 2 of hydra's mpiexec: hydra's mpiexec started 4 ranks, but MPI (Open MPI 5.0.11) formed worlds of 1: this "
+            "rank 2: hydra's mpiexec started 4 ranks, but MPI (Open MPI 5.0.11) formed worlds of 1: this "
             "launcher does not belong to this MPI. Start with the mpiexec of Open MPI, which `mpistrat run -n 4` finds, or "
             "name the launcher's libmpi.so in MPI4PY_LIBMPI.",
         ),

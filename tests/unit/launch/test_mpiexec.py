@@ -139,7 +139,7 @@ def test_missing_mpiexec_says_where_it_looked(library, tmp_path):
             ("/opt/nec/libmpi.so", "NEC MPI Version 3.5.0\nMore"),
             "mpi4py loads /opt/nec/libmpi.so, which identifies itself as 'NEC MPI Version 3.5.0'; "
             "mpistrat run supports the mpiexec of Open MPI, MPICH, MVAPICH, Intel MPI. Start the program with this MPI's own "
-            "launcher: srun, aprun or mpiexec, then python -m mpi4py and the script.",
+            "launcher (srun, aprun, mpiexec): python -m mpi4py SCRIPT",
         ),
         (
             ("/opt/cray/libmpi.so", "MPI VERSION    : CRAY MPICH version 8.1.25.17"),

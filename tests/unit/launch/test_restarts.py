@@ -17,7 +17,7 @@ from tests.processes import started
 FAILS, PREEMPTED = Ended(1), Ended(RESTART_EXIT_CODE)
 NO_PROGRESS = "not started again, because it failed twice without progress: why"
 THAT_OFTEN = "not started again, because that was done 2 times: why"
-NONE_SAVED, LAST = "no checkpoint was saved since it was started", "the last checkpoint is that of step"
+NONE_SAVED, LAST = "no checkpoint was saved since it started", "the last checkpoint is that of step"
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ run_again(start, 3, 60.0, Path.cwd(), lambda line: print(line, flush=True))
 """
     argv = ["env", "--default-signal=HUP,INT,TERM,USR1,USR2", sys.executable, "-c", program, saved]
     with started(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        place = "the last checkpoint is that of step 0" if saved == "a" else "no checkpoint was saved since it was started"
+        place = "the last checkpoint is that of step 0" if saved == "a" else "no checkpoint was saved since it started"
         assert process.stdout.readline() == f"restart 1 of 3 in 60 s: why; {place}\n"
         assert len(list(tmp_path.iterdir())) == 1
         os.kill(process.pid, signal.Signals[f"SIG{name}"])

@@ -119,7 +119,7 @@ def test_a_restart_says_how_the_job_has_ended(monkeypatch, capsys):
     ends[1] = Ended(0)
     ends[0], counts[:] = ends[3], []
     assert execute("-n", "2", "--max-restarts", "9", "--restart-delay", "0", "train.py") == 0
-    none = "no checkpoint was saved since it was started"
+    none = "no checkpoint was saved since it started"
     assert capsys.readouterr().err.splitlines() == [
         f"mpistrat run: restart 1 of 9: the job has taken 2 min 0 s; {none}",
         f"mpistrat run: restart 2 of 9: the job was preempted; {none}",
