@@ -43,7 +43,7 @@ VERBS = {
     "hierarchical": lambda ops, seconds: ops.all_reduce(SUM, [ONES, ONES], within(seconds, algorithm="hierarchical")),
     "chunks": lambda ops, seconds: ops.all_reduce(SUM, [np.ones(400_000)], within(seconds, algorithm="hierarchical")),
     "deterministic": lambda ops, seconds: ops.all_reduce(SUM, [ONES], within(seconds, deterministic=True)),
-    "started": lambda ops, seconds: ops.start_all_reduce(SUM, [ONES], within(seconds)).wait(),
+    "started": lambda ops, seconds: [ops.start_all_reduce(SUM, [ONES], within(seconds)) for _ in range(2)][0].wait(),
     "reduce_scatter": lambda ops, seconds: ops.reduce_scatter(SUM, ONES, options=within(seconds)),
     "all_gather": lambda ops, seconds: ops.all_gather(ONES, options=within(seconds)),
     "gather": lambda ops, seconds: ops.gather(ONES, options=within(seconds)),
