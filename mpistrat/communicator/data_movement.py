@@ -28,7 +28,7 @@ from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard
 from mpistrat.groups.agreement import digest_of, gather_or_raise
 from mpistrat.lazy import MPI
-from mpistrat.reduction import HALF_DTYPES, check_elements
+from mpistrat.reduction import check_elements
 from mpistrat.steps import Steps, one_by_one
 from mpistrat.text import format_bytes
 from mpistrat.transports.mpi import MpiTransport, until_complete
@@ -444,7 +444,7 @@ def _extents(arrays: Sequence[Array]) -> Array:
 
 def _dtype_and_shape(array: Array) -> Array:
     """Return the text of the dtype and shape of an array, in a fixed number of bytes."""
-    name = array.dtype.name if array.dtype in HALF_DTYPES else array.dtype.str
+    name = array.dtype.name if array.dtype.isbuiltin == 2 else array.dtype.str  # 2: of ml_dtypes
     text, header = " ".join(map(str, (name, *array.shape))).encode(), np.zeros(_HEADER_BYTES, np.uint8)
     header[: len(text)] = np.frombuffer(text, np.uint8)
     return header

@@ -24,9 +24,8 @@ _ANSWER_SECONDS = 1.0  # for ranks to report their call after a deadline has pas
 class Deadlines:
     """The deadlines of calls: `default_seconds`, or what a call has of its own; 0 means none.
 
-    `current` returns the number of the call that is under way, and its text. `has_started` tells whether calls were started
-    that may still be under way: then that is the number of the last one. `check_gpu` raises if what was enqueued on the GPU
-    has been aborted.
+    `current` returns the number of the program's last call, and its text: those of the call that is under way, unless that was
+    started. `check_gpu` raises if what was enqueued on the GPU has been aborted.
     """
 
     def __init__(
@@ -35,7 +34,6 @@ class Deadlines:
         window: NodeWindow | None,
         seconds: float,
         current: Callable[[], tuple[int, str]],
-        has_started: Callable[[], bool],
     ) -> None:
         world = hierarchy.world
         nodes = [world.nodes[world.place(rank).node_index].name for rank in range(world.size)]
@@ -45,12 +43,13 @@ class Deadlines:
         self._node_ranks = world.nodes[hierarchy.place.node_index].ranks
         self._rank, self._job_ranks, self._communicator = hierarchy.job_rank, hierarchy.job_ranks, hierarchy.number
         self._present, self._window, self._one_node = hierarchy.call, window, world.num_nodes == 1
-        self._current, self._has_started, self._watcher = current, has_started, watcher.start()
+        self._current, self._number, self._watcher = current, 0, watcher.start()
         self._limits: watcher.Limits = {} if self._watcher is None else self._watcher.limits
         self._present.drive, self._present.must_poll = self.drive, bool(seconds)
 
     def run(self, call: Call, steps: Steps) -> None:
         """Run the steps of a call within the rest of its time."""
+        self._number = call.number
         self._drive(steps, partial(str, call), call.rest_seconds, call.seconds, back_off if call.is_started else None)
 
     def drive(self, steps: Steps) -> None:
@@ -79,7 +78,7 @@ class Deadlines:
 
     def arrive(self, call: Call, enter: Callable[[], MPI.Request]) -> None:
         """Wait until all ranks have started what `enter` starts; the barrier watches the deadline and the messages of peers."""
-        what = partial(str, call)
+        what, self._number = partial(str, call), call.number
         steps = self.barrier.steps(enter, what, call.seconds, self._absent)
         drive(steps, what, back_off=back_off if call.is_started else None, check=self._raise_verdict)
 
@@ -106,6 +105,7 @@ class Deadlines:
     def end(self) -> None:
         """Forget the deadline of a call: the default applies again."""
         self._seconds, self._present.must_poll, self._present.ends = self.default_seconds, bool(self.default_seconds), 0.0
+        self._number = 0
         if self._limits:
             self._limits.pop(self, None)
 
@@ -134,8 +134,7 @@ class Deadlines:
     def _missing(self) -> list[int]:
         """Return the ranks that have not arrived, as far as this node's memory and the records of all ranks show."""
         late = {self._node_ranks[rank] for rank in (() if self._window is None else self._window.missing())}
-        # what was started is compared first; meanwhile the program may have started more, which the number counts
-        if not late and (self._one_node or self._has_started()):
+        if not late and self._one_node:
             return []
         came = self._came()  # those that are late in the node's memory may wait in the call for others
         return [rank for rank, is_there in came.items() if is_there is False or (rank in late and is_there is None)]
@@ -149,5 +148,5 @@ class Deadlines:
         if self._watcher is None:
             return dict.fromkeys(range(len(self._job_ranks)))
         states = self._watcher.compare(_ANSWER_SECONDS, self._job_ranks)
-        came = entered(states, (self._communicator, self._current()[0]))
+        came = entered(states, (self._communicator, self._number or self._current()[0]))
         return {rank: None if state.state == "unknown" else state.rank in came for rank, state in enumerate(states)}

@@ -73,7 +73,6 @@ class Guard:
             window,
             options.timeout_seconds or 0.0,
             lambda: (self.number, self.signature.text),
-            lambda: self._last is not None,
         )
         self._comparison = Comparison(hierarchy, agreement, window)
         self._present, self._memory = hierarchy.call, memory

@@ -146,10 +146,13 @@ def test_arrays_that_do_not_fit_are_refused_on_every_rank(mixed, strict):
             call()
 
 
-def test_foreign_bytes_of_the_root_are_refused_on_all_ranks(mixed):
+@pytest.mark.parametrize(
+    ("dtype", "found"), [(">f8", "non-native byte order"), ("float8_e5m2", "dtype float8_e5m2"), ("int4", "dtype int4")]
+)
+def test_a_dtype_of_the_root_that_is_not_supported_is_refused_on_all_ranks(mixed, dtype, found):
     mixed.is_strict = False
     for _ in range(2):
-        given = np.ones(5, ">f8" if mixed.rank == 0 else "<f8")
-        with pytest.raises(UnsupportedDtypeError, match="the array of replica 0 has non-native byte order"):
+        given = np.ones(5, dtype if mixed.rank == 0 else "<f8")
+        with pytest.raises(UnsupportedDtypeError, match=f"the array of replica 0 has {found}"):
             mixed.broadcast(given)
         assert mixed.broadcast(np.full(5, mixed.rank), root=mixed.size - 1)[0] == mixed.size - 1

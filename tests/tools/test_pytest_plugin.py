@@ -41,6 +41,20 @@ def test_fails_as_expected(communicator, number):
     if number == 2:
         communicator.barrier()
 
+@pytest.fixture
+def on_rank_0(communicator):
+    assert communicator.rank == 0
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail
+def test_set_up_on_one_rank(on_rank_0):
+    communicator.barrier()
+
+@pytest.mark.ranks(2)
+def test_fails_as_expected_later(communicator):
+    if communicator.rank == 1:
+        pytest.xfail("planted")
+
 @pytest.mark.ranks(2)
 def test_skipped(communicator):
     pytest.skip("planted")
@@ -126,7 +140,11 @@ def test_each_test_of_several_ranks_is_one_test_here(folder):
         "test_after_all_that[2-ranks]",
     }
     skipped = {name for name, (outcome, _) in results.items() if outcome == "skipped"}
-    assert skipped == {*(f"test_fails_as_expected[2-ranks-{number}]" for number in range(3)), "test_skipped[2-ranks]"}
+    names = ("skipped", "set_up_on_one_rank", "fails_as_expected_later")
+    assert skipped == {
+        *(f"test_fails_as_expected[2-ranks-{number}]" for number in range(3)),
+        *(f"test_{name}[2-ranks]" for name in names),
+    }
     assert re.search(r"SKIPPED \[1\] test_planted.py:\d+: planted", done.stdout)
     failures = {name: text for name, (outcome, text) in results.items() if outcome in ("failure", "error")}
     assert failures.keys() == results.keys() - passed - skipped
