@@ -31,13 +31,7 @@ from mpistrat.communicator.programs import Known
 from mpistrat.communicator.reductions import Reductions
 from mpistrat.communicator.validate import alike, checked_int, read_arrays
 from mpistrat.device.binding import bound_device
-from mpistrat.errors import (
-    DeadlineExceededError,
-    InvalidArgumentError,
-    MpistratError,
-    UnavailableError,
-    UnsupportedDtypeError,
-)
+from mpistrat.errors import DeadlineExceededError, InvalidArgumentError, MpistratError, UnavailableError, UnsupportedDtypeError
 from mpistrat.execution import last_calls
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard, Starting

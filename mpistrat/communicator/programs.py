@@ -148,11 +148,7 @@ class Programs:
         )
 
     def known(
-        self,
-        kind: object,
-        arrays: Sequence[Array],
-        options: CommunicationOptions | None,
-        out: Sequence[Array] | None,
+        self, kind: object, arrays: Sequence[Array], options: CommunicationOptions | None, out: Sequence[Array] | None
     ) -> Known | None:
         """Return what is known of a call, with the `kind` of a `Reduction`; None if nothing is, or `out` must be looked at."""
         try:
@@ -175,12 +171,7 @@ class Programs:
             return None
 
     def remember(
-        self,
-        asked: Reduction,
-        options: CommunicationOptions | None,
-        program: Program,
-        signature: Signature,
-        run: Blocking,
+        self, asked: Reduction, options: CommunicationOptions | None, program: Program, signature: Signature, run: Blocking
     ) -> None:
         """Remember a call of that signature, which passes these options and which `run` makes: see `known`.
 

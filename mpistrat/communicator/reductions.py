@@ -32,12 +32,7 @@ class Reductions:
     """The reductions of one communicator, and the `programs` that they run."""
 
     def __init__(
-        self,
-        executor: Executor,
-        guard: Guard,
-        planner: Planner,
-        gpu: GpuArrays | None,
-        say: Callable[[str], None],
+        self, executor: Executor, guard: Guard, planner: Planner, gpu: GpuArrays | None, say: Callable[[str], None]
     ) -> None:
         self._executor, self._guard, self._gpu = executor, guard, gpu
         device = None if gpu is None else DevicePlanner(gpu, say)
@@ -163,11 +158,7 @@ class Reductions:
             )
 
     def start_all_reduce(
-        self,
-        op: ReduceOp,
-        arrays: Sequence[Array],
-        options: CommunicationOptions | None,
-        out: Sequence[Array] | None,
+        self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions | None, out: Sequence[Array] | None
     ) -> Work[list[Array]]:
         """Start what `all_reduce` does: see `mpistrat.Communicator.start_all_reduce`. A collective call."""
         with self.active():

@@ -230,11 +230,7 @@ class Guard:
         return digest
 
     def begin(
-        self,
-        verb: str,
-        options: object,
-        ask: Callable[[Any], T],
-        check: Callable[[T], None] | None = None,
+        self, verb: str, options: object, ask: Callable[[Any], T], check: Callable[[T], None] | None = None
     ) -> tuple[Call, T]:
         """Return a numbered call that has begun, and what it asks for; raise if this rank cannot make it.
 

@@ -203,14 +203,7 @@ class SmallBatch:
     `combine` all-reduces an array, into its second argument, or into a new array where that is None.
     """
 
-    def __init__(
-        self,
-        op: ReduceOp,
-        arrays: Sequence[Array],
-        bucket: Bucket,
-        divisor: int,
-        combine: Combine,
-    ) -> None:
+    def __init__(self, op: ReduceOp, arrays: Sequence[Array], bucket: Bucket, divisor: int, combine: Combine) -> None:
         assert bucket.indices == tuple(reversed(range(len(arrays)))), "arrays are packed from the last to the first"
         self._dtype = arrays[0].dtype
         self._sent_dtype = accumulation_dtype(op, self._dtype)
