@@ -29,7 +29,7 @@ from mpistrat.device.kernels import divide_kernel
 from mpistrat.errors import InvalidArgumentError, TransportError, Unsuitable
 from mpistrat.execution import compile as compiled
 from mpistrat.execution.device_executor import DeviceExecutor
-from mpistrat.execution.executor import Executor
+from mpistrat.execution.executor import Dtypes, Executor
 from mpistrat.execution.program import Bucket, Program, shorten
 from mpistrat.packing.layout import Layout, pack_by_bytes, split_evenly
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp, accumulation_dtype, check_dtype
@@ -140,12 +140,7 @@ class Planner:
         return bucket
 
     def _decide(
-        self,
-        op: ReduceOp,
-        layout: Layout,
-        combined: np.dtype[Any],
-        dtypes: Sequence[np.dtype[Any]],
-        options: CommunicationOptions,
+        self, op: ReduceOp, layout: Layout, combined: np.dtype[Any], dtypes: Dtypes, options: CommunicationOptions
     ) -> tuple[Choice, np.dtype[Any]]:
         """Return the plan of a bucket as it will run, why it was chosen, and the dtype of the bucket."""
         choice = self._choice(op, layout.count, combined, options, _wire(op, combined, options))

@@ -31,11 +31,9 @@ from mpistrat.transports.ring import MpiRingTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 from mpistrat.transports.staged import StagedTransport
 
-TRANSPORTS: dict[str, type[Transport]] = {
-    transport.name: transport for transport in (MpiTransport, MpiRingTransport, SharedMemoryTransport)
-}
+TRANSPORTS: dict[str, type[Transport]] = {one.name: one for one in (MpiTransport, MpiRingTransport, SharedMemoryTransport)}
 DEVICE_TRANSPORTS: dict[str, type[DeviceTransport]] = {
-    transport.name: transport for transport in (NcclTransport, CudaIpcTransport, StagedTransport)
+    one.name: one for one in (NcclTransport, CudaIpcTransport, StagedTransport)
 }
 
 _ON_DEVICE = {*DEVICE_TRANSPORTS, CudaAwareTransport.name}
@@ -331,9 +329,7 @@ def _warn_of_staging(hierarchy: Hierarchy, reason: str) -> None:
 def _path(taken: Mapping[str, str], between: str) -> str:
     """Return the selected transports as text."""
     kinds = set(taken.values())
-    inside = (
-        f"{kinds.pop()} inside nodes" if len(kinds) == 1 else ", ".join(f"{kind} in {node}" for node, kind in taken.items())
-    )
+    inside = f"{kinds.pop()} inside nodes" if len(kinds) == 1 else ", ".join(f"{by} in {node}" for node, by in taken.items())
     return ", ".join(filter(None, (inside, between))) or "one rank: nothing is sent"
 
 
