@@ -260,10 +260,9 @@ class _Buffered:
         place = start if self._wire is not None and self._wire.error_feedback else 0
         if (slot, padded, place) not in self._bound:
             casters = None if self._wire is None else partial(self._caster, self._wire, place)
-            phases = [
-                self.executor.operations(self._plan, phase, slot, buffer, self._op, casters) for phase in self._plan.phases
-            ]
-            for phase, operations in zip(self._plan.phases, phases[:-1], strict=False):
+            plan, bind = self._plan, self.executor.operations
+            phases = [bind(plan, phase, slot, buffer, self._op, casters) for phase in plan.phases]
+            for phase, operations in zip(plan.phases, phases[:-1], strict=False):
                 for _, operation in operations:
                     self._check_in_place(phase, operation, buffer)
             self._bound[slot, padded, place] = phases

@@ -224,9 +224,7 @@ class DeviceExecutor(Executor):
             self.device.current_stream().wait(self._copied_out)
 
 
-def _cast_on_device(
-    device: Device, buffer: DeviceArray, dtype: np.dtype[Any], bind: Callable[[DeviceArray], Operation]
-) -> Operation:
+def _cast_on_device(device: Device, buffer: DeviceArray, dtype: np.dtype[Any], bind: Callable[[Any], Operation]) -> Operation:
     """Bind an operation to memory of a narrower dtype, into which a kernel casts a buffer before, and back afterwards."""
     layout, narrow = Layout([buffer.size]), device.allocate(buffer.size * dtype.itemsize).view(dtype)
     pack = DeviceCopyIn(device, layout, narrow, [buffer.dtype])

@@ -311,9 +311,8 @@ class Guard:
         if call.ends:
             self.deadlines.watch(call)
         try:
-            return self._comparison.agree(
-                call, error, facts, memory, self.run, partial(self._within, call, self.deadlines.arrive)
-            )
+            arrive = partial(self._within, call, self.deadlines.arrive)
+            return self._comparison.agree(call, error, facts, memory, self.run, arrive)
         except CallsDifferError as differ:
             failure = self._fail_with(call, self._understood(differ, recorded.text))
             raise (error or failure) from None
