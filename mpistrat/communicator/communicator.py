@@ -537,7 +537,5 @@ def average_leaves(
 def _with_mean(leaf: Any, name: str = "value") -> Array:
     array = as_operand(leaf, name)
     if array.dtype.kind in "iu":
-        raise UnsupportedDtypeError(
-            f"{name} has dtype {array.dtype}, whose mean would be a whole number: convert it to float first"
-        )
+        raise UnsupportedDtypeError(f"{name} has dtype {array.dtype}, whose mean would be a whole number: convert it to float")
     return array

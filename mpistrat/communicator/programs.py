@@ -110,9 +110,7 @@ class Programs:
         if self._device is not None:
             if len({is_on_device(array) for array in asked.arrays}) > 1:
                 where = ", ".join("GPU" if is_on_device(array) else "host" for array in asked.arrays)
-                raise InvalidArgumentError(
-                    f"arrays of one call lie in one memory; got {where}: make two calls, or copy some with cupy.asarray"
-                )
+                raise InvalidArgumentError(f"arrays of a call lie in one memory; got {where}: call twice, or use cupy.asarray")
             if planner is self._host:  # to which the implementation does not apply
                 asked = replace(asked, options=replace(asked.options, implementation="AUTO"))
         planner.check(asked)

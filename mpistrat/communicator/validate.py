@@ -59,9 +59,7 @@ def check_parts(arrays: Sequence[Array], num_replicas: int) -> None:
         raise InvalidArgumentError(f"all_to_all needs one array for each of the {num_replicas} replicas; got {len(arrays)}")
     if len({(array.dtype, array.ndim, array.shape[1:]) for array in arrays}) > 1:
         found = ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
-        raise InvalidArgumentError(
-            f"all_to_all needs arrays of one dtype that differ in their first extent at most; got {found}"
-        )
+        raise InvalidArgumentError(f"all_to_all needs arrays of one dtype that differ in the first extent alone; got {found}")
 
 
 def check_target(target: Array, array: Array, shape: tuple[int, ...] | None = None) -> None:

@@ -174,9 +174,7 @@ def _first_usable(
     return None, group, "; ".join(found)
 
 
-def _make(
-    kind: type[Any], groups: Collection[Group], over: Group, *arguments: Device
-) -> tuple[list[Any], list[tuple[str, str]]]:
+def _make(kind: Any, groups: Collection[Group], over: Group, *arguments: Device) -> tuple[list[Any], list[tuple[str, str]]]:
     """Return a transport for each group that has allocated memory, and what any rank lacks: then nobody keeps any."""
     made: list[Any] = []
 
@@ -340,9 +338,7 @@ def _on_host(hierarchy: Hierarchy, setting: settings.Setting[str]) -> str:
         return wanted
     if bound_device() is None:
         accepted = ", ".join(name for name in setting.choices if name not in _ON_DEVICE)
-        raise TransportError(
-            f"{setting.name}={wanted} moves memory of GPUs, and these ranks compute on CPUs; accepted are {accepted}"
-        )
+        raise TransportError(f"{setting.name}={wanted} moves GPU memory, and ranks compute on CPUs; accepted are {accepted}")
     return "auto"
 
 
@@ -350,11 +346,9 @@ def _unusable(group: str, refusals: str, accepted: Iterable[str]) -> TransportEr
     return TransportError(f"group {group} has no usable transport ({refusals}); accepted are {', '.join(accepted)}")
 
 
-def _cannot_move(
-    setting: settings.Setting[str], wanted: str, reasons: Iterable[str], accepted: Iterable[str]
-) -> TransportError:
+def _cannot_move(setting: settings.Setting[str], name: str, reasons: Iterable[str], accepted: Iterable[str]) -> TransportError:
     return TransportError(
-        f"{setting.name}={wanted} cannot move memory of GPUs here: {'; '.join(reasons)}. Accepted are {', '.join(accepted)}"
+        f"{setting.name}={name} cannot move memory of GPUs here: {'; '.join(reasons)}. Accepted are {', '.join(accepted)}"
     )
 
 
