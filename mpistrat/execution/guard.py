@@ -68,12 +68,9 @@ class Guard:
         self.number, self.signature = 0, Signature("")
         self.communicator, self._members, self._rank = hierarchy.number, hierarchy.members, hierarchy.job_rank
         self.thread = CallingThread()
+        seconds = options.timeout_seconds or 0.0
         self.deadlines = Deadlines(
-            hierarchy,
-            window,
-            options.timeout_seconds or 0.0,
-            lambda: (self.number, self.signature.text),
-            lambda: self._last is not None,
+            hierarchy, window, seconds, lambda: (self.number, self.signature.text), lambda: self._last is not None
         )
         self._comparison = Comparison(hierarchy, agreement, window)
         self._present, self._memory = hierarchy.call, memory
@@ -178,7 +175,7 @@ class Guard:
         def recorded() -> T:
             job.is_claimed = self._cause is not None  # what this one fails of is told already
             self.raise_if_failed()
-            slot = self._recorder.enter_started(self.communicator, call.number, index, line)
+            slot = self._recorder.enter(self.communicator, call.number, index, line)
             try:
                 result = carry_out()
             except BaseException as error:

@@ -144,9 +144,9 @@ def look(file: RankFile, wanted: Collection[Key] = ()) -> RankState:
         tuple(found.values()),
         line,
         (now - sampled) / 1e9,
-        alive and state != "stopped" and 0 < file.looked < now - SILENT_SECONDS * 1e9,
+        alive and state != "stopped" and 0 < file.word("looked") < now - SILENT_SECONDS * 1e9,
         file.text("program"),
-        file.threads > 1,
+        file.word("threads") > 1,
         file.text("activity") if state in ("in", "out", "stopped", "gone", "killed") else "",
     )
 
