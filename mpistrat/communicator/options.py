@@ -204,6 +204,13 @@ def check_options(options: object, name: str = "options") -> None:
         raise InvalidArgumentError(f"{name} must be CommunicationOptions or None; got {options!r}")
 
 
+def rendezvous_seconds(options: object) -> float:
+    """Return how many seconds ranks wait for each other while a communicator is made; 0 means forever."""
+    if isinstance(options, CommunicationOptions) and options.timeout_seconds is not None:
+        return options.timeout_seconds
+    return settings.TIMEOUT_SECONDS.read_or_default()
+
+
 def shared_defaults(agreement: Agreement, values: settings.Snapshot) -> CommunicationOptions:
     """Return the default options from the settings, after checking that all ranks have the same. A collective call."""
     if values.error is not None:

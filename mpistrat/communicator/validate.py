@@ -14,6 +14,7 @@ from numpy.lib.array_utils import byte_bounds
 from mpistrat.arrays import Array, as_array, as_target, is_aligned, is_on_device, like
 from mpistrat.device.abstract import address, addresses, are_contiguous
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.lazy import MPI
 
 
 def read_arrays(values: Sequence[Any], out: object = None) -> tuple[list[Array], list[Array] | None]:
@@ -35,6 +36,18 @@ def alike(results: Sequence[Array], values: Sequence[Any], out: Sequence[Any] | 
     # of a tensor in `out` too: the streams of its own library wait for what was written
     found = list(map(like, results, values if out is None else out))
     return found if out is None else list(out)
+
+
+def check_comm(comm: object) -> None:
+    """Check that it is an intracommunicator."""
+    if comm == MPI.COMM_NULL:
+        raise InvalidArgumentError(
+            "a Communicator is made by the ranks that are in it; this rank got MPI.COMM_NULL, so it is not among them.\n"
+            "    incorrect:  comm = mpistrat.Communicator(sub)\n"
+            "    correct:    if sub != MPI.COMM_NULL: comm = mpistrat.Communicator(sub)"
+        )
+    if not isinstance(comm, MPI.Intracomm):
+        raise InvalidArgumentError(f"a Communicator needs an intracommunicator, like MPI.COMM_WORLD; got {type(comm).__name__}")
 
 
 def check_gather(array: Array, axis: int, verb: str = "all_gather") -> None:
