@@ -19,25 +19,18 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.algorithms.choose import Choice, Measured
 from mpistrat.arrays import Array, as_operand, check_capture, is_on_device, like, to_device
-from mpistrat.communicator.construction import build_hierarchy
 from mpistrat.communicator.data_movement import DataMovement
 from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
 from mpistrat.communicator.interface import Arrays, BaseCommunicator, as_lists
-from mpistrat.communicator.options import DEFAULTS, CommunicationOptions, shared_defaults
+from mpistrat.communicator.options import DEFAULTS, CommunicationOptions, check_options, rendezvous_seconds, shared_defaults
 from mpistrat.communicator.passing import Passing
 from mpistrat.communicator.planning import Planner, Reduction
 from mpistrat.communicator.programs import Known
 from mpistrat.communicator.reductions import Reductions
-from mpistrat.communicator.validate import alike, checked_int, read_arrays
+from mpistrat.communicator.validate import alike, check_comm, checked_int, read_arrays
 from mpistrat.device.binding import bound_device
-from mpistrat.errors import (
-    DeadlineExceededError,
-    InvalidArgumentError,
-    MpistratError,
-    UnavailableError,
-    UnsupportedDtypeError,
-)
+from mpistrat.errors import DeadlineExceededError, InvalidArgumentError, MpistratError, UnavailableError, UnsupportedDtypeError
 from mpistrat.execution import last_calls
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard, Starting
@@ -45,6 +38,7 @@ from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.launch import bootstrap
 from mpistrat.logger import logger
 from mpistrat.reduction import ReduceOp
@@ -511,6 +505,16 @@ class Communicator(BaseCommunicator):
             logger.info(text)
 
 
+def build_hierarchy(comm: MPI.Intracomm, options: CommunicationOptions | None, measured: Measured | None) -> Hierarchy:
+    """Return the hierarchy of groups over the ranks of `comm`, which is duplicated. A collective call."""
+    check_comm(comm)
+    bootstrap.start()  # which raises if MPI is finalized, before it is asked anything
+    with rendezvous("Communicator", rendezvous_seconds(options), comm) as job:
+        given = "" if measured is None else f", measured={measured}"
+        job.agree(f"Communicator(options={options}{given})", lambda: check_options(options))
+        return Hierarchy(job.comm, job.world)
+
+
 @cache
 def job_communicator() -> Communicator:
     """Return the communicator over all ranks of the job; the first call makes it, and is a collective one."""
@@ -543,7 +547,5 @@ def average_leaves(
 def _with_mean(leaf: Any, name: str = "value") -> Array:
     array = as_operand(leaf, name)
     if array.dtype.kind in "iu":
-        raise UnsupportedDtypeError(
-            f"{name} has dtype {array.dtype}, whose mean would be a whole number: convert it to float first"
-        )
+        raise UnsupportedDtypeError(f"{name} has dtype {array.dtype}, whose mean would be a whole number: convert it to float")
     return array

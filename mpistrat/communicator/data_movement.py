@@ -128,9 +128,7 @@ class DataMovement:
             self._require_equal(move.digests, needed, array if out is None else out)
             starts = list(accumulate(move.numbers, initial=0))
             if out is not None and out.shape[axis] != starts[-1]:
-                raise InvalidArgumentError(
-                    f"out must have extent {starts[-1]} along axis {axis}, that of all arrays; got shape {out.shape}"
-                )
+                raise InvalidArgumentError(f"out needs extent {starts[-1]} on axis {axis}, that of all arrays; got {out.shape}")
             mine = _moved(move.route.fetch(array), axis, 0)
             whole = move.empty((starts[-1], *mine.shape[1:]), mine.dtype, out if axis == 0 else None)
             row_bytes = whole.nbytes // max(starts[-1], 1)

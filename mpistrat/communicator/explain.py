@@ -72,11 +72,9 @@ class Explanation:
 
     def _describe(self, number: int, pack: Pack) -> str:
         plan = pack.choice.plan
+        arrays = format_count(len(pack.indices), "array")
         heading = [
-            (
-                f"pack {number}",
-                f"{format_bytes(plan.num_bytes)} of {pack.dtype} from {format_count(len(pack.indices), 'array')}",
-            ),
+            (f"pack {number}", f"{format_bytes(plan.num_bytes)} of {pack.dtype} from {arrays}"),
             ("buffer", chunks_text(plan)),
             ("algorithm", plan.algorithm),
             ("why", pack.choice.reason),

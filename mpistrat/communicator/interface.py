@@ -210,9 +210,8 @@ class BaseCommunicator(ABC):
         def of_ranks(results: Sequence[Any], values: Sequence[Any], _: object) -> list[Any]:
             return [each and [like(one, value) for one in each] for each, value in zip(results, values, strict=True)]
 
-        return self._each(
-            "gather", lambda array, _: self._movement.gather(array, root, options), arrays, None, options, of_ranks
-        )
+        gather = lambda array, _: self._movement.gather(array, root, options)  # noqa: E731
+        return self._each("gather", gather, arrays, None, options, of_ranks)
 
     def all_to_all(self, arrays: Arrays, options: CommunicationOptions | None = None) -> Arrays:
         """Send array i to rank i; return the arrays received, in rank order. A collective call.

@@ -115,17 +115,11 @@ class CommunicationOptions:
             if not isinstance(getattr(self, name), (bool, type(None))):
                 raise InvalidArgumentError(f"{name} must be True or False; got {getattr(self, name)!r}")
         if self.deterministic and self.wire_dtype in WIRE_DTYPES:
-            raise InvalidArgumentError(
-                f"deterministic=True excludes wire_dtype={self.wire_dtype!r}: what is cast depends on who shares a node"
-            )
+            raise InvalidArgumentError(f"deterministic=True excludes wire_dtype={self.wire_dtype!r}: nodes decide what is cast")
         if self.deterministic and self.intra_dtype == NATIVE:
-            raise InvalidArgumentError(
-                f"deterministic=True excludes intra_dtype={self.intra_dtype!r}: how often sums are rounded depends on the nodes"
-            )
+            raise InvalidArgumentError("deterministic=True excludes intra_dtype='native': nodes decide what is rounded")
         if self.error_feedback and self.wire_dtype not in WIRE_DTYPES:
-            raise InvalidArgumentError(
-                "error_feedback=True needs a wire_dtype: bfloat16 or float16; what is not cast loses nothing"
-            )
+            raise InvalidArgumentError("error_feedback=True needs a wire_dtype: bfloat16 or float16; others lose nothing")
         try:
             member = CommunicationImplementation(str(getattr(self.implementation, "value", self.implementation)).upper())
         except ValueError:
@@ -185,10 +179,8 @@ shaping_values = attrgetter(*_SHAPING)
 @lru_cache
 def text_of_shaping(values: tuple[Any, ...]) -> str:
     """Return the text of such values."""
-    told = dict(zip(_SHAPING, values, strict=True))
-    return ", ".join(
-        [f"{name}={told[name]}" for name in _SHAPING if name in _ALWAYS_TOLD or told[name] != getattr(DEFAULTS, name)]
-    )
+    told = zip(_SHAPING, values, strict=True)
+    return ", ".join([f"{name}={value}" for name, value in told if name in _ALWAYS_TOLD or value != getattr(DEFAULTS, name)])
 
 
 def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> CommunicationOptions:  # noqa: N802
@@ -210,6 +202,13 @@ def check_options(options: object, name: str = "options") -> None:
     """Check that an argument is communication options, or None."""
     if not isinstance(options, (CommunicationOptions, type(None))):
         raise InvalidArgumentError(f"{name} must be CommunicationOptions or None; got {options!r}")
+
+
+def rendezvous_seconds(options: object) -> float:
+    """Return how many seconds ranks wait for each other while a communicator is made; 0 means forever."""
+    if isinstance(options, CommunicationOptions) and options.timeout_seconds is not None:
+        return options.timeout_seconds
+    return settings.TIMEOUT_SECONDS.read_or_default()
 
 
 def shared_defaults(agreement: Agreement, values: settings.Snapshot) -> CommunicationOptions:

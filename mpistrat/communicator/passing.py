@@ -17,6 +17,7 @@ from mpistrat.execution.guard import Guard
 from mpistrat.groups.group import MOST_UNCONFIRMED, weight
 from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp
+from mpistrat.transports.mpi import mpi_datatype, mpi_op
 from mpistrat.watch.recorder import recorder, write_entry
 
 # of flags.num: C_CONTIGUOUS and ALIGNED; WRITEABLE too; OWNDATA
@@ -33,10 +34,11 @@ class Passing:
         """Have calls with such an array passed, if it is known, by the handle of MPI's operation."""
         known, world, nbytes = self._programs.known(op._value_, [array], None, None), self._executor.world, array.nbytes
         if known is not None and not is_on_device(array):
-            is_passed = known.is_one_message and 0 < nbytes <= world.most_passed_bytes
-            call = world.passing_call(op, array.dtype) if is_passed else (None, None, None)
+            mpi_call: tuple[Any, ...] = (None, None, None)
+            if known.is_one_message and 0 < nbytes <= world.most_passed_bytes:
+                mpi_call = world.group.comm.Allreduce, mpi_op(op, array.dtype), mpi_datatype(array.dtype)
             # with its description, as how many calls one counts, and MPI's call if it is small
-            found = known, known.signature, known.digest, weight(nbytes), *call
+            found = known, known.signature, known.digest, weight(nbytes), *mpi_call
             self._programs.passed[handle, array.size, array.dtype] = found
 
     def caller(

@@ -29,7 +29,7 @@ from mpistrat.device.kernels import divide_kernel
 from mpistrat.errors import InvalidArgumentError, TransportError, Unsuitable
 from mpistrat.execution import compile as compiled
 from mpistrat.execution.device_executor import DeviceExecutor
-from mpistrat.execution.executor import Executor
+from mpistrat.execution.executor import Dtypes, Executor
 from mpistrat.execution.program import Bucket, Program, shorten
 from mpistrat.packing.layout import Layout, pack_by_bytes, split_evenly
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp, accumulation_dtype, check_dtype
@@ -140,15 +140,10 @@ class Planner:
         return bucket
 
     def _decide(
-        self,
-        op: ReduceOp,
-        layout: Layout,
-        combined: np.dtype[Any],
-        dtypes: Sequence[np.dtype[Any]],
-        options: CommunicationOptions,
+        self, op: ReduceOp, layout: Layout, combined: np.dtype[Any], dtypes: Dtypes, options: CommunicationOptions
     ) -> tuple[Choice, np.dtype[Any]]:
         """Return the plan of a bucket as it will run, why it was chosen, and the dtype of the bucket."""
-        choice = self._choice(op, layout.count, combined, options, _wire(op, combined, options))
+        choice = self._choice(op, layout.count, combined, options)
         # float32 if its elements have four bytes, although arrays of two were given
         dtype = combined if combined.itemsize == choice.plan.itemsize else np.dtype(np.float32)
         return replace(choice, plan=self.executor.adapt(choice.plan, layout, dtype, op, dtypes)), dtype
@@ -213,9 +208,7 @@ class Planner:
             for members, layout in _pack(indices[::-1], counts, dtype.itemsize, asked.options)
         ]
 
-    def _choice(
-        self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions, wire: Wire | None
-    ) -> Choice:
+    def _choice(self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
         """Return the plan for a bucket, and why it was chosen."""
         if options.deterministic:
             plan = planners.flat(self._world, count, dtype.itemsize)
@@ -224,6 +217,7 @@ class Planner:
                 return Choice(plan, "small arrays of a node are always added in the order of the replicas")
             return Choice(self._plan_in_order(op, count, dtype), "deterministic=True adds in the order of the replicas")
         buffer, algorithm = (self._world, count, dtype.itemsize), options.algorithm or "auto"
+        wire = _wire(op, dtype, options)
         return choose(*buffer, algorithm, self._chunk_bytes, self._measured, wire.dtype.itemsize if wire else 0)
 
     def _plan_in_order(self, op: ReduceOp, count: int, dtype: np.dtype[Any]) -> Plan:
@@ -280,17 +274,16 @@ class DevicePlanner(Planner):
             return dtype
         return super()._combined_in(op, dtype, options)
 
-    def _choice(
-        self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions, wire: Wire | None
-    ) -> Choice:
-        nccl, is_summed = self.executor.transports.everywhere, wire is None and not options.deterministic
+    def _choice(self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
+        nccl, wire = self.executor.transports.everywhere, _wire(op, dtype, options)
+        is_summed = wire is None and not options.deterministic
         by_nccl = nccl is not None and is_summed and not nccl.refusal(dtype, op)
         joins_nodes = nccl is not None and self._world.num_nodes > 1
         if joins_nodes and by_nccl and options.algorithm == "auto":
             plan = planners.flat(self._world, count, dtype.itemsize)
             return Choice(plan, "nccl joins all ranks, and chooses how")
         if options.deterministic:
-            choice = super()._choice(op, count, dtype, options, wire)
+            choice = super()._choice(op, count, dtype, options)
         elif is_summed and self.executor.orders(dtype, op):
             reason = f"NCCL does not combine {dtype} by {op.name} as NumPy does: GPUs exchange and combine them"
             choice = Choice(self._plan_in_order(op, count, dtype), reason)

@@ -110,9 +110,7 @@ class Programs:
         if self._device is not None:
             if len({is_on_device(array) for array in asked.arrays}) > 1:
                 where = ", ".join("GPU" if is_on_device(array) else "host" for array in asked.arrays)
-                raise InvalidArgumentError(
-                    f"arrays of one call lie in one memory; got {where}: make two calls, or copy some with cupy.asarray"
-                )
+                raise InvalidArgumentError(f"arrays of a call lie in one memory; got {where}: call twice, or use cupy.asarray")
             if planner is self._host:  # to which the implementation does not apply
                 asked = replace(asked, options=replace(asked.options, implementation="AUTO"))
         planner.check(asked)
@@ -148,11 +146,7 @@ class Programs:
         )
 
     def known(
-        self,
-        kind: object,
-        arrays: Sequence[Array],
-        options: CommunicationOptions | None,
-        out: Sequence[Array] | None,
+        self, kind: object, arrays: Sequence[Array], options: CommunicationOptions | None, out: Sequence[Array] | None
     ) -> Known | None:
         """Return what is known of a call, with the `kind` of a `Reduction`; None if nothing is, or `out` must be looked at."""
         try:
@@ -175,12 +169,7 @@ class Programs:
             return None
 
     def remember(
-        self,
-        asked: Reduction,
-        options: CommunicationOptions | None,
-        program: Program,
-        signature: Signature,
-        run: Blocking,
+        self, asked: Reduction, options: CommunicationOptions | None, program: Program, signature: Signature, run: Blocking
     ) -> None:
         """Remember a call of that signature, which passes these options and which `run` makes: see `known`.
 

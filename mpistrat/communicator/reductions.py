@@ -32,12 +32,7 @@ class Reductions:
     """The reductions of one communicator, and the `programs` that they run."""
 
     def __init__(
-        self,
-        executor: Executor,
-        guard: Guard,
-        planner: Planner,
-        gpu: GpuArrays | None,
-        say: Callable[[str], None],
+        self, executor: Executor, guard: Guard, planner: Planner, gpu: GpuArrays | None, say: Callable[[str], None]
     ) -> None:
         self._executor, self._guard, self._gpu = executor, guard, gpu
         device = None if gpu is None else DevicePlanner(gpu, say)
@@ -58,9 +53,7 @@ class Reductions:
     ) -> list[Array]:
         """Make the call of a verb of `mpistrat.Communicator`, and remember it. A collective call."""
         with self.active(), self._guard:
-            call, asked = self._guard.begin(
-                verb, options, lambda wanted: Reduction(op, arrays, wanted, axis), partial(self._check, out)
-            )
+            call, asked = self._guard.begin(verb, options, partial(Reduction, op, arrays, axis=axis), partial(self._check, out))
             call.signature.nbytes = sum(array.nbytes for array in arrays)
             program = self._program(call, asked)
             run = program.blocking or partial(self._all_reduce_known, program)
@@ -83,7 +76,7 @@ class Reductions:
             self._confirm_if_strict()
             return results
 
-    def _all_reduce_known(self, program: Program, arrays: Sequence[Array], out: Sequence[Array] | None = None) -> list[Array]:
+    def _all_reduce_known(self, program: Program, arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
         """All-reduce arrays by their program, in a call that this rank remembers. A collective call."""
         if self._gpu is not None:
             wait_for_gpu(self._guard)
@@ -106,9 +99,7 @@ class Reductions:
         """Make an all-reduce a part of the CUDA graph that is captured on the caller's stream. A collective call."""
         verb, nccl = "all_reduce in a CUDA graph", gpu.executor.transports.everywhere
         with self.active(), self._guard:
-            call, _ = self._guard.begin(
-                verb, options, lambda wanted: Reduction(op, arrays, wanted), partial(self._check_captured, out)
-            )
+            call, _ = self._guard.begin(verb, options, partial(Reduction, op, arrays), partial(self._check_captured, out))
             self._guard.agree(call)
             assert out is not None, "was checked"
             results = list(out)
@@ -145,9 +136,7 @@ class Reductions:
         if out is None:
             raise InvalidArgumentError("an all_reduce in a CUDA graph needs out=, which may be the arrays themselves")
         if options.deterministic or options.wire_dtype in WIRE_DTYPES:
-            raise InvalidArgumentError(
-                "in a CUDA graph NCCL sums arrays as they are: deterministic and wire_dtype cannot be had"
-            )
+            raise InvalidArgumentError("in a CUDA graph NCCL sums arrays as they are, without deterministic and wire_dtype")
         for array, target in zip(asked.arrays, out, strict=True):
             check_target(target, array)
             if array.dtype in HALF_DTYPES and options.intra_dtype != NATIVE:
@@ -158,22 +147,16 @@ class Reductions:
         # another view of its target is its target too
         own = [target if address(array) == address(target) else array for array, target in zip(asked.arrays, out, strict=True)]
         if not (all(array.flags.c_contiguous for array in asked.arrays) and are_apart(own, out)):
-            raise InvalidArgumentError(
-                "arrays in a CUDA graph are C-contiguous and share no memory, and out is the arrays or apart from all of them"
-            )
+            raise InvalidArgumentError("in a CUDA graph arrays are C-contiguous and share no memory; out is them, or apart")
 
     def start_all_reduce(
-        self,
-        op: ReduceOp,
-        arrays: Sequence[Array],
-        options: CommunicationOptions | None,
-        out: Sequence[Array] | None,
+        self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions | None, out: Sequence[Array] | None
     ) -> Work[list[Array]]:
         """Start what `all_reduce` does: see `mpistrat.Communicator.start_all_reduce`. A collective call."""
         with self.active():
             with Starting(self._guard):
                 call, asked, refused = self._guard.prepare(
-                    "start_all_reduce", options, lambda wanted: Reduction(op, arrays, wanted), partial(self._check, out)
+                    "start_all_reduce", options, partial(Reduction, op, arrays), partial(self._check, out)
                 )
                 if refused is None:
                     call.is_started, call.signature.nbytes = True, sum(array.nbytes for array in arrays)
@@ -186,9 +169,7 @@ class Reductions:
                 call.start_clock()
                 return self._guard.refuse(call, refused)
 
-    def _scatter_known(
-        self, program: Program, axis: int, arrays: Sequence[Array], out: Sequence[Array] | None = None
-    ) -> list[Array]:
+    def _scatter_known(self, program: Program, axis: int, arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
         """Reduce-scatter an array by its program, in a call that this rank remembers. A collective call."""
         [array], target = arrays, None if out is None else out[0]
         if program.blocking is not None:

@@ -14,6 +14,7 @@ from numpy.lib.array_utils import byte_bounds
 from mpistrat.arrays import Array, as_array, as_target, is_aligned, is_on_device, like
 from mpistrat.device.abstract import address, addresses, are_contiguous
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.lazy import MPI
 
 
 def read_arrays(values: Sequence[Any], out: object = None) -> tuple[list[Array], list[Array] | None]:
@@ -37,6 +38,18 @@ def alike(results: Sequence[Array], values: Sequence[Any], out: Sequence[Any] | 
     return found if out is None else list(out)
 
 
+def check_comm(comm: object) -> None:
+    """Check that it is an intracommunicator."""
+    if comm == MPI.COMM_NULL:
+        raise InvalidArgumentError(
+            "a Communicator is made by the ranks that are in it; this rank got MPI.COMM_NULL, so it is not among them.\n"
+            "    incorrect:  comm = mpistrat.Communicator(sub)\n"
+            "    correct:    if sub != MPI.COMM_NULL: comm = mpistrat.Communicator(sub)"
+        )
+    if not isinstance(comm, MPI.Intracomm):
+        raise InvalidArgumentError(f"a Communicator needs an intracommunicator, like MPI.COMM_WORLD; got {type(comm).__name__}")
+
+
 def check_gather(array: Array, axis: int, verb: str = "all_gather") -> None:
     """Check that an array has an axis of this number."""
     if array.ndim == 0:
@@ -53,9 +66,7 @@ def check_parts(arrays: Sequence[Array], num_replicas: int) -> None:
         raise InvalidArgumentError(f"all_to_all needs one array for each of the {num_replicas} replicas; got {len(arrays)}")
     if len({(array.dtype, array.ndim, array.shape[1:]) for array in arrays}) > 1:
         found = ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
-        raise InvalidArgumentError(
-            f"all_to_all needs arrays of one dtype that differ in their first extent at most; got {found}"
-        )
+        raise InvalidArgumentError(f"all_to_all needs arrays of one dtype that differ in the first extent alone; got {found}")
 
 
 def check_target(target: Array, array: Array, shape: tuple[int, ...] | None = None) -> None:

@@ -13,26 +13,11 @@ from numpy.typing import NDArray
 
 from mpistrat.reduction import ReduceOp
 
-TYPES: dict[np.dtype[Any], str] = {
-    np.dtype(kind): name
-    for kind, name in (
-        (np.bool_, "uint8"),
-        (np.int8, "signed char"),
-        (np.uint8, "uint8"),
-        (np.int16, "short"),
-        (np.uint16, "uint16"),
-        (np.int32, "int"),
-        (np.uint32, "uint32"),
-        (np.int64, "long long"),
-        (np.uint64, "uint64"),
-        (np.float16, "float16"),
-        (ml_dtypes.bfloat16, "bfloat16"),
-        (np.float32, "float"),
-        (np.float64, "double"),
-        (np.complex64, "Complex<float>"),
-        (np.complex128, "Complex<double>"),
-    )
-}
+_INTEGERS = {"bool": "uint8", "int8": "signed char", "int16": "short", "int32": "int", "int64": "long long"}
+_INTEGERS |= {name: name for name in ("uint8", "uint16", "uint32", "uint64")}
+_FLOATS = {"float16": "float16", ml_dtypes.bfloat16: "bfloat16", "float32": "float", "float64": "double"}
+_COMPLEX = {"complex64": "Complex<float>", "complex128": "Complex<double>"}
+TYPES: dict[np.dtype[Any], str] = {np.dtype(kind): name for kind, name in (_INTEGERS | _FLOATS | _COMPLEX).items()}
 
 _FOLDS = {ReduceOp.SUM: "Sum", ReduceOp.MEAN: "Sum", ReduceOp.MIN: "Min", ReduceOp.MAX: "Max", ReduceOp.PROD: "Prod"}
 _FOLDS_OF_BOOL = {ReduceOp.SUM: "Max", ReduceOp.MAX: "Max", ReduceOp.MIN: "Min", ReduceOp.PROD: "Min"}

@@ -19,7 +19,7 @@ from mpistrat.algorithms.plan import Phase, Plan, Scope
 from mpistrat.arrays import Array, flat, new_array
 from mpistrat.device.abstract import are_contiguous
 from mpistrat.errors import TransportError
-from mpistrat.execution.executor import CopySteps, Executor
+from mpistrat.execution.executor import CopySteps, Dtypes, Executor
 from mpistrat.execution.program import Bucket, Lanes
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp, divide
@@ -37,7 +37,7 @@ def all_reduce(
     layout: Layout,
     dtype: np.dtype[Any],
     op: ReduceOp,
-    array_dtypes: Sequence[np.dtype[Any]],
+    array_dtypes: Dtypes,
     wire: Wire | None = None,
 ) -> Bucket:
     """Bind a plan that `Executor.adapt` returned to the caller's arrays, or to a buffer of `dtype`. A collective call.
@@ -51,7 +51,7 @@ def all_reduce(
 
 
 def _on_the_callers_arrays(
-    executor: Executor, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, array_dtypes: Sequence[np.dtype[Any]]
+    executor: Executor, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, array_dtypes: Dtypes
 ) -> Bucket:
     """Return a bucket that needs no buffer."""
     count, intra, timeline, phases = layout.count, executor.intra, executor.timeline, plan.phases
@@ -120,7 +120,7 @@ class _Buffered:
         dtype: np.dtype[Any],
         op: ReduceOp,
         wire: Wire | None,
-        array_dtypes: Sequence[np.dtype[Any]],
+        array_dtypes: Dtypes,
     ) -> None:
         self.executor, self._plan, self._layout, self._op, self._wire = executor, plan, layout, op, wire
         self._dtype, self._array_dtypes, self._is_ordered = dtype, array_dtypes, plan.in_order or wire is not None
@@ -260,10 +260,9 @@ class _Buffered:
         place = start if self._wire is not None and self._wire.error_feedback else 0
         if (slot, padded, place) not in self._bound:
             casters = None if self._wire is None else partial(self._caster, self._wire, place)
-            phases = [
-                self.executor.operations(self._plan, phase, slot, buffer, self._op, casters) for phase in self._plan.phases
-            ]
-            for phase, operations in zip(self._plan.phases, phases[:-1], strict=False):
+            plan, bind = self._plan, self.executor.operations
+            phases = [bind(plan, phase, slot, buffer, self._op, casters) for phase in plan.phases]
+            for phase, operations in zip(plan.phases, phases[:-1], strict=False):
                 for _, operation in operations:
                     self._check_in_place(phase, operation, buffer)
             self._bound[slot, padded, place] = phases

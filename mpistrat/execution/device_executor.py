@@ -16,15 +16,15 @@ from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
 from mpistrat.device.abstract import Device, DeviceArray, Event, address
 from mpistrat.device.kernels import divide_kernel
-from mpistrat.execution.executor import CopySteps, Executor
+from mpistrat.execution.executor import CopySteps, Direct, Dtypes, Executor
 from mpistrat.execution.select import DeviceTransports, device_transports, nccl_rails
 from mpistrat.groups.deadline_barrier import AbortNotice
 from mpistrat.groups.group import Group
 from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
-from mpistrat.reduction import Fold, ReduceOp
+from mpistrat.reduction import ReduceOp
 from mpistrat.steps import WAITING, Steps, until
-from mpistrat.transports.base import DeviceTransport, FlatArrays, Operation, Part, Transport, Watched, in_turn
+from mpistrat.transports.base import DeviceTransport, Operation, Part, Transport, Watched, in_turn
 from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.nccl_bindings import nccl_refusal
 from mpistrat.transports.pairwise import ordered_all_reduce
@@ -65,7 +65,7 @@ class DeviceExecutor(Executor):
         """
         return depth if self.transports.has_channels else 1
 
-    def copy_in(self, layout: Layout, buffer: Array, dtypes: Sequence[np.dtype[Any]]) -> CopySteps:
+    def copy_in(self, layout: Layout, buffer: Array, dtypes: Dtypes) -> CopySteps:
         """Return what copies arrays of these dtypes into a range of a bucket, after earlier copies out of it."""
         copy = DeviceCopyIn(self.device, layout, buffer, dtypes)
 
@@ -75,9 +75,7 @@ class DeviceExecutor(Executor):
 
         return run
 
-    def copy_out(
-        self, layout: Layout, parts: Sequence[Part], buffer: Array, op: ReduceOp, dtypes: Sequence[np.dtype[Any]]
-    ) -> CopySteps:
+    def copy_out(self, layout: Layout, parts: Sequence[Part], buffer: Array, op: ReduceOp, dtypes: Dtypes) -> CopySteps:
         """Return what copies a range of a bucket out to arrays, and waits for it if peers read memory by themselves."""
         assert all(len(part.addends) == 1 for part in parts), "transports of device memory leave no addends to fold"
         sources = [(part.start, part.stop, part.addends[0]) for part in parts] or [(0, buffer.size, buffer)]
@@ -150,7 +148,7 @@ class DeviceExecutor(Executor):
         for transport in (*self._on_gpus, *self.rails.values()):
             transport.dispose()
 
-    def adapt(self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Sequence[np.dtype[Any]]) -> Plan:
+    def adapt(self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Dtypes) -> Plan:
         """Return a plan as it runs here: NCCL combines one array where it lies, or a few large ones: see `Executor.adapt`."""
         is_large = layout.count * dtype.itemsize >= DIRECT_FROM_BYTES * (len(layout.offsets) - 1)
         has_whole_arrays = layout.count == layout.offsets[-1]
@@ -161,9 +159,7 @@ class DeviceExecutor(Executor):
         serves = transport.combines_arrays and not transport.refusal(dtype, op)
         return plan.in_one_phase(scope, is_direct=True) if serves else plan
 
-    def bind_direct(
-        self, plan: Plan, dtype: np.dtype[Any], op: ReduceOp, num_arrays: int
-    ) -> Callable[[FlatArrays, Fold], Steps]:
+    def bind_direct(self, plan: Plan, dtype: np.dtype[Any], op: ReduceOp, num_arrays: int) -> Direct:
         if op is ReduceOp.MEAN:
             self.device.prepare(divide_kernel(dtype))
         return self._direct(plan, dtype, op).all_reduce_arrays
@@ -228,9 +224,7 @@ class DeviceExecutor(Executor):
             self.device.current_stream().wait(self._copied_out)
 
 
-def _cast_on_device(
-    device: Device, buffer: DeviceArray, dtype: np.dtype[Any], bind: Callable[[DeviceArray], Operation]
-) -> Operation:
+def _cast_on_device(device: Device, buffer: DeviceArray, dtype: np.dtype[Any], bind: Callable[[Any], Operation]) -> Operation:
     """Bind an operation to memory of a narrower dtype, into which a kernel casts a buffer before, and back afterwards."""
     layout, narrow = Layout([buffer.size]), device.allocate(buffer.size * dtype.itemsize).view(dtype)
     pack = DeviceCopyIn(device, layout, narrow, [buffer.dtype])

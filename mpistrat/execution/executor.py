@@ -38,8 +38,11 @@ _EXCHANGE_PARTITION = (1, 0)  # no bucket has this one
 _IN_ORDER = "messages from all to all, added in the order of the ranks,"
 
 
+Dtypes = Sequence[np.dtype[Any]]
 CopySteps = Callable[[Sequence[Array]], Steps]
 """Returns the steps of a copy between arrays and a bucket."""
+Direct = Callable[[FlatArrays, Fold], Steps]
+"""Returns the steps of an all-reduce of the caller's arrays, without a bucket."""
 
 
 class Slots:
@@ -99,13 +102,11 @@ class Executor:
         """Return by what a result is divided: for MEAN, whose sum it is, by the number of ranks."""
         return self.hierarchy.world.size if op is ReduceOp.MEAN else 1
 
-    def copy_in(self, layout: Layout, buffer: Array, dtypes: Sequence[np.dtype[Any]]) -> CopySteps:
+    def copy_in(self, layout: Layout, buffer: Array, dtypes: Dtypes) -> CopySteps:
         """Return what copies arrays of these dtypes into a range of a bucket."""
         return CopyIn(layout, buffer).run
 
-    def copy_out(
-        self, layout: Layout, parts: Sequence[Part], buffer: Array, op: ReduceOp, dtypes: Sequence[np.dtype[Any]]
-    ) -> CopySteps:
+    def copy_out(self, layout: Layout, parts: Sequence[Part], buffer: Array, op: ReduceOp, dtypes: Dtypes) -> CopySteps:
         """Return what copies a range of a bucket out to arrays: from the result of its last operation, or from the buffer."""
         addends = [(part.start, part.stop, part.addends) for part in parts] or [(0, buffer.size, (buffer,))]
         return CopyOut(layout, addends, op, self.divisor(op)).run
@@ -181,7 +182,7 @@ class Executor:
         """Bytes that the transports between nodes hold besides."""
         return sum(rail.scratch_bytes for rail in self.rails.values())
 
-    def adapt(self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Sequence[np.dtype[Any]]) -> Plan:
+    def adapt(self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Dtypes) -> Plan:
         """Return a plan as it runs here on arrays of dtypes `given`, in a bucket of `dtype` or where they lie.
 
         Whatever the algorithm, a sum in the only node goes through the slots of its window if these hold it; several arrays,
@@ -197,9 +198,7 @@ class Executor:
         reads_peers = plan.scopes == {Scope.INTRA} and plan.count and self.intra.combines_arrays
         return plan.in_one_phase(Scope.INTRA, is_direct=True) if reads_peers and given[0] in (dtype, *HALF_DTYPES) else plan
 
-    def bind_direct(
-        self, plan: Plan, dtype: np.dtype[Any], op: ReduceOp, num_arrays: int
-    ) -> Callable[[FlatArrays, Fold], Steps]:
+    def bind_direct(self, plan: Plan, dtype: np.dtype[Any], op: ReduceOp, num_arrays: int) -> Direct:
         """Return an all-reduce that works on the caller's arrays, for a direct plan. A collective call."""
         if plan.scopes == {Scope.INTRA}:
             self.reserve_exchange(num_arrays)

@@ -68,12 +68,8 @@ class Guard:
         self.number, self.signature = 0, Signature("")
         self.communicator, self._members, self._rank = hierarchy.number, hierarchy.members, hierarchy.job_rank
         self.thread = CallingThread()
-        self.deadlines = Deadlines(
-            hierarchy,
-            window,
-            options.timeout_seconds or 0.0,
-            lambda: (self.number, self.signature.text),
-        )
+        seconds = options.timeout_seconds or 0.0
+        self.deadlines = Deadlines(hierarchy, window, seconds, lambda: (self.number, self.signature.text))
         self._comparison = Comparison(hierarchy, agreement, window)
         self._present, self._memory = hierarchy.call, memory
         self._present.compare_history = self._compare_history
@@ -177,7 +173,7 @@ class Guard:
         def recorded() -> T:
             job.is_claimed = self._cause is not None  # what this one fails of is told already
             self.raise_if_failed()
-            slot = self._recorder.enter_started(self.communicator, call.number, index, line)
+            slot = self._recorder.enter(self.communicator, call.number, index, line)
             try:
                 result = carry_out()
             except BaseException as error:
@@ -229,11 +225,7 @@ class Guard:
         return digest
 
     def begin(
-        self,
-        verb: str,
-        options: object,
-        ask: Callable[[Any], T],
-        check: Callable[[T], None] | None = None,
+        self, verb: str, options: object, ask: Callable[[Any], T], check: Callable[[T], None] | None = None
     ) -> tuple[Call, T]:
         """Return a numbered call that has begun, and what it asks for; raise if this rank cannot make it.
 
@@ -314,9 +306,8 @@ class Guard:
         if call.ends:
             self.deadlines.watch(call)
         try:
-            return self._comparison.agree(
-                call, error, facts, memory, self.run, partial(self._within, call, self.deadlines.arrive)
-            )
+            arrive = partial(self._within, call, self.deadlines.arrive)
+            return self._comparison.agree(call, error, facts, memory, self.run, arrive)
         except CallsDifferError as differ:
             failure = self._fail_with(call, self._understood(differ, recorded.text))
             raise (error or failure) from None

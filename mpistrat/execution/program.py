@@ -203,14 +203,7 @@ class SmallBatch:
     `combine` all-reduces an array, into its second argument, or into a new array where that is None.
     """
 
-    def __init__(
-        self,
-        op: ReduceOp,
-        arrays: Sequence[Array],
-        bucket: Bucket,
-        divisor: int,
-        combine: Combine,
-    ) -> None:
+    def __init__(self, op: ReduceOp, arrays: Sequence[Array], bucket: Bucket, divisor: int, combine: Combine) -> None:
         assert bucket.indices == tuple(reversed(range(len(arrays)))), "arrays are packed from the last to the first"
         self._dtype = arrays[0].dtype
         self._sent_dtype = accumulation_dtype(op, self._dtype)
@@ -251,13 +244,6 @@ def _joined(arrays: Sequence[Any]) -> bytes:
 
 def _record(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype of a record with an array of each shape, the last one first in memory; scalars have one axis."""
-    sizes = [prod(shape) * dtype.itemsize for shape in reversed(shapes)]
-    starts = list(accumulate(sizes, initial=0))
-    return np.dtype(
-        {
-            "names": [f"array {index}" for index in range(len(shapes))],
-            "formats": [(dtype, shape or (1,)) for shape in shapes],
-            "offsets": starts[-2::-1],
-            "itemsize": starts[-1],
-        }
-    )
+    names, formats = [f"array {index}" for index in range(len(shapes))], [(dtype, shape or (1,)) for shape in shapes]
+    starts = list(accumulate([prod(shape) * dtype.itemsize for shape in reversed(shapes)], initial=0))
+    return np.dtype({"names": names, "formats": formats, "offsets": starts[-2::-1], "itemsize": starts[-1]})

@@ -31,11 +31,9 @@ from mpistrat.transports.ring import MpiRingTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 from mpistrat.transports.staged import StagedTransport
 
-TRANSPORTS: dict[str, type[Transport]] = {
-    transport.name: transport for transport in (MpiTransport, MpiRingTransport, SharedMemoryTransport)
-}
+TRANSPORTS: dict[str, type[Transport]] = {one.name: one for one in (MpiTransport, MpiRingTransport, SharedMemoryTransport)}
 DEVICE_TRANSPORTS: dict[str, type[DeviceTransport]] = {
-    transport.name: transport for transport in (NcclTransport, CudaIpcTransport, StagedTransport)
+    one.name: one for one in (NcclTransport, CudaIpcTransport, StagedTransport)
 }
 
 _ON_DEVICE = {*DEVICE_TRANSPORTS, CudaAwareTransport.name}
@@ -176,9 +174,7 @@ def _first_usable(
     return None, group, "; ".join(found)
 
 
-def _make(
-    kind: type[Any], groups: Collection[Group], over: Group, *arguments: Device
-) -> tuple[list[Any], list[tuple[str, str]]]:
+def _make(kind: Any, groups: Collection[Group], over: Group, *arguments: Device) -> tuple[list[Any], list[tuple[str, str]]]:
     """Return a transport for each group that has allocated memory, and what any rank lacks: then nobody keeps any."""
     made: list[Any] = []
 
@@ -331,9 +327,7 @@ def _warn_of_staging(hierarchy: Hierarchy, reason: str) -> None:
 def _path(taken: Mapping[str, str], between: str) -> str:
     """Return the selected transports as text."""
     kinds = set(taken.values())
-    inside = (
-        f"{kinds.pop()} inside nodes" if len(kinds) == 1 else ", ".join(f"{kind} in {node}" for node, kind in taken.items())
-    )
+    inside = f"{kinds.pop()} inside nodes" if len(kinds) == 1 else ", ".join(f"{by} in {node}" for node, by in taken.items())
     return ", ".join(filter(None, (inside, between))) or "one rank: nothing is sent"
 
 
@@ -344,9 +338,7 @@ def _on_host(hierarchy: Hierarchy, setting: settings.Setting[str]) -> str:
         return wanted
     if bound_device() is None:
         accepted = ", ".join(name for name in setting.choices if name not in _ON_DEVICE)
-        raise TransportError(
-            f"{setting.name}={wanted} moves memory of GPUs, and these ranks compute on CPUs; accepted are {accepted}"
-        )
+        raise TransportError(f"{setting.name}={wanted} moves GPU memory, and ranks compute on CPUs; accepted are {accepted}")
     return "auto"
 
 
@@ -354,11 +346,9 @@ def _unusable(group: str, refusals: str, accepted: Iterable[str]) -> TransportEr
     return TransportError(f"group {group} has no usable transport ({refusals}); accepted are {', '.join(accepted)}")
 
 
-def _cannot_move(
-    setting: settings.Setting[str], wanted: str, reasons: Iterable[str], accepted: Iterable[str]
-) -> TransportError:
+def _cannot_move(setting: settings.Setting[str], name: str, reasons: Iterable[str], accepted: Iterable[str]) -> TransportError:
     return TransportError(
-        f"{setting.name}={wanted} cannot move memory of GPUs here: {'; '.join(reasons)}. Accepted are {', '.join(accepted)}"
+        f"{setting.name}={name} cannot move memory of GPUs here: {'; '.join(reasons)}. Accepted are {', '.join(accepted)}"
     )
 
 

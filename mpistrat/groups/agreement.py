@@ -188,9 +188,7 @@ class Agreement:
         if (self._rows[:, 0] != ~digest).any():
             raise CallsDifferError([~int(row) for row in self._rows[:, 0]])
 
-    def raise_on_all(
-        self, call: str, error: Exception | None = None, number: int = 0, complete: Completion | None = None
-    ) -> NoReturn:
+    def raise_on_all(self, call: str, error: Exception | None, number: int, complete: Completion | None) -> NoReturn:
         """Exchange the texts of all ranks and raise on all. A collective call, made when calls are known to differ."""
         mine = call if error is None else failed_text(call, error)
         answers: list[tuple[str, bool]] = self.exchange((mine, error is not None), complete)

@@ -23,6 +23,7 @@ from mpistrat.lazy import MPI
 from mpistrat.steps import WAITING, Steps
 from mpistrat.text import ranks_text
 
+Ranks = Callable[[], Collection[int]]
 _NOTICE_TAG = 32_767  # the largest that every MPI accepts
 _ABORT_TAG = _NOTICE_TAG - 1
 SHORTEST_GRACE_SECONDS, LONGEST_GRACE_SECONDS = 0.2, 1.0
@@ -48,13 +49,7 @@ class DeadlineBarrier:
         self._failed: set[int] = set()
         self._sent: list[MPI.Request] = []
 
-    def steps(
-        self,
-        enter: Callable[[], MPI.Request],
-        what: Callable[[], str],
-        seconds: float,
-        absent: Callable[[], Collection[int]] = frozenset,
-    ) -> Steps:
+    def steps(self, enter: Callable[[], MPI.Request], what: Callable[[], str], seconds: float, absent: Ranks) -> Steps:
         """Wait until all ranks have started the collective that `enter` starts. A collective call.
 
         If the deadline of a rank passes first, every rank that has entered raises a DeadlineExceededError, and so does a rank
@@ -70,9 +65,7 @@ class DeadlineBarrier:
             keep_alive_for_peers(request)  # MPI may still write to its buffers
             raise
 
-    def _wait(
-        self, request: MPI.Request, what: Callable[[], str], seconds: float, absent: Callable[[], Collection[int]]
-    ) -> Steps:
+    def _wait(self, request: MPI.Request, what: Callable[[], str], seconds: float, absent: Ranks) -> Steps:
         test = request.Test
         for _ in range(_SPINS):  # before this rank lets go of its core
             if test():
@@ -171,9 +164,7 @@ class DeadlineBarrier:
         late = [rank for rank, (turn, entered) in self._gone.items() if not entered or turn != self._turn]
         return sorted({*self._silent(), *late})
 
-    def _not_all_entered(
-        self, what: Callable[[], str], seconds: float, is_own: bool, absent: Callable[[], Collection[int]]
-    ) -> DeadlineExceededError:
+    def _not_all_entered(self, what: Callable[[], str], seconds: float, is_own: bool, absent: Ranks) -> DeadlineExceededError:
         """Notify all ranks that this one gives up, and return the error."""
         self._tell(_GONE, entered=True)
         known = absent()

@@ -38,9 +38,8 @@ class Hierarchy:
         self.intra = Group(self.world_group.comm.Split(node.index, self.rank), f"intra {node.name}", self.call)
         several = world.num_nodes > 1
         # shard -> the group of its owners, for this rank's shards; created in rising order, which excludes a deadlock
-        self.rails = {
-            shard: self._subgroup(world.rails[shard], f"rail {shard}", shard) for shard in world.shards_of(self.rank) if several
-        }
+        shards = world.shards_of(self.rank) if several else ()
+        self.rails = {shard: self._subgroup(world.rails[shard], f"rail {shard}", shard) for shard in shards}
         is_leader = several and self.rank in world.leaders
         # the lowest ranks of all nodes; None on other ranks
         self.leaders = self._subgroup(world.leaders, "leaders", world.num_shards) if is_leader else None

@@ -17,9 +17,9 @@ from mpi4py import MPI
 
 from mpistrat.arrays import Array, as_array, as_target, is_a, is_aligned, is_on_device
 from mpistrat.communicator.communicator import Communicator
-from mpistrat.communicator.construction import check_comm
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.passing import Passing
+from mpistrat.communicator.validate import check_comm
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype

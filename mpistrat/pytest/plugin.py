@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from mpistrat.strategy.mirrored import MultiWorkerMirroredStrategy
 
 TIMEOUT_SECONDS = 300.0
-_ACCEPTED = (
-    'accepted are numbers of ranks, shapes of nodes, or both: ranks(2, 4), ranks(nodes="2x2"), ranks(2, nodes=["2x2", "3+1"])'
-)
+_ACCEPTED = 'accepted are numbers of ranks, shapes, or both: ranks(2, 4), ranks(nodes="2x2"), ranks(2, nodes=["2x2", "3+1"])'
 
 
 @pytest.fixture

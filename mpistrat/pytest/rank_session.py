@@ -98,9 +98,7 @@ class RankSession:
         """Check that all ranks have the same tests."""
         theirs = self._comm.allgather([item.nodeid for item in items])
         if any(other != theirs[0] for other in theirs):
-            raise pytest.UsageError(
-                f"ranks collected different tests, or in another order: {[len(other) for other in theirs]} by rank"
-            )
+            raise pytest.UsageError(f"ranks collected different tests, or in another order: {[*map(len, theirs)]} by rank")
         for item in items:
             shape = shape_of(item)
             if shape and shape.num_ranks != self._comm.size:

@@ -13,9 +13,8 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, chief_rank, training_role
 from mpistrat.communicator.communicator import Communicator
-from mpistrat.communicator.construction import rendezvous_seconds
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions, check_options
+from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions, check_options, rendezvous_seconds
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.ops import CrossDeviceOps, ReductionToOneDevice
 from mpistrat.cross_device.pairs import OnSomeReplicas

@@ -43,20 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ranks="number of ranks (default: as many as --nodes has, or 4)",
         nodes="shape of the virtual nodes: 2x2, 3+1 (default: two equal ones)",
     )
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="DIR",
-        help="save each epoch to a folder, and go on after the last one that was saved there",
-    )
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="save each epoch there, go on after the last one saved")
     parser.add_argument("--epochs", type=int, default=8, metavar="N", help="passes over the training images (default: 8)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("mpistrat-demo"),
-        metavar="DIR",
-        help="folder for plot and timeline (default: mpistrat-demo)",
-    )
+    where = "folder for plot and timeline (default: mpistrat-demo)"
+    parser.add_argument("--out", type=Path, default=Path("mpistrat-demo"), metavar="DIR", help=where)
     # a rank cannot find out itself: mpiexec reads its output, and may give it a pseudo-terminal
     parser.add_argument("--width", type=int, default=0, help=argparse.SUPPRESS)
 

@@ -29,13 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Show what each rank of a job on this host is doing, which rank waits for which, and whether that is a deadlock. The "
         "job may be running, or have ended with an error."
     )
-    parser.add_argument(
-        "job",
-        nargs="?",
-        default="",
-        metavar="JOB|PID",
-        help="the job: its name, or the pid of one of its processes; needed if there are several",
-    )
+    job = "the job: its name, or the pid of one of its processes; needed if there are several"
+    parser.add_argument("job", nargs="?", default="", metavar="JOB|PID", help=job)
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 

@@ -22,21 +22,13 @@ _DTYPES = {dtype.name: dtype for dtype in map(np.dtype, ("bool", *_INTEGERS, *_I
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Show how an all-reduce would run on any number of nodes and ranks: algorithm, phases, and their bytes."
-    )
+    parser.description = "Show how an all-reduce would run on any number of nodes and ranks: algorithm, phases, and bytes."
     parser.add_argument("--world", required=True, metavar="SHAPE", help="nodes and ranks: 4x8, 3+1 or 2x2:cyclic")
     parser.add_argument("--bytes", required=True, metavar="SIZE", help="size of the buffer: 64MiB, 1.5KiB or 8")
-    parser.add_argument(
-        "--dtype", choices=_DTYPES, default="float32", metavar="NAME", help="type of its elements (default: float32)"
-    )
+    parser.add_argument("--dtype", choices=_DTYPES, default="float32", metavar="NAME", help="element type (default: float32)")
     names = ("auto", *PLANNERS)
-    parser.add_argument(
-        "--algorithm", choices=names, default="auto", metavar="NAME", help=f"auto (default), {', '.join(PLANNERS)}"
-    )
-    parser.add_argument(
-        "--chunk-bytes", default="0", metavar="SIZE", help="chunks of a hierarchical plan; 0: chosen by the planner"
-    )
+    parser.add_argument("--algorithm", choices=names, default="auto", metavar="NAME", help=f"{', '.join(names)}; default: auto")
+    parser.add_argument("--chunk-bytes", default="0", metavar="SIZE", help="chunks of a hierarchical plan (default: its own)")
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -34,20 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ranks="number of ranks (default: as many as --nodes has)",
         nodes="treat the ranks as virtual nodes: 2x2, 3+1, 2x2:cyclic",
     )
-    parser.add_argument(
-        "--hostfile", type=Path, metavar="FILE", help="start ranks on the hosts in FILE, as its mpiexec reads it"
-    )
+    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="start ranks on the hosts in FILE, as mpiexec reads it")
     parser.add_argument("--tag-output", action="store_true", help="put the rank before each line that it prints")
-    parser.add_argument(
-        "--timeout", default="", metavar="TIME", help="end the job, with code 124, after so long: 90 (seconds), 10m, 2:00:00"
-    )
-    parser.add_argument(
-        "--max-restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="start a job that fails up to N times again, while it makes progress",
-    )
+    parser.add_argument("--timeout", metavar="TIME", help="end the job with code 124 after so long: 90 (seconds), 10m, 2:00:00")
+    again = "start a job that fails up to N times again, while it makes progress"
+    parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help=again)
     parser.add_argument("--restart-delay", default="3", metavar="TIME", help="how long to wait before that (default: 3 s)")
     parser.add_argument("--survive", action="store_true", help="go on without workers that are lost, with parameter servers")
     parser.add_argument("--dry-run", action="store_true", help="print the command and start nothing")
@@ -184,9 +175,7 @@ def start_own_ranks(arguments: argparse.Namespace) -> int | None:
             "leave out -n and --nodes there"
         )
     if arguments.nodes and arguments.nodes != settings.VIRTUAL_NODES.read():
-        raise InvalidArgumentError(
-            f"--nodes {arguments.nodes} inside a job: {settings.VIRTUAL_NODES.name} says it there, set before the job starts"
-        )
+        raise InvalidArgumentError(f"--nodes {arguments.nodes} in a job: set {settings.VIRTUAL_NODES.name} before it starts")
     return None
 
 

@@ -45,10 +45,8 @@ def _part_of_job(comm: MPI.Intracomm, shape: str) -> World:
     if comm.Get_size() == MPI.COMM_WORLD.Get_size():
         return World.from_shape(shape, comm.Get_size())
     job = World.from_shape(shape, MPI.COMM_WORLD.Get_size())
-    places = [job.place(rank) for rank in comm.allgather(MPI.COMM_WORLD.Get_rank())]
-    return World.from_node_of_rank(
-        [place.node_index for place in places], [job.nodes[place.node_index].name for place in places]
-    )
+    nodes = [job.nodes[job.place(rank).node_index] for rank in comm.allgather(MPI.COMM_WORLD.Get_rank())]
+    return World.from_node_of_rank([node.index for node in nodes], [node.name for node in nodes])
 
 
 def real_nodes(comm: MPI.Intracomm) -> tuple[list[int], list[str]]:

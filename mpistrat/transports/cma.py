@@ -85,9 +85,7 @@ class CrossMemoryAttach:
             act = f"rank {self._group.ranks[self._group.rank]}: {act.format(local.nbytes, self._group.ranks[rank])} failed"
             if problem == os.strerror(errno.ESRCH):
                 raise UnavailableError(f"{act} ({problem}): the rank has ended")
-            raise TransportError(
-                f"{act} ({problem}): an array is not in ordinary memory; MPISTRAT_PEER_MEMORY=0 goes another way instead"
-            )
+            raise TransportError(f"{act} ({problem}): an array is not in ordinary memory; set MPISTRAT_PEER_MEMORY=0")
 
     def _copy(self, direction: int, rank: int, remote: IoVectors, local: IoVectors) -> str:
         """Copy; return the error as text, or an empty text."""

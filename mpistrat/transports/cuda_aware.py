@@ -26,7 +26,7 @@ from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp
 from mpistrat.steps import drive, until
 from mpistrat.transports.base import DeviceTransport, Operation, in_turn
-from mpistrat.transports.ring import RingTransport
+from mpistrat.transports.ring import Folds, Halves, RingTransport
 
 # MPI matches each message, and registers its memory where it must; UCX pipelines memory of NVIDIA GPUs in fragments of 4 MiB
 SEGMENT_BYTES = 1 << 22
@@ -77,9 +77,7 @@ class CudaAwareTransport(RingTransport, DeviceTransport):
         """Return the bytes of the segments of a part: large ones of a large part, several of a part of middle size."""
         return min(self.segment_bytes, max(SMALL_SEGMENT_BYTES, -(-part_bytes // SEGMENTS_OF_A_PART)))
 
-    def _bind(
-        self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp, halves: Sequence[tuple[int, bool]], channel: int = 0
-    ) -> Operation:
+    def _bind(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp, halves: Halves, channel: int = 0) -> Operation:
         bound = super()._bind(buffer, bounds, op, halves, channel)
         # the buffer is written, and nobody reads what will be overwritten
         return in_turn(bound.parts, lambda: until(self.device.current_stream().record().done), bound.run)
@@ -87,9 +85,7 @@ class CudaAwareTransport(RingTransport, DeviceTransport):
     def _message(self, part: DeviceArray) -> list[Any]:
         return [MPI.buffer.fromaddress(address(part), part.nbytes), part.nbytes, MPI.BYTE]
 
-    def _folding(
-        self, dtype: np.dtype[Any], op: ReduceOp, folds: Sequence[tuple[DeviceArray, DeviceArray] | None]
-    ) -> Callable[[int], Event | None]:
+    def _folding(self, dtype: np.dtype[Any], op: ReduceOp, folds: Folds) -> Callable[[int], Event | None]:
         kernel, stream = fold_into_kernel(dtype, op) if any(folds) else "", self._stream
         if kernel:
             self.device.prepare(kernel)

@@ -29,7 +29,7 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.settings import CHECK
 from mpistrat.steps import Steps
 from mpistrat.transports.base import Operation, Part
-from mpistrat.transports.mpi import MpiTransport, mpi_datatype, mpi_op, until_complete
+from mpistrat.transports.mpi import MpiTransport, mpi_op, until_complete
 from mpistrat.transports.small import SmallAllReduce, SmallExchange
 from mpistrat.transports.window import LEAST_SMALL_BYTES, NodeWindow
 
@@ -71,10 +71,6 @@ class WorldTransport(MpiTransport):
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         bound = self.bind(op, buffer.dtype, buffer.shape)
         return Operation(lambda: bound.steps(buffer, buffer), [Part(0, buffer.size, (buffer,))])
-
-    def passing_call(self, op: ReduceOp, dtype: np.dtype[Any]) -> tuple[Callable[..., None], MPI.Op, MPI.Datatype]:
-        """Return MPI's all-reduce for arrays of at most `most_passed_bytes`, and the operation and datatype that it takes."""
-        return self.group.comm.Allreduce, mpi_op(op, dtype), mpi_datatype(dtype)
 
     def parts(self, source: Array, target: Array) -> list[tuple[Any, Array]]:
         """Return the send and receive buffer of each call of MPI."""

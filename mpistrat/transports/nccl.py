@@ -465,9 +465,7 @@ class NcclTransport(DeviceTransport):
             if not problem:
                 self.abort(text)
             self._windows.clear()
-            raise TransportError(
-                f"{self.group.name}: NCCL could not join {ranks_text(failed)}: {text}. NCCL_DEBUG=WARN shows more"
-            )
+            raise TransportError(f"{self.group.name}: NCCL could not join {ranks_text(failed)}: {text}; see NCCL_DEBUG=WARN")
         self.has_windows = all(windows)
         self._end_windows(list(self._windows))
 

@@ -25,16 +25,8 @@ from mpistrat.reduction import HALF_DTYPES, ReduceOp
 GRACE_SECONDS = 0.25  # in which peers learn that a communicator is given up
 _FIRST_WITH_REVOKE = 22807
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
-_VERBS = {
-    "allReduce": "all_reduce",
-    "reduce": "reduce",
-    "broadcast": "broadcast",
-    "reduceScatter": "reduce_scatter",
-    "allGather": "all_gather",
-    "send": "send",
-    "recv": "recv",
-}
-
+_VERBS = {"allReduce": "all_reduce", "reduceScatter": "reduce_scatter", "allGather": "all_gather"}
+_VERBS |= {name: name for name in ("reduce", "broadcast", "send", "recv")}
 _TYPES = {"int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64"}
 
 
@@ -147,9 +139,7 @@ class _Communicator:
         try:
             return self._calls.comm_window_register(self._comm, start, nbytes, _SYMMETRIC)
         except self._calls.NCCLError as error:
-            raise TransportError(
-                f"NCCL could not register {nbytes} bytes in a window: {error}; NCCL_WIN_ENABLE=0 leaves out windows"
-            ) from error
+            raise TransportError(f"NCCL registers no window of {nbytes} bytes: {error}; NCCL_WIN_ENABLE=0 avoids it") from error
 
     def deregister(self, window: Any) -> None:
         """End a window, which nothing under way uses any more; it concerns this rank alone."""

@@ -26,12 +26,7 @@ class NcclWatcher:
     """The watcher of one communicator: `check` raises what NCCL has found, `give_up` aborts what is overdue, and raises."""
 
     def __init__(
-        self,
-        name: str,
-        device: Device,
-        check: Callable[[], None],
-        give_up: Callable[[float], None],
-        watched: Watched,
+        self, name: str, device: Device, check: Callable[[], None], give_up: Callable[[float], None], watched: Watched
     ) -> None:
         self.device, self._check, self._give_up, self.watched = device, check, give_up, watched
         self._limited: deque[_Limited] = deque()

@@ -32,10 +32,13 @@ RECEIVES_AHEAD = 8
 _ALIGNMENT_BYTES = 64
 
 
+Halves = Sequence[tuple[int, bool]]
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = ((0, True), (1, False)), ((-1, True),), ((0, False),)
 """The halves of each schedule: how far before or after its own part a rank begins to send, and whether parts are summed.
 
 After a reduce-scatter that begins with its own part a rank has the sum of the next one, which an all-gather sends first."""
+Folds = Sequence[tuple[Array, Array] | None]
+"""For each message its target and what is received, which are combined; None where the message replaces the target."""
 
 
 class Ring:
@@ -48,7 +51,7 @@ class Ring:
     ``index + segments`` after message `index`, and the first `segments` messages at once.
     """
 
-    def __init__(self, rank: int, size: int, bounds: Sequence[int], limit: int, halves: Sequence[tuple[int, bool]]) -> None:
+    def __init__(self, rank: int, size: int, bounds: Sequence[int], limit: int, halves: Halves) -> None:
         self._bounds = bounds
         widest = _longest(bounds)
         self.segments = max(1, -(-widest // max(1, limit)))
@@ -165,9 +168,7 @@ class RingTransport(Transport):
         """Return the bytes of the segments that a part of so many bytes is sent in."""
         return self.segment_bytes
 
-    def _bind(
-        self, buffer: Array, bounds: Sequence[int], op: ReduceOp, halves: Sequence[tuple[int, bool]], channel: int = 0
-    ) -> Operation:
+    def _bind(self, buffer: Array, bounds: Sequence[int], op: ReduceOp, halves: Halves, channel: int = 0) -> Operation:
         """Bind a ring to a buffer and to the receive buffers of a channel."""
         ahead, dtype, message = self.receives_ahead, buffer.dtype, self._message
         longest_bytes = self._segment_bytes(_longest(bounds) * dtype.itemsize)
@@ -193,9 +194,7 @@ class RingTransport(Transport):
         """Return a part of a buffer as a message, as MPI takes it."""
 
     @abstractmethod
-    def _folding(
-        self, dtype: np.dtype[Any], op: ReduceOp, folds: Sequence[tuple[Array, Array] | None]
-    ) -> Callable[[int], Event | None]:
+    def _folding(self, dtype: np.dtype[Any], op: ReduceOp, folds: Folds) -> Callable[[int], Event | None]:
         """Return what begins to combine what a message has brought with its target: see `BoundRing`."""
 
 
@@ -207,9 +206,7 @@ class MpiRingTransport(RingTransport):
     def _message(self, part: Array) -> list[Any]:
         return as_message(part)
 
-    def _folding(
-        self, dtype: np.dtype[Any], op: ReduceOp, folds: Sequence[tuple[Array, Array] | None]
-    ) -> Callable[[int], Event | None]:
+    def _folding(self, dtype: np.dtype[Any], op: ReduceOp, folds: Folds) -> Callable[[int], Event | None]:
         function = combine(op)
 
         def fold(index: int) -> None:

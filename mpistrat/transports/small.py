@@ -146,9 +146,8 @@ class SmallAllReduce:
             [slots[turn][:nbytes].view(dtype).reshape(shape) for slots in window.small] if window else [np.empty(shape, dtype)]
             for turn in range(2)
         ]
-        self._results = (
-            [window.small[0][RESULT_SLOTS + turn][:nbytes].view(dtype).reshape(shape) for turn in range(2)] if window else []
-        )
+        results = window.small[0][RESULT_SLOTS:] if window else []
+        self._results = [slot[:nbytes].view(dtype).reshape(shape) for slot in results]
         self._own_slots = [slots[exchange.rank] for slots in self._slots]
         if exchange.leaders:
             self._leaders = LeaderSum(exchange.leaders, op, dtype, shape)

@@ -29,11 +29,7 @@ class StagedTransport(DeviceTransport):
     name = "staged"
 
     def __init__(
-        self,
-        group: Group,
-        device: Device | None = None,
-        host: Transport | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
+        self, group: Group, device: Device | None = None, host: Transport | None = None, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
         super().__init__(group, device)
         self._host, self._chunk_bytes = host or MpiRingTransport(group), chunk_bytes

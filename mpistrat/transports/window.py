@@ -114,7 +114,7 @@ class NodeWindow:
         ]
         # x86 does not reorder stores with stores, or loads with loads
         self.is_fenced = platform.machine() not in ("x86_64", "AMD64")
-        self.fence_memory = self._control.Sync if self.is_fenced else _nothing
+        self.fence_memory = self._control.Sync if self.is_fenced else lambda: None
         self.cma = CrossMemoryAttach(group)
 
     def allocate(self, nbytes: int) -> Array:
@@ -276,7 +276,3 @@ class NodeWindow:
 def _are_of_one_call(one: int, other: int) -> bool:
     """Return whether two ranks wrote a slot in the same call: their numbers of barriers differ by a small even number."""
     return not (one - other) & 1 and abs(one - other) < _MOST_BARRIERS
-
-
-def _nothing() -> None:
-    """Stand in for a memory fence on a processor that needs none."""

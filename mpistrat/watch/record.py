@@ -153,15 +153,9 @@ class RankFile:
     def state(self) -> State:
         return State(int(self._header["state"]))
 
-    @property
-    def looked(self) -> int:
-        """When its watching thread last woke; 0 before the first time."""
-        return int(self._header["looked"])
-
-    @property
-    def threads(self) -> int:
-        """How many of its threads make collective calls: where one waits in a call, another may come to the next."""
-        return int(self._header["threads"])
+    def word(self, name: str) -> int:
+        """Return a word of its header, such as ``looked`` or ``threads``."""
+        return int(self._header[name])
 
     @property
     def now_at(self) -> tuple[str, int]:

@@ -102,17 +102,14 @@ class FlightRecorder:
         index = self.indexes[ranks][digest] = self._calls.index((ranks, digest), f"{ranks}\0{text}", nbytes, digest)
         return index
 
-    def enter(self, communicator: int, number: int, index: int) -> int:
-        """Record that a collective is entered, and return its slot for `leave` or `fail`, one of which must follow."""
-        line = self.find_line(_frame_at(1))
+    def enter(self, communicator: int, number: int, index: int, started_at: int | None = None) -> int:
+        """Record that a collective is entered, and return its slot for `leave` or `fail`, one of which must follow.
+
+        An asynchronous one was `started_at` a line of the program.
+        """
+        line = self.find_line(_frame_at(1)) if started_at is None else started_at | STARTED_BIT
         start, slot = next(self.slots)
         write_entry(self.memory, start, number, communicator, index, line, monotonic_ns())
-        return slot
-
-    def enter_started(self, communicator: int, number: int, index: int, line: int) -> int:
-        """Record that an asynchronous collective begins; `line` is where the program started it."""
-        start, slot = next(self.slots)
-        write_entry(self.memory, start, number, communicator, index, line | STARTED_BIT, monotonic_ns())
         return slot
 
     def leave(self, slot: int) -> None:

@@ -144,9 +144,9 @@ def look(file: RankFile, wanted: Collection[Key] = ()) -> RankState:
         tuple(found.values()),
         line,
         (now - sampled) / 1e9,
-        alive and state != "stopped" and 0 < file.looked < now - SILENT_SECONDS * 1e9,
+        alive and state != "stopped" and 0 < file.word("looked") < now - SILENT_SECONDS * 1e9,
         file.text("program"),
-        file.threads > 1,
+        file.word("threads") > 1,
         file.text("activity") if state in ("in", "out", "stopped", "gone", "killed") else "",
     )
 
@@ -226,10 +226,8 @@ def stall_report(own: RankState, states: Sequence[RankState]) -> str:
     came = [(state, calls[state.rank]) for state in states if state.rank in calls]
     missing = [state for state in states if waiting.takes(state.rank) and state.rank not in calls]
     failed = [state for state, call in came if call.has_failed]
-    # in the collective, but not running
-    held = [
-        state for state, call in came if call.left_seconds_ago is None and (state.state not in ("in", "out") or state.is_silent)
-    ]
+    inside = [state for state, call in came if call.left_seconds_ago is None]
+    held = [state for state in inside if state.state not in ("in", "out") or state.is_silent]
     lines = [
         f"rank {own.rank} ({own.node}) has waited {format_elapsed(waiting.entered_seconds_ago)} in collective "
         f"{waiting.number}, {waiting.text}",

@@ -80,7 +80,7 @@ def test_errors_name_the_ranks_of_the_job(comm):
 
 
 def test_a_communicator_is_made_of_an_intracommunicator_and_an_error_leaves_it_open(comm):
-    with pytest.raises(InvalidArgumentError, match="such as MPI.COMM_WORLD; got str"):
+    with pytest.raises(InvalidArgumentError, match="like MPI.COMM_WORLD; got str"):
         mpistrat.Communicator("world")
     with pytest.raises(InvalidArgumentError, match="this rank got MPI.COMM_NULL"):
         mpistrat.Communicator(MPI.COMM_NULL)

@@ -307,7 +307,7 @@ ON_GPUS = "={} cannot move memory of GPUs here: node0: {}.*Accepted are auto"
     [
         ("nccl", True, ON_GPUS.format("nccl", "nccl: CuPy finds no libnccl")),
         ("shared_memory", True, ON_GPUS.format("shared_memory", "shared_memory moves memory of the host")),
-        ("nccl", False, "=nccl moves memory of GPUs, and these ranks compute on CPUs; accepted are auto"),
+        ("nccl", False, "=nccl moves GPU memory, and ranks compute on CPUs; accepted are auto"),
     ],
 )
 def test_a_transport_that_is_named_and_does_not_serve_is_refused_on_all(comm, monkeypatch, named, on_gpus, message):
@@ -442,7 +442,7 @@ def test_arrays_of_both_memories_are_refused_in_one_call(pair):
     pair.gpu.all_reduce(SUM, [there, there])
     pair.gpu.all_reduce(SUM, [here, here])
     for arrays in ([there, here], [here, there]):
-        with pytest.raises(InvalidArgumentError, match=r"arrays of one call lie in one memory; got (GPU, host|host, GPU)"):
+        with pytest.raises(InvalidArgumentError, match=r"arrays of a call lie in one memory; got (GPU, host|host, GPU)"):
             pair.gpu.all_reduce(SUM, arrays)
         with pytest.raises(InvalidArgumentError, match="lie in one memory"):
             pair.gpu.start_all_reduce(SUM, arrays)

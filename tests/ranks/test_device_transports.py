@@ -183,7 +183,7 @@ def test_a_window_for_which_a_rank_has_no_memory_is_refused_on_all(group, device
     with pytest.raises(TransportError, match=f"rank {group.size - 1}: planted: no 400 bytes"):
         transport.allocate(400)
     calls.problem = "planted: no address space"
-    told = "could not register 50 bytes in a window: planted: no address space; NCCL_WIN_ENABLE=0"
+    told = "registers no window of 50 bytes: planted: no address space; NCCL_WIN_ENABLE=0"
     with pytest.raises(TransportError, match=told):
         transport.allocate(50)
     assert not calls.windows
@@ -200,7 +200,7 @@ def test_what_one_rank_cannot_register_is_in_a_window_on_none(group, device, win
     kept = transport.allocate(400)
     if group.rank == 0:
         calls.has_windows, calls.problem = False, problem
-    refused = pytest.raises(TransportError, match=f"rank 0: NCCL could not register 50 bytes in a window: {problem}")
+    refused = pytest.raises(TransportError, match=f"rank 0: NCCL registers no window of 50 bytes: {problem}")
     with refused if problem else nullcontext():
         assert transport.allocate(50).nbytes == 50
     assert [window.start for window in calls.windows] == [kept.ctypes.data]

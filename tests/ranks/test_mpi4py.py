@@ -189,7 +189,7 @@ def test_ranks_may_describe_the_same_bytes_by_other_datatypes(wrapped):
 
 @pytest.mark.parametrize("given", [None, MPI.COMM_NULL])
 def test_what_is_no_intracommunicator_is_refused(given):
-    with pytest.raises(InvalidArgumentError, match="a Communicator is made"):
+    with pytest.raises(InvalidArgumentError, match="a Communicator (is made|needs)"):
         mpistrat.mpi4py.wrap(given)
 
 

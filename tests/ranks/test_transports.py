@@ -322,7 +322,7 @@ def test_every_rank_reads_and_writes_every_rank_and_is_told_whose_memory_is_not_
     assert (mine.reshape(-1, 2, 50) == np.arange(1, group.size + 1)[:, None, None] * [[[1], [0]]]).all()
     peer = (group.rank + 1) % group.size
     message = rf"rank {group.rank}: reading 24 bytes of rank {peer} failed \(Bad address\): "
-    message += "an array is not in ordinary memory; MPISTRAT_PEER_MEMORY=0 goes another way instead"
+    message += "an array is not in ordinary memory; set MPISTRAT_PEER_MEMORY=0"
     with pytest.raises(TransportError, match=message):
         attached.copy(READ, peer, IoVectors(4096, 24), whole(np.empty(3)))
 

@@ -116,7 +116,7 @@ def test_a_rank_of_another_job_refuses(inside, words, started, capsys):
     said = ": 4 ranks are asked for inside a job of 8, which srun has started: leave out -n and --nodes there\n"
     assert capsys.readouterr().err.endswith(said)
     assert cli.main([*words, "--nodes", "4x2"]) == 2
-    said = ": --nodes 4x2 inside a job: MPISTRAT_VIRTUAL_NODES says it there, set before the job starts\n"
+    said = ": --nodes 4x2 in a job: set MPISTRAT_VIRTUAL_NODES before it starts\n"
     assert capsys.readouterr().err.endswith(said)
     assert started == []
 

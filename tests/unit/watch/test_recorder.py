@@ -71,7 +71,7 @@ def test_a_call_is_seen_while_it_is_inside_and_when_it_has_left(written):
 
 
 def test_calls_of_two_threads_end_each_for_itself(written):
-    first = written.enter_started(0, 1, call(written), written.find_line(sys._getframe()))
+    first = written.enter(0, 1, call(written), written.find_line(sys._getframe()))
     second = written.enter(0, 2, call(written, "barrier()"))
     for is_awaited in (True, False):  # by the main thread, which does not go on then
         written.note(awaited=is_awaited)
