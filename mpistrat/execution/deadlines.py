@@ -29,11 +29,7 @@ class Deadlines:
     """
 
     def __init__(
-        self,
-        hierarchy: Hierarchy,
-        window: NodeWindow | None,
-        seconds: float,
-        current: Callable[[], tuple[int, str]],
+        self, hierarchy: Hierarchy, window: NodeWindow | None, seconds: float, current: Callable[[], tuple[int, str]]
     ) -> None:
         world = hierarchy.world
         nodes = [world.nodes[world.place(rank).node_index].name for rank in range(world.size)]
