@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mpistrat.checkpoint.checkpoint import PerRank as PerRank
     from mpistrat.cluster import ClusterSpec as ClusterSpec
     from mpistrat.communicator.communicator import Communicator as Communicator
+    from mpistrat.communicator.explain import MemoryReport as MemoryReport
     from mpistrat.communicator.sparse import IndexedSlices as IndexedSlices
     from mpistrat.context.stack import experimental_set_strategy as experimental_set_strategy
     from mpistrat.context.stack import get_replica_context as get_replica_context
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from mpistrat.cross_device.ops import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
     from mpistrat.cross_device.ops import NcclAllReduce as NcclAllReduce
     from mpistrat.cross_device.ops import ReductionToOneDevice as ReductionToOneDevice
-    from mpistrat.execution.memory import MemoryReport as MemoryReport
     from mpistrat.inputs.distribute import DistributedDataset as DistributedDataset
     from mpistrat.inputs.distribute import DistributedIterator as DistributedIterator
     from mpistrat.inputs.distribute import OptionalElement as OptionalElement

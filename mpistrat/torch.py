@@ -15,7 +15,7 @@ from mpistrat.communicator.communicator import average_leaves, communicator_of
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.errors import InvalidArgumentError, UnavailableError, UnsupportedDtypeError
-from mpistrat.execution.work import Work
+from mpistrat.execution.engine import Work
 from mpistrat.structures import flatten, leaf_names, map_leaves
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from mpistrat import settings
 from mpistrat.algorithms.choose import Choice, Measured
 from mpistrat.arrays import Array, as_operand, check_capture, is_on_device, like, to_device
 from mpistrat.communicator.data_movement import DataMovement
-from mpistrat.communicator.explain import Explanation
+from mpistrat.communicator.explain import Explanation, MemoryReport
 from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
 from mpistrat.communicator.interface import Arrays, BaseCommunicator, as_lists
 from mpistrat.communicator.options import DEFAULTS, CommunicationOptions, check_options, rendezvous_seconds, shared_defaults
@@ -31,11 +31,9 @@ from mpistrat.communicator.reductions import Reductions
 from mpistrat.communicator.validate import alike, check_comm, checked_int, read_arrays
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import DeadlineExceededError, InvalidArgumentError, MpistratError, UnavailableError, UnsupportedDtypeError
-from mpistrat.execution import last_calls
+from mpistrat.execution.engine import Work
 from mpistrat.execution.executor import Executor
-from mpistrat.execution.guard import Guard, Starting
-from mpistrat.execution.memory import MemoryReport
-from mpistrat.execution.work import Work
+from mpistrat.execution.guard import Guard, Starting, compare_at_end, forget
 from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.rendezvous import rendezvous
@@ -126,8 +124,8 @@ class Communicator(BaseCommunicator):
         self._owned.callback(self._executor.close)
         self.timeline = self._executor.timeline
         self._guard = Guard(self.hierarchy, agreement, self._executor.intra.window, self._options, self)
-        last_calls.watch(self._guard)
-        self._owned.callback(last_calls.forget, self._guard)
+        compare_at_end(self._guard)
+        self._owned.callback(forget, self._guard)
         self._recorder, self._present, self._own = recorder(), self.hierarchy.call, self._guard.thread.own
         # for `run_known`; a forked child gets others, but makes no calls
         self._entry = self._recorder.slots.__next__, self._recorder.places, self._recorder.memory, self._recorder.words

@@ -13,11 +13,10 @@ import numpy as np
 from mpistrat.arrays import Array, is_captured_elsewhere, is_on_device
 from mpistrat.device.abstract import Device, Event, Stream, address
 from mpistrat.execution.device_executor import DeviceExecutor
-from mpistrat.execution.engine import wait_for_gpu
+from mpistrat.execution.engine import Work, wait_for_gpu
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard
 from mpistrat.execution.program import Blocking
-from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Agreement, CallsDifferError
 from mpistrat.steps import Steps, until
 from mpistrat.transports.nccl import Enqueue

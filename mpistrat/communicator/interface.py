@@ -16,11 +16,10 @@ from numpy.typing import DTypeLike
 
 from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array, like
-from mpistrat.communicator.explain import Explanation
+from mpistrat.communicator.explain import Explanation, MemoryReport
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.validate import alike, checked_index, copy_overlapping, read_arrays
-from mpistrat.execution.memory import MemoryReport
-from mpistrat.execution.work import Work
+from mpistrat.execution.engine import Work
 from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.timeline import Timeline
 from mpistrat.topology.world import World

@@ -27,10 +27,10 @@ from mpistrat.communicator.options import (
 )
 from mpistrat.device.kernels import divide_kernel
 from mpistrat.errors import InvalidArgumentError, TransportError, Unsuitable
-from mpistrat.execution import compile as compiled
+from mpistrat.execution.compile import Bucket, all_reduce, reduce_scatter
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.executor import Dtypes, Executor
-from mpistrat.execution.program import Bucket, Program, shorten
+from mpistrat.execution.program import Program, shorten
 from mpistrat.packing.layout import Layout, pack_by_bytes, split_evenly
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp, accumulation_dtype, check_dtype
 from mpistrat.transports.wire import Wire
@@ -135,7 +135,7 @@ class Planner:
         if self.executor.device is None or not plan.is_direct:  # NCCL takes arrays where they lie: nothing is freed for that
             settle()
         crosses_nodes = Scope.INTER in plan.scopes
-        bucket = compiled.all_reduce(self.executor, plan, layout, dtype, op, dtypes, wire if crosses_nodes else None)
+        bucket = all_reduce(self.executor, plan, layout, dtype, op, dtypes, wire if crosses_nodes else None)
         bucket.indices = members
         return bucket
 
@@ -175,7 +175,7 @@ class Planner:
         except Unsuitable:
             return None
         self.executor.reserve_exchange(self._world.size)
-        return Program([compiled.reduce_scatter(self.executor, plan, dtype, asked.op)]) if self.executor.scatters else None
+        return Program([reduce_scatter(self.executor, plan, dtype, asked.op)]) if self.executor.scatters else None
 
     def explain(self, asked: Reduction) -> Explanation:
         """Return how a sum is computed."""

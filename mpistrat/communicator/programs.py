@@ -19,14 +19,13 @@ import numpy as np
 
 from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array, is_on_device, retained_bytes
-from mpistrat.communicator.explain import Explanation
+from mpistrat.communicator.explain import Explanation, MemoryReport
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
 from mpistrat.communicator.validate import are_disjoint
 from mpistrat.device.abstract import addresses, are_contiguous
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.guard import Guard
-from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.program import Blocking, Program
 from mpistrat.groups.agreement import Signature
 from mpistrat.watch.recorder import recorder

@@ -19,11 +19,10 @@ from mpistrat.device.abstract import address
 from mpistrat.device.kernels import divide_kernel
 from mpistrat.errors import CollectiveError, InvalidArgumentError, UnavailableError
 from mpistrat.execution.comparison import Call
-from mpistrat.execution.engine import wait_for_gpu
+from mpistrat.execution.engine import Work, wait_for_gpu
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard, Starting
 from mpistrat.execution.program import Program
-from mpistrat.execution.work import Work
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp, quiet
 from mpistrat.steps import Steps
 

@@ -1,17 +1,25 @@
-"""Compile plans to buckets of a program: bind them to the transports of an executor and to memory.
+"""Compile plans to buckets: bind them to the transports of an executor and to memory. A bucket runs its chunks in three lanes.
+
+The head of a chunk is what comes before the phase between nodes: copy-in and reduce-scatter; its middle is that phase, its tail
+all-gather and copy-out. One thread advances all lanes in turn: with depth 2 that inside the node runs head 0, head 1, tail 0,
+head 2, tail 1, …; middles start in the order of the chunks, `max_in_flight` of them at a time: one where they share a group
+without channels.
 
 A chunk occupies a slot of the scratch memory from its copy-in to its copy-out. There is one slot more than chunks in flight,
 so that a rank can fill a slot while its peers still read the previous one; a single long chunk has only one slot.
+
+Invariant: the order of a lane's operations depends on chunk indexes only, never on what happens to be ready, so that all ranks
+issue the operations of a group in the same order.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,15 +28,60 @@ from mpistrat.arrays import Array, flat, new_array
 from mpistrat.device.abstract import are_contiguous
 from mpistrat.errors import TransportError
 from mpistrat.execution.executor import CopySteps, Dtypes, Executor
-from mpistrat.execution.program import Bucket, Lanes
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp, divide
-from mpistrat.steps import WORKED, Steps
+from mpistrat.steps import WAITING, WORKED, Steps
 from mpistrat.transports.base import FlatArrays, Operation, SegmentCache
 from mpistrat.transports.wire import Cast, Wire
 
 SLOT_ALIGNMENT_BYTES = 4096
 LONE_SLOT_BYTES = 1 << 22  # a single chunk of at least this size has one slot: that saves memory and costs a short wait
+
+
+ChunkSteps = Callable[[int], Steps]
+Combine = Callable[[Array, "Array | None"], Array]
+"""All-reduces one array into another one, or a new one, which it returns."""
+
+
+def nothing(_: int) -> Steps:
+    """Do nothing for a chunk."""
+    return iter(())
+
+
+class Lanes(NamedTuple):
+    """The steps of each chunk in one call, by the index of the chunk."""
+
+    head: ChunkSteps
+    middle: ChunkSteps = nothing
+    tail: ChunkSteps = nothing
+    num_chunks: int = 1
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Arrays, by their indices in the call, that are combined together, and how: bound to its memory.
+
+    `lanes` returns the lanes for sources and C-contiguous targets, and `is_current` whether the memory is still there.
+    `detects_mismatch` says whether a rank in another call is found before results are used; if not, calls are compared
+    afterwards. `flat_count` counts the elements of the one all-reduce of MPI, if the plan is nothing else; `blocking` combines
+    one array in a blocking call, where that is possible.
+    """
+
+    plan: Plan
+    lanes: Callable[[Sequence[Array], Sequence[Array]], Lanes]
+    is_current: Callable[[], bool]
+    begins_with_barrier: bool
+    detects_mismatch: bool
+    max_in_flight: int = 1
+    flat_count: int = 0
+    blocking: Combine | None = None
+    held_bytes: Callable[[], int] = int
+    indices: tuple[int, ...] = (0,)
+
+    def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
+        """Return the steps that combine `sources` into `targets`. A collective call."""
+        lanes = self.lanes(sources, targets)
+        return overlap(lanes, self.plan.depth, self.max_in_flight) if lanes.num_chunks > 1 else in_turn(lanes)
 
 
 def all_reduce(
@@ -415,6 +468,52 @@ class _Scatter:
     def _record(self, name: str, lane: str, started: float, array: Array) -> None:
         if self._executor.timeline.enabled:
             self._executor.timeline.record(name, lane, started, array.nbytes)
+
+
+def in_turn(lanes: Lanes) -> Steps:
+    """Return the steps of chunks one after the other."""
+    head, middle, tail, num_chunks = lanes
+    for chunk in range(num_chunks):
+        yield from head(chunk)
+        yield from middle(chunk)
+        yield from tail(chunk)
+
+
+def overlap(lanes: Lanes, depth: int, max_in_flight: int) -> Steps:
+    """Return the steps of all chunks, with at most `depth` chunks between their head and their tail."""
+    head, middle, tail, num_chunks = lanes
+    heads_done = middles_done = 0
+    is_middle_done = [False] * num_chunks
+
+    def intra() -> Steps:
+        nonlocal heads_done
+        for turn in range(num_chunks + depth - 1):
+            if turn < num_chunks:
+                yield from head(turn)
+                heads_done += 1
+                yield WORKED  # the middle of this chunk may start before the next chunk is copied
+            finished = turn - depth + 1
+            if finished >= 0:
+                while not is_middle_done[finished]:
+                    yield WAITING
+                yield from tail(finished)
+
+    def inter(chunk: int) -> Steps:
+        nonlocal middles_done
+        yield from middle(chunk)
+        is_middle_done[chunk] = True
+        middles_done += 1
+
+    running = [intra()]
+    started = 0
+    while running:
+        answers = [next(lane, None) for lane in running]
+        running = [lane for lane, answer in zip(running, answers, strict=True) if answer is not None]
+        if started < heads_done and started - middles_done < max_in_flight:
+            running.append(inter(started))
+            started += 1
+            answers.append(WORKED)
+        yield any(answers)
 
 
 def interleave(lanes: Sequence[Steps]) -> Steps:

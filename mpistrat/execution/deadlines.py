@@ -46,20 +46,18 @@ class Deadlines:
     def run(self, call: Call, steps: Steps) -> None:
         """Run the steps of a call within the rest of its time."""
         self._number = call.number
-        self._drive(steps, partial(str, call), call.rest_seconds, call.seconds, back_off if call.is_started else None)
+        self.drive(steps, call)
 
-    def drive(self, steps: Steps) -> None:
-        """Run steps of a call on a fast path, under the default deadline, or that of `begin_limit`."""
-        self._drive(steps, self._describe, self._seconds, self._seconds, None)
-
-    def drive_short(self, steps: Steps) -> None:
-        """Do the same with less Python, for steps without arithmetic that most often end at once."""
-        if self._seconds or not ends_soon(steps):
-            self.drive(steps)
-
-    def _drive(
-        self, steps: Steps, what: Callable[[], str], rest: float, seconds: float, back: Callable[[int], None] | None
-    ) -> None:
+    def drive(self, steps: Steps, call: Call | None = None) -> None:
+        """Run steps of a call; by default of the current one, on a fast path, with the default deadline or `begin_limit`'s."""
+        what, seconds, rest, back = self._describe, self._seconds, self._seconds, None
+        if call is not None:
+            what, seconds, rest, back = (
+                partial(str, call),
+                call.seconds,
+                call.rest_seconds,
+                back_off if call.is_started else None,
+            )
         self._present.ends = time.monotonic() + rest if rest else 0.0
         drive(steps, what, rest, lambda: self._overdue(what(), seconds), back, self._check_progress)
         # a rank that has given up may have changed its arrays before this one read them
@@ -67,6 +65,11 @@ class Deadlines:
             self.barrier.raise_if_given_up(what, probes=PROBES)
         if self._window is not None and self._window.own[LEFT]:
             raise self._window.has_no_result(what())
+
+    def drive_short(self, steps: Steps) -> None:
+        """Do the same with less Python, for steps without arithmetic that most often end at once."""
+        if self._seconds or not ends_soon(steps):
+            self.drive(steps)
 
     def wait(self, what: str, steps: Steps) -> None:
         """Run steps that have no deadline here: what else watches them raises."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -10,10 +12,9 @@ import numpy as np
 
 from mpistrat import settings
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
-from mpistrat.arrays import Array
+from mpistrat.arrays import MALLOC_REUSES_BYTES, Array
 from mpistrat.device.abstract import Device
 from mpistrat.errors import TransportError
-from mpistrat.execution.memory import keep_freed_memory
 from mpistrat.execution.select import Transports, host_transports, warn_of_next
 from mpistrat.groups.agreement import all_agree, wait_for
 from mpistrat.groups.group import Group
@@ -329,3 +330,16 @@ def _bind(transport: Transport, verb: Verb, buffer: Array, bounds: list[int], op
     if verb is Verb.ALL_GATHER:
         return transport.all_gather(buffer, bounds)
     return transport.all_reduce(buffer, op)
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Make malloc keep what is freed, up to 64 MiB, instead of returning it to the system; `new_array` keeps larger ones.
+
+    Otherwise a collective that returns a new array of 1 MiB takes 257 page faults for the result, and as many for the buffer
+    that MPI allocates and frees in each call. glibc raises its limits by itself once a block of up to 32 MiB has been freed
+    (mallopt(3), M_MMAP_THRESHOLD), so one is allocated and freed here, untouched. That has no effect with another malloc, or if
+    the user has set MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_.
+    """
+    with suppress(MemoryError):
+        np.empty(MALLOC_REUSES_BYTES, np.uint8)

@@ -2,6 +2,8 @@
 
 Each call begins here: its options are merged, its arguments checked, and its deadline counts. `comparison` tells whether all
 ranks make the same call, and `deadlines` whether they come in time; here their errors are told to the other ranks.
+
+At the end of the program all communicators compare their last calls, and refuse later ones, as in a forked child.
 """
 
 from __future__ import annotations
@@ -13,14 +15,15 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakSet
 
+from mpistrat import ending
 from mpistrat.arrays import Array
 from mpistrat.errors import CollectiveError, MpistratError, TransportError, UnavailableError
 from mpistrat.execution.comparison import Call, Comparison, Facts
 from mpistrat.execution.deadlines import Deadlines
-from mpistrat.execution.engine import Job, raise_unclaimed_failure, submit, wait_for_gpu
+from mpistrat.execution.engine import Job, Work, raise_unclaimed_failure, submit, wait_for_gpu
 from mpistrat.execution.threads import CallingThread, is_within_call
-from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import (
     COMPARED,
     Agreement,
@@ -33,9 +36,10 @@ from mpistrat.groups.agreement import (
 )
 from mpistrat.groups.group import keep_alive_for_peers
 from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.launch import abort
 from mpistrat.settings import CHECK, STRICT
 from mpistrat.steps import Steps
-from mpistrat.transports.window import NodeWindow
+from mpistrat.transports.window import NodeWindow, free_open_windows, is_freed_by_mpi
 from mpistrat.watch import watcher
 from mpistrat.watch.recorder import recorder
 
@@ -475,3 +479,63 @@ class Starting:
 def _failed(call: Call, error: Exception) -> Call:
     """Return a call that a rank cannot make, as it is recorded."""
     return replace(call, signature=Signature(failed_text(call.text, error)), noted=0, notes=())
+
+
+_guards: WeakSet[Guard] = WeakSet()
+
+
+def compare_at_end(guard: Guard) -> None:
+    """Take part in the end of the program: the communicator of this guard compares and refuses calls then."""
+    _guards.add(guard)
+    ending.watch_finalize()
+
+
+def forget(guard: Guard) -> None:
+    """Do nothing more with a guard whose communicator is closed: its groups are freed."""
+    _guards.discard(guard)
+
+
+def _before_finalize() -> None:
+    _refuse("the program has called MPI_Finalize; do that after the last collective")
+
+
+def _after_end() -> bool:
+    """Refuse later calls, and return whether no thread is in one: a daemon's would read windows that are freed."""
+    guards = list(_guards)
+    _refuse("the programs of all ranks have ended: this exit handler is called too late; register it after the first strategy")
+    return not any(guard.thread.is_locked() for guard in guards)
+
+
+def _free_windows(are_idle: bool) -> None:
+    if are_idle:
+        free_open_windows()
+    elif not is_freed_by_mpi():  # the job would wait in MPI_Finalize for ever
+        why = "the program has ended while a thread of some rank is in a collective: stop such threads, and join them, first"
+        abort.end(UnavailableError(why))
+
+
+def _refuse(why: str) -> None:
+    for guard in list(_guards):
+        guard.refuse_from_now_on(why)
+    _guards.clear()
+
+
+def _confirm() -> None:
+    if abort.ending_code() == 0:
+        try:
+            for guard in sorted(_guards, key=lambda guard: guard.communicator):
+                if not guard.is_broken():
+                    guard.confirm()
+        except Exception as error:
+            abort.end(error)
+
+
+def _refuse_in_child() -> None:
+    for guard in list(_guards):
+        guard.refuse_in_child()
+
+
+ending.at(ending.Stage.COMPARE, _confirm)
+ending.at(ending.Stage.REFUSE, _before_finalize)
+watcher.after_end.append((_after_end, _free_windows))
+os.register_at_fork(after_in_child=_refuse_in_child)

@@ -1,82 +1,28 @@
-"""Program: what a call compiles to: buckets of arrays, each in chunks of three lanes of steps, and what runs them.
-
-The head of a chunk is what comes before the phase between nodes: copy-in and reduce-scatter; its middle is that phase, its tail
-all-gather and copy-out. One thread advances all lanes in turn: with depth 2 that inside the node runs head 0, head 1, tail 0,
-head 2, tail 1, …; middles start in the order of the chunks, `max_in_flight` of them at a time: one where they share a group
-without channels.
+"""Program: what a call compiles to: buckets of arrays, or one blocking call.
 
 A program that is one call of MPI, or one exchange in shared memory, also has a `blocking` form with as little Python as
 possible. It sends the same bytes: one rank may take it while another, whose timeline is enabled for instance, runs the steps.
-
-Invariant: the order of a lane's operations depends on chunk indexes only, never on what happens to be ready, so that all ranks
-issue the operations of a group in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mpistrat import settings
-from mpistrat.algorithms.plan import Plan
 from mpistrat.arrays import Array
+from mpistrat.execution.compile import Bucket, Combine
 from mpistrat.execution.executor import Executor
 from mpistrat.reduction import ReduceOp, accumulation_dtype, divider, quiet
-from mpistrat.steps import WAITING, WORKED, Steps
 
 SMALL_BATCH_BYTES = 1 << 16  # in larger batches the copies take longer than the Python that is saved
 
-ChunkSteps = Callable[[int], Steps]
 Blocking = Callable[[Sequence[Array], Sequence[Array] | None], list[Array]]
 """All-reduces arrays in a blocking call, into `out` or to new ones: ``blocking(arrays, out)``."""
-Combine = Callable[[Array, "Array | None"], Array]
-"""All-reduces one array into another one, or a new one, which it returns."""
-
-
-def nothing(_: int) -> Steps:
-    """Do nothing for a chunk."""
-    return iter(())
-
-
-class Lanes(NamedTuple):
-    """The steps of each chunk in one call, by the index of the chunk."""
-
-    head: ChunkSteps
-    middle: ChunkSteps = nothing
-    tail: ChunkSteps = nothing
-    num_chunks: int = 1
-
-
-@dataclass(eq=False)
-class Bucket:
-    """Arrays, by their indices in the call, that are combined together, and how: bound to its memory.
-
-    `lanes` returns the lanes for sources and C-contiguous targets, and `is_current` whether the memory is still there.
-    `detects_mismatch` says whether a rank in another call is found before results are used; if not, calls are compared
-    afterwards. `flat_count` counts the elements of the one all-reduce of MPI, if the plan is nothing else; `blocking` combines
-    one array in a blocking call, where that is possible.
-    """
-
-    plan: Plan
-    lanes: Callable[[Sequence[Array], Sequence[Array]], Lanes]
-    is_current: Callable[[], bool]
-    begins_with_barrier: bool
-    detects_mismatch: bool
-    max_in_flight: int = 1
-    flat_count: int = 0
-    blocking: Combine | None = None
-    held_bytes: Callable[[], int] = int
-    indices: tuple[int, ...] = (0,)
-
-    def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
-        """Return the steps that combine `sources` into `targets`. A collective call."""
-        lanes = self.lanes(sources, targets)
-        return overlap(lanes, self.plan.depth, self.max_in_flight) if lanes.num_chunks > 1 else in_turn(lanes)
 
 
 class Program:
@@ -110,52 +56,6 @@ class Program:
     def held_bytes(self) -> int:
         """Bytes of its own memory, besides the executor's scratch memory."""
         return sum(bucket.held_bytes() for bucket in self.buckets)
-
-
-def in_turn(lanes: Lanes) -> Steps:
-    """Return the steps of chunks one after the other."""
-    head, middle, tail, num_chunks = lanes
-    for chunk in range(num_chunks):
-        yield from head(chunk)
-        yield from middle(chunk)
-        yield from tail(chunk)
-
-
-def overlap(lanes: Lanes, depth: int, max_in_flight: int) -> Steps:
-    """Return the steps of all chunks, with at most `depth` chunks between their head and their tail."""
-    head, middle, tail, num_chunks = lanes
-    heads_done = middles_done = 0
-    is_middle_done = [False] * num_chunks
-
-    def intra() -> Steps:
-        nonlocal heads_done
-        for turn in range(num_chunks + depth - 1):
-            if turn < num_chunks:
-                yield from head(turn)
-                heads_done += 1
-                yield WORKED  # the middle of this chunk may start before the next chunk is copied
-            finished = turn - depth + 1
-            if finished >= 0:
-                while not is_middle_done[finished]:
-                    yield WAITING
-                yield from tail(finished)
-
-    def inter(chunk: int) -> Steps:
-        nonlocal middles_done
-        yield from middle(chunk)
-        is_middle_done[chunk] = True
-        middles_done += 1
-
-    running = [intra()]
-    started = 0
-    while running:
-        answers = [next(lane, None) for lane in running]
-        running = [lane for lane, answer in zip(running, answers, strict=True) if answer is not None]
-        if started < heads_done and started - middles_done < max_in_flight:
-            running.append(inter(started))
-            started += 1
-            answers.append(WORKED)
-        yield any(answers)
 
 
 def shorten(program: Program, executor: Executor, op: ReduceOp, arrays: Sequence[Array]) -> None:

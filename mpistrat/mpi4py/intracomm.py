@@ -21,7 +21,7 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.passing import Passing
 from mpistrat.communicator.validate import check_comm
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.execution.work import Work
+from mpistrat.execution.engine import Work
 from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.steps import until, yield_core
 

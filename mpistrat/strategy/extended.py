@@ -27,7 +27,7 @@ from mpistrat.cross_device.ops import CrossDeviceOps, HierarchicalAllReduce
 from mpistrat.cross_device.pairs import OnSomeReplicas, operand_or_slices
 from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.execution.work import Work
+from mpistrat.execution.engine import Work
 from mpistrat.reduction import ReduceOp
 from mpistrat.state.changes import checksum
 from mpistrat.strategy.deprecated import accepts_hints

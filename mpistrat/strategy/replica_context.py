@@ -19,7 +19,7 @@ from mpistrat.cross_device.ops import HierarchicalAllReduce
 from mpistrat.cross_device.pairs import operand_or_slices
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.execution.work import Work
+from mpistrat.execution.engine import Work
 from mpistrat.groups.agreement import digest_of
 from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.strategy.deprecated import accepts_hints, merge_hints

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, SupportsIndex, cast
 
 from mpistrat import settings
 from mpistrat.arrays import array_module, as_array, like
-from mpistrat.communicator.explain import Explanation
+from mpistrat.communicator.explain import Explanation, MemoryReport
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
@@ -19,7 +19,6 @@ from mpistrat.context.stack import EXAMPLES, Mode, StrategyScope, default_mode, 
 from mpistrat.context.values import across_replicas, checked_args, component_of, in_replica, regroup, select_replica
 from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError, LaunchError
-from mpistrat.execution.memory import MemoryReport
 from mpistrat.inputs.distribute import distribute_dataset, distribute_from_function
 from mpistrat.inputs.input_options import InputContext, ValueContext
 from mpistrat.launch.bootstrap import bind_device, what_is_bound

@@ -13,7 +13,7 @@ import mpistrat
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.validate import check_gather
 from mpistrat.context.values import select_replica
-from mpistrat.execution.work import Work
+from mpistrat.execution.engine import Work
 from mpistrat.reduction import ReduceOp, check_dtype, combine, divide
 from mpistrat.timeline import Timeline
 from mpistrat.topology.world import World

@@ -10,8 +10,7 @@ import pytest
 
 from mpistrat.errors import UnavailableError
 from mpistrat.execution import engine
-from mpistrat.execution.engine import Job, submit, wait_for_gpu
-from mpistrat.execution.work import Work
+from mpistrat.execution.engine import Job, Work, submit, wait_for_gpu
 from tests.processes import python
 
 

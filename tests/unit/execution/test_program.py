@@ -19,8 +19,7 @@ import mpistrat
 from mpistrat import arrays
 from mpistrat.arrays import new_array, retained_bytes
 from mpistrat.errors import DeadlineExceededError
-from mpistrat.execution.compile import interleave
-from mpistrat.execution.program import Lanes, nothing, overlap
+from mpistrat.execution.compile import Lanes, interleave, nothing, overlap
 from mpistrat.steps import WAITING, WORKED, drive
 from mpistrat.timeline import Timeline, TimelineEvent, write_chrome_trace
 from tests.processes import python
