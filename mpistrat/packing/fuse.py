@@ -23,7 +23,7 @@ from mpistrat.arrays import Array
 from mpistrat.device.abstract import Device, DeviceArray, Event, address, addresses
 from mpistrat.device.kernels import Segment, SegmentTable, move_kernel, real_dtype
 from mpistrat.packing.layout import Layout
-from mpistrat.reduction import ReduceOp, accumulation_dtype, combine, divide_quietly
+from mpistrat.reduction import ReduceOp, accumulation_dtype, combine, divide
 from mpistrat.steps import until
 
 SEGMENT_BYTES, GROUP_BYTES = 1 << 18, 1 << 16
@@ -77,7 +77,7 @@ class CopyOut:
                 [(_, array, part)] = pieces
                 total = arrays[array][part]
             source = addends[0] if len(addends) == 1 else self._folded(addends, total)
-            divide_quietly(source, self._divisor, total)
+            divide(source, self._divisor, total)
             if len(pieces) > 1:
                 for piece, array, part in pieces:
                     arrays[array][part] = piece

@@ -22,7 +22,7 @@ from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp, combine
 from mpistrat.settings import MAX_MESSAGE_BYTES
-from mpistrat.steps import WAITING, WORKED, Steps, until
+from mpistrat.steps import WAITING, WORKED, Steps
 from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.mpi import as_message
 
@@ -129,7 +129,8 @@ class BoundRing(NamedTuple):
                     worked = True
                 yield WORKED if worked else WAITING
             for request in sent:
-                yield from until(request.Test)
+                while not request.Test():
+                    yield WAITING
         except BaseException:
             keep_alive_for_peers((self, sent, arriving))  # MPI may still write there
             raise
