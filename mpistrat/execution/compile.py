@@ -17,7 +17,7 @@ import numpy as np
 
 from mpistrat.algorithms.plan import Phase, Plan, Scope
 from mpistrat.arrays import Array, flat, new_array
-from mpistrat.device.abstract import are_contiguous
+from mpistrat.device.cuda import are_contiguous
 from mpistrat.errors import TransportError
 from mpistrat.execution.executor import CopySteps, Dtypes, Executor
 from mpistrat.execution.program import Bucket, Lanes

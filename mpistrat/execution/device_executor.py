@@ -14,7 +14,7 @@ import numpy as np
 
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
-from mpistrat.device.abstract import Device, DeviceArray, Event, address
+from mpistrat.device.cuda import Device, DeviceArray, Event, address
 from mpistrat.device.kernels import divide_kernel
 from mpistrat.execution.executor import CopySteps, Direct, Dtypes, Executor
 from mpistrat.execution.select import DeviceTransports, device_transports, nccl_rails

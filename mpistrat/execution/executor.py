@@ -11,7 +11,7 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
-from mpistrat.device.abstract import Device
+from mpistrat.device.cuda import Device
 from mpistrat.errors import TransportError
 from mpistrat.execution.memory import keep_freed_memory
 from mpistrat.execution.select import Transports, host_transports, warn_of_next

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.device.abstract import Device, DeviceArray, Event, address, addresses
+from mpistrat.device.cuda import Device, DeviceArray, Event, address, addresses
 from mpistrat.device.kernels import Segment, SegmentTable, move_kernel, real_dtype
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp, accumulation_dtype, combine, divide

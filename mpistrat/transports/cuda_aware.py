@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import settings
-from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
+from mpistrat.device.cuda import Device, DeviceArray, Event, Stream, address
 from mpistrat.device.kernels import fold_into_kernel, num_blocks
 from mpistrat.errors import MpistratError, TransportError
 from mpistrat.groups.agreement import gather_or_raise

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpistrat.device.abstract import Device, DeviceArray, address
+from mpistrat.device.cuda import Device, DeviceArray, address
 from mpistrat.device.kernels import PACKET_BYTES, fold_kernel, num_blocks
 from mpistrat.errors import MpistratError, TransportError
 from mpistrat.groups.agreement import gather_or_raise

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array, part_bounds
-from mpistrat.device.abstract import Event
+from mpistrat.device.cuda import Event
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp, combine

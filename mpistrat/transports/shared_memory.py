@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.arrays import Array
-from mpistrat.device.abstract import address
+from mpistrat.device.cuda import address
 from mpistrat.device.kernels import Segment
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import Fold, ReduceOp, combine

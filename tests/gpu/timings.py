@@ -16,8 +16,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.device.abstract import Device, DeviceArray, address
-from mpistrat.device.cuda import CudaDevice
+from mpistrat.device.cuda import Device, DeviceArray, address
 from mpistrat.device.kernels import MAX_BLOCKS, fold_kernel
 from mpistrat.groups.group import Group
 from mpistrat.launch.bootstrap import start
@@ -190,7 +189,7 @@ TIMINGS: dict[str, Callable[[_Bench], dict[str, float]]] = {
 
 
 def main(timing: str) -> dict[str, float]:
-    device = CudaDevice(0)
+    device = Device(0)
     with device.activate(device.stream()):
         return TIMINGS[timing](_Bench(device, Sizes()))
 

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.device.abstract import address
+from mpistrat.device.cuda import address
 from mpistrat.errors import AgreementError, DeadlineExceededError, InvalidArgumentError, TransportError, UnavailableError
 from mpistrat.execution.work import Work
 from mpistrat.groups.group import Group

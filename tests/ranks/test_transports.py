@@ -12,7 +12,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat
-from mpistrat.device.abstract import address
+from mpistrat.device.cuda import address
 from mpistrat.errors import TransportError
 from mpistrat.execution.select import TRANSPORTS
 from mpistrat.groups.hierarchy import Hierarchy

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.device.abstract import address
+from mpistrat.device.cuda import address
 from mpistrat.device.kernels import SegmentTable
 from mpistrat.packing import fuse
 from mpistrat.packing.fuse import CopyIn, CopyOut, DeviceCopyIn, DeviceCopyOut
