@@ -21,7 +21,7 @@ from mpistrat.device.cuda import are_contiguous
 from mpistrat.errors import TransportError
 from mpistrat.execution.executor import CopySteps, Dtypes, Executor
 from mpistrat.execution.program import Bucket, Lanes
-from mpistrat.packing.layout import Layout
+from mpistrat.packing import Layout
 from mpistrat.reduction import Fold, ReduceOp, divide
 from mpistrat.steps import WORKED, Steps
 from mpistrat.transports.base import FlatArrays, Operation, SegmentCache

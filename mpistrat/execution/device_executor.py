@@ -20,8 +20,7 @@ from mpistrat.execution.executor import CopySteps, Direct, Dtypes, Executor
 from mpistrat.execution.select import DeviceTransports, device_transports, nccl_rails
 from mpistrat.groups.deadline_barrier import AbortNotice
 from mpistrat.groups.group import Group
-from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
-from mpistrat.packing.layout import Layout
+from mpistrat.packing import DeviceCopyIn, DeviceCopyOut, Layout
 from mpistrat.reduction import ReduceOp
 from mpistrat.steps import WAITING, Steps, until
 from mpistrat.transports.base import DeviceTransport, Operation, Part, Transport, Watched, in_turn

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from mpistrat.device import cuda
 from mpistrat.device.cuda import Device, DeviceArray, address
 from mpistrat.device.kernels import TYPES, divide_kernel, fold_into_kernel, fold_kernel, move_kernel, real_dtype
-from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
-from mpistrat.packing.layout import Layout
+from mpistrat.packing import DeviceCopyIn, DeviceCopyOut, Layout
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, combine
 from mpistrat.testing.transport_suite import operations
 from tests.gpu.program import find_sanitizer, write_report

@@ -20,8 +20,7 @@ from mpistrat.device.cuda import Device, DeviceArray, address
 from mpistrat.device.kernels import MAX_BLOCKS, fold_kernel
 from mpistrat.groups.group import Group
 from mpistrat.launch.bootstrap import start
-from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
-from mpistrat.packing.layout import Layout
+from mpistrat.packing import DeviceCopyIn, DeviceCopyOut, Layout
 from mpistrat.reduction import ReduceOp
 from mpistrat.steps import drive
 from mpistrat.transports.staged import StagedTransport

@@ -13,8 +13,7 @@ import pytest
 import mpistrat
 from mpistrat.device import cuda
 from mpistrat.device.cuda import address
-from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
-from mpistrat.packing.layout import Layout
+from mpistrat.packing import DeviceCopyIn, DeviceCopyOut, Layout
 from tests.gpu.on_host import HostKernels
 from tests.gpu.stand_in import StandInDevice
 
