@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.device.abstract import Device
 from mpistrat.device.binding import bound_device, own_device, why_cpu
+from mpistrat.device.cuda import Device
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
 from mpistrat.reduction import ACCEPTED, quiet
 

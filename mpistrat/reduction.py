@@ -28,8 +28,8 @@ Array = NDArray[Any]
 
 HALF_DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 # how NumPy warns is a variable of the context; entering a copy of this one is ten times as fast as `numpy.errstate`
-_QUIET = Context()
-_QUIET.run(np.seterr, all="ignore")
+QUIET = Context()
+QUIET.run(np.seterr, all="ignore")
 
 FOLD_COUNT = 1 << 15  # elements per block: the operands and the result of one block fit the cache of a core together
 ACCEPTED = "bool, integers, float16, bfloat16, float32, float64 and complex numbers"
@@ -128,7 +128,7 @@ def quiet() -> Callable[..., Any]:
     ``quiet()(function, *arguments)``. Arithmetic that raises on one rank would leave the others waiting. What is returned may
     be kept, for one thread at a time.
     """
-    return _QUIET.copy().run
+    return QUIET.copy().run
 
 
 def quiet_call(op: ReduceOp) -> Callable[..., Any]:
@@ -142,23 +142,10 @@ def _with_out(function: np.ufunc, one: Array, other: Array, out: Array | None) -
 
 
 def divide(total: Array, count: int, out: Array) -> None:
-    """Write `total` divided by `count` into `out`, which may be `total`, in its dtype; integers are truncated towards zero."""
-    quiet()(divide_quietly, total, count, out)
+    """Write `total` divided by `count` into `out`, which may be `total`, in its dtype; integers are truncated towards zero.
 
-
-def divider(dtype: np.dtype[Any], count: int) -> Callable[[Array], object] | None:
-    """Return what divides arrays of a dtype in place, as `divide` does; None if there is nothing to divide by."""
-    if count == 1:
-        return None
-    run = quiet()
-    if dtype.kind in "iu":
-        return lambda total: run(divide_quietly, total, count, total)
-    divisor = dtype.type(count)
-    return lambda total: run(np.divide, total, divisor, total)
-
-
-def divide_quietly(total: Array, count: int, out: Array) -> None:
-    """Do the same where NumPy is quiet already, as in steps."""
+    It is called by steps, or by `quiet`.
+    """
     if count == 1:
         if out is not total:
             out[...] = total
@@ -169,6 +156,17 @@ def divide_quietly(total: Array, count: int, out: Array) -> None:
         out[...] = quotient + ((remainder != 0) & (wide < 0))
     else:
         np.divide(total, total.dtype.type(count), out=out, casting="unsafe")
+
+
+def divider(dtype: np.dtype[Any], count: int) -> Callable[[Array], object] | None:
+    """Return what divides arrays of a dtype in place, as `divide` does; None if there is nothing to divide by."""
+    if count == 1:
+        return None
+    run = quiet()
+    if dtype.kind in "iu":
+        return lambda total: run(divide, total, count, total)
+    divisor = dtype.type(count)
+    return lambda total: run(np.divide, total, divisor, total)
 
 
 class Fold:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 
 from mpistrat.errors import DeadlineExceededError
-from mpistrat.reduction import quiet
+from mpistrat.reduction import QUIET
 
 Steps = Iterator[bool]
 WAITING, WORKED = False, True
@@ -38,10 +38,12 @@ def drive(
     """Advance `steps` to the end, yielding the core whenever they wait. NumPy raises nothing for their arithmetic.
 
     After `timeout_seconds`, unless they are 0, the DeadlineExceededError is raised that `overdue` returns; by default it names
-    `what`. At each wait `back_off` is called with the number of waits in a row before it, by default `yield_core`; now and then
-    `check`, which raises if the steps are known not to end.
+    `what`. At each wait `back_off`, if given, is called with the number of waits in a row before it; now and then `check`,
+    which raises if the steps are known not to end.
+
+    By default it never sleeps: where eight ranks shared two cores and slept for a moment after long yields, Linux left single
+    ranks out for up to 400 ms, while all others waited for them.
     """
-    wait = yield_core if back_off is None else back_off
     polls_per_clock = _POLLS_PER_CLOCK if back_off is None else 1
 
     def advance() -> None:
@@ -53,7 +55,10 @@ def drive(
                 if worked:
                     waits = 0
                     continue
-                wait(waits)
+                if back_off is None:
+                    os.sched_yield()
+                else:
+                    back_off(waits)
                 waits += 1
                 polls += 1
                 if polls % polls_per_clock or (now := time.monotonic()) < look:
@@ -72,7 +77,7 @@ def drive(
                 steps.close()  # runs its cleanup now, and it cannot be resumed
             raise
 
-    quiet()(advance)
+    QUIET.copy().run(advance)
 
 
 def ends_soon(steps: Steps) -> bool:
@@ -88,12 +93,3 @@ def until(has_come: Callable[[], bool]) -> Steps:
     """Return the steps that wait for a message, an event of a GPU, or a peer."""
     while not has_come():
         yield WAITING
-
-
-def yield_core(waits: int = 0) -> None:
-    """Yield the core to another process, without ever sleeping.
-
-    Where eight ranks shared two cores and slept for a moment after long yields, Linux left single ranks out for up to 400 ms,
-    while all others waited for them.
-    """
-    os.sched_yield()

@@ -21,8 +21,8 @@ from mpistrat.communicator.communicator import job_communicator
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.validate import checked_int
 from mpistrat.context.stack import default_mode, get_strategy, has_strategy, in_cross_replica_context, inside, misplaced
-from mpistrat.device.abstract import address
 from mpistrat.device.binding import bound_device
+from mpistrat.device.cuda import address
 from mpistrat.errors import AgreementError, CheckpointError, InvalidArgumentError
 from mpistrat.inputs.distribute import DistributedDataset
 from mpistrat.inputs.position import DatasetIterator, Resumable

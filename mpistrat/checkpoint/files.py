@@ -34,7 +34,7 @@ from mpistrat.arrays import Array
 from mpistrat.checkpoint.tree import KINDS, Node, Spec, below, itemsize_of
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.device.abstract import address
+from mpistrat.device.cuda import address
 from mpistrat.errors import CheckpointError
 from mpistrat.launch import abort, end_of_job
 from mpistrat.logger import logger

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpistrat.arrays import Array, is_captured_elsewhere, is_on_device
-from mpistrat.device.abstract import Device, Event, Stream, address
+from mpistrat.device.cuda import Device, Event, Stream, address
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.engine import Work, wait_for_gpu
 from mpistrat.execution.executor import Executor

@@ -31,7 +31,7 @@ from mpistrat.execution.compile import Bucket, all_reduce, reduce_scatter
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.executor import Dtypes, Executor
 from mpistrat.execution.program import Program, shorten
-from mpistrat.packing.layout import Layout, pack_by_bytes, split_evenly
+from mpistrat.packing import Layout, pack_by_bytes, split_evenly
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp, accumulation_dtype, check_dtype
 from mpistrat.transports.wire import Wire
 

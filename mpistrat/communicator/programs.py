@@ -23,7 +23,7 @@ from mpistrat.communicator.explain import Explanation, MemoryReport
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
 from mpistrat.communicator.validate import are_disjoint
-from mpistrat.device.abstract import addresses, are_contiguous
+from mpistrat.device.cuda import addresses, are_contiguous
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.guard import Guard
 from mpistrat.execution.program import Blocking, Program

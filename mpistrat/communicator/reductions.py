@@ -15,7 +15,7 @@ from mpistrat.communicator.options import NATIVE, WIRE_DTYPES, CommunicationImpl
 from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
 from mpistrat.communicator.programs import Programs, fits
 from mpistrat.communicator.validate import are_apart, check_gather, check_target, copy_overlapping
-from mpistrat.device.abstract import address
+from mpistrat.device.cuda import address
 from mpistrat.device.kernels import divide_kernel
 from mpistrat.errors import CollectiveError, InvalidArgumentError, UnavailableError
 from mpistrat.execution.comparison import Call

@@ -115,7 +115,7 @@ def all_reduce_slices(
     indices = communicator.all_gather(to_host(slices.indices), 0, options)
     totals, rows = _totals(op, communicator.all_gather(to_host(slices.values), 0, options), indices)
     results = np.empty(totals.shape, slices.dtype)
-    divide(totals, communicator.size if op is ReduceOp.MEAN else 1, results)
+    quiet()(divide, totals, communicator.size if op is ReduceOp.MEAN else 1, results)
     return IndexedSlices(like(results, slices.values), like(rows, slices.indices), slices.dense_shape)
 
 

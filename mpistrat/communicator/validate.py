@@ -12,7 +12,7 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from mpistrat.arrays import Array, as_array, as_target, is_aligned, is_on_device, like
-from mpistrat.device.abstract import address, addresses, are_contiguous
+from mpistrat.device.cuda import address, addresses, are_contiguous
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.lazy import MPI
 

@@ -342,7 +342,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         """Return the reduction of the components, in their dtype."""
         total = self._accumulated(op, parts) if self._accumulation_fn else quiet()(_folded, op, parts)
         result = np.empty_like(parts[0], order="C")
-        divide(total, len(parts) if op is ReduceOp.MEAN else 1, result)
+        quiet()(divide, total, len(parts) if op is ReduceOp.MEAN else 1, result)
         return result
 
     def _accumulated(self, op: ReduceOp, parts: list[Array]) -> Array:

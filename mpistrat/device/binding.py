@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mpistrat.device.abstract import Device
+    from mpistrat.device.cuda import Device
 
 _bound: Device | None = None
 _why_cpu = ""

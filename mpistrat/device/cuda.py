@@ -1,7 +1,11 @@
-"""CudaDevice: an NVIDIA GPU, by CuPy.
+"""Device: an NVIDIA GPU, by CuPy, with its streams and events: what transports and packing use of it.
 
-Invariant: memory and streams are created on the GPU of the object, whatever the current device of the calling thread: in CUDA
-every new thread begins with GPU 0. Events and launches need a thread for which `activate` has been called.
+Invariant: nothing here waits but `Device.get` and `Device.synchronize`. Work is enqueued on streams, and its completion is
+polled with events. A device-wide synchronisation during a collective would stall its peers, and so would allocating or freeing
+device memory.
+
+Memory and streams are created on the GPU of the object, whatever the current device of the calling thread: in CUDA every new
+thread begins with GPU 0. Events and launches need a thread for which `activate` has been called.
 """
 
 from __future__ import annotations
@@ -10,16 +14,16 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.device.abstract import Allocator, Device, DeviceArray, Event, Identity, Stream, address
 from mpistrat.device.kernels import THREADS
 from mpistrat.errors import TransportError
 from mpistrat.lazy import LazyModule
@@ -33,6 +37,10 @@ _EXCLUSIVE_PROCESS = 3  # of cudaComputeMode
 BLOCK_BYTES, ALIGNMENT_BYTES = 1 << 20, 512  # of arrays that share an allocation; CuPy aligns its own so
 _RELAXED = 2  # of CUstreamCaptureMode
 _ALREADY = nullcontext()  # that needs no change of the current device
+
+DeviceArray = Any
+"""A one-dimensional array in device memory: has `size`, `dtype`, `nbytes`, slices, and supports
+``__cuda_array_interface__``."""
 
 
 def count_visible() -> tuple[int, str]:
@@ -52,24 +60,46 @@ def count_visible() -> tuple[int, str]:
     return count, "" if count else "CUDA shows no GPU"
 
 
-class CudaDevice(Device):
-    """A GPU that is visible to this process."""
+@dataclass(frozen=True)
+class Identity:
+    """Identifiers of a GPU that are valid in every process."""
+
+    name: str  # such as NVIDIA H200
+    uuid: str  # of the GPU, or of the MIG instance, in hexadecimal; empty if the driver gives none
+    pci_bus_id: str  # such as 0000:17:00.0
+
+
+class Allocator(NamedTuple):
+    """Functions of another library that allocate memory of the current device: one raises MemoryError, one frees it."""
+
+    allocate: Callable[[int], int]
+    free: Callable[[int], None]
+
+
+class Device:
+    """A GPU that is visible to this process, by CUDA's index; by default the current one."""
+
+    last_call: Event | None = None
+    """The end of what NCCL was given last on this GPU, by whichever communicator."""
 
     def __init__(self, index: int | None = None) -> None:
         self.index = cupy.cuda.Device().id if index is None else index
 
     @property
     def array_module(self) -> ModuleType:
+        """The array library of this device: CuPy."""
         import cupy
 
         module: ModuleType = cupy
         return module
 
     def identity(self) -> Identity:
+        """Return the identifiers of the GPU."""
         name = runtime.getDeviceProperties(self.index)["name"].decode()
         return Identity(name, _uuid(self.index), runtime.deviceGetPCIBusId(self.index).lower())
 
     def is_exclusive(self) -> bool:
+        """Return whether the GPU's compute mode, EXCLUSIVE_PROCESS, keeps a second process from opening it."""
         return int(runtime.deviceGetAttribute(runtime.cudaDevAttrComputeMode, self.index)) == _EXCLUSIVE_PROCESS
 
     def use(self) -> None:
@@ -77,17 +107,20 @@ class CudaDevice(Device):
         cupy.cuda.Device(self.index).use()
 
     def activate(self, stream: Stream | None = None) -> AbstractContextManager[None]:
+        """Return a context manager in which this is the current device of the calling thread, and `stream` its stream."""
         is_current = stream is None and runtime.getDevice() == self.index
         return _ALREADY if is_current else self._activated(stream)
 
     @contextmanager
     def _activated(self, stream: Stream | None) -> Iterator[None]:
-        assert stream is None or isinstance(stream, _CudaStream)
         with cupy.cuda.Device(self.index), _ALREADY if stream is None else stream.native:
             yield
 
     def allocate(self, nbytes: int, allocator: Allocator | None = None) -> DeviceArray:
-        """Return memory from cudaMalloc, or an allocator; not of CuPy's pool: a CUDA IPC handle is of a whole allocation."""
+        """Return memory (uint8) from cudaMalloc, or an allocator; raise TransportError if the device is out of memory.
+
+        Not of CuPy's pool: what other processes map by a handle of CUDA IPC is a whole allocation.
+        """
         allocator = allocator or Allocator(runtime.malloc, runtime.free)
         with self.activate():
             try:
@@ -103,6 +136,10 @@ class CudaDevice(Device):
             return self._array(_Memory(start, allocator.free, self), nbytes)
 
     def export(self, memory: DeviceArray) -> bytes:
+        """Return a handle by which another process of this machine can map memory from `allocate` without an allocator.
+
+        Raises TransportError if the memory cannot be shared.
+        """
         try:
             handle: bytes = runtime.ipcGetMemHandle(address(memory))
         except runtime.CUDARuntimeError as error:
@@ -110,7 +147,10 @@ class CudaDevice(Device):
         return handle
 
     def map(self, handle: bytes, nbytes: int) -> DeviceArray:
-        """Return the memory, which stays mapped until the last array on it is deleted."""
+        """Return the memory (uint8) that another process has exported, mapped until the last array on it is deleted.
+
+        Raises TransportError if this device cannot reach it.
+        """
         try:
             with self.activate():
                 start = runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess)
@@ -122,36 +162,48 @@ class CudaDevice(Device):
         return self._array(_Memory(start, runtime.ipcCloseMemHandle, self), nbytes)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return pinned host memory, which the device can copy to and from asynchronously."""
         with self.activate():
             memory: NDArray[np.uint8] = cupyx.empty_pinned(max(nbytes, 1), np.uint8)
         return memory[:nbytes]
 
     def maker(self, arrays: Sequence[DeviceArray]) -> Callable[[], list[DeviceArray]]:
-        """Return what makes new arrays; small ones share allocations, each of which is freed with the last of them."""
+        """Return what makes new arrays of the caller's current stream, of the shapes and dtypes of others.
+
+        Small ones share allocations, each of which is freed with the last of them.
+        """
         return in_blocks(arrays, cupy.cuda.alloc, cupy.ndarray)
 
     def prepare(self, kernel: str) -> None:
+        """Compile a kernel of `kernels.cu` and load it, unless that has been done: before it is launched for the first time.
+
+        Both take their time, and to load it may wait for the device.
+        """
         with self.activate():
             _kernel(kernel)
 
     def put(self, target: DeviceArray, values: NDArray[Any]) -> None:
+        """Copy a host array to the device, on the current stream."""
         target.set(values)
 
     def get(self, source: DeviceArray) -> NDArray[Any]:
+        """Return a host copy of an array, after all work on the current stream."""
         values: NDArray[Any] = source.get()
         return values
 
     def synchronize(self) -> None:
+        """Wait until all work has completed, on all streams."""
         with self.activate():
             runtime.deviceSynchronize()
 
     def stream(self) -> Stream:
-        """Return a stream that is not synchronised with the legacy default stream."""
+        """Return a new stream, which is not synchronised with the legacy default stream."""
         with self.activate():
-            return _CudaStream(cupy.cuda.Stream(non_blocking=True))
+            return Stream(cupy.cuda.Stream(non_blocking=True))
 
     def current_stream(self) -> Stream:
-        return _CudaStream(cupy.cuda.get_current_stream(self.index))
+        """Return the current stream of the caller on this device, whichever is the current one."""
+        return Stream(cupy.cuda.get_current_stream(self.index))
 
     def _array(self, memory: _Memory, nbytes: int) -> DeviceArray:
         """Return memory as an array on this GPU, even if it is mapped from the GPU of a peer."""
@@ -159,11 +211,14 @@ class CudaDevice(Device):
         return cupy.ndarray((nbytes,), np.uint8, cupy.cuda.MemoryPointer(owned, 0))
 
 
-class _CudaEvent(Event):
+class Event:
+    """A point in a stream, of CuPy's."""
+
     def __init__(self, event: Any) -> None:
         self.native = event
 
     def done(self) -> bool:
+        """Return whether all work before it has completed; never waits."""
         # in the default mode a query by any thread invalidates a capture of a CUDA graph that is under way on another one
         mode = _exchange_capture_mode(_RELAXED)
         # CuPy's `Event.done` would report a GPU that has failed as still busy
@@ -180,38 +235,51 @@ class _CudaEvent(Event):
         return True
 
 
-class _CudaStream(Stream):
+class Stream:
+    """A queue of work that a device executes in order, of CuPy's."""
+
     def __init__(self, native: Any) -> None:
         self.native = native
 
     @property
     def pointer(self) -> int:
+        """The cudaStream_t, as an integer."""
         return int(self.native.ptr)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Copy bytes from address to address; each may be in device memory or in pinned host memory."""
         runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, self.pointer)
 
     def clear(self, target: int, nbytes: int) -> None:
+        """Set bytes of the device to zero."""
         runtime.memsetAsync(target, 0, nbytes, self.pointer)
 
     def record(self, event: Event | None = None) -> Event:
-        if event is None:
-            event = _CudaEvent(cupy.cuda.Event(disable_timing=True))
-        assert isinstance(event, _CudaEvent)
+        """Return an event that completes with all work enqueued so far: a new one, or `event`, which is recorded again.
+
+        Streams that were told to wait for it before go on waiting for what came before that.
+        """
+        event = event or Event(cupy.cuda.Event(disable_timing=True))
         event.native.record(self.native)
         return event
 
     def wait(self, event: Event) -> None:
-        assert isinstance(event, _CudaEvent)
+        """Make all work that is enqueued from now on wait for an event, which may be of another stream."""
         self.native.wait_event(event.native)
 
     def is_capturing(self) -> bool:
+        """Return whether a CUDA graph is being captured on it, so that what is enqueued does not run."""
         try:
             return bool(self.native.is_capturing())
         except runtime.CUDARuntimeError:  # of the legacy default stream, which what is captured on another one may not use
             return True
 
     def launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
+        """Run an instance of a kernel of `kernels.cu`, such as ``fold_peers<float, Sum>``, in blocks of 256 threads.
+
+        Arguments are integers for addresses and counts of 64 bits, NumPy scalars of the width that the kernel declares for the
+        rest.
+        """
         _kernel(kernel)((num_blocks,), (THREADS,), arguments, stream=self.native)
 
 
@@ -239,7 +307,7 @@ def in_blocks(arrays: Sequence[DeviceArray], alloc: Callable[[int], Any], kind: 
 class _Memory:
     """Memory that is freed with the last array on it, on whichever thread that happens."""
 
-    def __init__(self, start: int, free: Callable[[int], None], device: CudaDevice) -> None:
+    def __init__(self, start: int, free: Callable[[int], None], device: Device) -> None:
         self.start, self._free, self._device = start, free, device
 
     def __del__(self) -> None:
@@ -290,3 +358,29 @@ def _has_driver() -> bool:
     except OSError:
         return False
     return True
+
+
+def addresses(arrays: Sequence[DeviceArray]) -> list[int]:
+    """Return the address of each array on a device: see `address`."""
+    try:
+        return [array.data.ptr for array in arrays]  # a third of the time
+    except (AttributeError, ValueError):  # as there
+        return list(map(address, arrays))
+
+
+def are_contiguous(arrays: Sequence[DeviceArray]) -> bool:
+    """Return whether arrays, of the host or a device, are C-contiguous."""
+    try:
+        return all([array._c_contiguous for array in arrays])  # CuPy makes an object for `flags`, which takes ten times as long
+    except AttributeError:
+        return all([array.flags.c_contiguous for array in arrays])
+
+
+def address(array: NDArray[Any] | DeviceArray) -> int:
+    """Return the address of an array's first element, on the host or a device; that of an empty one may be 0."""
+    if isinstance(array, np.ndarray):
+        return int(array.__array_interface__["data"][0])
+    try:
+        return int(array.data.ptr)  # CuPy: some microseconds faster than the whole interface
+    except (AttributeError, ValueError):  # NumPy's `data` raises for dtypes such as bfloat16
+        return int(array.__cuda_array_interface__["data"][0])

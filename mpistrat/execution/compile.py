@@ -25,10 +25,10 @@ import numpy as np
 
 from mpistrat.algorithms.plan import Phase, Plan, Scope
 from mpistrat.arrays import Array, flat, new_array
-from mpistrat.device.abstract import are_contiguous
+from mpistrat.device.cuda import are_contiguous
 from mpistrat.errors import TransportError
 from mpistrat.execution.executor import CopySteps, Dtypes, Executor
-from mpistrat.packing.layout import Layout
+from mpistrat.packing import Layout
 from mpistrat.reduction import Fold, ReduceOp, divide
 from mpistrat.steps import WAITING, WORKED, Steps
 from mpistrat.transports.base import FlatArrays, Operation, SegmentCache

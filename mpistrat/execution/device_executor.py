@@ -14,14 +14,13 @@ import numpy as np
 
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
-from mpistrat.device.abstract import Device, DeviceArray, Event, address
+from mpistrat.device.cuda import Device, DeviceArray, Event, address
 from mpistrat.device.kernels import divide_kernel
 from mpistrat.execution.executor import CopySteps, Direct, Dtypes, Executor
 from mpistrat.execution.select import DeviceTransports, device_transports, nccl_rails
 from mpistrat.groups.deadline_barrier import AbortNotice
 from mpistrat.groups.group import Group
-from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
-from mpistrat.packing.layout import Layout
+from mpistrat.packing import DeviceCopyIn, DeviceCopyOut, Layout
 from mpistrat.reduction import ReduceOp
 from mpistrat.steps import WAITING, Steps, until
 from mpistrat.transports.base import DeviceTransport, Operation, Part, Transport, Watched, in_turn

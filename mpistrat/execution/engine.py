@@ -27,7 +27,6 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from mpistrat import ending
 from mpistrat.errors import UnavailableError
 from mpistrat.launch import abort
-from mpistrat.steps import yield_core
 from mpistrat.watch.recorder import recorder
 
 T = TypeVar("T")
@@ -227,7 +226,7 @@ def back_off(waits: int) -> None:
     if _engine.is_leaving:
         raise UnavailableError("the program ended by an exception before this had ended")
     if _engine.num_waiting:
-        yield_core()
+        os.sched_yield()
     else:
         time.sleep(min(waits * _SLEEP_STEP_SECONDS, _MAX_SLEEP_SECONDS))
 

@@ -13,14 +13,13 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import MALLOC_REUSES_BYTES, Array
-from mpistrat.device.abstract import Device
+from mpistrat.device.cuda import Device
 from mpistrat.errors import TransportError
 from mpistrat.execution.select import Transports, host_transports, warn_of_next
 from mpistrat.groups.agreement import all_agree, wait_for
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.packing.fuse import CopyIn, CopyOut
-from mpistrat.packing.layout import Layout
+from mpistrat.packing import CopyIn, CopyOut, Layout
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp, divide
 from mpistrat.steps import Steps
 from mpistrat.timeline import Timeline

@@ -12,8 +12,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from mpistrat import settings
-from mpistrat.device.abstract import Device
 from mpistrat.device.binding import bound_device
+from mpistrat.device.cuda import Device
 from mpistrat.errors import MpistratError, TransportError
 from mpistrat.groups.agreement import bcast_or_raise, gather_or_raise
 from mpistrat.groups.group import Group

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, is_on_device, like
-from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
+from mpistrat.device.cuda import Device, DeviceArray, Event, Stream, address
 from mpistrat.errors import UnavailableError, UnsupportedDtypeError
 from mpistrat.structures import Structure, flatten
 

@@ -219,7 +219,7 @@ def _bind(view: environment.LauncherView | None) -> Bound:
     if view is not None and view.local_rank is not None:
         place, launcher = (view.local_rank, view.local_size or view.local_rank + 1), view.launcher
     index, why = choose_device(*place, num_visible)
-    device = cuda.CudaDevice(index)
+    device = cuda.Device(index)
     try:
         device.use()
     except RuntimeError as error:

@@ -7,6 +7,7 @@ ranks are on different sides unnoticed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache, partial, wraps
 from operator import index
@@ -23,7 +24,7 @@ from mpistrat.communicator.validate import check_comm
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.execution.engine import Work
 from mpistrat.reduction import ReduceOp, check_dtype
-from mpistrat.steps import until, yield_core
+from mpistrat.steps import until
 
 _OPS = {
     MPI.SUM.handle: ReduceOp.SUM,
@@ -224,7 +225,7 @@ class WorkRequest(MPI.Grequest):
 
         def query(_: MPI.Status) -> None:
             for _waits in until(request._work.done):  # on a GPU; raises what made it fail, which mpi4py turns into one of MPI
-                yield_core()
+                os.sched_yield()
 
         def complete() -> None:
             deliver()

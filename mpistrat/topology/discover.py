@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mpistrat import settings
-from mpistrat.device.abstract import Identity
 from mpistrat.device.binding import bound_device
+from mpistrat.device.cuda import Identity
 from mpistrat.errors import LaunchError, MpistratError, TopologyError
 from mpistrat.launch.bootstrap import Bound, bind_again, what_is_bound
 from mpistrat.lazy import MPI

@@ -19,8 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.device.abstract import Device, DeviceArray
-from mpistrat.device.cuda import CudaDevice
+from mpistrat.device.cuda import Device, DeviceArray
 from mpistrat.device.kernels import Segment
 from mpistrat.groups.group import Group
 from mpistrat.reduction import Fold, ReduceOp
@@ -191,7 +190,7 @@ class DeviceTransport(Transport):
 
     def __init__(self, group: Group, device: Device | None = None) -> None:
         super().__init__(group)
-        self.device = device or CudaDevice()
+        self.device = device or Device()
 
     def allocate(self, nbytes: int) -> DeviceArray:
         """Return memory of the device."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.device.abstract import address
+from mpistrat.device.cuda import address
 from mpistrat.errors import TransportError, UnavailableError
 from mpistrat.groups.group import Group
 from mpistrat.launch import process

@@ -10,14 +10,14 @@ bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from mpistrat import settings
-from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
+from mpistrat.device.cuda import Device, DeviceArray, Event, Stream, address
 from mpistrat.device.kernels import fold_into_kernel, num_blocks
 from mpistrat.errors import MpistratError, TransportError
 from mpistrat.groups.agreement import gather_or_raise
@@ -26,7 +26,7 @@ from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp
 from mpistrat.steps import drive, until
 from mpistrat.transports.base import DeviceTransport, Operation, in_turn
-from mpistrat.transports.ring import Folds, Halves, RingTransport
+from mpistrat.transports.ring import Folds, Halves, Pairs, RingTransport
 
 # MPI matches each message, and registers its memory where it must; UCX pipelines memory of NVIDIA GPUs in fragments of 4 MiB
 SEGMENT_BYTES = 1 << 22
@@ -85,16 +85,16 @@ class CudaAwareTransport(RingTransport, DeviceTransport):
     def _message(self, part: DeviceArray) -> list[Any]:
         return [MPI.buffer.fromaddress(address(part), part.nbytes), part.nbytes, MPI.BYTE]
 
-    def _folding(self, dtype: np.dtype[Any], op: ReduceOp, folds: Folds) -> Callable[[int], Event | None]:
-        kernel, stream = fold_into_kernel(dtype, op) if any(folds) else "", self._stream
+    def _folds(self, dtype: np.dtype[Any], op: ReduceOp, pairs: Pairs) -> Folds:
+        kernel, stream = fold_into_kernel(dtype, op) if any(pairs) else "", self._stream
         if kernel:
             self.device.prepare(kernel)
-        launches = [pair and (num_blocks(pair[0].size, dtype.itemsize), (*map(address, pair), pair[0].size)) for pair in folds]
 
-        def fold(index: int) -> Event | None:
-            if (launch := launches[index]) is None:
-                return None
-            stream.launch(kernel, *launch)
+        def fold(num_blocks: int, arguments: tuple[int, ...]) -> Event:
+            stream.launch(kernel, num_blocks, arguments)
             return stream.record()
 
-        return fold
+        return [
+            pair and partial(fold, num_blocks(pair[0].size, dtype.itemsize), (*map(address, pair), pair[0].size))
+            for pair in pairs
+        ]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpistrat.device.abstract import Device, DeviceArray, address
+from mpistrat.device.cuda import Device, DeviceArray, address
 from mpistrat.device.kernels import PACKET_BYTES, fold_kernel, num_blocks
 from mpistrat.errors import MpistratError, TransportError
 from mpistrat.groups.agreement import gather_or_raise
@@ -83,7 +83,7 @@ class CudaIpcTransport(ArenaTransport, DeviceTransport):
             total = self.device.allocate(buffer.nbytes).view(buffer.dtype)  # not in the arena, where peers still read
             order = 1 % self.group.size, max(bounds[1], 1), bounds[self.group.rank]
             fold = self._fold(buffer, 0, buffer.size, op, order, address(total))
-            return self._after_barrier([Part(0, buffer.size, (total,))], fold, scratch_bytes=total.nbytes)
+            return Operation(fold, [Part(0, buffer.size, (total,))], total.nbytes)
         return self._in_two_shots(buffer, bounds, self.reduce_scatter(buffer, bounds, op))
 
     def all_reduce_in_order(self, buffer: DeviceArray, op: ReduceOp) -> Operation:
@@ -104,7 +104,7 @@ class CudaIpcTransport(ArenaTransport, DeviceTransport):
     def _scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp, first_peer: int) -> Operation:
         start, stop = bounds[self.group.rank : self.group.rank + 2]
         own, order = buffer[start:stop], (first_peer, max(stop - start, 1), 0)
-        return self._after_barrier([Part(start, stop, (own,))], self._fold(buffer, start, stop, op, order, address(own)))
+        return Operation(self._fold(buffer, start, stop, op, order, address(own)), [Part(start, stop, (own,))])
 
     def _in_two_shots(self, buffer: DeviceArray, bounds: Sequence[int], summed: Operation) -> Operation:
         """Return a reduce-scatter, followed by an all-gather."""
@@ -114,7 +114,7 @@ class CudaIpcTransport(ArenaTransport, DeviceTransport):
     def _fold(
         self, buffer: DeviceArray, start: int, stop: int, op: ReduceOp, order: tuple[int, int, int], target: int
     ) -> Callable[[], Steps]:
-        """Return steps that fold [start, stop) of all peers into the memory at an address.
+        """Return a barrier, and steps that fold [start, stop) of all peers into the memory at an address.
 
         `order` is the last three arguments of `fold_peers`: in which order it goes round the arenas, and where it begins.
         """
@@ -124,6 +124,7 @@ class CudaIpcTransport(ArenaTransport, DeviceTransport):
         self.device.prepare(kernel)
 
         def run() -> Steps:
+            yield from self._barrier()
             if not count:
                 return
             self._stream.wait(self.device.current_stream().record())
@@ -132,8 +133,9 @@ class CudaIpcTransport(ArenaTransport, DeviceTransport):
 
         return run
 
-    def _barrier(self) -> tuple[Callable[[], Steps], ...]:
-        return (lambda: until(self.device.current_stream().record().done), *super()._barrier())
+    def _barrier(self) -> Steps:
+        yield from until(self.device.current_stream().record().done)
+        yield from self._sync_window.barrier()
 
 
 def _even_bounds(buffer: DeviceArray, parts: int) -> list[int]:

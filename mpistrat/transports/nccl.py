@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import part_bounds
-from mpistrat.device.abstract import Allocator, Device, DeviceArray, Event, Stream, address
+from mpistrat.device.cuda import Allocator, Device, DeviceArray, Event, Stream, address
 from mpistrat.device.kernels import PACKET_BYTES, divide_kernel, fold_kernel, num_blocks, real_dtype
 from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups.agreement import bcast_or_raise, gather_or_raise

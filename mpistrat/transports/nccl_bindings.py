@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.device.abstract import Allocator
+from mpistrat.device.cuda import Allocator
 from mpistrat.device.kernels import fold_name
 from mpistrat.errors import TransportError
 from mpistrat.reduction import HALF_DTYPES, ReduceOp

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
-from mpistrat.device.abstract import Device, Event, Stream
+from mpistrat.device.cuda import Device, Event, Stream
 from mpistrat.steps import Steps, until
 from mpistrat.transports.base import Watched
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpistrat.arrays import Array, part_bounds
-from mpistrat.device.abstract import Event
+from mpistrat.device.cuda import Event
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp, combine
 from mpistrat.settings import MAX_MESSAGE_BYTES
-from mpistrat.steps import WAITING, WORKED, Steps, until
+from mpistrat.steps import WAITING, WORKED, Steps
 from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.mpi import as_message
 
@@ -37,8 +37,9 @@ ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = ((0, True), (1, False)), ((-1, True),),
 """The halves of each schedule: how far before or after its own part a rank begins to send, and whether parts are summed.
 
 After a reduce-scatter that begins with its own part a rank has the sum of the next one, which an all-gather sends first."""
-Folds = Sequence[tuple[Array, Array] | None]
+Pairs = Sequence[tuple[Array, Array] | None]
 """For each message its target and what is received, which are combined; None where the message replaces the target."""
+Folds = Sequence[Callable[[], object] | None]
 
 
 class Ring:
@@ -86,9 +87,9 @@ class Ring:
 class BoundRing(NamedTuple):
     """A ring bound to memory, on one channel: rings on different channels may be in flight at the same time.
 
-    ``fold(index)`` begins to combine what a message has brought with its target; it returns the event of its end, or None if it
-    is over. `ahead` receives are posted ahead of that: message i is received where message ``i - ahead`` was. `memory` is what
-    MPI reads and writes: it is never freed if the ring is given up.
+    For each message `folds` has what combines what it has brought with its target, and on a GPU returns the event of its end.
+    `ahead` receives are posted ahead of that: message i is received where message ``i - ahead`` was. `memory` is what MPI reads
+    and writes: it is never freed if the ring is given up.
     """
 
     group: Group
@@ -96,13 +97,13 @@ class BoundRing(NamedTuple):
     ring: Ring
     sends: Sequence[list[Any]]
     receives: Sequence[list[Any]]
-    fold: Callable[[int], Event | None]
+    folds: Folds
     ahead: int
     memory: object
 
     def run(self) -> Steps:
         """Return the steps of one round. A collective call."""
-        group, channel, ring, sends, receives, fold, ahead, _ = self
+        group, channel, ring, sends, receives, folds, ahead, _ = self
         comm, tag, segments, sent_before = group.comm, group.call.tag(channel), ring.segments, ring.sent_before
         left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
         count, passed_on = len(sends), 0
@@ -119,7 +120,9 @@ class BoundRing(NamedTuple):
                         break
                     arriving.append(comm.Irecv(receives[following], left, tag))
                 if len(folding) < len(arriving) and arriving[len(folding)].Test():
-                    folding.append(fold(len(folding)))
+                    fold = folds[len(folding)]
+                    event = None if fold is None else fold()
+                    folding.append(event if isinstance(event, Event) else None)
                     worked = True
                 if passed_on < len(folding) and ((event := folding[passed_on]) is None or event.done()):
                     if passed_on + segments < count:
@@ -129,7 +132,8 @@ class BoundRing(NamedTuple):
                     worked = True
                 yield WORKED if worked else WAITING
             for request in sent:
-                yield from until(request.Test)
+                while not request.Test():
+                    yield WAITING
         except BaseException:
             keep_alive_for_peers((self, sent, arriving))  # MPI may still write there
             raise
@@ -178,15 +182,15 @@ class RingTransport(Transport):
             self._received[channel] = self.allocate(ahead * _aligned(self.segment_bytes))
         memory, slot_bytes = self._received[channel], _aligned(ring.width * dtype.itemsize)
         receives: list[list[Any]] = []
-        folds: list[tuple[Array, Array] | None] = []
+        pairs: list[tuple[Array, Array] | None] = []
         for index, (part, reduces) in enumerate(zip(ring.targets, ring.reduces, strict=True)):
             target = received = buffer[part]
             if reduces:
                 received = memory[index % ahead * slot_bytes :][: target.nbytes].view(dtype)
             receives.append(message(received))
-            folds.append((target, received) if reduces and target.size else None)
-        sends, fold = [message(buffer[part]) for part in ring.sends], self._folding(dtype, op, folds)
-        bound = BoundRing(self.group, channel, ring, sends, receives, fold, ahead, (buffer, memory))
+            pairs.append((target, received) if reduces and target.size else None)
+        sends, folds = [message(buffer[part]) for part in ring.sends], self._folds(dtype, op, pairs)
+        bound = BoundRing(self.group, channel, ring, sends, receives, folds, ahead, (buffer, memory))
         return Operation(bound.run, [Part(0, buffer.size, (buffer,))])
 
     @abstractmethod
@@ -194,8 +198,8 @@ class RingTransport(Transport):
         """Return a part of a buffer as a message, as MPI takes it."""
 
     @abstractmethod
-    def _folding(self, dtype: np.dtype[Any], op: ReduceOp, folds: Folds) -> Callable[[int], Event | None]:
-        """Return what begins to combine what a message has brought with its target: see `BoundRing`."""
+    def _folds(self, dtype: np.dtype[Any], op: ReduceOp, pairs: Pairs) -> Folds:
+        """Return what combines what each message has brought with its target: see `BoundRing`."""
 
 
 class MpiRingTransport(RingTransport):
@@ -206,14 +210,8 @@ class MpiRingTransport(RingTransport):
     def _message(self, part: Array) -> list[Any]:
         return as_message(part)
 
-    def _folding(self, dtype: np.dtype[Any], op: ReduceOp, folds: Folds) -> Callable[[int], Event | None]:
-        function = combine(op)
-
-        def fold(index: int) -> None:
-            if (pair := folds[index]) is not None:
-                function(*pair, out=pair[0])
-
-        return fold
+    def _folds(self, dtype: np.dtype[Any], op: ReduceOp, pairs: Pairs) -> Folds:
+        return [pair and partial(combine(op), *pair, out=pair[0]) for pair in pairs]
 
 
 def _aligned(nbytes: int) -> int:

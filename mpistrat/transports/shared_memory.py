@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.arrays import Array
-from mpistrat.device.abstract import address
+from mpistrat.device.cuda import address
 from mpistrat.device.kernels import Segment
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import Fold, ReduceOp, combine
 from mpistrat.steps import WORKED, Steps
-from mpistrat.transports.base import FlatArrays, Operation, Part, Transport, in_turn
+from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
 from mpistrat.transports.cma import READ, WRITE, IoVectors, addresses
-from mpistrat.transports.window import NodeWindow
+from mpistrat.transports.window import RELEASED, NodeWindow
 
 FOLD_BYTES = 1 << 17  # the blocks of all peers and of the sum fit in the cache of one core
 RECEIVE_BYTES = 3 << 19
@@ -38,19 +38,25 @@ class ArenaTransport(Transport):
 
     adds_in_order = True
     _sync_window: NodeWindow
+    _barrier: Callable[[], Steps]
+    """Waits until peers have written what this rank may read then."""
     _arenas: Sequence[Array] = ()
+    _released = 0
 
     def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
         """Bind: a barrier; the parts are the owners' memory."""
         owned = zip(self._views(buffer), pairwise(bounds), strict=True)
-        return self._after_barrier([Part(*part, (view[slice(*part)],)) for view, part in owned if part[0] < part[1]])
+        return Operation(self._barrier, [Part(*part, (view[slice(*part)],)) for view, part in owned if part[0] < part[1]])
 
     def release(self) -> int:
         """Announce that this rank has read every result so far; one on a GPU has waited for that."""
-        return self._sync_window.release()
+        window, self._released = self._sync_window, self._released + 1
+        window.fence_memory()
+        window.own[RELEASED] = self._released
+        return self._released
 
     def fence(self, number: int) -> Steps:
-        return self._sync_window.fence(number)
+        return self._sync_window.wait(RELEASED, number, self._sync_window.words)
 
     def dispose(self) -> None:
         """Free the memory of the barriers too; the transport cannot be used any more. A collective call."""
@@ -69,13 +75,6 @@ class ArenaTransport(Transport):
         offset = self._offset(buffer)
         return [peer[offset : offset + buffer.nbytes].view(buffer.dtype) for peer in self._arenas]
 
-    def _after_barrier(self, parts: list[Part], *acts: Callable[[], Steps], scratch_bytes: int = 0) -> Operation:
-        """Return the operation of a barrier, followed by acts that may read what the peers have written before it."""
-        return in_turn(parts, *self._barrier(), *acts, scratch_bytes=scratch_bytes)
-
-    def _barrier(self) -> tuple[Callable[[], Steps], ...]:
-        return (self._sync_window.barrier,)
-
 
 class SharedMemoryTransport(ArenaTransport):
     """Collectives over a shared window, on memory that `allocate` returned only. Making one is a collective call.
@@ -90,6 +89,7 @@ class SharedMemoryTransport(ArenaTransport):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self.window = self._sync_window = NodeWindow(group)
+        self._barrier = self.window.barrier
         self.combines_arrays = not self.window.cma.refusal
 
     def allocate(self, nbytes: int) -> Array:
@@ -99,7 +99,7 @@ class SharedMemoryTransport(ArenaTransport):
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind: a barrier; each rank folds all arenas when it reads the result. One pass for two ranks, L - 1 for L."""
-        return self._after_barrier([Part(0, buffer.size, tuple(self._views(buffer)))])
+        return Operation(self._barrier, [Part(0, buffer.size, tuple(self._views(buffer)))])
 
     def all_reduce_arrays(self, arrays: FlatArrays, fold: Fold) -> Steps:
         return Exchange(self.window, arrays, fold).run()
@@ -107,26 +107,22 @@ class SharedMemoryTransport(ArenaTransport):
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind: a barrier, then sum this rank's part over all arenas, in blocks that stay in the cache."""
         start, stop = bounds[self.group.rank : self.group.rank + 2]
-        return self._after_barrier([Part(start, stop, (buffer[start:stop],))], self._fold(buffer, start, stop, op))
-
-    def close(self) -> None:
-        self._arenas = ()
-        self.window.close()
-
-    def _fold(self, buffer: Array, start: int, stop: int, op: ReduceOp) -> Callable[[], Steps]:
-        """Return steps that fold [start, stop) of all peers into this rank's memory, in rank order."""
-        fold, block = combine(op), max(1, FOLD_BYTES // buffer.itemsize)
-        views = self._views(buffer)
+        fold, block, views = combine(op), max(1, FOLD_BYTES // buffer.itemsize), self._views(buffer)
         mine = views.pop(self.group.rank)
-        blocks = [(first, min(first + block, stop)) for first in range(start, stop, block)]
-        pairs = [(mine[a:b], peer[a:b]) for a, b in blocks for peer in views]
+        blocks = [slice(first, min(first + block, stop)) for first in range(start, stop, block)]
+        pairs = [(mine[each], peer[each]) for each in blocks for peer in views]
 
         def run() -> Steps:
+            yield from self._barrier()
             for target, source in pairs:
                 fold(target, source, out=target)
                 yield WORKED
 
-        return run
+        return Operation(run, [Part(start, stop, (buffer[start:stop],))])
+
+    def close(self) -> None:
+        self._arenas = ()
+        self.window.close()
 
 
 def exchange_bytes(num_arrays: int) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from math import prod
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.openmpi import num_cores, yields_when_idle
 from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp, combine, quiet_call
-from mpistrat.steps import WAITING, Steps, until
+from mpistrat.steps import Steps, until
 from mpistrat.transports.mpi import byte_message
 from mpistrat.transports.window import CALL, ENTERED, LEAST_SMALL_BYTES, RESULT, RESULT_SLOTS, NodeWindow
 
@@ -82,7 +82,7 @@ class SmallExchange:
             os.sched_yield()
             if words[place] == value:
                 return
-        self.call.drive(_until_result(window, entered, value) if place == RESULT else window.complete(entered))
+        self.call.drive(chain(window.barrier(entered), window.wait(RESULT, value, [words]) if place == RESULT else ()))
 
     def blocking_barrier(self, window: NodeWindow, slots: Sequence[Array] = ()) -> Callable[[Array | None], int]:
         """Return `NodeWindow.barrier` as a blocking call with little Python, after it has copied a source to a slot, if any.
@@ -242,12 +242,12 @@ class SmallAllReduce:
         exchange, window, results, shape, dtype = self._exchange, self._exchange.window, self._results, self._shape, self._dtype
         assert window is not None, "a rank that is not a leader shares memory with one"
         own_slots, announce = self._own_slots, window.announce
-        call, words, fence, wait = exchange.call, window.words[0], window.fence_memory, exchange.wait_for
+        words, fence, wait = window.words[0], window.fence_memory, exchange.wait_for
 
         def run(source: Array, target: Array | None = None) -> Array:
             exchange.turn = turn = 1 - exchange.turn
             own_slots[turn][...] = source
-            entered = announce(call.digest)
+            entered = announce()
             exchange.count = count = exchange.count + 1
             if target is None:
                 target = np.empty(shape, dtype)
@@ -264,13 +264,6 @@ class SmallAllReduce:
         self._results[self._exchange.turn][...] = self._leaders.result
         window.fence_memory()
         window.own[RESULT] = self._exchange.count
-
-
-def _until_result(window: NodeWindow, entered: int, count: int) -> Steps:
-    while window.words[0][RESULT] < count:
-        if not window.missing():
-            window.compare(entered)
-        yield WAITING
 
 
 class _Round(NamedTuple):

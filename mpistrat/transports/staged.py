@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from mpistrat.device.abstract import Device, DeviceArray, Event, address
+from mpistrat.device.cuda import Device, DeviceArray, Event, address
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import ReduceOp
 from mpistrat.steps import Steps, until

@@ -97,7 +97,6 @@ class NodeWindow:
         self.arenas: list[Array] = []
         self._is_backwards = False
         self.entered = 0
-        self._released = 0
         self.small_bytes = nbytes = small_slot_bytes(group.size)
         self._control, memory = self._shared(HEADER_BYTES + SMALL_SLOTS * nbytes)
         memory[group.rank][:HEADER_BYTES] = bytes(HEADER_BYTES)
@@ -123,18 +122,6 @@ class NodeWindow:
         self._window, memory = self._shared(nbytes)
         self.arenas = [np.frombuffer(buffer, np.uint8)[:nbytes] for buffer in memory]
         return self.arenas[self.group.rank]
-
-    def release(self) -> int:
-        """Announce that this rank has read every result so far; return how often it has done so."""
-        self._released += 1
-        if self.is_fenced:
-            self.fence_memory()
-        self.own[RELEASED] = self._released
-        return self._released
-
-    def fence(self, number: int) -> Steps:
-        """Wait until every peer has called `release` `number` times."""
-        return self.wait(RELEASED, number, self.words)
 
     def close(self) -> None:
         """Free the arenas. A collective call."""
@@ -171,20 +158,27 @@ class NodeWindow:
                 "MPISTRAT_CHUNK_BYTES, or set MPISTRAT_INTRA_TRANSPORT=mpi"
             )
 
-    def barrier(self) -> Steps:
-        """Enter a barrier, at once, and return the steps that wait until all ranks have entered it. A collective call.
+    def barrier(self, entered: int = 0) -> Steps:
+        """Wait until all ranks have entered a barrier, and compare the digests of their calls. A collective call.
 
-        Raises CallsDifferError on all ranks, if their calls differ.
+        Enter it, unless this rank has, by `announce`, which returned its number. Raises CallsDifferError on all ranks, if their
+        calls differ.
         """
-        return self.complete(self.announce(self.group.call.digest))
+        entered = entered or self.announce()
+        yield from self.wait(ENTERED, entered, self.words)
+        place = CALL + (entered & 1)
+        stamp = self.own[place]
+        for words in self.compared:
+            if words[place] != stamp and not _are_of_one_call(words[place], stamp):
+                raise CallsDifferError([words[place] - entered for words in self.words])
 
-    def announce(self, digest: int) -> int:
-        """Enter a barrier with the digest of a call; return the number of the barrier."""
+    def announce(self) -> int:
+        """Enter a barrier with the digest of the call; return the number of the barrier."""
         self.entered = entered = self.entered + 1
         if self.is_fenced:
             self.fence_memory()
         # two slots: a peer that is already in the next barrier must not overwrite what is compared in this one
-        self.own[CALL + (entered & 1)] = digest + entered
+        self.own[CALL + (entered & 1)] = self.group.call.digest + entered
         if self.is_fenced:
             self.fence_memory()
         self.own[ENTERED] = entered
@@ -212,19 +206,6 @@ class NodeWindow:
         """Return the memory that a rank passed to the last `barrier_with`, valid until the next barrier."""
         return self.small[rank][RESULT_SLOTS + (self.entered & 1)]
 
-    def compare(self, entered: int) -> None:
-        """Compare the digests of all ranks in a barrier that all have entered.
-
-        Raises CallsDifferError on all ranks, if they differ.
-        """
-        if self.is_fenced:
-            self.fence_memory()
-        place = CALL + (entered & 1)
-        stamp = self.own[place]
-        for words in self.compared:
-            if words[place] != stamp and not _are_of_one_call(words[place], stamp):
-                raise CallsDifferError([words[place] - entered for words in self.words])
-
     def missing(self) -> list[int]:
         """Return the ranks of the group that have not entered the barrier this rank is in."""
         return [rank for rank, words in enumerate(self.words) if words[ENTERED] < self.entered]
@@ -240,11 +221,6 @@ class NodeWindow:
         why = "where it raised an error, and may have changed its arrays before they were read"
         who = f"rank {self.group.ranks[self.own[LEFT] - 1]} has left it, {why}"
         return UnavailableError(f"{what} has no result: {who}; make a new strategy on all")
-
-    def complete(self, entered: int) -> Steps:
-        """Return the steps that wait until all ranks have entered a barrier, of that number, and compare their calls."""
-        yield from self.wait(ENTERED, entered, self.words)
-        self.compare(entered)
 
     def wait(self, word: int, least: int, ranks: Sequence[memoryview]) -> Steps:
         """Wait until a control word of some ranks, of which these are the words, is at least `least`."""

@@ -3,7 +3,7 @@
 import pytest
 
 from mpistrat.device import binding
-from mpistrat.device.abstract import Identity
+from mpistrat.device.cuda import Identity
 from mpistrat.launch import bootstrap
 from tests.gpu.stand_in import StandInDevice
 
@@ -16,7 +16,7 @@ class FakeCuda:
         self.missing = "CuPy is not installed"
         self.used: list[int] = []
         monkeypatch.setattr("mpistrat.device.cuda.count_visible", lambda: (len(self.numbers), self.missing))
-        monkeypatch.setattr("mpistrat.device.cuda.CudaDevice", self.device)
+        monkeypatch.setattr("mpistrat.device.cuda.Device", self.device)
         monkeypatch.setattr(binding, "_bound", None)
         monkeypatch.setattr(bootstrap, "_bound", None)
         monkeypatch.setenv("MPISTRAT_DEVICE", "auto")

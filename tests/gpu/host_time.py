@@ -20,7 +20,7 @@ import numpy as np
 
 import mpistrat
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.device.abstract import Device, address
+from mpistrat.device.cuda import Device, address
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import start
 from mpistrat.topology.world import World

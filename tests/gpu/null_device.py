@@ -9,8 +9,7 @@ from unittest.mock import patch
 import numpy as np
 
 from mpistrat.device import binding
-from mpistrat.device.abstract import Device, Event, Identity, Stream
-from mpistrat.device.cuda import in_blocks
+from mpistrat.device.cuda import Device, Event, Identity, Stream, in_blocks
 
 POOL_BYTES = 1 << 28
 
@@ -29,7 +28,7 @@ class _Stream(Stream):
     copy = clear = wait = launch = _do_nothing
 
     def record(self, event=None):
-        return event or _Event()
+        return event or _Event(None)
 
     def is_capturing(self):
         return False
@@ -58,6 +57,7 @@ class NullDevice(Device):
     """Of `bound`; its memory comes from one block of the host, from the beginning again when that is used up."""
 
     index, array_module = 0, None
+    is_exclusive = staticmethod(lambda: False)
     prepare = put = synchronize = _do_nothing
 
     def __init__(self, num_ranks):
@@ -66,7 +66,7 @@ class NullDevice(Device):
         self._host, self._at, self._num_ranks = np.zeros(POOL_BYTES, np.uint8), 0, num_ranks
         memory = cupy.cuda.UnownedMemory(self._host.ctypes.data, POOL_BYTES, self._host, 0)
         self._pool, self._array = cupy.cuda.MemoryPointer(memory, 0), _quiet_arrays(cupy)
-        self._current = _Stream()
+        self._current = _Stream(None)
         self.array_module = SimpleNamespace(ndarray=self._array, empty=self.empty, asarray=lambda array: array)
 
     def empty(self, shape, dtype=np.float32):
@@ -104,7 +104,7 @@ class NullDevice(Device):
         return np.full(source.shape, self._num_ranks**3, source.dtype)
 
     def stream(self):
-        return _Stream()
+        return _Stream(None)
 
     def current_stream(self):
         return self._current

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import mpistrat
-from mpistrat.device.abstract import Device
 from mpistrat.device.binding import bound_device
+from mpistrat.device.cuda import Device
 from mpistrat.launch.environment import detect
 from mpistrat.tools import info
 

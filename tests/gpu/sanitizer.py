@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.device import cuda
-from mpistrat.device.abstract import Device, DeviceArray, address
+from mpistrat.device.cuda import Device, DeviceArray, address
 from mpistrat.device.kernels import TYPES, divide_kernel, fold_into_kernel, fold_kernel, move_kernel, real_dtype
-from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
-from mpistrat.packing.layout import Layout
+from mpistrat.packing import DeviceCopyIn, DeviceCopyOut, Layout
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, combine
 from mpistrat.testing.transport_suite import operations
 from tests.gpu.program import find_sanitizer, write_report
@@ -82,7 +81,7 @@ def _be_subject(has_fault: bool) -> None:
     source = (files("mpistrat.device") / "kernels.cu").read_text()
     names = [fold_into_kernel(F32, ReduceOp.SUM)] if has_fault else kernels()
     module = cupy.RawModule(code=source, options=("-std=c++17", "-lineinfo"), name_expressions=names)
-    device = cuda.CudaDevice(0)
+    device = cuda.Device(0)
     with patch.object(cuda, "_kernel", module.get_function), device.activate(device.stream()):
         if has_fault:
             _write_beyond(device)

@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.device.abstract import Allocator, Device, Event, Identity, Stream
+from mpistrat.device.cuda import Allocator, Device, Event, Identity, Stream
 from mpistrat.errors import TransportError
 from tests.gpu.on_host import HostKernels
 
@@ -193,6 +193,13 @@ class StandInDevice(Device):
     def identity(self) -> Identity:
         """Return one that no other process has."""
         return Identity("stand-in", f"{os.getpid():032x}", "0000:00:00.0")
+
+    def is_exclusive(self) -> bool:
+        return False
+
+    def maker(self, arrays: Sequence[Any]) -> Callable[[], list[Any]]:
+        alike = [(array.shape, array.dtype) for array in arrays]
+        return lambda: [self.array_module.empty(shape, dtype) for shape, dtype in alike]
 
     def allocate(self, nbytes: int, allocator: Allocator | None = None) -> StandInArray:
         if nbytes > self.most_bytes:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import mpistrat
-from mpistrat.device.abstract import Device, Stream, address
+from mpistrat.device.cuda import Device, Stream, address
 from tests.gpu.program import settle, the_gpu, with_strategy, write_report
 
 COUNT = 1 << 20

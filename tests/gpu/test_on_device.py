@@ -7,7 +7,7 @@ CuPy in its place.
 import pytest
 
 from mpistrat.device import binding
-from mpistrat.device.cuda import CudaDevice
+from mpistrat.device.cuda import Device
 from tests.gpu.probes import PROBES
 from tests.gpu.program import look
 from tests.unit.device.test_binding import *  # noqa: F403
@@ -17,7 +17,7 @@ from tests.unit.inputs.test_fetch import *  # noqa: F403
 @pytest.fixture
 def gpu():
     """Take the place of the fixture that binds a stand-in."""
-    device = CudaDevice()
+    device = Device()
     device.use()
     binding.bind(device)
     yield device

@@ -16,13 +16,11 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.device.abstract import Device, DeviceArray, address
-from mpistrat.device.cuda import CudaDevice
+from mpistrat.device.cuda import Device, DeviceArray, address
 from mpistrat.device.kernels import MAX_BLOCKS, fold_kernel
 from mpistrat.groups.group import Group
 from mpistrat.launch.bootstrap import start
-from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
-from mpistrat.packing.layout import Layout
+from mpistrat.packing import DeviceCopyIn, DeviceCopyOut, Layout
 from mpistrat.reduction import ReduceOp
 from mpistrat.steps import drive
 from mpistrat.transports.staged import StagedTransport
@@ -190,7 +188,7 @@ TIMINGS: dict[str, Callable[[_Bench], dict[str, float]]] = {
 
 
 def main(timing: str) -> dict[str, float]:
-    device = CudaDevice(0)
+    device = Device(0)
     with device.activate(device.stream()):
         return TIMINGS[timing](_Bench(device, Sizes()))
 

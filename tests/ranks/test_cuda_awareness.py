@@ -6,8 +6,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from mpistrat.device.abstract import Identity
 from mpistrat.device.binding import bind
+from mpistrat.device.cuda import Identity
 from mpistrat.errors import SettingError
 from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.launch import cuda_awareness, environment

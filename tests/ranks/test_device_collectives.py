@@ -15,7 +15,7 @@ import pytest
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.reductions import Reductions
-from mpistrat.device.abstract import address
+from mpistrat.device.cuda import address
 from mpistrat.device.kernels import TYPES
 from mpistrat.errors import (
     AgreementError,

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from mpistrat import packing
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.device.abstract import address
+from mpistrat.device.cuda import address
 from mpistrat.errors import AgreementError, DeadlineExceededError, InvalidArgumentError, TransportError, UnavailableError
 from mpistrat.execution.engine import Work
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.mpi4py import wrap
 from mpistrat.mpi4py.intracomm import Buffer
-from mpistrat.packing import fuse
 from mpistrat.reduction import ReduceOp
 from mpistrat.torch import average_gradients, broadcast_state
 from mpistrat.transports import nccl_watcher
@@ -293,7 +293,7 @@ def bring(node, arrays):
 def test_what_is_started_is_enqueued_and_a_stream_waits_for_it(node):
     for name, start, arrays, expected in started(node):
         start(bring(node, arrays)).wait()  # the first time a plan is bound
-        given = [bring(node, arrays) for _ in range(fuse.HOST_TABLES)]  # at other addresses each
+        given = [bring(node, arrays) for _ in range(packing.HOST_TABLES)]  # at other addresses each
         works = held_call(node, lambda start=start, given=given: [start(each) for each in given])
         assert not works[-1].done(), name
         for work in works:

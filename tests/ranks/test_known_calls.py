@@ -94,7 +94,7 @@ def test_one_rank_may_take_the_slow_path(ops):
 def test_one_rank_may_take_the_slow_path_in_shared_memory(make_ops, monkeypatch, reads):
     ops = make_ops(STRICT="0", PEER_MEMORY=reads)
     refusals, barrier = [], NodeWindow.barrier
-    monkeypatch.setattr(NodeWindow, "barrier", lambda self: refusals.append(not ops._guard.thread._free) or barrier(self))
+    monkeypatch.setattr(NodeWindow, "barrier", lambda *given: refusals.append(not ops._guard.thread._free) or barrier(*given))
     # of one block, of one block that is worth attaching to, and of several: what follows must find the ranks in step
     for kib in (128, 1536, 3 * 1024, 3 * 1024):
         array = np.arange(kib << 8, dtype=np.float32)

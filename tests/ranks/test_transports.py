@@ -2,6 +2,7 @@
 
 import time
 from copy import copy
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -11,7 +12,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat
-from mpistrat.device.abstract import address
+from mpistrat.device.cuda import address
 from mpistrat.errors import TransportError
 from mpistrat.execution.select import TRANSPORTS
 from mpistrat.groups.hierarchy import Hierarchy
@@ -65,14 +66,9 @@ def caught(planted, group, message, between_nodes=False):
 
 
 class ReducesTwice(SharedMemoryTransport):
-    def _fold(self, *arguments):
-        once = super()._fold(*arguments)
-
-        def run():
-            yield from once()
-            yield from once()
-
-        return run
+    def reduce_scatter(self, buffer, bounds, op):
+        once = super().reduce_scatter(buffer, bounds, op)
+        return Operation(lambda: chain(once.run(), once.run()), once.parts)
 
 
 class ReducesTooLittle(SharedMemoryTransport):
@@ -90,7 +86,7 @@ class DoesNotWait(SharedMemoryTransport):
     def __init__(self, group):
         super().__init__(group)
         self.window.wait = lambda word, least, ranks: iter(())
-        self.window.compare = lambda entered: None  # of a rank that has not come it finds no call
+        self.window.compared = []  # of a rank that has not come it finds no call
 
 
 class ForgetsAPart(SharedMemoryTransport):

@@ -12,9 +12,8 @@ import pytest
 
 import mpistrat
 from mpistrat.device import cuda
-from mpistrat.device.abstract import address
-from mpistrat.packing.fuse import DeviceCopyIn, DeviceCopyOut
-from mpistrat.packing.layout import Layout
+from mpistrat.device.cuda import address
+from mpistrat.packing import DeviceCopyIn, DeviceCopyOut, Layout
 from tests.gpu.on_host import HostKernels
 from tests.gpu.stand_in import StandInDevice
 
@@ -49,7 +48,7 @@ def on_host_memory(cupy):
 
     def make(values):
         raw = values.view(np.uint8)
-        return cuda.CudaDevice(0)._array(_Lent(raw), raw.nbytes).view(values.dtype)
+        return cuda.Device(0)._array(_Lent(raw), raw.nbytes).view(values.dtype)
 
     return make
 
@@ -144,11 +143,11 @@ def capture_mode(monkeypatch):
 def test_an_event_is_done_or_is_not_or_the_gpu_has_failed_and_a_query_disturbs_no_capture(cupy, monkeypatch, capture_mode):
     for status, answer in ((0, True), (600, False)):
         monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event, status=status: status)
-        assert cuda._CudaEvent(_Native()).done() is answer
+        assert cuda.Event(_Native()).done() is answer
     monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: 700)
     message = "the GPU has failed: cudaErrorIllegalAddress.*cannot be used any more in this process"
     with pytest.raises(mpistrat.errors.TransportError, match=message):
-        cuda._CudaEvent(_Native()).done()
+        cuda.Event(_Native()).done()
     modes = []
 
     def query(event):
@@ -157,7 +156,7 @@ def test_an_event_is_done_or_is_not_or_the_gpu_has_failed_and_a_query_disturbs_n
 
     monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", query)
     with pytest.raises(RuntimeError):
-        cuda._CudaEvent(_Native()).done()
+        cuda.Event(_Native()).done()
     assert (modes, capture_mode) == ([[cupy.cuda.runtime.streamCaptureModeRelaxed]], [0])
 
 

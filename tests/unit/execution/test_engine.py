@@ -102,7 +102,7 @@ def test_what_is_dropped_is_carried_out_and_nothing_kept():
 def test_a_rest_is_longer_each_time_but_never_long(monkeypatch):
     naps, yields = [], []
     monkeypatch.setattr(engine.time, "sleep", naps.append)
-    monkeypatch.setattr(engine, "yield_core", lambda: yields.append(1))
+    monkeypatch.setattr(engine.os, "sched_yield", lambda: yields.append(1))
     for waits in range(1000):
         engine.back_off(waits)
     assert naps == sorted(naps)

@@ -75,7 +75,7 @@ def test_a_gpu_that_cannot_be_used_is_a_problem_for_later(fake, monkeypatch):
             raise RuntimeError("cudaErrorDevicesUnavailable")
 
     fake.show(0)
-    monkeypatch.setattr("mpistrat.device.cuda.CudaDevice", Broken)
+    monkeypatch.setattr("mpistrat.device.cuda.Device", Broken)
     bind_device(None)
     assert bound_device() is None
     told = "device 0 (the only GPU that this process sees) cannot be used: cudaErrorDevicesUnavailable"

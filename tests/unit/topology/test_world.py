@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.device.abstract import Identity
 from mpistrat.device.binding import own_device
+from mpistrat.device.cuda import Identity
 from mpistrat.errors import InvalidArgumentError, TopologyError
 from mpistrat.launch.bootstrap import Bound
 from mpistrat.topology.discover import Answer, Gpu, check_answers

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.device.abstract import address
+from mpistrat import packing
+from mpistrat.device.cuda import address
 from mpistrat.device.kernels import SegmentTable
-from mpistrat.packing import fuse
-from mpistrat.packing.fuse import CopyIn, CopyOut, DeviceCopyIn, DeviceCopyOut
-from mpistrat.packing.layout import Layout, pack_by_bytes, split_evenly
+from mpistrat.packing import CopyIn, CopyOut, DeviceCopyIn, DeviceCopyOut, Layout, pack_by_bytes, split_evenly
 from mpistrat.reduction import ReduceOp
 from tests.gpu.stand_in import StandInDevice
 
@@ -79,8 +78,8 @@ SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 
 @pytest.fixture(autouse=True)
 def _small_segments(monkeypatch):
-    monkeypatch.setattr(fuse, "SEGMENT_BYTES", 64)
-    monkeypatch.setattr(fuse, "GROUP_BYTES", 48)
+    monkeypatch.setattr(packing, "SEGMENT_BYTES", 64)
+    monkeypatch.setattr(packing, "GROUP_BYTES", 48)
 
 
 def finish(steps):

@@ -1,7 +1,9 @@
-"""Copy arrays into a bucket's buffer and out of it: one pass over memory that also casts, and divides for MEAN.
+"""Packing: many arrays in few buckets, and the copies into a bucket's buffer and out of it.
 
-Both copies are steps (`mpistrat.steps`): they yield after each segment of at most SEGMENT_BYTES, or several small ones, so that
-the caller can advance messages in between.
+Which arrays share a bucket is decided by bytes_per_pack and num_packs, as TensorFlow defines them.
+
+A copy is one pass over memory that also casts, and divides for MEAN. Copies are steps (`mpistrat.steps`): they yield after each
+segment of at most SEGMENT_BYTES, or several small ones, so that the caller can advance messages in between.
 
 GPU arrays of one dtype take one launch. The kernel reads their addresses from a table, which is sent to the device only if they
 have changed since the last call. Tables are allocated, and kernels compiled, when a copy is made: nothing is while ranks wait
@@ -13,17 +15,19 @@ It is sent from one of a few tables on the host in turn, so that started calls d
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
+from copy import copy
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.device.abstract import Device, DeviceArray, Event, address, addresses
+from mpistrat.device.cuda import Device, DeviceArray, Event, address, addresses
 from mpistrat.device.kernels import Segment, SegmentTable, move_kernel, real_dtype
-from mpistrat.packing.layout import Layout
-from mpistrat.reduction import ReduceOp, accumulation_dtype, combine, divide_quietly
+from mpistrat.reduction import ReduceOp, accumulation_dtype, combine, divide
 from mpistrat.steps import until
 
 SEGMENT_BYTES, GROUP_BYTES = 1 << 18, 1 << 16
@@ -31,6 +35,63 @@ HOST_TABLES = 8
 
 _Piece = tuple[int, Any, slice]
 """Part of an array: the index of the array, what of it, and where that lies in the bucket."""
+
+
+class Layout:
+    """Arrays that lie one after the other, or `count` of their elements from `first` on; by default all the rest."""
+
+    def __init__(self, counts: Sequence[int], first: int = 0, count: int | None = None) -> None:
+        self.offsets = [0, *accumulate(counts)]
+        self.first = first
+        self.count = self.offsets[-1] - first if count is None else count
+
+    @property
+    def is_one_array(self) -> bool:
+        """Whether the range is one whole array."""
+        return len(self.offsets) == 2 and self.count == self.offsets[-1]
+
+    def part(self, start: int, stop: int) -> Layout:
+        """Return elements [start, stop) of the range."""
+        part = copy(self)
+        part.first, part.count = self.first + start, stop - start
+        return part
+
+    def segments(self, start: int, stop: int, longest: int) -> list[Segment]:
+        """Return the segments in elements [start, stop) of the range, in order, each of at most `longest` elements."""
+        found: list[Segment] = []
+        start, stop = start + self.first, stop + self.first
+        array = max(0, bisect_right(self.offsets, start) - 1)
+        while array < len(self.offsets) - 1 and self.offsets[array] < stop:
+            origin = self.offsets[array]
+            first, last = max(start, origin), min(stop, self.offsets[array + 1])
+            found += [
+                Segment(array, begin - origin, min(begin + longest, last) - origin, begin - start)
+                for begin in range(first, last, longest)
+            ]
+            array += 1
+        return found
+
+
+def pack_by_bytes(sizes_bytes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
+    """Return packs of indices, in order; one pack if the limit is 0.
+
+    A pack is complete when it is larger than the limit, so packs exceed it a little.
+    """
+    packs: list[list[int]] = []
+    open_bytes = 0
+    for index, size in enumerate(sizes_bytes):
+        if not packs or (bytes_per_pack and open_bytes > bytes_per_pack):
+            packs.append([])
+            open_bytes = 0
+        packs[-1].append(index)
+        open_bytes += size
+    return packs
+
+
+def split_evenly(count: int, num_packs: int) -> list[int]:
+    """Return the elements of each of equal packs; the last one takes the remainder: all, of fewer elements than packs."""
+    width = count // num_packs
+    return [width] * (num_packs - 1) + [count - width * (num_packs - 1)] if width else [count]
 
 
 class CopyIn:
@@ -77,7 +138,7 @@ class CopyOut:
                 [(_, array, part)] = pieces
                 total = arrays[array][part]
             source = addends[0] if len(addends) == 1 else self._folded(addends, total)
-            divide_quietly(source, self._divisor, total)
+            divide(source, self._divisor, total)
             if len(pieces) > 1:
                 for piece, array, part in pieces:
                     arrays[array][part] = piece
@@ -105,8 +166,11 @@ def _groups(layout: Layout, start: int, stop: int, itemsize: int) -> list[list[_
     return groups
 
 
-class _DeviceCopy:
-    """Copies between arrays of these dtypes and parts of a range of a bucket, by one launch for each dtype, on one stream."""
+class DeviceCopyOut:
+    """Copies parts of a range of a bucket out to arrays of these dtypes, by one launch for each dtype, on one stream.
+
+    Parts lie in memory of this GPU, or in mapped memory of another one.
+    """
 
     _packs = False
 
@@ -134,11 +198,7 @@ class _DeviceCopy:
             yield from launch.run(arrays)
 
 
-class DeviceCopyOut(_DeviceCopy):
-    """Copies parts of a range of a bucket out to arrays: from memory of this GPU, or mapped memory of another one."""
-
-
-class DeviceCopyIn(_DeviceCopy):
+class DeviceCopyIn(DeviceCopyOut):
     """Copies arrays into one range of a bucket's buffer; what lies beyond it is set to zero."""
 
     _packs = True

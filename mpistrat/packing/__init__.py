@@ -1,1 +1,0 @@
-"""Packing: copies many arrays into few buffers, and back."""
