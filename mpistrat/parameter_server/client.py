@@ -55,8 +55,8 @@ class _Pending:
     what: str
     call: int | None = None
     requests: list[messages.Request] = field(default_factory=list)
-    is_bare: bool = False  # the answer is arrays without a header, unless it is an error
-    arriving: list[messages.Request] = field(default_factory=list)  # those arrays
+    is_bare: bool = False  # the answer is an array without a header, unless it is an error
+    arriving: list[messages.Request] = field(default_factory=list)  # that array
     is_error: bool = False
     answer: bytes = b""
 
@@ -96,26 +96,19 @@ class Client:
         self.write("assign", [(ref, array, None)])
         return ref
 
-    def read(self, parts: Sequence[tuple[VariableRef, int, Array]]) -> None:
-        """Read variables, or consecutive rows: of which, from which row on, and into which C-contiguous array."""
+    def read(self, parts: Sequence[tuple[VariableRef, int | Array, Array]]) -> None:
+        """Read variables or rows: of which, from which row on or which ones, and into which C-contiguous array."""
         with self._call():
-            for ref, start, target in parts:
-                if target.nbytes:
-                    stop = start + len(target) if target.ndim else 0
-                    message = messages.Read(next(numbers), ref.number, start, stop)
-                    self._ask(ref.server, f"read of {ref.name}", message, call=message.call, into=(target,))
-
-    def read_rows(self, parts: Sequence[tuple[VariableRef, Array, Array]]) -> None:
-        """Read single rows: of which variables, which, and into which C-contiguous arrays; each server is asked once."""
-        by_server: dict[int, list[tuple[VariableRef, Array, Array]]] = {}
-        for part in parts:
-            by_server.setdefault(part[0].server, []).append(part)
-        with self._call():
-            for server, shards in by_server.items():
-                refs, rows, targets = zip(*shards, strict=True)
-                wanted = np.concatenate(([ref.number for ref in refs], [len(one) for one in rows], *rows))
-                message = messages.Gather(next(numbers), len(shards))
-                self._ask(server, "read of rows", message, wanted, call=message.call, into=targets)
+            for ref, rows, target in parts:
+                if not target.nbytes:
+                    continue
+                message: Message
+                if isinstance(rows, int):
+                    stop = rows + len(target) if target.ndim else 0
+                    message, which = messages.Read(next(numbers), ref.number, rows, stop), ()
+                else:
+                    message, which = messages.Gather(next(numbers), ref.number), (rows,)
+                self._ask(ref.server, f"read of {ref.name}", message, *which, call=message[0], into=target)
 
     def write(self, method: str, parts: Sequence[tuple[VariableRef, Array, Array | None]]) -> None:
         """Change variables, or rows with these indices, by one of `METHODS`, before anything that this rank asks for later."""
@@ -185,13 +178,13 @@ class Client:
                 raise
 
     def _ask(
-        self, server: int, what: str, message: Message, *payload: Any, call: int | None = None, into: Sequence[Array] = ()
+        self, server: int, what: str, message: Message, *payload: Any, call: int | None = None, into: Array | None = None
     ) -> _Pending:
-        """Start to ask a server for something; it answers a call, perhaps without a header, `into` arrays."""
-        rank, pending = self._ranks[server], _Pending(server, what, call, is_bare=bool(into))
+        """Start to ask a server for something; it answers a call, perhaps without a header, `into` an array."""
+        rank, pending = self._ranks[server], _Pending(server, what, call, is_bare=into is not None)
         self._under_way.append(pending)
-        for target in into:
-            self.channel.receive(pending.arriving, rank, BARE, message[0], target)
+        if into is not None:
+            self.channel.receive(pending.arriving, rank, BARE, message[0], into)
         self.channel.send(pending.requests, rank, REQUEST, message, *payload)
         return pending
 

@@ -61,9 +61,9 @@ class Read(NamedTuple):  # send rows of a variable, without a header, or answer 
     stop: int
 
 
-class Gather(NamedTuple):  # likewise single rows, an array of each variable; the payload: these, how many of each, and which
+class Gather(NamedTuple):  # likewise single rows; the payload: which
     call: int
-    num_variables: int
+    variable: int
 
 
 class Write(NamedTuple):  # change a variable; the payload: the indices of rows, where it is by rows, and the values
@@ -167,10 +167,9 @@ class Channel:
         parts = [part for view in views for part in self._parts(view, rank, payload_tag)]
         return self._start(requests, self.comm.Isend, [(header, rank, tag), *parts])
 
-    def send_bare(self, rank: int, call: int, arrays: Sequence[Buffer]) -> list[Request]:
-        """Start to send arrays as the reply to a call, without a header, to a rank that knows what they will be."""
-        tag = _payload_tag(BARE, call)
-        return self._start([], self.comm.Isend, [part for one in arrays for part in self._parts(_as_bytes(one), rank, tag)])
+    def send_bare(self, rank: int, call: int, array: Buffer) -> list[Request]:
+        """Start to send an array as the reply to a call, without a header, to a rank that knows what it will be."""
+        return self._start([], self.comm.Isend, self._parts(_as_bytes(array), rank, _payload_tag(BARE, call)))
 
     def receive(self, requests: list[Request], rank: int, tag: int, number: int, target: Buffer) -> list[Request]:
         """Start to receive what `send_bare` sends for a call, or a part of the payload of a message with this first field."""
