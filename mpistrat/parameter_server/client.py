@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import numpy as np
-
 from mpistrat.arrays import Array
 from mpistrat.errors import CollectiveError, UnavailableError
 from mpistrat.groups.group import keep_alive_for_peers
