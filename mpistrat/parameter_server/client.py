@@ -66,7 +66,7 @@ class Client:
     """
 
     def __init__(self, channel: Channel) -> None:
-        self.channel, self._ranks = channel, channel.group.servers
+        self.channel, self._ranks = channel, channel.servers
         self.strategy: Any = None
         self.functions = FunctionTable(channel)
         # what returns, or raises, what a worker keeps for functions, such as a dataset, by the number of the call that made it
@@ -80,11 +80,11 @@ class Client:
         self._lock = threading.RLock()
         self._under_way: list[_Pending] = []
         self._given_up: tuple[BaseException, str] | None = None
-        _clients[channel.group.number] = self
+        _clients[channel.number] = self
 
     def create(self, server: int, name: str, array: Array) -> VariableRef:
         """Have a server keep a variable; only the chief does this."""
-        ref = VariableRef(self.channel.group.number, server, next(numbers), name, array.nbytes)
+        ref = VariableRef(self.channel.number, server, next(numbers), name, array.nbytes)
         dtype = array.dtype.str if array.dtype.kind != "V" else array.dtype
         payload = dumps((name, dtype, array.shape), name)
         with self._call():
@@ -100,13 +100,12 @@ class Client:
             for ref, rows, target in parts:
                 if not target.nbytes:
                     continue
-                message: Message
+                what, call = f"read of {ref.name}", next(numbers)
                 if isinstance(rows, int):
                     stop = rows + len(target) if target.ndim else 0
-                    message, which = messages.Read(next(numbers), ref.number, rows, stop), ()
+                    self._ask(ref.server, what, messages.Read(call, ref.number, rows, stop), call=call, into=target)
                 else:
-                    message, which = messages.Gather(next(numbers), ref.number), (rows,)
-                self._ask(ref.server, f"read of {ref.name}", message, *which, call=message[0], into=target)
+                    self._ask(ref.server, what, messages.Gather(call, ref.number), rows, call=call, into=target)
 
     def write(self, method: str, parts: Sequence[tuple[VariableRef, Array, Array | None]]) -> None:
         """Change variables, or rows with these indices, by one of `METHODS`, before anything that this rank asks for later."""
@@ -142,7 +141,7 @@ class Client:
 
     def close(self) -> None:
         """Give up what this rank still waits for."""
-        _clients.pop(self.channel.group.number, None)
+        _clients.pop(self.channel.number, None)
         for receiver in self._replies:
             receiver.close()
 
@@ -218,7 +217,7 @@ class Client:
 
     def _waits_for(self) -> str:
         pending = self._under_way[0]
-        return f"an answer of {self.channel.group.names[self._ranks[pending.server]]}: {pending.what}"
+        return f"an answer of {self.channel.names[self._ranks[pending.server]]}: {pending.what}"
 
     def _has_ended(self, pending: _Pending, lost: list[UnavailableError]) -> bool:
         """Return whether messages have ended, and the answer has come, if there is one; or a server is lost."""

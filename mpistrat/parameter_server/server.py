@@ -66,7 +66,7 @@ class _Task:
             while (received := receiver.poll()) is not None or not self._is_stopped:
                 if received is None:
                     self._sends = self._unfinished()
-                    self.channel.check(self.channel.group.chief)
+                    self.channel.check(self.channel.chief)
                     pause(began)
                 else:
                     with suppress(UnavailableError):  # whoever has asked is lost
@@ -208,7 +208,7 @@ class VariableServer(_Task):
     def _unread(self, number: int) -> StoredVariable:
         """Return a variable when nothing is being sent from its array."""
         for one in [one for one in self._sends if one.variable == number]:
-            what = partial("{}, to take what it has read".format, self.channel.group.names[one.rank])
+            what = partial("{}, to take what it has read".format, self.channel.names[one.rank])
             with suppress(UnavailableError):  # it takes nothing any more
                 self.channel.wait(one.requests, what, has_deadline=False)
         return self._variable(number)
