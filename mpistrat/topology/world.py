@@ -208,12 +208,6 @@ class DeviceSpec:
     index: int = 0  # among the rank's devices of that kind
     rank: int | None = None  # None: the rank that uses the name
 
-    def __str__(self) -> str:
-        own = f"{self.kind}:{self.index}"
-        if self.rank is None:
-            return f"/{own.lower()}"
-        return f"/job:worker/replica:0/task:{self.rank}/device:{own}" if self.kind else f"rank:{self.rank}"
-
 
 def parse_device(name: object) -> DeviceSpec:
     """Parse a device name, whether or not there is such a device."""
@@ -237,7 +231,7 @@ def parse_device(name: object) -> DeviceSpec:
 
 def device_name(rank: int) -> str:
     """Return the full name of a rank's device."""
-    return str(DeviceSpec(parse_device(own_device()).kind, rank=rank))
+    return f"/job:worker/replica:0/task:{rank}/device:{own_device()[1:].upper()}"
 
 
 def ranks_of(name: object, world: World) -> tuple[int, ...]:
