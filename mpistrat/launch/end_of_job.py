@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpistrat import settings
-from mpistrat.launch import process
+from mpistrat.launch import environment, process
 from mpistrat.launch.abort import RESTART_EXIT_CODE
 from mpistrat.launch.environment import in_slurm_allocation
 from mpistrat.logger import logger
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What queues and launchers send before they end a job."""
+_ANSWER_SECONDS = 20.0  # of SLURM
 # what `mpistrat run` tells ranks that it would start again
 COUNT, PROGRESS, FIRST_START = "MPISTRAT_RESTART_COUNT", "MPISTRAT_PROGRESS_FILE", "MPISTRAT_FIRST_START"
 
@@ -64,11 +66,11 @@ class Signals:
 
 
 def seconds_left(environ: Mapping[str, str]) -> float:
-    """Return the seconds until this job is ended; infinity if there is no limit, or none is known."""
+    """Return the seconds until this job is ended; infinity if there is no limit. It may ask SLURM: one rank calls it once."""
     limit, first_start = settings.TIME_LIMIT.read(environ), environ.get(FIRST_START)
     used = time.time() - float(first_start) if first_start else _age_seconds()
     own = limit - used if limit else math.inf
-    return min(own, _slurm_seconds_left(environ) if in_slurm_allocation(environ) else math.inf)
+    return min(own, _slurm_seconds_left(environ) if environment.in_slurm_allocation(environ) else math.inf)
 
 
 def _age_seconds() -> float:
@@ -78,11 +80,25 @@ def _age_seconds() -> float:
 
 
 def _slurm_seconds_left(environ: Mapping[str, str]) -> float:
-    end = environ.get("SLURM_JOB_END_TIME", "")  # since SLURM 22.05
+    end = environ.get("SLURM_JOB_END_TIME", "")  # SLURM 22.05.8 does not set it
     if end.isdecimal() and int(end):
         return int(end) - time.time()
-    logger.warning("when SLURM ends this job is not known, as SLURM_JOB_END_TIME is not set: MPISTRAT_TIME_LIMIT can tell")
-    return math.inf
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    job = f"{array}_{task}" if array and task else environ["SLURM_JOB_ID"]
+    command = ["squeue", "--noheader", "--format=%L", f"--jobs={job}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning(f"when SLURM ends job {job} is not known, as squeue does not tell ({error}): MPISTRAT_TIME_LIMIT can")
+        return math.inf
+    left = math.inf
+    for answer in done.stdout.split() or ["nothing"]:  # one for each part of a heterogeneous job
+        try:
+            left = min(left, settings.parse_duration(answer))
+        except ValueError:
+            if answer not in ("UNLIMITED", "NOT_SET"):
+                logger.warning(f"when SLURM ends job {job} is not known, as squeue says {answer}: MPISTRAT_TIME_LIMIT can tell")
+    return left
 
 
 def note_saved(step: int) -> None:

@@ -1,5 +1,6 @@
 """The preemption handler in one process: what it hears, when it saves, how it ends, and what it leaves behind."""
 
+import os
 import signal
 import time
 from types import SimpleNamespace
@@ -286,16 +287,42 @@ def test_a_checkpoint_needs_a_directory_and_a_manager_has_one(tmp_path):
     assert handler.total_run_calls == 0
 
 
-def test_the_time_that_is_left_is_the_least_of_what_is_known(monkeypatch, caplog):
+def test_the_time_that_is_left_is_the_least_of_what_is_known(monkeypatch, tmp_path):
     assert end_of_job.seconds_left({}) == np.inf
     age = end_of_job._age_seconds()
     assert end_of_job.seconds_left({"MPISTRAT_TIME_LIMIT": "1:00:00"}) == pytest.approx(3600 - age, abs=1.0)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 100)}
     assert end_of_job.seconds_left(slurm) == pytest.approx(100, abs=2.0)
     assert end_of_job.seconds_left({**slurm, "MPISTRAT_TIME_LIMIT": f"{60 + age}"}) == pytest.approx(60, abs=1.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "seconds", "said"),
+    [
+        ("1-00:01:05", 86465.0, ""),
+        ("2:05", 125.0, ""),
+        ("UNLIMITED", np.inf, ""),
+        ("UNLIMITED\\n3:00\\n2:00\\nNOT_SET\\n", 120.0, ""),
+        ("INVALID\\n2:00", 120.0, "as squeue says INVALID: MPISTRAT_TIME_LIMIT can tell"),
+        ("", np.inf, "as squeue says nothing: MPISTRAT_TIME_LIMIT can tell"),
+        (None, np.inf, "MPISTRAT_TIME_LIMIT can"),  # there is no squeue
+    ],
+)
+@pytest.mark.parametrize(
+    ("job", "environ"),
+    [
+        ("7", {}),
+        ("7", {"SLURM_JOB_END_TIME": "0"}),
+        ("6_3", {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "3"}),  # of an array one task
+    ],
+)
+def test_squeue_is_asked_where_slurm_has_set_no_end(monkeypatch, tmp_path, caplog, answer, seconds, said, job, environ):
     monkeypatch.setattr(logger, "propagate", True)
-    assert not caplog.text
-    for old in ({}, {"SLURM_JOB_END_TIME": "0"}):  # as SLURM before 22.05
-        assert end_of_job.seconds_left({"SLURM_JOB_ID": "7", **old}) == np.inf
-        assert "SLURM_JOB_END_TIME is not set: MPISTRAT_TIME_LIMIT can tell" in caplog.text
-        caplog.clear()
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}" if answer is not None else str(tmp_path))
+    if answer is not None:  # to this question alone
+        asked = f"--noheader --format=%L --jobs={job}"
+        (tmp_path / "squeue").write_text(f'#!/bin/sh\n[ "$*" = "{asked}" ] && printf "{answer}"\n')
+        (tmp_path / "squeue").chmod(0o755)
+    assert end_of_job.seconds_left({"SLURM_JOB_ID": "7", **environ}) == seconds
+    assert said in caplog.text
+    assert bool(said) == bool(caplog.text)
