@@ -80,7 +80,7 @@ def _age_seconds() -> float:
 
 
 def _slurm_seconds_left(environ: Mapping[str, str]) -> float:
-    end = environ.get("SLURM_JOB_END_TIME", "")  # since SLURM 22.05
+    end = environ.get("SLURM_JOB_END_TIME", "")  # SLURM 22.05.8 does not set it
     if end.isdecimal() and int(end):
         return int(end) - time.time()
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")

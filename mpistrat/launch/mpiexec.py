@@ -15,7 +15,6 @@ import re
 import select
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -153,11 +152,11 @@ def belongs(flavour: MpiFlavour, version: str, version_text: str) -> bool:
 
 
 def _candidates(flavour: MpiFlavour, library: Path) -> Iterator[Path]:
-    # Nearest to the library first: <prefix>/lib/libmpi.so has <prefix>/bin/mpiexec, for a wheel, a module or a distribution.
-    # In a distribution the library may be a symbolic link, so look beside its target too. A folder is named as what it is:
-    # started as /bin/mpiexec, where /bin is a link to /usr/bin, Open MPI takes its own prefix to be / and refuses.
+    # <prefix>/lib/…/libmpi.so has <prefix>/bin/mpiexec, for a wheel, a module or a distribution, of which the library may be
+    # a symbolic link: so look beside its target too. Nowhere else: in /tmp/bin anybody could have put one. A folder is named as
+    # what it is: started as /bin/mpiexec, where /bin is a link to /usr/bin, Open MPI takes its own prefix to be / and refuses.
     parents = [*library.parents, *library.resolve().parents]
-    folders = [(parent / "bin").resolve() for parent in parents if not _is_world_writable(parent)]
+    folders = [(parent.parent / "bin").resolve() for parent in parents if parent.name.startswith("lib")]
     for folder in dict.fromkeys(folders):
         for name in flavour.programs:
             if os.access(folder / name, os.X_OK):
@@ -165,15 +164,6 @@ def _candidates(flavour: MpiFlavour, library: Path) -> Iterator[Path]:
     for name in flavour.programs:
         if (found := shutil.which(name)) and (folder := Path(found).parent.resolve()) not in folders:
             yield folder / name
-
-
-def _is_world_writable(folder: Path) -> bool:
-    """Return whether any user can write to a folder, such as ``/tmp``, or to its ``bin``, and so plant an mpiexec."""
-    for path in (folder, folder / "bin"):
-        with suppress(OSError):  # a folder that cannot be read offers no mpiexec
-            if path.stat().st_mode & stat.S_IWOTH:
-                return True
-    return False
 
 
 # what `python -m mpi4py` runs, in one process: each one that loads the library takes a tenth of a second

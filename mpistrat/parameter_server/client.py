@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import numpy as np
-
 from mpistrat.arrays import Array
 from mpistrat.errors import CollectiveError, UnavailableError
 from mpistrat.groups.group import keep_alive_for_peers
@@ -55,8 +53,8 @@ class _Pending:
     what: str
     call: int | None = None
     requests: list[messages.Request] = field(default_factory=list)
-    is_bare: bool = False  # the answer is arrays without a header, unless it is an error
-    arriving: list[messages.Request] = field(default_factory=list)  # those arrays
+    is_bare: bool = False  # the answer is an array without a header, unless it is an error
+    arriving: list[messages.Request] = field(default_factory=list)  # that array
     is_error: bool = False
     answer: bytes = b""
 
@@ -68,7 +66,7 @@ class Client:
     """
 
     def __init__(self, channel: Channel) -> None:
-        self.channel, self._ranks = channel, channel.group.servers
+        self.channel, self._ranks = channel, channel.servers
         self.strategy: Any = None
         self.functions = FunctionTable(channel)
         # what returns, or raises, what a worker keeps for functions, such as a dataset, by the number of the call that made it
@@ -82,11 +80,11 @@ class Client:
         self._lock = threading.RLock()
         self._under_way: list[_Pending] = []
         self._given_up: tuple[BaseException, str] | None = None
-        _clients[channel.group.number] = self
+        _clients[channel.number] = self
 
     def create(self, server: int, name: str, array: Array) -> VariableRef:
         """Have a server keep a variable; only the chief does this."""
-        ref = VariableRef(self.channel.group.number, server, next(numbers), name, array.nbytes)
+        ref = VariableRef(self.channel.number, server, next(numbers), name, array.nbytes)
         dtype = array.dtype.str if array.dtype.kind != "V" else array.dtype
         payload = dumps((name, dtype, array.shape), name)
         with self._call():
@@ -96,26 +94,18 @@ class Client:
         self.write("assign", [(ref, array, None)])
         return ref
 
-    def read(self, parts: Sequence[tuple[VariableRef, int, Array]]) -> None:
-        """Read variables, or consecutive rows: of which, from which row on, and into which C-contiguous array."""
+    def read(self, parts: Sequence[tuple[VariableRef, int | Array, Array]]) -> None:
+        """Read variables or rows: of which, from which row on or which ones, and into which C-contiguous array."""
         with self._call():
-            for ref, start, target in parts:
-                if target.nbytes:
-                    stop = start + len(target) if target.ndim else 0
-                    message = messages.Read(next(numbers), ref.number, start, stop)
-                    self._ask(ref.server, f"read of {ref.name}", message, call=message.call, into=(target,))
-
-    def read_rows(self, parts: Sequence[tuple[VariableRef, Array, Array]]) -> None:
-        """Read single rows: of which variables, which, and into which C-contiguous arrays; each server is asked once."""
-        by_server: dict[int, list[tuple[VariableRef, Array, Array]]] = {}
-        for part in parts:
-            by_server.setdefault(part[0].server, []).append(part)
-        with self._call():
-            for server, shards in by_server.items():
-                refs, rows, targets = zip(*shards, strict=True)
-                wanted = np.concatenate(([ref.number for ref in refs], [len(one) for one in rows], *rows))
-                message = messages.Gather(next(numbers), len(shards))
-                self._ask(server, "read of rows", message, wanted, call=message.call, into=targets)
+            for ref, rows, target in parts:
+                if not target.nbytes:
+                    continue
+                what, call = f"read of {ref.name}", next(numbers)
+                if isinstance(rows, int):
+                    stop = rows + len(target) if target.ndim else 0
+                    self._ask(ref.server, what, messages.Read(call, ref.number, rows, stop), call=call, into=target)
+                else:
+                    self._ask(ref.server, what, messages.Gather(call, ref.number), rows, call=call, into=target)
 
     def write(self, method: str, parts: Sequence[tuple[VariableRef, Array, Array | None]]) -> None:
         """Change variables, or rows with these indices, by one of `METHODS`, before anything that this rank asks for later."""
@@ -151,7 +141,7 @@ class Client:
 
     def close(self) -> None:
         """Give up what this rank still waits for."""
-        _clients.pop(self.channel.group.number, None)
+        _clients.pop(self.channel.number, None)
         for receiver in self._replies:
             receiver.close()
 
@@ -185,13 +175,13 @@ class Client:
                 raise
 
     def _ask(
-        self, server: int, what: str, message: Message, *payload: Any, call: int | None = None, into: Sequence[Array] = ()
+        self, server: int, what: str, message: Message, *payload: Any, call: int | None = None, into: Array | None = None
     ) -> _Pending:
-        """Start to ask a server for something; it answers a call, perhaps without a header, `into` arrays."""
-        rank, pending = self._ranks[server], _Pending(server, what, call, is_bare=bool(into))
+        """Start to ask a server for something; it answers a call, perhaps without a header, `into` an array."""
+        rank, pending = self._ranks[server], _Pending(server, what, call, is_bare=into is not None)
         self._under_way.append(pending)
-        for target in into:
-            self.channel.receive(pending.arriving, rank, BARE, message[0], target)
+        if into is not None:
+            self.channel.receive(pending.arriving, rank, BARE, message[0], into)
         self.channel.send(pending.requests, rank, REQUEST, message, *payload)
         return pending
 
@@ -227,7 +217,7 @@ class Client:
 
     def _waits_for(self) -> str:
         pending = self._under_way[0]
-        return f"an answer of {self.channel.group.names[self._ranks[pending.server]]}: {pending.what}"
+        return f"an answer of {self.channel.names[self._ranks[pending.server]]}: {pending.what}"
 
     def _has_ended(self, pending: _Pending, lost: list[UnavailableError]) -> bool:
         """Return whether messages have ended, and the answer has come, if there is one; or a server is lost."""

@@ -65,9 +65,9 @@ class _PerWorkerResource(PerWorkerValues):
 
     def __init__(self, coordinator: ClusterCoordinator, fn: Callable[..., Any], *args: Any) -> None:
         client = coordinator.strategy.client
-        workers = range(len(client.channel.group.workers))  # each of which keeps what it returns
+        workers = range(len(client.channel.workers))  # each of which keeps what it returns
         self._coordinator, self._calls = coordinator, coordinator._submit(fn, (args, {}), workers)
-        super().__init__([_Kept(client.channel.group.number, call.number) for call in self._calls])
+        super().__init__([_Kept(client.channel.number, call.number) for call in self._calls])
         dropped = [call.number for call in self._calls]
         weakref.finalize(self, client.dropped.extend, dropped).atexit = False  # at any moment: only notes it
 
@@ -219,7 +219,7 @@ class ClusterCoordinator:
             return PerWorkerDataset(self, _itself, given)
         if not _takes_context(given):
             return PerWorkerDataset(self, given)
-        number = len(self._strategy.client.channel.group.workers)
+        number = len(self._strategy.client.channel.workers)
         return PerWorkerDataset(self, given, PerWorkerValues([InputContext(number, worker, 1) for worker in range(number)]))
 
     def _submit(self, fn: Callable[..., Any], given: Any, workers: Iterable[int | None] = (None,)) -> list[ScheduledCall]:

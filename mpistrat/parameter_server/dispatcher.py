@@ -105,7 +105,7 @@ class Dispatcher:
     def __init__(self, client: Client) -> None:
         self._client, self._channel = client, client.channel
         # which rank does the work of each worker
-        self._ranks = list(self._channel.group.workers)
+        self._ranks = list(self._channel.workers)
         self._queue: deque[ScheduledCall] = deque()
         self._in_flight: dict[int, ScheduledCall] = {}
         self._last = [-1] * len(self._ranks)  # the number of the last function that each worker was given
@@ -199,9 +199,9 @@ class Dispatcher:
         with self._lock:
             self._is_ending = True
             self._cancel_queued()
-        if not self._stop(self._channel.group.workers, "the workers to end", time.monotonic() + patience):
+        if not self._stop(self._channel.workers, "the workers to end", time.monotonic() + patience):
             return
-        self._stop(self._channel.group.servers, "the servers to end")
+        self._stop(self._channel.servers, "the servers to end")
         self.is_closed = True
         self._wake_beside()
         if self._beside.is_alive():
@@ -234,7 +234,7 @@ class Dispatcher:
         if self._client.dropped and not self._is_ending:  # free what no object of the chief and no scheduled call refers to
             dropped = [self._client.dropped.popleft() for _ in range(len(self._client.dropped))]
             message, payload = messages.Forget(next(numbers)), dumps(dropped, "what was dropped")
-            for rank in (*self._channel.group.workers, *self._channel.group.servers):
+            for rank in (*self._channel.workers, *self._channel.servers):
                 self._channel.send(self._sends, rank, REQUEST, message, payload)
         while self._queue:
             # one at a time, since the next one would wait behind a long one while others have nothing to do; to the worker that
@@ -290,8 +290,8 @@ class Dispatcher:
         newly_lost, self._lost = lost - self._lost, lost
         if self._unavailable:
             return
-        left = [rank for rank in self._channel.group.workers if rank not in lost]
-        if self._is_ending or not left or newly_lost.intersection(self._channel.group.servers):
+        left = [rank for rank in self._channel.workers if rank not in lost]
+        if self._is_ending or not left or newly_lost.intersection(self._channel.servers):
             if not self._is_ending:
                 self._unavailable = str(self._channel.lost_error(sorted(newly_lost)))
             self._cancel_queued()
@@ -302,7 +302,7 @@ class Dispatcher:
             if rank in newly_lost:
                 self._ranks[worker] = min(left, key=self._ranks.count)
                 self._send_again(worker)
-                other = self._channel.group.names[self._ranks[worker]]
+                other = self._channel.names[self._ranks[worker]]
                 logger.warning(f"{self._channel.lost_error([rank])}; {other} does its work from now on")
 
     def _send_again(self, worker: int) -> None:
@@ -353,7 +353,7 @@ class Dispatcher:
 
     def _waiting_for(self, what: str) -> str:
         running = sorted({call.sent_to for call in list(self._in_flight.values())})
-        names = ", ".join(self._channel.group.names[self._ranks[worker]] for worker in running)
+        names = ", ".join(self._channel.names[self._ranks[worker]] for worker in running)
         return what + (f"; {len(self._in_flight)} are at {names}" if running else "")
 
     def _wake_beside(self) -> None:

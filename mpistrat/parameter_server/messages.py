@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import starmap
 from struct import Struct
 from typing import Any, NamedTuple, TypeAlias
@@ -27,7 +28,6 @@ from mpistrat.groups.group import free, keep_alive_for_peers
 from mpistrat.launch.abort import acknowledge_losses, survives_losses
 from mpistrat.lazy import MPI
 from mpistrat.logger import logger
-from mpistrat.parameter_server.tasks import TaskGroup
 from mpistrat.watch.recorder import encoded, recorder
 from mpistrat.watch.states import others_report
 from mpistrat.watch.watcher import watcher
@@ -61,9 +61,9 @@ class Read(NamedTuple):  # send rows of a variable, without a header, or answer 
     stop: int
 
 
-class Gather(NamedTuple):  # likewise single rows, an array of each variable; the payload: these, how many of each, and which
+class Gather(NamedTuple):  # likewise single rows; the payload: which
     call: int
-    num_variables: int
+    variable: int
 
 
 class Write(NamedTuple):  # change a variable; the payload: the indices of rows, where it is by rows, and the values
@@ -129,21 +129,27 @@ class Received(NamedTuple):
     inline: memoryview | None
 
 
+@dataclass(eq=False)
 class Channel:
-    """Sends messages to the other tasks, and waits for what they send."""
+    """The chief, the workers and the servers of a job; sends messages to the other tasks, and waits for what they send."""
 
-    def __init__(self, group: TaskGroup) -> None:
-        assert group.comm is not None, "an evaluator takes part in no communication"
-        self.group, self.comm, self.failure = group, group.comm, MPI.Exception
-        self.rank = self.comm.Get_rank()
-        self.name = group.names[self.rank]
+    comm: MPI.Comm  # of these ranks alone, in the order of the ranks of the job
+    chief: int  # ranks in `comm`, in the order of their task ids
+    workers: Sequence[int]
+    servers: Sequence[int]
+    names: Sequence[str]  # what errors call each rank: its task, rank and node
+    number: int  # counts the channels of the job
+    given: settings.Snapshot
+    lost: frozenset[int] = frozenset()  # as far as this rank knows
+
+    def __post_init__(self) -> None:
+        self.rank, self.failure = self.comm.Get_rank(), MPI.Exception
+        self.name = self.names[self.rank]
         self._task, self._does = self.name.partition(" (")[0], ""
         self.survives = survives_losses(os.environ)  # the loss of ranks
         self.inline_bytes = _INLINE_BYTES_WHERE_RANKS_ARE_LOST if self.survives else _INLINE_BYTES
-        self.lost: frozenset[int] = frozenset()  # as far as this rank knows
-        self._seconds = group.settings[settings.TIMEOUT_SECONDS]
-        self._patience = group.settings[settings.STALL_SECONDS]
-        self._most = group.settings[settings.MAX_MESSAGE_BYTES]
+        self._seconds, self._patience = self.given[settings.TIMEOUT_SECONDS], self.given[settings.STALL_SECONDS]
+        self._most = self.given[settings.MAX_MESSAGE_BYTES]
 
     def record(self, does: str | None = None, waits_for: str = "") -> None:
         """Record what this task does, by default as before, and waits for: `mpistrat doctor` and stall reports tell it."""
@@ -167,10 +173,9 @@ class Channel:
         parts = [part for view in views for part in self._parts(view, rank, payload_tag)]
         return self._start(requests, self.comm.Isend, [(header, rank, tag), *parts])
 
-    def send_bare(self, rank: int, call: int, arrays: Sequence[Buffer]) -> list[Request]:
-        """Start to send arrays as the reply to a call, without a header, to a rank that knows what they will be."""
-        tag = _payload_tag(BARE, call)
-        return self._start([], self.comm.Isend, [part for one in arrays for part in self._parts(_as_bytes(one), rank, tag)])
+    def send_bare(self, rank: int, call: int, array: Buffer) -> list[Request]:
+        """Start to send an array as the reply to a call, without a header, to a rank that knows what it will be."""
+        return self._start([], self.comm.Isend, self._parts(_as_bytes(array), rank, _payload_tag(BARE, call)))
 
     def receive(self, requests: list[Request], rank: int, tag: int, number: int, target: Buffer) -> list[Request]:
         """Start to receive what `send_bare` sends for a call, or a part of the payload of a message with this first field."""
@@ -179,7 +184,7 @@ class Channel:
     def report_end(self) -> None:
         """Tell the chief that this task has ended, and wait until it has taken that, and all that was sent to it before."""
         kind, pack = _PACKED[Stopped]
-        taken = self._start([], self.comm.Issend, [(pack(kind, 0), self.group.chief, RESULT)])
+        taken = self._start([], self.comm.Issend, [(pack(kind, 0), self.chief, RESULT)])
         self.wait(taken, lambda: "the chief, to take what this task has sent", has_deadline=False)
 
     def close(self) -> None:
@@ -200,7 +205,7 @@ class Channel:
         try:
             for target in targets:
                 self.receive(requests, received.source, received.tag, received.message[0], target)
-            self.wait(list(requests), lambda: f"the payload of a message from {self.group.names[received.source]}")
+            self.wait(list(requests), lambda: f"the payload of a message from {self.names[received.source]}")
         except BaseException as error:
             if not isinstance(error, UnavailableError):
                 keep_alive_for_peers(requests)
@@ -268,7 +273,7 @@ class Channel:
 
     def lost_error(self, ranks: Sequence[int]) -> UnavailableError:
         """Return the error that names ranks which are lost."""
-        names = ", ".join(self.group.names[rank] for rank in sorted(ranks))
+        names = ", ".join(self.names[rank] for rank in sorted(ranks))
         return UnavailableError(f"{self.name}: lost {names} (killed, or its node has failed)")
 
     def checked_loss(self, error: MPI.Exception) -> UnavailableError:
@@ -288,7 +293,7 @@ class Channel:
     def _meanwhile(self) -> str:
         """Return what the other ranks of the job do, on lines of their own."""
         watching = watcher()
-        return "" if watching is None else f"\n{others_report(self.group.job_rank, watching.compare())}"
+        return "" if watching is None else f"\n{others_report(MPI.COMM_WORLD.Get_rank(), watching.compare())}"
 
     def _start(
         self, requests: list[Request], start: Callable[..., Request], messages: Iterable[tuple[Buffer, int, int]]

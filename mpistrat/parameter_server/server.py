@@ -66,7 +66,7 @@ class _Task:
             while (received := receiver.poll()) is not None or not self._is_stopped:
                 if received is None:
                     self._sends = self._unfinished()
-                    self.channel.check(self.channel.group.chief)
+                    self.channel.check(self.channel.chief)
                     pause(began)
                 else:
                     with suppress(UnavailableError):  # whoever has asked is lost
@@ -149,23 +149,14 @@ class VariableServer(_Task):
         self._answer(received, message.variable, create)
 
     def read(self, message: messages.Read, received: Received) -> None:
-        def rows() -> list[Array]:
-            array = self._variable(message.variable).value
-            return [array[message.start : message.stop] if array.ndim else array]
+        def rows(array: Array) -> Array:
+            return array[message.start : message.stop] if array.ndim else array
 
         self._send_rows(received, rows, message.variable)
 
     def gather(self, message: messages.Gather, received: Received) -> None:
         asked = np.frombuffer(self.channel.payload(received), np.int64)
-
-        def rows() -> list[Array]:
-            found, start = [], 2 * message.num_variables
-            for number, num_rows in asked[:start].reshape(2, -1).T.tolist():
-                found.append(self._variable(number).value.take(asked[start : start + num_rows], axis=0))
-                start += num_rows
-            return found
-
-        self._send_rows(received, rows)
+        self._send_rows(received, lambda array: array.take(asked, axis=0))
 
     def write(self, message: messages.Write, received: Received) -> None:
         method = METHODS[message.method]
@@ -199,15 +190,15 @@ class VariableServer(_Task):
     def flush(self, message: messages.Flush, received: Received) -> None:
         self._send_result(received.source, message.call, self._failed.pop(received.source, b""))
 
-    def _send_rows(self, received: Received, rows: Callable[[], list[Array]], variable: int = -1) -> None:
-        """Answer a call with the arrays that a function returns, without a header, or with its error."""
-        source, call = received.source, received.message.call
+    def _send_rows(self, received: Received, rows: Callable[[Array], Array], variable: int = -1) -> None:
+        """Answer a call with what a function finds in its variable, without a header, or with its error."""
+        source, message = received.source, received.message
         try:
-            found = rows()
+            found = rows(self._variable(message.variable).value)
         except Exception as error:
-            self._send_result(source, call, error)
+            self._send_result(source, message.call, error)
         else:
-            self._keep_sending(source, self.channel.send_bare(source, call, found), variable)
+            self._keep_sending(source, self.channel.send_bare(source, message.call, found), variable)
 
     def _variable(self, number: int) -> StoredVariable:
         if number not in self._variables:
@@ -217,7 +208,7 @@ class VariableServer(_Task):
     def _unread(self, number: int) -> StoredVariable:
         """Return a variable when nothing is being sent from its array."""
         for one in [one for one in self._sends if one.variable == number]:
-            what = partial("{}, to take what it has read".format, self.channel.group.names[one.rank])
+            what = partial("{}, to take what it has read".format, self.channel.names[one.rank])
             with suppress(UnavailableError):  # it takes nothing any more
                 self.channel.wait(one.requests, what, has_deadline=False)
         return self._variable(number)

@@ -1,4 +1,4 @@
-"""The chief's ParameterServerStrategy, the Server that each other rank is, and where variables go."""
+"""Which rank plays which task; the chief's ParameterServerStrategy, the Server of each other rank, and where variables go."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
-from itertools import pairwise
+from importlib.util import find_spec
+from itertools import count, pairwise
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from mpistrat import ending, settings
 from mpistrat.arrays import Array, part_bounds
-from mpistrat.cluster import ClusterSpec
+from mpistrat.cluster import ClusterSpec, check_role
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, url
 from mpistrat.communicator.local import LocalCommunicator
-from mpistrat.errors import CollectiveError, InvalidArgumentError
+from mpistrat.errors import CollectiveError, InvalidArgumentError, LaunchError
+from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.launch import abort
+from mpistrat.lazy import MPI
 from mpistrat.parameter_server.client import Client, current_client
 from mpistrat.parameter_server.coordinator import ClusterCoordinator
 from mpistrat.parameter_server.dispatcher import Dispatcher
 from mpistrat.parameter_server.messages import Channel
 from mpistrat.parameter_server.server import VariableServer, Worker
-from mpistrat.parameter_server.tasks import CHIEF, PS, WORKER, TaskGroup, join_cluster, task_of
 from mpistrat.parameter_server.variables import ServerVariable, ShardedVariable
 from mpistrat.state.changes import VariableSynchronization, checked_aggregation, checked_synchronization
 from mpistrat.state.variables import initial_array
@@ -35,6 +36,72 @@ from mpistrat.strategy.strategy import Strategy
 # how long an error of the chief waits for functions that workers run, before it is raised
 _PATIENCE_AFTER_AN_ERROR_SECONDS = 1.0
 PLACEMENTS = ("even_bytes", "round_robin")
+CHIEF, WORKER, PS, EVALUATOR = JOBS = "chief", "worker", "ps", "evaluator"
+_numbers = count()
+
+
+def check_tasks(cluster: ClusterSpec) -> None:
+    """Check that a cluster can train with parameter servers."""
+    if find_spec("cloudpickle") is None:
+        advice = "pip install '.[parameter-server]' in the checkout"
+        raise LaunchError(f"parameter servers send functions by cloudpickle, which is not installed: {advice}")
+    found = ", ".join(f"{cluster.num_tasks(job)} {job}" for job in cluster.jobs) or "no tasks"
+    if not set(cluster.jobs) <= set(JOBS):
+        raise InvalidArgumentError(f"parameter servers know the jobs {', '.join(JOBS)}; this cluster has {found}")
+    counts = {job: cluster.num_tasks(job) if job in cluster.jobs else 0 for job in JOBS}
+    if counts[CHIEF] != 1 or counts[WORKER] < 1 or counts[PS] < 1:
+        raise InvalidArgumentError(
+            f"training with parameter servers needs one chief, and at least one worker and one ps; this cluster has {found}. "
+            "Start at least three ranks, for example `mpistrat run -n 3 train.py` with "
+            "mpistrat.cluster_resolver.MPIClusterResolver(chief=1, ps=1)"
+        )
+
+
+def task_of(resolver: object) -> tuple[ClusterSpec, str | None, int | None]:
+    """Return the cluster of a resolver, and which task of it this rank is."""
+    if not isinstance(resolver, ClusterResolver):
+        example = "MPIClusterResolver(chief=1, ps=1)"
+        raise InvalidArgumentError(f"cluster_resolver must be a ClusterResolver, such as {example}; got {resolver!r}")
+    return resolver.cluster_spec(), resolver.task_type, resolver.task_id
+
+
+def join_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | None) -> Channel | None:
+    """Return what tasks talk through; None for an evaluator. All ranks of the job call it; what is wrong all raise."""
+    given = settings.Snapshot()
+
+    def check() -> None:
+        if given.error is not None:
+            raise given.error
+        check_tasks(cluster)
+        check_role(cluster, task_type, task_id)
+
+    with rendezvous("joining the cluster of parameter servers") as job:
+        limit = f"{settings.MAX_MESSAGE_BYTES.name}={given[settings.MAX_MESSAGE_BYTES]}"  # both ends of a message are cut alike
+        job.agree(f"joining the parameter servers of {cluster!r}, {limit}", check)
+        played: list[tuple[str, int]] = job.comm.allgather((task_type, task_id))
+        _check_played(cluster, played)
+        if abort.survives_losses(os.environ):
+            abort.end_together(job.comm)
+        comm = job.comm.Split(MPI.UNDEFINED if task_type == EVALUATOR else 0, job.rank)
+        nodes = [job.world.nodes[job.world.place(rank).node_index].name for rank in range(len(played))]
+    number = next(_numbers)
+    if task_type == EVALUATOR:
+        return None
+    inside = [rank for rank, (kind, _) in enumerate(played) if kind != EVALUATOR]
+    ranks = {played[rank]: place for place, rank in enumerate(inside)}
+    chief, workers, servers = ([ranks[kind, index] for index in cluster.task_indices(kind)] for kind in (CHIEF, WORKER, PS))
+    names = ["{} {} (rank {} on {})".format(*played[rank], rank, nodes[rank]) for rank in inside]
+    return Channel(comm, chief[0], workers, servers, names, number, given)
+
+
+def _check_played(cluster: ClusterSpec, played: list[tuple[str, int]]) -> None:
+    times = {(job, index): played.count((job, index)) for job in cluster.jobs for index in cluster.task_indices(job)}
+    wrong = [f"{job} {index} is played by {number} ranks" for (job, index), number in times.items() if number != 1]
+    if wrong:
+        found = f"in this job of {len(played)} ranks {', '.join(wrong)}"
+        error = LaunchError(f"each task is played by one rank, but {found}. Start all as one job, with mpistrat run or srun")
+        error.raised_everywhere = True
+        raise error
 
 
 def _refused(method: str) -> Any:
@@ -101,7 +168,9 @@ class ParameterServerStrategy(Strategy):
         if placement not in PLACEMENTS:
             raise InvalidArgumentError(f"placement must be one of {', '.join(PLACEMENTS)}; got {placement!r}")
         self._cluster_resolver = cluster_resolver
-        self.client = Client(Channel(join_cluster(cluster, task_type, task_id)))
+        channel = join_cluster(cluster, task_type, task_id)
+        assert channel is not None, "the chief has one"
+        self.client = Client(channel)
         self.dispatcher = Dispatcher(self.client)
         self.client.strategy = self
         super().__init__(ParameterServerExtended(self.client, variable_partitioner, placement))
@@ -175,11 +244,11 @@ class ParameterServerStrategy(Strategy):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Stand, in a function that is sent to a worker, for the strategy of that worker."""
-        return _strategy_here, (self.client.channel.group.number,)
+        return _strategy_here, (self.client.channel.number,)
 
     def __repr__(self) -> str:
-        group = self.client.channel.group
-        return f"{type(self).__name__}({len(group.workers)} workers, {len(group.servers)} servers)"
+        channel = self.client.channel
+        return f"{type(self).__name__}({len(channel.workers)} workers, {len(channel.servers)} servers)"
 
     def _end(self) -> None:
         """Close where the program ends; but not where it ends the job by itself, with an error."""
@@ -200,12 +269,12 @@ class ParameterServerExtended(StrategyExtended):
     def __init__(
         self, client: Client, partitioner: Callable[..., Sequence[int]] | None = None, placement: str = PLACEMENTS[0]
     ) -> None:
-        group = client.channel.group
+        channel = client.channel
         super().__init__(
             LocalCommunicator(),
-            worker_devices=[f"/job:worker/task:{index}" for index in range(len(group.workers))],
-            parameter_devices=[f"/job:ps/task:{index}" for index in range(len(group.servers))],
-            is_chief=client.channel.rank == group.chief,
+            worker_devices=[f"/job:worker/task:{index}" for index in range(len(channel.workers))],
+            parameter_devices=[f"/job:ps/task:{index}" for index in range(len(channel.servers))],
+            is_chief=channel.rank == channel.chief,
         )
         self._client, self._partitioner, self._placement = client, partitioner, placement
         self._num_placed = 0
@@ -214,7 +283,7 @@ class ParameterServerExtended(StrategyExtended):
     @property
     def server_bytes(self) -> tuple[int, ...]:
         """How many bytes of variables each server keeps. Not in TensorFlow."""
-        found = [0] * len(self._client.channel.group.servers)
+        found = [0] * len(self._client.channel.servers)
         for ref in list(self._client.refs.values()):
             found[ref.server] += ref.nbytes
         return tuple(found)
@@ -241,10 +310,10 @@ class ParameterServerExtended(StrategyExtended):
             A function with a parameter `shard_info`, or with `partition_shape` and `partition_offset`, is called for each
             shard, if `shape` and `dtype` are given: so a table may be larger than the memory of the chief.
         """
-        name, group = str(name or "Variable"), self._client.channel.group
-        if self._client.channel.rank != group.chief:
+        name, channel = str(name or "Variable"), self._client.channel
+        if channel.rank != channel.chief:
             raise RuntimeError(
-                f"{name} was made in a function that {self._client.channel.name} runs: make variables on the chief, in "
+                f"{name} was made in a function that {channel.name} runs: make variables on the chief, in "
                 "strategy.scope(), and use them in the function"
             )
         if initial_value is None:
@@ -263,7 +332,7 @@ class ParameterServerExtended(StrategyExtended):
         return ShardedVariable([self._place(f"{name}/part_{part}", rows(*own), is_trainable) for part, own in bounds], name)
 
     def _place(self, name: str, array: Array, trainable: bool) -> ServerVariable:
-        current_client(self._client.channel.group.number)  # raises where the strategy was closed: its servers have ended
+        current_client(self._client.channel.number)  # raises where the strategy was closed: its servers have ended
         self._client.strategy.dispatcher.pump()  # which frees what was dropped
         counted = self.server_bytes  # once: variables may be dropped at any moment
         server = self._num_placed % len(counted) if self._placement == "round_robin" else counted.index(min(counted))
@@ -294,7 +363,7 @@ class ParameterServerExtended(StrategyExtended):
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Return whether a variable was made under this strategy."""
-        return isinstance(v, ServerVariable) and v.group == self._client.channel.group.number
+        return isinstance(v, ServerVariable) and v.group == self._client.channel.number
 
     def read_var(self, v: Any) -> Any:
         """Return the array of a variable, as it is now."""
@@ -388,7 +457,8 @@ class Server:
         job_name = given["job_name"] if job_name is None else job_name
         self._job, self._index = _inferred(self._cluster, job_name, given["task_index"] if task_index is None else task_index)
         self._protocol = protocol or given["protocol"]
-        self._group: TaskGroup | None = None
+        self._channel: Channel | None = None
+        self._is_started = False
         if start:
             self.start()
 
@@ -405,8 +475,9 @@ class Server:
 
     def start(self) -> None:
         """Connect to the other tasks, unless that has been done. A collective call of all ranks of the job, the first time."""
-        if self._group is None:
-            self._group = join_cluster(self._cluster, self._job, self._index)
+        if not self._is_started:
+            self._channel = join_cluster(self._cluster, self._job, self._index)
+            self._is_started = True
 
     def join(self) -> None:
         """Serve until the chief closes the strategy or its program ends; for an evaluator, and from then on, return at once.
@@ -418,11 +489,11 @@ class Server:
         UnavailableError
             If the chief is lost, where the job survives the loss of ranks.
         """
-        if self._group is None:
+        if not self._is_started:
             raise RuntimeError("the server was made with start=False: call start() on all ranks before join()")
-        if self._group.comm is None:
+        channel, self._channel = self._channel, None
+        if channel is None:
             return
-        channel, self._group = Channel(self._group), replace(self._group, comm=None)
         if self._job == PS:
             VariableServer(channel).serve()
         else:

@@ -83,7 +83,7 @@ class ServerVariable(ChangeMethods, Mirrored):
     numpy = read_value = read
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Array:
-        """Return some of the rows; each server is asked once, for those that it has, and once for a row that is named often.
+        """Return some of the rows; all servers are asked at the same time, and once for a row that is named often.
 
         Parameters
         ----------
@@ -96,7 +96,7 @@ class ServerVariable(ChangeMethods, Mirrored):
         wanted, position = np.unique(numbers, return_inverse=True)
         rows = np.empty((len(wanted), *row), self.dtype)
         shares = self._shares(self._bounds(wanted))
-        self._client().read_rows([(ref, wanted[own] - offset, rows[own]) for ref, offset, own in shares])
+        self._client().read([(ref, wanted[own] - offset, rows[own]) for ref, offset, own in shares])
         return rows.take(position.reshape(-1), 0, mode="clip").reshape((*numbers.shape, *row))
 
     def update_where_it_lives(
@@ -303,7 +303,7 @@ class StoredVariable(ChangeMethods, Mirrored):
 def embedding_lookup(params: Any, ids: Any) -> Array:
     """Return the rows of a table that ids name, as ``tf.nn.embedding_lookup`` does.
 
-    Of a table that servers keep, each server is asked once, and for each row once, however often its id occurs.
+    Of a table that servers keep, all servers are asked at the same time, and for each row once, however often its id occurs.
 
     Parameters
     ----------

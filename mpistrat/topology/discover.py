@@ -59,31 +59,23 @@ def real_nodes(comm: MPI.Intracomm) -> tuple[list[int], list[str]]:
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """A rank's GPU; `index` is CUDA's in its own process."""
-
-    node: str
-    index: int
-    identity: Identity
-
-    @property
-    def key(self) -> str:
-        """A unique key: machine, PCI bus id, and UUID, which distinguishes MIG instances."""
-        return f"{self.node} {self.identity.pci_bus_id} {self.identity.uuid}"
-
-    def __str__(self) -> str:
-        own = self.identity
-        return f"{own.name} {own.pci_bus_id} on {self.node} (device {self.index}, UUID {own.uuid[:8]}…)"
-
-
-@dataclass(frozen=True)
 class Answer:
     """The device of one rank."""
 
     node: str
     place: tuple[int, int]  # local rank and number of ranks on the machine, by which ranks share memory
     bound: Bound  # before MPI started
-    gpu: Gpu | None = None
+    gpu: Identity | None = None
+    index: int = 0  # CUDA's in its own process
+
+    @property
+    def key(self) -> str:
+        """A unique key of the GPU, empty without one: machine, PCI bus id, and UUID, which distinguishes MIG instances."""
+        return f"{self.node} {self.gpu.pci_bus_id} {self.gpu.uuid}" if self.gpu else ""
+
+    def __str__(self) -> str:
+        own = self.gpu
+        return f"{own.name} {own.pci_bus_id} on {self.node} (device {self.index}, UUID {own.uuid[:8]}…)" if own else ""
 
 
 def check_gpu_assignment(comm: MPI.Intracomm) -> None:
@@ -106,7 +98,7 @@ def check_gpu_assignment(comm: MPI.Intracomm) -> None:
         logger.warning(warning)
     if prints:
         for rank, answer in enumerate(answers):
-            logger.info(f"rank {rank}: {'; '.join(filter(None, (str(answer.gpu), answer.bound.why)))}")
+            logger.info(f"rank {rank}: {'; '.join(filter(None, (str(answer), answer.bound.why)))}")
 
 
 def check_answers(answers: Sequence[Answer], allow_shared: bool) -> None:
@@ -121,7 +113,7 @@ def check_answers(answers: Sequence[Answer], allow_shared: bool) -> None:
         )
     for rank, answer in enumerate(answers):
         _check_place(rank, answer)
-    gpus = {rank: answer.gpu for rank, answer in enumerate(answers) if answer.gpu is not None}
+    gpus = {rank: answer for rank, answer in enumerate(answers) if answer.gpu}
     without = [rank for rank in range(len(answers)) if rank not in gpus]
     if gpus and without:
         reasons = {answers[rank].bound.why: answers[rank].node for rank in without if answers[rank].bound.why}
@@ -143,7 +135,7 @@ def check_answers(answers: Sequence[Answer], allow_shared: bool) -> None:
 def isolation(answers: Sequence[Answer]) -> str:
     """Return a warning if ranks of one machine each see one GPU and not those of the others; else an empty string."""
     alone = [answer for answer in answers if answer.gpu and answer.bound.num_visible == 1 and answer.place[1] > 1]
-    if len({answer.gpu.key for answer in alone if answer.gpu}) < 2:
+    if len({answer.key for answer in alone}) < 2:
         return ""
     return (
         f"each rank on {alone[0].node} sees only its own GPU: NCCL and CUDA IPC may not be able to reach the memory of the "
@@ -157,7 +149,7 @@ def _check_place(rank: int, answer: Answer) -> None:
     if bound.place is None or bound.num_visible < 2 or bound.place[0] == local_rank:
         return
     raise LaunchError(
-        f"rank {rank} on {answer.node} drives {answer.gpu}, because {bound.launcher} set its local rank to {bound.place[0]}; "
+        f"rank {rank} on {answer.node} drives {answer}, because {bound.launcher} set its local rank to {bound.place[0]}; "
         f"but among the ranks that it shares memory with, it is local rank {local_rank} of {answer.place[1]}. Start the job "
         "with the launcher that belongs to this MPI (mpistrat run, its mpiexec, or srun with the right --mpi), and unset "
         "variables of another launcher"
@@ -174,7 +166,6 @@ def _answer(comm: MPI.Intracomm) -> Answer:
     if device is None:
         return Answer(node, place, bound)
     try:
-        gpu = Gpu(node, device.index, device.identity())
+        return Answer(node, place, bound, device.identity(), device.index)
     except RuntimeError as error:  # raised by CUDA
         return Answer(node, place, replace(bound, problem=f"device {device.index} cannot be identified: {error}"))
-    return Answer(node, place, bound, gpu)

@@ -23,6 +23,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError, TopologyError
@@ -41,22 +42,11 @@ class Node:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The placement of one rank."""
 
-    rank: int
-    size: int
     node_index: int
-    num_nodes: int
     local_rank: int
-    local_size: int
-
-    def __repr__(self) -> str:
-        return (
-            f"Place(rank={self.rank}({self.size}), node={self.node_index}({self.num_nodes}), "
-            f"local_rank={self.local_rank}({self.local_size}))"
-        )
 
 
 @dataclass(frozen=True)
@@ -127,13 +117,8 @@ class World:
         return "cyclic" if [node.ranks for node in cyclic.nodes] == [node.ranks for node in self.nodes] else "mixed"
 
     @cached_property
-    def _places(self) -> tuple[Place, ...]:
-        places = [
-            Place(rank, self.size, node.index, self.num_nodes, local_rank, len(node.ranks))
-            for node in self.nodes
-            for local_rank, rank in enumerate(node.ranks)
-        ]
-        return tuple(sorted(places, key=lambda place: place.rank))
+    def _places(self) -> dict[int, Place]:
+        return {rank: Place(node.index, local_rank) for node in self.nodes for local_rank, rank in enumerate(node.ranks)}
 
     def place(self, rank: int) -> Place:
         """Return the placement of `rank`."""
@@ -154,17 +139,11 @@ class World:
         """For each shard its owners, one per node, in node order."""
         return tuple(tuple(self.owner(shard, node) for node in range(self.num_nodes)) for shard in range(self.num_shards))
 
-    @cached_property
-    def _shards(self) -> tuple[range, ...]:
-        owned: list[list[int]] = [[] for _ in range(self.size)]
-        for shard, rail in enumerate(self.rails):
-            for rank in rail:
-                owned[rank].append(shard)
-        return tuple(range(shards[0], shards[-1] + 1) for shards in owned)
-
     def shards_of(self, rank: int) -> range:
         """Return the shards that a rank owns on its node: consecutive, and at least one."""
-        return self._shards[rank]
+        node_index, local_rank = self._places[rank]
+        first, end = (-(-number * self.num_shards // self.local_sizes[node_index]) for number in (local_rank, local_rank + 1))
+        return range(first, end)
 
     @cached_property
     def leaders(self) -> tuple[int, ...]:
@@ -208,12 +187,6 @@ class DeviceSpec:
     index: int = 0  # among the rank's devices of that kind
     rank: int | None = None  # None: the rank that uses the name
 
-    def __str__(self) -> str:
-        own = f"{self.kind}:{self.index}"
-        if self.rank is None:
-            return f"/{own.lower()}"
-        return f"/job:worker/replica:0/task:{self.rank}/device:{own}" if self.kind else f"rank:{self.rank}"
-
 
 def parse_device(name: object) -> DeviceSpec:
     """Parse a device name, whether or not there is such a device."""
@@ -237,7 +210,7 @@ def parse_device(name: object) -> DeviceSpec:
 
 def device_name(rank: int) -> str:
     """Return the full name of a rank's device."""
-    return str(DeviceSpec(parse_device(own_device()).kind, rank=rank))
+    return f"/job:worker/replica:0/task:{rank}/device:{own_device()[1:].upper()}"
 
 
 def ranks_of(name: object, world: World) -> tuple[int, ...]:

@@ -110,8 +110,7 @@ def test_an_index_has_the_rows_sent_that_it_names_and_returns_what_numpy_does(co
         sent.extend(len(target) for *_, target in parts)
         ask(parts)
 
-    for verb in ("read", "read_rows"):
-        monkeypatch.setattr(client, verb, partial(counted, getattr(client, verb)))
+    monkeypatch.setattr(client, "read", partial(counted, client.read))
     for index, num_rows in INDICES:
         sent.clear()
         np.testing.assert_array_equal(table[index], wanted[index], err_msg=str(index))
@@ -140,27 +139,6 @@ def test_rows_are_read_by_their_ids(coordinator, num_shards):
     large = variable(coordinator, np.arange(100_000.0).reshape(10_000, 10))
     for ids in np.arange(0, 10_000, 20), np.arange(0, 10_000, 2):  # those of each server are sent with the request, or after it
         np.testing.assert_array_equal(large.sparse_read(ids), large.numpy()[ids])
-
-
-@on_chief(FixedShardsPartitioner(5), num_servers=[1, 2])
-def test_rows_are_asked_for_once_for_each_server(coordinator):
-    asked = []
-
-    table = variable(coordinator, np.arange(40.0).reshape(20, 2))
-    channel, servers = coordinator.strategy.client.channel, coordinator.strategy.extended.parameter_devices
-    send = channel.send
-
-    def counted(requests, rank, *frame):
-        asked.append((rank, frame))
-        return send(requests, rank, *frame)
-
-    channel.send = counted
-    ids = [[19, 3, 19], [0, 7, 11]]
-    np.testing.assert_array_equal(embedding_lookup(table, ids), np.arange(40.0).reshape(20, 2)[ids])
-    channel.send = send
-    assert sorted(rank for rank, _ in asked) == list(range(1, 1 + len(servers)))
-    shards_and_rows = sum(part.size for _, frame in asked for part in frame[2:])
-    assert shards_and_rows == 2 * 4 + 5, "rows 0, 3, 7, 11 and 19 of four shards, each once"
 
 
 @on_chief(FixedShardsPartitioner(3))

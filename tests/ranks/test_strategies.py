@@ -154,15 +154,16 @@ class TestMirrored:
             refused(InvalidArgumentError, message, lambda: mpistrat.MirroredStrategy(devices))  # noqa: B023
 
     def test_each_node_counts_its_ranks_from_0(self, comm, world, make_strategy):
-        place = world.place(comm.rank)
+        node, local_rank = world.place(comm.rank)
+        size = world.local_sizes[node]
         strategy = make_strategy(mpistrat.MirroredStrategy, allow_multiple_nodes=True)
-        assert strategy.num_replicas_in_sync == place.local_size
-        assert strategy.extended.worker_devices == tuple(CPU.format(rank) for rank in range(place.local_size))
-        assert strategy.extended.should_checkpoint == (place.local_rank == 0)
+        assert strategy.num_replicas_in_sync == size
+        assert strategy.extended.worker_devices == tuple(CPU.format(rank) for rank in range(size))
+        assert strategy.extended.should_checkpoint == (local_rank == 0)
         if world.is_uniform:
-            named = [f"rank:{rank}" for rank in range(place.local_size)]
+            named = [f"rank:{rank}" for rank in range(size)]
             strategy = make_strategy(mpistrat.MirroredStrategy, named, allow_multiple_nodes=True)
-            assert strategy.num_replicas_in_sync == place.local_size
+            assert strategy.num_replicas_in_sync == size
 
 
 class TestMultiWorker:

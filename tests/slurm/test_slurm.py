@@ -178,7 +178,7 @@ def program(coordinator):
     for number in range(100):
         coordinator.schedule(lambda number: total.assign_add(number, read_value=False), (number,))
     coordinator.join()
-    print(coordinator.strategy, coordinator.strategy.client.channel.group.names, int(total))
+    print(coordinator.strategy, coordinator.strategy.client.channel.names, int(total))
 
 resolver = mpistrat.cluster_resolver.SlurmClusterResolver({"chief": 1, "ps": 2, "worker": 5})
 mpistrat.experimental.ParameterServerStrategy.main(program, resolver)

@@ -13,13 +13,13 @@ import pytest
 import mpistrat
 from mpistrat.errors import CancelledError, InvalidArgumentError, LaunchError
 from mpistrat.experimental.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
-from mpistrat.parameter_server import dispatcher, tasks
+from mpistrat.parameter_server import dispatcher
 from mpistrat.parameter_server.coordinator import ClusterCoordinator
 from mpistrat.parameter_server.dispatcher import Dispatcher, RemoteValue, ScheduledCall
 from mpistrat.parameter_server.functions import Pickled, dumps
 from mpistrat.parameter_server.messages import Channel, Read, Received, Result, Run, Write
 from mpistrat.parameter_server.server import VariableServer
-from mpistrat.parameter_server.strategy import check_partition
+from mpistrat.parameter_server.strategy import check_partition, check_tasks
 from mpistrat.parameter_server.variables import StoredVariable
 from mpistrat.state.changes import METHODS
 
@@ -39,7 +39,7 @@ GOOD = {"chief": ["a:1"], "worker": ["b:1", "b:2"], "ps": ["c:1"]}
 )
 def test_it_may_not_be(cluster, found):
     with pytest.raises(InvalidArgumentError, match=f"this cluster has .*{found}"):
-        tasks.check_tasks(mpistrat.ClusterSpec(cluster))
+        check_tasks(mpistrat.ClusterSpec(cluster))
 
 
 def server(*arguments, **named):
@@ -47,9 +47,9 @@ def server(*arguments, **named):
 
 
 def test_without_cloudpickle_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(tasks, "find_spec", {}.get)
+    monkeypatch.setattr("mpistrat.parameter_server.strategy.find_spec", {}.get)
     with pytest.raises(LaunchError, match=r"cloudpickle, which is not installed: pip install '\.\[parameter-server\]'"):
-        tasks.check_tasks(mpistrat.ClusterSpec(GOOD))
+        check_tasks(mpistrat.ClusterSpec(GOOD))
 
 
 def test_a_server_knows_its_task_and_what_a_function_there_gets_can_be_used_like_an_array():
@@ -129,7 +129,7 @@ def test_a_variable_is_changed_only_when_no_answer_is_being_sent_from_its_array(
 def made(monkeypatch, results):
     """Return a dispatcher of one worker that gets some results, and then none."""
     channel = MagicMock(lost=frozenset(), survives=False)
-    channel.group.workers, channel.payload.return_value = (1,), b""
+    channel.workers, channel.payload.return_value = (1,), b""
     receiver = SimpleNamespace(peek=lambda: next(results, None), accept=lambda: None)
     monkeypatch.setattr(dispatcher, "Receiver", lambda *arguments: receiver)
     client = MagicMock(channel=channel, dropped=[])

@@ -10,7 +10,7 @@ from mpistrat.device.binding import own_device
 from mpistrat.device.cuda import Identity
 from mpistrat.errors import InvalidArgumentError, TopologyError
 from mpistrat.launch.bootstrap import Bound
-from mpistrat.topology.discover import Answer, Gpu, check_answers
+from mpistrat.topology.discover import Answer, check_answers
 from mpistrat.topology.world import DeviceSpec, World, device_name, parse_device, parse_shape, ranks_of
 from tests.unit.worlds import random_worlds
 
@@ -60,7 +60,6 @@ def test_a_shape_of_other_ranks_is_refused_and_nodes_are_ordered_by_lowest_rank(
     assert [(node.index, node.name, node.ranks) for node in world.nodes] == [(0, "b", (0, 2)), (1, "a", (1,))]
     assert world.leaders == (0, 1)
     assert World.from_node_of_rank([0, 1, 1, 0]).placement == "mixed"
-    assert repr(World.from_shape("3+1").place(1)) == "Place(rank=1(4), node=0(2), local_rank=1(3))"
 
 
 @given(random_worlds)
@@ -68,9 +67,7 @@ def test_every_rank_has_one_place(world):
     assert sorted(rank for node in world.nodes for rank in node.ranks) == list(range(world.size))
     for rank in range(world.size):
         place = world.place(rank)
-        assert place.rank == rank
         assert world.nodes[place.node_index].ranks[place.local_rank] == rank
-        assert place.local_size == world.local_sizes[place.node_index]
 
 
 @given(random_worlds)
@@ -117,9 +114,7 @@ def test_a_name_is_read_as_tensorflow_spells_it(device):
     assert parse_device("/job:localhost/replica:0/task:0/device:CPU:0") == OWN
 
 
-def test_a_device_prints_as_its_name_and_is_that_of_some_ranks():
-    for name in ("/cpu:0", "/gpu:1", "rank:3", "/job:worker/replica:0/task:1/device:GPU:0"):
-        assert str(parse_device(name)) == name
+def test_a_name_is_that_of_the_device_of_some_ranks():
     assert device_name(3) == "/job:worker/replica:0/task:3/device:CPU:0"
     assert parse_device(device_name(3)) == DeviceSpec("CPU", rank=3)
     assert own_device() == "/cpu:0"
@@ -167,18 +162,14 @@ def test_a_device_that_nobody_has(name, shape, message):
 
 
 def check_gpus(gpus, allow_shared):
-    check_answers([Answer("node0", (0, 1), Bound(""), gpu) for gpu in gpus], allow_shared)
-
-
-def _gpu(node="node0", uuid="a" * 32, index=0):
-    return Gpu(node, index, Identity("NVIDIA H200", uuid, "0000:17:00.0"))
+    check_answers([Answer(node, (0, 1), Bound(""), Identity("GRID", uuid, bus)) for node, uuid, bus in gpus], allow_shared)
 
 
 def test_one_gpu_for_each_rank_is_accepted_also_without_a_uuid():
-    check_gpus([_gpu(uuid="a"), _gpu(uuid="b"), _gpu("node1", "c"), _gpu("node1", "d")], allow_shared=False)
+    check_gpus([("node0", "a", "0"), ("node0", "b", "0"), ("node1", "c", "0"), ("node1", "d", "0")], allow_shared=False)
     # the UUIDs of two nodes, cut short in the same way, or of a driver that is virtual
-    check_gpus([_gpu("node0", "ab"), _gpu("node1", "ab")], allow_shared=False)
-    twins = [Gpu(node, 0, Identity("GRID", "0" * 32, bus)) for node, bus in (("node0", "a"), ("node0", "b"), ("node1", "a"))]
+    check_gpus([("node0", "ab", "0"), ("node1", "ab", "0")], allow_shared=False)
+    twins = [(node, "0" * 32, bus) for node, bus in (("node0", "a"), ("node0", "b"), ("node1", "a"))]
     check_gpus(twins, allow_shared=False)
     check_gpus([*twins, twins[0]], allow_shared=True)
     named = r"ranks 0, 3 drive the same GPU, GRID a on node0 \(.*--gpu-bind=none.*MPISTRAT_ALLOW_SHARED_GPU=1"
