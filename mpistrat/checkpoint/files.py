@@ -11,7 +11,6 @@ array with one axis, under the name of the whole; the manifest says which elemen
 from __future__ import annotations
 
 import json
-import operator
 import os
 import re
 import threading
@@ -31,7 +30,7 @@ import numpy as np
 
 from mpistrat import ending
 from mpistrat.arrays import Array
-from mpistrat.checkpoint.tree import KINDS, Node, Spec, below, itemsize_of
+from mpistrat.checkpoint.tree import Node, Spec, itemsize_of
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.device.abstract import address
@@ -49,8 +48,7 @@ except ImportError:  # the same checksums, in eight times as long
 FORMAT = 2
 MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"ckpt-(\d+)(?:\.(\d+))?")
-_ARRAYS = re.compile(r"arrays-\d+\.safetensors")
-_OURS = re.compile(rf"{_ARRAYS.pattern}|{re.escape(MANIFEST)}(\.new)?")
+_OURS = re.compile(rf"arrays-\d+\.safetensors|{re.escape(MANIFEST)}(\.new)?")
 # what all versions of safetensors hold, and how they call it; other arrays are stored as bytes
 _STORED = {
     **{f"{kind}{bits}": f"{letter}{bits}" for kind, letter in (("int", "I"), ("uint", "U")) for bits in (8, 16, 32, 64)},
@@ -288,9 +286,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{path}: its bytes are not those that were written")
         fields["arrays"] = {name: Spec(dtype, tuple(shape)) for name, (dtype, shape) in fields["arrays"].items()}
         fields["pieces"] = {name: [Piece(*piece) for piece in pieces] for name, pieces in fields["pieces"].items()}
-        manifest = Manifest(**fields)
-        _check(manifest)
-        return manifest
+        return Manifest(**fields)
 
 
 def verify(folder: Path) -> Manifest:
@@ -355,33 +351,6 @@ def discard(folders: Sequence[Path]) -> None:
             remove(each)
         except OSError as error:
             logger.warning(f"the older checkpoint {each} cannot be removed: {error}")
-
-
-def _check(manifest: Manifest) -> None:
-    """Check that numbers and names fit each other: nothing is read that is not of the checkpoint, or written outside arrays."""
-    ends = dict.fromkeys(manifest.arrays, 0)
-    for spec in manifest.arrays.values():
-        if np.dtype(spec.dtype).hasobject or any(operator.index(length) < 0 for length in spec.shape):
-            raise ValueError(f"no array is {spec}")
-    for piece in sorted(piece for pieces in manifest.pieces.values() for piece in pieces):
-        if operator.index(piece.start) != ends[piece.name] or operator.index(piece.stop) <= piece.start:
-            raise ValueError(f"the pieces of {piece.name} do not follow each other")
-        ends[piece.name] = piece.stop
-    cut = [name for name, spec in manifest.arrays.items() if ends[name] != spec.size]
-    strange = [name for name in manifest.pieces if not _ARRAYS.fullmatch(name)]
-    absent = {*_names(manifest.document)} - {*manifest.arrays}
-    if cut or strange or absent or manifest.document[0] != "dict" or operator.index(manifest.step) < 0:
-        raise ValueError(f"its parts do not fit each other: step {manifest.step}, {[*cut, *strange, *absent]}")
-
-
-def _names(node: Node) -> Iterator[str]:
-    """Yield the names of the arrays of a document."""
-    if isinstance(node, list) and node[0] not in KINDS:
-        raise ValueError(f"a node is of kind {node[0]!r}")
-    if isinstance(node, list) and node[0] in ("array", "variable"):
-        yield node[1]
-    for _, each in below(node):
-        yield from _names(each)
 
 
 def _sync(path: Path) -> None:
