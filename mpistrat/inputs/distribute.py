@@ -17,7 +17,7 @@ from mpistrat.errors import InvalidArgumentError, OutOfRangeError
 from mpistrat.inputs.input_options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode, read_options
 from mpistrat.inputs.position import DatasetIterator, Resumable
 from mpistrat.inputs.prefetch import fetched, prefetched
-from mpistrat.inputs.rebatch import batched, empty_like, num_batches_of, num_rows, own_parts, share_sizes, shares, spec_of
+from mpistrat.inputs.rebatch import batched, empty_like, num_rows, own_parts, share_sizes, shares, spec_of
 from mpistrat.inputs.sources import Dataset, RowDataset, as_dataset
 from mpistrat.reduction import ReduceOp
 
@@ -25,7 +25,6 @@ OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
 
 # the state of a replica; the maximum over all replicas decides
 _ENDED, _HAS_NO_ROWS, _GOES_ON, _FAILED = range(4)
-_UNKNOWN = np.iinfo(np.int64).max
 
 
 class DistributedDataset(Resumable):
@@ -59,7 +58,7 @@ class DistributedDataset(Resumable):
 
     def __len__(self) -> int:
         """Return the number of elements of an epoch; a TypeError for files and generators, and batches of each rank's own."""
-        if self._length is None or self._policy is not DATA:
+        if self._length is None:
             raise TypeError(f"the length of {self!r} is known only after iterating over it")
         return self._length
 
@@ -68,17 +67,8 @@ class DistributedDataset(Resumable):
 
     @property
     def _length(self) -> int | None:
-        """The number of batches that this replica gets from its own dataset; None if unknown, or if some may have no rows."""
-        if self._policy is not OFF:
-            return self._dataset.num_batches
-        rows, sizes = self._dataset.num_rows, self._sizes
-        return None if rows is None or sizes is None or 0 in sizes else num_batches_of(rows, sizes)
-
-    @property
-    def _sizes(self) -> list[int] | None:
-        """The numbers of rows of this replica's batches, repeated cyclically; None if batches may have any number."""
-        batch_size = self._dataset.batch_size
-        return None if batch_size is None else share_sizes(batch_size, self._communicator.rank, self._communicator.size)
+        """The number of elements of an epoch, if all replicas know it."""
+        return self._dataset.num_batches if self._policy is DATA else None
 
     def _contents(self) -> tuple[str, int | None, int | None]:
         return self._described
@@ -97,9 +87,9 @@ class DistributedDataset(Resumable):
             count = self._options.virtual_replicas or size
             parts = own_parts(count, rank, size)
             return self._dataset.batches(epoch, parts.start, count, len(parts), first)
-        own, sizes = self._dataset.batches(epoch), self._sizes
-        if self._policy is OFF and sizes is not None:
-            own = batched(own, sizes, drop_remainder=False)
+        own, batch_size = self._dataset.batches(epoch), self._dataset.batch_size
+        if self._policy is OFF and batch_size is not None:
+            own = batched(own, share_sizes(batch_size, rank, size), drop_remainder=False)
         elif self._policy is OFF:
             own = (part for batch in own for part in shares(batch, rank, size))
         return islice(own, first, None)
@@ -128,11 +118,10 @@ class OptionalElement:
 class DistributedIterator(DatasetIterator):
     """Yields the batches of this replica in one epoch, then batches of no rows until all replicas have had theirs.
 
-    Created by iterating over a `DistributedDataset`. Taking an element is a collective call. If all replicas know their number
-    of batches, they exchange it with the first element, or not at all if they have compared it before; otherwise they exchange
-    a few numbers for each element. An error of one replica ends the iteration on all of them, and so does a replica at another
-    element or in another epoch, because it left the loop early: at once if numbers are exchanged or MPISTRAT_STRICT is on, else
-    with the next collective.
+    Created by iterating over a `DistributedDataset`. Taking an element is a collective call, in which replicas exchange a few
+    numbers, unless they share batches whose number is known. An error of one replica ends the iteration on all of them, and so
+    does a replica at another element or in another epoch, because it left the loop early: at once if numbers are exchanged or
+    MPISTRAT_STRICT is on, else with the next collective.
     """
 
     def __init__(self, dataset: DistributedDataset) -> None:
@@ -155,10 +144,7 @@ class DistributedIterator(DatasetIterator):
             self._batches = fetched(batches, buffer_size, device, options.experimental_fetch_to_device is not False)
         else:
             self._batches = prefetched(batches, buffer_size) if buffer_size else batches
-        self._epoch, self._taken, self._length = epoch, first, dataset._length
-        # number of elements of every replica: known from the start, from the first exchange on, or never
-        self._steps = self._length if dataset._policy is DATA else None
-        self._is_over = False
+        self._epoch, self._taken, self._length, self._is_over = epoch, first, dataset._length, False
 
     @property
     def element_spec(self) -> Any:
@@ -242,34 +228,31 @@ class DistributedIterator(DatasetIterator):
         communicator = self._communicator
         if communicator.is_strict:
             communicator.agree(self._call, error)
-        if self._steps is None and communicator.size > 1:
+        if self._length is None and communicator.size > 1:
             return self._exchange(communicator, shares, error)
         if error is not None:
             communicator.refuse(self._call, error)
         if not communicator.is_strict:
             communicator.note(self._call)
-        goes_on = bool(shares) if self._steps is None else self._taken < self._steps
+        goes_on = bool(shares) if self._length is None else self._taken < self._length
         return _GOES_ON if goes_on else _ENDED
 
     def _exchange(self, communicator: BaseCommunicator, shares: list[Any], error: Exception | None) -> int:
         state = _FAILED if error is not None else _GOES_ON if shares else _ENDED
         if shares and self.dataset._policy is OFF and not num_rows(shares[0]):
             state = _HAS_NO_ROWS
-        length = _UNKNOWN if self._length is None else self._length
         knows = self._empty is not None
         place = (self._epoch << 32) + self._taken
         source = -communicator.rank if knows else -communicator.size
-        mine = np.array([state, length, not knows, source, place, -place], np.int64)
+        mine = np.array([state, not knows, source, place, -place], np.int64)
         [found] = communicator.all_reduce(ReduceOp.MAX, [mine])
-        state, length, lacks_spec, source, last_place, first_place = found.tolist()
+        state, lacks_spec, source, last_place, first_place = found.tolist()
         if state == _FAILED or last_place != -first_place:
             communicator.agree(self._call, error)  # raises on all: they pass different texts or an error
             raise error or AssertionError("replicas have failed or are out of step, but their texts do not differ")
         if state == _GOES_ON and lacks_spec:
             known = communicator.broadcast_object(self._empty, -source)
             self._empty = known if self._empty is None else self._empty
-        if length != _UNKNOWN:
-            self._steps = length
         return int(state)
 
     @property
