@@ -25,8 +25,7 @@ from mpistrat.device.abstract import address
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import AgreementError, CheckpointError, InvalidArgumentError
 from mpistrat.inputs.distribute import DistributedDataset
-from mpistrat.inputs.position import DatasetIterator, Resumable
-from mpistrat.inputs.sources import Dataset
+from mpistrat.inputs.sources import Dataset, DatasetIterator, Resumable
 from mpistrat.launch.environment import detect
 from mpistrat.parameter_server.client import open_clients
 from mpistrat.state.variables import Variable

@@ -30,7 +30,7 @@ from mpistrat.arrays import Array, as_array, as_target, is_a, is_aligned, is_on_
 from mpistrat.communicator.validate import name_of
 from mpistrat.context.stack import default_mode
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.inputs.position import DatasetIterator, Resumable
+from mpistrat.inputs.sources import DatasetIterator, Resumable
 from mpistrat.state.changes import checksum
 from mpistrat.state.variables import Variable
 from mpistrat.watch.recorder import hash_of

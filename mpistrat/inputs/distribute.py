@@ -15,10 +15,9 @@ from mpistrat.context.values import regroup
 from mpistrat.device.binding import bound_device, own_device
 from mpistrat.errors import InvalidArgumentError, OutOfRangeError
 from mpistrat.inputs.input_options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode, read_options
-from mpistrat.inputs.position import DatasetIterator, Resumable
 from mpistrat.inputs.prefetch import fetched, prefetched
 from mpistrat.inputs.rebatch import batched, empty_like, num_rows, own_parts, share_sizes, shares, spec_of
-from mpistrat.inputs.sources import Dataset, RowDataset, as_dataset
+from mpistrat.inputs.sources import Dataset, DatasetIterator, Resumable, RowDataset, as_dataset
 from mpistrat.reduction import ReduceOp
 
 OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy

@@ -16,8 +16,7 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions, check_options, rendezvous_seconds
 from mpistrat.context.values import Mirrored, PerReplica
-from mpistrat.cross_device.ops import CrossDeviceOps, ReductionToOneDevice
-from mpistrat.cross_device.pairs import OnSomeReplicas
+from mpistrat.cross_device import CrossDeviceOps, OnSomeReplicas, ReductionToOneDevice
 from mpistrat.device.binding import own_device
 from mpistrat.errors import CollectiveError, DeadlineExceededError, InvalidArgumentError, LaunchError
 from mpistrat.groups.hierarchy import Hierarchy

@@ -18,7 +18,7 @@ from mpistrat.cluster_resolver import (
     TFConfigClusterResolver,
 )
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.cross_device.ops import HierarchicalAllReduce, ReductionToOneDevice
+from mpistrat.cross_device import HierarchicalAllReduce, ReductionToOneDevice
 from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededError, InvalidArgumentError, LaunchError
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.strategy import mirrored
