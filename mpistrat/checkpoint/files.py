@@ -149,24 +149,18 @@ def write_file(path: Path, memory: Array, num_bytes: int) -> None:
         os.fsync(file.fileno())
 
 
-def size_of(path: Path, layout: Layout) -> int:
-    """Return the bytes of a file by its layout, rounded up to the alignment; raise CheckpointError if it has others."""
-    with _reading(path):
-        if (found := path.stat().st_size) != layout.num_bytes:
-            raise EOFError(f"it has {found} bytes, and was written with {layout.num_bytes}")
-    return aligned(layout.num_bytes)
-
-
 def read_file(path: Path, layout: Layout, memory: Array | None = None) -> None:
-    """Read a file into aligned memory of `size_of` bytes, or only to look at it: its bytes must be those that were written."""
-    size, (pieces, header, order, places, _) = size_of(path, layout), layout
+    """Read a file into aligned memory, up to its next multiple, or only to look at it: it must be what was written."""
+    pieces, header, order, places, size = layout
     parts: list[tuple[str, slice, int | None]] = [("its header", slice(0, len(header)), crc32(header))]
     parts += [(pieces[number].name, places[number], pieces[number].checksum) for number in order]
     scratch = new_memory(_MOVED_BYTES) if memory is None else memory
     number = checksum = 0
     with _reading(path), _opened(path, "rb") as file:
-        for begin in range(0, size, _MOVED_BYTES):
-            chunk = scratch[: size - begin] if memory is None else memory[begin : begin + _MOVED_BYTES]
+        if (found := path.stat().st_size) != size:
+            raise EOFError(f"it has {found} bytes, and was written with {size}")
+        for begin in range(0, aligned(size), _MOVED_BYTES):
+            chunk = scratch[: aligned(size) - begin] if memory is None else memory[begin : begin + _MOVED_BYTES]
             stop = begin + _move(file, file.readinto, chunk)
             for name, place, wanted in parts[number:]:
                 checksum = crc32(chunk[max(place.start - begin, 0) : place.stop - begin], checksum)
