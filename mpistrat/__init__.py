@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from mpistrat.context.values import DistributedValues as DistributedValues
     from mpistrat.context.values import Mirrored as Mirrored
     from mpistrat.context.values import PerReplica as PerReplica
-    from mpistrat.cross_device.ops import CollectiveAllReduce as CollectiveAllReduce
-    from mpistrat.cross_device.ops import CrossDeviceOps as CrossDeviceOps
-    from mpistrat.cross_device.ops import HierarchicalAllReduce as HierarchicalAllReduce
-    from mpistrat.cross_device.ops import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
-    from mpistrat.cross_device.ops import NcclAllReduce as NcclAllReduce
-    from mpistrat.cross_device.ops import ReductionToOneDevice as ReductionToOneDevice
+    from mpistrat.cross_device import CollectiveAllReduce as CollectiveAllReduce
+    from mpistrat.cross_device import CrossDeviceOps as CrossDeviceOps
+    from mpistrat.cross_device import HierarchicalAllReduce as HierarchicalAllReduce
+    from mpistrat.cross_device import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+    from mpistrat.cross_device import NcclAllReduce as NcclAllReduce
+    from mpistrat.cross_device import ReductionToOneDevice as ReductionToOneDevice
     from mpistrat.inputs.distribute import DistributedDataset as DistributedDataset
     from mpistrat.inputs.distribute import DistributedIterator as DistributedIterator
     from mpistrat.inputs.distribute import OptionalElement as OptionalElement

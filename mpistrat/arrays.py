@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
@@ -300,43 +298,27 @@ def new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     nbytes = math.prod(shape) * dtype.itemsize
     if not MALLOC_REUSES_BYTES < nbytes <= _MOST_RETAINED_BYTES:
         return np.empty(shape, dtype)
-    return np.asarray(_retained.block(nbytes)).view(dtype).reshape(shape)
+    return np.asarray(_Block(nbytes)).view(dtype).reshape(shape)
+
+
+_retained = dict[int, Array]()  # memory that no array uses, the oldest first
+
+
+def retained_bytes(retained: Mapping[int, Array] = _retained) -> int:
+    """Return how many bytes are retained."""
+    return sum(memory.nbytes for memory in [*retained.values()])
 
 
 class _Block:
     """The base of all arrays that share some memory: it ends with the last of them, and the memory can be used again."""
 
-    def __init__(self, memory: Array) -> None:
-        self._memory, self.__array_interface__ = memory, memory.__array_interface__
+    def __init__(self, nbytes: int) -> None:
+        fitting = [key for key, memory in [*_retained.items()] if memory.nbytes == nbytes]
+        memory = _retained.pop(fitting[0], None) if fitting else None  # None: a thread or a finalizer has taken it meanwhile
+        self._memory: Array = np.empty(nbytes, np.uint8) if memory is None else memory
+        self.__array_interface__ = self._memory.__array_interface__
 
-
-class _RetainedMemory:
-    """Memory of large results, and the block that lies in it, if that still exists."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._entries: list[tuple[Array, weakref.ref[_Block]]] = []
-
-    def block(self, nbytes: int) -> _Block:
-        """Return a block of `nbytes` bytes in memory that no array uses; the oldest is forgotten if there is too much."""
-        if not self._lock.acquire(blocking=False):  # another thread is here, or a finalizer or a signal handler came in between
-            return _Block(np.empty(nbytes, np.uint8))
-        try:
-            places = range(len(self._entries))
-            idle = [place for place in places if self._entries[place][0].nbytes == nbytes and self._entries[place][1]() is None]
-            memory = self._entries.pop(idle[0])[0] if idle else np.empty(nbytes, np.uint8)
-            block = _Block(memory)
-            self._entries.append((memory, weakref.ref(block)))
-            while sum(memory.nbytes for memory, _ in self._entries) > _MOST_RETAINED_BYTES:
-                del self._entries[0]  # if it is in use, its block keeps it
-            return block
-        finally:
-            self._lock.release()
-
-    def idle_bytes(self) -> int:
-        """Return how many bytes no array uses."""
-        return sum(memory.nbytes for memory, block in self._entries[:] if block() is None)
-
-
-_retained = _RetainedMemory()
-retained_bytes = _retained.idle_bytes
+    def __del__(self, retained: dict[int, Array] = _retained, count: Callable[[], int] = retained_bytes) -> None:
+        retained[id(self._memory)] = self._memory  # the arguments: at the end of the program there are no globals any more
+        while count() > _MOST_RETAINED_BYTES:
+            retained.pop(next(iter(retained), 0), None)

@@ -12,9 +12,10 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any
 
 import optree
 
@@ -87,26 +88,16 @@ def _flattened_like(structure: Structure, value: Any) -> list[Any]:
     return structure.flatten_up_to(value)
 
 
-class _MappingSpec:
-    """How to rebuild a Mapping; two specs with the same keys are equal."""
+@dataclass(frozen=True)
+class _Like:
+    """What a Mapping was whose node has one child, the dict of its items: by these nodes of a type are compared."""
 
-    def __init__(self, mapping: Mapping[Any, Any]) -> None:
-        self._mapping = mapping
-        self.keys = _in_order(mapping)
+    mapping: Mapping[Any, Any] = field(compare=False, repr=False)
 
-    def rebuild(self, values: Iterable[Any]) -> Mapping[Any, Any]:
-        """Return a Mapping like the one that was flattened, with other values."""
-        found = dict(zip(self.keys, values, strict=True))
-        return _made_like(self._mapping, {key: found[key] for key in self._mapping})  # in their original order
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _MappingSpec) and self.keys == other.keys
-
-    def __hash__(self) -> int:
-        return hash(self.keys)
-
-    def __repr__(self) -> str:
-        return repr(list(self.keys))
+class _ItsDict(optree.PyTreeEntry):
+    def codify(self, node: str = "") -> str:
+        return node
 
 
 def _learn(leaves: Iterable[Any]) -> bool:
@@ -116,8 +107,7 @@ def _learn(leaves: Iterable[Any]) -> bool:
         nests = {kind for kind, leaf in unknown.items() if isinstance(leaf, Mapping) and _can_be_rebuilt(leaf)}
         _leaf_types.update(unknown.keys() - nests)
         for kind in nests - _nest_types:  # another thread may have registered it meanwhile
-            entry, rebuild = optree.MappingEntry, cast("Any", _MappingSpec.rebuild)
-            optree.register_pytree_node(kind, _flatten_mapping, rebuild, path_entry_type=entry, namespace=_NAMESPACE)
+            optree.register_pytree_node(kind, _as_dict, _from_dict, path_entry_type=_ItsDict, namespace=_NAMESPACE)
         _nest_types.update(nests)
         return bool(nests)
 
@@ -145,17 +135,12 @@ def _made_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any
     return copied
 
 
-def _flatten_mapping(mapping: Any) -> tuple[list[Any], _MappingSpec, tuple[Any, ...]]:
-    spec = _MappingSpec(mapping)
-    return [mapping[key] for key in spec.keys], spec, spec.keys
+def _as_dict(mapping: Any) -> tuple[list[Any], _Like]:
+    return [dict(mapping)], _Like(mapping)
 
 
-def _in_order(mapping: Mapping[Any, Any]) -> tuple[Any, ...]:
-    """Return the keys sorted, so that insertion order does not matter; as they are if they cannot be compared."""
-    try:
-        return tuple(sorted(mapping))
-    except TypeError:
-        return tuple(mapping)
+def _from_dict(like: Any, children: Any) -> Any:
+    return _made_like(like.mapping, *children)
 
 
 def _walk(value: Any, leaf: type) -> tuple[tuple[Any, ...] | None, list[Any]]:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,7 @@ from mpistrat.device.binding import bound_device
 from mpistrat.device.cuda import address
 from mpistrat.errors import AgreementError, CheckpointError, InvalidArgumentError
 from mpistrat.inputs.distribute import DistributedDataset
-from mpistrat.inputs.position import DatasetIterator, Resumable
-from mpistrat.inputs.sources import Dataset
+from mpistrat.inputs.sources import Dataset, DatasetIterator, Resumable
 from mpistrat.launch.environment import detect
 from mpistrat.parameter_server.client import open_clients
 from mpistrat.state.variables import Variable
@@ -314,12 +313,11 @@ class Checkpoint:
         with self._failing_together():
             layouts = files.layouts_of(manifest)
             paths = [folder / name for name in list(layouts)[communicator.rank :: communicator.size]]
-            ends = np.cumsum([files.size_of(path, layouts[path.name]) for path in paths], dtype=int).tolist()
-            memory = self._reserve(ends[-1] if ends else 0)
-            for path, begin, end in zip(paths, [0, *ends], ends, strict=False):
+            ends = [0, *accumulate(files.aligned(layouts[path.name].num_bytes) for path in paths)]
+            memory = self._reserve(ends[-1])
+            for path, begin, end in zip(paths, ends, ends[1:], strict=False):
                 mine[path.name] = memory[begin:end]
                 files.read_file(path, layouts[path.name], mine[path.name])
-        with self._failing_together():  # memory is allocated only once the files are known to have these sizes
             specs = {name: spec for name, spec in manifest.arrays.items() if name not in targets}
             found = {name: np.empty(spec.shape, np.dtype(spec.dtype)) for name, spec in specs.items()} | targets
             received = np.empty(_BROADCAST_BYTES if manifest.pieces else 0, np.uint8)

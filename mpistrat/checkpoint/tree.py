@@ -30,14 +30,13 @@ from mpistrat.arrays import Array, as_array, as_target, is_a, is_aligned, is_on_
 from mpistrat.communicator.validate import name_of
 from mpistrat.context.stack import default_mode
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.inputs.position import DatasetIterator, Resumable
+from mpistrat.inputs.sources import DatasetIterator, Resumable
 from mpistrat.state.changes import checksum
 from mpistrat.state.variables import Variable
 from mpistrat.watch.recorder import hash_of
 
 Node = Any
 _PLAIN = (type(None), bool, int, float, str)
-KINDS = ("array", "variable", "state", "generator", "dict", "list", "tuple")
 _MOST_SHOWN = 20  # reasons why a checkpoint does not fit, or cannot be saved
 _ACCEPTED = (
     "accepted are variables, arrays, objects with state_dict and load_state_dict, generators of NumPy, numbers, texts, and "
@@ -254,20 +253,12 @@ def _with_versions(value: dict[Any, Any], *versions: dict[str, Any]) -> dict[Any
     return value
 
 
-def below(node: Node) -> list[tuple[Any, Node]]:
-    """Return the nodes that one holds, each with its key or number; that of an object with a state has none."""
-    kind, content, *_ = node if isinstance(node, list) else ("plain value", node)
-    if kind in ("state", "generator"):
-        return [(None, content)]
-    return content if kind == "dict" else list(enumerate(content)) if kind in ("list", "tuple") else []
-
-
 def _pairs(node: Node, old: Any, name: str = "") -> Iterator[tuple[Node, Any, str]]:
     """Yield a node, what it is restored to, and the name of that; then what both hold, where they are nests of one kind."""
     yield node, old, name
     if isinstance(node, list) and node[0] == _kind(old) and node[0] in ("dict", "list", "tuple"):
-        olds = old if node[0] == "dict" else dict(enumerate(old))
-        for key, each in below(node):
+        olds, each_below = (old, node[1]) if node[0] == "dict" else (dict(enumerate(old)), enumerate(node[1]))
+        for key, each in each_below:
             if key in olds:
                 yield from _pairs(each, olds[key], f"{name}/{key}")
 

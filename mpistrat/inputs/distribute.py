@@ -12,20 +12,18 @@ import numpy as np
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.context.stack import default_mode, in_replica_context_of
 from mpistrat.context.values import regroup
-from mpistrat.device.binding import bound_device, own_device
+from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, OutOfRangeError
-from mpistrat.inputs.input_options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode, read_options
-from mpistrat.inputs.position import DatasetIterator, Resumable
+from mpistrat.inputs.input_options import AutoShardPolicy, InputContext, InputOptions, read_options
 from mpistrat.inputs.prefetch import fetched, prefetched
-from mpistrat.inputs.rebatch import batched, empty_like, num_batches_of, num_rows, own_parts, share_sizes, shares, spec_of
-from mpistrat.inputs.sources import Dataset, RowDataset, as_dataset
+from mpistrat.inputs.rebatch import batched, empty_like, num_rows, own_parts, share_sizes, shares, spec_of
+from mpistrat.inputs.sources import Dataset, DatasetIterator, Resumable, RowDataset, as_dataset
 from mpistrat.reduction import ReduceOp
 
 OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
 
 # the state of a replica; the maximum over all replicas decides
 _ENDED, _HAS_NO_ROWS, _GOES_ON, _FAILED = range(4)
-_UNKNOWN = np.iinfo(np.int64).max
 
 
 class DistributedDataset(Resumable):
@@ -59,7 +57,7 @@ class DistributedDataset(Resumable):
 
     def __len__(self) -> int:
         """Return the number of elements of an epoch; a TypeError for files and generators, and batches of each rank's own."""
-        if self._length is None or self._policy is not DATA:
+        if self._length is None:
             raise TypeError(f"the length of {self!r} is known only after iterating over it")
         return self._length
 
@@ -68,17 +66,8 @@ class DistributedDataset(Resumable):
 
     @property
     def _length(self) -> int | None:
-        """The number of batches that this replica gets from its own dataset; None if unknown, or if some may have no rows."""
-        if self._policy is not OFF:
-            return self._dataset.num_batches
-        rows, sizes = self._dataset.num_rows, self._sizes
-        return None if rows is None or sizes is None or 0 in sizes else num_batches_of(rows, sizes)
-
-    @property
-    def _sizes(self) -> list[int] | None:
-        """The numbers of rows of this replica's batches, repeated cyclically; None if batches may have any number."""
-        batch_size = self._dataset.batch_size
-        return None if batch_size is None else share_sizes(batch_size, self._communicator.rank, self._communicator.size)
+        """The number of elements of an epoch, if all replicas know it."""
+        return self._dataset.num_batches if self._policy is DATA else None
 
     def _contents(self) -> tuple[str, int | None, int | None]:
         return self._described
@@ -97,9 +86,9 @@ class DistributedDataset(Resumable):
             count = self._options.virtual_replicas or size
             parts = own_parts(count, rank, size)
             return self._dataset.batches(epoch, parts.start, count, len(parts), first)
-        own, sizes = self._dataset.batches(epoch), self._sizes
-        if self._policy is OFF and sizes is not None:
-            own = batched(own, sizes, drop_remainder=False)
+        own, batch_size = self._dataset.batches(epoch), self._dataset.batch_size
+        if self._policy is OFF and batch_size is not None:
+            own = batched(own, share_sizes(batch_size, rank, size), drop_remainder=False)
         elif self._policy is OFF:
             own = (part for batch in own for part in shares(batch, rank, size))
         return islice(own, first, None)
@@ -128,11 +117,10 @@ class OptionalElement:
 class DistributedIterator(DatasetIterator):
     """Yields the batches of this replica in one epoch, then batches of no rows until all replicas have had theirs.
 
-    Created by iterating over a `DistributedDataset`. Taking an element is a collective call. If all replicas know their number
-    of batches, they exchange it with the first element, or not at all if they have compared it before; otherwise they exchange
-    a few numbers for each element. An error of one replica ends the iteration on all of them, and so does a replica at another
-    element or in another epoch, because it left the loop early: at once if numbers are exchanged or MPISTRAT_STRICT is on, else
-    with the next collective.
+    Created by iterating over a `DistributedDataset`. Taking an element is a collective call, in which replicas exchange a few
+    numbers, unless they share batches whose number is known. An error of one replica ends the iteration on all of them, and so
+    does a replica at another element or in another epoch, because it left the loop early: at once if numbers are exchanged or
+    MPISTRAT_STRICT is on, else with the next collective.
     """
 
     def __init__(self, dataset: DistributedDataset) -> None:
@@ -155,10 +143,7 @@ class DistributedIterator(DatasetIterator):
             self._batches = fetched(batches, buffer_size, device, options.experimental_fetch_to_device is not False)
         else:
             self._batches = prefetched(batches, buffer_size) if buffer_size else batches
-        self._epoch, self._taken, self._length = epoch, first, dataset._length
-        # number of elements of every replica: known from the start, from the first exchange on, or never
-        self._steps = self._length if dataset._policy is DATA else None
-        self._is_over = False
+        self._epoch, self._taken, self._length, self._is_over = epoch, first, dataset._length, False
 
     @property
     def element_spec(self) -> Any:
@@ -242,34 +227,31 @@ class DistributedIterator(DatasetIterator):
         communicator = self._communicator
         if communicator.is_strict:
             communicator.agree(self._call, error)
-        if self._steps is None and communicator.size > 1:
+        if self._length is None and communicator.size > 1:
             return self._exchange(communicator, shares, error)
         if error is not None:
             communicator.refuse(self._call, error)
         if not communicator.is_strict:
             communicator.note(self._call)
-        goes_on = bool(shares) if self._steps is None else self._taken < self._steps
+        goes_on = bool(shares) if self._length is None else self._taken < self._length
         return _GOES_ON if goes_on else _ENDED
 
     def _exchange(self, communicator: BaseCommunicator, shares: list[Any], error: Exception | None) -> int:
         state = _FAILED if error is not None else _GOES_ON if shares else _ENDED
         if shares and self.dataset._policy is OFF and not num_rows(shares[0]):
             state = _HAS_NO_ROWS
-        length = _UNKNOWN if self._length is None else self._length
         knows = self._empty is not None
         place = (self._epoch << 32) + self._taken
         source = -communicator.rank if knows else -communicator.size
-        mine = np.array([state, length, not knows, source, place, -place], np.int64)
+        mine = np.array([state, not knows, source, place, -place], np.int64)
         [found] = communicator.all_reduce(ReduceOp.MAX, [mine])
-        state, length, lacks_spec, source, last_place, first_place = found.tolist()
+        state, lacks_spec, source, last_place, first_place = found.tolist()
         if state == _FAILED or last_place != -first_place:
             communicator.agree(self._call, error)  # raises on all: they pass different texts or an error
             raise error or AssertionError("replicas have failed or are out of step, but their texts do not differ")
         if state == _GOES_ON and lacks_spec:
             known = communicator.broadcast_object(self._empty, -source)
             self._empty = known if self._empty is None else self._empty
-        if length != _UNKNOWN:
-            self._steps = length
         return int(state)
 
     @property
@@ -296,11 +278,9 @@ def _described(dataset: Iterable[Any], source: Dataset | None) -> Iterable[Any]:
 def distribute_dataset(strategy: Any, dataset: Any, options: InputOptions | None = None) -> Iterable[Any]:
     """Return what ``strategy.experimental_distribute_dataset(dataset, options)`` returns. A collective call."""
     communicator: BaseCommunicator = strategy.extended.communicator
-    call = "experimental_distribute_dataset"
 
     def make() -> tuple[_Made, str]:
         wanted = read_options(options)
-        _refuse_per_replica(strategy, call, wanted)
         if default_mode().strategy is strategy:
             return (dataset, None), ""
         source = as_dataset(dataset)
@@ -316,31 +296,17 @@ def distribute_dataset(strategy: Any, dataset: Any, options: InputOptions | None
         text = f"{shared}, auto_shard_policy={wanted.auto_shard_policy.name}, virtual_replicas={wanted.virtual_replicas}"
         return (DistributedDataset(strategy, part, policy, wanted), source), text
 
-    return _described(*communicator.agree_on(call, make))
+    return _described(*communicator.agree_on("experimental_distribute_dataset", make))
 
 
 def distribute_from_function(
-    strategy: Any,
-    dataset_fn: Callable[[InputContext], Any],
-    options: InputOptions | None = None,
-    *,
-    accepts_per_replica: bool = False,
+    strategy: Any, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
 ) -> Iterable[Any]:
     """Return what ``strategy.distribute_datasets_from_function(dataset_fn, options)`` returns. A collective call."""
     communicator: BaseCommunicator = strategy.extended.communicator
-    call = "distribute_datasets_from_function"
 
     def make() -> tuple[_Made, str]:
         wanted = read_options(options)
-        if not accepts_per_replica:
-            _refuse_per_replica(strategy, call, wanted)
-        if wanted.experimental_place_dataset_on_device and bound_device() is not None:
-            raise NotImplementedError(
-                "experimental_place_dataset_on_device=True: datasets are in host memory, and this replica is on "
-                f"{own_device()}.\n"
-                "    incorrect:  InputOptions(False, InputReplicationMode.PER_REPLICA, True)\n"
-                "    correct:    InputOptions(None, InputReplicationMode.PER_REPLICA), which copies elements there ahead"
-            )
         if not callable(dataset_fn):
             raise TypeError(f"dataset_fn must be a function of an InputContext that returns a dataset; got {dataset_fn!r}")
         if default_mode().strategy is strategy:
@@ -349,15 +315,7 @@ def distribute_from_function(
         part, _ = _part_of(made, OFF, communicator.rank, communicator.size)
         return (DistributedDataset(strategy, part, None, wanted), made), ""
 
-    return _described(*communicator.agree_on(call, make))
-
-
-def _refuse_per_replica(strategy: Any, call: str, options: InputOptions) -> None:
-    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
-        raise NotImplementedError(
-            "InputReplicationMode.PER_REPLICA is for MirroredStrategy.distribute_datasets_from_function only; got "
-            f"{type(strategy).__name__}.{call}. PER_WORKER too makes one input pipeline for each replica: a rank is one"
-        )
+    return _described(*communicator.agree_on("distribute_datasets_from_function", make))
 
 
 def _part_of(dataset: Dataset, policy: AutoShardPolicy, pipeline: int, num_pipelines: int) -> tuple[Dataset, AutoShardPolicy]:

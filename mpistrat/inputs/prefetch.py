@@ -14,16 +14,16 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from itertools import count, cycle
+from itertools import accumulate, count, cycle
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, is_on_device, like
 from mpistrat.device.cuda import Device, DeviceArray, Event, Stream, address
 from mpistrat.errors import UnavailableError, UnsupportedDtypeError
-from mpistrat.structures import Structure, flatten
+from mpistrat.structures import flatten
 
 _EXIT_SECONDS = 1.0  # a source may wait for ever
 _Made = tuple[Any, BaseException | None]  # an element, or the error after which there is none: StopIteration at the end
@@ -102,111 +102,86 @@ def fetched(source: Iterator[Any], buffer_size: int, device: Device, lifts: bool
         with device.activate():
             stream.wait(device.current_stream().record())
 
-    def taken(batches: Iterator[_Fetched]) -> Iterator[Any]:
+    def taken(batches: Iterator[_Slot]) -> Iterator[Any]:
         while True:
             if not buffer_size:
                 follow()  # without a thread, the source may use what the program has just computed
-            if (batch := next(batches, None)) is None:
+            if (slot := next(batches, None)) is None:
                 return
             with device.activate():
-                arrays = batch.take()
+                arrays = slot.take()
             yield arrays
 
     follow()  # arrays of a dataset that are on the GPU are complete by then
     # one slot for each prefetched batch, and one for that which is being read or taken
-    batches = _copied(source, lifts, stream, [_Slot(device, stream) for _ in range(buffer_size + 1)])
+    batches = _filled(source, lifts, [_Slot(device, stream) for _ in range(buffer_size + 1)])
     return taken(prefetched(batches, buffer_size) if buffer_size else batches)
-
-
-class _Part(NamedTuple):
-    """An array of a batch: its offset in the slot, or the array itself if it is on the GPU already."""
-
-    start: int
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    on_device: DeviceArray = None
 
 
 class _Slot:
     """A pinned buffer and a buffer on the GPU, for one batch at a time."""
 
     def __init__(self, device: Device, stream: Stream) -> None:
-        self.device, self._stream = device, stream
-        self.pinned: Array = np.empty(0, np.uint8)
-        self.memory: DeviceArray = None
-        self.filled: Event | None = None
-        self.emptied: Event | None = None
-        self.kept: Sequence[_Part] = ()
+        self.device, self.stream = device, stream
+        self._pinned: Array = np.empty(0, np.uint8)
+        self._memory: DeviceArray = None
+        self._filled: Event | None = None
+        self._emptied: Event | None = None
+        # by their places among the leaves: arrays that are on the GPU anyway; of others where they are in the buffer, and what
+        self._kept: dict[int, DeviceArray] = {}
+        self._sent: dict[int, tuple[int, tuple[int, ...], np.dtype[Any]]] = {}
 
     def clear(self) -> None:
         """Wait until the pinned buffer may be overwritten; the stream waits for the buffer on the GPU."""
-        while self.filled is not None and not self.filled.done():
+        while self._filled is not None and not self._filled.done():
             time.sleep(_POLL_SECONDS)
-        if self.emptied is not None:
-            self._stream.wait(self.emptied)
-        self.kept = ()
+        if self._emptied is not None:
+            self.stream.wait(self._emptied)
+        self._kept, self._sent = {}, {}
 
-    def fill(self, arrays: Sequence[Array]) -> Sequence[_Part]:
-        """Start the copy of arrays in host memory, and return where each array is."""
-        parts, nbytes = [], 0
-        for array in arrays:
-            if is_on_device(array):
-                parts.append(_Part(0, array.shape, array.dtype, array))
-            else:
-                parts.append(_Part(nbytes, array.shape, array.dtype.newbyteorder("=")))
-                nbytes += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if nbytes > self.pinned.nbytes:
-            self.pinned, self.memory = self.device.pinned(nbytes), self.device.allocate(nbytes)
-        for part, array in zip(parts, arrays, strict=True):
-            if part.on_device is None:
-                target = self.pinned[part.start : part.start + array.nbytes].view(part.dtype).reshape(part.shape)
-                np.copyto(target, array)
-        if nbytes:
-            self._stream.copy(address(self.memory), address(self.pinned), nbytes)
-        self.filled, self.kept = self._stream.record(), parts
-        return parts
-
-
-class _Fetched(NamedTuple):
-    """A batch that is being copied: its leaves, of which those in `places` are arrays, described by `parts`."""
-
-    slot: _Slot
-    leaves: list[Any]
-    structure: Structure
-    places: list[int]
-    parts: Sequence[_Part]
+    def fill(self, batch: Any, lifts: bool) -> None:
+        """Start the copy of a batch."""
+        self._leaves, self._structure = flatten(batch)
+        found = {place: array for place, leaf in enumerate(self._leaves) if (array := _numbers(leaf, lifts)) is not None}
+        self._kept = {place: array for place, array in found.items() if is_on_device(array)}
+        sent = {place: array for place, array in found.items() if place not in self._kept}
+        starts = [0, *accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in sent.values())]
+        if starts[-1] > self._pinned.nbytes:
+            self._pinned, self._memory = self.device.pinned(starts[-1]), self.device.allocate(starts[-1])
+        for (place, array), start in zip(sent.items(), starts, strict=False):
+            dtype = array.dtype.newbyteorder("=")
+            np.copyto(self._pinned[start : start + array.nbytes].view(dtype).reshape(array.shape), array)
+            self._sent[place] = start, array.shape, dtype
+        if starts[-1]:
+            self.stream.copy(address(self._memory), address(self._pinned), starts[-1])
+        self._filled = self.stream.record()
 
     def take(self) -> Any:
         """Return the batch in new arrays, ordered on the current stream."""
-        stream = self.slot.device.current_stream()
-        assert self.slot.filled is not None, "the slot was filled"
-        stream.wait(self.slot.filled)
-        for place, part in zip(self.places, self.parts, strict=True):
-            self.leaves[place] = like(self._array(part, stream), self.leaves[place])
-        self.slot.emptied = stream.record()
-        return self.structure.unflatten(self.leaves)
-
-    def _array(self, part: _Part, stream: Stream) -> DeviceArray:
-        if part.on_device is not None:
-            return part.on_device.copy()
-        array = self.slot.device.array_module.empty(part.shape, part.dtype)
-        if array.nbytes:
-            stream.copy(address(array), address(self.slot.memory) + part.start, array.nbytes)
-        return array
+        stream = self.device.current_stream()
+        assert self._filled is not None, "the slot was filled"
+        stream.wait(self._filled)
+        taken = {place: array.copy() for place, array in self._kept.items()}
+        for place, (start, shape, dtype) in self._sent.items():
+            taken[place] = self.device.array_module.empty(shape, dtype)
+            if taken[place].nbytes:
+                stream.copy(address(taken[place]), address(self._memory) + start, taken[place].nbytes)
+        for place, array in taken.items():
+            self._leaves[place] = like(array, self._leaves[place])
+        self._emptied = stream.record()
+        return self._structure.unflatten(self._leaves)
 
 
-def _copied(source: Iterator[Any], lifts: bool, stream: Stream, slots: Sequence[_Slot]) -> Iterator[_Fetched]:
+def _filled(source: Iterator[Any], lifts: bool, slots: Sequence[_Slot]) -> Iterator[_Slot]:
     for slot in cycle(slots):
-        with slot.device.activate(stream):
+        with slot.device.activate(slot.stream):
             slot.clear()
             try:
                 batch = next(source)
             except StopIteration:
                 return
-            leaves, structure = flatten(batch)
-            found = {place: array for place, leaf in enumerate(leaves) if (array := _numbers(leaf, lifts)) is not None}
-            parts = slot.fill(list(found.values()))
-        yield _Fetched(slot, leaves, structure, list(found), parts)
+            slot.fill(batch, lifts)
+        yield slot
 
 
 def _numbers(leaf: Any, lifts: bool) -> Array | None:

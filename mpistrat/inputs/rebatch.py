@@ -13,7 +13,6 @@ rows            replicas  shares
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, cycle, pairwise
@@ -50,14 +49,6 @@ def share_sizes(num_rows: int, replica: int, num_replicas: int) -> list[int]:
     bounds = part_bounds(num_rows, num_replicas)
     sizes = [stop - start for start, stop in pairwise(bounds)]
     return sizes[replica:] + sizes[:replica]
-
-
-def num_batches_of(num_rows: int, sizes: list[int]) -> int:
-    """Return the number of batches that `batched` makes of some rows, by these sizes cyclically."""
-    whole, rest = divmod(num_rows, sum(sizes))
-    ends = [*accumulate(sizes)]
-    full = bisect_right(ends, rest) if num_rows else 0
-    return whole * len(sizes) + full + (rest > (ends[full - 1] if full else 0))
 
 
 def readable(leaf: Any) -> Array:

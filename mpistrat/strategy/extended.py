@@ -23,8 +23,7 @@ from mpistrat.context.stack import (
     updating,
 )
 from mpistrat.context.values import PerReplica, component_of, container_of, in_replica, regroup, select_replica
-from mpistrat.cross_device.ops import CrossDeviceOps, HierarchicalAllReduce
-from mpistrat.cross_device.pairs import OnSomeReplicas, operand_or_slices
+from mpistrat.cross_device import CrossDeviceOps, HierarchicalAllReduce, OnSomeReplicas, operand_or_slices
 from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.engine import Work

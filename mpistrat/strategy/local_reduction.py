@@ -14,7 +14,7 @@ from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import DistributedValues, PerReplica
-from mpistrat.cross_device.pairs import as_passed, check_defined, check_unambiguous, rows_of
+from mpistrat.cross_device import as_passed, check_defined, check_unambiguous, rows_of
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_dtype, quiet
 

@@ -8,22 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
-import numpy as np
-
-from mpistrat.arrays import Array
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, chief_rank, training_role
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions, check_options, rendezvous_seconds
 from mpistrat.context.values import Mirrored, PerReplica
-from mpistrat.cross_device.ops import CrossDeviceOps, ReductionToOneDevice
-from mpistrat.cross_device.pairs import OnSomeReplicas
+from mpistrat.cross_device import CrossDeviceOps, OnSomeReplicas, ReductionToOneDevice
 from mpistrat.device.binding import own_device
-from mpistrat.errors import CollectiveError, DeadlineExceededError, InvalidArgumentError, LaunchError
+from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.rendezvous import Rendezvous, rendezvous
 from mpistrat.lazy import MPI
-from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.structures import flatten, map_leaves
@@ -51,8 +46,6 @@ class MirroredStrategy(Strategy):
         In a job on several nodes, train an independent model on each node; ranks are counted from 0 on each of them. By
         default such a job raises LaunchError.
     """
-
-    _accepts_per_replica = True
 
     def __init__(
         self,
@@ -119,7 +112,6 @@ class MultiWorkerMirroredStrategy(Strategy):
             chief = _chief(job, self._cluster_resolver)
             hierarchy = Hierarchy(job.comm, job.world)
         communicator = Communicator(hierarchy, communication_options)
-        _check_health(communicator)
         devices = (device_name(communicator.rank),)
         super().__init__(StrategyExtended(communicator, worker_devices=devices, is_chief=communicator.rank == chief))
 
@@ -230,20 +222,6 @@ def _chief(job: Rendezvous, resolver: ClusterResolver) -> int:
     role = job.agree("reading the cluster resolver", lambda: training_role(resolver))
     job.agree(f"{role.spec!r}, read from the cluster resolver", lambda: None)
     return chief_rank(job.comm.allgather(role))
-
-
-def _check_health(communicator: BaseCommunicator) -> None:
-    """Reduce one number over all ranks, to detect problems before the first step. A collective call."""
-    ones: list[Array] = [np.ones(1, np.int64)]
-    try:
-        [total] = communicator.all_reduce(ReduceOp.SUM, ones)
-    except DeadlineExceededError:
-        raise  # ranks are missing, so `close`, a collective call, would wait for them
-    except Exception:
-        communicator.close()
-        raise
-    if total != communicator.size:
-        raise CollectiveError(f"the first all-reduce is wrong: the sum of {communicator.size} ones is {int(total[0])}")
 
 
 def _check_one_node(strategy: str, world: World, otherwise: str) -> None:

@@ -15,8 +15,7 @@ from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.validate import checked_index
 from mpistrat.context.stack import Mode, current, entered, in_replica_context_of, inside, misplaced, pop, push
 from mpistrat.context.values import assignable, checked_args, regroup, select_replica
-from mpistrat.cross_device.ops import HierarchicalAllReduce
-from mpistrat.cross_device.pairs import operand_or_slices
+from mpistrat.cross_device import HierarchicalAllReduce, operand_or_slices
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.execution.engine import Work

@@ -8,7 +8,7 @@ import pytest
 
 import mpistrat
 from mpistrat.context.values import Mirrored, PerReplica
-from mpistrat.cross_device.pairs import OnSomeReplicas
+from mpistrat.cross_device import OnSomeReplicas
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from tests.launches import needs_ranks, up_to_ranks
 from tests.ranks.cases import case

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpistrat
-from mpistrat import arrays
 from mpistrat.arrays import new_array, retained_bytes
 from mpistrat.errors import DeadlineExceededError
 from mpistrat.execution.compile import Lanes, interleave, nothing, overlap
@@ -304,15 +303,3 @@ def test_new_arrays_take_memory_that_was_freed_unless_malloc_is_set_otherwise(ow
     done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, env={**environment, **own})
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == (["0", "0"] if is_kept else ["1", "1"])
-
-
-def test_a_finalizer_that_makes_an_array_meanwhile_gets_other_memory():
-    retained, made = arrays._RetainedMemory(), []
-
-    def finalizer():  # at the moment when it is looked whether the memory is in use
-        if not made:
-            made.append(None)
-            made[0] = retained.block(8)
-
-    retained._entries.append((np.empty(8, np.uint8), finalizer))
-    assert not np.may_share_memory(np.asarray(retained.block(8)), np.asarray(made[0]))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.rebatch import batched, num_batches_of, num_rows, own_parts, share, share_sizes
+from mpistrat.inputs.rebatch import batched, num_rows, own_parts, share, share_sizes
 from tests.other_arrays import StandardArray
 
 
@@ -44,9 +44,6 @@ def test_what_replicas_cut_across_batches_adds_up_to_a_batch_in_each_step(sizes,
         seen.append([piece.tolist() for piece in batched(iter(parts), shares, drop_remainder=False)])
         assert [row for piece in seen[-1] for row in piece] == list(range(num_rows))
         assert len(seen[-1][0] if seen[-1] else ()) <= shares[0]
-        if sizes and min(sizes):
-            assert num_batches_of(num_rows, shares) == len(seen[-1])
-        assert num_batches_of(0, shares) == 0
     whole = num_rows // batch_size * num_replicas
     for step in zip(*(cut[:whole] for cut in seen), strict=True):
         assert sum(map(len, step)) == batch_size

@@ -3,7 +3,6 @@
 import copy
 import inspect
 import operator
-from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -231,7 +230,7 @@ def test_cross_replica_methods_are_refused_inside_run(method, arguments):
         strategy.run(lambda: operator.attrgetter(method)(strategy)(*arguments))
 
 
-def test_a_strategy_of_one_device_can_be_copied_deeply_and_others_cannot():
+def test_a_strategy_of_one_device_can_be_copied_deeply():
     strategy = mpistrat.OneDeviceStrategy()
     copied = copy.deepcopy(strategy)
     assert copied.extended is not strategy.extended
@@ -242,10 +241,6 @@ def test_a_strategy_of_one_device_can_be_copied_deeply_and_others_cannot():
     assert not strategy.extended.variable_created_in_scope(variable)
     assert copied.run(lambda: mpistrat.get_replica_context().strategy) is copied
     assert copy.deepcopy(mpistrat.get_strategy()) is mpistrat.get_strategy()
-    with pytest.raises(RuntimeError, match=r"OneDeviceStr.*\(.*\) cannot be copied(.|\n)*correct: +copy.deepcopy\(strategy\)"):
-        copy.copy(mpistrat.OneDeviceStrategy())
-    with pytest.raises(InvalidArgumentError, match="cannot be copied: collectives of the copy"):
-        on_replicas(2, copy.deepcopy)
 
 
 def test_merge_call_groups_arguments_and_hands_components_back():
@@ -360,7 +355,6 @@ def test_methods_of_old_names(call, message, result):
             lambda s: s.configure(task_type="worker", task_id=1),
             r"moved to another cluster: .*task_id=1.(.|\n)*correct: .*MultiWorkerMirroredStrategy\(cluster_resolver\)",
         ),
-        (lambda s: s.make_input_fn_iterator(print, SimpleNamespace(name="PER_REPLICA")), "takes .* PER_WORKER, got"),
     ],
 )
 def test_what_there_is_no_more_is_refused(call, message):

@@ -8,15 +8,16 @@ from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica
-from mpistrat.cross_device.ops import (
+from mpistrat.cross_device import (
     CollectiveAllReduce,
     CrossDeviceOps,
     HierarchicalAllReduce,
     HierarchicalCopyAllReduce,
     NcclAllReduce,
+    OnSomeReplicas,
     ReductionToOneDevice,
+    resolve,
 )
-from mpistrat.cross_device.pairs import OnSomeReplicas, resolve
 from mpistrat.errors import InvalidArgumentError, TransportError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World

@@ -1,1 +1,0 @@
-"""CrossDeviceOps, as in tf.distribute: reduce the components of values, and deliver the results to destinations."""
