@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, SupportsIndex, cast
+from typing import Any, NoReturn, SupportsIndex, cast
 
 from mpistrat import settings
 from mpistrat.arrays import array_module, as_array, like
@@ -17,7 +18,7 @@ from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.context.stack import EXAMPLES, Mode, StrategyScope, default_mode, register_default
 from mpistrat.context.values import across_replicas, checked_args, component_of, in_replica, regroup, select_replica
 from mpistrat.device.binding import own_device
-from mpistrat.errors import LaunchError
+from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.inputs.distribute import distribute_dataset, distribute_from_function
 from mpistrat.inputs.input_options import InputContext, ValueContext
 from mpistrat.launch.bootstrap import bind_device, what_is_bound
@@ -285,6 +286,25 @@ class Strategy:
         self._extended.require_cross_replica("strategy.close")
         if default_mode().strategy is not self:
             self._extended.communicator.close(owner=repr(self))
+
+    def __copy__(self) -> NoReturn:
+        raise RuntimeError(
+            f"{self!r} cannot be copied: the copies would share strategy.extended, which belongs to one strategy.\n"
+            "    incorrect:  copy.copy(strategy)\n"
+            "    correct:    copy.deepcopy(strategy), for a strategy of one device; or a new strategy"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        is_default = default_mode().strategy is self
+        if is_default:
+            return self  # there is only one
+        if not isinstance(self._extended.communicator, LocalCommunicator):
+            why = "collectives of the copy and of the original would mix in the same communicators"
+            raise InvalidArgumentError(f"{self!r} cannot be copied: {why}. Create a new strategy on all ranks.")
+        copied: Strategy = object.__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return copied
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         if default_mode().strategy is self:

@@ -230,7 +230,7 @@ def test_cross_replica_methods_are_refused_inside_run(method, arguments):
         strategy.run(lambda: operator.attrgetter(method)(strategy)(*arguments))
 
 
-def test_a_strategy_of_one_device_can_be_copied_deeply():
+def test_a_strategy_of_one_device_can_be_copied_deeply_and_others_cannot():
     strategy = mpistrat.OneDeviceStrategy()
     copied = copy.deepcopy(strategy)
     assert copied.extended is not strategy.extended
@@ -241,6 +241,10 @@ def test_a_strategy_of_one_device_can_be_copied_deeply():
     assert not strategy.extended.variable_created_in_scope(variable)
     assert copied.run(lambda: mpistrat.get_replica_context().strategy) is copied
     assert copy.deepcopy(mpistrat.get_strategy()) is mpistrat.get_strategy()
+    with pytest.raises(RuntimeError, match=r"OneDeviceStr.*\(.*\) cannot be copied(.|\n)*correct: +copy.deepcopy\(strategy\)"):
+        copy.copy(mpistrat.OneDeviceStrategy())
+    with pytest.raises(InvalidArgumentError, match="cannot be copied: collectives of the copy"):
+        on_replicas(2, copy.deepcopy)
 
 
 def test_merge_call_groups_arguments_and_hands_components_back():
