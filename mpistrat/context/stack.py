@@ -179,6 +179,18 @@ def in_replica_context_of(strategy: Any, call: str) -> bool:
     return found.replica_context is not None
 
 
+def require_no_default_scope(call: str) -> None:
+    """Check that the current scope is not nested in the scope of the default strategy."""
+    found = current()
+    if found.strategy is not default_mode().strategy and default_mode() in entered.modes:
+        raise RuntimeError(
+            f"{call} was called in the scope of {found.strategy!r}, which was entered inside that of the default strategy: two "
+            "strategies cannot be mixed.\n"
+            "    incorrect:  with mpistrat.get_strategy().scope(): with strategy.scope(): mpistrat.Variable(0.0)\n"
+            "    correct:    with strategy.scope(): mpistrat.Variable(0.0), outside all other scopes"
+        )
+
+
 def misplaced(call: str, wanted: str, example: str = "") -> RuntimeError:
     """Return the error of a call in the wrong context, with the example of that name, or for the call."""
     incorrect, correct = EXAMPLES[example or call]

@@ -18,7 +18,14 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array, in_dtype, is_on_device, like, to_device, to_host
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.context.stack import default_mode, get_strategy, get_update_replica_id, in_replica_context_of, misplaced
+from mpistrat.context.stack import (
+    default_mode,
+    get_strategy,
+    get_update_replica_id,
+    in_replica_context_of,
+    misplaced,
+    require_no_default_scope,
+)
 from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, converted
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.reduction import ReduceOp
@@ -85,6 +92,8 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):
         If the initial value is not an array of numbers, or `dtype` cannot hold its kind of number.
     AgreementError
         On every rank, if ranks create different variables.
+    RuntimeError
+        If the current scope was entered inside that of the default strategy.
     """
 
     def __init__(
@@ -102,6 +111,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):
         self._strategy, self._name, self._constraint = strategy, name, constraint
         self._communicator: BaseCommunicator = strategy.extended.communicator
         with self._communicator.refusing(f"Variable(name={name!r})"):
+            require_no_default_scope("mpistrat.Variable")
             if not (constraint is None or callable(constraint)):
                 raise InvalidArgumentError(f"{name}: constraint must be None or a function of a value; got {constraint!r}")
             self._synchronization = changes.checked_synchronization(synchronization)

@@ -364,6 +364,16 @@ def test_a_per_replica_value_from_outside_stands_for_the_part_of_this_replica(sy
     assert on_replicas(3, program) == [[6, 12, 6, 12, 7] if synchronization == "ON_WRITE" else [6, 12, 6]] * 3
 
 
+def test_no_variable_is_made_in_a_scope_inside_that_of_the_default_strategy():
+    strategy = mpistrat.OneDeviceStrategy()
+    for _ in range(2):
+        with mpistrat.get_strategy().scope():
+            assert float(mpistrat.Variable(1.0)) == 1
+            with strategy.scope(), pytest.raises(RuntimeError, match=r"two strategies cannot be mixed(.|\n)*correct: "):
+                mpistrat.Variable(1.0)
+    assert made(strategy, 1.0).distribute_strategy is strategy
+
+
 def test_cells_of_one_device_and_outside_all_scopes_of_which_none_is_missing():
     check_cells(mpistrat.OneDeviceStrategy(), CELLS)
     check_cells(mpistrat.get_strategy(), list(map(of_default_strategy, CELLS)))
