@@ -12,9 +12,9 @@ import numpy as np
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.context.stack import default_mode, in_replica_context_of
 from mpistrat.context.values import regroup
-from mpistrat.device.binding import bound_device
+from mpistrat.device.binding import bound_device, own_device
 from mpistrat.errors import InvalidArgumentError, OutOfRangeError
-from mpistrat.inputs.input_options import AutoShardPolicy, InputContext, InputOptions, read_options
+from mpistrat.inputs.input_options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode, read_options
 from mpistrat.inputs.prefetch import fetched, prefetched
 from mpistrat.inputs.rebatch import batched, empty_like, num_rows, own_parts, share_sizes, shares, spec_of
 from mpistrat.inputs.sources import Dataset, DatasetIterator, Resumable, RowDataset, as_dataset
@@ -278,9 +278,11 @@ def _described(dataset: Iterable[Any], source: Dataset | None) -> Iterable[Any]:
 def distribute_dataset(strategy: Any, dataset: Any, options: InputOptions | None = None) -> Iterable[Any]:
     """Return what ``strategy.experimental_distribute_dataset(dataset, options)`` returns. A collective call."""
     communicator: BaseCommunicator = strategy.extended.communicator
+    call = "experimental_distribute_dataset"
 
     def make() -> tuple[_Made, str]:
         wanted = read_options(options)
+        _refuse_per_replica(strategy, call, wanted)
         if default_mode().strategy is strategy:
             return (dataset, None), ""
         source = as_dataset(dataset)
@@ -296,17 +298,31 @@ def distribute_dataset(strategy: Any, dataset: Any, options: InputOptions | None
         text = f"{shared}, auto_shard_policy={wanted.auto_shard_policy.name}, virtual_replicas={wanted.virtual_replicas}"
         return (DistributedDataset(strategy, part, policy, wanted), source), text
 
-    return _described(*communicator.agree_on("experimental_distribute_dataset", make))
+    return _described(*communicator.agree_on(call, make))
 
 
 def distribute_from_function(
-    strategy: Any, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    strategy: Any,
+    dataset_fn: Callable[[InputContext], Any],
+    options: InputOptions | None = None,
+    *,
+    accepts_per_replica: bool = False,
 ) -> Iterable[Any]:
     """Return what ``strategy.distribute_datasets_from_function(dataset_fn, options)`` returns. A collective call."""
     communicator: BaseCommunicator = strategy.extended.communicator
+    call = "distribute_datasets_from_function"
 
     def make() -> tuple[_Made, str]:
         wanted = read_options(options)
+        if not accepts_per_replica:
+            _refuse_per_replica(strategy, call, wanted)
+        if wanted.experimental_place_dataset_on_device and bound_device() is not None:
+            raise NotImplementedError(
+                "experimental_place_dataset_on_device=True: datasets are in host memory, and this replica is on "
+                f"{own_device()}.\n"
+                "    incorrect:  InputOptions(False, InputReplicationMode.PER_REPLICA, True)\n"
+                "    correct:    InputOptions(None, InputReplicationMode.PER_REPLICA), which copies elements there ahead"
+            )
         if not callable(dataset_fn):
             raise TypeError(f"dataset_fn must be a function of an InputContext that returns a dataset; got {dataset_fn!r}")
         if default_mode().strategy is strategy:
@@ -315,7 +331,15 @@ def distribute_from_function(
         part, _ = _part_of(made, OFF, communicator.rank, communicator.size)
         return (DistributedDataset(strategy, part, None, wanted), made), ""
 
-    return _described(*communicator.agree_on("distribute_datasets_from_function", make))
+    return _described(*communicator.agree_on(call, make))
+
+
+def _refuse_per_replica(strategy: Any, call: str, options: InputOptions) -> None:
+    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        raise NotImplementedError(
+            "InputReplicationMode.PER_REPLICA is for MirroredStrategy.distribute_datasets_from_function only; got "
+            f"{type(strategy).__name__}.{call}. PER_WORKER too makes one input pipeline for each replica: a rank is one"
+        )
 
 
 def _part_of(dataset: Dataset, policy: AutoShardPolicy, pipeline: int, num_pipelines: int) -> tuple[Dataset, AutoShardPolicy]:

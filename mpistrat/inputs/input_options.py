@@ -7,7 +7,6 @@ from enum import Enum
 from typing import Any
 
 from mpistrat.communicator.validate import checked_index, checked_int
-from mpistrat.device.binding import bound_device, own_device
 from mpistrat.errors import InvalidArgumentError
 
 SHARD_HINT = -1
@@ -56,7 +55,7 @@ class InputOptions:
         become arrays of CuPy there, tensors of PyTorch tensors there; False leaves all where they are. Replicas on CPUs work
         in host memory, where elements are anyway.
     experimental_replication_mode : InputReplicationMode
-        Both modes mean the same.
+        PER_REPLICA is accepted by ``MirroredStrategy.distribute_datasets_from_function`` only.
     experimental_place_dataset_on_device : bool
         Whether the dataset itself is on the replica's device; only with PER_REPLICA and without fetching. Datasets are in host
         memory, so that replicas on GPUs refuse it.
@@ -156,11 +155,4 @@ def read_options(options: Any) -> InputOptions:
         return InputOptions()
     if not isinstance(options, InputOptions):
         raise TypeError(f"options must be mpistrat.InputOptions or None; got {type(options).__name__}")
-    if options.experimental_place_dataset_on_device and bound_device() is not None:
-        raise NotImplementedError(
-            "experimental_place_dataset_on_device=True: datasets are in host memory, and this replica is on "
-            f"{own_device()}.\n"
-            "    incorrect:  InputOptions(False, InputReplicationMode.PER_REPLICA, True)\n"
-            "    correct:    InputOptions(None, InputReplicationMode.PER_REPLICA), which copies elements there ahead"
-        )
     return options

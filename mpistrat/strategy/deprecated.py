@@ -63,6 +63,16 @@ def _configure(
         )
 
 
+def _make_input_fn_iterator(self: Any, input_fn: Callable[..., Any], replication_mode: Any = None) -> Any:
+    if getattr(replication_mode, "name", "PER_WORKER") != "PER_WORKER":
+        raise NotImplementedError(
+            f"make_input_fn_iterator takes replication mode PER_WORKER, got {replication_mode}.\n"
+            "    correct:    strategy.distribute_datasets_from_function(input_fn, "
+            "mpistrat.InputOptions(experimental_replication_mode=…))"
+        )
+    return iter(self.distribute_datasets_from_function(input_fn))
+
+
 # of each old method of a strategy: what to use, and what it does
 _OLD_NAMES: dict[str, tuple[str, Callable[..., Any]]] = {
     "unwrap": ("strategy.experimental_local_results(value)", lambda self, value: self.experimental_local_results(value)),
@@ -77,10 +87,7 @@ _OLD_NAMES: dict[str, tuple[str, Callable[..., Any]]] = {
         "iter(strategy.experimental_distribute_dataset(dataset))",
         lambda self, dataset: iter(self.experimental_distribute_dataset(dataset)),
     ),
-    "make_input_fn_iterator": (
-        "iter(strategy.distribute_datasets_from_function(input_fn))",
-        lambda self, input_fn, replication_mode=None: iter(self.distribute_datasets_from_function(input_fn)),
-    ),
+    "make_input_fn_iterator": ("iter(strategy.distribute_datasets_from_function(input_fn))", _make_input_fn_iterator),
     "experimental_make_numpy_dataset": (
         "mpistrat.ArrayDataset(arrays, batch_size)",
         lambda self, numpy_input, session=None, *, batch_size: ArrayDataset(numpy_input, batch_size),

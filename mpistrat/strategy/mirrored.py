@@ -47,6 +47,8 @@ class MirroredStrategy(Strategy):
         default such a job raises LaunchError.
     """
 
+    _accepts_per_replica = True
+
     def __init__(
         self,
         devices: Sequence[str] | None = None,

@@ -40,6 +40,7 @@ class Strategy:
     if they are called in the scope of another strategy; all but `run`, `local` and `explain` also inside `run`.
     """
 
+    _accepts_per_replica = False  # whether `distribute_datasets_from_function` accepts InputReplicationMode.PER_REPLICA
     _cluster_resolver: Any = None
 
     def __init__(self, extended: StrategyExtended) -> None:
@@ -231,7 +232,7 @@ class Strategy:
         dataset : ArrayDataset or iterable
             Batched with the global batch size. The default strategy returns it unchanged.
         options : InputOptions, optional
-            How batches are split, and how many are prefetched.
+            How batches are split, and how many are prefetched. Replication PER_REPLICA is refused.
         """
         self._extended.require_cross_replica("strategy.experimental_distribute_dataset")
         if hasattr(dataset, "distribute") and default_mode().strategy is not self:
@@ -250,10 +251,10 @@ class Strategy:
         dataset_fn : callable
             Takes an `InputContext`, with the index of the input pipeline and the number of replicas; returns a dataset.
         options : InputOptions, optional
-            How many batches are prefetched.
+            How many batches are prefetched. Only MirroredStrategy accepts replication PER_REPLICA.
         """
         self._extended.require_cross_replica("strategy.distribute_datasets_from_function")
-        return distribute_from_function(self, dataset_fn, options)
+        return distribute_from_function(self, dataset_fn, options, accepts_per_replica=self._accepts_per_replica)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Return per-replica values; the component of this replica is the nest ``value_fn(ValueContext(…))``."""

@@ -148,9 +148,10 @@ def test_in_strict_mode_a_rank_that_stops_early_is_noticed(comm, lax):
         lax.extended.communicator.barrier() if comm.rank == 0 else next(iterator)
 
 
-@pytest.mark.parametrize("kind", [mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy])
-def test_there_is_one_pipeline_for_each_replica(comm, make_strategy, kind):
-    strategy = make_strategy(kind, VIRTUAL_NODES=f"1x{comm.size}")
+def test_a_mirrored_strategy_takes_one_pipeline_for_each_replica(comm, make_strategy):
+    strategy = make_strategy(mpistrat.MirroredStrategy, VIRTUAL_NODES=f"1x{comm.size}")
     options = InputOptions(False, InputReplicationMode.PER_REPLICA, True)
     dataset = strategy.distribute_datasets_from_function(lambda context: [np.full(2, context.input_pipeline_id)], options)
     assert [local(strategy, batch).tolist() for batch in dataset] == [[comm.rank] * 2]
+    with pytest.raises(NotImplementedError, match=r"only; got MirroredStrategy\.experimental_distribute_dataset"):
+        strategy.experimental_distribute_dataset(ArrayDataset(np.arange(2), 2), options)

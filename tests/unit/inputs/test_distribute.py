@@ -195,9 +195,13 @@ def test_functions_that_make_no_dataset_are_refused(dataset_fn, error, message):
 
 @pytest.mark.parametrize("distribute", [distribute_dataset, distribute_from_function])
 @pytest.mark.parametrize("strategy", [ONE(), default_mode().strategy])
-def test_options_are_of_their_class(distribute, strategy):
+def test_options_that_no_strategy_here_has_are_refused(distribute, strategy):
+    options = InputOptions(experimental_replication_mode=InputReplicationMode.PER_REPLICA)
+    make = lambda context: [np.zeros(2)]  # noqa: E731
+    with pytest.raises(NotImplementedError, match="PER_REPLICA is for MirroredStrategy.distribute_datasets_from_function only"):
+        distribute(strategy, make, options)
     with pytest.raises(TypeError, match="options must be mpistrat.InputOptions or None; got str"):
-        distribute(strategy, lambda context: [np.zeros(2)], "fast")
+        distribute(strategy, make, "fast")
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])

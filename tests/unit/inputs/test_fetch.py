@@ -9,7 +9,7 @@ import pytest
 
 import mpistrat
 from mpistrat.device.binding import bound_device
-from mpistrat.inputs.distribute import distribute_dataset, distribute_from_function
+from mpistrat.inputs.distribute import distribute_from_function
 from mpistrat.inputs.prefetch import fetched
 from tests.gpu.stand_in_arrays import stand_in_gpu
 from tests.other_arrays import StandardArray, fake_torch
@@ -142,9 +142,8 @@ def test_rows_may_be_on_the_gpu_from_the_start_and_stay_in_host_memory_where_tha
     options = mpistrat.InputOptions(experimental_fetch_to_device=False)
     assert all(type(batch) is np.ndarray for batch in _fed(mpistrat.ArrayDataset(np.arange(10.0), 4), options))
     options = mpistrat.InputOptions(False, mpistrat.InputReplicationMode.PER_REPLICA, True)
-    for distribute in (distribute_dataset, distribute_from_function):
-        with pytest.raises(NotImplementedError, match=r"datasets are in host memory, and this replica is on /gpu:0"):
-            distribute(mpistrat.OneDeviceStrategy(), lambda _: batches(), options)
+    with pytest.raises(NotImplementedError, match=r"datasets are in host memory, and this replica is on /gpu:0"):
+        distribute_from_function(mpistrat.OneDeviceStrategy(), lambda _: batches(), options, accepts_per_replica=True)
 
 
 def test_arrays_of_other_libraries_go_to_the_gpu(gpu, monkeypatch):

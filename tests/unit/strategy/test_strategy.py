@@ -3,6 +3,7 @@
 import copy
 import inspect
 import operator
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -359,6 +360,7 @@ def test_methods_of_old_names(call, message, result):
             lambda s: s.configure(task_type="worker", task_id=1),
             r"moved to another cluster: .*task_id=1.(.|\n)*correct: .*MultiWorkerMirroredStrategy\(cluster_resolver\)",
         ),
+        (lambda s: s.make_input_fn_iterator(print, SimpleNamespace(name="PER_REPLICA")), "takes .* PER_WORKER, got"),
     ],
 )
 def test_what_there_is_no_more_is_refused(call, message):
