@@ -279,6 +279,8 @@ def read_manifest(folder: Path) -> Manifest:
         if crc32(json.dumps(fields).encode()) != found["checksum"]:
             raise CheckpointError(f"{path}: its bytes are not those that were written")
         fields["arrays"] = {name: Spec(dtype, tuple(shape)) for name, (dtype, shape) in fields["arrays"].items()}
+        if any(np.dtype(spec.dtype).hasobject for spec in fields["arrays"].values()):  # bytes of a file are no addresses
+            raise ValueError("an array of objects is in no checkpoint")
         fields["pieces"] = {name: [Piece(*piece) for piece in pieces] for name, pieces in fields["pieces"].items()}
         return Manifest(**fields)
 

@@ -1,5 +1,6 @@
 """The files of a checkpoint: pieces of arrays, and bytes that have changed."""
 
+import json
 import mmap
 from math import inf, prod
 from pathlib import Path
@@ -83,8 +84,13 @@ def test_the_program_gets_the_core_between_parts_of_a_checksum_but_not_for_ever(
     assert (len(yielded), parts) == (4, [1 << 18] * 3 + [5, len(data)])
 
 
-def test_a_manifest_of_a_newer_version_is_refused(folder):
+def test_a_manifest_of_a_newer_version_or_with_addresses_of_objects_is_refused(folder):
     path = folder / files.MANIFEST
+    found = json.loads(path.read_text())
+    found["content"]["arrays"]["w/a"][0] = "O"
+    path.write_text(json.dumps(found | {"checksum": crc32(json.dumps(found["content"]).encode())}))
+    with pytest.raises(CheckpointError, match="an array of objects is in no checkpoint"):
+        files.read_manifest(folder)
     path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
     with pytest.raises(CheckpointError, match="has format 3, and this version of mpistrat reads format 2"):
         files.read_manifest(folder)
