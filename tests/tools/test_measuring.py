@@ -107,16 +107,6 @@ def test_it_measures_and_keeps_and_shows(kept, monkeypatch, capsys):
     assert shown.endswith(f"1 file of mpistrat tune in {kept.parent}\n")
 
 
-def test_files_that_are_not_ours_are_shown_as_such(kept, capsys):
-    kept.mkdir()
-    (kept / "deep.json").write_text("[" * 100_000)
-    os.mkfifo(kept / "pipe.json")
-    assert cli.main(["tune", "--show"]) == 0
-    said = capsys.readouterr().out
-    assert "ignored: it is nested too deeply to be a file of mpistrat" in said
-    assert "ignored: it is not a regular file" in said
-
-
 @pytest.mark.parametrize("words", [["tune"], ["bench", "all_reduce"]], ids=["tune", "bench"])
 def test_what_one_rank_has_no_memory_for_ends_all_by_one_line(tmp_path, words):
     program = f"""
