@@ -17,6 +17,7 @@ import mpistrat
 from mpistrat import settings
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.errors import InvalidArgumentError, LaunchError
+from mpistrat.launch import environment
 from mpistrat.text import format_bytes, format_count, format_table
 from mpistrat.timeline import Timeline
 from mpistrat.tools import run, train_digits
@@ -43,7 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Check all arguments, then start the ranks and wait for them."""
+    """Check all arguments, then start the ranks and wait for them; be one of them where they are started."""
+    timeline = str(arguments.out / "timeline.json")
+    if settings.TIMELINE.read() == timeline and environment.detect() is not None:
+        main(arguments)
+        return 0
     for name in ("ranks", "epochs"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -61,8 +66,7 @@ def execute(arguments: argparse.Namespace) -> int:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InvalidArgumentError(f"--{name} {folder} cannot be created as a folder: {error.strerror}") from None
-    program = ["-m", "mpistrat.tools.demo", *arguments.words[1:]]
-    return run.start(program, world.size, nodes, {settings.TIMELINE.name: str(arguments.out / "timeline.json")})
+    return run.start(["-m", "mpistrat", *arguments.words], world.size, nodes, {settings.TIMELINE.name: timeline})
 
 
 class Step(NamedTuple):
@@ -106,11 +110,8 @@ def means(steps: Sequence[Step]) -> tuple[float, float, float]:
     return loss / images, images / seconds, communicating / seconds
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Train on one of the ranks; print and write the results on rank 0. A collective call."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    arguments = parser.parse_args(argv)
     strategy = mpistrat.MultiWorkerMirroredStrategy()
     communicator, chief = strategy.extended.communicator, strategy.extended.should_save_summary
 
@@ -221,7 +222,3 @@ def _draw(axes: Any, epochs: Sequence[Sequence[Step]], values: Sequence[float], 
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
-
-
-if __name__ == "__main__":
-    main()
