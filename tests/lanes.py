@@ -36,7 +36,6 @@ LANES: dict[str, Callable[[], str]] = {
 
 # one process of `unit` compiles PyTorch and JAX, before all ranks of the jobs of `docs` would
 _ORDER = ("ranks", "unit", "docs", "quality", "tools", "hosts", "slurm", "gpu", "faults")
-_SHARED = ("tests/faults/test_doctor.py", "tests/faults/test_stall_report.py")  # tests of which share the jobs of a fixture
 
 
 def is_selection(config: pytest.Config) -> bool:
@@ -79,7 +78,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, object, object]:
     done = yield
     # keeps the order of jobs, which the plugin has made
-    items.sort(key=lambda item: (_ORDER.index(lane_of(item.nodeid)), not item.nodeid.startswith(_SHARED)))
+    items.sort(key=lambda item: _ORDER.index(lane_of(item.nodeid)))
     return done
 
 
@@ -90,7 +89,7 @@ def scope_of(nodeid: str) -> str:
     so both workers end at the same time.
     """
     lane = lane_of(nodeid)
-    if lane == _ORDER[-1] and not nodeid.startswith(_SHARED):
+    if lane == _ORDER[-1]:
         return nodeid
     return lane if lane == "ranks" else nodeid.split("::")[0]
 

@@ -64,7 +64,6 @@ def test_files_of_a_whole_session_run_beside_each_other(session, tmp_path):
         ("tests/ranks/test_a.py::test_b[2x2]", "ranks"),
         ("tests/unit/test_a.py::test_b[1]", "tests/unit/test_a.py"),
         ("tests/faults/test_a.py::test_b[1]", "tests/faults/test_a.py::test_b[1]"),
-        ("tests/faults/test_doctor.py::test_b", "tests/faults/test_doctor.py"),
     ],
 )
 def test_what_shares_a_job_is_handed_out_together(nodeid, scope):
