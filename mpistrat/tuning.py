@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import re
-import stat
 import tempfile
 import zlib
 from dataclasses import asdict, dataclass, field
@@ -27,8 +26,6 @@ from mpistrat.lazy import MPI
 from mpistrat.logger import logger
 from mpistrat.topology.world import World
 
-_MOST_BYTES = 2.0**40
-_MOST_FILE_BYTES = 1 << 24  # a thousand times the size of the files that we write
 FORMAT = 2  # to be increased when algorithms become faster, which makes older measurements useless
 # the settings that change the time of a collective
 _SHAPING: tuple[settings.Setting[Any], ...] = (
@@ -84,28 +81,25 @@ class Tuning:
             file.replace(path)
 
     @classmethod
-    def from_document(cls, document: Any) -> Tuning:
-        """Return the tuning that a file holds.
-
-        A ValueError says what was expected, if it is not a tuning, or one of another version.
-        """
+    def from_file(cls, path: Path) -> Tuning:
+        """Return the tuning that a file holds; a ValueError says why it holds none, or one of another version."""
         try:
+            document = json.loads(path.read_text())
             if document["format"] != FORMAT:
                 raise ValueError(f"it has format {document['format']!r}, and this version of mpistrat reads format {FORMAT}")
             conditions = Conditions(**document["conditions"])
-            for name, value in asdict(conditions).items():
-                if type(value) is not str:
-                    raise TypeError(f"{name} must be of type str, not {value!r}")
             world_like(conditions)  # raises if there is none
             unknown = sorted(set(document["seconds"]) - set(PLANNERS))
             if unknown:
                 raise ValueError(f"it names unknown algorithms: {', '.join(unknown)}")
             seconds = {
-                name: {int(_positive(int(num_bytes), _MOST_BYTES)): _positive(time) for num_bytes, time in times.items()}
+                name: {int(num_bytes): float(time) for num_bytes, time in times.items()}
                 for name, times in document["seconds"].items()
             }
+            if not all(num_bytes > 0 and time > 0 for times in seconds.values() for num_bytes, time in times.items()):
+                raise ValueError("it holds what is not a positive number")
             return cls(conditions, seconds, str(document["date"]))
-        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"it is not a file of mpistrat tune ({type(error).__name__}: {error})") from None
 
 
@@ -147,7 +141,7 @@ def kept() -> tuple[Path, list[tuple[Path, Tuning | None, str]]]:
     place = named.parent if named else folder()
     for path in [named] if named else sorted(place.glob("*.json")):
         try:
-            found.append((path, Tuning.from_document(_document(path)), ""))
+            found.append((path, Tuning.from_file(path), ""))
         except (OSError, ValueError) as error:
             found.append((path, None, str(error)))
     return place, found
@@ -162,7 +156,7 @@ def _named() -> Path | None:
 def read(path: Path, conditions: Conditions) -> Measured | None:
     """Return what a file holds; None if it does not exist, or cannot be used, which is logged."""
     try:
-        tuning = Tuning.from_document(_document(path))
+        tuning = Tuning.from_file(path)
         if tuning.conditions != conditions:
             raise ValueError(f"it was measured under other conditions: {_difference(tuning.conditions, conditions)}")
         return tuning.measured(str(path))
@@ -195,29 +189,9 @@ def _find(world: World) -> Measured:
         return NOTHING
 
 
-def _document(path: Path) -> Any:
-    """Return the JSON document in a file; an OSError for what is no regular file: a pipe could block."""
-    with open(path, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError("it is not a regular file")
-        if status.st_size > _MOST_FILE_BYTES:
-            raise ValueError(f"it has {status.st_size} bytes, and at most {_MOST_FILE_BYTES} are read")
-        try:
-            return json.load(file)
-        except RecursionError:
-            raise ValueError("it is nested too deeply to be a file of mpistrat") from None
-
-
 def _difference(found: Conditions, expected: Conditions) -> str:
     pairs = [(name, value, getattr(expected, name)) for name, value in asdict(found).items()]
     return ", ".join(f"{name} {value!r}, here {here!r}" for name, value, here in pairs if value != here)
-
-
-def _positive(number: Any, below: float = float("inf")) -> float:
-    if not (type(number) in (int, float) and 0 < number < below):
-        raise ValueError(f"it is not a file of mpistrat tune ({number!r} is not a positive number below {below:g})")
-    return float(number)
 
 
 def world_like(conditions: Conditions) -> World:

@@ -111,7 +111,6 @@ def begin(arguments: argparse.Namespace, most_bytes: int) -> MPI.Intracomm | int
     if code is not None:
         return code
     comm = start()
-    run.check_same_command(comm, arguments.words)
     gather_or_raise(Group(comm, "world"), lambda: _check_memory(most_bytes))
     return comm
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import io
 import os
@@ -28,8 +27,6 @@ COMMANDS = {
     "info": ("mpistrat.tools.info", "show versions, the MPI library that is found, GPUs and settings; does not start MPI"),
     "tune": ("mpistrat.tools.tune", "benchmark this cluster and cache the results for auto, on ranks of its own or of a job"),
 }
-# what a write to stdout fails with: nobody reads it, it is open for reading only, or the disk is full or broken
-_UNWRITABLE = (errno.EPIPE, errno.EBADF, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,15 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = importlib.import_module(COMMANDS[arguments.command][0]).execute(arguments)
         if sys.stdout is not None:  # it was closed before Python started
             sys.stdout.flush()  # so that a closed pipe is noticed here, not when the interpreter exits
-    except OSError as error:
+    except BrokenPipeError:
         view = detect()
-        if error.errno not in _UNWRITABLE or error.filename is not None or (view is not None and view.size != 1):
+        if view is not None and view.size != 1:
             raise  # other ranks may wait for this one: an exception ends the job
-        _discard_output()
-        if error.errno == errno.EPIPE:
-            return 128 + signal.SIGPIPE  # as of a process that it has killed
-        print(f"mpistrat {arguments.command}: stdout cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # to which Python writes at exit what is left
+        return 128 + signal.SIGPIPE  # as of a process that it has killed
     except MpistratError as error:
         if isinstance(error, CollectiveError) and error.raised_everywhere:
             raise  # by a call, whose line is to be seen
@@ -71,12 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code
-
-
-def _discard_output() -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
 
 
 def make_parser(needed: str = "*") -> argparse.ArgumentParser:

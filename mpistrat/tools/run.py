@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrat import settings
 from mpistrat.errors import InvalidArgumentError, LaunchError
@@ -22,9 +22,6 @@ from mpistrat.launch.end_of_job import run_again
 from mpistrat.launch.mpiexec import Ended, Killed, follow
 from mpistrat.text import format_count, format_elapsed
 from mpistrat.topology.world import World
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -177,18 +174,6 @@ def start_own_ranks(arguments: argparse.Namespace) -> int | None:
     if arguments.nodes and arguments.nodes != settings.VIRTUAL_NODES.read():
         raise InvalidArgumentError(f"--nodes {arguments.nodes} in a job: set {settings.VIRTUAL_NODES.name} before it starts")
     return None
-
-
-def check_same_command(comm: MPI.Intracomm, words: Sequence[str]) -> None:
-    """Check that all ranks of a job run the same command, or raise on all of them. A collective call."""
-    theirs = [shlex.join(["mpistrat", *each]) for each in comm.allgather([*words])]
-    other = next((rank for rank, command in enumerate(theirs) if command != theirs[0]), 0)
-    if other:
-        error = InvalidArgumentError(
-            f"all ranks of a job must run the same command: rank 0 runs {theirs[0]!r}, and rank {other} {theirs[other]!r}"
-        )
-        error.raised_everywhere = True
-        raise error
 
 
 def _share_of_cores(num_ranks: int) -> dict[str, str]:

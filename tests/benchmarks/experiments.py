@@ -23,6 +23,5 @@ EXPERIMENTS: dict[str, Callable[[Session], dict[str, Table]]] = {
     "checkpoint": training.checkpoint,
     "safety": safety.run,
     "safety_programs": safety.run_drawn,
-    "safety_hangs": safety.run_hangs,
     "safety_cost": safety.cost,
 }

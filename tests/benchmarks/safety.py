@@ -13,7 +13,6 @@ from tests.benchmarks.messages import KIB, MIB
 from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 from tests.disagreements.case import Plan
-from tests.disagreements.hangs import HANGS, WAITS, find_report
 from tests.disagreements.job import run_cases
 from tests.disagreements.kinds import SHAPES, all_plans, drawn_plans, quick_plans
 from tests.disagreements.ranks import Place
@@ -26,7 +25,6 @@ DRAWN_COUNTS = {
     ("drawn_program", "random programs"): {"1x2": 250, "2+1": 250, "2x2": 250, "1x4": 250},
     ("drawn_pair", "random pairs"): {"1x2": 3000},
 }
-HANG_PLACES = ("1x3", "hosts:1+1+1+1")
 HEADS = ["what", "shape", "cases", *CLASSES, "must not end so", "told at the latest after", "commit"]
 _EVERY = 100  # progress
 
@@ -51,21 +49,6 @@ def run_drawn(session: Session) -> dict[str, Table]:
             plans = drawn_plans(name, Place(shape).size, count // 50 if session.quick else count, 300_000)
             lines.append(_line(session, words, shape, plans))
     return {"": lines}
-
-
-def run_hangs(session: Session) -> dict[str, Table]:
-    """Run all hangs, on one host and on four, and return the line that the stall report named for each."""
-    hangs = {**HANGS, **{f"others in {name}": hang for name, hang in WAITS.items()}}
-    cells: dict[str, list[str]] = {name: [] for name in hangs}
-    places = HANG_PLACES[: 1 if session.quick else None]
-    for place in map(Place, places):
-        for name, hang in hangs.items():
-            found = find_report(place, hang)
-            cells[name].append(found.line or ("told" if found.is_right(hang) else "**no**"))
-            session.say(f"{place.shape}, {name}: {cells[name][-1]}")
-        place.close()
-    heads = ["the missing rank", *(f"line named, {place}" for place in places)]
-    return {"": [heads, *([name, *row] for name, row in cells.items())]}
 
 
 def _line(session: Session, what: str, shape: str, plans: Iterable[Plan]) -> list[str]:

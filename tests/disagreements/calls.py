@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 import mpistrat
 from mpistrat import VariableAggregation, VariableSynchronization
@@ -238,10 +240,12 @@ def _interrupted(case: Case, call: Call) -> None:
 
 
 def _feed(case: Case, call: Call) -> None:
-    """Take so many steps on batches of a generator, which raises at a place: every row of every rank counts, once."""
+    """Take steps on so many batches of a generator, which raises or sleeps at a place: every row of every rank counts."""
 
     def batches() -> Iterator[np.ndarray]:
         for number in range(call.shape[0]):
+            if number == call.place and call.form == "sleeps":
+                time.sleep(_FOR_EVER)
             if number == call.place:
                 raise FileNotFoundError("no such file of rows")
             yield np.full(2, float(number))
@@ -253,6 +257,33 @@ def _feed(case: Case, call: Call) -> None:
     for batch in strategy.distribute_datasets_from_function(lambda context: batches()):
         rows += int(strategy.local(strategy.run(step, args=(batch,))))
     case.look("rows", np.asarray(rows), lambda: np.asarray(2 * sum(other.shape[0] for other in case.calls)))
+
+
+def _of_two(case: Case, call: Call) -> None:
+    """Make a communicator of the two ranks of a pair, which a call before has made."""
+    case.kept.append(mpistrat.Communicator(case.kept[-1]))
+
+
+def _sleep(case: Case, call: Call) -> None:
+    time.sleep(_FOR_EVER)
+
+
+def _read_pipe(case: Case, call: Call) -> None:
+    os.read(os.pipe()[0], 1)
+
+
+def _stop(case: Case, call: Call) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _lock(case: Case, call: Call) -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def _barrier_of_mpi(case: Case, call: Call) -> None:
+    MPI.COMM_WORLD.Barrier()
 
 
 def _compute(case: Case, call: Call) -> None:
@@ -293,8 +324,14 @@ VERBS: dict[str, Callable[[Case, Call], object]] = {
     "drop": _drop,
     "feed": _feed,
     "late": lambda case, call: time.sleep(_LATE_SECONDS),
-    "sleep": lambda case, call: time.sleep(_FOR_EVER),
+    "pair": lambda case, call: case.kept.append(MPI.COMM_WORLD.Split(case.rank // 2)),
+    "of_two": _of_two,
+    "sleep": _sleep,
     "compute": _compute,
+    "pipe": _read_pipe,
+    "stop": _stop,
+    "lock": _lock,
+    "barrier_of_mpi": _barrier_of_mpi,
     "interrupted": _interrupted,
     "raise": _raise,
     "exit": lambda case, call: sys.exit(3),

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.disagreements.case import Plan
+from tests.disagreements.deviations import REPORTED
 from tests.disagreements.kinds import Kind, kind_of
 from tests.disagreements.memory import changed
 from tests.disagreements.ranks import Place, Ranks, default_environment
-from tests.disagreements.verdicts import Evidence, Verdict, judge, missing_in_report
+from tests.disagreements.verdicts import Evidence, Verdict, is_reported, judge
 from tests.processes import patient
 
 PATIENCE_SECONDS = 10.0  # without a word from any rank: then the job stands still; more on a busy machine
@@ -50,11 +51,11 @@ def run_cases(
             for attempt in range(2):
                 fresh = job is None
                 job = job or _Job(place, environment, patience)
-                evidence = job.run(plan, kind.alone)
+                evidence = job.run(plan, kind)
                 if evidence.is_begun or fresh or attempt:
                     break
                 job = job.end()  # what the case before left may be the reason: once more, with new ranks
-            verdict = judge(evidence, kind.says, plan.odd[0], kind.alone, "right" in kind.outcomes)
+            verdict = judge(evidence, kind.says, plan.odd[0], kind.alone, "right" in kind.outcomes, kind.place)
             if not evidence.is_begun:
                 verdict = Verdict(verdict.name, f"before the disagreement: {verdict.text}")
             yield Done(shape, plan, kind, verdict, time.monotonic() - begun)
@@ -73,7 +74,7 @@ class _Job(Ranks):
         super().__init__(place, "tests.disagreements.rank", environment)
         self._patience, self._cases = patience, 0
 
-    def run(self, plan: Plan, alone: bool) -> Evidence:
+    def run(self, plan: Plan, kind: Kind) -> Evidence:
         """Run a case until all ranks have said how it ended, the job has ended, or nothing happens any more."""
         self._cases += 1
         evidence = Evidence(self.place.size)
@@ -90,8 +91,9 @@ class _Job(Ranks):
             if not self.lines or self.process.poll() is not None:
                 break
             # where some have raised, the others are about to be told, in a call of MPI by the end of the job
-            reported = evidence.is_begun and not evidence.ended and missing_in_report(evidence.output, plan.odd[0])
-            evidence.still = time.monotonic() > deadline or bool(reported and not alone)
+            ends = evidence.ended or (kind.alone and kind.allowed != REPORTED)  # by itself, which may come after a report
+            reported = evidence.is_begun and not ends and is_reported(evidence.output, plan.odd[0], kind.alone, kind.place)
+            evidence.still = time.monotonic() > deadline or bool(reported)
             if evidence.still:
                 break
         if len(evidence.ended) < self.place.size and not evidence.still:

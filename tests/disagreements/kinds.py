@@ -8,7 +8,7 @@ from functools import cache
 from itertools import combinations, pairwise, zip_longest
 from typing import Any
 
-from tests.disagreements.calls import ITSELF, Call
+from tests.disagreements.calls import ITSELF, VERBS, Call
 from tests.disagreements.case import Plan
 from tests.disagreements.deviations import (
     ARGUMENTS,
@@ -47,6 +47,14 @@ class Kind:
     @property
     def outcomes(self) -> frozenset[str]:
         return self.allowed or outcomes(self.usual, self.odd)
+
+    @property
+    def place(self) -> str:
+        """A pattern of what a report must say of a rank that does not come: in which function it is, if it can say that."""
+        if self.allowed != REPORTED:
+            return ""
+        verb = self.odd[-1].verb
+        return "stopped|does not answer" if verb == "stop" else rf"\({VERBS[verb].__name__}\)"
 
     @property
     def difference(self) -> str:
@@ -229,15 +237,19 @@ def _sequences(n: int) -> Iterator[Kind]:
 def _absent(n: int) -> Iterator[Kind]:
     """Yield ranks that do not come, or come late, and those whose program ends."""
     one: Calls = [_reduce(n)]
-    for name, call in _simple(n).items():
+    for name, call in {**_simple(n), "strategy": Call("strategy"), "close": Call("close")}.items():
         sizes = FEW if name == "all_reduce" else (10,)
         yield Kind(f"{name}.sleep", [call], [Call("sleep")], sizes, REPORTED, warm="other")
-    yield Kind("all_reduce.compute", one, [Call("compute")], FEW, REPORTED, warm="other")
+    yield Kind("of_two.sleep", [Call("pair"), Call("of_two")], [Call("pair"), Call("sleep")], (10,), REPORTED, warm="other")
+    for verb in ("compute", "pipe", "lock", "barrier_of_mpi"):
+        yield Kind(f"all_reduce.{verb}", one, [Call(verb)], FEW, REPORTED, warm="other")
     yield Kind("late.interrupted", [Call("late"), *one], [Call("interrupted", (n,)), *one], FEW, TOLD, warm="other")
     feed = Call("feed", (6,))
     yield Kind("feed.ends_early", [feed], [Call("feed", (4,))], (10,), warm="other")
+    yield Kind("feed.sleeps", [feed], [Call("feed", (6,), place=3, form="sleeps")], (10,), REPORTED, warm="other")
     end = {"alone": True, "warm": "other"}
     yield Kind("feed.raises", [feed], [Call("feed", (6,), place=3)], (10,), says=r"(?i)no such file of rows", **end)
+    yield Kind("all_reduce.stop", one, [Call("stop")], FEW, REPORTED, **end)  # it can answer nobody
     yield Kind("all_reduce.raise", one, [Call("raise")], FEW, says=r"(?i)a rank fails here", **end)
     yield Kind("all_reduce.end", one, [], FEW, TOLD_OR_REPORTED, says=r"(?is)(rank \d+).*(end|gone|exit|left)", **end)
     for verb in ("exit", "vanish"):

@@ -59,17 +59,16 @@ class Verdict:
     further: int = 0  # after how many further calls the last rank was told; 0 where it was told in the calls themselves
 
 
-def judge(evidence: Evidence, says: str, odd: int, alone: bool, is_right: bool) -> Verdict:
-    """Return the class of a case, which may be right in spite of the difference, or not."""
+def judge(evidence: Evidence, says: str, odd: int, alone: bool, is_right: bool, place: str = "") -> Verdict:
+    """Return the class of a case, which may be right in spite of the difference, or not; a report must hold the `place`."""
     text, output, code = _text(evidence), evidence.output, evidence.exit_code
     if evidence.foreign:
         return Verdict("foreign", f"{'; '.join(evidence.foreign[:3])}; {text}")
     if (code is not None or evidence.still) and _CRASHED.search(output) and "MPI_ABORT was invoked" not in output:
         return Verdict("crash", f"{_last_lines(output)}; {text}")
     if evidence.still:
-        lines = missing_in_report(output, odd)
-        if lines or (alone and _says_missing(output, odd)):  # a rank that has ended is at no line
-            return Verdict("reported", f"{', '.join(lines[:1])}; {text}")
+        if is_reported(output, odd, alone, place):
+            return Verdict("reported", f"{', '.join(missing_in_report(output, odd)[:1])}; {text}")
         return Verdict("partial" if evidence.ended else "hang", text)
     if code is not None:
         name = "told" if code and re.search(says, f"{output}\nexit:{code}") else "raw" if code or not alone else "silent"
@@ -91,6 +90,12 @@ def told(error: Mapping[str, Any], odd: int) -> bool:
     if _RAW.search(error["text"]):
         return False
     return bool(_OURS & set(error["bases"])) or (error["raised_by_us"] and "MpistratError" not in error["bases"])
+
+
+def is_reported(output: str, odd: int, alone: bool, place: str) -> bool:
+    """Return whether a stall report names a rank, and its line; one that has ended, or is stopped, is at none."""
+    is_named = missing_in_report(output, odd) or (alone and _says_missing(output, odd))
+    return bool(is_named and re.search(place and f"missing: .*(?:{place})", output))
 
 
 def missing_in_report(output: str, odd: int) -> list[str]:

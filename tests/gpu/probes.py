@@ -129,7 +129,7 @@ def _on_nodes(name: str, words: str, shape: str, transport: str, **how: object) 
 
 def _soak(transport: str, seconds: float) -> Probe:
     how = {"most": {"device_mib_growth": 0}, "seconds": seconds, "MPISTRAT_CHUNK_BYTES": "1MiB"}
-    return _on_nodes("soak", "soak steps", "2x2", transport, **how)
+    return _on_nodes("soak", "soak verbs", "2x2", transport, **how)
 
 
 def _open_close(transport: str, rounds: int) -> Probe:

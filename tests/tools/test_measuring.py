@@ -1,8 +1,6 @@
 """``mpistrat bench`` and ``tune``: what they print, keep and show on several ranks, and what they refuse."""
 
 import json
-import os
-import sys
 import textwrap
 from types import SimpleNamespace
 
@@ -10,12 +8,11 @@ import pytest
 
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.errors import DeadlineExceededError, SettingError
-from mpistrat.launch.mpiexec import command
 from mpistrat.settings import ALGORITHM
 from mpistrat.tools import bench, cli
 from tests.gpu.stand_in import UNFINISHED
 from tests.gpu.stand_in_arrays import stand_in_gpu
-from tests.processes import run_bounded, run_mpistrat
+from tests.processes import run_mpistrat
 
 
 def test_the_table():
@@ -107,16 +104,6 @@ def test_it_measures_and_keeps_and_shows(kept, monkeypatch, capsys):
     assert shown.endswith(f"1 file of mpistrat tune in {kept.parent}\n")
 
 
-def test_files_that_are_not_ours_are_shown_as_such(kept, capsys):
-    kept.mkdir()
-    (kept / "deep.json").write_text("[" * 100_000)
-    os.mkfifo(kept / "pipe.json")
-    assert cli.main(["tune", "--show"]) == 0
-    said = capsys.readouterr().out
-    assert "ignored: it is nested too deeply to be a file of mpistrat" in said
-    assert "ignored: it is not a regular file" in said
-
-
 @pytest.mark.parametrize("words", [["tune"], ["bench", "all_reduce"]], ids=["tune", "bench"])
 def test_what_one_rank_has_no_memory_for_ends_all_by_one_line(tmp_path, words):
     program = f"""
@@ -134,16 +121,6 @@ def test_what_one_rank_has_no_memory_for_ends_all_by_one_line(tmp_path, words):
     refused = f"mpistrat {words[0]}: rank 1: arrays of "
     assert [line[: len(refused)] for line in done.stderr.splitlines() if "mpistrat" in line] == [refused]
     assert "ended with 2" in done.stdout
-
-
-@pytest.mark.parametrize("words", ["tune", "bench all_reduce --max-bytes 256"])
-def test_ranks_that_run_different_commands_are_told_so(words):
-    python = f"{sys.executable} -m mpistrat"
-    argv, environ = command(1, f"{python} bench all_reduce --max-bytes 64 : -n 1 {python} {words}".split())
-    done = run_bounded(argv, 60, {**os.environ, **environ})
-    assert f"rank 0 runs 'mpistrat bench all_reduce --max-bytes 64', and rank 1 'mpistrat {words}'" in done.stderr
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("all ranks of a job must run the same command") == 1
 
 
 def test_one_rank_has_nothing_to_tune(kept):

@@ -1,6 +1,5 @@
 """mpistrat plan: what it prints, what it refuses, and that it needs no MPI."""
 
-import errno
 import os
 import signal
 import subprocess
@@ -83,22 +82,12 @@ def test_a_stdout_that_was_closed_or_cannot_encode_is_no_error():
     assert (done.stdout.rstrip(), done.stderr) == (rb"5 \xb5s", b"")
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "said"),
-    [(errno.EPIPE, 141, ""), (errno.ENOSPC, 2, "mpistrat plan: stdout cannot be written: No space left on device\n")],
-)
-def test_one_rank_of_several_that_cannot_write_ends_the_others_by_an_exception(monkeypatch, capsys, number, code, said):
-    error = OSError(number, os.strerror(number))
+def test_one_rank_of_several_whose_reader_has_gone_ends_the_others_by_an_exception(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
-    monkeypatch.setattr(plan_command, "execute", lambda _: (_ for _ in ()).throw(error))
-    monkeypatch.setattr(cli, "_discard_output", lambda: None)
-    words = ["plan", "--world", "4x8", "--bytes", "8"]
-    assert cli.main(words) == code
-    assert capsys.readouterr().err == said
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    with pytest.raises(type(error)):
-        cli.main(words)
+    monkeypatch.setattr(plan_command, "execute", lambda _: (_ for _ in ()).throw(BrokenPipeError))
+    with pytest.raises(BrokenPipeError):
+        cli.main(["plan", "--world", "4x8", "--bytes", "8"])
 
 
 def test_ctrl_c_while_modules_are_imported_prints_no_traceback(tmp_path):
