@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import shutil
 import socket
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,16 +19,20 @@ import mpistrat
 from mpistrat import settings
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.errors import InvalidArgumentError, LaunchError
-from mpistrat.launch import environment
 from mpistrat.text import format_bytes, format_count, format_table
 from mpistrat.timeline import Timeline
 from mpistrat.tools import run, train_digits
 from mpistrat.tools.bench import place_text
 from mpistrat.topology.world import World
 
-NEEDED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NEEDED = {"rich": "rich", "sklearn": "scikit-learn", "matplotlib": "matplotlib"}
 # wide enough for more than 1 MiB of gradients
 HIDDEN, RATE = 4096, 0.03
+# the progress bar shows the mean of so many steps, because single steps vary
+RECENT = 10
 # every scope of a plan; training steps have their own lane
 LANES = ("intra", "inter", "world")
 
@@ -41,14 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=int, default=8, metavar="N", help="passes over the training images (default: 8)")
     where = "folder for plot and timeline (default: mpistrat-demo)"
     parser.add_argument("--out", type=Path, default=Path("mpistrat-demo"), metavar="DIR", help=where)
+    # a rank cannot find out itself: mpiexec reads its output, and may give it a pseudo-terminal
+    parser.add_argument("--width", type=int, default=0, help=argparse.SUPPRESS)
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Check all arguments, then start the ranks and wait for them; be one of them where they are started."""
-    timeline = str(arguments.out / "timeline.json")
-    if settings.TIMELINE.read() == timeline and environment.detect() is not None:
-        main(arguments)
-        return 0
+    """Check all arguments, then start the ranks and wait for them."""
     for name in ("ranks", "epochs"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -66,7 +70,9 @@ def execute(arguments: argparse.Namespace) -> int:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InvalidArgumentError(f"--{name} {folder} cannot be created as a folder: {error.strerror}") from None
-    return run.start(["-m", "mpistrat", *arguments.words], world.size, nodes, {settings.TIMELINE.name: timeline})
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    program = ["-m", "mpistrat.tools.demo", "--width", str(width), *arguments.words[1:]]
+    return run.start(program, world.size, nodes, {settings.TIMELINE.name: str(arguments.out / "timeline.json")})
 
 
 class Step(NamedTuple):
@@ -110,40 +116,50 @@ def means(steps: Sequence[Step]) -> tuple[float, float, float]:
     return loss / images, images / seconds, communicating / seconds
 
 
-def main(arguments: argparse.Namespace) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Train on one of the ranks; print and write the results on rank 0. A collective call."""
+    from rich.console import Console
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
     strategy = mpistrat.MultiWorkerMirroredStrategy()
     communicator, chief = strategy.extended.communicator, strategy.extended.should_save_summary
-
-    def say(*lines: str) -> None:
-        if chief:
-            print(*lines, sep="\n", flush=True)
-
-    say(*_introduction(communicator), "rank 0 loads the images: it imports scikit-learn …")
+    console = Console(
+        force_terminal=arguments.width > 0, width=arguments.width or None, soft_wrap=True, highlight=False, quiet=not chief
+    )
+    _introduce(console, communicator)
     meter = Meter(communicator.timeline)
-    accuracy = _train(strategy, arguments.epochs, arguments.checkpoint, meter, say)
+    accuracy = _train(console, strategy, arguments.epochs, arguments.checkpoint, meter)
     if not meter.steps:
-        say(f"all {format_count(arguments.epochs, 'epoch')} were in {arguments.checkpoint}: test accuracy {accuracy:.3f}")
-    elif chief:
+        console.print(
+            f"all {format_count(arguments.epochs, 'epoch')} were in {arguments.checkpoint}: test accuracy {accuracy:.3f}"
+        )
+        return
+    if chief:
         _plot(arguments.out / "training.png", f"{_sizes(communicator.world)}: test accuracy {accuracy:.3f}", meter.steps)
-        say(*_conclusion(accuracy, meter.steps, arguments.out))
+    _conclude(console, accuracy, meter.steps, arguments.out)
 
 
-def _introduction(communicator: BaseCommunicator) -> list[str]:
-    """Return the topology, and the plan for the gradients. A collective call."""
+def _introduce(console: Console, communicator: BaseCommunicator) -> None:
+    """Show the topology, and the plan for the gradients."""
+    from rich.markup import escape
+
     # the loss and the number of images are reduced together with the gradients
     count = sum(array.size for array in train_digits.first_weights(HIDDEN).values()) + 2
     dtype = np.dtype(np.float32)
     kind = "virtual nodes on" if settings.VIRTUAL_NODES.read() else "real nodes, this is"
     choice = communicator.choose(count, dtype)
     facts = [
-        ("computed", place_text(communicator)),
+        ("computed", escape(place_text(communicator))),
         ("gradients", f"{format_bytes(count * dtype.itemsize)} of {dtype} on each rank, summed over all ranks in each step"),
         ("plan", "one replica: nothing is sent" if choice is None else str(choice.plan)),
         ("why", "there is only one rank" if choice is None else choice.reason),
     ]
-    title = f"A network learns handwritten digits on {_sizes(communicator.world)}, {kind} {socket.gethostname()}"
-    return [title, "", _topology(communicator.world), "", format_table(facts), ""]
+    console.print(
+        f"[bold]A network learns handwritten digits on {_sizes(communicator.world)}[/], {kind} {socket.gethostname()}\n"
+    )
+    console.print(_topology(communicator.world), "", format_table(facts), "", sep="\n")
 
 
 def _topology(world: World) -> str:
@@ -153,36 +169,49 @@ def _topology(world: World) -> str:
     return format_table([("", *(f"rail {shard}" for shard in shards)), *nodes])
 
 
-def _train(strategy: mpistrat.Strategy, epochs: int, checkpoints: Path | None, meter: Meter, say: Callable[..., None]) -> float:
-    """Train, and say a line for each epoch; return the accuracy on the test data."""
+def _train(console: Console, strategy: mpistrat.Strategy, epochs: int, checkpoints: Path | None, meter: Meter) -> float:
+    """Train with a progress bar, or without a terminal a line per epoch; return the accuracy on the test data."""
+    from rich.progress import BarColumn, Progress, TextColumn
 
-    def on_start(epoch: int) -> None:
-        if epoch:
-            say(f"goes on after epoch {epoch}, from {checkpoints}")
-        meter.start()
+    console.print("rank 0 imports scikit-learn, and loads its images")
+    columns = (TextColumn("epoch {task.fields[epoch]}"), BarColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        total = epochs * train_digits.TRAINING_IMAGES
+        bar = progress.add_task("", total=total, epoch=1)
 
-    def on_step(epoch: int, loss: float, images: int) -> None:
-        meter.end_step(epoch, loss, images)
-        if sum(step.images for step in meter.steps) % train_digits.TRAINING_IMAGES == 0:  # the epoch has ended
-            loss, rate, share = means([step for step in meter.steps if step.epoch == epoch])
-            say(f"epoch {epoch + 1}/{epochs}  loss {loss:.3f}  {rate:6.0f} images/s  {share:4.0%} communicating")
+        def on_start(epoch: int) -> None:
+            if epoch:
+                console.print(f"goes on after epoch {epoch}, from {checkpoints}")
+                progress.update(bar, advance=epoch * train_digits.TRAINING_IMAGES)
+            meter.start()
 
-    how: dict[str, Any] = {"checkpoints": checkpoints, "on_start": on_start, "on_step": on_step}
-    return train_digits.train(strategy, epochs, rate=RATE, hidden=HIDDEN, **how)[1]
+        def on_step(epoch: int, loss: float, images: int) -> None:
+            meter.end_step(epoch, loss, images)
+            progress.update(bar, advance=images, epoch=epoch + 1, description=_summary(meter.steps[-RECENT:]))
+            ended = sum(step.images for step in meter.steps) % train_digits.TRAINING_IMAGES == 0
+            if ended and not console.is_terminal:
+                console.print(f"epoch {epoch + 1}/{epochs}  {_summary([step for step in meter.steps if step.epoch == epoch])}")
+
+        return train_digits.train(
+            strategy, epochs, rate=RATE, hidden=HIDDEN, checkpoints=checkpoints, on_start=on_start, on_step=on_step
+        )[1]
 
 
-def _conclusion(accuracy: float, steps: Sequence[Step], out: Path) -> list[str]:
+def _summary(steps: Sequence[Step]) -> str:
+    loss, rate, share = means(steps)
+    return f"loss {loss:.3f}  {rate:6.0f} images/s  {share:4.0%} communicating"
+
+
+def _conclude(console: Console, accuracy: float, steps: Sequence[Step], out: Path) -> None:
+    console.print(f"\n[bold]test accuracy {accuracy:.3f}[/] after {format_count(steps[-1].epoch + 1, 'epoch')}")
     _, rate, share = means(steps)
+    console.print(f"{rate:.0f} images/s; {share:.0%} of the time communicating, copies and waiting for other ranks included\n")
     files = [
         (str(out / "training.png"), "loss and throughput of each step"),
         (str(out / "timeline.json"), "what each rank did when: open it at https://ui.perfetto.dev or chrome://tracing"),
         (train_digits.__file__, "the training script; start it with python, mpiexec, srun or mpistrat run"),
     ]
-    return [
-        f"\ntest accuracy {accuracy:.3f} after {format_count(steps[-1].epoch + 1, 'epoch')}",
-        f"{rate:.0f} images/s; {share:.0%} of the time communicating, copies and waiting for other ranks included\n",
-        format_table(files),
-    ]
+    console.print(format_table(files))
 
 
 def _sizes(world: World) -> str:
@@ -222,3 +251,7 @@ def _draw(axes: Any, epochs: Sequence[Sequence[Step]], values: Sequence[float], 
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
+
+
+if __name__ == "__main__":
+    main()

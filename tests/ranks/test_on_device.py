@@ -1,7 +1,6 @@
 """Strategies of several replicas that compute on GPUs: stand-in devices whose streams dawdle; the host is the oracle."""
 
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,7 +47,8 @@ def test_training_on_gpus_gives_the_weights_of_the_host(comm, on_gpu, monkeypatc
 
 @needs_ranks(2)
 def test_the_demo_runs_on_gpus_and_says_so(comm, gpu, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib", reason="no matplotlib: pip install '.[demo]'")
+    for package in ("rich", "matplotlib"):
+        pytest.importorskip(package, reason=f"no {package}: pip install '.[demo]'")
     # rank 0 alone needs the plot, but Hypothesis draws other examples where other modules are imported
     import matplotlib.pyplot  # noqa: F401
 
@@ -56,7 +56,7 @@ def test_the_demo_runs_on_gpus_and_says_so(comm, gpu, tmp_path, capsys, monkeypa
 
     monkeypatch.setattr(demo, "HIDDEN", 64)
     monkeypatch.setattr("mpistrat.tools.train_digits.TRAINING_IMAGES", 256)
-    demo.main(SimpleNamespace(epochs=1, out=tmp_path, checkpoint=None))
+    demo.main(["--epochs", "1", "--out", str(tmp_path), "--width", "0"])
     if comm.rank == 0:
         shown = capsys.readouterr().out
         assert re.search(r"^computed   on GPUs \(.*\), combined by \w", shown, re.MULTILINE), shown

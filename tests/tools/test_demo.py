@@ -56,8 +56,8 @@ def check_timeline(folder, num_steps):
 
 
 def test_demo_as_it_comes(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")  # which has no ellipsis
     folder = tmp_path / "new" / "folder"
-    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")  # which has no "…"
     done = run_mpistrat("demo", "--out", str(folder))
     lines = done.stdout.splitlines()
     assert lines[0].startswith("A network learns handwritten digits on 4 ranks on 2 nodes (2x2), virtual nodes on ")
@@ -77,6 +77,7 @@ def test_demo_as_it_comes(tmp_path, monkeypatch):
     for name in ("training.png", "timeline.json"):
         assert str(folder / name) in done.stdout
     assert "https://ui.perfetto.dev" in done.stdout
+    assert "\x1b" not in done.stdout, "no terminal, no escape sequences"
     assert_is_picture(folder / "training.png")
     check_timeline(folder, 8 * 12)
 
@@ -93,7 +94,7 @@ def test_ranks_alone_make_two_nodes(tmp_path, monkeypatch, chosen, size, nodes):
     assert (num_ranks, shape) == (size, nodes)
     assert variables == {"MPISTRAT_TIMELINE": str(tmp_path / "timeline.json")}
     assert os.environ == before, "other jobs of this process have no timeline"
-    assert program[:5] == ["-m", "mpistrat", "demo", "--epochs", "3"]
+    assert program[:6] == ["-m", "mpistrat.tools.demo", "--width", "0", "--epochs", "3"]
 
 
 def test_a_demo_that_was_interrupted_goes_on(tmp_path):
