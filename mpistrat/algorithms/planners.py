@@ -9,7 +9,6 @@ Invariant: every size limit of the planners is here; to tune an algorithm, chang
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 
@@ -29,23 +28,17 @@ SCATTER_FROM_BYTES = 512 * KIB
 """The smallest array that is reduced and scattered: below, an all-reduce takes fewer steps, and each rank its part of that."""
 
 
-@dataclass(frozen=True)
-class PipelineRule:
-    """The sizes of overlapping chunks, unless the caller sets one, and how many are in flight at a time."""
-
-    end_bytes: int  # of the first and last: small, because links are idle while the first is copied in, and the last one out
-    max_bytes: int
-    depth: int
+DEPTH = 3
+"""How many overlapping chunks are in flight at a time."""
 
 
-# on one node there is nothing to overlap: the chunks only keep the shared window inside the cache
-_ONE_NODE = PipelineRule(end_bytes=1 * MIB, max_bytes=1 * MIB, depth=3)
-_SEVERAL_NODES = PipelineRule(end_bytes=512 * KIB, max_bytes=2 * MIB, depth=3)
+def chunk_sizes(world: World) -> tuple[int, int]:
+    """Return the bytes of the first and last of overlapping chunks, and of the largest, unless the caller sets a size.
 
-
-def pipeline_rule(world: World) -> PipelineRule:
-    """Return the sizes of overlapping chunks on this world."""
-    return _ONE_NODE if world.num_nodes == 1 else _SEVERAL_NODES
+    The ends are small, because links are idle while the first is copied in, and the last one out. On one node there is nothing
+    to overlap: the chunks only keep the shared window inside the cache.
+    """
+    return (MIB, MIB) if world.num_nodes == 1 else (512 * KIB, 2 * MIB)
 
 
 def hierarchical_from_bytes(world: World) -> int:
@@ -113,19 +106,16 @@ def hierarchical(world: World, count: int, itemsize: int, chunk_bytes: int = 0) 
         Training in a Flash. arXiv:1811.05233, 2018. Chunks: Luo, Wu, Bosilca, Pei, Cao, Patinyasakdikul, Zhong, Dongarra: HAN:
         a Hierarchical AutotuNed Collective Communication Framework. IEEE CLUSTER 2020.
     """
-    rule, phases = pipeline_rule(world), _phases(world)
-    if not chunk_bytes and count * itemsize < chunks_from_bytes(world):
-        return Plan("hierarchical", world, count, itemsize, phases, chunk_elements(world, count, itemsize, SCRATCH_BYTES))
-    if chunk_bytes:
-        end = largest = whole_shards(world, itemsize, chunk_bytes)
-    else:
-        # the largest is rounded down: slots, of sizes that are powers of two, hold it without one byte more
-        end, largest = padded(world, rule.end_bytes // itemsize), whole_shards(world, itemsize, rule.max_bytes)
+    overlaps = bool(chunk_bytes) or count * itemsize >= chunks_from_bytes(world)
+    end_bytes, max_bytes = chunk_sizes(world)
+    # the largest is rounded down: slots, of sizes that are powers of two, hold it without one byte more
+    largest = whole_shards(world, itemsize, chunk_bytes or (max_bytes if overlaps else SCRATCH_BYTES))
+    end = padded(world, end_bytes // itemsize) if overlaps and not chunk_bytes else largest
     lengths = chunk_lengths(world, count, end, largest)
     chunk_count = padded(world, max(lengths, default=1))
-    depth = max(min(rule.depth, len(lengths)), 1)
+    depth = max(min(DEPTH, len(lengths)), 1) if overlaps else 1
     end_count = end if end < chunk_count else 0
-    return Plan("hierarchical", world, count, itemsize, phases, chunk_count, depth, end_count=end_count)
+    return Plan("hierarchical", world, count, itemsize, _phases(world), chunk_count, depth, end_count=end_count)
 
 
 def reduce_scatter(world: World, bounds: Sequence[int], itemsize: int, algorithm: str = "auto", chunk_bytes: int = 0) -> Plan:
@@ -152,9 +142,8 @@ def reduce_scatter(world: World, bounds: Sequence[int], itemsize: int, algorithm
         raise Unsuitable("because the array is so small that steps count more than bytes")
     longest, depth = max(stop - start for start, stop in pairwise(bounds)), 1
     if world.num_nodes > 1:  # else nothing crosses nodes meanwhile
-        rule = pipeline_rule(world)
-        num_chunks = -(-longest // max((chunk_bytes or rule.max_bytes) // itemsize // world.size, 1))
-        longest, depth = -(-longest // num_chunks), min(rule.depth, num_chunks)
+        num_chunks = -(-longest // max((chunk_bytes or chunk_sizes(world)[1]) // itemsize // world.size, 1))
+        longest, depth = -(-longest // num_chunks), min(DEPTH, num_chunks)
     scopes = [Scope.INTRA] * (world.num_shards > 1) + [Scope.INTER] * (world.num_nodes > 1)
     phases, chunk_count = tuple(Phase(Verb.REDUCE_SCATTER, scope) for scope in scopes), longest * world.size
     return Plan("hierarchical", world, bounds[-1], itemsize, phases, chunk_count, depth, bounds=tuple(bounds))

@@ -80,7 +80,7 @@ def test_chunks_are_cut_by_rule(shape, num_bytes, num_chunks):
     world = World.from_shape(shape)
     plan = hierarchical(world, num_bytes // 4, 4)
     assert plan.num_chunks == num_chunks
-    assert plan.depth == min(planners.pipeline_rule(world).depth, num_chunks)
+    assert plan.depth == min(planners.DEPTH, num_chunks)
 
 
 def test_a_plan_begins_and_ends_with_small_chunks_unless_others_were_asked_for():
@@ -124,12 +124,12 @@ def test_chunks_are_few_even_and_bounded(world, count, itemsize, max_bytes):
 
 
 def test_the_reference_page_has_the_limits_of_the_table():
-    rule, text = planners.pipeline_rule(World.from_shape("2x2")), " ".join(PAGE.read_text().split())
+    (end_bytes, max_bytes), text = planners.chunk_sizes(World.from_shape("2x2")), " ".join(PAGE.read_text().split())
     assert f"A buffer of up to {planners.SCRATCH_BYTES // MIB} MiB is one chunk" in text
-    assert f"with {rule.depth} in flight at a time" in text
-    assert f"begin and end at {rule.end_bytes // KIB} KiB" in text
-    assert f"double up to {rule.max_bytes // MIB} MiB" in text
-    assert f"chunks are of {planners.pipeline_rule(World.from_shape('1x2')).max_bytes // MIB} MiB, which stay" in text
+    assert f"with {planners.DEPTH} in flight at a time" in text
+    assert f"begin and end at {end_bytes // KIB} KiB" in text
+    assert f"double up to {max_bytes // MIB} MiB" in text
+    assert f"chunks are of {planners.chunk_sizes(World.from_shape('1x2'))[1] // MIB} MiB, which stay" in text
 
 
 @pytest.mark.parametrize(
