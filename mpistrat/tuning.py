@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat import settings
-from mpistrat.algorithms.choose import NOTHING, PLANNERS, Measured
+from mpistrat.algorithms.planners import NOTHING, PLANNERS, Measured
 from mpistrat.errors import LaunchError
 from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.groups.hierarchy import Hierarchy

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from mpistrat import settings
-from mpistrat.algorithms.choose import Choice, Measured
+from mpistrat.algorithms.planners import Choice, Measured
 from mpistrat.arrays import Array, as_operand, check_capture, is_on_device, like, to_device
 from mpistrat.communicator.data_movement import DataMovement
 from mpistrat.communicator.explain import Explanation, MemoryReport

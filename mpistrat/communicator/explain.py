@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpistrat.algorithms.choose import Choice, measured_text
 from mpistrat.algorithms.plan import chunks_text, phases_text
+from mpistrat.algorithms.planners import Choice, measured_text
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.topology.world import World
 

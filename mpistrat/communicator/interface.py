@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpistrat.algorithms.choose import Choice
+from mpistrat.algorithms.planners import Choice
 from mpistrat.arrays import Array, like
 from mpistrat.communicator.explain import Explanation, MemoryReport
 from mpistrat.communicator.options import CommunicationOptions, check_options

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from mpistrat import settings
-from mpistrat.algorithms.choose import PLANNERS
+from mpistrat.algorithms.planners import PLANNERS
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.agreement import Agreement
 

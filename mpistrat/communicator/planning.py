@@ -12,8 +12,8 @@ import numpy as np
 
 from mpistrat import settings
 from mpistrat.algorithms import planners
-from mpistrat.algorithms.choose import NOTHING, Choice, Measured, choose, choose_on_gpus
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
+from mpistrat.algorithms.planners import NOTHING, Choice, Measured, choose, choose_on_gpus
 from mpistrat.arrays import Array, is_on_device, part_bounds
 from mpistrat.communicator.explain import Explanation, Pack
 from mpistrat.communicator.gpu_arrays import GpuArrays

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.algorithms.choose import Choice
+from mpistrat.algorithms.planners import Choice
 from mpistrat.arrays import Array, is_on_device, retained_bytes
 from mpistrat.communicator.explain import Explanation, MemoryReport
 from mpistrat.communicator.options import CommunicationOptions

@@ -26,7 +26,7 @@ from mpistrat import settings
 from mpistrat.device import binding, cuda
 from mpistrat.errors import LaunchError, SettingError
 from mpistrat.launch import abort, environment, openmpi, process
-from mpistrat.launch.libraries import FLAVOURS, no_library, recognise
+from mpistrat.launch.environment import FLAVOURS, no_library, recognise
 from mpistrat.lazy import MPI
 from mpistrat.logger import logger
 

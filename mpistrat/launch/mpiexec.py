@@ -28,8 +28,7 @@ from pathlib import Path
 from mpistrat import settings
 from mpistrat.errors import LaunchError
 from mpistrat.launch import openmpi
-from mpistrat.launch.environment import in_slurm_allocation
-from mpistrat.launch.libraries import FLAVOURS, MpiFlavour, no_library, recognise
+from mpistrat.launch.environment import FLAVOURS, MpiFlavour, in_slurm_allocation, no_library, recognise
 from mpistrat.launch.process import children, open_mpi_segments
 
 # how a job survives the loss of ranks; the variable is for programs that import mpi4py before this library

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.algorithms.choose import PLANNERS
+from mpistrat.algorithms.planners import PLANNERS
 from mpistrat.arrays import Array, array_module
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.interface import BaseCommunicator

@@ -7,8 +7,8 @@ import argparse
 import ml_dtypes
 import numpy as np
 
-from mpistrat.algorithms.choose import PLANNERS, Choice, choose
 from mpistrat.algorithms.plan import chunks_text, phases_text
+from mpistrat.algorithms.planners import PLANNERS, Choice, choose
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_table

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpistrat.algorithms.choose import NOTHING, PLANNERS, choose
+from mpistrat.algorithms.planners import NOTHING, PLANNERS, choose
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, LaunchError, TransportError

@@ -12,7 +12,7 @@ from mpi4py import MPI
 import mpistrat
 import mpistrat.mpi4py
 from mpistrat import settings
-from mpistrat.algorithms.choose import PLANNERS
+from mpistrat.algorithms.planners import PLANNERS
 from mpistrat.experimental import CommunicationOptions
 from tests.fuzz.operands import OPS, VERBS, Operand, Operands, draw_targets, is_refused, overlaps, told
 from tests.fuzz.strategy_cases import make_strategy, play_strategy, play_variable

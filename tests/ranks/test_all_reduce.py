@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.algorithms.choose import PLANNERS
+from mpistrat.algorithms.planners import PLANNERS
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
 from mpistrat.testing.transport_suite import DTYPES, operations

@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat
-from mpistrat.algorithms.choose import NOTHING, Measured
+from mpistrat.algorithms.planners import NOTHING, Measured
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, InvalidArgumentError, LaunchError, SettingError, TransportError, UnavailableError
 from mpistrat.groups.group import Group

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpistrat.algorithms.choose import PLANNERS
+from mpistrat.algorithms.planners import PLANNERS
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports import mpi, ring

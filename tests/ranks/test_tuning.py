@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.algorithms.choose import NOTHING, PLANNERS
+from mpistrat.algorithms.planners import NOTHING, PLANNERS
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.tools.tune import measure
 from mpistrat.topology.world import World

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpistrat.algorithms.choose import PLANNERS
+from mpistrat.algorithms.planners import PLANNERS
 from mpistrat.errors import DeadlineExceededError, SettingError
 from mpistrat.settings import ALGORITHM
 from mpistrat.tools import bench, cli

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat import tuning
-from mpistrat.algorithms.choose import NOTHING, Measured
+from mpistrat.algorithms.planners import NOTHING, Measured
 from mpistrat.topology.world import World
 from mpistrat.tuning import Conditions, Tuning, read, tuning_path, world_like
 

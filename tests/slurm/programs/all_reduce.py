@@ -5,7 +5,7 @@ import os
 import numpy as np
 
 import mpistrat
-from mpistrat.algorithms.choose import PLANNERS
+from mpistrat.algorithms.planners import PLANNERS
 from mpistrat.launch.bootstrap import start
 from mpistrat.topology.discover import discover
 

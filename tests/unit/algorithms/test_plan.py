@@ -12,8 +12,17 @@ from hypothesis import strategies as st
 
 from mpistrat.algorithms import plan as plans
 from mpistrat.algorithms import planners
-from mpistrat.algorithms.choose import PLANNERS, Measured, choose, choose_on_gpus
-from mpistrat.algorithms.planners import SCATTER_FROM_BYTES, flat, hierarchical, hierarchical_from_bytes, reduce_scatter
+from mpistrat.algorithms.planners import (
+    PLANNERS,
+    SCATTER_FROM_BYTES,
+    Measured,
+    choose,
+    choose_on_gpus,
+    flat,
+    hierarchical,
+    hierarchical_from_bytes,
+    reduce_scatter,
+)
 from mpistrat.arrays import part_bounds
 from mpistrat.errors import Unsuitable
 from mpistrat.topology.world import World

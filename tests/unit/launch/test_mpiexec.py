@@ -6,7 +6,7 @@ import pytest
 
 from mpistrat.errors import LaunchError
 from mpistrat.launch import abort, mpiexec, openmpi
-from mpistrat.launch.libraries import FLAVOURS, recognise
+from mpistrat.launch.environment import FLAVOURS, recognise
 from mpistrat.launch.mpiexec import Mpi, belongs, command
 
 find_mpi = mpiexec.find_mpi.__wrapped__  # each call looks anew

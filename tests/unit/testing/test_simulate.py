@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
+from mpistrat.algorithms.planners import PLANNERS
 from mpistrat.reduction import ReduceOp, combine
 from mpistrat.testing.simulate import simulate
 from mpistrat.testing.transport_suite import DTYPES, VERBS, Case, divisions, inputs, operations, poison

@@ -10,7 +10,7 @@ import pytest
 
 from mpistrat.errors import LaunchError
 from mpistrat.launch import environment, mpiexec, openmpi
-from mpistrat.launch.libraries import FLAVOURS
+from mpistrat.launch.environment import FLAVOURS
 from mpistrat.launch.mpiexec import Ended, Killed
 from mpistrat.tools import cli, doctor, run
 
