@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -43,45 +43,25 @@ Combine = Callable[[Array, "Array | None"], Array]
 """All-reduces one array into another one, or a new one, which it returns."""
 
 
-def nothing(_: int) -> Steps:
-    """Do nothing for a chunk."""
-    return iter(())
-
-
-class Lanes(NamedTuple):
-    """The steps of each chunk in one call, by the index of the chunk."""
-
-    head: ChunkSteps
-    middle: ChunkSteps = nothing
-    tail: ChunkSteps = nothing
-    num_chunks: int = 1
-
-
 @dataclass(eq=False)
 class Bucket:
     """Arrays, by their indices in the call, that are combined together, and how: bound to its memory.
 
-    `lanes` returns the lanes for sources and C-contiguous targets, and `is_current` whether the memory is still there.
-    `detects_mismatch` says whether a rank in another call is found before results are used; if not, calls are compared
+    ``run(sources, targets)`` returns the steps that combine arrays into C-contiguous ones, in a collective call, and
+    `is_current` whether the memory is still there. `detects_mismatch` says whether a rank in another call is found before results are used; if not, calls are compared
     afterwards. `flat_count` counts the elements of the one all-reduce of MPI, if the plan is nothing else; `blocking` combines
     one array in a blocking call, where that is possible.
     """
 
     plan: Plan
-    lanes: Callable[[Sequence[Array], Sequence[Array]], Lanes]
+    run: Callable[[Sequence[Array], Sequence[Array]], Steps]
     is_current: Callable[[], bool]
     begins_with_barrier: bool
     detects_mismatch: bool
-    max_in_flight: int = 1
     flat_count: int = 0
     blocking: Combine | None = None
     held_bytes: Callable[[], int] = int
     indices: tuple[int, ...] = (0,)
-
-    def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
-        """Return the steps that combine `sources` into `targets`. A collective call."""
-        lanes = self.lanes(sources, targets)
-        return overlap(lanes, self.plan.depth, self.max_in_flight) if lanes.num_chunks > 1 else in_turn(lanes)
 
 
 def all_reduce(
@@ -108,24 +88,21 @@ def _on_the_callers_arrays(
 ) -> Bucket:
     """Return a bucket that needs no buffer."""
     count, intra, timeline, phases = layout.count, executor.intra, executor.timeline, plan.phases
-    run = executor.bind_direct(plan, dtype, op, len(array_dtypes))
+    bound = executor.bind_direct(plan, dtype, op, len(array_dtypes))
     fold = Fold(op, array_dtypes[0], executor.divisor(op))
     segments = SegmentCache(partial(layout.segments, longest=max(count, 1)))
     scope = phases[0].scope if phases else Scope.WORLD
 
-    def lanes(sources: Sequence[Array], targets: Sequence[Array]) -> Lanes:
-        def head(_: int) -> Steps:
-            started = time.perf_counter()
-            arrays = FlatArrays(list(map(flat, sources)), [target.reshape(-1) for target in targets], count, segments)
-            yield from run(arrays, fold)
-            if timeline.enabled:
-                timeline.record(f"{scope.value} all_reduce", scope.value, started, arrays.nbytes)
-
-        return Lanes(head)
+    def run(sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
+        started = time.perf_counter()
+        arrays = FlatArrays(list(map(flat, sources)), [target.reshape(-1) for target in targets], count, segments)
+        yield from bound(arrays, fold)
+        if timeline.enabled:
+            timeline.record(f"{scope.value} all_reduce", scope.value, started, arrays.nbytes)
 
     bucket = Bucket(
         plan,
-        lanes,
+        run,
         # no scratch memory is bound, but the transport in the node may be another one now, which calls for another plan
         lambda: executor.intra is intra,
         begins_with_barrier=count > 0 and not (phases and not executor.begins_with_barrier(scope, in_order=False)),
@@ -138,7 +115,7 @@ def _on_the_callers_arrays(
 
         def blocking(source: Array, target: Array | None) -> Array:
             target = new_array(source.shape, source.dtype) if target is None else target
-            drive(bucket.run([source], [target]))
+            drive(run([source], [target]))
             return target
 
         bucket.blocking = blocking
@@ -188,7 +165,7 @@ class _Buffered:
         self._bound: dict[tuple[int, int, int], Operations] = {}
         self._casters: dict[tuple[int, int, int], Cast] = {}
         # rails have a channel for each slot; operations inside a node run one after the other
-        self.max_in_flight = executor.max_in_flight(plan.depth) if Scope.INTER in plan.scopes else 1
+        self._max_in_flight = executor.max_in_flight(plan.depth) if Scope.INTER in plan.scopes else 1
         # without an INTRA phase no peer reads our slots, and peers may take another path
         self.has_intra = Scope.INTRA in plan.scopes
         # a plan of one chunk alternates between its two slots
@@ -205,18 +182,17 @@ class _Buffered:
         shard_count = plan.padded(min(plan.chunk_count, plan.count)) // max(plan.world.num_shards, 1)
         return Bucket(
             plan,
-            self.lanes,
+            self.run,
             lambda: self._generation == executor.generation,
             begins_with_barrier=bool(plan.phases and plan.count)
             and executor.begins_with_barrier(plan.phases[0].scope, self._is_ordered),
             detects_mismatch=executor.detects_mismatch(plan.phases, shard_count * dtype.itemsize, self._is_ordered),
-            max_in_flight=self.max_in_flight,
             flat_count=plan.padded(plan.count) if is_one_call else 0,
             held_bytes=self._held_bytes,
         )
 
-    def lanes(self, sources: Sequence[Array], targets: Sequence[Array]) -> Lanes:
-        """Return the lanes of a call."""
+    def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
+        """Return the steps of a call."""
         executor = self.executor
         if executor.device is None:
             sources, targets = [array.reshape(-1) for array in sources], [array.reshape(-1) for array in targets]
@@ -255,7 +231,7 @@ class _Buffered:
             if has_intra:
                 slots.releases[chunk.slot] = slots.last_release = intra.release()
 
-        return Lanes(head, middle, tail, len(chunks))
+        return overlap(head, middle, tail, len(chunks), self._plan.depth, self._max_in_flight)
 
     def _run(self, chunk: Chunk, operations: Sequence[tuple[str, Operation]]) -> Steps:
         if len(operations) == 1 and not self.executor.timeline.enabled:
@@ -274,7 +250,7 @@ class _Buffered:
         lane = "intra" if scope == "copy" else scope
         # rails, and chunks in flight at the same time, have their own rows in the timeline
         if lane == Scope.INTER.value:
-            lane = f"{lane} rail {last}" if self.max_in_flight == 1 else f"{lane} rail {last} {chunk.slot}"
+            lane = f"{lane} rail {last}" if self._max_in_flight == 1 else f"{lane} rail {last} {chunk.slot}"
         self.executor.timeline.record(name, lane, started, chunk.nbytes)
 
     def unbind(self) -> None:
@@ -348,7 +324,7 @@ def reduce_scatter(executor: Executor, plan: Plan, dtype: np.dtype[Any], op: Red
     scatter, intra = _Scatter(executor, plan, dtype, op), executor.intra
     return Bucket(
         plan,
-        scatter.lanes,
+        scatter.run,
         lambda: executor.intra is intra,
         # barriers in shared memory compare calls, and messages carry their digest in the tag
         begins_with_barrier=True,
@@ -391,15 +367,18 @@ class _Scatter:
         self._rings: dict[tuple[int, ...], Operation] = {}
         self._chunks = [self._chunk(parts, index % plan.depth) for index, parts in enumerate(chunks)]
 
-    def lanes(self, sources: Sequence[Array], targets: Sequence[Array]) -> Lanes:
+    def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
+        """Return the steps of a call."""
         source, target, chunks = sources[0].reshape(-1), targets[0].reshape(-1), self._chunks
         if not self._crosses:
-            return Lanes(lambda index: self._sum_inside(chunks[index], source, target))
-        return Lanes(
+            return self._sum_inside(chunks[0], source, target)
+        return overlap(
             lambda index: self._sum_inside(chunks[index], source, chunks[index].memory),
-            lambda index: self._run_ring(chunks[index]),  # those of one rail share a channel: one after the other
+            lambda index: self._run_ring(chunks[index]),
             lambda index: self._copy_out(chunks[index], target),
             len(chunks),
+            self._plan.depth,
+            max_in_flight=1,  # those of one rail share a channel
         )
 
     def _chunk(self, parts: list[slice], slot: int) -> _Shard:
@@ -470,18 +449,12 @@ class _Scatter:
             self._executor.timeline.record(name, lane, started, array.nbytes)
 
 
-def in_turn(lanes: Lanes) -> Steps:
-    """Return the steps of chunks one after the other."""
-    head, middle, tail, num_chunks = lanes
-    for chunk in range(num_chunks):
-        yield from head(chunk)
-        yield from middle(chunk)
-        yield from tail(chunk)
-
-
-def overlap(lanes: Lanes, depth: int, max_in_flight: int) -> Steps:
-    """Return the steps of all chunks, with at most `depth` chunks between their head and their tail."""
-    head, middle, tail, num_chunks = lanes
+def overlap(head: ChunkSteps, middle: ChunkSteps, tail: ChunkSteps, num_chunks: int, depth: int, max_in_flight: int) -> Steps:
+    """Return the steps of all chunks, by their indexes, with at most `depth` chunks between their head and their tail."""
+    if num_chunks == 1:
+        for lane in (head, middle, tail):
+            yield from lane(0)
+        return
     heads_done = middles_done = 0
     is_middle_done = [False] * num_chunks
 

@@ -216,7 +216,7 @@ def test_steps_that_do_not_end_name_who_does_not_answer(comm, make, monkeypatch)
     ops = make(STRICT="0")
     last = comm.size - 1
     if comm.rank == last:
-        monkeypatch.setattr("mpistrat.execution.compile.Bucket.run", lambda *_: iter(()))
+        monkeypatch.setattr("mpistrat.execution.compile.overlap", lambda *_: iter(()))
         VERBS["deterministic"](ops, 60)
     else:
         message = rf"did not end within 0.3 s; all .* no answer from rank {last} \(node1\)"
@@ -374,7 +374,7 @@ def test_a_missed_deadline_of_a_started_all_reduce(comm, make, monkeypatch):
     last = comm.size - 1
     options = mpistrat.experimental.CommunicationOptions(deterministic=True, timeout_seconds=ENOUGH_SECONDS)
     if comm.rank == last:
-        monkeypatch.setattr("mpistrat.execution.compile.Bucket.run", lambda *_: iter(()))
+        monkeypatch.setattr("mpistrat.execution.compile.overlap", lambda *_: iter(()))
     works = [ops.start_all_reduce(SUM, [ONES, ONES], options) for _ in range(3 if comm.rank < last else 1)]
     if comm.rank < last:
         message = rf"start_all_reduce\(SUM, .* did not end within 0.3 s; all ranks had arrived, .* from rank {last} \(node1\)"

@@ -18,10 +18,14 @@ from hypothesis import strategies as st
 import mpistrat
 from mpistrat.arrays import new_array, retained_bytes
 from mpistrat.errors import DeadlineExceededError
-from mpistrat.execution.compile import Lanes, interleave, nothing, overlap
+from mpistrat.execution.compile import interleave, overlap
 from mpistrat.steps import WAITING, WORKED, drive
 from mpistrat.timeline import Timeline, TimelineEvent, write_chrome_trace
 from tests.processes import python
+
+
+def nothing(_):
+    return iter(())
 
 
 def play(num_chunks, depth, max_in_flight, seed):
@@ -38,7 +42,7 @@ def play(num_chunks, depth, max_in_flight, seed):
 
         return steps
 
-    for _ in overlap(Lanes(part("head"), part("middle"), part("tail"), num_chunks), depth, max_in_flight):
+    for _ in overlap(part("head"), part("middle"), part("tail"), num_chunks, depth, max_in_flight):
         pass
     return log
 
@@ -86,7 +90,7 @@ def test_a_wait_of_one_lane_does_not_stop_the_other():
         entered.append(chunk)
         yield WORKED
 
-    steps = overlap(Lanes(head, middle, num_chunks=3), 3, 1)
+    steps = overlap(head, middle, nothing, 3, 3, 1)
     # all heads come through while the middle of chunk 0 waits; then everybody waits, and says so
     found = list(islice(steps, 50))
     assert entered == [0, 1, 2]
@@ -103,9 +107,9 @@ def test_several_middles_are_in_flight_and_a_step_worked_if_either_lane_did():
         while len(entered) < 3:
             yield WAITING  # none ends before the third has begun
 
-    assert WORKED in list(overlap(Lanes(lambda chunk: iter([WORKED]), middle, num_chunks=3), 3, 3))
+    assert WORKED in list(overlap(lambda chunk: iter([WORKED]), middle, nothing, 3, 3, 3))
     assert entered == [0, 1, 2]
-    found = list(overlap(Lanes(nothing, lambda chunk: iter([WAITING] * 5)), 1, 1))
+    found = list(overlap(nothing, lambda chunk: iter([WAITING] * 5), nothing, 2, 1, 1))
     assert found.count(WAITING) >= 4
     assert found[0] is WORKED, "the middle has begun"
 
