@@ -298,7 +298,10 @@ def new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     nbytes = math.prod(shape) * dtype.itemsize
     if not MALLOC_REUSES_BYTES < nbytes <= _MOST_RETAINED_BYTES:
         return np.empty(shape, dtype)
-    return np.asarray(_Block(nbytes)).view(dtype).reshape(shape)
+    # of a copy, since a thread or a finalizer may change it meanwhile, or take what is found
+    fitting = [key for key, memory in _retained.copy().items() if memory.nbytes == nbytes]
+    memory = _retained.pop(fitting[0], None) if fitting else None
+    return np.asarray(_Block(np.empty(nbytes, np.uint8) if memory is None else memory)).view(dtype).reshape(shape)
 
 
 _retained = dict[int, Array]()  # memory that no array uses, the oldest first
@@ -312,13 +315,10 @@ def retained_bytes(retained: Mapping[int, Array] = _retained) -> int:
 class _Block:
     """The base of all arrays that share some memory: it ends with the last of them, and the memory can be used again."""
 
-    def __init__(self, nbytes: int) -> None:
-        fitting = [key for key, memory in [*_retained.items()] if memory.nbytes == nbytes]
-        memory = _retained.pop(fitting[0], None) if fitting else None  # None: a thread or a finalizer has taken it meanwhile
-        self._memory: Array = np.empty(nbytes, np.uint8) if memory is None else memory
-        self.__array_interface__ = self._memory.__array_interface__
+    def __init__(self, memory: Array) -> None:
+        self._memory, self.__array_interface__ = memory, memory.__array_interface__
 
     def __del__(self, retained: dict[int, Array] = _retained, count: Callable[[], int] = retained_bytes) -> None:
         retained[id(self._memory)] = self._memory  # the arguments: at the end of the program there are no globals any more
         while count() > _MOST_RETAINED_BYTES:
-            retained.pop(next(iter(retained), 0), None)
+            retained.pop(next(iter([*retained]), 0), None)

@@ -166,10 +166,11 @@ class _Slot:
             taken[place] = self.device.array_module.empty(shape, dtype)
             if taken[place].nbytes:
                 stream.copy(address(taken[place]), address(self._memory) + start, taken[place].nbytes)
+        leaves, self._leaves = self._leaves, []  # the program's from now on
         for place, array in taken.items():
-            self._leaves[place] = like(array, self._leaves[place])
+            leaves[place] = like(array, leaves[place])
         self._emptied = stream.record()
-        return self._structure.unflatten(self._leaves)
+        return self._structure.unflatten(leaves)
 
 
 def _filled(source: Iterator[Any], lifts: bool, slots: Sequence[_Slot]) -> Iterator[_Slot]:

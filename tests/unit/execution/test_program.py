@@ -1,5 +1,6 @@
 """Programs that run: lanes and steps, to the end or to a deadline; their timeline; and the memory that they hold."""
 
+import gc
 import json
 import os
 import platform
@@ -7,7 +8,9 @@ import random
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, islice, repeat
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpistrat
+from mpistrat import arrays
 from mpistrat.arrays import new_array, retained_bytes
 from mpistrat.errors import DeadlineExceededError
 from mpistrat.execution.compile import interleave, overlap
@@ -298,6 +302,31 @@ def test_no_more_than_256_mib_are_retained():
     large = new_array((257 << 20,), np.dtype(np.uint8))
     del arrays, large
     assert retained_bytes() == 5 * 48 << 20
+
+
+def test_threads_finalizers_and_a_lack_of_memory_disturb_nothing(monkeypatch):
+    monkeypatch.setattr(arrays, "MALLOC_REUSES_BYTES", 0)
+    monkeypatch.setattr(arrays, "_MOST_RETAINED_BYTES", 40 << 10)
+    uint8, interval, thresholds = np.dtype(np.uint8), sys.getswitchinterval(), gc.get_threshold()
+
+    def make(number):
+        for count in range(1, 300):
+            nest = [new_array((1000 + number * count % 50,), uint8)]
+            nest.append(nest)  # which the collector finds, perhaps while another array is made
+            del nest
+            new_array((2000,), uint8)
+
+    try:
+        sys.setswitchinterval(1e-6)
+        gc.set_threshold(7)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(make, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*thresholds)
+    monkeypatch.setattr(np, "empty", Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        new_array((3000,), uint8)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")

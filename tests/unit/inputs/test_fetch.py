@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -113,6 +114,15 @@ def test_the_second_epoch_allocates_nothing_on_the_gpu(gpu, monkeypatch):
     same = [np.zeros((4, 3))] * 20
     assert len(list(fetched(iter(same), 1, gpu))) == 20
     assert sizes == [256] * 4
+
+
+def test_a_batch_that_the_program_has_dropped_is_freed_while_the_source_makes_another(gpu):
+    goes_on = threading.Event()
+    elements = fetched((np.ones(2) for number in range(3) if number < 2 or goes_on.wait(10)), 1, gpu)
+    dropped = weakref.ref(next(elements))
+    next(elements)
+    assert dropped() is None
+    goes_on.set()
 
 
 @BUFFERS
