@@ -151,12 +151,6 @@ ALWAYS = CommunicationOptions(algorithm="hierarchical")
 LARGE = SCATTER_FROM_BYTES // 2 + 7  # elements: of float32 more than a MiB, so that arrays of peers are read where they lie
 
 
-@pytest.fixture
-def chunked(make_ops, world):
-    """Give the communicator of one shape; between nodes it moves several chunks of a large array."""
-    return make_ops(world, CHUNK_BYTES="200KB")
-
-
 def sliced(ops, op, array, axis=0, options=None):
     """Return this rank's part of an all-reduce."""
     return np.array_split(ops.all_reduce(op, array, options), ops.size, axis)[ops.rank]
@@ -231,30 +225,6 @@ def test_large_arrays_of_any_shape_and_dtype(make_ops, world, reads):
                 time.sleep(0.002)
             part = ops.reduce_scatter(op, mine, axis)
             assert same_bits(part, sliced(ops, op, mine, axis)), (dtype, op, shape, reads)
-
-
-@up_to_ranks(8)
-def test_calls_follow_each_other_in_one_memory(chunked, world):
-    ops = chunked
-    # whoever is late still reads what belongs to the call before
-    rng = np.random.default_rng(7)
-    sizes = [LARGE // 3, 1000, 7, LARGE]
-    target = [np.empty(len(np.array_split(np.empty(size), world.size)[ops.rank]), np.float32) for size in sizes]
-    for turn in range(12):
-        index, is_late, scatters = rng.integers(len(sizes)), rng.integers(world.size) == ops.rank, turn % 3
-        mine = np.full(sizes[index], turn + ops.rank, np.float32)
-        if is_late:
-            time.sleep(0.002)
-        total = turn * world.size + sum(range(world.size))
-        if scatters:
-            out = ops.reduce_scatter(SUM, mine, options=ALWAYS, out=target[index])
-            assert out is target[index]
-        else:
-            out = ops.all_reduce(SUM, mine, ALWAYS if turn % 2 else None)
-        assert (out == total).all(), turn
-        # what a rank does with its arrays afterwards is its own affair
-        mine.fill(np.nan)
-        out.fill(np.nan)
 
 
 @up_to_ranks(4)
