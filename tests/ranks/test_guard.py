@@ -46,6 +46,12 @@ def test_what_was_noted_is_compared_with_the_next_collective(one_node, comm):
     with pytest.raises(AgreementError, match=r"(?s)rank 0: barrier\(\), after another step.*after a step"):
         one_node.barrier()
     one_node.barrier()  # they have compared, and done nothing else
+    one_node.note("a step" if comm.rank else "another step")
+    with pytest.raises(AgreementError, match="ranks made different calls"):
+        one_node.all_reduce(SUM, [np.ones(3)])
+
+
+def test_all_that_was_noted_is_told_of_a_call_that_is_known(comm, one_node):
     arrays = [np.ones(100_000), np.ones(2)]
     for _ in range(3):
         one_node.all_reduce(SUM, arrays)
