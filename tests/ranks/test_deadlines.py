@@ -210,27 +210,6 @@ def test_the_setting_is_the_deadline_of_calls_that_name_none(comm, make_ops, mon
         ops.agree("agree(this)")
 
 
-@two_ranks
-def test_steps_that_do_not_end_name_who_does_not_answer(comm, make, monkeypatch):
-    # all have arrived, and one leaves the call as if it had ended
-    ops = make(STRICT="0")
-    last = comm.size - 1
-    if comm.rank == last:
-        monkeypatch.setattr("mpistrat.execution.compile.overlap", lambda *_: iter(()))
-        VERBS["deterministic"](ops, 60)
-    else:
-        message = rf"did not end within 0.3 s; all .* no answer from rank {last} \(node1\)"
-        with pytest.raises(DeadlineExceededError, match=message):
-            VERBS["deterministic"](ops, ENOUGH_SECONDS)
-        with pytest.raises(UnavailableError):
-            ops.barrier()
-    comm.Barrier()
-    if comm.rank == last:
-        # it hears at its next call, or when it closes, that the others will not come
-        with pytest.raises(DeadlineExceededError, match=r"comes too late: rank|was given up by ranks? 0"):
-            ops.barrier(within(60))
-
-
 @on_ranks(4)
 @pytest.mark.parametrize("is_started", [False, True])
 @pytest.mark.parametrize("shape", ["1x4", "2x2"])
@@ -268,12 +247,16 @@ def test_a_rank_on_a_busy_machine_learns_in_time_that_another_has_left_the_call(
 
 
 @two_ranks
-def test_no_rank_returns_a_sum_by_mpi_of_what_another_has_changed_that_has_left_the_call(comm, make_ops, monkeypatch):
-    ops, values, until_complete = make_ops("1x2", MPISTRAT_INTRA_TRANSPORT="mpi"), np.ones(1 << 20), mpi_world.until_complete
+@pytest.mark.parametrize("shape", ["2x1", "1x2"])
+@pytest.mark.parametrize("verb", ["all_reduce", "all_gather", "gather", "broadcast", "all_to_all"])
+def test_no_rank_returns_what_mpi_has_read_of_a_rank_that_has_left_the_call(comm, make_ops, monkeypatch, verb, shape):
+    ops, values, out = make_ops(shape), np.ones(1 << 20), np.ones(2 << 20)
+    module = mpi_world if verb == "all_reduce" else mpi
+    until_complete = module.until_complete
 
     def interrupted(requests, memory):
         comm.recv(source=1)
-        kept.append(memory)
+        kept.append((list(requests), memory))
         raise KeyboardInterrupt
         yield
 
@@ -283,36 +266,11 @@ def test_no_rank_returns_a_sum_by_mpi_of_what_another_has_changed_that_has_left_
         yield from until_complete(requests, memory)
 
     kept = []
-    monkeypatch.setattr(mpi_world, "until_complete", late if comm.rank else interrupted)
-    with pytest.raises(CollectiveError if comm.rank else KeyboardInterrupt, match="rank 0 has left it" if comm.rank else None):
-        ops.all_reduce(SUM, values, within(60, algorithm="flat"))
-    values[:] = 5
-    if comm.rank == 0:
-        comm.send(None, 1)
-    comm.Barrier()
-
-
-@two_ranks
-@pytest.mark.parametrize("shape", ["2x1", "1x2"])
-@pytest.mark.parametrize("verb", ["all_gather", "gather", "broadcast", "all_to_all"])
-def test_no_rank_returns_what_mpi_has_read_of_a_rank_that_has_left_the_call(comm, make_ops, monkeypatch, verb, shape):
-    ops, values, until_complete = make_ops(shape), np.ones(1 << 20), mpi.until_complete
-    out = np.ones(2 << 20)
-
-    def interrupted(requests, memory):
-        kept.append((list(requests), memory))
-        raise KeyboardInterrupt
-        yield
-
-    def late(requests, memory):
-        comm.recv(source=0)
-        yield from until_complete(requests, memory)
-
-    kept = []
-    monkeypatch.setattr(mpi, "until_complete", late if comm.rank else interrupted)
-    given = {"all_gather": [0, None, out], "gather": [1], "broadcast": [0], "all_to_all": []}[verb]
+    monkeypatch.setattr(module, "until_complete", late if comm.rank else interrupted)
+    others = {"all_gather": [0, None, out], "gather": [1], "broadcast": [0], "all_to_all": []}
+    given = [values, *others[verb]] if verb in others else [SUM, values, within(60, algorithm="flat")]
     with pytest.raises(CollectiveError if comm.rank else KeyboardInterrupt, match="rank 0 has left" if comm.rank else None):
-        getattr(ops, verb)(values, *given)
+        getattr(ops, verb)(*given)
     values[:] = out[:] = 5
     if comm.rank == 0:
         comm.send(None, 1)
@@ -368,21 +326,24 @@ def test_no_rank_returns_a_sum_of_what_another_has_changed_that_has_left_the_cal
 
 
 @two_ranks
-def test_a_missed_deadline_of_a_started_all_reduce(comm, make, monkeypatch):
+@pytest.mark.parametrize("is_started", [False, True])
+def test_steps_that_do_not_end_name_who_does_not_answer(comm, make, monkeypatch, is_started):
     # all have arrived, and one leaves the call as if it had ended
-    ops = make(STRICT="0")
-    last = comm.size - 1
-    options = mpistrat.experimental.CommunicationOptions(deterministic=True, timeout_seconds=ENOUGH_SECONDS)
+    ops, last = make(STRICT="0"), comm.size - 1
+    options = within(60 if comm.rank == last else ENOUGH_SECONDS, deterministic=True)
     if comm.rank == last:
         monkeypatch.setattr("mpistrat.execution.compile.overlap", lambda *_: iter(()))
-    works = [ops.start_all_reduce(SUM, [ONES, ONES], options) for _ in range(3 if comm.rank < last else 1)]
-    if comm.rank < last:
-        message = rf"start_all_reduce\(SUM, .* did not end within 0.3 s; all ranks had arrived, .* from rank {last} \(node1\)"
-        for _ in range(2):
+    works = [ops.start_all_reduce(SUM, [ONES, ONES], options) for _ in range(is_started * (1 if comm.rank == last else 3))]
+    call = works[0].wait if works else lambda: ops.all_reduce(SUM, [ONES, ONES], options)
+    if comm.rank == last:
+        call()
+    else:
+        message = (
+            rf"all_reduce\(SUM, .* did not end within 0.3 s; all ranks had arrived, .* no answer from rank {last} \(node1\)"
+        )
+        for again in [call, call, works[0].done] if works else [call]:
             with pytest.raises(DeadlineExceededError, match=message):
-                works[0].wait()
-        with pytest.raises(DeadlineExceededError):
-            works[0].done()
+                again()
         for later in works[1:]:
             told = "an earlier start_all_reduce did not end .DeadlineExceededError."
             with pytest.raises(UnavailableError, match=told) as caught:
@@ -391,14 +352,16 @@ def test_a_missed_deadline_of_a_started_all_reduce(comm, make, monkeypatch):
         for again in VERBS.values():
             with pytest.raises(UnavailableError):
                 again(ops, None)
-    else:
-        works[0].wait()
     comm.Barrier()
+    if comm.rank == last:
+        # it hears at its next call, or when it closes, that the others will not come
+        with pytest.raises(DeadlineExceededError, match=r"comes too late: rank|was given up by ranks? 0"):
+            ops.barrier(within(60))
 
 
 @two_ranks
 @pytest.mark.parametrize("strict", ["0", "1"])
-def test_the_deadline_of_what_was_started_counts_from_its_turn(comm, make, strict):
+def test_the_deadline_of_what_was_started_counts_from_its_turn_and_ends_with_it(comm, make, strict):
     ops = make(STRICT=strict)
     comm.Barrier()
     is_late = comm.rank == comm.size - 1
@@ -407,12 +370,6 @@ def test_the_deadline_of_what_was_started_counts_from_its_turn(comm, make, stric
     # the first waits for the last rank; the second would be overdue by then, had its time run from here
     works = [ops.start_all_reduce(SUM, [ONES], within(seconds)) for seconds in (30, 2 * ENOUGH_SECONDS)]
     assert [work.wait()[0][0] for work in works] == [comm.size] * 2
-
-
-@two_ranks
-def test_the_deadline_of_what_was_started_ends_with_it(comm, make):
-    ops = make()
-    ops.start_all_reduce(SUM, [ONES], within(ENOUGH_SECONDS)).wait()
     time.sleep(3 * ENOUGH_SECONDS * comm.rank)
 
 

@@ -51,6 +51,18 @@ def test_what_was_noted_is_compared_with_the_next_collective(one_node, comm):
         one_node.all_reduce(SUM, [np.ones(3)])
 
 
+def test_all_that_was_noted_is_told_of_a_call_that_is_known(comm, one_node):
+    arrays = [np.ones(100_000), np.ones(2)]
+    for _ in range(3):
+        one_node.all_reduce(SUM, arrays)
+    one_node.note(f"the note of rank {comm.rank}")
+    one_node.note("the last note")
+    with pytest.raises(AgreementError) as caught:
+        one_node.all_reduce(SUM, arrays)
+    for rank in range(comm.size):
+        assert f"after the note of rank {rank}; the last note" in str(caught.value)
+
+
 @pytest.mark.parametrize("common", [0, 1])
 @pytest.mark.parametrize("is_started", [False, True])
 def test_a_call_is_not_paired_with_one_that_a_rank_has_refused(one_node, comm, is_started, common):
@@ -97,25 +109,20 @@ def test_a_call_is_not_paired_with_one_that_raises_what_was_started_has_failed_o
         one_node.all_reduce(SUM, np.ones(3))
 
 
-def test_what_was_started_has_ended_when_calls_are_confirmed(comm, make_ops):
+@pytest.mark.parametrize("then", ["are confirmed", "become strict"])
+def test_what_was_started_has_ended_when_calls(comm, make_ops, then):
     ops, ones = make_ops(f"{comm.size}x1", STRICT="0"), np.ones(20_000, np.float32)  # which MPI sums between nodes
-    for _ in range(3):
+    for _ in range(10):
         work = ops.start_all_reduce(SUM, ones)
         if comm.rank == 0:
             work.wait()
-        ops.confirm()  # on the others it is still under way
-        assert not ops.hierarchy.call.unconfirmed
+        if then == "become strict":  # on the others it may not have begun
+            ops.is_strict = True
+        else:
+            ops.confirm()
+            assert not ops.hierarchy.call.unconfirmed
         assert (work.wait() == comm.size).all()
-
-
-def test_what_was_started_has_ended_when_calls_become_strict(comm, one_node):
-    for _ in range(10):
-        work = one_node.start_all_reduce(SUM, np.ones(100_000))
-        if comm.rank == 0:
-            work.wait()
-        one_node.is_strict = True  # on the others it may not have begun
-        assert (work.wait() == comm.size).all()
-        one_node.is_strict = False
+        ops.is_strict = False
 
 
 @pytest.mark.parametrize("leaves", [1, 2])
@@ -145,18 +152,6 @@ def test_a_call_is_told_by_name_whatever_others_were_made_since_it_was_new(make_
             often.all_reduce(*call)
     with pytest.raises(AgreementError, match=r"(?s)rank 0: all_reduce\(MAX, .*all_reduce\(SUM, "):
         often.all_reduce(*calls[min(often.rank, 1)])
-
-
-def test_all_that_was_noted_is_told_of_a_call_that_is_known(comm, one_node):
-    arrays = [np.ones(100_000), np.ones(2)]
-    for _ in range(3):
-        one_node.all_reduce(SUM, arrays)
-    one_node.note(f"the note of rank {comm.rank}")
-    one_node.note("the last note")
-    with pytest.raises(AgreementError) as caught:
-        one_node.all_reduce(SUM, arrays)
-    for rank in range(comm.size):
-        assert f"after the note of rank {rank}; the last note" in str(caught.value)
 
 
 def test_what_is_assigned_outside_run_is_compared(comm, make_strategy):
@@ -201,17 +196,6 @@ def test_two_threads_beside_each_other_are_refused_on_the_rank_that_finds_them(c
             (first if comm.rank else second).submit(call).result()
 
 
-def test_threads_that_were_started_together_are_refused_though_the_first_has_ended(comm, one_node):
-    def call():
-        return one_node.all_reduce(SUM, np.ones(3))
-
-    with ThreadPoolExecutor(1, "second") as second:
-        second.submit(int).result()
-        on_thread(call, name="first")
-        with pytest.raises(UnavailableError, match="second_0.*first_0"):
-            second.submit(call).result()
-
-
 @pytest.mark.parametrize("count", [3, 100_000])
 @pytest.mark.parametrize("names", [(None, None), ("A", "B"), ("part-1", "part-2")])
 def test_threads_that_begin_in_another_order_on_some_ranks_are_told_before_a_sum_is_wrong(comm, one_node, count, names):
@@ -240,12 +224,15 @@ def test_names_of_threads_may_have_the_number_of_the_rank(comm, one_node):
         assert on_thread(lambda: one_node.all_reduce(SUM, np.ones(3))[0], name=name) == comm.size
 
 
-def test_a_thread_that_makes_a_communicator_and_another_that_calls_it_are_told_apart(comm):
-    with ThreadPoolExecutor(1, "first") as first, ThreadPoolExecutor(1, "second") as second:
-        made = first.submit(mpistrat.Communicator, comm).result()
-        assert first.submit(made.all_reduce, SUM, np.ones(3)).result()[0] == comm.size
+@pytest.mark.parametrize("made_by", ["main", "first"])
+def test_threads_that_were_started_together_are_refused_though_the_first_has_ended(comm, one_node, made_by):
+    with ThreadPoolExecutor(1, "second") as second:
+        second.submit(int).result()
+        with ThreadPoolExecutor(1, "first") as first:
+            ops = one_node if made_by == "main" else first.submit(mpistrat.Communicator, comm).result()
+            assert first.submit(ops.all_reduce, SUM, np.ones(3)).result()[0] == comm.size
         with pytest.raises(UnavailableError, match="second_0.*first_0"):
-            second.submit(made.all_reduce, SUM, np.ones(3)).result()
+            second.submit(ops.all_reduce, SUM, np.ones(3)).result()
 
 
 @pytest.mark.parametrize("kind", ["new", "known", "started", "planned"])

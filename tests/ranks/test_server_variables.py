@@ -373,13 +373,3 @@ def test_no_update_is_lost_and_none_is_seen_by_halves(coordinator):
     coordinator.join()
     assert seen == sorted(seen)
     assert (int(count), read()) == (25, 25)
-
-
-@on_chief(num_servers=[1])
-def test_what_the_chief_writes_scheduled_functions_read_and_the_other_way_round(coordinator):
-    number = variable(coordinator, 0)
-    for turn in range(1, 50):
-        number.assign(turn)
-        assert coordinator.schedule(lambda: int(number)).fetch() == turn
-        coordinator.schedule(lambda: number.assign_add(1000, read_value=False)).fetch()
-        assert int(number) == turn + 1000

@@ -133,30 +133,29 @@ def test_what_one_rank_passes_is_refused_on_all(comm, together):
 
 
 class TestMirrored:
-    def test_all_ranks_of_the_node_by_name(self, comm, make_strategy):
-        names = [f"rank:{rank}" for rank in range(comm.size)]
-        for devices in (None, names, tuple(names), [device_name(rank) for rank in range(comm.size)]):
+    def test_the_list_names_each_rank_in_order_and_one_rank_as_the_cpu(self, comm, make_strategy, together):
+        names, cpu = [f"rank:{rank}" for rank in range(comm.size)], [["/cpu:0"]]
+        expected = tuple(CPU.format(rank) for rank in range(comm.size))
+        given = [None, names, tuple(names), [device_name(rank) for rank in range(comm.size)]]
+        for devices in given + cpu * (comm.size == 1):
             strategy = make_strategy(mpistrat.MirroredStrategy, devices)
             assert strategy.num_replicas_in_sync == comm.size
-            expected = tuple(CPU.format(rank) for rank in range(comm.size))
             assert strategy.extended.worker_devices == strategy.extended.parameter_devices == expected
             assert strategy.cluster_resolver is None
             assert all_reduced(strategy, np.ones(2)).tolist() == [comm.size] * 2
-
-    def test_the_list_names_each_rank_in_order_and_one_rank_as_the_cpu(self, comm, make_strategy, together):
-        if comm.size == 1:
-            assert make_strategy(mpistrat.MirroredStrategy, ["/cpu:0"]).num_replicas_in_sync == 1
-            return
-        names = [f"rank:{rank}" for rank in range(comm.size)]
-        for devices in (["/cpu:0"], names[:-1], names[::-1]):
+        for devices in [*cpu, names[:-1], names[::-1]] * (comm.size > 1):
             message = f"devices={devices}{NOT_EACH}{comm.size} ranks, and a replica runs on each: pass devices=None or {names}"
             refused(InvalidArgumentError, message, lambda: mpistrat.MirroredStrategy(devices))  # noqa: B023
 
-    def test_each_node_counts_its_ranks_from_0(self, comm, world, make_strategy):
+    def test_each_node_counts_its_ranks_from_0(self, comm, world, make_strategy, together):
+        if world.num_nodes > 1:
+            told = f"{comm.size} ranks on {world.num_nodes} nodes"
+            assert refused(LaunchError, told, mpistrat.MirroredStrategy).raised_everywhere
         node, local_rank = world.place(comm.rank)
-        size = world.local_sizes[node]
-        strategy = make_strategy(mpistrat.MirroredStrategy, allow_multiple_nodes=True)
+        mates, size = world.nodes[node].ranks, world.local_sizes[node]
+        strategy = make_strategy(mpistrat.MirroredStrategy, allow_multiple_nodes=world.num_nodes > 1)
         assert strategy.num_replicas_in_sync == size
+        assert all_reduced(strategy, np.array([1, comm.rank])).tolist() == [size, sum(mates)]
         assert strategy.extended.worker_devices == tuple(CPU.format(rank) for rank in range(size))
         assert strategy.extended.should_checkpoint == (local_rank == 0)
         if world.is_uniform:
@@ -261,7 +260,6 @@ class TestCentralStorage:
         assert make_strategy(CentralStorageStrategy).extended.parameter_devices == (CPU.format(0),)
         assert make_strategy(CentralStorageStrategy, parameter_device="/cpu:0").extended.parameter_devices == (CPU.format(0),)
         assert isinstance(strategy.extended.cross_device_ops, ReductionToOneDevice)
-        strategy = make_strategy(CentralStorageStrategy, parameter_device=f"rank:{comm.size - 1}")
         variable = made(strategy, np.zeros(2))
 
         def step(new):
@@ -295,7 +293,6 @@ class TestCentralStorage:
         strategy.run(lambda: on_read.assign_add(2.0))
         held = strategy.local(strategy.run(lambda: float(on_read)))
         assert (held, float(on_read.assign_add(1.0))) == (1 + 2 * comm.size, 2 + 2 * comm.size)
-        strategy = make_strategy(CentralStorageStrategy)
         variable = made(strategy, np.zeros(2))
         several = [mpistrat.PerReplica(np.ones(2)), *([mpistrat.Mirrored(np.ones(2))] if comm.size > 1 else [])]
         update = lambda value: strategy.extended.update(variable, lambda kept, new: kept.assign(new), args=(value,))  # noqa: E731

@@ -9,7 +9,7 @@ import pytest
 import mpistrat
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.context.values import Mirrored, PerReplica
-from mpistrat.errors import AgreementError, InvalidArgumentError, LaunchError, UnsupportedDtypeError
+from mpistrat.errors import AgreementError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.tools import train_digits
 from mpistrat.tools.train_digits import train
 from mpistrat.transports.mpi_world import MpiAllReduce
@@ -62,7 +62,7 @@ def test_a_maximum_of_booleans_does_not_open_the_way_for_their_sum(comm, strateg
 
 
 @needs_ranks(2)
-def test_structures_that_differ_between_replicas_raise_on_all(comm, strategy):
+def test_structures_or_merge_calls_that_differ_between_replicas_raise_on_all(comm, strategy):
     value = {"a": np.ones(3), "b": None} if comm.rank else {"a": None, "b": np.ones(3)}  # None is part of it
     for call in (
         in_replica(lambda context, value: context.all_reduce("sum", value)),
@@ -77,35 +77,10 @@ def test_structures_that_differ_between_replicas_raise_on_all(comm, strategy):
         assert "'a': None, 'b': *" in str(raised.value)
     with pytest.raises(AgreementError, match="ranks made different calls"):
         in_replica(lambda context, weight: context.all_reduce("mean", 1.0, weight=weight))(strategy, 1 if comm.rank else None)
+    for call, args in ((ALL_REDUCE if comm.rank == 1 else MERGE, (1.0,)), (MERGE, (1,) * (1 + (comm.rank == 1)))):
+        with pytest.raises(AgreementError, match=r"ranks made different calls(.|\n)*merge_call with"):
+            in_replica(call)(strategy, args)
     assert comm.allreduce(1) == comm.size
-
-
-@needs_ranks(2)
-def test_merge_calls_that_not_all_replicas_make_raise_on_all(comm, strategy):
-    def step():
-        context = mpistrat.get_replica_context()
-        if comm.rank == 1:
-            return context.all_reduce("sum", 1.0)
-        return context.merge_call(lambda merged, value: value, args=(1.0,))
-
-    with pytest.raises(AgreementError, match=r"ranks made different calls(.|\n)*merge_call with"):
-        strategy.run(step)
-    with pytest.raises(AgreementError, match="merge_call with"):
-        strategy.run(lambda: mpistrat.get_replica_context().merge_call(print, args=(1,) * (1 + (comm.rank == 1))))
-    assert comm.allreduce(1) == comm.size
-
-
-def test_mirrored_strategy_spans_one_node(comm, world, make_strategy):
-    if world.num_nodes > 1:
-        told = f"{comm.size} ranks on {world.num_nodes} nodes .*MultiWorkerMirroredStrategy"
-        with pytest.raises(LaunchError, match=told) as caught:
-            mpistrat.MirroredStrategy()
-        assert caught.value.raised_everywhere
-    strategy = make_strategy(mpistrat.MirroredStrategy, allow_multiple_nodes=world.num_nodes > 1)
-    mates = world.nodes[world.place(comm.rank).node_index].ranks
-    total = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.array([1, comm.rank])))
-    assert strategy.num_replicas_in_sync == len(mates)
-    assert strategy.experimental_local_results(total)[0].tolist() == [len(mates), sum(mates)]
 
 
 def packs_sent(strategy, arrays, options):
@@ -128,29 +103,22 @@ def assert_about(found, sizes, size):
     assert all(0 <= buffer - wanted < 4 * size for buffer, wanted in zip(found, sizes, strict=True)), (found, sizes)
 
 
-# by the limit of the strategy, those of calls and the packs that they make
-PACKS = {
-    0: [(25, [40, 30, 30]), (0, [100]), (1, [40, 30, 20, 10]), (40, [70, 30])],
-    25: [(None, [40, 30, 30]), (50, [70, 30])],
-}
+# options of the strategy, those of calls, and the packs that they make
+PACKS = [
+    ("bytes_per_pack", 0, [(25, [40, 30, 30]), (0, [100]), (1, [40, 30, 20, 10]), (40, [70, 30])]),
+    ("bytes_per_pack", 25, [(None, [40, 30, 30]), (50, [70, 30])]),
+    ("num_packs", 3, [(None, [33, 33, 34]), (1, [100]), (0, [40, 30, 20, 10])]),
+]
 
 
-@pytest.mark.parametrize("own", PACKS)
-def test_packs_begin_with_the_last_arrays_and_options_of_a_call_win(comm, shape, make_strategy, own):
-    strategy = make_strategy(communication_options=CommunicationOptions(bytes_per_pack=own, algorithm="flat"))
+@pytest.mark.parametrize(("option", "own", "calls"), PACKS)
+def test_packs_begin_with_the_last_arrays_or_are_even_and_options_of_a_call_win(comm, world, make_strategy, option, own, calls):
     arrays = [np.full(count, count, np.uint8) for count in (10, 20, 30, 40)]
-    for limit, packs in PACKS[own]:
-        found = packs_sent(strategy, arrays, None if limit is None else CommunicationOptions(bytes_per_pack=limit))
-        assert_about(found, packs, comm.size)
-
-
-@pytest.mark.parametrize("kind", [mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy])
-def test_num_packs_cuts_all_elements_evenly(make_strategy, kind):
-    strategy = make_strategy(kind, communication_options=CommunicationOptions(algorithm="flat", num_packs=3))
-    arrays = [np.arange(4, dtype=np.float32), np.ones((3, 2), np.float32)]
-    for num_packs, elements in ((None, [3, 3, 4]), (1, [10]), (0, [6, 4])):
-        found = packs_sent(strategy, arrays, CommunicationOptions(num_packs=num_packs))
-        assert_about(found, [4 * count for count in elements], strategy.num_replicas_in_sync)
+    for kind in [mpistrat.MultiWorkerMirroredStrategy] + [mpistrat.MirroredStrategy] * (world.num_nodes == 1):
+        strategy = make_strategy(kind, communication_options=CommunicationOptions(algorithm="flat", **{option: own}))
+        for value, packs in calls:
+            found = packs_sent(strategy, arrays, None if value is None else CommunicationOptions(**{option: value}))
+            assert_about(found, packs, comm.size)
 
 
 class Unreadable:
@@ -175,6 +143,7 @@ def to_one_device(strategy, value):
 
 
 ALL_REDUCE = lambda context, value: context.all_reduce("sum", value)  # noqa: E731
+MERGE = lambda context, args: context.merge_call(print, args=args)  # noqa: E731
 
 TEXT, ONE = PerReplica(np.array("text")), PerReplica(1.0)
 # what is called with the first argument on rank 0, with the second on the others: what rank 0 raises, and what the others read
@@ -316,16 +285,11 @@ def test_it_says_what_carries_out_the_call(ops, carried_out):
         assert carried_out or told.removeprefix("shared_memory inside the node").removeprefix(", ") in ("", "mpi between nodes")
 
 
-@needs_ranks(2)
-def test_one_rank_may_ask_alone_and_in_deterministic_mode_nothing_is_chosen(strategy):
-    if strategy.extended.communicator.rank == 0:
+def test_one_rank_may_ask_alone_and_what_cannot_be_explained_or_chosen_is_refused(comm, strategy, make_ops):
+    if comm.size > 1 and comm.rank == 0:
         assert "pack 0 " in str(strategy.explain(np.ones(5)))
-        text = str(strategy.explain(np.ones(2), mpistrat.experimental.CommunicationOptions(deterministic=True)))
+        text = str(strategy.explain(np.ones(2), CommunicationOptions(deterministic=True)))
         assert "why        deterministic=True adds in the order of the replicas\n" in text
-    assert float(strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", 1.0)).values[0]) > 1
-
-
-def test_what_cannot_be_explained_or_chosen_is_refused(strategy, make_ops):
     with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got 3"):
         strategy.explain(np.ones(2), 3)
     with pytest.raises(UnsupportedDtypeError):

@@ -5,43 +5,24 @@ import pytest
 from mpistrat.errors import LaunchError
 from mpistrat.launch.environment import LauncherView, detect, in_slurm_allocation
 
+
+def variables(text):
+    """Return variables that are written as env prints them."""
+    return dict(word.split("=") for word in text.split())
+
+
 # One rank of 2 nodes x 2 ranks each, recorded on a SLURM 22.05 cluster.
-BATCH_SHELL = {
-    "SLURM_JOB_ID": "1",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_GTIDS": "0",
-    "SLURM_NTASKS": "4",
-    "SLURM_NTASKS_PER_NODE": "2",
-    "SLURM_TASKS_PER_NODE": "2(x2)",
-}
-SRUN = {
-    **BATCH_SHELL,
-    "SLURM_PROCID": "2",
-    "SLURM_NODEID": "1",
-    "SLURM_GTIDS": "2,3",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_RANK": "3",
-    "PMIX_NAMESPACE": "prterun-slurm0-120@1",
-}
-DAEMON = {  # what srun gives mpirun's daemon on the second node, and the daemon hands on to its ranks
-    **BATCH_SHELL,
-    "SLURM_NTASKS": "1",
-    "SLURM_STEP_ID": "3",
-    "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "1",
-}
-HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "6", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-PROXY = {**DAEMON, "SLURM_PROCID": "1", "SLURM_GTIDS": "1", "SLURM_STEP_ID": "4", "SLURM_STEP_NUM_TASKS": "2"}
+BATCH_SHELL = variables("SLURM_JOB_ID=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_GTIDS=0 SLURM_NTASKS=4")
+BATCH_SHELL |= variables("SLURM_NTASKS_PER_NODE=2 SLURM_TASKS_PER_NODE=2(x2)")
+STEP = "SLURM_STEP_ID={} SLURM_STEP_NUM_TASKS={} SLURM_STEP_TASKS_PER_NODE={}"
+SRUN = BATCH_SHELL | variables(f"SLURM_PROCID=2 SLURM_NODEID=1 SLURM_GTIDS=2,3 {STEP.format(0, 4, '2(x2)')}")
+OPEN = "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2"
+OPEN_MPI = variables(f"{OPEN} PMIX_RANK=3 PMIX_NAMESPACE=prterun-slurm0-120@1")
+# what srun gives mpirun's daemon on the second node, and the daemon hands on to its ranks
+DAEMON = BATCH_SHELL | variables(f"SLURM_NTASKS=1 {STEP.format(3, 1, 1)}")
+HYDRA = variables("PMI_RANK=3 PMI_SIZE=4 PMI_FD=6 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2")
+PROXY = DAEMON | variables("SLURM_PROCID=1 SLURM_GTIDS=1 SLURM_STEP_ID=4 SLURM_STEP_NUM_TASKS=2")
+PALS = "PALS_RANKID=1 PMI_RANK=1 PMI_SIZE=4 PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=2"
 
 RECORDED = {
     "a shell": ({"HOME": "/root"}, None),
@@ -55,14 +36,8 @@ RECORDED = {
     "mpirun of Open MPI in a batch script": ({**DAEMON, **OPEN_MPI}, LauncherView("Open MPI's mpiexec", 3, 4, 1, 2)),
     "mpiexec of MPICH": (HYDRA, LauncherView("hydra's mpiexec", 3, 4, 1, 2)),
     "mpiexec of MPICH in a batch script": ({**PROXY, **HYDRA}, LauncherView("hydra's mpiexec", 3, 4, 1, 2)),
-    "mpirun_rsh of MVAPICH": (
-        {name.replace("OMPI_", "MV2_"): value for name, value in OPEN_MPI.items() if name.startswith("OMPI_")},
-        LauncherView("MVAPICH's mpirun_rsh", 3, 4, 1, 2),
-    ),
-    "PALS": (
-        {"PALS_RANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "4", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"},
-        LauncherView("PALS", 1, 4, 1, 2),
-    ),
+    "mpirun_rsh of MVAPICH": (variables(OPEN.replace("OMPI_", "MV2_")), LauncherView("MVAPICH's mpirun_rsh", 3, 4, 1, 2)),
+    "PALS": (variables(PALS), LauncherView("PALS", 1, 4, 1, 2)),
     "mpiexec.gforker": ({"PMI_RANK": "1", "PMI_SIZE": "4"}, LauncherView("a PMI launcher", 1, 4)),
     "prun": ({"PMIX_RANK": "1"}, LauncherView("a PMIx launcher", 1)),
 }

@@ -45,25 +45,24 @@ def test_a_launcher_that_counts_no_ranks_of_the_node_or_tells_no_place(fake):
     assert (bound_device().index, what_is_bound().launcher) == (0, ""), "which the peers correct"
 
 
-def test_on_cpus_by_request_nobody_looks_for_a_gpu(fake, monkeypatch):
-    monkeypatch.setattr("mpistrat.device.cuda.count_visible", lambda: pytest.fail("CUDA was asked"))
-    monkeypatch.setenv("MPISTRAT_DEVICE", "cpu")
-    bind_device(None)
-    assert bound_device() is None
-    assert (what_is_bound().why, what_is_bound().problem) == ("MPISTRAT_DEVICE=cpu", "")
-
-
 @pytest.mark.parametrize(
     ("setting", "problem"),
-    [("auto", ""), ("gpu", "MPISTRAT_DEVICE=gpu was set, but CuPy is not installed"), ("tpu", "auto, gpu, cpu are accepted")],
+    [
+        ("cpu", ""),
+        ("auto", ""),
+        ("gpu", "MPISTRAT_DEVICE=gpu was set, but CuPy is not installed"),
+        ("tpu", "auto, gpu, cpu are accepted"),
+    ],
 )
 def test_without_a_gpu_auto_takes_the_cpu_and_all_else_is_a_problem_for_later(fake, monkeypatch, setting, problem):
     monkeypatch.setenv("MPISTRAT_DEVICE", setting)
+    if setting == "cpu":
+        monkeypatch.setattr("mpistrat.device.cuda.count_visible", lambda: pytest.fail("CUDA was asked"))
     bind_device(None)
     assert bound_device() is None
     assert problem in what_is_bound().problem
     assert bool(what_is_bound().problem) is bool(problem)
-    assert setting != "auto" or what_is_bound().why == "CuPy is not installed"
+    assert problem or what_is_bound().why == {"auto": "CuPy is not installed", "cpu": "MPISTRAT_DEVICE=cpu"}[setting]
 
 
 def test_a_gpu_that_cannot_be_used_is_a_problem_for_later(fake, monkeypatch):

@@ -63,15 +63,11 @@ def test_a_shape_of_other_ranks_is_refused_and_nodes_are_ordered_by_lowest_rank(
 
 
 @given(random_worlds)
-def test_every_rank_has_one_place(world):
+def test_ranks_have_one_place_and_shards_one_owner_per_node_and_tile(world):
     assert sorted(rank for node in world.nodes for rank in node.ranks) == list(range(world.size))
     for rank in range(world.size):
         place = world.place(rank)
         assert world.nodes[place.node_index].ranks[place.local_rank] == rank
-
-
-@given(random_worlds)
-def test_shards_have_one_owner_per_node_and_tile(world):
     for node in world.nodes:
         owned = [shard for rank in node.ranks for shard in world.shards_of(rank)]
         assert owned == list(range(world.num_shards)), "in rank order, each shard once"
