@@ -4,20 +4,12 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat import CollectiveAllReduce, CrossDeviceOps, HierarchicalAllReduce, NcclAllReduce, ReductionToOneDevice
 from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica
-from mpistrat.cross_device import (
-    CollectiveAllReduce,
-    CrossDeviceOps,
-    HierarchicalAllReduce,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    OnSomeReplicas,
-    ReductionToOneDevice,
-    resolve,
-)
+from mpistrat.cross_device import HierarchicalCopyAllReduce, OnSomeReplicas, resolve
 from mpistrat.errors import InvalidArgumentError, TransportError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
@@ -228,11 +220,8 @@ def test_the_value_of_a_strategy_is_not_combined_outside_its_scope():
 def test_a_result_does_not_change_with_the_variable_that_was_reduced(synchronization, family, num_replicas):
     def program(rank):
         extended, ops = mpistrat.get_strategy().extended, family()
-        variable = mpistrat.Variable(
-            [1.0, 2.0],
-            synchronization=mpistrat.VariableSynchronization[synchronization],
-            aggregation=mpistrat.VariableAggregation.MEAN,
-        )
+        mean, kind = mpistrat.VariableAggregation.MEAN, mpistrat.VariableSynchronization[synchronization]
+        variable = mpistrat.Variable([1.0, 2.0], synchronization=kind, aggregation=mean)
         results = [
             ops.reduce("mean", variable, variable),
             *ops.batch_reduce("max", [(variable, variable), (variable, {*range(num_replicas)})]),

@@ -160,11 +160,6 @@ def test_arrays_that_share_an_allocation_are_those_that_cupy_makes():
         assert made.data.ptr == host.ctypes.data + start
 
 
-def test_an_array_of_the_gpu_is_refused_where_the_process_computes_on_its_cpu(elsewhere):
-    with pytest.raises(InvalidArgumentError, match=r"^x is on cuda, this replica computes on /cpu:0; copy it"):
-        as_array(elsewhere.array_module.zeros(3), "x")
-
-
 @pytest.mark.parametrize("kind", [np.asarray, lambda array: SpeaksDlpack(array), lambda array: memoryview(array)])
 def test_arrays_of_the_host_are_read_but_are_not_operands(gpu, kind):
     value = kind(np.arange(3.0))

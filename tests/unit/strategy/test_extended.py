@@ -135,11 +135,8 @@ def test_update_refuses_foreign_variables_and_a_value_that_only_some_replicas_ha
 
 def test_update_gives_each_component_of_an_on_read_variable_its_own_value():
     def program(strategy):
-        with strategy.scope():
-            variable = mpistrat.Variable(
-                [1.0], synchronization=mpistrat.VariableSynchronization.ON_READ, aggregation=mpistrat.VariableAggregation.SUM
-            )
-            mirrored = mpistrat.Variable([1.0])
+        on_read, total = mpistrat.VariableSynchronization.ON_READ, mpistrat.VariableAggregation.SUM
+        variable, mirrored = made(strategy, [1.0], synchronization=on_read, aggregation=total), made(strategy, [1.0])
         value = strategy.run(lambda: np.array([strategy.rank + 1.0]))
         strategy.extended.update(variable, lambda v, x, scale: v.assign_add(scale * x), (value,), {"scale": value})
         strategy.extended.update(variable, lambda v, text: None, (PerReplica(np.array(["of any dtype"])),))
