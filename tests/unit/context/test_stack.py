@@ -88,10 +88,8 @@ def test_an_exception_restores_the_context():
 
     with strategy.scope():
         weights = mpistrat.Variable(0.0)
-    for call in (
-        lambda: strategy.run(lambda: mpistrat.get_replica_context().merge_call(fail)),
-        lambda: strategy.extended.update(weights, fail),
-    ):
+    merge = lambda: mpistrat.get_replica_context().merge_call(fail)  # noqa: E731
+    for call in (lambda: strategy.run(merge), lambda: strategy.extended.update(weights, fail)):
         with pytest.raises(KeyError, match="planted"):
             call()
         assert get_update_replica_id() is None
