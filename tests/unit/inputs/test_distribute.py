@@ -285,7 +285,8 @@ def test_an_error_of_the_source_is_raised_once_and_ends_the_iteration(buffer_siz
         yield from [np.arange(2)] * num_batches
         raise error("the disk is gone")
 
-    source = type("Source", (), {"__iter__": failing, "__len__": lambda self: 3})()
+    sized = type("Sized", (), {"__iter__": failing, "__len__": lambda self: 3})()
+    source = failing(None) if error is OSError else sized
     iterator = iter(distribute_dataset(ONE(), source, InputOptions(experimental_per_replica_buffer_size=buffer_size)))
     if num_batches:
         next(iterator)
