@@ -235,11 +235,7 @@ def check_arrays(strategy: Any, variable: Any, expected: Callable[[int], list[fl
         check_refused(UNREADABLE, variable.numpy)
         assert len(variable) == len(START)
     else:
-        combined = {
-            VariableAggregation.SUM: arrays.sum(axis=0),
-            VariableAggregation.MEAN: arrays.mean(axis=0),
-            VariableAggregation.ONLY_FIRST_REPLICA: arrays[0],
-        }
+        combined = dict(zip(VariableAggregation, (None, arrays.sum(axis=0), arrays.mean(axis=0), arrays[0]), strict=True))
         np.testing.assert_allclose(variable.numpy(), combined[variable.aggregation], rtol=1e-12)
 
 

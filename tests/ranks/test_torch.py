@@ -390,12 +390,8 @@ def average(jax, comm):
 
 def test_leaves_are_averaged_the_tree_is_kept_and_another_one_is_told(jax, average, comm):
     numbers = jax.numpy
-    tree = {
-        "layer": Layer(numbers.full((2, 3), comm.rank + 1.0), numbers.zeros(3)),
-        "none": None,
-        "step": [np.float32(comm.rank)],
-    }
-    found = average(tree)
+    layer = Layer(numbers.full((2, 3), comm.rank + 1.0), numbers.zeros(3))
+    found = average({"layer": layer, "none": None, "step": [np.float32(comm.rank)]})
     mean = (comm.size + 1) / 2
     assert isinstance(found["layer"], Layer)
     assert isinstance(found["layer"].weight, jax.Array)

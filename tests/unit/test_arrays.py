@@ -61,17 +61,10 @@ class SpeaksArrayToo(SpeaksDlpack):
 @pytest.mark.parametrize(
     ("value", "shape", "dtype"),
     [
-        (3, (), "int64"),
-        (2.5, (), "float64"),
-        (True, (), "bool"),
-        (1j, (), "complex128"),
-        ([[1, 2], [3, 4]], (2, 2), "int64"),
-        ([], (0,), "float64"),
-        (np.float32(1), (), "float32"),
-        (BFLOAT16.type(1), (), "bfloat16"),
-        (range(3), (3,), "int64"),
-        (Mirrored([1.0, 2.0]), (2,), "float64"),
-        (SpeaksDlpack(np.zeros((2, 0), "c8")), (2, 0), "complex64"),
+        *((3, (), "int64"), (2.5, (), "float64"), (True, (), "bool"), (1j, (), "complex128")),
+        *((np.float32(1), (), "float32"), (BFLOAT16.type(1), (), "bfloat16")),
+        *(([[1, 2], [3, 4]], (2, 2), "int64"), ([], (0,), "float64"), (range(3), (3,), "int64")),
+        *((Mirrored([1.0, 2.0]), (2,), "float64"), (SpeaksDlpack(np.zeros((2, 0), "c8")), (2, 0), "complex64")),
     ],
 )
 def test_what_is_like_an_array_becomes_one(value, shape, dtype):
@@ -79,19 +72,10 @@ def test_what_is_like_an_array_becomes_one(value, shape, dtype):
     assert (type(array), array.shape, array.dtype.name) == (np.ndarray, shape, dtype)
 
 
-@pytest.mark.parametrize(
-    "speaks",
-    [
-        SpeaksDlpack,
-        lambda array: SpeaksDlpack(array, PINNED),
-        SpeaksArrayInterface,
-        SpeaksBuffers,
-        SpeaksArrayToo,
-        StandardArray,
-        Mirrored,
-        lambda array: array.view(np.memmap),
-    ],
-)
+KINDS = [SpeaksDlpack, SpeaksArrayInterface, SpeaksBuffers, SpeaksArrayToo, StandardArray, Mirrored]
+
+
+@pytest.mark.parametrize("speaks", [*KINDS, lambda array: SpeaksDlpack(array, PINNED), lambda array: array.view(np.memmap)])
 @pytest.mark.parametrize("is_writable", [True, False])
 def test_the_memory_of_others_is_shared(speaks, is_writable):
     memory = np.arange(24.0).reshape(4, 6)[::2, ::-1]

@@ -160,11 +160,6 @@ def test_arrays_that_share_an_allocation_are_those_that_cupy_makes():
         assert made.data.ptr == host.ctypes.data + start
 
 
-def test_an_array_of_the_gpu_is_refused_where_the_process_computes_on_its_cpu(elsewhere):
-    with pytest.raises(InvalidArgumentError, match=r"^x is on cuda, this replica computes on /cpu:0; copy it"):
-        as_array(elsewhere.array_module.zeros(3), "x")
-
-
 @pytest.mark.parametrize("kind", [np.asarray, lambda array: SpeaksDlpack(array), lambda array: memoryview(array)])
 def test_arrays_of_the_host_are_read_but_are_not_operands(gpu, kind):
     value = kind(np.arange(3.0))
@@ -245,18 +240,12 @@ def test_values_take_part_in_expressions_on_the_gpu(xp):
 
 def test_the_stand_in_behaves_as_cupy_where_it_matters(gpu, xp):
     array = xp.asarray(np.arange(6.0).reshape(2, 3))
-    host = np.ones(3)
-    for refused in (
-        lambda: np.asarray(array),
-        lambda: array + host,
-        lambda: array.__iadd__(host),
-        lambda: np.add(array, np.array(1.0)),
-        lambda: array.__setitem__(0, host),
-        lambda: array.__iadd__(Mirrored(array)),
-        lambda: xp.exp(Mirrored(array)),
-    ):
+    names = {"np": np, "x": array, "host": np.ones(3), "mirrored": Mirrored(array)}
+    for refused in ("np.asarray(x)", "x + host", "x += host", "np.add(x, np.array(1.0))", "x[0] = host", "x += mirrored"):
         with pytest.raises(TypeError):
-            refused()
+            exec(refused, {**names})
+    with pytest.raises(TypeError):
+        xp.exp(Mirrored(array))
     array[0] = 7
     assert array[np.array([0])].tolist() == [[7, 7, 7]]
     assert array[1, 2].shape == ()

@@ -1,7 +1,5 @@
 """PyTorch and JAX themselves: their arrays come in and go out, without a copy where the memory allows."""
 
-import sys
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -124,9 +122,3 @@ def test_a_jax_array_that_is_being_traced_is_refused(jax):
     message = r"^x cannot be read as an array: (.|\n)* on traced array with shape int64\[3\](.|\n)*; pass an array of numbers"
     with pytest.raises(UnsupportedDtypeError, match=message):
         jax.jit(lambda traced: as_array(traced, "x"))(np.arange(3))
-
-
-def test_without_the_library_the_reason_is_said():
-    with pytest.raises(pytest.skip.Exception, match=r"^no torchess: pip install '\.\[interop\]'$"):
-        installed("torchess")
-    assert "torchess" not in sys.modules

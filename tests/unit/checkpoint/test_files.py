@@ -67,11 +67,7 @@ def test_files_are_readable_as_those_of_the_program_and_by_the_library_with_chec
     (tmp_path / "mine").touch()
     assert {path.stat().st_mode for path in folder.iterdir()} == {(tmp_path / "mine").stat().st_mode}
     found = load_file(folder / "arrays-00000.safetensors")
-    assert {name: (str(array.dtype), array.sum()) for name, array in found.items()} == {
-        "w/a": ("float64", 4950),
-        "w/b": ("bool", 3),
-    }
-    found = load_file(folder / "arrays-00000.safetensors")
+    assert {name: (array.dtype, array.sum()) for name, array in found.items()} == {"w/a": ("f8", 4950), "w/b": ("?", 3)}
     [pieces] = files.read_manifest(folder).pieces.values()
     assert {piece.name: piece.checksum for piece in pieces} == {name: crc32(each) for name, each in found.items()}
 

@@ -310,11 +310,7 @@ def test_the_time_that_is_left_is_the_least_of_what_is_known(monkeypatch, tmp_pa
 )
 @pytest.mark.parametrize(
     ("job", "environ"),
-    [
-        ("7", {}),
-        ("7", {"SLURM_JOB_END_TIME": "0"}),
-        ("6_3", {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "3"}),  # of an array one task
-    ],
+    [("7", {}), ("7", {"SLURM_JOB_END_TIME": "0"}), ("6_3", {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "3"})],
 )
 def test_squeue_is_asked_where_slurm_has_set_no_end(monkeypatch, tmp_path, caplog, answer, seconds, said, job, environ):
     monkeypatch.setattr(logger, "propagate", True)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import mpistrat
-from mpistrat.context.stack import default_mode, enter_or_assert_strategy, get_update_replica_id, updating
+from mpistrat.context.stack import default_mode, get_update_replica_id, updating
 from mpistrat.launch.environment import LAUNCHERS
 from mpistrat.strategy.strategy import OneDeviceStrategy
 from tests.processes import python
@@ -58,40 +58,24 @@ def test_strategies_cannot_be_mixed(which):
     strategy = OneDeviceStrategy()
     second = mpistrat.get_strategy() if which == "default" else OneDeviceStrategy()
     with strategy.scope():
-        with pytest.raises(RuntimeError, match="two strategies cannot be mixed"), second.scope():
-            pass
-        with pytest.raises(RuntimeError, match="two strategies cannot be mixed"):
-            second.run(lambda: None)
-        with pytest.raises(RuntimeError, match="two strategies cannot be mixed"):
-            second.reduce("sum", 0, axis=None)
+        for use in (second.scope().__enter__, lambda: second.run(lambda: None), lambda: second.reduce("sum", 0, axis=None)):
+            with pytest.raises(RuntimeError, match="two strategies cannot be mixed"):
+                use()
         assert mpistrat.get_strategy() is strategy
     assert not mpistrat.has_strategy()
 
 
 def test_neither_scope_nor_run_is_entered_inside_run_nor_left_out_of_order():
-    strategy = OneDeviceStrategy()
-
-    def step():
-        with strategy.scope():
-            pass
-
-    with pytest.raises(RuntimeError, match="strategy.scope must be called outside strategy.run, but this is inside strategy.r"):
-        strategy.run(step)
-    with pytest.raises(RuntimeError, match="two strategies"), strategy.scope():
-        OneDeviceStrategy().run(lambda: None)
-    assert not mpistrat.has_strategy()
     strategy, default = OneDeviceStrategy(), mpistrat.get_strategy()
+    with pytest.raises(RuntimeError, match="strategy.scope must be called outside strategy.run, but this is inside strategy.r"):
+        strategy.run(lambda: strategy.scope().__enter__())
+    assert not mpistrat.has_strategy()
     with pytest.raises(RuntimeError, match=r"correct: +strategy.run\(fn\), where fn calls other\(\)"):
         strategy.run(lambda: strategy.run(lambda: None))
     assert default.run(lambda: default.run(lambda x: x + 1, args=(1,))) == 2
-    strategy = OneDeviceStrategy()
     scope = strategy.scope()
-
-    def step():
-        scope.__exit__(None, None, None)
-
     with scope, pytest.raises(RuntimeError, match="left out of order: this is inside strategy.run"):
-        strategy.run(step)
+        strategy.run(scope.__exit__, (None, None, None))
     with pytest.raises(RuntimeError, match="left out of order: this is outside all scopes"):
         scope.__exit__(None, None, None)
 
@@ -104,10 +88,8 @@ def test_an_exception_restores_the_context():
 
     with strategy.scope():
         weights = mpistrat.Variable(0.0)
-    for call in (
-        lambda: strategy.run(lambda: mpistrat.get_replica_context().merge_call(fail)),
-        lambda: strategy.extended.update(weights, fail),
-    ):
+    merge = lambda: mpistrat.get_replica_context().merge_call(fail)  # noqa: E731
+    for call in (lambda: strategy.run(merge), lambda: strategy.extended.update(weights, fail)):
         with pytest.raises(KeyError, match="planted"):
             call()
         assert get_update_replica_id() is None
@@ -145,23 +127,6 @@ def test_a_strategy_cannot_be_set_inside_a_scope():
     assert not mpistrat.has_strategy()
     with strategy.scope(), pytest.raises(RuntimeError, match="experimental_set_strategy must be called outside all scopes"):
         mpistrat.experimental_set_strategy(None)
-
-
-def test_enter_or_assert_strategy():
-    strategy, other = OneDeviceStrategy(), OneDeviceStrategy()
-    with enter_or_assert_strategy(strategy) as entered:
-        assert entered is mpistrat.get_strategy() is strategy
-        with enter_or_assert_strategy(strategy) as again:
-            assert again is strategy
-        assert mpistrat.get_strategy() is strategy
-        with pytest.raises(RuntimeError, match="two strategies cannot be mixed"), enter_or_assert_strategy(other):
-            pass
-        with pytest.raises(RuntimeError, match="two strategies"), enter_or_assert_strategy(default_strategy()):
-            pass
-    assert not mpistrat.has_strategy()
-    assert strategy.run(lambda: enter_or_assert_strategy(strategy).__enter__()) is strategy
-    with enter_or_assert_strategy(default_strategy()):
-        assert not mpistrat.has_strategy()
 
 
 def test_the_replica_that_is_updated_is_known_on_its_thread():

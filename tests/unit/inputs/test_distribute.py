@@ -10,19 +10,12 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat import SHARD_HINT, AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 from mpistrat.context.stack import default_mode
 from mpistrat.context.values import PerReplica, select_replica
 from mpistrat.errors import AgreementError, InvalidArgumentError, OutOfRangeError
 from mpistrat.inputs.distribute import distribute_dataset, distribute_from_function
-from mpistrat.inputs.input_options import (
-    SHARD_HINT,
-    AutoShardPolicy,
-    InputContext,
-    InputOptions,
-    InputReplicationMode,
-    ValueContext,
-    read_options,
-)
+from mpistrat.inputs.input_options import ValueContext, read_options
 from mpistrat.inputs.sources import ArrayDataset, FileDataset, MapDataset
 from mpistrat.structures import flatten
 from tests.processes import python, until
@@ -285,39 +278,25 @@ def test_a_length_that_only_iterating_tells_is_not_guessed():
 
 
 @pytest.mark.parametrize("buffer_size", [0, 1])
+@pytest.mark.parametrize("error", [OSError, SystemExit])
 @pytest.mark.parametrize("num_batches", [0, 1])
-def test_an_error_of_the_source_is_raised_once_and_ends_the_iteration(buffer_size, num_batches):
-    def failing():
+def test_an_error_of_the_source_is_raised_once_and_ends_the_iteration(buffer_size, error, num_batches):
+    def failing(self):
         yield from [np.arange(2)] * num_batches
-        raise OSError("the disk is gone")
+        raise error("the disk is gone")
 
-    iterator = iter(distribute_dataset(ONE(), failing(), InputOptions(experimental_per_replica_buffer_size=buffer_size)))
+    sized = type("Sized", (), {"__iter__": failing, "__len__": lambda self: 3})()
+    source = failing(None) if error is OSError else sized
+    iterator = iter(distribute_dataset(ONE(), source, InputOptions(experimental_per_replica_buffer_size=buffer_size)))
     if num_batches:
         next(iterator)
-    else:  # an error that element_spec met is not the end of the data
+    elif error is OSError:  # which is not the end of the data for element_spec
         for _ in range(2):
-            with pytest.raises(OSError, match="the disk is gone"):
+            with pytest.raises(error, match="the disk is gone"):
                 iterator.element_spec  # noqa: B018 - it is made when it is asked for
-    with pytest.raises(OSError, match="the disk is gone") as caught:
+    with pytest.raises(error, match="the disk is gone") as caught:
         next(iterator)
     assert any(entry.name == "failing" for entry in caught.traceback)
-    assert list(iterator) == []
-
-
-@pytest.mark.parametrize("buffer_size", [0, 1])
-def test_an_exit_of_the_source_leaves_nobody_waiting_and_ends_the_iteration(buffer_size):
-    class Exiting:
-        def __iter__(self):
-            yield np.zeros(2)
-            raise SystemExit(3)
-
-        def __len__(self):
-            return 3
-
-    iterator = iter(distribute_dataset(ONE(), Exiting(), InputOptions(experimental_per_replica_buffer_size=buffer_size)))
-    next(iterator)
-    with pytest.raises(SystemExit):
-        next(iterator)
     assert list(iterator) == [], "no batches of no rows instead of those that were not read"
 
 

@@ -110,17 +110,6 @@ def test_a_position_in_an_epoch_of_other_rows_is_refused(other):
     assert at(dataset.state_dict()) == (1, 0)
 
 
-@pytest.mark.parametrize("is_shared_before", [True, False])
-def test_a_position_of_shared_batches_is_none_in_data_of_each_rank(is_shared_before):
-    ways = [sharing(SOURCES["files"]), lambda strategy: distribute_dataset(strategy, SOURCES["files"]())]
-    before, after = ways if is_shared_before else reversed(ways)
-    _, position = taken(before, 2, num_batches=1)
-    with pytest.raises(InvalidArgumentError, match=r"batch 1 of an epoch cannot be found again"):
-        taken(after, 2, position)
-    with pytest.raises(InvalidArgumentError, match=r"one of list of 6 batches, and now they are those of list of 2 batches"):
-        taken(sharing(lambda: [ROWS, ROWS]), 1, taken(sharing(SOURCES["list"]), 1, num_batches=3)[1])
-
-
 def test_without_a_strategy_a_dataset_has_its_own_position():
     dataset, other = SOURCES["arrays"](), SOURCES["arrays"]()
     first, second = rows(dataset), rows(dataset)
