@@ -48,9 +48,9 @@ class Bucket:
     """Arrays, by their indices in the call, that are combined together, and how: bound to its memory.
 
     ``run(sources, targets)`` returns the steps that combine arrays into C-contiguous ones, in a collective call, and
-    `is_current` whether the memory is still there. `detects_mismatch` says whether a rank in another call is found before results are used; if not, calls are compared
-    afterwards. `flat_count` counts the elements of the one all-reduce of MPI, if the plan is nothing else; `blocking` combines
-    one array in a blocking call, where that is possible.
+    `is_current` whether the memory is still there. `detects_mismatch` says whether a rank in another call is found before
+    results are used; if not, calls are compared afterwards. `flat_count` counts the elements of the one all-reduce of MPI, if
+    the plan is nothing else; `blocking` combines one array in a blocking call, where that is possible.
     """
 
     plan: Plan
