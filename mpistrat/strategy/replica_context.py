@@ -220,9 +220,9 @@ class ReplicaContext:
         Not in TensorFlow.
         """
         self._require_current("all_to_all")
-        leaves = list(values)
         with self._communicator.refusing("all_to_all", options):
             check_options(options)
+            leaves = list(values)
             arrays = [as_operand(leaf, f"values[{index}]") for index, leaf in enumerate(leaves)]
         return list(map(like, self._communicator.all_to_all(arrays, options), leaves))
 

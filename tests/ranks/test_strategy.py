@@ -168,6 +168,13 @@ REFUSED_BY_ONE = {
     ),
     "an array that cannot be read": (in_replica(ALL_REDUCE), Unreadable(), 1.0, OSError, "the disk is gone"),
     "a ragged list": (in_replica(ALL_REDUCE), [1, [2, 3]], np.ones(2), AgreementError, "different calls"),
+    "no parts": (
+        in_replica(lambda c, one: c.all_to_all(one and one * c.num_replicas_in_sync)),
+        None,
+        [1.0],
+        TypeError,
+        "not iterable",
+    ),
     "a weight": (in_replica(lambda c, weight: c.all_reduce("mean", 1.0, weight=weight)), -1, 1, ValueError, "weight"),
     "an axis": (
         lambda strategy, shape: strategy.reduce("sum", strategy.run(lambda: np.ones(shape)), axis=1),
