@@ -376,6 +376,8 @@ class Communicator(BaseCommunicator):
             results = self.run_known(known, [array], None if out is None else [out], frames=4)
             if results is not None:
                 return results[0]
+        if axis is None:  # which would be that of an all_reduce
+            self.refuse("reduce_scatter", TypeError("axis must be an int; got None"), options)
         with suppress(Exception):  # which the check of the call raises
             axis = operator.index(axis)  # True and 1 are one axis, which calls are known by
         return self._reductions.reduce("reduce_scatter", op, [array], options, None if out is None else [out], axis)[0]

@@ -209,9 +209,9 @@ class StrategyExtended:
         check: Callable[[Array], object] = lambda array: None,
     ) -> Any:
         """Check this replica's components of all leaves of a nest, then make a collective call for each."""
-        leaves, structure = flatten(value)
-        leaves = list(map(component_of, leaves))
         with self.communicator.refusing(method, options):
+            leaves, structure = flatten(value)
+            leaves = list(map(component_of, leaves))
             check_options(options)
             arrays = each_leaf(operand_or_slices, leaves, lambda: leaf_names(value))
             for array in arrays:

@@ -113,10 +113,10 @@ class ReplicaContext:
             reduced = self._try_fast_all_reduce(reduce_op, value, options, out)
             if reduced is not None:
                 return reduced
-        leaves, structure = flatten(value)
         if experimental_hints is not None:
             options = merge_hints(options, experimental_hints)
         with self._communicator.refusing("all_reduce", options):
+            leaves, structure = flatten(value)
             check_options(options)
             op = ReduceOp.parse(reduce_op)
             arrays = each_leaf(operand_or_slices, leaves, lambda: leaf_names(value))
@@ -145,8 +145,8 @@ class ReplicaContext:
         Any number can be started. The arrays of `value` must not be changed before ``wait()`` returns. Not in TensorFlow.
         """
         self._require_current("start_all_reduce")
-        leaves, structure = flatten(value)
         with self._communicator.refusing("start_all_reduce", options):
+            leaves, structure = flatten(value)
             check_options(options)
             op = ReduceOp.parse(reduce_op)
             arrays = each_leaf(operand_or_slices, leaves, lambda: leaf_names(value))
@@ -239,8 +239,10 @@ class ReplicaContext:
         A collective call. `merge_fn` runs once on every rank, with the arguments of the replicas as per-replica values.
         """
         self._require_current("merge_call")
-        passed = (checked_args(args), dict(kwargs or {}))
-        self._communicator.note(f"merge_call with {flatten(passed)[1]}")
+        with self._communicator.refusing("merge_call"):
+            passed = (checked_args(args), dict(kwargs or {}))
+            structure = flatten(passed)[1]
+        self._communicator.note(f"merge_call with {structure}")
         grouped_args, grouped_kwargs = regroup(passed, self.num_replicas_in_sync)
         with inside(self._strategy.cross_replica_mode):
             return select_replica(merge_fn(self._strategy, *grouped_args, **grouped_kwargs))

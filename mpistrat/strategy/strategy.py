@@ -191,10 +191,10 @@ class Strategy:
         """
         self._extended.require_cross_replica("strategy.reduce")
         communicator = self._extended.communicator
-        leaves, structure = flatten(value)
-        given = [across_replicas(leaf) for leaf in leaves]
-        components = [in_replica(leaf) for leaf in given]
         with communicator.refusing("reduce", options):
+            leaves, structure = flatten(value)
+            given = [across_replicas(leaf) for leaf in leaves]
+            components = [in_replica(leaf) for leaf in given]
             check_options(options)
             op = ReduceOp.parse(reduce_op)
             part = reduce_locally(op, given, components, axis, communicator.size)

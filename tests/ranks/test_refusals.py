@@ -86,6 +86,7 @@ WRONG_CALLS = {
     "scatter a scalar": (lambda ops: ops.reduce_scatter(SUM, np.array(1.0)), INVALID, f"reduce_scatter {NO_AXES}"),
     "scatter axis": (lambda ops: ops.reduce_scatter(SUM, ONE, 1), INVALID, NO_AXIS.format(1) + r"shape \(3,\): -1 to 0 are"),
     "scatter along half an axis": (lambda ops: ops.reduce_scatter(SUM, ONE, 0.5), TypeError, r"axis must be an int; got 0\.5"),
+    "scatter along no axis": (lambda ops: ops.reduce_scatter(SUM, ONE, None), TypeError, "axis must be an int; got None"),
     "bool": (lambda ops: ops.reduce_scatter(MEAN, ONE > 0), UNSUPPORTED, "MEAN is not defined for array 0 of dtype bool"),
     "too many": (lambda ops: ops.all_to_all([ONE] * (ops.size + 1)), INVALID, r"one array for each of the \d replicas; got \d"),
     "objects": (lambda ops: ops.all_to_all([np.array([None])] * ops.size), UNSUPPORTED, NO_DTYPE),

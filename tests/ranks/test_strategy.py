@@ -121,6 +121,13 @@ def test_packs_begin_with_the_last_arrays_or_are_even_and_options_of_a_call_win(
             assert_about(found, packs, comm.size)
 
 
+class Lost(dict):
+    def __iter__(self):
+        raise OSError("the disk is gone")
+
+    keys = items = __iter__
+
+
 class Unreadable:
     def __array__(self, dtype=None, copy=None):
         raise OSError("the disk is gone")
@@ -143,7 +150,7 @@ def to_one_device(strategy, value):
 
 
 ALL_REDUCE = lambda context, value: context.all_reduce("sum", value)  # noqa: E731
-MERGE = lambda context, args: context.merge_call(print, args=args)  # noqa: E731
+MERGE = lambda context, args: context.merge_call(lambda strategy, *args: 1.0, args=args)  # noqa: E731
 
 TEXT, ONE = PerReplica(np.array("text")), PerReplica(1.0)
 # what is called with the first argument on rank 0, with the second on the others: what rank 0 raises, and what the others read
@@ -167,6 +174,16 @@ REFUSED_BY_ONE = {
         *("RING", None, InvalidArgumentError, "options must be CommunicationOptions or None; got 'RING'"),
     ),
     "an array that cannot be read": (in_replica(ALL_REDUCE), Unreadable(), 1.0, OSError, "the disk is gone"),
+    **{
+        f"a nest that cannot be gone through, {name}": (call, Lost(a=1), {"a": 1.0}, OSError, "the disk is gone")
+        for name, call in {
+            "all_reduce": in_replica(ALL_REDUCE),
+            "start_all_reduce": in_replica(lambda context, value: context.start_all_reduce("sum", value).wait()),
+            "broadcast": lambda strategy, value: strategy.broadcast(value),
+            "reduce": lambda strategy, value: strategy.reduce("mean", value, axis=None),
+        }.items()
+    },
+    "arguments of merge_call": (in_replica(MERGE), 3, (), InvalidArgumentError, "args must be a list or tuple"),
     "a ragged list": (in_replica(ALL_REDUCE), [1, [2, 3]], np.ones(2), AgreementError, "different calls"),
     "no parts": (
         in_replica(lambda c, one: c.all_to_all(one and one * c.num_replicas_in_sync)),
