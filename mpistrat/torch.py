@@ -99,7 +99,9 @@ def average(value: Any, communicator: BaseCommunicator | None = None) -> Any:
     UnsupportedDtypeError
         If a leaf is not an array of floats.
     """
-    leaves, structure = flatten(value)
+    communicator = communicator_of("average", communicator)
+    with communicator.refusing("average"):
+        leaves, structure = flatten(value)
     return structure.unflatten(average_leaves(leaves, lambda: leaf_names(value), structure, communicator))
 
 

@@ -262,8 +262,9 @@ class StrategyExtended:
         with enter_or_assert_strategy(self._strategy):
             with self.communicator.refusing(call):
                 in_replica_context_of(var.distribute_strategy, "strategy.extended.update")  # refused under another strategy
+                bound = partial(fn, var)  # refused if it cannot be called
             may_differ = isinstance(var.across_replicas(), PerReplica)  # ON_READ
-            return self._updated(call, partial(fn, var), given, group, may_differ)
+            return self._updated(call, bound, given, group, may_differ)
 
     def _updated(self, call: str, fn: Callable[..., Any], given: Any, group: bool, may_differ: bool = False) -> Any:
         """Call a function with this replica's components of arguments, which ranks compare unless they may differ."""

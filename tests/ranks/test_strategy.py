@@ -138,10 +138,13 @@ def in_replica(call):
     return lambda strategy, value: strategy.run(lambda: call(mpistrat.get_replica_context(), value))
 
 
-def update(strategy, argument):
+def made(strategy):
     with strategy.scope():
-        variable = mpistrat.Variable(0.0)
-    strategy.extended.update(variable, lambda variable, argument: variable.assign(argument), (argument,))
+        return mpistrat.Variable(0.0)
+
+
+def update(strategy, argument):
+    strategy.extended.update(made(strategy), lambda variable, argument: variable.assign(argument), (argument,))
 
 
 def to_one_device(strategy, value):
@@ -156,6 +159,10 @@ TEXT, ONE = PerReplica(np.array("text")), PerReplica(1.0)
 # what is called with the first argument on rank 0, with the second on the others: what rank 0 raises, and what the others read
 REFUSED_BY_ONE = {
     "update": (update, TEXT, 1.0, TypeError, "an argument of extended.update has dtype"),
+    "update by nothing": (
+        lambda strategy, fn: strategy.extended.update(made(strategy), fn),
+        *(None, lambda variable: None, TypeError, "must be callable"),
+    ),
     "update_non_slot": (
         lambda strategy, argument: strategy.extended.update_non_slot(None, lambda argument: None, (argument,)),
         *(TEXT, 1.0, TypeError, "an argument of extended.update has dtype"),

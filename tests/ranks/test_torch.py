@@ -299,6 +299,17 @@ def test_averages_of_losses_and_metrics(torch, ours, communicator):
     with pytest.raises(UnsupportedDtypeError, match=r"value\['right'\] has dtype int64, whose mean would be a whole number"):
         ours.average({"right": torch.tensor(rank)}, communicator)
 
+    class Lost(dict):
+        def __iter__(self):
+            raise OSError("the disk is gone")
+
+        keys = items = __iter__
+
+    communicator.is_strict = True
+    with pytest.raises(AgreementError if rank else OSError, match="the disk is gone"):
+        ours.average({"a": 1.0} if rank else Lost(a=1.0), communicator)
+    assert ours.average(float(rank), communicator) == expected, "and all are in step again"
+
 
 def test_wrong_arguments_are_refused_by_name_when_the_block_begins(torch, ours, communicator):
     model = _model(torch)
