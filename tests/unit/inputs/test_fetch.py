@@ -123,6 +123,7 @@ def test_a_batch_that_the_program_has_dropped_is_freed_while_the_source_makes_an
     next(elements)
     assert dropped() is None
     goes_on.set()
+    assert len(list(elements)) == 1, "the thread that makes them has ended before the device does"
 
 
 @BUFFERS
