@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 
 from mpistrat.device.binding import bound_device, own_device, why_cpu
-from mpistrat.device.cuda import Device
+from mpistrat.device.cuda import Device, address, addresses, are_contiguous
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
 from mpistrat.reduction import ACCEPTED, quiet
 
@@ -89,6 +92,40 @@ def part_bounds(extent: int, num_parts: int) -> list[int]:
 def is_aligned(array: Array) -> bool:
     """Return whether the address of each element suits its dtype, as MPI needs; a view of packed bytes may differ."""
     return getattr(array.flags, "aligned", True)  # arrays on GPUs always are
+
+
+def are_disjoint(arrays: Sequence[Array]) -> bool:
+    """Return whether no two arrays share memory."""
+    # one without a base may still lie in memory of another library
+    if len(set(map(id, arrays))) == len(arrays) and all(each.__class__ is np.ndarray and each.flags.owndata for each in arrays):
+        return True
+    filled = [array for array in arrays if array.size]
+    if are_contiguous(filled):
+        bounds = [(start, start + array.nbytes) for start, array in zip(addresses(filled), filled, strict=True)]
+    else:
+        bounds = list(map(_bounds, filled))
+    bounds.sort()
+    return all([stop <= start for (_, stop), (start, _) in pairwise(bounds)])
+
+
+def are_apart(arrays: Sequence[Array], out: Sequence[Array]) -> bool:
+    """Return whether no array shares memory with another one's target, nor two targets; an array may be its own target."""
+    return are_disjoint([*out, *(array for array, target in zip(arrays, out, strict=True) if array is not target)])
+
+
+def copy_overlapping(arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
+    """Return `arrays`, copied if one overlaps with the target of another, which may be written before the array is read."""
+    if all(map(operator.is_, arrays, out)) or are_apart(arrays, out):
+        return list(arrays)
+    return [array if array is out[index] else array.copy() for index, array in enumerate(arrays)]
+
+
+def _bounds(array: Array) -> tuple[int, int]:
+    """Return the first address of an array's memory, and the first address after it."""
+    if not is_on_device(array):
+        return byte_bounds(array)
+    first, reach = address(array), [(extent - 1) * step for extent, step in zip(array.shape, array.strides, strict=True)]
+    return first + sum(min(step, 0) for step in reach), first + sum(max(step, 0) for step in reach) + array.itemsize
 
 
 def in_dtype(array: Array, dtype: np.dtype[Any]) -> Array:

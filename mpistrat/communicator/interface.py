@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpistrat.algorithms.planners import Choice
-from mpistrat.arrays import Array, like
+from mpistrat.arrays import Array, copy_overlapping, like
 from mpistrat.communicator.explain import Explanation, MemoryReport
 from mpistrat.communicator.options import CommunicationOptions, check_options
-from mpistrat.communicator.validate import alike, checked_index, copy_overlapping, read_arrays
+from mpistrat.communicator.validate import alike, checked_index, read_arrays
 from mpistrat.execution.engine import Work
 from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.timeline import Timeline

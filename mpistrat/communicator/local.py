@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, array_module
+from mpistrat.arrays import Array, array_module, copy_overlapping
 from mpistrat.communicator.interface import Arrays, BaseCommunicator, as_lists
 from mpistrat.communicator.options import CommunicationOptions, check_options
-from mpistrat.communicator.validate import alike, check_gather, check_parts, check_target, checked_index, copy_overlapping
+from mpistrat.communicator.validate import alike, check_gather, check_parts, check_target, checked_index
 from mpistrat.reduction import ReduceOp, check_dtype, check_elements
 from mpistrat.timeline import Timeline
 from mpistrat.topology.world import World

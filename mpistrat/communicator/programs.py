@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from mpistrat.algorithms.planners import Choice
-from mpistrat.arrays import Array, is_on_device, retained_bytes
+from mpistrat.arrays import Array, are_disjoint, is_on_device, retained_bytes
 from mpistrat.communicator.explain import Explanation, MemoryReport
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
-from mpistrat.communicator.validate import are_disjoint
 from mpistrat.device.cuda import addresses, are_contiguous
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.guard import Guard

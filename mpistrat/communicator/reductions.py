@@ -9,12 +9,12 @@ from functools import partial
 
 import numpy as np
 
-from mpistrat.arrays import MALLOC_REUSES_BYTES, Array, is_on_device, new_array, part_bounds
+from mpistrat.arrays import MALLOC_REUSES_BYTES, Array, are_apart, copy_overlapping, is_on_device, new_array, part_bounds
 from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
 from mpistrat.communicator.options import NATIVE, WIRE_DTYPES, CommunicationImplementation, CommunicationOptions
 from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
 from mpistrat.communicator.programs import Programs, fits
-from mpistrat.communicator.validate import are_apart, check_gather, check_target, copy_overlapping
+from mpistrat.communicator.validate import check_gather, check_target
 from mpistrat.device.cuda import address
 from mpistrat.device.kernels import divide_kernel
 from mpistrat.errors import CollectiveError, InvalidArgumentError, UnavailableError

@@ -5,14 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.lib.array_utils import byte_bounds
 
-from mpistrat.arrays import Array, as_array, as_target, is_aligned, is_on_device, like
-from mpistrat.device.cuda import address, addresses, are_contiguous
+from mpistrat.arrays import Array, are_disjoint, as_array, as_target, is_aligned, is_on_device, like
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.lazy import MPI
 
@@ -86,32 +83,6 @@ def check_target(target: Array, array: Array, shape: tuple[int, ...] | None = No
         raise InvalidArgumentError(f"out must lie where the array does: the array is {where[0]}, out {where[1]}")
 
 
-def are_disjoint(arrays: Sequence[Array]) -> bool:
-    """Return whether no two arrays share memory."""
-    # one without a base may still lie in memory of another library
-    if len(set(map(id, arrays))) == len(arrays) and all(each.__class__ is np.ndarray and each.flags.owndata for each in arrays):
-        return True
-    filled = [array for array in arrays if array.size]
-    if are_contiguous(filled):
-        bounds = [(start, start + array.nbytes) for start, array in zip(addresses(filled), filled, strict=True)]
-    else:
-        bounds = list(map(_bounds, filled))
-    bounds.sort()
-    return all([stop <= start for (_, stop), (start, _) in pairwise(bounds)])
-
-
-def are_apart(arrays: Sequence[Array], out: Sequence[Array]) -> bool:
-    """Return whether no array shares memory with another one's target, nor two targets; an array may be its own target."""
-    return are_disjoint([*out, *(array for array, target in zip(arrays, out, strict=True) if array is not target)])
-
-
-def copy_overlapping(arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
-    """Return `arrays`, copied if one overlaps with the target of another, which may be written before the array is read."""
-    if all(map(operator.is_, arrays, out)) or are_apart(arrays, out):
-        return list(arrays)
-    return [array if array is out[index] else array.copy() for index, array in enumerate(arrays)]
-
-
 @lru_cache(1024)
 def name_of(dtype: np.dtype[Any]) -> str:
     """Return the name of a dtype, which NumPy composes anew each time."""
@@ -129,14 +100,6 @@ def _has_shape(array: Array, wanted: tuple[int, ...]) -> bool:
     if array.shape == wanted:
         return True
     return array.ndim == len(wanted) and all(want in (-1, found) for want, found in zip(wanted, array.shape, strict=True))
-
-
-def _bounds(array: Array) -> tuple[int, int]:
-    """Return the first address of an array's memory, and the first address after it."""
-    if not is_on_device(array):
-        return byte_bounds(array)
-    first, reach = address(array), [(extent - 1) * step for extent, step in zip(array.shape, array.strides, strict=True)]
-    return first + sum(min(step, 0) for step in reach), first + sum(max(step, 0) for step in reach) + array.itemsize
 
 
 def checked_index(value: Any, argument: str, count: int) -> int:
