@@ -422,7 +422,7 @@ def _through_nccl(gpu: GpuArrays, nccl: NcclTransport) -> _Route:
     """Return the way between GPUs. NCCL is called after a barrier: its kernels wait for all ranks, which have their memory."""
 
     def run(steps: Steps) -> Steps:
-        return gpu.abort_on_error(chain(gpu.barrier(), steps))
+        return gpu.abort_on_error(chain(gpu.executor.barrier(), steps))
 
     return _Route(nccl, lambda array: array, gpu.empty, True, run)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +16,7 @@ from mpistrat.execution.engine import Work, wait_for_gpu
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard
 from mpistrat.execution.program import Blocking
-from mpistrat.groups.agreement import Agreement, CallsDifferError
+from mpistrat.groups.agreement import CallsDifferError
 from mpistrat.steps import Steps, until
 from mpistrat.transports.nccl import Enqueue
 from mpistrat.transports.nccl_watcher import UNSEEN_SECONDS
@@ -43,8 +42,6 @@ class GpuArrays:
         self._caller: Stream | None = None  # of what is being enqueued on that stream, with what is kept for it
         self._kept: list[Any] = []
         self._under_way: deque[_End] = deque()
-        self._agreement, self._call = Agreement(host.hierarchy.world_group), host.hierarchy.call
-        self._window = host.intra.window if host.hierarchy.intra.size > 1 else None
         self._module = device.array_module
 
     def admits(self, arrays: Sequence[Any], out: Sequence[Any] | None) -> bool:
@@ -60,17 +57,6 @@ class GpuArrays:
     def is_capturing(self) -> bool:
         """Return whether a CUDA graph is being captured, on the caller's stream or by PyTorch on another one."""
         return self.device.current_stream().is_capturing() or is_captured_elsewhere(self.device)
-
-    def barrier(self) -> Steps:
-        """Return the steps that wait until all ranks have entered and have their memory, and compare their calls.
-
-        NCCL is called afterwards: it compares nothing, and its kernels wait for all ranks. A collective call.
-        """
-        window = self._window
-        if window is not None and not self.executor.compares_by_messages:
-            return window.barrier()
-        by_messages = self._agreement.barrier(self._call.digest if self._guard.checks else 0)
-        return by_messages if window is None else chain(window.barrier(), by_messages)
 
     def abort_on_error(self, steps: Steps) -> Steps:
         """Run steps on GPUs; if they fail, abort, so that no kernel waits forever for a rank that has failed."""
@@ -109,9 +95,9 @@ class GpuArrays:
         """Return what has NCCL make a result of a shape and dtype from one array, with as little Python as possible.
 
         If that can be done `in_place`, the array may be the result. `meet` returns the steps that wait for the other ranks, by
-        default a `barrier`; if it returns None, nothing is done, and no result returned.
+        default `DeviceExecutor.barrier`; if it returns None, nothing is done, and no result returned.
         """
-        meet, guard = meet or self.barrier, self._guard
+        meet, guard = meet or self.executor.barrier, self._guard
 
         def run(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
             [source] = arrays

@@ -114,7 +114,7 @@ class Planner:
             self._shorten(found, asked)
             return found
         while True:  # enlarging the scratch memory for a later bucket unbinds the earlier ones; then it is large enough for all
-            program = Program([self._bind(asked, pack, settle) for pack in self._lay_out(asked)])
+            program = Program(self.executor, [self._bind(asked, pack, settle) for pack in self._lay_out(asked)])
             if program.is_current:
                 break
         program.on_gpu = self.executor.device is not None and bool(asked.arrays)
@@ -175,7 +175,8 @@ class Planner:
         except Unsuitable:
             return None
         self.executor.reserve_exchange(self._world.size)
-        return Program([reduce_scatter(self.executor, plan, dtype, asked.op)]) if self.executor.scatters else None
+        scatters = self.executor.scatters  # its memory may be too large for shared memory
+        return Program(self.executor, [reduce_scatter(self.executor, plan, dtype, asked.op)]) if scatters else None
 
     def explain(self, asked: Reduction) -> Explanation:
         """Return how a sum is computed."""
@@ -254,7 +255,7 @@ class DevicePlanner(Planner):
         if nccl is None or nccl.refusal(dtype, op):
             return None
         first, last, *_ = part_bounds(array.shape[axis], self._world.size)[self.executor.hierarchy.rank :]
-        before, after, program = array.shape[:axis], array.shape[axis + 1 :], Program([])
+        before, after, program = array.shape[:axis], array.shape[axis + 1 :], Program(self.executor, [])
         program.scattered_shape, moved = (*before, last - first, *after), (last - first, *before, *after)
         enqueue = nccl.bind(nccl.scatter_calls(bounds, dtype, op), prod(moved), self._fold(op, dtype))
         program.blocking = run = self._gpu.by_nccl(enqueue, (moved, dtype), in_place=False)

@@ -37,7 +37,6 @@ class Reductions:
         device = None if gpu is None else DevicePlanner(gpu, say)
         self.programs = Programs(guard, planner, device)
         self._present, self._rank, self._size = executor.hierarchy.call, executor.hierarchy.rank, executor.hierarchy.world.size
-        self._window = executor.intra.window if executor.hierarchy.intra.size > 1 else None
         # returns a context manager that makes this rank's GPU current, if it has one
         self.active: Callable[[], AbstractContextManager[None]] = nullcontext if gpu is None else gpu.device.activate
 
@@ -273,10 +272,8 @@ class Reductions:
 
     def _combine(self, program: Program, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
         """Return the steps that combine `sources` into `results`; they begin with a barrier of the node."""
-        if self._gpu is not None and program.on_gpu and self._gpu.executor.compares_by_messages:
-            yield from self._gpu.barrier()
-        elif self._window is not None and not program.begins_with_barrier:
-            yield from self._window.barrier()
+        if not program.begins_with_barrier:
+            yield from self._executor.barrier() if self._gpu is None or not program.on_gpu else self._gpu.executor.barrier()
         for bucket in program.buckets:
             yield from bucket.run([sources[i] for i in bucket.indices], [results[i] for i in bucket.indices])
         if not program.detects_mismatch:

@@ -48,16 +48,13 @@ class Bucket:
     """Arrays, by their indices in the call, that are combined together, and how: bound to its memory.
 
     ``run(sources, targets)`` returns the steps that combine arrays into C-contiguous ones, in a collective call, and
-    `is_current` whether the memory is still there. `detects_mismatch` says whether a rank in another call is found before
-    results are used; if not, calls are compared afterwards. `flat_count` counts the elements of the one all-reduce of MPI, if
-    the plan is nothing else; `blocking` combines one array in a blocking call, where that is possible.
+    `is_current` whether the memory is still there. `flat_count` counts the elements of the one all-reduce of MPI, if the plan
+    is nothing else; `blocking` combines one array in a blocking call, where that is possible.
     """
 
     plan: Plan
     run: Callable[[Sequence[Array], Sequence[Array]], Steps]
     is_current: Callable[[], bool]
-    begins_with_barrier: bool
-    detects_mismatch: bool
     flat_count: int = 0
     blocking: Combine | None = None
     held_bytes: Callable[[], int] = int
@@ -105,8 +102,6 @@ def _on_the_callers_arrays(
         run,
         # no scratch memory is bound, but the transport in the node may be another one now, which calls for another plan
         lambda: executor.intra is intra,
-        begins_with_barrier=count > 0 and not (phases and not executor.begins_with_barrier(scope, in_order=False)),
-        detects_mismatch=executor.detects_mismatch(phases),
         flat_count=count if plan.scopes <= {Scope.WORLD} else 0,
     )
     is_in_window = plan.scopes == {Scope.INTRA} and intra.window is not None
@@ -153,7 +148,7 @@ class _Buffered:
         array_dtypes: Dtypes,
     ) -> None:
         self.executor, self._plan, self._layout, self._op, self._wire = executor, plan, layout, op, wire
-        self._dtype, self._array_dtypes, self._is_ordered = dtype, array_dtypes, plan.in_order or wire is not None
+        self._dtype, self._array_dtypes = dtype, array_dtypes
         padded = plan.padded(min(plan.chunk_count, plan.count)) * dtype.itemsize
         slots = 1 if plan.num_chunks == 1 and padded >= LONE_SLOT_BYTES else plan.depth + 1
         self._slot_bytes = -(-padded // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
@@ -177,16 +172,12 @@ class _Buffered:
         executor.bound_plans.add(self)
 
     def bucket(self) -> Bucket:
-        executor, plan, dtype = self.executor, self._plan, self._dtype
+        executor, plan = self.executor, self._plan
         is_one_call = executor.device is None and not plan.in_order and plan.num_chunks == 1 and plan.scopes <= {Scope.WORLD}
-        shard_count = plan.padded(min(plan.chunk_count, plan.count)) // max(plan.world.num_shards, 1)
         return Bucket(
             plan,
             self.run,
             lambda: self._generation == executor.generation,
-            begins_with_barrier=bool(plan.phases and plan.count)
-            and executor.begins_with_barrier(plan.phases[0].scope, self._is_ordered),
-            detects_mismatch=executor.detects_mismatch(plan.phases, shard_count * dtype.itemsize, self._is_ordered),
             flat_count=plan.padded(plan.count) if is_one_call else 0,
             held_bytes=self._held_bytes,
         )
@@ -326,9 +317,6 @@ def reduce_scatter(executor: Executor, plan: Plan, dtype: np.dtype[Any], op: Red
         plan,
         scatter.run,
         lambda: executor.intra is intra,
-        # barriers in shared memory compare calls, and messages carry their digest in the tag
-        begins_with_barrier=True,
-        detects_mismatch=True,
         held_bytes=lambda: scatter.slots.nbytes,
     )
 

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
+from mpistrat.algorithms.plan import Plan, Scope, Verb
 from mpistrat.arrays import Array
 from mpistrat.device.cuda import Device, DeviceArray, Event, address
 from mpistrat.device.kernels import divide_kernel
 from mpistrat.execution.executor import CopySteps, Direct, Dtypes, Executor
 from mpistrat.execution.select import DeviceTransports, device_transports, nccl_rails
+from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.deadline_barrier import AbortNotice
 from mpistrat.groups.group import Group
 from mpistrat.packing import DeviceCopyIn, DeviceCopyOut, Layout
 from mpistrat.reduction import ReduceOp
+from mpistrat.settings import CHECK
 from mpistrat.steps import WAITING, Steps, until
 from mpistrat.transports.base import DeviceTransport, Operation, Part, Transport, Watched, in_turn
 from mpistrat.transports.nccl import NcclTransport
@@ -49,7 +52,8 @@ class DeviceExecutor(Executor):
         super().__init__(host.hierarchy, device_transports(host.hierarchy, device, host.transports))
         self.device, self.timeline = device, host.timeline
         # ranks compare calls in host memory
-        self._compares_inside = host._compares_inside
+        self._compares_inside, self._window = host._compares_inside, host._window
+        self._agreement = Agreement(host.hierarchy.world_group)
         self._copied_out: Event | None = None
         self._notice = AbortNotice(host.hierarchy.world_group)
         self._nccl_rails: Mapping[int, NcclTransport] = {}
@@ -166,8 +170,21 @@ class DeviceExecutor(Executor):
     def _direct(self, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
         return self.intra if plan.scopes == {Scope.INTRA} else self._over_all(dtype, op)
 
-    def detects_mismatch(self, phases: Sequence[Phase], shard_bytes: int = 0, is_ordered: bool = False) -> bool:
-        return self.compares_by_messages or super().detects_mismatch(phases, shard_bytes, is_ordered)
+    def barrier(self) -> Steps:
+        """Wait until all ranks that NCCL joins have entered and have their memory, and compare their calls.
+
+        NCCL is called afterwards: it compares nothing, and its kernels wait for all ranks.
+        """
+        if not self.compares_by_messages:
+            return super().barrier()
+        by_messages = self._agreement.barrier(self.hierarchy.call.digest if self.hierarchy.settings[CHECK] else 0)
+        return chain(super().barrier(), by_messages)
+
+    def begins_with_barrier(self, plan: Plan) -> bool:
+        return not self.compares_by_messages and super().begins_with_barrier(plan)
+
+    def detects_mismatch(self, plan: Plan) -> bool:
+        return self.compares_by_messages or super().detects_mismatch(plan)
 
     def _inside(self, verb: Verb, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
         """Return the transport inside the node, or one through the host if that does not combine such values."""

@@ -75,6 +75,7 @@ class Executor:
         self.timeline = Timeline()
         self.transports = host_transports(hierarchy) if transports is None else transports
         self.intra, self.world, self.rails = self.transports.intra, self.transports.world, self.transports.rails
+        self._window = self.intra.window if hierarchy.intra.size > 1 else None
         self._arena: Array = np.empty(0, np.uint8)
         self.slots = Slots()
         self.generation = 0  # how often the scratch memory was enlarged, and these were unbound
@@ -145,24 +146,30 @@ class Executor:
             return [(f"{phase} rail {shard}", rails[shard].all_reduce(part, op, slot)) for shard, part in shards.items()]
         return [(str(phase), self._over_all(buffer.dtype, op).all_reduce(buffer, op))]
 
-    def begins_with_barrier(self, scope: Scope, in_order: bool) -> bool:
-        """Return whether a phase begins with a barrier of the node in shared memory."""
-        if scope is Scope.INTRA:
-            return self.intra.window is not None
-        return scope is Scope.WORLD and not in_order and self.device is None
+    def barrier(self) -> Steps:
+        """Wait until all ranks of this node have entered, and compare their calls."""
+        return iter(()) if self._window is None else self._window.barrier()
 
-    def detects_mismatch(self, phases: Sequence[Phase], shard_bytes: int = 0, is_ordered: bool = False) -> bool:
+    def begins_with_barrier(self, plan: Plan) -> bool:
+        """Return whether a plan begins with a `barrier` by itself."""
+        if not (plan.phases and plan.count):
+            return False
+        if plan.phases[0].scope is Scope.INTRA:
+            return self.intra.window is not None
+        return plan.scopes == {Scope.WORLD} and not plan.in_order and self.device is None
+
+    def detects_mismatch(self, plan: Plan) -> bool:
         """Return whether a rank in another call is found before results are used: the same on all ranks.
 
         `Transport.compares_calls` says it; the transport over all ranks compares calls itself.
         """
-        for phase in phases:
-            if phase.scope is Scope.INTRA and not self._compares_inside:
-                return False
-            rails_compare = self._small_rails_compare if shard_bytes < SMALL_RAIL_BYTES else self._rails_compare
-            if phase.scope is Scope.INTER and not is_ordered and not rails_compare:
-                return False
-        return True
+        if Scope.INTRA in plan.scopes and not self._compares_inside:
+            return False
+        shard_bytes = plan.padded(min(plan.chunk_count, plan.count)) // plan.world.num_shards * plan.itemsize
+        is_small = shard_bytes < SMALL_RAIL_BYTES and not plan.bounds
+        is_ordered = plan.in_order or plan.wire_itemsize > 0  # by messages whose tags are compared
+        rails_compare = is_ordered or (self._small_rails_compare if is_small else self._rails_compare)
+        return Scope.INTER not in plan.scopes or rails_compare
 
     def adds_in_order(self, dtype: np.dtype[Any], op: ReduceOp) -> bool:
         """Return whether the transport inside the node adds such values in the order of the ranks, as NumPy does."""

@@ -35,7 +35,7 @@ class Program:
     one after the other.
     """
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, executor: Executor, buckets: Sequence[Bucket]) -> None:
         self.buckets = list(buckets)
         self.is_agreed = False
         self.scattered_dtype: np.dtype[Any] | None = None
@@ -44,8 +44,8 @@ class Program:
         self.on_gpu = False
         self.new_results: Callable[[], list[Array]] | None = None
         self.is_one_message = False  # of the one array as it is, by MPI or shared memory, and nothing else
-        self.begins_with_barrier = bool(self.buckets) and self.buckets[0].begins_with_barrier
-        self.detects_mismatch = all(bucket.detects_mismatch for bucket in self.buckets)
+        self.begins_with_barrier = bool(self.buckets) and executor.begins_with_barrier(self.buckets[0].plan)
+        self.detects_mismatch = all(executor.detects_mismatch(bucket.plan) for bucket in self.buckets)
 
     @property
     def is_current(self) -> bool:
