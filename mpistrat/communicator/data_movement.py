@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, chain, pairwise
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -33,8 +33,6 @@ from mpistrat.steps import Steps, one_by_one
 from mpistrat.text import format_bytes
 from mpistrat.transports.mpi import MpiTransport, until_complete
 from mpistrat.transports.nccl import Enqueue, NcclTransport
-
-T = TypeVar("T")
 
 _HEADER_BYTES, _DIGESTS_KEPT = 2048, 1024  # NumPy has at most 64 axes
 _MOST_SHARED_BYTES = 1 << 15
@@ -79,14 +77,11 @@ class _Move:
         for memory, (first, last) in zip(found, pairwise(bounds), strict=True):
             target[first:last] = memory[: last - first]
 
-    def new(self, make: Callable[[], T]) -> T:
-        return self.guard.allocate(make, self.call.verb)
-
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None = None) -> Array:
         """Return memory for a result: `out`, where bytes can be received there."""
         if out is not None and is_on_device(out) == self.route.is_on_gpu:
             return out
-        return self.guard.allocate(partial(self.route.empty, shape, dtype), self.call.verb)
+        return self.route.empty(shape, dtype)
 
 
 class DataMovement:
@@ -172,7 +167,7 @@ class DataMovement:
                 for rank, one in enumerate(received):
                     move.take(as_bytes(one), [0, one.nbytes], rank)
                 return [like(one, array) for one in received] if is_root else None
-            mine = move.new(lambda: move.route.fetch(array).copy() if is_root else _contiguous(move.route.fetch(array)))
+            mine = move.route.fetch(array).copy() if is_root else _contiguous(move.route.fetch(array))
             nothing = move.empty((0,), np.dtype(np.uint8))
             received = [
                 mine if rank == self._rank else move.empty(mine.shape, mine.dtype) if is_root else nothing
@@ -203,7 +198,7 @@ class DataMovement:
             if move.is_shared():
                 return self._parts_for_this_rank(move, arrays)
             extents = self._exchange_extents(move.call, arrays)
-            sends = move.new(lambda: [_contiguous(move.route.fetch(array)) for array in arrays])
+            sends = [_contiguous(move.route.fetch(array)) for array in arrays]
             mine = sends[self._rank]
             if joins:
                 starts = list(accumulate(extents, initial=0))
@@ -261,7 +256,7 @@ class DataMovement:
             elif move.is_shared(root):
                 move.take(as_bytes(result), [0, result.nbytes], root)
             elif result.nbytes:
-                source = move.new(lambda: _contiguous(move.route.fetch(array))) if is_root else result
+                source = _contiguous(move.route.fetch(array)) if is_root else result
                 move.run(move.route.sender.broadcast(as_bytes(source), root).run())
                 if self._nccl is not None and move.route.is_on_gpu and len(set(move.digests)) == 1:
                     enqueue = self._nccl.bind(self._nccl.broadcast_calls(result.nbytes, root))

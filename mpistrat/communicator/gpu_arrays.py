@@ -11,11 +11,12 @@ import numpy as np
 
 from mpistrat.arrays import Array, is_captured_elsewhere, is_on_device
 from mpistrat.device.cuda import Device, Event, Stream, address
+from mpistrat.execution.compile import Bucket
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.engine import Work, wait_for_gpu
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard
-from mpistrat.execution.program import Blocking
+from mpistrat.execution.program import Blocking, Program
 from mpistrat.groups.agreement import CallsDifferError
 from mpistrat.steps import Steps, until
 from mpistrat.transports.nccl import Enqueue
@@ -72,6 +73,10 @@ class GpuArrays:
             self._guard.deadlines.barrier.give_up()
             raise
 
+    def wait_for_others(self) -> None:
+        """Wait for what others have started on this GPU: see `wait_for_gpu`."""
+        wait_for_gpu(self._guard)
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return a new array, in memory of the caller's stream: CuPy gives that to nobody else before its turn there."""
         if self._caller is None:
@@ -101,17 +106,14 @@ class GpuArrays:
 
         def run(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
             [source] = arrays
-            wait_for_gpu(guard)
+            self.wait_for_others()
             with self.device.activate():
-                try:
-                    target = self.empty(*like) if out is None else out[0]
-                    start, end = address(source), address(target)
-                    overlaps = start < end + target.nbytes and end < start + source.nbytes
-                    if not source.flags.c_contiguous or (overlaps and not (in_place and start == end)):
-                        source = source.copy()
-                        start = address(source)
-                except MemoryError as error:
-                    raise guard.no_memory(error) from None
+                target = self.empty(*like) if out is None else out[0]
+                start, end = address(source), address(target)
+                overlaps = start < end + target.nbytes and end < start + source.nbytes
+                if not source.flags.c_contiguous or (overlaps and not (in_place and start == end)):
+                    source = source.copy()
+                    start = address(source)
                 steps = meet()
                 if steps is None:
                     return []
@@ -126,9 +128,9 @@ class GpuArrays:
         def run_along(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
             [array] = arrays
             with self.device.activate():
-                allocate, moved = self._guard.allocate, np.moveaxis(array, axis, 0)
-                result = allocate(partial(self.empty, shape, array.dtype)) if out is None else out[0]
-                made = run([allocate(partial(moved.astype, dtype, order="C", copy=False))], None)
+                moved = np.moveaxis(array, axis, 0)
+                result = self.empty(shape, array.dtype) if out is None else out[0]
+                made = run([moved.astype(dtype, order="C", copy=False)], None)
                 for each in made:
                     result[...] = np.moveaxis(each, 0, axis)
             return [result] if made else []
@@ -191,6 +193,25 @@ class GpuArrays:
             return results
 
         return run
+
+
+class DeviceProgram(Program):
+    """A program of arrays on the GPU."""
+
+    def __init__(self, gpu: GpuArrays, buckets: Sequence[Bucket], new_results: Callable[[], list[Array]]) -> None:
+        super().__init__(gpu.executor, buckets, new_results)
+        self._gpu = gpu
+
+    def run(
+        self, arrays: Sequence[Array], out: Sequence[Array] | None, drive: Callable[[Steps], None] | None = None
+    ) -> list[Array]:
+        if drive is None:
+            self._gpu.wait_for_others()
+        with self._gpu.device.activate():
+            return super().run(arrays, out, drive)
+
+    def steps(self, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
+        return self._gpu.abort_on_error(super().steps(sources, results))
 
 
 def _followed(steps: Steps, enqueue: Enqueue, start: int, end: int) -> Steps:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -14,9 +14,9 @@ from mpistrat import settings
 from mpistrat.algorithms import planners
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.algorithms.planners import NOTHING, Choice, Measured, choose, choose_on_gpus
-from mpistrat.arrays import Array, is_on_device, part_bounds
+from mpistrat.arrays import MALLOC_REUSES_BYTES, Array, is_on_device, new_array, part_bounds
 from mpistrat.communicator.explain import Explanation, Pack
-from mpistrat.communicator.gpu_arrays import GpuArrays
+from mpistrat.communicator.gpu_arrays import DeviceProgram, GpuArrays
 from mpistrat.communicator.options import (
     NATIVE,
     WIRE_DTYPES,
@@ -114,12 +114,21 @@ class Planner:
             self._shorten(found, asked)
             return found
         while True:  # enlarging the scratch memory for a later bucket unbinds the earlier ones; then it is large enough for all
-            program = Program(self.executor, [self._bind(asked, pack, settle) for pack in self._lay_out(asked)])
+            program = self._program(asked, [self._bind(asked, pack, settle) for pack in self._lay_out(asked)])
             if program.is_current:
                 break
-        program.on_gpu = self.executor.device is not None and bool(asked.arrays)
         self._shorten(program, asked)
         return program
+
+    def maker(self, arrays: Sequence[Array]) -> Callable[[], list[Array]]:
+        """Return what makes new arrays of the shapes and dtypes of others."""
+        makers = [
+            partial(new_array if array.nbytes > MALLOC_REUSES_BYTES else np.empty, array.shape, array.dtype) for array in arrays
+        ]
+        return lambda: [make() for make in makers]
+
+    def _program(self, asked: Reduction, buckets: Sequence[Bucket]) -> Program:
+        return Program(self.executor, buckets, self.maker(asked.arrays))
 
     def _shorten(self, program: Program, asked: Reduction) -> None:
         """Give a program its blocking call, if it is a single one."""
@@ -176,7 +185,7 @@ class Planner:
             return None
         self.executor.reserve_exchange(self._world.size)
         scatters = self.executor.scatters  # its memory may be too large for shared memory
-        return Program(self.executor, [reduce_scatter(self.executor, plan, dtype, asked.op)]) if scatters else None
+        return self._program(asked, [reduce_scatter(self.executor, plan, dtype, asked.op)]) if scatters else None
 
     def explain(self, asked: Reduction) -> Explanation:
         """Return how a sum is computed."""
@@ -239,10 +248,15 @@ class DevicePlanner(Planner):
         super().__init__(gpu.executor, say)
         self._gpu = gpu
 
+    def maker(self, arrays: Sequence[Array]) -> Callable[[], list[Array]]:
+        return self._gpu.maker(arrays)
+
+    def _program(self, asked: Reduction, buckets: Sequence[Bucket]) -> Program:
+        return DeviceProgram(self._gpu, buckets, self.maker(asked.arrays))
+
     def _shorten(self, program: Program, asked: Reduction) -> None:
-        """Give a program its call of NCCL, if it is a single one, of one array as it is; else what makes its results."""
+        """Give a program its call of NCCL, if it is a single one, of one array as it is."""
         nccl = self.executor.transports.everywhere
-        program.new_results = self._gpu.maker(asked.arrays) if len(asked.arrays) > 1 else None
         if nccl is None or not len(program.buckets) == len(asked.arrays) == 1:
             return
         [bucket], [array] = program.buckets, asked.arrays
@@ -255,7 +269,7 @@ class DevicePlanner(Planner):
         if nccl is None or nccl.refusal(dtype, op):
             return None
         first, last, *_ = part_bounds(array.shape[axis], self._world.size)[self.executor.hierarchy.rank :]
-        before, after, program = array.shape[:axis], array.shape[axis + 1 :], Program(self.executor, [])
+        before, after, program = array.shape[:axis], array.shape[axis + 1 :], self._program(asked, [])
         program.scattered_shape, moved = (*before, last - first, *after), (last - first, *before, *after)
         enqueue = nccl.bind(nccl.scatter_calls(bounds, dtype, op), prod(moved), self._fold(op, dtype))
         program.blocking = run = self._gpu.by_nccl(enqueue, (moved, dtype), in_place=False)

@@ -1,4 +1,4 @@
-"""Reductions: the verbs of a communicator that combine arrays, and the steps of their programs."""
+"""Reductions: the verbs of a communicator that combine arrays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from mpistrat.arrays import MALLOC_REUSES_BYTES, Array, are_apart, copy_overlapping, is_on_device, new_array, part_bounds
+from mpistrat.arrays import Array, are_apart, is_on_device, new_array, part_bounds
 from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
 from mpistrat.communicator.options import NATIVE, WIRE_DTYPES, CommunicationImplementation, CommunicationOptions
 from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
@@ -19,7 +19,7 @@ from mpistrat.device.cuda import address
 from mpistrat.device.kernels import divide_kernel
 from mpistrat.errors import CollectiveError, InvalidArgumentError, UnavailableError
 from mpistrat.execution.comparison import Call
-from mpistrat.execution.engine import Work, wait_for_gpu
+from mpistrat.execution.engine import Work
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard, Starting
 from mpistrat.execution.program import Program
@@ -33,7 +33,7 @@ class Reductions:
     def __init__(
         self, executor: Executor, guard: Guard, planner: Planner, gpu: GpuArrays | None, say: Callable[[str], None]
     ) -> None:
-        self._executor, self._guard, self._gpu = executor, guard, gpu
+        self._guard, self._gpu = guard, gpu
         device = None if gpu is None else DevicePlanner(gpu, say)
         self.programs = Programs(guard, planner, device)
         self._present, self._rank, self._size = executor.hierarchy.call, executor.hierarchy.rank, executor.hierarchy.world.size
@@ -54,36 +54,20 @@ class Reductions:
             call, asked = self._guard.begin(verb, options, partial(Reduction, op, arrays, axis=axis), partial(self._check, out))
             call.signature.nbytes = sum(array.nbytes for array in arrays)
             program = self._program(call, asked)
-            run = program.blocking or partial(self._all_reduce_known, program)
+            run, known = program.run, program.blocking or program.run
             if axis is not None and program.scattered_shape is None:
-                run = partial(self._scatter_known, program, axis)
-            self.programs.remember(asked, options, program, call.signature, run)
+                run = known = partial(self._scatter, program, axis)
+            self.programs.remember(asked, options, program, call.signature, known)
             self._guard.make_current(call)
-            if axis is None:
-                results, sources = self._results_and_sources(arrays, out)
-                self._guard.run(call, self._steps(program, sources, results))
-            elif program.scattered_shape is not None:  # NCCL makes the first call as all later ones
+            if program.scattered_shape is None:
+                results = run(arrays, out, partial(self._guard.run, call))
+            else:  # NCCL makes the first call as all later ones
                 self._guard.deadlines.begin_limit(call.seconds)
                 try:
-                    results = run(arrays, out)
+                    results = known(arrays, out)
                 except BaseException as error:
                     raise self._guard.fail_current(error) from None
-            else:
-                target = None if out is None else out[0]
-                results = [self._scatter(program, arrays[0], axis, target, partial(self._guard.run, call))]
             self._confirm_if_strict()
-            return results
-
-    def _all_reduce_known(self, program: Program, arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
-        """All-reduce arrays by their program, in a call that this rank remembers. A collective call."""
-        if self._gpu is not None:
-            wait_for_gpu(self._guard)
-        with self.active():
-            if out is None and program.new_results is not None:
-                results, sources = self._guard.allocate(program.new_results), arrays
-            else:
-                results, sources = self._results_and_sources(arrays, out)
-            self._guard.deadlines.drive(self._steps(program, sources, results))
             return results
 
     def capture(
@@ -158,8 +142,8 @@ class Reductions:
                 )
                 if refused is None:
                     call.is_started, call.signature.nbytes = True, sum(array.nbytes for array in arrays)
-                    results, sources = self._results_and_sources(arrays, out)
-                    carry_out: Callable[[], list[Array]] = partial(self._carry_out, call, asked, sources, results)
+                    results = self.programs.maker(arrays)() if out is None else out
+                    carry_out: Callable[[], list[Array]] = partial(self._carry_out, call, asked, arrays, results)
                     if self._gpu is not None and has_arrays(arrays):
                         carry_out = self._gpu.on_own_stream(carry_out, partial(self._guard.run, call))
                     return self._guard.start(call, carry_out)
@@ -167,38 +151,36 @@ class Reductions:
                 call.start_clock()
                 return self._guard.refuse(call, refused)
 
-    def _scatter_known(self, program: Program, axis: int, arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
-        """Reduce-scatter an array by its program, in a call that this rank remembers. A collective call."""
-        [array], target = arrays, None if out is None else out[0]
-        if program.blocking is not None:
+    def _scatter(
+        self,
+        program: Program,
+        axis: int,
+        arrays: Sequence[Array],
+        out: Sequence[Array] | None,
+        drive: Callable[[Steps], None] | None = None,
+    ) -> list[Array]:
+        """Reduce-scatter an array by its program: see `Program.run`. A collective call."""
+        [array], target, dtype = arrays, None if out is None else out[0], program.scattered_dtype
+        if program.blocking is not None and drive is None:
             part = self._own_part(program.blocking(arrays, None)[0], axis)
             if target is None:
                 return [part.copy()]
             target[...] = part
             return [target]
-        if self._gpu is not None:
-            wait_for_gpu(self._guard)
         with self.active():
-            return [self._scatter(program, array, axis, target, self._guard.deadlines.drive)]
-
-    def _scatter(self, program: Program, array: Array, axis: int, out: Array | None, drive: Callable[[Steps], None]) -> Array:
-        """Return this rank's part of a combination, whose steps are driven by `drive`."""
-        result, dtype = self._new(array, self._own_part(array, axis).shape) if out is None else out, program.scattered_dtype
-        if dtype is None:
-            total = self._new(array, array.shape)
-            drive(self._steps(program, [array], [total]))
-            result[...] = self._own_part(total, axis)
-            return result
-        moved = np.moveaxis(array, axis, 0)
-        source: Array = self._guard.allocate(lambda: quiet()(partial(moved.astype, dtype, order="C", copy=False)))
-        part = np.moveaxis(result, axis, 0)
-        # peers may still read the source while the result is written
-        is_direct = part.dtype == dtype and part.flags.c_contiguous and not np.may_share_memory(source, part)
-        target = part if is_direct else self._new(source, part.shape)
-        drive(self._steps(program, [source], [target]))
-        if not is_direct:
-            quiet()(np.copyto, part, target, "unsafe")
-        return result
+            result = self._empty(array, self._own_part(array, axis).shape) if target is None else target
+            if dtype is None:
+                result[...] = self._own_part(program.run(arrays, None, drive)[0], axis)
+                return [result]
+            source: Array = quiet()(partial(np.moveaxis(array, axis, 0).astype, dtype, order="C", copy=False))
+            part = np.moveaxis(result, axis, 0)
+            # peers may still read the source while the result is written
+            is_direct = part.dtype == dtype and part.flags.c_contiguous and not np.may_share_memory(source, part)
+            total = part if is_direct else new_array(part.shape, dtype)
+            program.run([source], [total], drive)
+            if not is_direct:
+                quiet()(np.copyto, part, total, "unsafe")
+            return [result]
 
     def fits_part(self, target: Array, array: Array, axis: int) -> bool:
         """Return whether this rank's part of an array can be written to `target`; False also if that needs a closer look."""
@@ -245,41 +227,12 @@ class Reductions:
         program.is_agreed = program.is_agreed or (is_limited and program.blocking is not None)
         return program
 
-    def _results_and_sources(self, arrays: Sequence[Array], out: Sequence[Array] | None) -> tuple[list[Array], Sequence[Array]]:
-        """Return the results, and the sources: copies where they overlap with results."""
-        if out is not None:
-            results = list(out)
-            return results, copy_overlapping(arrays, results)
-        try:
-            if self._gpu is not None and len(arrays) > 1 and is_on_device(arrays[0]):  # they lie in one memory
-                return self._gpu.maker(arrays)(), arrays
-            return [self._empty(array, array.shape) for array in arrays], arrays
-        except MemoryError as error:
-            raise self._guard.no_memory(error) from None
-
-    def _new(self, array: Array, shape: tuple[int, ...]) -> Array:
-        """Return a new array, on the GPU if `array` is: see `allocate`."""
-        return self._guard.allocate(lambda: self._empty(array, shape))
-
     def _empty(self, array: Array, shape: tuple[int, ...]) -> Array:
-        if self._gpu is not None and is_on_device(array):
-            return self._gpu.empty(shape, array.dtype)
-        return new_array(shape, array.dtype) if array.nbytes > MALLOC_REUSES_BYTES else np.empty(shape, array.dtype)
+        """Return a new array, on the GPU if `array` is."""
+        make = new_array if self._gpu is None or not is_on_device(array) else self._gpu.empty
+        return make(shape, array.dtype)
 
-    def _steps(self, program: Program, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
-        steps = self._combine(program, sources, results)
-        return self._gpu.abort_on_error(steps) if self._gpu is not None and program.on_gpu else steps
-
-    def _combine(self, program: Program, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
-        """Return the steps that combine `sources` into `results`; they begin with a barrier of the node."""
-        if not program.begins_with_barrier:
-            yield from self._executor.barrier() if self._gpu is None or not program.on_gpu else self._gpu.executor.barrier()
-        for bucket in program.buckets:
-            yield from bucket.run([sources[i] for i in bucket.indices], [results[i] for i in bucket.indices])
-        if not program.detects_mismatch:
-            self._present.add_unconfirmed(sum(array.nbytes for array in sources))
-
-    def _carry_out(self, call: Call, asked: Reduction, arrays: Sequence[Array], results: list[Array]) -> list[Array]:
+    def _carry_out(self, call: Call, asked: Reduction, arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
         """Run a started all-reduce, on the engine's thread."""
         call.start_clock()
         try:
@@ -288,7 +241,7 @@ class Reductions:
             self._guard.give_up_started(call, error)
             raise
         self._guard.make_current(call)
-        self._guard.run(call, self._steps(program, arrays, results))
+        results = program.run(arrays, out, partial(self._guard.run, call))
         self._confirm_if_strict()
         return results
 

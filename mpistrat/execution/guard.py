@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 from mpistrat import ending
 from mpistrat.arrays import Array
-from mpistrat.errors import CollectiveError, MpistratError, TransportError, UnavailableError
+from mpistrat.errors import CollectiveError, MpistratError, UnavailableError
 from mpistrat.execution.comparison import Call, Comparison, Facts
 from mpistrat.execution.deadlines import Deadlines
 from mpistrat.execution.engine import Job, Work, raise_unclaimed_failure, submit, wait_for_gpu
@@ -367,22 +367,6 @@ class Guard:
         error = self._understood(error, self.signature.text_after(self._present.digest ^ self.signature.digest))
         self._fail_and_notify(self.signature.text.partition("(")[0], error)
         return error
-
-    def allocate(self, make: Callable[[], T], verb: str = "all_reduce") -> T:
-        """Return what `make` allocates for the call of `verb` that this rank is in; without memory the others are told."""
-        try:
-            return make()
-        except MemoryError as error:
-            raise self.no_memory(error, verb) from None
-
-    def no_memory(self, error: MemoryError, verb: str = "all_reduce") -> TransportError:
-        """Tell the other ranks that this one has no memory for a call, and return the error to raise."""
-        self.deadlines.barrier.give_up()
-        self.fail(verb, error)
-        return TransportError(
-            f"rank {self._rank}: no memory for the results ({error}); pass out=, or smaller arrays, or free some of "
-            "CuPy's: cupy.get_default_memory_pool().free_all_blocks()"
-        )
 
     def fail(self, verb: str, error: BaseException) -> None:
         """Refuse all further collectives: one has failed here, and ranks may be out of step."""

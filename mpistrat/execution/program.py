@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from mpistrat import settings
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, copy_overlapping
 from mpistrat.execution.compile import Bucket, Combine
 from mpistrat.execution.executor import Executor
 from mpistrat.reduction import ReduceOp, accumulation_dtype, divider, quiet
+from mpistrat.steps import Steps
 
 SMALL_BATCH_BYTES = 1 << 16  # in larger batches the copies take longer than the Python that is saved
 
@@ -30,22 +31,40 @@ class Program:
 
     `is_agreed` says that all ranks have compared a call of it with a deadline, or in strict mode: it is the same on all of
     them, while they may remember different calls. A reduce-scatter has a `scattered_dtype`, that of the array of which each
-    rank gets only its part. `blocking` does the same in one call of MPI or NCCL, or through shared memory, where that is all;
-    that of a reduce-scatter gives an array of `scattered_shape`. `new_results` makes several arrays for its results faster than
-    one after the other.
+    rank gets only its part. `blocking` does what `run` does in one call of MPI or NCCL, or through shared memory, where that is
+    all; that of a reduce-scatter gives an array of `scattered_shape`. `new_results` makes arrays for the results.
     """
 
-    def __init__(self, executor: Executor, buckets: Sequence[Bucket]) -> None:
-        self.buckets = list(buckets)
+    def __init__(self, executor: Executor, buckets: Sequence[Bucket], new_results: Callable[[], list[Array]]) -> None:
+        self.buckets, self._new_results = list(buckets), new_results
+        self._call, self._barrier = executor.hierarchy.call, executor.barrier
         self.is_agreed = False
         self.scattered_dtype: np.dtype[Any] | None = None
         self.scattered_shape: tuple[int, ...] | None = None
         self.blocking: Blocking | None = None
-        self.on_gpu = False
-        self.new_results: Callable[[], list[Array]] | None = None
         self.is_one_message = False  # of the one array as it is, by MPI or shared memory, and nothing else
-        self.begins_with_barrier = bool(self.buckets) and executor.begins_with_barrier(self.buckets[0].plan)
-        self.detects_mismatch = all(executor.detects_mismatch(bucket.plan) for bucket in self.buckets)
+        self._begins_with_barrier = bool(self.buckets) and executor.begins_with_barrier(self.buckets[0].plan)
+        self._detects_mismatch = all(executor.detects_mismatch(bucket.plan) for bucket in self.buckets)
+
+    def run(
+        self, arrays: Sequence[Array], out: Sequence[Array] | None, drive: Callable[[Steps], None] | None = None
+    ) -> list[Array]:
+        """All-reduce arrays, into `out` or to new ones, by `steps` that are run by `drive`. A collective call."""
+        if out is None:
+            results, sources = self._new_results(), arrays
+        else:
+            results, sources = list(out), copy_overlapping(arrays, out)
+        (drive or self._call.drive)(self.steps(sources, results))
+        return results
+
+    def steps(self, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
+        """Return the steps that combine `sources` into `results`: ranks first compare the call, at a barrier."""
+        if not self._begins_with_barrier:
+            yield from self._barrier()
+        for bucket in self.buckets:
+            yield from bucket.run([sources[i] for i in bucket.indices], [results[i] for i in bucket.indices])
+        if not self._detects_mismatch:
+            self._call.add_unconfirmed(sum(array.nbytes for array in sources))
 
     @property
     def is_current(self) -> bool:

@@ -252,6 +252,25 @@ def test_an_exception_after_a_call_has_its_number_is_told_to_the_other_ranks(com
         one_node.barrier()
 
 
+@pytest.mark.ranks(nodes=["1x2", "2x1"])
+@pytest.mark.parametrize("verb", ["all_reduce", "all_reduce of a list", "all_gather", "reduce_scatter"])
+def test_a_rank_without_memory_raises_that_and_the_others_are_told(comm, make_ops, world, monkeypatch, verb):
+    ops, array = make_ops(world, STRICT="0"), np.ones(9 << 20, np.float32)
+    calls = {
+        "all_reduce": lambda: ops.all_reduce(SUM, array),
+        "all_reduce of a list": lambda: ops.all_reduce(SUM, [array, array]),
+        "all_gather": lambda: ops.all_gather(array),
+        "reduce_scatter": lambda: ops.reduce_scatter(SUM, np.concatenate([array] * comm.size)),
+    }
+    kept = [calls[verb]()]
+    comm.Barrier()
+    if comm.rank == 0:
+        monkeypatch.setattr("mpistrat.arrays._Block", Mock(side_effect=MemoryError("planted")))
+    told = "rank 0 has left collective .*MemoryError: planted" if comm.rank else None
+    with pytest.raises(UnavailableError if told else MemoryError, match=told):
+        kept.append(calls[verb]())
+
+
 @pytest.mark.parametrize("outer", ["passes", "is refused"])
 @pytest.mark.parametrize("is_on_all", [True, False])
 def test_a_call_within_a_call_is_refused_and_noted(one_node, monkeypatch, is_on_all, outer):

@@ -140,7 +140,7 @@ def test_what_fails_is_the_last(comm, make_ops, monkeypatch):
         yield
 
     with monkeypatch.context() as patch:
-        patch.setattr("mpistrat.communicator.reductions.Reductions._combine", broken)
+        patch.setattr("mpistrat.execution.program.Program.steps", broken)
         works = [ops.start_all_reduce(SUM, [np.ones(2)]) for _ in range(2)]
         with pytest.raises(OSError, match="the wire is cut"):
             works[0].wait()
