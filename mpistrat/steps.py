@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 
 from mpistrat.errors import DeadlineExceededError
-from mpistrat.reduction import QUIET
 
 Steps = Iterator[bool]
 WAITING, WORKED = False, True
@@ -35,7 +34,7 @@ def drive(
     back_off: Callable[[int], None] | None = None,
     check: Callable[[], None] | None = None,
 ) -> None:
-    """Advance `steps` to the end, yielding the core whenever they wait. NumPy raises nothing for their arithmetic.
+    """Advance `steps` to the end, yielding the core whenever they wait.
 
     After `timeout_seconds`, unless they are 0, the DeadlineExceededError is raised that `overdue` returns; by default it names
     `what`. At each wait `back_off`, if given, is called with the number of waits in a row before it; now and then `check`,
@@ -45,39 +44,35 @@ def drive(
     ranks out for up to 400 ms, while all others waited for them.
     """
     polls_per_clock = _POLLS_PER_CLOCK if back_off is None else 1
-
-    def advance() -> None:
-        polls = waits = 0
-        now = time.monotonic()
-        deadline, look = now + timeout_seconds if timeout_seconds else math.inf, now + _LOOK_SECONDS
-        try:
-            for worked in steps:
-                if worked:
-                    waits = 0
-                    continue
-                if back_off is None:
-                    os.sched_yield()
-                else:
-                    back_off(waits)
-                waits += 1
-                polls += 1
-                if polls % polls_per_clock or (now := time.monotonic()) < look:
-                    continue
-                look = now + _LOOK_SECONDS
-                if check is not None:
-                    check()
-                if now > deadline:
-                    raise (
-                        DeadlineExceededError(f"{what()} did not end within {timeout_seconds:g} s; not all ranks have arrived")
-                        if overdue is None
-                        else overdue()
-                    )
-        except BaseException:  # of a signal handler, too
-            if isinstance(steps, Generator):
-                steps.close()  # runs its cleanup now, and it cannot be resumed
-            raise
-
-    QUIET.copy().run(advance)
+    polls = waits = 0
+    now = time.monotonic()
+    deadline, look = now + timeout_seconds if timeout_seconds else math.inf, now + _LOOK_SECONDS
+    try:
+        for worked in steps:
+            if worked:
+                waits = 0
+                continue
+            if back_off is None:
+                os.sched_yield()
+            else:
+                back_off(waits)
+            waits += 1
+            polls += 1
+            if polls % polls_per_clock or (now := time.monotonic()) < look:
+                continue
+            look = now + _LOOK_SECONDS
+            if check is not None:
+                check()
+            if now > deadline:
+                raise (
+                    DeadlineExceededError(f"{what()} did not end within {timeout_seconds:g} s; not all ranks have arrived")
+                    if overdue is None
+                    else overdue()
+                )
+    except BaseException:  # of a signal handler, too
+        if isinstance(steps, Generator):
+            steps.close()  # runs its cleanup now, and it cannot be resumed
+        raise
 
 
 def ends_soon(steps: Steps) -> bool:

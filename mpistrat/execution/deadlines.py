@@ -13,6 +13,7 @@ from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, DeadlineBarr
 from mpistrat.groups.group import PROBES
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.lazy import MPI
+from mpistrat.reduction import QUIET
 from mpistrat.steps import Steps, drive, ends_soon
 from mpistrat.transports.window import LEFT, NodeWindow
 from mpistrat.watch import watcher
@@ -59,7 +60,8 @@ class Deadlines:
                 back_off if call.is_started else None,
             )
         self._present.ends = time.monotonic() + rest if rest else 0.0
-        drive(steps, what, rest, lambda: self._overdue(what(), seconds), back, self._check_progress)
+        # NumPy raises nothing for their arithmetic: see `quiet`
+        QUIET.copy().run(drive, steps, what, rest, lambda: self._overdue(what(), seconds), back, self._check_progress)
         # a rank that has given up may have changed its arrays before this one read them
         if rest:
             self.barrier.raise_if_given_up(what, probes=PROBES)

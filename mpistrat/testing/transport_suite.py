@@ -30,7 +30,7 @@ from mpistrat.arrays import Array
 from mpistrat.errors import TransportError, UnsupportedDtypeError
 from mpistrat.groups.agreement import CallsDifferError, digest_of
 from mpistrat.groups.group import Group
-from mpistrat.reduction import ReduceOp, check_dtype, combine
+from mpistrat.reduction import ReduceOp, check_dtype, combine, quiet
 from mpistrat.steps import WORKED, Steps, drive
 from mpistrat.transports.base import Operation, Transport
 
@@ -184,7 +184,7 @@ class Subject:
         return self.transport.device.get(source) if self.transport.device else source
 
     def drive(self, steps: Steps, what: object) -> None:
-        drive(steps, lambda: f"{self.transport.name}: {what}", STUCK_SECONDS)
+        quiet()(drive, steps, lambda: f"{self.transport.name}: {what}", STUCK_SECONDS)
 
     def settle(self) -> None:
         """Wait until all ranks have read their results."""
