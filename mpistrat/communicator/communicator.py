@@ -150,12 +150,12 @@ class Communicator(BaseCommunicator):
     @property
     def is_strict(self) -> bool:
         """Whether every call is compared before it returns, including what `note` and `confirm` would compare later."""
-        return self._guard.is_strict
+        return self._present.is_strict
 
     @is_strict.setter
     def is_strict(self, is_strict: bool) -> None:
         self._guard.wait_for_started()  # which all ranks are to make in one way
-        self._guard.is_strict = is_strict
+        self._present.is_strict = is_strict
         self._programs.forget_calls()
 
     @property
@@ -404,7 +404,7 @@ class Communicator(BaseCommunicator):
 
     def note(self, text: str, options: CommunicationOptions | None = None) -> None:
         """Compare a text along with the next collective: see `BaseCommunicator.note`."""
-        if self._guard.is_strict:
+        if self.is_strict:
             self.agree(text, None, options)
         else:
             self._guard.note(text)

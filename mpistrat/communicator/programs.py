@@ -72,7 +72,7 @@ class Programs:
 
     def __init__(self, guard: Guard, host: Planner, device: DevicePlanner | None) -> None:
         self._guard, self._options, self._host, self._device = guard, guard.options, host, device
-        self._confirm = host.executor.hierarchy.call.confirm
+        self._present = host.executor.hierarchy.call
         self._programs: OrderedDict[tuple[Any, ...], Program] = OrderedDict()
         self._known: dict[tuple[Any, ...], Known] = {}
         self._numbers = {self._options.key: _DEFAULT}  # of options, merged over the communicator's and as calls pass them
@@ -177,11 +177,9 @@ class Programs:
 
         A program that is not one call is known only where its calls need not be compared each time.
         """
-        arrays, seconds, is_strict = asked.arrays, asked.options.timeout_seconds, self._guard.is_strict
+        arrays, seconds, is_strict = asked.arrays, asked.options.timeout_seconds, self._present.is_strict
         if program.blocking is None and (is_strict or seconds):
             return
-        if is_strict:
-            run = self._confirming(run)
         if seconds or self._options.timeout_seconds:
             run = self._limited(run, seconds or 0.0)
         is_one_message = program.is_one_message and not is_strict
@@ -212,16 +210,6 @@ class Programs:
 
     def _planner(self, arrays: Sequence[Array]) -> Planner:
         return self._device if self._device is not None and all(map(is_on_device, arrays)) else self._host
-
-    def _confirming(self, run: Blocking) -> Blocking:
-        """Return `run`, after which calls are compared that could be compared later."""
-
-        def confirming(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
-            results = run(arrays, out)
-            self._confirm()
-            return results
-
-        return confirming
 
     def _limited(self, run: Blocking, seconds: float) -> Blocking:
         """Return `run` with a deadline of its own, or without one."""

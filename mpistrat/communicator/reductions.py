@@ -60,15 +60,12 @@ class Reductions:
             self.programs.remember(asked, options, program, call.signature, known)
             self._guard.make_current(call)
             if program.scattered_shape is None:
-                results = run(arrays, out, partial(self._guard.run, call))
-            else:  # NCCL makes the first call as all later ones
-                self._guard.deadlines.begin_limit(call.seconds)
-                try:
-                    results = known(arrays, out)
-                except BaseException as error:
-                    raise self._guard.fail_current(error) from None
-            self._confirm_if_strict()
-            return results
+                return run(arrays, out, partial(self._guard.run, call))
+            self._guard.deadlines.begin_limit(call.seconds)  # NCCL makes the first call as all later ones
+            try:
+                return known(arrays, out)
+            except BaseException as error:
+                raise self._guard.fail_current(error) from None
 
     def capture(
         self,
@@ -211,7 +208,7 @@ class Reductions:
 
         One that blocks is compared with a deadline only once: from then on it may be a known call on some ranks.
         """
-        program, is_limited = self.programs.find(asked), bool(call.ends) or self._guard.is_strict
+        program, is_limited = self.programs.find(asked), bool(call.ends) or self._present.is_strict
         is_agreed = program is not None and program.is_agreed and not call.is_started
         if (program is None and self._guard.checks) or (is_limited and not is_agreed):
             self._guard.agree(call)
@@ -241,11 +238,4 @@ class Reductions:
             self._guard.give_up_started(call, error)
             raise
         self._guard.make_current(call)
-        results = program.run(arrays, out, partial(self._guard.run, call))
-        self._confirm_if_strict()
-        return results
-
-    def _confirm_if_strict(self) -> None:
-        """With MPISTRAT_STRICT, compare at once what could be compared later."""
-        if self._guard.is_strict:
-            self._present.confirm()
+        return program.run(arrays, out, partial(self._guard.run, call))

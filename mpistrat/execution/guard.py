@@ -37,7 +37,7 @@ from mpistrat.groups.agreement import (
 from mpistrat.groups.group import keep_alive_for_peers
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import abort
-from mpistrat.settings import CHECK, STRICT
+from mpistrat.settings import CHECK
 from mpistrat.steps import Steps
 from mpistrat.transports.window import NodeWindow, free_open_windows, is_freed_by_mpi
 from mpistrat.watch import watcher
@@ -54,8 +54,8 @@ _SAME_THREAD = "this thread is in a collective already: signal handlers, finaliz
 class Guard:
     """Admits collective calls one at a time, and none after one has failed.
 
-    `options` are the defaults of calls, CommunicationOptions; `is_strict` tells whether every call is compared before it
-    returns, and `checks` whether any is to which nothing else has to be exchanged: unless MPISTRAT_CHECK is off.
+    `options` are the defaults of calls, CommunicationOptions; `checks` tells whether calls are compared to which nothing else
+    has to be exchanged: unless MPISTRAT_CHECK is off.
 
     `number` is that of the last call, and `signature` that of the current or last one that `Passing` did not make; `noted` is
     the hash of what was noted since. `refusal` says why no call can begin at once. `thread` is the one that made the last call,
@@ -67,7 +67,7 @@ class Guard:
         self, hierarchy: Hierarchy, agreement: Agreement, window: NodeWindow | None, options: Any, memory: object
     ) -> None:
         window = window if hierarchy.intra.size > 1 else None
-        self.options, self.is_strict, self.checks = options, hierarchy.settings[STRICT], hierarchy.settings[CHECK]
+        self.options, self.checks = options, hierarchy.settings[CHECK]
         self.refusal, self.noted, self.is_on_gpu = "", 0, False
         self.number, self.signature = 0, Signature("")
         self.communicator, self._members, self._rank = hierarchy.number, hierarchy.members, hierarchy.job_rank
@@ -197,7 +197,7 @@ class Guard:
 
     def give_up_started(self, call: Call, error: CollectiveError) -> None:
         """Refuse what was started behind a call in which ranks found a difference, unless all ranks make it nevertheless."""
-        if self.is_strict and (self.number == call.number or all(text.startswith(call.verb) for text in error.calls)):
+        if self._present.is_strict and (self.number == call.number or all(text.startswith(call.verb) for text in error.calls)):
             return
         self.fail(call.verb, error)
         why = f"rank {self._rank} makes no collective after {call}, in which calls differed; make a new strategy on all"
@@ -321,7 +321,7 @@ class Guard:
 
         With MPISTRAT_STRICT all ranks raise together.
         """
-        if self.is_strict:
+        if self._present.is_strict:
             try:
                 self.agree(call, error)
             except CollectiveError:  # the watcher may have compared the calls before

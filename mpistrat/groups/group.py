@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 
 from mpistrat.lazy import MPI
-from mpistrat.settings import CHECK, Snapshot
+from mpistrat.settings import CHECK, STRICT, Snapshot
 from mpistrat.steps import Steps
 
 _CHANNELS = 32
@@ -25,9 +25,10 @@ class CallState:
 
     Ranks compare its `digest` before one reads memory of another, and messages carry it in their tags, so that messages of
     different calls are never matched. Calls that MPI carries out without a comparison are `unconfirmed`, a large one counted
-    as several, until `confirm`, a collective call, compares the history of these `calls` on all ranks. `must_poll` is set where
-    the call has a deadline or was started: a blocking MPI call that waits for other ranks could not be given up. The deadline
-    passes when ``time.monotonic()`` is `ends`; 0 means none.
+    as several, until `confirm`, a collective call, compares the history of these `calls` on all ranks: at once, if `is_strict`
+    says that every call is compared before it returns. `must_poll` is set where the call has a deadline or was started: a
+    blocking MPI call that waits for other ranks could not be given up. The deadline passes when ``time.monotonic()`` is `ends`;
+    0 means none.
     """
 
     def __init__(self) -> None:
@@ -35,6 +36,7 @@ class CallState:
         self.ends = 0.0
         self.calls: list[int] = []
         self.must_poll, self.has_failed, self.settings = False, False, Snapshot()  # compared by the communicator
+        self.is_strict = self.settings[STRICT]
         self.compare_history: Callable[[int], None] = lambda history: None  # until calls are compared
         self.drive: Callable[[Steps], None] = _run_to_end
         tag_ub = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0
@@ -55,7 +57,7 @@ class CallState:
             _to_confirm.add(self)
         self.calls.append(self.digest)
         self.unconfirmed += weight(nbytes) - bool(self.unconfirmed)
-        if self.unconfirmed >= MOST_UNCONFIRMED:
+        if self.is_strict or self.unconfirmed >= MOST_UNCONFIRMED:
             self.confirm()
 
     def count(self) -> None:
