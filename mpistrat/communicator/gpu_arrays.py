@@ -198,9 +198,9 @@ class GpuArrays:
 class DeviceProgram(Program):
     """A program of arrays on the GPU."""
 
-    def __init__(self, gpu: GpuArrays, buckets: Sequence[Bucket], new_results: Callable[[], list[Array]]) -> None:
-        super().__init__(gpu.executor, buckets, new_results)
-        self._gpu = gpu
+    def __init__(self, gpu: GpuArrays, buckets: Sequence[Bucket], arrays: Sequence[Array]) -> None:
+        super().__init__(gpu.executor, buckets, arrays)
+        self._gpu, self._new_results = gpu, gpu.maker(arrays)
 
     def run(
         self, arrays: Sequence[Array], out: Sequence[Array] | None, drive: Callable[[Steps], None] | None = None

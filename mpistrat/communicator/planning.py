@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -14,7 +14,7 @@ from mpistrat import settings
 from mpistrat.algorithms import planners
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.algorithms.planners import NOTHING, Choice, Measured, choose, choose_on_gpus
-from mpistrat.arrays import MALLOC_REUSES_BYTES, Array, is_on_device, new_array, part_bounds
+from mpistrat.arrays import Array, is_on_device, part_bounds
 from mpistrat.communicator.explain import Explanation, Pack
 from mpistrat.communicator.gpu_arrays import DeviceProgram, GpuArrays
 from mpistrat.communicator.options import (
@@ -120,15 +120,8 @@ class Planner:
         self._shorten(program, asked)
         return program
 
-    def maker(self, arrays: Sequence[Array]) -> Callable[[], list[Array]]:
-        """Return what makes new arrays of the shapes and dtypes of others."""
-        makers = [
-            partial(new_array if array.nbytes > MALLOC_REUSES_BYTES else np.empty, array.shape, array.dtype) for array in arrays
-        ]
-        return lambda: [make() for make in makers]
-
     def _program(self, asked: Reduction, buckets: Sequence[Bucket]) -> Program:
-        return Program(self.executor, buckets, self.maker(asked.arrays))
+        return Program(self.executor, buckets, asked.arrays)
 
     def _shorten(self, program: Program, asked: Reduction) -> None:
         """Give a program its blocking call, if it is a single one."""
@@ -248,11 +241,8 @@ class DevicePlanner(Planner):
         super().__init__(gpu.executor, say)
         self._gpu = gpu
 
-    def maker(self, arrays: Sequence[Array]) -> Callable[[], list[Array]]:
-        return self._gpu.maker(arrays)
-
     def _program(self, asked: Reduction, buckets: Sequence[Bucket]) -> Program:
-        return DeviceProgram(self._gpu, buckets, self.maker(asked.arrays))
+        return DeviceProgram(self._gpu, buckets, asked.arrays)
 
     def _shorten(self, program: Program, asked: Reduction) -> None:
         """Give a program its call of NCCL, if it is a single one, of one array as it is."""

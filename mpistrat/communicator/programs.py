@@ -102,10 +102,6 @@ class Programs:
                 self.forget_calls()
         return program
 
-    def maker(self, arrays: Sequence[Array]) -> Callable[[], list[Array]]:
-        """Return what makes new arrays like these."""
-        return self._planner(arrays).maker(arrays)
-
     def check(self, asked: Reduction) -> None:
         """Check that its arrays can be combined with its options: see `Planner.check`."""
         planner = self._planner(asked.arrays)

@@ -139,10 +139,12 @@ class Reductions:
                 )
                 if refused is None:
                     call.is_started, call.signature.nbytes = True, sum(array.nbytes for array in arrays)
-                    results = self.programs.maker(arrays)() if out is None else out
-                    carry_out: Callable[[], list[Array]] = partial(self._carry_out, call, asked, arrays, results)
-                    if self._gpu is not None and has_arrays(arrays):
-                        carry_out = self._gpu.on_own_stream(carry_out, partial(self._guard.run, call))
+                    gpu = self._gpu if has_arrays(arrays) else None
+                    if gpu is not None and out is None:
+                        out = gpu.maker(arrays)()  # in memory of the caller's stream
+                    carry_out: Callable[[], list[Array]] = partial(self._carry_out, call, asked, arrays, out)
+                    if gpu is not None:
+                        carry_out = gpu.on_own_stream(carry_out, partial(self._guard.run, call))
                     return self._guard.start(call, carry_out)
             with self._guard:  # the other ranks find out when the engine begins their call
                 call.start_clock()
@@ -229,7 +231,7 @@ class Reductions:
         make = new_array if self._gpu is None or not is_on_device(array) else self._gpu.empty
         return make(shape, array.dtype)
 
-    def _carry_out(self, call: Call, asked: Reduction, arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
+    def _carry_out(self, call: Call, asked: Reduction, arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
         """Run a started all-reduce, on the engine's thread."""
         call.start_clock()
         try:

@@ -7,6 +7,7 @@ possible. It sends the same bytes: one rank may take it while another, whose tim
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import settings
-from mpistrat.arrays import Array, copy_overlapping
+from mpistrat.arrays import MALLOC_REUSES_BYTES, Array, copy_overlapping, new_array
 from mpistrat.execution.compile import Bucket, Combine
 from mpistrat.execution.executor import Executor
 from mpistrat.reduction import ReduceOp, accumulation_dtype, divider, quiet
@@ -32,11 +33,15 @@ class Program:
     `is_agreed` says that all ranks have compared a call of it with a deadline, or in strict mode: it is the same on all of
     them, while they may remember different calls. A reduce-scatter has a `scattered_dtype`, that of the array of which each
     rank gets only its part. `blocking` does what `run` does in one call of MPI or NCCL, or through shared memory, where that is
-    all; that of a reduce-scatter gives an array of `scattered_shape`. `new_results` makes arrays for the results.
+    all; that of a reduce-scatter gives an array of `scattered_shape`. Results are like `arrays`.
     """
 
-    def __init__(self, executor: Executor, buckets: Sequence[Bucket], new_results: Callable[[], list[Array]]) -> None:
-        self.buckets, self._new_results = list(buckets), new_results
+    def __init__(self, executor: Executor, buckets: Sequence[Bucket], arrays: Sequence[Array]) -> None:
+        self.buckets = list(buckets)
+        makers = [
+            partial(new_array if array.nbytes > MALLOC_REUSES_BYTES else np.empty, array.shape, array.dtype) for array in arrays
+        ]
+        self._new_results: Callable[[], list[Array]] = lambda: [make() for make in makers]
         self._call, self._barrier = executor.hierarchy.call, executor.barrier
         self.is_agreed = False
         self.scattered_dtype: np.dtype[Any] | None = None

@@ -18,7 +18,7 @@ from tests.launches import on_ranks
 pytestmark = on_ranks(2)
 
 MODULES_OF_A_SMALL_ARRAY = 7
-MODULES_OF_A_GRADIENT, FUNCTIONS_OF_A_GRADIENT = 14, 35
+MODULES_OF_A_GRADIENT, FUNCTIONS_OF_A_GRADIENT = 14, 31
 # what a call of a form makes, beside those that wait for a peer
 CALLS_OF_ONE_ARRAY, CALLS_OF_ARRAYS, CALLS_OF_A_NUMBER, CALLS_OF_A_PLAN = 22, 34, 40, 110
 CALLS_OF_A_WRAPPED_ARRAY, CALLS_OF_A_TYPED_BUFFER = 1, 3
