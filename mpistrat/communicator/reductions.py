@@ -167,7 +167,8 @@ class Reductions:
             target[...] = part
             return [target]
         with self.active():
-            result = self._empty(array, self._own_part(array, axis).shape) if target is None else target
+            make = new_array if self._gpu is None or not is_on_device(array) else self._gpu.empty
+            result = make(self._own_part(array, axis).shape, array.dtype) if target is None else target
             if dtype is None:
                 result[...] = self._own_part(program.run(arrays, None, drive)[0], axis)
                 return [result]
@@ -225,11 +226,6 @@ class Reductions:
                 raise
         program.is_agreed = program.is_agreed or (is_limited and program.blocking is not None)
         return program
-
-    def _empty(self, array: Array, shape: tuple[int, ...]) -> Array:
-        """Return a new array, on the GPU if `array` is."""
-        make = new_array if self._gpu is None or not is_on_device(array) else self._gpu.empty
-        return make(shape, array.dtype)
 
     def _carry_out(self, call: Call, asked: Reduction, arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
         """Run a started all-reduce, on the engine's thread."""
