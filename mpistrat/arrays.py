@@ -96,6 +96,8 @@ def is_aligned(array: Array) -> bool:
 
 def are_disjoint(arrays: Sequence[Array]) -> bool:
     """Return whether no two arrays share memory."""
+    if len(arrays) == 2 and all([each.__class__ is np.ndarray for each in arrays]):
+        return not np.may_share_memory(arrays[0], arrays[1])
     # one without a base may still lie in memory of another library
     if len(set(map(id, arrays))) == len(arrays) and all(each.__class__ is np.ndarray and each.flags.owndata for each in arrays):
         return True
