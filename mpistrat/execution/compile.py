@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.algorithms.plan import Phase, Plan, Scope
-from mpistrat.arrays import Array, flat, new_array
+from mpistrat.arrays import Array, flat
 from mpistrat.device.cuda import are_contiguous
 from mpistrat.errors import TransportError
 from mpistrat.execution.executor import CopySteps, Dtypes, Executor
@@ -39,8 +39,6 @@ LONE_SLOT_BYTES = 1 << 22  # a single chunk of at least this size has one slot: 
 
 
 ChunkSteps = Callable[[int], Steps]
-Combine = Callable[[Array, "Array | None"], Array]
-"""All-reduces one array into another one, or a new one, which it returns."""
 
 
 @dataclass(eq=False)
@@ -48,15 +46,12 @@ class Bucket:
     """Arrays, by their indices in the call, that are combined together, and how: bound to its memory.
 
     ``run(sources, targets)`` returns the steps that combine arrays into C-contiguous ones, in a collective call, and
-    `is_current` whether the memory is still there. `flat_count` counts the elements of the one all-reduce of MPI, if the plan
-    is nothing else; `blocking` combines one array in a blocking call, where that is possible.
+    `is_current` whether the memory is still there.
     """
 
     plan: Plan
     run: Callable[[Sequence[Array], Sequence[Array]], Steps]
     is_current: Callable[[], bool]
-    flat_count: int = 0
-    blocking: Combine | None = None
     held_bytes: Callable[[], int] = int
     indices: tuple[int, ...] = (0,)
 
@@ -97,24 +92,8 @@ def _on_the_callers_arrays(
         if timeline.enabled:
             timeline.record(f"{scope.value} all_reduce", scope.value, started, arrays.nbytes)
 
-    bucket = Bucket(
-        plan,
-        run,
-        # no scratch memory is bound, but the transport in the node may be another one now, which calls for another plan
-        lambda: executor.intra is intra,
-        flat_count=count if plan.scopes <= {Scope.WORLD} else 0,
-    )
-    is_in_window = plan.scopes == {Scope.INTRA} and intra.window is not None
-    if is_in_window and layout.is_one_array and count > 0 and set(array_dtypes) == {dtype}:
-        drive = executor.hierarchy.call.drive
-
-        def blocking(source: Array, target: Array | None) -> Array:
-            target = new_array(source.shape, source.dtype) if target is None else target
-            drive(run([source], [target]))
-            return target
-
-        bucket.blocking = blocking
-    return bucket
+    # no scratch memory is bound, but the transport in the node may be another one now, which calls for another plan
+    return Bucket(plan, run, lambda: executor.intra is intra)
 
 
 Operations = list[list[tuple[str, Operation]]]
@@ -172,15 +151,7 @@ class _Buffered:
         executor.bound_plans.add(self)
 
     def bucket(self) -> Bucket:
-        executor, plan = self.executor, self._plan
-        is_one_call = executor.device is None and not plan.in_order and plan.num_chunks == 1 and plan.scopes <= {Scope.WORLD}
-        return Bucket(
-            plan,
-            self.run,
-            lambda: self._generation == executor.generation,
-            flat_count=plan.padded(plan.count) if is_one_call else 0,
-            held_bytes=self._held_bytes,
-        )
+        return Bucket(self._plan, self.run, lambda: self._generation == self.executor.generation, self._held_bytes)
 
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
         """Return the steps of a call."""
@@ -313,12 +284,7 @@ def reduce_scatter(executor: Executor, plan: Plan, dtype: np.dtype[Any], op: Red
     """
     executor.largest_pack_bytes = max(executor.largest_pack_bytes, plan.bounds[-1] * dtype.itemsize)
     scatter, intra = _Scatter(executor, plan, dtype, op), executor.intra
-    return Bucket(
-        plan,
-        scatter.run,
-        lambda: executor.intra is intra,
-        held_bytes=lambda: scatter.slots.nbytes,
-    )
+    return Bucket(plan, scatter.run, lambda: executor.intra is intra, lambda: scatter.slots.nbytes)
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,17 @@ from typing import Any
 import numpy as np
 
 from mpistrat import settings
+from mpistrat.algorithms.plan import Scope
 from mpistrat.arrays import MALLOC_REUSES_BYTES, Array, copy_overlapping, new_array
-from mpistrat.execution.compile import Bucket, Combine
+from mpistrat.execution.compile import Bucket
 from mpistrat.execution.executor import Executor
 from mpistrat.reduction import ReduceOp, accumulation_dtype, divider, quiet
 from mpistrat.steps import Steps
 
 SMALL_BATCH_BYTES = 1 << 16  # in larger batches the copies take longer than the Python that is saved
 
+Combine = Callable[[Array, "Array | None"], Array]
+"""All-reduces one array into another one, or a new one, which it returns."""
 Blocking = Callable[[Sequence[Array], Sequence[Array] | None], list[Array]]
 """All-reduces arrays in a blocking call, into `out` or to new ones: ``blocking(arrays, out)``."""
 
@@ -84,25 +87,25 @@ class Program:
 
 def shorten(program: Program, executor: Executor, op: ReduceOp, arrays: Sequence[Array]) -> None:
     """Give a program of host arrays like these its blocking call, if it is a single one."""
-    if len(program.buckets) != 1:
+    if len(program.buckets) != 1 or (plan := program.buckets[0].plan).in_order or plan.num_chunks != 1:
         return
-    [bucket], dtype, world = program.buckets, accumulation_dtype(op, arrays[0].dtype), executor.world
-    nbytes = bucket.flat_count * dtype.itemsize
-    divisor = executor.divisor(op)
-    if bucket.blocking is not None:
-        program.blocking = _of_one(bucket.blocking)  # it divides for MEAN
-    elif not 0 < nbytes <= executor.hierarchy.settings[settings.MAX_MESSAGE_BYTES]:
+    dtype, world, divisor = accumulation_dtype(op, arrays[0].dtype), executor.world, executor.divisor(op)
+    count, is_one = plan.count if plan.is_direct else plan.padded(plan.count), len(arrays) == 1 and dtype == arrays[0].dtype
+    if plan.scopes == {Scope.INTRA} and plan.is_direct and is_one and executor.intra.window is not None:
+        program.blocking = program.run  # ranks of a node compare the call in it
+    elif not plan.scopes <= {Scope.WORLD} or count * dtype.itemsize > executor.hierarchy.settings[settings.MAX_MESSAGE_BYTES]:
         return
-    elif len(arrays) == 1 and dtype == arrays[0].dtype:
+    elif is_one:
         bound = world.bind(op, dtype, arrays[0].shape)
         program.blocking = _of_one(bound.blocking(), divider(dtype, divisor), bound.may_overlap)
         program.is_one_message = divisor == 1
     elif sum(array.nbytes for array in arrays) <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:
-        combine = world.bind(op, dtype, (bucket.flat_count,)).blocking()
-        program.blocking = SmallBatch(op, arrays, bucket, divisor, combine).run
+        assert program.buckets[0].indices == (*range(len(arrays))[::-1],), "arrays are packed from the last to the first"
+        combine = world.bind(op, dtype, (count,)).blocking()
+        program.blocking = SmallBatch(op, arrays, count, divisor, combine).run
 
 
-def _of_one(combine: Combine, divide: Callable[[Array], object] | None = None, may_overlap: bool = False) -> Blocking:
+def _of_one(combine: Combine, divide: Callable[[Array], object] | None, may_overlap: bool) -> Blocking:
     """Return the all-reduce of one array, by ``combine(source, target)``, whose sum is divided."""
 
     def run(arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
@@ -127,14 +130,13 @@ class SmallBatch:
     `combine` all-reduces an array, into its second argument, or into a new array where that is None.
     """
 
-    def __init__(self, op: ReduceOp, arrays: Sequence[Array], bucket: Bucket, divisor: int, combine: Combine) -> None:
-        assert bucket.indices == tuple(reversed(range(len(arrays)))), "arrays are packed from the last to the first"
+    def __init__(self, op: ReduceOp, arrays: Sequence[Array], count: int, divisor: int, combine: Combine) -> None:
         self._dtype = arrays[0].dtype
         self._sent_dtype = accumulation_dtype(op, self._dtype)
         self._is_cast = self._sent_dtype != self._dtype
         self._divide, self._combine = divider(self._sent_dtype, divisor), combine
         # what is sent: the arrays, then padding
-        self._given = np.zeros(bucket.flat_count, self._dtype)
+        self._given = np.zeros(count, self._dtype)
         self._bytes = self._given.view(np.uint8).data[: sum(array.nbytes for array in arrays)]
         self._record = _record([array.shape for array in arrays], self._dtype)
         self._scalars = [index for index, array in enumerate(arrays) if not array.ndim]
