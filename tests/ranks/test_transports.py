@@ -255,7 +255,7 @@ def raise_on_rank_1(group):
 @needs_ranks(2)
 @up_to_ranks(3)
 @pytest.mark.parametrize(
-    "planted, where",
+    ("planted", "where"),
     [
         (CannotBeMade, "'it_is_made': transport: a call"),
         (CannotBeDisposed, "'it_is_disposed': mpi: a call"),
