@@ -39,8 +39,9 @@ def simulate(plan: Plan) -> None:
     Raises
     ------
     AssertionError
-        If the chunks do not cover the buffer; if a phase is not in the table of `algorithms.plan`, or not where it may be; or if a contribution is
-        missing, counted more than once, or undefined somewhere. The message names the rank, the shard and the source.
+        If the chunks do not cover the buffer, a phase is not in the table of `algorithms.plan` or not where it may be, or a
+        contribution is missing, counted more than once, or undefined somewhere. The message names the rank, the shard and the
+        source.
     """
     _check_chunks(plan)
     world = plan.world
