@@ -170,16 +170,10 @@ class Subject:
 
     def give(self, case: Case, buffer: Array, given: Array) -> None:
         """Write this rank's input; the rest of the buffer is poisoned."""
-        values = self.poisoned(case)
+        values = case.poisoned()
         mine = case.given(self.rank)
         values[mine] = given[self.rank, mine]
         self.put(buffer, values)
-
-    def poisoned(self, case: Case) -> Array:
-        """Return an array of the case's length with values that no result has."""
-        values = np.empty(case.count, case.dtype)
-        poison(values)
-        return values
 
     def put(self, target: Array, values: Array) -> None:
         if self.transport.device:
@@ -213,7 +207,7 @@ class Subject:
 
     def read(self, case: Case, operation: Operation) -> Array:
         """Return the promised elements, combined from the operation's parts; elements that no part covers stay poisoned."""
-        result = self.poisoned(case)
+        result = case.poisoned()
         covered = np.zeros(case.count, np.int8)
         for part in operation.parts:
             total = self.get(part.addends[0])
@@ -387,7 +381,7 @@ def _a_slow_rank_reads_the_old_values(subject: Subject) -> None:
             time.sleep(SLOW_SECONDS)
         subject.compare(case, buffer, operation, given)
         subject.settle()
-        subject.put(buffer, subject.poisoned(case))
+        subject.put(buffer, case.poisoned())
 
 
 def _run_does_not_block(subject: Subject) -> None:
@@ -536,6 +530,12 @@ class Case:
         total: Array = combine(self.op).reduce(given, axis=0, dtype=given.dtype)
         return total
 
+    def poisoned(self) -> Array:
+        """Return an array of its length with values that no result has: NaN, or a byte pattern that no test value has."""
+        if self.dtype.kind in "fc":
+            return np.full(self.count, np.nan, self.dtype)
+        return np.full(self.count * self.dtype.itemsize, 0xA5, np.uint8).view(self.dtype)
+
     def _part(self, rank: int) -> slice:
         return slice(self.bounds[rank], self.bounds[rank + 1])
 
@@ -586,11 +586,3 @@ def inputs(dtype: np.dtype[Any], op: ReduceOp, count: int, size: int, seed: int)
         return np.array(factors, dtype)[random.integers(0, 4, shape)]
     values = random.integers(-9, 10, shape).astype(dtype)
     return values if dtype.kind == "f" else values + np.array(1j, dtype) * random.integers(-9, 10, shape).astype(dtype)
-
-
-def poison(array: Array) -> None:
-    """Fill an array with values that no result has: NaN, or a byte pattern that no test value has."""
-    if array.dtype.kind in "fc":
-        array.fill(np.nan)
-    else:
-        array.view(np.uint8).fill(0xA5)
