@@ -17,7 +17,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from itertools import cycle, product
 from operator import itemgetter
@@ -26,12 +26,12 @@ from zlib import crc32
 
 import numpy as np
 
-from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.errors import DeadlineExceededError, TransportError, UnsupportedDtypeError
 from mpistrat.groups.agreement import CallsDifferError, digest_of
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, check_dtype, combine
+from mpistrat.settings import CHECK, MAX_MESSAGE_BYTES, Snapshot
 from mpistrat.steps import WORKED, Steps, drive
 from mpistrat.transports.base import Operation, Transport
 
@@ -77,8 +77,9 @@ def check_transport(make: Callable[[Group], Transport], group: Group, between_no
     """
     in_place = ("all_reduce", "reduce_scatter") if between_nodes else ("reduce_scatter",)
     checks = _check(_RULES, Subject(make, group, in_place))
-    with _small_messages(group):
-        return checks + _check(_RULES_OF_SMALL_MESSAGES, Subject(make, group, in_place))
+    of_small_messages = copy(group)
+    of_small_messages.settings = Snapshot({**os.environ, MAX_MESSAGE_BYTES.name: str(SMALL_MESSAGE_BYTES)})
+    return checks + _check(_RULES_OF_SMALL_MESSAGES, Subject(make, of_small_messages, in_place))
 
 
 def _check(rules: Sequence[Callable[[Subject], None]], subject: Subject) -> int:
@@ -412,7 +413,7 @@ def _run_does_not_block(subject: Subject) -> None:
 
 def _calls_are_told_apart(subject: Subject) -> None:
     """Run a verb in another call on each rank: over a transport that compares calls it does not end, and moves nothing."""
-    if not subject.transport.compares_calls or subject.size == 1 or not subject.group.settings[settings.CHECK]:
+    if not subject.transport.compares_calls or subject.size == 1 or not subject.group.settings[CHECK]:
         return
     for verb in VERBS:
         case = Case(verb, INT32, ReduceOp.SUM, COUNT, divisions(COUNT, subject.size)[0])
@@ -485,16 +486,6 @@ def _slowed(steps: Steps) -> Steps:
         yield worked
         if worked is WORKED:
             time.sleep(SLOW_SECONDS)
-
-
-@contextmanager
-def _small_messages(group: Group) -> Iterator[None]:
-    before = group.settings
-    group.settings = settings.Snapshot({**os.environ, settings.MAX_MESSAGE_BYTES.name: str(SMALL_MESSAGE_BYTES)})
-    try:
-        yield
-    finally:
-        group.settings = before
 
 
 @dataclass(frozen=True)
