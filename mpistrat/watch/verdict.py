@@ -152,6 +152,7 @@ class Notices:
         self._job = job
         self._own: list[Notice] = []
         self._ignored: set[str] = set()
+        self._refused: set[str] = set()
         self._failed: set[int] = set()
 
     def post(self, notice: Notice) -> None:
@@ -167,7 +168,14 @@ class Notices:
 
     def first(self, inside: Collection[Key]) -> Notice | None:
         """Return the first notice for a rank inside these collectives that is not ignored; None if there is none."""
-        return next((notice for notice in self._all() if notice.is_for_all or notice.concerns(inside)), None)
+        return next((notice for notice in self._all() if self._is_for_all(notice) or notice.concerns(inside)), None)
+
+    def _is_for_all(self, notice: Notice) -> bool:
+        return notice.is_for_all and notice.name not in self._refused
+
+    def refuse(self, communicator: int, number: int) -> None:
+        """Heed a notice about a collective that this rank has refused only inside it: the rank has raised why, and goes on."""
+        self._refused.add(f"{communicator}-{number}")
 
     def dismiss(self, communicator: int) -> None:
         """Ignore all notices, also later ones, about a communicator that has failed on this rank."""
@@ -175,7 +183,7 @@ class Notices:
 
     def ignore(self) -> None:
         """Ignore the notices for all that were posted so far; others are about a communicator that may still be used."""
-        self._ignored |= {notice.name for notice in self._all() if notice.is_for_all}
+        self._ignored |= {notice.name for notice in self._all() if self._is_for_all(notice)}
 
     def _all(self) -> Iterator[Notice]:
         for path in sorted(self._job.glob(f"{_PREFIX}*")):

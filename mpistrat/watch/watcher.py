@@ -255,6 +255,10 @@ class Watcher:
         """Make the other ranks in a collective that has failed here, or in a later one of its communicator, raise an error."""
         self._told.put(Notice(*key, str(error), is_mismatch=isinstance(error, AgreementError), is_for_all=False))
 
+    def refuse(self, communicator: int, number: int) -> None:
+        """Have this rank, which has raised why it cannot make a collective, not raise elsewhere that others wait in it."""
+        self._notices.refuse(communicator, number)
+
     def dismiss(self, communicator: int) -> None:
         """Ignore from now on what is found about a communicator that has failed here."""
         self._notices.dismiss(communicator)

@@ -199,6 +199,15 @@ def test_a_new_strategy_ignores_what_all_were_told_and_not_what_concerns_a_commu
     assert notices.first({(1, 5)}) is None
 
 
+def test_a_rank_that_has_refused_a_collective_is_told_only_in_there_that_others_wait_in_it(tmp_path):
+    notices = Notices(tmp_path)
+    notices.refuse(1, 5)
+    notices.post(Notice(1, 5, "rank 1: which failed", True))
+    notices.ignore()  # a new strategy is made
+    assert notices.first({(2, 1)}) is None
+    assert notices.first({(1, 5)}).number == 5
+
+
 def test_the_report_names_who_is_in_it_or_has_failed_and_what_the_others_do():
     states = ranks(call(), call((1, 4), BARRIER, left=2.5), call(), None, rank3="stopped")
     assert stall_report(states[0], states).splitlines()[:4] == [
