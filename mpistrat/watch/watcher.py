@@ -63,9 +63,6 @@ LONGEST_GOODBYE_SECONDS = 5.0
 
 _lock = threading.Lock()
 _watcher: Watcher | None = None
-after_end: list[tuple[Callable[[], bool], Callable[[bool], None]]] = []
-"""What to call when the programs of all ranks have ended, unless one has failed: the first, and then the second, which may be a
-collective call, with whether the first has returned True on all ranks."""
 
 
 class Survey:
@@ -196,7 +193,7 @@ class Watcher:
         self._judged: tuple[float, RecordedCall] | None = None
         self._thread = threading.Thread(target=self._run, name="mpistrat watcher", daemon=True)
         self._thread.start()
-        abort.before_end.append(lambda: self._recorder.note(state=State.FAILED))
+        ending.at(ending.Stage.ABORT, lambda: self._recorder.note(state=State.FAILED))
 
     def raise_verdict(self) -> None:
         verdict = self.verdict  # other threads may take it back meanwhile
@@ -274,9 +271,7 @@ class Watcher:
                 if gathered is not None:  # on rank 0
                     timeline.write_trace(dict(enumerate(gathered)))
             if all_have_ended:
-                are_ready = all(messages.comm.allgather(all([is_ready() for is_ready, _ in after_end])))
-                for _, call in after_end:
-                    call(are_ready)
+                ending.run(ending.Stage.FREE, given=[lambda yes: all(messages.comm.allgather(yes))])
         self._stopping = True
         self._told.put(None)
         self._thread.join(LONGEST_GOODBYE_SECONDS)
