@@ -401,7 +401,7 @@ def tasks_of_ranks(world: World, jobs: Mapping[str, int] | None, port_base: int)
             "jobs have, or leave jobs out: all are workers then"
         )
     places = map(world.place, range(world.size))
-    addresses = iter([f"{world.nodes[place.node_index].name}:{port_base + place.local_rank}" for place in places])
+    addresses = (f"{node.name}:{port_base + local_rank}" for node, local_rank in places)
     spec = ClusterSpec({job: [next(addresses) for _ in range(count)] for job, count in counts.items() if count})
     return spec, [(job, index) for job, count in counts.items() for index in range(count)]
 

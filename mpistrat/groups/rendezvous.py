@@ -65,7 +65,7 @@ def rendezvous(call: str, timeout_seconds: float = 0.0, comm: MPI.Intracomm | No
                 watching.join(_own(world, call, timeout_seconds))
             check_gpu_assignment(group.comm)
             found = discover(group.comm)
-            watcher.introduce(found.nodes[found.place(group.rank).node_index].name)
+            watcher.introduce(found.place(group.rank).node.name)
             yield Rendezvous(group, found)
         finally:
             group.close()
