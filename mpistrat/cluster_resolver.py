@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from mpistrat.cluster import TRAINING, ClusterSpec, check_role, is_chief
+from mpistrat.cluster import TRAINING, ClusterSpec, check_role
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.topology.world import World
@@ -469,11 +469,11 @@ def training_role(resolver: ClusterResolver) -> Role:
 
 
 def chief_rank(roles: Sequence[Role]) -> int:
-    """Return the lowest rank whose task is the chief, of all ranks' roles; rank 0 if there is no cluster, or no such task."""
+    """Return the lowest rank whose task is the chief, else the first worker, of all ranks' roles; rank 0 without a cluster."""
     spec = roles[0].spec
     if not spec:
         return 0
-    played = {(role.task_type, role.task_id) for role in roles}
+    played = [(role.task_type, role.task_id) for role in roles]
     tasks = [(job, index) for job in TRAINING if job in spec.jobs for index in spec.task_indices(job)]
     missing = [f"{job} {index}" for job, index in tasks if (job, index) not in played]
     if missing:
@@ -485,4 +485,4 @@ def chief_rank(roles: Sequence[Role]) -> int:
         )
         error.raised_everywhere = True
         raise error
-    return next((rank for rank, role in enumerate(roles) if is_chief(spec, role.task_type, role.task_id)), 0)
+    return played.index(tasks[0])
