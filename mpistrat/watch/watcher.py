@@ -32,7 +32,7 @@ from mpistrat.timeline import Timeline, TimelineEvent
 from mpistrat.watch.record import Key, RankFile, RecordedCall, State, seconds_since
 from mpistrat.watch.recorder import FlightRecorder, collection_paused, encoded, innermost, recorder
 from mpistrat.watch.states import Neighbours, RankState, decode, encode, end_report, look, stall_report
-from mpistrat.watch.verdict import Finding, Notice, Notices, judge, waits_for
+from mpistrat.watch.verdict import Finding, Notice, judge, waits_for
 
 Limits = dict[object, tuple[float, Callable[[], CollectiveError]]]
 """Deadlines of calls, by whose they are, and their errors."""
@@ -52,6 +52,7 @@ POLL_SECONDS = 0.01
 TAKE_SECONDS = 3.0
 
 _TAG = 1
+_PREFIX = "verdict-"  # of the names of notices, in the folder of the job
 _MOST_UNTAKEN = 4  # messages to one rank that it has not received yet
 _ON_ITS_WAY_SECONDS = 1.0
 # seconds after which more ranks of a host that does not answer are asked: one first, then two, four, …
@@ -157,6 +158,49 @@ class HostMessages:
                 yield source, json.loads(bytes(data))
             else:
                 self._arriving.append((request, data, source))
+
+
+class Notices:
+    """The notices of a job on one host, in its folder; if that does not exist, they stay in this process."""
+
+    def __init__(self, job: Path) -> None:
+        self._job = job
+        self._own: list[Notice] = []
+        self._ignored: set[str] = set()
+        self._failed: set[int] = set()
+
+    def post(self, notice: Notice) -> None:
+        """Post a notice for the ranks of this host."""
+        self._own.append(notice)
+        path = self._job / f"{_PREFIX}{notice.name}"
+        new = path.with_name(f".{path.name}-{os.getpid()}")
+        with suppress(OSError):
+            new.write_text(json.dumps(asdict(notice)))
+            with suppress(FileExistsError):
+                os.link(new, path)
+            new.unlink()
+
+    def first(self, inside: Collection[Key]) -> Notice | None:
+        """Return the first notice for a rank inside these collectives that is not ignored; None if there is none."""
+        return next((notice for notice in self._all() if notice.is_for_all or notice.concerns(inside)), None)
+
+    def dismiss(self, communicator: int) -> None:
+        """Ignore all notices, also later ones, about a communicator that has failed on this rank."""
+        self._failed.add(communicator)
+
+    def ignore(self) -> None:
+        """Ignore the notices for all that were posted so far; others are about a communicator that may still be used."""
+        self._ignored |= {notice.name for notice in self._all() if notice.is_for_all}
+
+    def _all(self) -> Iterator[Notice]:
+        for path in sorted(self._job.glob(f"{_PREFIX}*")):
+            if self._counts(path.name.removeprefix(_PREFIX)):
+                with suppress(OSError, ValueError, TypeError):
+                    yield Notice(**json.loads(path.read_text()))
+        yield from (notice for notice in self._own if self._counts(notice.name))
+
+    def _counts(self, name: str) -> bool:
+        return name not in self._ignored and int(name.partition("-")[0]) not in self._failed
 
 
 class Watcher:
