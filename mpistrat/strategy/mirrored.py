@@ -221,9 +221,9 @@ def _default_kind() -> type[TFConfigClusterResolver | MPIClusterResolver]:
 
 def _chief(job: Rendezvous, resolver: ClusterResolver) -> int:
     """Return the rank of the chief, after checking that all ranks have read the same cluster. A collective call."""
-    role = job.agree("reading the cluster resolver", lambda: training_role(resolver))
-    job.agree(f"{role.spec!r}, read from the cluster resolver", lambda: None)
-    return chief_rank(job.comm.allgather(role))
+    spec, task = job.agree("reading the cluster resolver", lambda: training_role(resolver))
+    job.agree(f"{spec!r}, read from the cluster resolver", lambda: None)
+    return chief_rank(spec, job.comm.allgather(task))
 
 
 def _check_one_node(strategy: str, world: World, otherwise: str) -> None:
