@@ -11,14 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import mpistrat
 from mpistrat.errors import CollectiveError, MpistratError
 from mpistrat.launch.abort import HEAD_START_SECONDS_RAISED_EVERYWHERE
 from mpistrat.launch.environment import detect
 
-# the modules are beside this one
 COMMANDS = {
     "run": "start a script on several ranks, with the right mpiexec for this machine",
     "demo": "train a small network on four ranks, and show topology, plan and throughput",
@@ -47,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: no µ ends a measurement where all is ASCII
     try:
-        code: int = _module_of(arguments.command).execute(arguments)
+        code: int = importlib.import_module(f"mpistrat.tools.{arguments.command}").execute(arguments)
         if sys.stdout is not None:  # it was closed before Python started
             sys.stdout.flush()  # so that a closed pipe is noticed here, not when the interpreter exits
     except BrokenPipeError:
@@ -77,9 +75,5 @@ def make_parser(needed: str = "*") -> argparse.ArgumentParser:
     for name, meaning in COMMANDS.items():
         command = commands.add_parser(name, help=meaning, description=meaning)
         if needed in (name, "*"):
-            _module_of(name).add_arguments(command)
+            importlib.import_module(f"mpistrat.tools.{name}").add_arguments(command)
     return parser
-
-
-def _module_of(command: str) -> Any:
-    return importlib.import_module(f"mpistrat.tools.{command}")
