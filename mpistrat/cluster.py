@@ -3,7 +3,7 @@
 =============  =======================================================
 ``chief``      trains, and writes checkpoints and summaries; at most one
 ``master``     the same, as TensorFlow 1 called it
-``worker``     trains; the first one is the chief if there is no chief
+``worker``     trains; worker 0 is the chief if there is no chief
 ``ps``         holds variables
 ``evaluator``  evaluates while the others train; at most one, and never in the cluster spec of the training
 =============  =======================================================
@@ -154,3 +154,11 @@ def check_role(cluster: Cluster, task_type: str | None, task_id: int | None) -> 
         tasks = ", ".join(map(str, known))
         raise InvalidArgumentError(f"task id {task_id!r} is not in job {task_type!r}, whose tasks are {tasks}")
     return spec
+
+
+def is_chief(cluster: Cluster, task_type: str | None, task_id: int | None) -> bool:
+    """Return whether a task is the chief, worker 0 of a cluster without chief, or the evaluator."""
+    spec = check_role(cluster, task_type, task_id)
+    if task_type in (*_CHIEFS, "evaluator"):
+        return True
+    return task_type == "worker" and task_id == 0 and not any(spec.num_tasks(job) for job in _CHIEFS if job in spec.jobs)

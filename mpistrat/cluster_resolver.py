@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from mpistrat.cluster import TRAINING, ClusterSpec, check_role
+from mpistrat.cluster import TRAINING, ClusterSpec, check_role, is_chief
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.topology.world import World
@@ -458,13 +458,13 @@ def training_role(resolver: ClusterResolver) -> tuple[ClusterSpec, tuple[str | N
 
 
 def chief_rank(spec: ClusterSpec, played: Sequence[tuple[str | None, int | None]]) -> int:
-    """Return the lowest rank whose task is the chief, else the first worker, of the tasks of all; rank 0 without a cluster."""
+    """Return the lowest rank whose task is the chief, of all ranks' tasks; rank 0 if there is no cluster, or no such task."""
     if not spec:
         return 0
-    tasks = [(job, index) for job in TRAINING if job in spec.jobs for index in spec.task_indices(job)]
-    missing = [f"{job} {index}" for job, index in tasks if (job, index) not in played]
+    there, tasks = {*played}, [(job, index) for job in TRAINING if job in spec.jobs for index in spec.task_indices(job)]
+    missing = [f"{job} {index}" for job, index in tasks if (job, index) not in there]
     if missing:
-        found = ", ".join(f"{job} {index}" for job, index in tasks if (job, index) in played)
+        found = ", ".join(f"{job} {index}" for job, index in tasks if (job, index) in there)
         error = LaunchError(
             f"the cluster has {len(tasks)} tasks that train, but this job of {len(played)} ranks has only {found}; no rank is "
             f"{', '.join(missing)}. The ranks come from MPI: start all tasks as one job, with mpistrat run, mpiexec or "
@@ -472,4 +472,4 @@ def chief_rank(spec: ClusterSpec, played: Sequence[tuple[str | None, int | None]
         )
         error.raised_everywhere = True
         raise error
-    return played.index(tasks[0])
+    return next((rank for rank, task in enumerate(played) if is_chief(spec, *task)), 0)

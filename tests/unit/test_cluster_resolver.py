@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mpistrat.cluster import ClusterSpec, check_role
+from mpistrat.cluster import ClusterSpec, check_role, is_chief
 from mpistrat.cluster_resolver import (
     ClusterResolver,
     SimpleClusterResolver,
@@ -85,6 +85,15 @@ def test_a_cluster_of_wrong_types(cluster, message):
         ClusterSpec({"worker": {-1: "a:1"}})
 
 
+def test_who_is_the_chief():
+    assert [is_chief(DENSE, *task) for task in [("chief", 0), ("worker", 0), ("worker", 1)]] == [True, False, False]
+    assert [is_chief({"worker": ["a:1", "b:1"]}, "worker", index) for index in (0, 1)] == [True, False]
+    assert is_chief({"master": ["a:1"], "worker": ["b:1"]}, "master", 0)
+    assert not is_chief({"master": ["a:1"], "worker": ["b:1"]}, "worker", 0)
+    assert is_chief(DENSE, "evaluator", 0)
+    assert not is_chief({"ps": ["a:1"]}, "ps", 0)
+
+
 @pytest.mark.parametrize(
     ("cluster", "task", "message"),
     [
@@ -101,9 +110,10 @@ def test_a_cluster_of_wrong_types(cluster, message):
     ],
 )
 def test_a_task_that_the_cluster_does_not_have(cluster, task, message):
-    with pytest.raises(InvalidArgumentError) as caught:
-        check_role(cluster, *task)
-    assert str(caught.value) == message.format(f"ClusterSpec({cluster})")
+    for check in (check_role, is_chief):
+        with pytest.raises(InvalidArgumentError) as caught:
+            check(cluster, *task)
+        assert str(caught.value) == message.format(f"ClusterSpec({cluster})")
 
 
 CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
@@ -294,9 +304,8 @@ def test_the_chief_is_the_lowest_rank_of_that_task_and_each_task_has_one():
     assert chief(CLUSTER, ("worker", 0), ("worker", 1), ("chief", 0)) == 2
     workers = {"worker": ["a:1", "b:1"]}
     assert chief(workers, ("worker", 1), ("worker", 1), ("worker", 0), ("worker", 0)) == 2
-    # the first worker that there is
-    assert chief({"worker": {1: "a:1", 2: "b:1"}}, ("worker", 2), ("worker", 1)) == 1
-    assert chief({"worker": ["a:1"], "master": ["b:1"]}, ("worker", 0), ("master", 0)) == 1
+    # nobody is the chief where worker 0 is missing
+    assert chief({"worker": {1: "a:1", 2: "b:1"}}, ("worker", 2), ("worker", 1)) == 0
     with pytest.raises(LaunchError) as caught:
         chief(CLUSTER, ("worker", 0))
     assert str(caught.value) == (
