@@ -36,12 +36,12 @@ class Rendezvous:
 
         `check` must not communicate. If it raises on one rank, the others raise an AgreementError.
         """
-        error: Exception | None = None
         try:
             result = check()
-        except Exception as refused:
-            error = refused
-        self._agreement.check(call, error)
+        except Exception as error:
+            self._agreement.check(call, error)
+            raise
+        self._agreement.check(call)
         return result
 
 
