@@ -33,7 +33,7 @@ from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDt
 from mpistrat.inputs.sources import DatasetIterator, Resumable
 from mpistrat.state.changes import checksum
 from mpistrat.state.variables import Variable
-from mpistrat.watch.recorder import hash_of
+from mpistrat.text import hash_of
 
 Node = Any
 _PLAIN = (type(None), bool, int, float, str)

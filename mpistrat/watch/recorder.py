@@ -17,7 +17,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from hashlib import blake2b
 from itertools import count, cycle
 from pathlib import Path
 from time import monotonic_ns
@@ -30,6 +29,7 @@ from numpy.typing import NDArray
 
 from mpistrat import ending
 from mpistrat.launch import abort, environment, process
+from mpistrat.text import encoded, hash_of
 from mpistrat.watch.record import (
     FAILED_BIT,
     HEADER,
@@ -121,9 +121,9 @@ class FlightRecorder:
         self.words[slot] = monotonic_ns() | FAILED_BIT
 
     def note(self, **words: object) -> None:
-        """Record words of the header, such as the `state` of this process; texts as `encoded` returns them."""
+        """Record words and texts of the header, such as the `state` of this process."""
         for name, value in words.items():
-            self._header[name] = value
+            self._header[name] = encoded(value) if isinstance(value, str) else value
 
     def note_look(self, frame: FrameType | None) -> None:
         """Record that the watching thread is awake, and the line of a `frame` of the main thread."""
@@ -172,8 +172,7 @@ class FlightRecorder:
         own, host, header = process.find(os.getpid()), socket.gethostname(), self._header
         header["version"], header["pid"], header["started"] = VERSION, os.getpid(), own.started if own else 0
         header["namespace"] = process.pid_namespace()
-        header["node"] = header["host"] = encoded(host)
-        header["program"] = encoded(" ".join(sys.argv) or sys.executable)
+        self.note(node=host, host=host, program=" ".join(sys.argv) or sys.executable)
         self.note(rank=rank, size=size, state=State.RUNNING)
         header["magic"] = MAGIC  # written last: where it is, the header is complete
 
@@ -318,11 +317,6 @@ def _end_of(text: str, room: int) -> str:
     return "…" + cut[len("…".encode()) - room :].decode("utf-8", "ignore")
 
 
-def hash_of(text: str) -> int:
-    """Return a hash of a text, of 8 bytes."""
-    return int.from_bytes(blake2b(encoded(text), digest_size=8).digest(), "little")
-
-
 def _make() -> FlightRecorder:
     os.register_at_fork(after_in_child=_after_fork)
     rank, size = environment.promised_place()
@@ -371,11 +365,6 @@ def _mapped(path: Path) -> mmap.mmap:
     finally:
         os.close(descriptor)
     return mapped
-
-
-def encoded(text: str) -> bytes:
-    """Return the bytes of a text in a record."""
-    return text.encode("utf-8", "backslashreplace")
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -30,7 +30,7 @@ from mpistrat.logger import logger, stderr, warn_once
 from mpistrat.text import ranks_by
 from mpistrat.timeline import Timeline, TimelineEvent
 from mpistrat.watch.record import Key, RankFile, RecordedCall, State, seconds_since
-from mpistrat.watch.recorder import FlightRecorder, collection_paused, encoded, innermost, recorder
+from mpistrat.watch.recorder import FlightRecorder, collection_paused, innermost, recorder
 from mpistrat.watch.states import Neighbours, RankState, decode, encode, end_report, look, stall_report
 from mpistrat.watch.verdict import Finding, Notice, judge, waits_for
 
@@ -509,7 +509,7 @@ def watcher() -> Watcher | None:
 def introduce(node: str) -> None:
     """Record the name of this rank's node; rank 0 warns once about variables that look like misspelt settings."""
     mine = recorder()
-    mine.note(node=encoded(node))
+    mine.note(node=node)
     if RankFile(mine.memory).rank == 0:
         for name, near in settings.misspelt().items():
             if near:  # others may belong to the program
