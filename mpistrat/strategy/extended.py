@@ -8,7 +8,7 @@ from functools import partial
 from numbers import Number
 from typing import Any
 
-from mpistrat.arrays import Array, as_array, like
+from mpistrat.arrays import Array, as_array, checksum, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, gather_refused
@@ -28,7 +28,6 @@ from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.engine import Work
 from mpistrat.reduction import ReduceOp
-from mpistrat.state.changes import checksum
 from mpistrat.strategy.deprecated import accepts_hints
 from mpistrat.structures import each_leaf, flatten, leaf_names, map_leaves
 
