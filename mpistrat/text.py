@@ -1,9 +1,8 @@
-"""Texts: of sizes, times, tables and ranks; their bytes, and their hashes."""
+"""Texts of sizes, times, tables and ranks, and ranks by what they have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -55,16 +54,6 @@ def format_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> st
         for row in rows
     ]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def encoded(text: str) -> bytes:
-    """Return the bytes of any text, of what is no text in UTF-8 its escapes."""
-    return text.encode("utf-8", "backslashreplace")
-
-
-def hash_of(text: str) -> int:
-    """Return a hash of a text, of 8 bytes."""
-    return int.from_bytes(blake2b(encoded(text), digest_size=8).digest(), "little")
 
 
 def ranks_by(pairs: Iterable[tuple[int, T]]) -> dict[T, list[int]]:

@@ -32,7 +32,7 @@ from mpistrat.context.stack import default_mode
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.inputs.sources import DatasetIterator, Resumable
 from mpistrat.state.variables import Variable
-from mpistrat.text import hash_of
+from mpistrat.watch.recorder import hash_of
 
 Node = Any
 _PLAIN = (type(None), bool, int, float, str)

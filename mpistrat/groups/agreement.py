@@ -19,7 +19,8 @@ from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.lazy import MPI
 from mpistrat.reduction import Array
 from mpistrat.steps import Steps, until
-from mpistrat.text import hash_of, ranks_by
+from mpistrat.text import ranks_by
+from mpistrat.watch.recorder import hash_of
 from mpistrat.watch.verdict import mismatch_text
 from mpistrat.watch.watcher import watcher
 

@@ -17,6 +17,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from hashlib import blake2b
 from itertools import count, cycle
 from pathlib import Path
 from time import monotonic_ns
@@ -29,7 +30,6 @@ from numpy.typing import NDArray
 
 from mpistrat import ending
 from mpistrat.launch import abort, environment, process
-from mpistrat.text import encoded, hash_of
 from mpistrat.watch.record import (
     FAILED_BIT,
     HEADER,
@@ -123,7 +123,7 @@ class FlightRecorder:
     def note(self, **words: object) -> None:
         """Record words and texts of the header, such as the `state` of this process."""
         for name, value in words.items():
-            self._header[name] = encoded(value) if isinstance(value, str) else value
+            self._header[name] = _encoded(value) if isinstance(value, str) else value
 
     def note_look(self, frame: FrameType | None) -> None:
         """Record that the watching thread is awake, and the line of a `frame` of the main thread."""
@@ -237,7 +237,7 @@ class _Interned:
                 oldest, index = self._known.popitem(last=False)
                 index += entries
                 self._forget(oldest)
-            write_text(self._table, index, encoded(text), first, second)
+            write_text(self._table, index, _encoded(text), first, second)
             self._known[key] = index
             return index
 
@@ -311,10 +311,15 @@ def innermost(frame: FrameType | None) -> FrameType | None:
 
 def _end_of(text: str, room: int) -> str:
     """Return a text cut at its beginning to at most `room` bytes: the end of a path is what identifies a file."""
-    cut = encoded(text)
+    cut = _encoded(text)
     if len(cut) <= room:
         return text
     return "…" + cut[len("…".encode()) - room :].decode("utf-8", "ignore")
+
+
+def hash_of(text: str) -> int:
+    """Return a hash of a text, of 8 bytes."""
+    return int.from_bytes(blake2b(_encoded(text), digest_size=8).digest(), "little")
 
 
 def _make() -> FlightRecorder:
@@ -365,6 +370,10 @@ def _mapped(path: Path) -> mmap.mmap:
     finally:
         os.close(descriptor)
     return mapped
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace")
 
 
 def _is_ours(frame: FrameType) -> bool:

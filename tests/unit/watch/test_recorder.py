@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from mpistrat.launch import process
-from mpistrat.text import hash_of
 from mpistrat.watch import record as records
 from mpistrat.watch.record import OVERWRITTEN, RECORD, RankFile, State
-from mpistrat.watch.recorder import FlightRecorder, collection_paused
+from mpistrat.watch.recorder import FlightRecorder, collection_paused, hash_of
 from mpistrat.watch.verdict import Notice
 from mpistrat.watch.watcher import Notices
 from tests.processes import python

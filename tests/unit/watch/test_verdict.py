@@ -7,10 +7,9 @@ import pytest
 
 from mpistrat.errors import AgreementError, UnavailableError
 from mpistrat.launch import process
-from mpistrat.text import hash_of
 from mpistrat.watch import states as states_of
 from mpistrat.watch.record import NOT_LISTED, RankFile, RecordedCall
-from mpistrat.watch.recorder import FlightRecorder
+from mpistrat.watch.recorder import FlightRecorder, hash_of
 from mpistrat.watch.states import RankState, decode, encode, stall_report
 from mpistrat.watch.verdict import Notice, judge, waits_for
 from mpistrat.watch.watcher import Notices, Watcher
