@@ -361,6 +361,10 @@ class ParameterServerExtended(StrategyExtended):
         results = var.update_where_it_lives(fn, args, kwargs or {}, not group)
         return None if group else results
 
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Return whether a variable was made under this strategy."""
+        return isinstance(v, ServerVariable) and v.group == self._client.channel.number
+
     def read_var(self, v: Any) -> Any:
         """Return the array of a variable, as it is now."""
         return v.read()

@@ -12,7 +12,7 @@ from mpistrat.arrays import Array, as_array, to_host
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.parameter_server.client import Client, VariableRef, current_client
+from mpistrat.parameter_server.client import Client, VariableRef, current_client, open_clients
 from mpistrat.state import changes
 from mpistrat.state.changes import ChangeMethods, apply, check_rows, checked, flat_indices
 from mpistrat.state.variables import Variable
@@ -61,8 +61,8 @@ class ServerVariable(ChangeMethods, Mirrored):
 
     @property
     def distribute_strategy(self) -> Any:
-        """The strategy that made it; on a worker, that of the functions which run there."""
-        return self._client().strategy
+        """The strategy that made it; on a worker, that of the functions which run there. None once that is closed."""
+        return next((client.strategy for client in open_clients() if client.channel.number == self.group), None)
 
     @property
     def server(self) -> int:

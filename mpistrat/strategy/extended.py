@@ -251,7 +251,7 @@ class StrategyExtended:
         """
         with self.communicator.refusing("extended.update"):
             if not hasattr(var, "writable"):
-                raise TypeError(f"extended.update changes a mpistrat.Variable; got {var!r}")
+                raise TypeError(f"extended.update changes a mpistrat.Variable of replicas; got {var!r}")
             given = tuple(args), dict(kwargs or {})
         if in_replica_context_of(self._strategy, "strategy.extended.update"):
             if self.root is None:  # else what the rank passes that keeps the variable is what counts
