@@ -52,7 +52,7 @@ def test_a_variable_reads_as_what_was_assigned_and_a_deep_copy_is_one_of_its_own
     assert (type(copied), copied.name, copied.trainable) == (type(table), "table", False)
     assert (table.synchronization.name, table.aggregation.name, table.constraint) == ("ON_WRITE", "NONE", None)
     assert table.distribute_strategy is coordinator.strategy
-    with pytest.raises(TypeError, match="^update changes a mpistrat.Variable of replicas; got ServerVariable"):
+    with pytest.raises(TypeError, match="^update changes a mpistrat.Variable of replicas; got ShardedVariable"):
         mpistrat.get_replica_context().update(table, np.negative)
     with pytest.raises(TypeError, match=r"correct: +variable.assign_add\(value\), or strategy.extended.update\(variable"):
         table[0] = 1
