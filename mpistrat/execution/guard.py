@@ -507,15 +507,11 @@ def _before_finalize() -> None:
     _refuse("the program has called MPI_Finalize; do that after the last collective")
 
 
-def _after_end() -> bool:
-    """Refuse later calls, and return whether no thread is in one: a daemon's would read windows that are freed."""
+def _free_windows(all_say: Callable[[bool], bool]) -> None:
+    """Refuse later calls, and free windows, unless a thread is in a call on some rank: a daemon's would read what is freed."""
     guards = list(_guards)
     _refuse("the programs of all ranks have ended: this exit handler is called too late; register it after the first strategy")
-    return not any(guard.thread.is_locked() for guard in guards)
-
-
-def _free_windows(are_idle: bool) -> None:
-    if are_idle:
+    if all_say(not any(guard.thread.is_locked() for guard in guards)):
         free_open_windows()
     elif not is_freed_by_mpi():  # the job would wait in MPI_Finalize for ever
         why = "the program has ended while a thread of some rank is in a collective: stop such threads, and join them, first"
@@ -548,5 +544,5 @@ def _refuse_in_child() -> None:
 
 ending.at(ending.Stage.COMPARE, _confirm)
 ending.at(ending.Stage.REFUSE, _before_finalize)
-watcher.after_end.append((_after_end, _free_windows))
+ending.at(ending.Stage.FREE, _free_windows)
 os.register_at_fork(after_in_child=_refuse_in_child)

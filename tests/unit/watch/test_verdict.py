@@ -11,8 +11,8 @@ from mpistrat.watch import states as states_of
 from mpistrat.watch.record import NOT_LISTED, RankFile, RecordedCall
 from mpistrat.watch.recorder import FlightRecorder, hash_of
 from mpistrat.watch.states import RankState, decode, encode, stall_report
-from mpistrat.watch.verdict import Notice, Notices, judge, waits_for
-from mpistrat.watch.watcher import Watcher
+from mpistrat.watch.verdict import Notice, judge, waits_for
+from mpistrat.watch.watcher import Notices, Watcher
 from tests.processes import python
 
 ONE, TWO = (1, 5), (2, 5)
