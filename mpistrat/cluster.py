@@ -23,7 +23,7 @@ Cluster: TypeAlias = "ClusterSpec | Mapping[str, Tasks]"
 
 _TYPES = ("chief", "master", "worker", "ps", "evaluator")
 _CHIEFS = ("chief", "master")
-TRAINING = ("chief", "master", "worker")
+TRAINING = (*_CHIEFS, "worker")
 
 
 class ClusterSpec:

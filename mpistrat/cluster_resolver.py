@@ -9,7 +9,6 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -401,7 +400,7 @@ def tasks_of_ranks(world: World, jobs: Mapping[str, int] | None, port_base: int)
             "jobs have, or leave jobs out: all are workers then"
         )
     places = map(world.place, range(world.size))
-    addresses = iter([f"{world.nodes[place.node_index].name}:{port_base + place.local_rank}" for place in places])
+    addresses = (f"{node.name}:{port_base + local_rank}" for node, local_rank in places)
     spec = ClusterSpec({job: [next(addresses) for _ in range(count)] for job, count in counts.items() if count})
     return spec, [(job, index) for job, count in counts.items() for index in range(count)]
 
@@ -439,21 +438,11 @@ def gpus_of_task(num_tasks: int, per_node: int | None, per_task: int | None) -> 
     return wanted
 
 
-@dataclass(frozen=True)
-class Role:
-    """The task of one rank in a cluster; None if the cluster is empty."""
-
-    spec: ClusterSpec
-    task_type: str | None = None
-    task_id: int | None = None
-
-
-def training_role(resolver: ClusterResolver) -> Role:
-    """Return the task that a resolver gives this rank; if there is a cluster, it must be one of it that trains."""
-    spec = ClusterSpec(resolver.cluster_spec())
-    name = type(resolver).__name__
+def training_role(resolver: ClusterResolver) -> tuple[ClusterSpec, tuple[str | None, int | None]]:
+    """Return a resolver's cluster, and the task that it gives this rank; if there is a cluster, it must be one that trains."""
+    spec, name = ClusterSpec(resolver.cluster_spec()), type(resolver).__name__
     if not spec:
-        return Role(spec)
+        return spec, (None, None)
     if resolver.task_type is None or resolver.task_id is None:
         raise InvalidArgumentError(
             f"{name} gives a cluster with the jobs {', '.join(spec.jobs)}, but not which task of it this process is: task_type "
@@ -465,24 +454,22 @@ def training_role(resolver: ClusterResolver) -> Role:
             f"{name} says that this process is {resolver.task_type} {resolver.task_id} of a cluster with the jobs "
             f"{', '.join(spec.jobs)}: only chief and workers train together; start an evaluator as a job of its own"
         )
-    return Role(spec, resolver.task_type, resolver.task_id)
+    return spec, (resolver.task_type, resolver.task_id)
 
 
-def chief_rank(roles: Sequence[Role]) -> int:
-    """Return the lowest rank whose task is the chief, of all ranks' roles; rank 0 if there is no cluster, or no such task."""
-    spec = roles[0].spec
+def chief_rank(spec: ClusterSpec, played: Sequence[tuple[str | None, int | None]]) -> int:
+    """Return the lowest rank whose task is the chief, of all ranks' tasks; rank 0 if there is no cluster, or no such task."""
     if not spec:
         return 0
-    played = {(role.task_type, role.task_id) for role in roles}
-    tasks = [(job, index) for job in TRAINING if job in spec.jobs for index in spec.task_indices(job)]
-    missing = [f"{job} {index}" for job, index in tasks if (job, index) not in played]
+    there, tasks = {*played}, [(job, index) for job in TRAINING if job in spec.jobs for index in spec.task_indices(job)]
+    missing = [f"{job} {index}" for job, index in tasks if (job, index) not in there]
     if missing:
-        found = ", ".join(f"{job} {index}" for job, index in tasks if (job, index) in played)
+        found = ", ".join(f"{job} {index}" for job, index in tasks if (job, index) in there)
         error = LaunchError(
-            f"the cluster has {len(tasks)} tasks that train, but this job of {len(roles)} ranks has only {found}; no rank is "
+            f"the cluster has {len(tasks)} tasks that train, but this job of {len(played)} ranks has only {found}; no rank is "
             f"{', '.join(missing)}. The ranks come from MPI: start all tasks as one job, with mpistrat run, mpiexec or "
             "srun, or leave out of the cluster (TF_CONFIG, or the resolver's) the tasks that are not started"
         )
         error.raised_everywhere = True
         raise error
-    return next((rank for rank, role in enumerate(roles) if is_chief(spec, role.task_type, role.task_id)), 0)
+    return next((rank for rank, task in enumerate(played) if is_chief(spec, *task)), 0)

@@ -22,22 +22,24 @@ class Stage(Enum):
     COMPARE = "calls are compared that were not yet; ranks make collective calls for the last time"
     REFUSE = "later calls are refused, as MPI ends before the program does"
     MEET = "ranks wait for each other"
+    FREE = "what ranks share is freed, once all have met; functions get one that tells whether all ranks say yes"
     CLOSE = "files are written and removed"
+    ABORT = "in the place of all these, where this rank ends the job by itself"
 
 
 _AT_EXIT = (Stage.FAIL, Stage.FINISH, Stage.COMPARE, Stage.MEET, Stage.CLOSE)
 _AT_FINALIZE = (Stage.COMPARE, Stage.REFUSE, Stage.MEET)
 
-_calls: dict[Stage, list[Callable[[], object]]] = {stage: [] for stage in Stage}
+_calls: dict[Stage, list[Callable[..., object]]] = {stage: [] for stage in Stage}
 _keyvals: list[int] = []
 
 
-def at(stage: Stage, call: Callable[[], object]) -> None:
+def at(stage: Stage, call: Callable[..., object]) -> None:
     """Have a function called at a stage of the end."""
     _calls[stage].append(call)
 
 
-def forget(stage: Stage, call: Callable[[], object]) -> None:
+def forget(stage: Stage, call: Callable[..., object]) -> None:
     """Do not call a function at the end, if it was to be called."""
     if call in _calls[stage]:
         _calls[stage].remove(call)
@@ -55,14 +57,15 @@ def watch_finalize() -> None:
 
 def _before_finalize(comm: object, keyval: int, value: object) -> None:
     if keyval in _keyvals:
-        _run(_AT_FINALIZE)
+        run(*_AT_FINALIZE)
 
 
-def _run(stages: Iterable[Stage]) -> None:
+def run(*stages: Stage, given: Iterable[object] = ()) -> None:
+    """Do what was registered for some stages; FREE and ABORT have callers of their own, the watcher and `launch.abort`."""
     with ExitStack() as stack:  # calls them from the last to the first, each even if another has raised
-        for stage in reversed([*stages]):
+        for stage in reversed(stages):
             for call in _calls[stage]:
-                stack.callback(call)
+                stack.callback(call, *given)
 
 
 @atexit.register
@@ -72,4 +75,4 @@ def _at_exit() -> None:
         if not MPI.Is_finalized():
             MPI.COMM_SELF.Delete_attr(keyval)
             MPI.Comm.Free_keyval(keyval)
-    _run(_AT_EXIT)
+    run(*_AT_EXIT)

@@ -31,7 +31,7 @@ class TopologyError(MpistratError, ValueError):
 
 
 class TransportError(MpistratError, RuntimeError):
-    """A transport was asked for by name and is not available here."""
+    """A transport that was asked for by name is not available here, or one has failed."""
 
 
 class InvalidArgumentError(MpistratError, ValueError):
@@ -44,10 +44,6 @@ class OutOfRangeError(MpistratError, StopIteration):
 
 class UnsupportedDtypeError(MpistratError, TypeError):
     """A value is not an array, or the operation is not defined for its dtype."""
-
-
-class Unsuitable(MpistratError, ValueError):  # noqa: N818 - a normal answer of a planner, not an error of the user's
-    """An algorithm does not apply to a world; the message says why."""
 
 
 class CancelledError(MpistratError, RuntimeError):

@@ -16,8 +16,9 @@ from mpistrat.errors import InvalidArgumentError, SettingError
 T = TypeVar("T")
 
 _PREFIX = "MPISTRAT_"
-# set by ranks for the processes that they start, and by `mpistrat run --max-restarts` for ranks
-_INTERNAL = ("RANK_PID", "RESTART_COUNT", "PROGRESS_FILE", "FIRST_START")
+# no settings: set by ranks for the processes that they start, and by `mpistrat run --max-restarts` for ranks
+_INTERNAL = ("MPISTRAT_RANK_PID", "MPISTRAT_RESTART_COUNT", "MPISTRAT_PROGRESS_FILE", "MPISTRAT_FIRST_START")
+RANK_PID, RESTART_COUNT, PROGRESS_FILE, FIRST_START = _INTERNAL
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -88,13 +89,14 @@ class Snapshot:
 
 def misspelt(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the unknown ``MPISTRAT_…`` variables, each with the nearest known name or an empty string."""
-    wanted = [setting.name.removeprefix(_PREFIX) for setting in SETTINGS]
+    known = [setting.name for setting in SETTINGS]
     names = sorted(name for name in (os.environ if environ is None else environ) if name.upper().startswith(_PREFIX))
-    unknown = [name for name in names if name not in {_PREFIX + known for known in (*wanted, *_INTERNAL)}]
+    unknown = [name for name in names if name not in (*known, *_INTERNAL)]
     if not unknown:
         return {}
     import difflib
 
+    wanted = [name.removeprefix(_PREFIX) for name in known]
     near = {name: difflib.get_close_matches(name[len(_PREFIX) :].upper(), wanted, 1) for name in unknown}
     return {name: "".join(_PREFIX + match for match in matches) for name, matches in near.items()}
 

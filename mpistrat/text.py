@@ -1,4 +1,4 @@
-"""Human-readable sizes, times and tables."""
+"""Texts of sizes, times, tables and ranks, and ranks by what they have in common."""
 
 from __future__ import annotations
 

@@ -150,7 +150,10 @@ def kept() -> tuple[Path, list[tuple[Path, Tuning | None, str]]]:
 def _named() -> Path | None:
     """Return the file that MPISTRAT_TUNING names, if it does."""
     text = settings.TUNING.read()
-    return None if text.lower() in ("auto", "off") else Path(text).expanduser()
+    try:
+        return None if text.lower() in ("auto", "off") else Path(text).expanduser()
+    except RuntimeError as error:
+        raise LaunchError(f"{settings.TUNING.name}={text}: {error}") from None
 
 
 def read(path: Path, conditions: Conditions) -> Measured | None:
@@ -184,7 +187,7 @@ def _find(world: World) -> Measured:
     try:
         conditions = present_conditions(world)
         return read(tuning_path(conditions), conditions) or NOTHING
-    except RuntimeError as error:  # there is no such home folder
+    except LaunchError as error:  # there is no such home folder
         logger.warning(str(error))
         return NOTHING
 

@@ -12,7 +12,7 @@ ALL_REDUCE        WORLD    every rank holds the sum over all ranks
 REDUCE_SCATTER    INTRA    each rank holds, in the shards it owns, the sum over its node
 ALL_REDUCE        INTER    each rank holds, in the shards it owns, the sum over the owners on all nodes
 ALL_GATHER        INTRA    every rank holds every shard as its owner on this node had it
-ALL_REDUCE        INTRA    every rank holds the sum over its node
+ALL_REDUCE        INTRA    every rank holds the sum over its node, not in the buffer: the last phase only
 ================  =======  ==================================================================================
 
 A reduce-scatter ends with REDUCE_SCATTER in INTER: each rank holds its part of the shard that it owns.

@@ -17,7 +17,6 @@ from math import inf
 import numpy as np
 
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb, chunk_elements, chunk_lengths, padded, whole_shards
-from mpistrat.errors import Unsuitable
 from mpistrat.text import format_bytes, format_seconds, format_table
 from mpistrat.topology.world import World
 
@@ -123,10 +122,13 @@ def hierarchical(world: World, count: int, itemsize: int, chunk_bytes: int = 0) 
     return Plan("hierarchical", world, count, itemsize, _phases(world), chunk_count, depth, end_count=end_count)
 
 
-def reduce_scatter(world: World, bounds: Sequence[int], itemsize: int, algorithm: str = "auto", chunk_bytes: int = 0) -> Plan:
+def reduce_scatter(
+    world: World, bounds: Sequence[int], itemsize: int, algorithm: str = "auto", chunk_bytes: int = 0
+) -> Plan | None:
     """Plan a reduce-scatter over nodes of equal size; rank r gets elements ``bounds[r]:bounds[r + 1]``.
 
-    Raises Unsuitable if an all-reduce is to be made instead, of which each rank takes its part.
+    Returns None if an all-reduce is to be made instead, of which each rank takes its part: where ranks own several shards, for
+    another algorithm, and if the array is so small that steps count more than bytes.
 
     Phases
         ``intra reduce_scatter -> inter reduce_scatter``
@@ -139,12 +141,9 @@ def reduce_scatter(world: World, bounds: Sequence[int], itemsize: int, algorithm
     Source
         Thakur, Rabenseifner, Gropp, as for `flat`: the first half of an all-reduce.
     """
-    if not world.is_uniform or world.size == 1:
-        raise Unsuitable("because nodes have different numbers of ranks, or there is one rank")
-    if algorithm not in ("auto", "hierarchical"):
-        raise Unsuitable(f"because algorithm {algorithm!r} was asked for, which divides nothing between ranks")
-    if not bounds[-1] or (algorithm == "auto" and bounds[-1] * itemsize < SCATTER_FROM_BYTES):
-        raise Unsuitable("because the array is so small that steps count more than bytes")
+    least_bytes = {"auto": SCATTER_FROM_BYTES, "hierarchical": 1}.get(algorithm, inf)
+    if not world.is_uniform or world.size == 1 or bounds[-1] * itemsize < least_bytes:
+        return None
     longest, depth = max(stop - start for start, stop in pairwise(bounds)), 1
     if world.num_nodes > 1:  # else nothing crosses nodes meanwhile
         num_chunks = -(-longest // max((chunk_bytes or chunk_sizes(world)[1]) // itemsize // world.size, 1))

@@ -219,7 +219,7 @@ class Checkpoint:
     def _finish(self, method: str) -> None:
         """Wait for the last save, before a method that cannot be called on a closed checkpoint or inside ``run``."""
         if self._writer.is_closed:
-            raise RuntimeError(f"the checkpoint was closed: {method} it first, then close it, once")
+            raise RuntimeError("the checkpoint was closed: close it once, after the last save or restore, also by a manager")
         if has_strategy() and not in_cross_replica_context():
             raise misplaced(f"checkpoint.{method}", "outside strategy.run")
         self._writer.finish()

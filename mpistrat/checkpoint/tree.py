@@ -26,12 +26,11 @@ from typing import Any, NamedTuple
 import ml_dtypes  # noqa: F401 - NumPy knows its dtypes by name then
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, as_target, is_a, is_aligned, is_on_device, like, to_device
+from mpistrat.arrays import Array, as_array, as_target, checksum, is_a, is_aligned, is_on_device, like, to_device
 from mpistrat.communicator.validate import name_of
 from mpistrat.context.stack import default_mode
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.inputs.sources import DatasetIterator, Resumable
-from mpistrat.state.changes import checksum
 from mpistrat.state.variables import Variable
 from mpistrat.watch.recorder import hash_of
 

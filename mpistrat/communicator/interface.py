@@ -72,7 +72,7 @@ class BaseCommunicator(ABC):
     @property
     def node(self) -> int:
         """The index of this rank's node, counting virtual nodes."""
-        return self.world.place(self.rank).node_index
+        return self.world.place(self.rank).node.index
 
     @property
     def local_rank(self) -> int:

@@ -26,7 +26,7 @@ from mpistrat.communicator.options import (
     text_of_shaping,
 )
 from mpistrat.device.kernels import divide_kernel
-from mpistrat.errors import InvalidArgumentError, TransportError, Unsuitable
+from mpistrat.errors import InvalidArgumentError, TransportError
 from mpistrat.execution.compile import Bucket, all_reduce, reduce_scatter
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.executor import Dtypes, Executor
@@ -172,9 +172,8 @@ class Planner:
         if not self.executor.scatters:
             return None
         algorithm = asked.options.algorithm or "auto"
-        try:
-            plan = planners.reduce_scatter(self._world, bounds, dtype.itemsize, algorithm, self._chunk_bytes)
-        except Unsuitable:
+        plan = planners.reduce_scatter(self._world, bounds, dtype.itemsize, algorithm, self._chunk_bytes)
+        if plan is None:
             return None
         self.executor.reserve_exchange(self._world.size)
         scatters = self.executor.scatters  # its memory may be too large for shared memory

@@ -34,6 +34,8 @@ class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
     In operators and NumPy functions it stands for the array that `read` returns, also on a GPU.
     """
 
+    _in_place = "in replica context ctx.update(variable, fn, (value,))"  # how it is changed, for errors
+
     def __init__(self, component: Any) -> None:
         self._component = component
 
@@ -215,7 +217,7 @@ def _check_targets(targets: Any) -> None:
             raise TypeError(
                 f"{target!r} cannot be the target of an in-place operation.\n"
                 "    incorrect:  variable += value; variable[index] = value; np.add(variable, value, out=variable)\n"
-                "    correct:    variable.assign_add(value), or in replica context ctx.update(variable, fn, (value,))"
+                f"    correct:    variable.assign_add(value), or {target._in_place}"
             )
 
 

@@ -341,7 +341,7 @@ class _Scatter:
         first, *_, last = layout.offsets[own.start : own.stop + 1]
         members = [offset - first for offset in layout.offsets[own.start : own.stop + 1]]
         begin = self._plan.bounds[self._executor.hierarchy.rank]
-        mine = parts[own][self._place.node_index]
+        mine = parts[own][self._place.node.index]
         memory = self.slots[slot, : last - first]
         return _Shard(
             parts,
@@ -389,7 +389,7 @@ class _Scatter:
     def _copy_out(self, chunk: _Shard, target: Array) -> Steps:
         """Write this rank's part to the target."""
         started = time.perf_counter()
-        first, last = chunk.members[self._place.node_index : self._place.node_index + 2]
+        first, last = chunk.members[self._place.node.index : self._place.node.index + 2]
         part, own_target = chunk.memory[first:last], target[chunk.target]
         if self._divisor > 1:
             divide(part, self._divisor, out=own_target)

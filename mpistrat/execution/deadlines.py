@@ -33,11 +33,11 @@ class Deadlines:
         self, hierarchy: Hierarchy, window: NodeWindow | None, seconds: float, current: Callable[[], tuple[int, str]]
     ) -> None:
         world = hierarchy.world
-        nodes = [world.nodes[world.place(rank).node_index].name for rank in range(world.size)]
+        nodes = [world.place(rank).node.name for rank in range(world.size)]
         self.barrier = DeadlineBarrier(hierarchy.world_group, nodes)
         self.default_seconds = self._seconds = seconds
         self.check_gpu: Callable[[], None] = lambda: None
-        self._node_ranks = world.nodes[hierarchy.place.node_index].ranks
+        self._node_ranks = hierarchy.place.node.ranks
         self._rank, self._job_ranks, self._communicator = hierarchy.job_rank, hierarchy.job_ranks, hierarchy.number
         self._present, self._window, self._one_node = hierarchy.call, window, world.num_nodes == 1
         self._current, self._number, self._watcher = current, 0, watcher.start()

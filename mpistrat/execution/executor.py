@@ -129,7 +129,7 @@ class Executor:
         if phase.scope is Scope.INTRA and phase.verb is Verb.ALL_REDUCE and plan.in_order:
             return [(str(phase), self.intra.all_reduce_in_order(buffer, op))]
         if phase.scope is Scope.INTRA:
-            ranks = world.nodes[self.hierarchy.place.node_index].ranks
+            ranks = self.hierarchy.place.node.ranks
             bounds = [world.shards_of(member).start * shard_count for member in ranks] + [buffer.size]
             return [(str(phase), _bind(self._inside(phase.verb, buffer.dtype, op), phase.verb, buffer, bounds, op))]
         shards = {shard: buffer[shard * shard_count : (shard + 1) * shard_count] for shard in world.shards_of(rank)}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -46,6 +46,7 @@ from mpistrat.watch.recorder import recorder
 T = TypeVar("T")
 
 _NOTES_KEPT = 64
+_REFUSED = "a refused "
 _NOT_BEGUN = "a call that has not begun"  # but on other ranks: what this one calls next is another call
 _OTHER_THREAD = "another thread is in a collective: make all collectives of a strategy on one thread"
 _SAME_THREAD = "this thread is in a collective already: signal handlers, finalizers and callbacks must not make one"
@@ -120,7 +121,7 @@ class Guard:
                 self._fail_and_notify("collective", InterruptedError(why))
                 self.raise_if_failed()
             if self.thread.is_this():
-                self.note("a refused call within another one")  # which ranks between two calls have made
+                self.note(f"{_REFUSED}call within another one")  # which ranks between two calls have made
                 raise self._unavailable(_SAME_THREAD)
             raise self._unavailable(_OTHER_THREAD)
         try:
@@ -157,6 +158,11 @@ class Guard:
     def is_broken(self) -> bool:
         """Return whether a collective has failed, here or on a rank that has reported it."""
         return bool(self._failure) or self.deadlines.barrier.is_given_up()
+
+    def forgiving(self) -> AbstractContextManager[None]:
+        """Return a context of the last call here; where this rank has refused the one before, others may have given up both."""
+        has_refused = any(text == _NOT_BEGUN or text.startswith(_REFUSED) for text in self._notes)
+        return suppress(CollectiveError) if has_refused else nullcontext()
 
     def raise_if_failed(self) -> None:
         """Raise UnavailableError if a collective has failed."""
@@ -326,8 +332,10 @@ class Guard:
                 self.agree(call, error)
             except CollectiveError:  # the watcher may have compared the calls before
                 raise error from None
+        if self._watcher is not None:
+            self._watcher.refuse(self.communicator, call.number)
         self.take_back(call)  # the other ranks have not made it, or wait in it for this one
-        self.note(f"a refused {call.verb}")  # they wait in vain: what this one calls next is another call
+        self.note(f"{_REFUSED}{call.verb}")  # they wait in vain: what this one calls next is another call
         self._told = error
         self._record_entry(_failed(call, error))
         raise error
@@ -483,15 +491,11 @@ def _before_finalize() -> None:
     _refuse("the program has called MPI_Finalize; do that after the last collective")
 
 
-def _after_end() -> bool:
-    """Refuse later calls, and return whether no thread is in one: a daemon's would read windows that are freed."""
+def _free_windows(all_say: Callable[[bool], bool]) -> None:
+    """Refuse later calls, and free windows, unless a thread is in a call on some rank: a daemon's would read what is freed."""
     guards = list(_guards)
     _refuse("the programs of all ranks have ended: this exit handler is called too late; register it after the first strategy")
-    return not any(guard.thread.is_locked() for guard in guards)
-
-
-def _free_windows(are_idle: bool) -> None:
-    if are_idle:
+    if all_say(not any(guard.thread.is_locked() for guard in guards)):
         free_open_windows()
     elif not is_freed_by_mpi():  # the job would wait in MPI_Finalize for ever
         why = "the program has ended while a thread of some rank is in a collective: stop such threads, and join them, first"
@@ -509,6 +513,9 @@ def _confirm() -> None:
         try:
             for guard in sorted(_guards, key=lambda guard: guard.communicator):
                 if not guard.is_broken():
+                    with guard.forgiving():
+                        guard.confirm()
+                if not guard.is_broken():  # those who waited in a call that was refused here have left it
                     guard.confirm()
         except Exception as error:
             abort.end(error)
@@ -521,5 +528,5 @@ def _refuse_in_child() -> None:
 
 ending.at(ending.Stage.COMPARE, _confirm)
 ending.at(ending.Stage.REFUSE, _before_finalize)
-watcher.after_end.append((_after_end, _free_windows))
+ending.at(ending.Stage.FREE, _free_windows)
 os.register_at_fork(after_in_child=_refuse_in_child)

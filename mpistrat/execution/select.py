@@ -145,7 +145,7 @@ def _inside_nodes(hierarchy: Hierarchy, kinds: Sequence[type[Any]], *arguments: 
     A collective call.
     """
     made, _, why = _first_usable(kinds, [hierarchy.intra], hierarchy.intra, *arguments)
-    node = hierarchy.world.nodes[hierarchy.place.node_index].name
+    node = hierarchy.place.node.name
     kind, label = (made[0].name, made[0].label) if made else ("", "")
     found = hierarchy.world_group.comm.allgather(_Found(node, kind, label, why, hierarchy.intra.size == 1))
     if made and all(each.kind for each in found):

@@ -1,4 +1,4 @@
-"""Agreement: check that every rank makes the same call, and raise on all ranks if one does not.
+"""Agreement: all ranks make the same call, or all raise; what one or each rank finds, or all raise; and waits for others.
 
 A call is described by a text. Ranks compare a 64-bit hash of it, the digest; texts are exchanged only if digests differ.
 """

@@ -70,11 +70,11 @@ class CallState:
     def confirm(self) -> None:
         """Confirm the calls that have not been confirmed yet. A collective call if there are any."""
         if self.unconfirmed:
-            self.unconfirmed = 0
             history = blake2b(array("Q", self.calls), digest_size=7).digest()
+            self.compare_history(int.from_bytes(history, "little"))
+            self.unconfirmed = 0
             self.calls.clear()
             _to_confirm.discard(self)
-            self.compare_history(int.from_bytes(history, "little"))
 
 
 def weight(nbytes: int) -> int:

@@ -34,7 +34,7 @@ class Hierarchy:
         self.job_rank = self.job_ranks[self.rank]
         # a unique id, chosen by the first rank: ranks may have made different numbers of hierarchies before
         self.number: int = self.world_group.comm.bcast(MPI.COMM_WORLD.Get_rank() << 32 | next(self._numbers))
-        node = world.nodes[self.place.node_index]
+        node = self.place.node
         self.intra = Group(self.world_group.comm.Split(node.index, self.rank), f"intra {node.name}", self.call)
         several = world.num_nodes > 1
         # shard -> the group of its owners, for this rank's shards; created in rising order, which excludes a deadlock
@@ -69,7 +69,7 @@ class Hierarchy:
             group.close()
 
     def __repr__(self) -> str:
-        return f"Hierarchy({self.world}, {self.place})"
+        return f"Hierarchy({self.world}, rank={self.rank})"
 
 
 def members_text(job_ranks: Sequence[int]) -> str:

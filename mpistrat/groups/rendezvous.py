@@ -36,12 +36,12 @@ class Rendezvous:
 
         `check` must not communicate. If it raises on one rank, the others raise an AgreementError.
         """
-        error: Exception | None = None
         try:
             result = check()
-        except Exception as refused:
-            error = refused
-        self._agreement.check(call, error)
+        except Exception as error:
+            self._agreement.check(call, error)
+            raise
+        self._agreement.check(call)
         return result
 
 
@@ -65,7 +65,7 @@ def rendezvous(call: str, timeout_seconds: float = 0.0, comm: MPI.Intracomm | No
                 watching.join(_own(world, call, timeout_seconds))
             check_gpu_assignment(group.comm)
             found = discover(group.comm)
-            watcher.introduce(found.nodes[found.place(group.rank).node_index].name)
+            watcher.introduce(found.place(group.rank).node.name)
             yield Rendezvous(group, found)
         finally:
             group.close()

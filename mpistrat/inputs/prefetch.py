@@ -9,7 +9,6 @@ Invariant: the thread does not communicate, and holds no reference to the iterat
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat import ending
 from mpistrat.arrays import Array, as_array, is_on_device, like
 from mpistrat.device.cuda import Device, DeviceArray, Event, Stream, address
 from mpistrat.errors import UnavailableError, UnsupportedDtypeError
@@ -61,10 +61,10 @@ def prefetched(source: Iterator[Any], buffer_size: int) -> Iterator[Any]:
                     raise error
                 yield element
         finally:  # of the data, or of the iterator
-            atexit.unregister(stop_at_exit)
+            ending.forget(ending.Stage.FINISH, stop_at_exit)
             stop()
 
-    atexit.register(stop_at_exit)
+    ending.at(ending.Stage.FINISH, stop_at_exit)
     begun = elements()
     next(begun)  # what has not begun has no end
     return begun

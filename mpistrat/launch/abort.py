@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -53,8 +53,6 @@ _original_exit = sys.exit
 _codes: list[int] = []
 _agreed_code = 0
 _ending = threading.Lock()
-before_end: list[Callable[[], None]] = []
-"""What to call when this rank is about to end the job by itself, because of an exception."""
 _survivors: MPI.Intracomm | None = None  # on which ranks tell each other to end, where the job survives the loss of ranks
 
 
@@ -85,8 +83,7 @@ def end_job(comm: MPI.Intracomm, code: int, text: str, head_start_seconds: float
         time.sleep(head_start_seconds)
         stderr.say(text)
         time.sleep(seconds)
-        for call in before_end:
-            call()
+        ending.run(ending.Stage.ABORT)
     finally:  # even after Ctrl-C or with a closed stderr
         if _survivors is not None:
             _tell(_survivors, code)

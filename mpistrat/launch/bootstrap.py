@@ -30,9 +30,6 @@ from mpistrat.launch.environment import FLAVOURS, no_library, recognise
 from mpistrat.lazy import MPI
 from mpistrat.logger import logger
 
-# the mark: the pid of the rank, and a checksum of the variables that identify rank and job
-MARK = "MPISTRAT_RANK_PID"
-
 _lock = threading.Lock()
 _world: MPI.Intracomm | None = None
 _is_child = False
@@ -106,8 +103,8 @@ def _start() -> MPI.Intracomm:
     check_launched_size(view, MPI.COMM_WORLD.size, library_version())
     abort.watch_exit()
     os.register_at_fork(after_in_child=_begin_child)
-    if checksum := _checksum(os.environ):
-        os.environ[MARK] = f"{os.getpid()}:{checksum}"
+    if checksum := _checksum(os.environ):  # of the variables that identify rank and job
+        os.environ[settings.RANK_PID] = f"{os.getpid()}:{checksum}"
     if settings.ABORT.read_or_default():
         abort.install(MPI.COMM_WORLD)
     if launcher is not None and MPI.COMM_WORLD.size > 1:
@@ -129,7 +126,7 @@ def _check_running() -> None:
 
 def _forget_launcher(environ: MutableMapping[str, str]) -> None:
     """Remove the launcher's variables if this process has inherited them from a rank, and log that."""
-    pid, _, checksum = environ.get(MARK, "").partition(":")
+    pid, _, checksum = environ.get(settings.RANK_PID, "").partition(":")
     if not pid.isdecimal() or int(pid) == os.getpid() or checksum != _checksum(environ) or _is_launched_by(int(pid)):
         return
     who = f"process {os.getpid()} was started by a rank (process {pid}), whose launcher's variables it has inherited"
@@ -139,7 +136,7 @@ def _forget_launcher(environ: MutableMapping[str, str]) -> None:
             f"unset them when you start the process: {', '.join(environment.identity(environ))}."
         )
     kept = environment.without_launcher(environ)
-    for name in [name for name in environ if name not in kept or name in (MARK, settings.VIRTUAL_NODES.name)]:
+    for name in [name for name in environ if name not in kept or name in (settings.RANK_PID, settings.VIRTUAL_NODES.name)]:
         del environ[name]
     openmpi.remove_parameters(environ)
     logger.warning(f"{who}; it is not a rank, and computes alone.")

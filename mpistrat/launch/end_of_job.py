@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What queues and launchers send before they end a job."""
 _ANSWER_SECONDS = 20.0  # of SLURM
-# what `mpistrat run` tells ranks that it would start again
-COUNT, PROGRESS, FIRST_START = "MPISTRAT_RESTART_COUNT", "MPISTRAT_PROGRESS_FILE", "MPISTRAT_FIRST_START"
 
 
 class Signals:
@@ -67,7 +65,7 @@ class Signals:
 
 def seconds_left(environ: Mapping[str, str]) -> float:
     """Return the seconds until this job is ended; infinity if there is no limit. It may ask SLURM: one rank calls it once."""
-    limit, first_start = settings.TIME_LIMIT.read(environ), environ.get(FIRST_START)
+    limit, first_start = settings.TIME_LIMIT.read(environ), environ.get(settings.FIRST_START)
     used = time.time() - float(first_start) if first_start else _age_seconds()
     own = limit - used if limit else math.inf
     return min(own, _slurm_seconds_left(environ) if environment.in_slurm_allocation(environ) else math.inf)
@@ -104,7 +102,7 @@ def _slurm_seconds_left(environ: Mapping[str, str]) -> float:
 def note_saved(step: int) -> None:
     """Tell the `mpistrat run` that would start this job again, if any, that the checkpoint of a step is durable."""
     with suppress(KeyError, OSError):  # it cannot be seen from this host
-        progress = os.open(os.environ[PROGRESS], os.O_WRONLY | os.O_APPEND)
+        progress = os.open(os.environ[settings.PROGRESS_FILE], os.O_WRONLY | os.O_APPEND)
         try:
             os.write(progress, f"{step}\n".encode())
         finally:
@@ -126,7 +124,8 @@ def run_again(
     has_limit, first_start = bool(settings.TIME_LIMIT.read()), str(time.time())
     with _exiting_on_signals() as exit_codes, tempfile.NamedTemporaryFile(prefix="mpistrat-progress-", dir=shared) as progress:
         for count in range(most + 1):
-            ended, reason = start({COUNT: str(count), PROGRESS: progress.name, FIRST_START: first_start})
+            told = {settings.RESTART_COUNT: str(count), settings.PROGRESS_FILE: progress.name}
+            ended, reason = start({**told, settings.FIRST_START: first_start})
             if ended.code == 0 or ended.was_stopped:
                 return ended.code
             # opened anew: NFS shows what other hosts have written

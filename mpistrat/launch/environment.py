@@ -100,6 +100,12 @@ _OF_LAUNCHERS = re.compile(
     r"HYD|MPI_LOCAL|SLURM_|PALS_|MV2_COMM|I_MPI_(HYDRA|PMI|JOB|PIN|INFO)|FLUX_|JSM_"
 )
 
+# Programs that start ranks, and daemons between them and the ranks; the kernel cuts names to 15 characters.
+PROGRAMS = re.compile(
+    r"(mpiexec|mpirun)(\.hydra|\.openmpi|\.mpich|_rsh)?|hydra_\w+|mpispawn|prte|prterun|prted|orterun|orted|"
+    r"srun|slurmstepd|aprun|palsd?"
+)
+
 # A batch script has SLURM_PROCID=0 too, but no step. Steps that the user has not started by srun (batch, external, interactive
 # shell) are numbered downwards from 2^32.
 _FIRST_SPECIAL_STEP = 2**32 - 16

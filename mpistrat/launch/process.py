@@ -17,17 +17,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from mpistrat.launch.environment import identity
+from mpistrat.launch.environment import PROGRAMS, identity
 
 _POLL_SECONDS = 1.0
 _EXIT_CODE = 1
 
 _STOPPED, _ENDED = "Tt", "ZXx"
-# programs that start ranks, and daemons between them and the ranks; the kernel cuts names to 15 characters
-_LAUNCHERS = re.compile(
-    r"(mpiexec|mpirun)(\.hydra|\.openmpi|\.mpich|_rsh)?|hydra_\w+|mpispawn|prte|prterun|prted|orterun|orted|"
-    r"srun|slurmstepd|aprun|palsd?"
-)
 
 _launcher: Process | None = None
 
@@ -45,7 +40,7 @@ class Process:
     @property
     def is_launcher(self) -> bool:
         """Whether its program is an MPI launcher, or one of its daemons."""
-        return _LAUNCHERS.fullmatch(self.name) is not None
+        return PROGRAMS.fullmatch(self.name) is not None
 
     def is_gone(self) -> bool:
         """Return whether it has exited; takes about 20 µs."""

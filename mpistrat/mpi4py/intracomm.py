@@ -1,4 +1,4 @@
-"""WrappedIntracomm: an intracommunicator of mpi4py whose collectives are made by a `mpistrat.Communicator`, and its requests.
+"""WrappedIntracomm: mpi4py's, with collectives of a `mpistrat.Communicator`; its requests, and the buffers that it takes.
 
 Invariant: whether a call is made here or by MPI follows only from what MPI requires to be the same on all ranks: the
 operation, the datatype, and which calls were made before. Where MPI makes a reduction, ranks compare that first, so that no two

@@ -28,7 +28,7 @@ from mpistrat.groups.group import free, keep_alive_for_peers
 from mpistrat.launch.abort import acknowledge_losses, survives_losses
 from mpistrat.lazy import MPI
 from mpistrat.logger import logger
-from mpistrat.watch.recorder import encoded, recorder
+from mpistrat.watch.recorder import recorder
 from mpistrat.watch.states import others_report
 from mpistrat.watch.watcher import watcher
 
@@ -155,7 +155,7 @@ class Channel:
         """Record what this task does, by default as before, and waits for: `mpistrat doctor` and stall reports tell it."""
         self._does = self._does if does is None else does
         text = ", ".join(filter(None, (self._does, waits_for and f"waits for {waits_for}")))
-        recorder().note(activity=encoded(f"{self._task} {text}" if text else ""))
+        recorder().note(activity=f"{self._task} {text}" if text else "")
 
     def send(self, requests: list[Request], rank: int, tag: int, message: Message, *payload: Buffer) -> list[Request]:
         """Start to send a message and C-contiguous arrays or bytes, which stay as they are until the requests have ended.

@@ -83,7 +83,7 @@ def join_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | Non
         if abort.survives_losses(os.environ):
             abort.end_together(job.comm)
         comm = job.comm.Split(MPI.UNDEFINED if task_type == EVALUATOR else 0, job.rank)
-        nodes = [job.world.nodes[job.world.place(rank).node_index].name for rank in range(len(played))]
+        nodes = [job.world.place(rank).node.name for rank in range(len(played))]
     number = next(_numbers)
     if task_type == EVALUATOR:
         return None

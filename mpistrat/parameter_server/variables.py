@@ -12,7 +12,8 @@ from mpistrat.arrays import Array, as_array, to_host
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.parameter_server.client import Client, VariableRef, current_client
+from mpistrat.parameter_server.client import Client, VariableRef, current_client, open_clients
+from mpistrat.state import changes
 from mpistrat.state.changes import ChangeMethods, apply, check_rows, checked, flat_indices
 from mpistrat.state.variables import Variable
 from mpistrat.structures import map_leaves
@@ -34,7 +35,13 @@ class ServerVariable(ChangeMethods, Mirrored):
         What errors call it.
     trainable : bool
         Whether an optimiser should change it.
+    synchronization, aggregation, constraint : VariableSynchronization, VariableAggregation, None
+        ON_WRITE, NONE and None: an update is that of one worker.
     """
+
+    synchronization, aggregation = changes.VariableSynchronization.ON_WRITE, changes.VariableAggregation.NONE
+    constraint = None
+    _in_place = "strategy.extended.update(variable, fn, (value,))"
 
     def __init__(self, name: str, ref: VariableRef, shape: tuple[int, ...], dtype: np.dtype[Any], trainable: bool) -> None:
         super().__init__(np.broadcast_to(np.zeros((), dtype), shape))  # what a value must fit; takes no memory
@@ -51,6 +58,11 @@ class ServerVariable(ChangeMethods, Mirrored):
     def value(self) -> Array:
         """The array, as it is now: a copy."""
         return self.read()
+
+    @property
+    def distribute_strategy(self) -> Any:
+        """The strategy that made it; on a worker, that of the functions which run there. None once that is closed."""
+        return next((client.strategy for client in open_clients() if client.channel.number == self.group), None)
 
     @property
     def server(self) -> int:
@@ -252,6 +264,8 @@ class StoredVariable(ChangeMethods, Mirrored):
         Its name.
     """
 
+    _in_place = "variable.value[index] = value"
+
     def __init__(self, name: str, array: Array) -> None:
         super().__init__(array)
         self.name = name
@@ -307,12 +321,13 @@ def embedding_lookup(params: Any, ids: Any) -> Array:
 
     Parameters
     ----------
-    params : ServerVariable, ShardedVariable or Variable
+    params : ServerVariable, ShardedVariable, Variable or array
         The table.
     ids : array_like of int
         Which rows, in any shape, from 0; the result has this shape and then that of a row.
     """
-    return cast("Array", params.sparse_read(ids))
+    table = params if hasattr(params, "sparse_read") else StoredVariable("params", as_array(params, "params"))
+    return cast("Array", table.sparse_read(ids))
 
 
 def _named_rows(first: Any, num_rows: int) -> range | Array | None:

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, in_dtype, is_on_device, like, to_host
+from mpistrat.arrays import Array, as_array, checksum, in_dtype, is_on_device, like, to_host
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import assignable, converted
@@ -109,21 +108,6 @@ def check_equal(call: str, arrays: tuple[Array, ...], communicator: BaseCommunic
     if least.tolist() != [mine, -mine]:
         shown = ", ".join(f"{array.dtype} {array.shape} {_shown(array)}" for array in arrays)
         communicator.agree(f"{call} of {shown} (checksum {mine:x})")
-
-
-def checksum(arrays: Iterable[Array], most_bytes: int | None = None, start: int = 0) -> int:
-    """Return a hash of the bits of arrays, below 2**62; of those above `most_bytes`, of spaced elements, from `start` on."""
-    digest = blake2b(digest_size=8)
-    for array in arrays:
-        if array.itemsize >= 16 and array.dtype.char in "gG" and np.finfo(np.longdouble).nmant == 63:
-            # x86: 6 of 16 bytes are no part of a number, and hold anything
-            array = np.ascontiguousarray(array).view(np.uint8).reshape(-1, 16)[:, :10]
-        if most_bytes is not None and array.nbytes > most_bytes:
-            spacing = -(-array.nbytes // most_bytes)
-            digest.update(to_host(array.reshape(-1)[start % spacing :: spacing]).tobytes())
-        else:
-            digest.update(np.ascontiguousarray(to_host(array)).view(np.uint8).data)
-    return int.from_bytes(digest.digest(), "little") >> 2
 
 
 def _shown(array: Array) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, in_dtype, is_on_device, like, to_device, to_host
+from mpistrat.arrays import Array, as_array, checksum, in_dtype, is_on_device, like, to_device, to_host
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.context.stack import (
     default_mode,
@@ -311,7 +311,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):
         if communicator.is_strict:
             changes.check_equal(call, arrays, communicator)
         else:
-            communicator.note(f"with arrays of checksum {changes.checksum(arrays, _COMPARED_BYTES):x}")
+            communicator.note(f"with arrays of checksum {checksum(arrays, _COMPARED_BYTES):x}")
 
     def _require_equal(self, method: str, *arrays: Array) -> None:
         """Check that all replicas pass the same arrays, because there is no aggregation. A collective call."""

@@ -8,7 +8,7 @@ from functools import partial
 from numbers import Number
 from typing import Any
 
-from mpistrat.arrays import Array, as_array, like
+from mpistrat.arrays import Array, as_array, checksum, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, gather_refused
@@ -28,7 +28,6 @@ from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.engine import Work
 from mpistrat.reduction import ReduceOp
-from mpistrat.state.changes import checksum
 from mpistrat.strategy.deprecated import accepts_hints
 from mpistrat.structures import each_leaf, flatten, leaf_names, map_leaves
 
@@ -252,7 +251,7 @@ class StrategyExtended:
         """
         with self.communicator.refusing("extended.update"):
             if not hasattr(var, "writable"):
-                raise TypeError(f"extended.update changes a mpistrat.Variable; got {var!r}")
+                raise TypeError(f"extended.update changes a mpistrat.Variable of replicas; got {var!r}")
             given = tuple(args), dict(kwargs or {})
         if in_replica_context_of(self._strategy, "strategy.extended.update"):
             if self.root is None:  # else what the rank passes that keeps the variable is what counts

@@ -221,9 +221,9 @@ def _default_kind() -> type[TFConfigClusterResolver | MPIClusterResolver]:
 
 def _chief(job: Rendezvous, resolver: ClusterResolver) -> int:
     """Return the rank of the chief, after checking that all ranks have read the same cluster. A collective call."""
-    role = job.agree("reading the cluster resolver", lambda: training_role(resolver))
-    job.agree(f"{role.spec!r}, read from the cluster resolver", lambda: None)
-    return chief_rank(job.comm.allgather(role))
+    spec, task = job.agree("reading the cluster resolver", lambda: training_role(resolver))
+    job.agree(f"{spec!r}, read from the cluster resolver", lambda: None)
+    return chief_rank(spec, job.comm.allgather(task))
 
 
 def _check_one_node(strategy: str, world: World, otherwise: str) -> None:
@@ -256,13 +256,13 @@ def _check_devices(argument: str, devices: Sequence[str] | None, world: World) -
 
 def _node_world(job: Rendezvous) -> World:
     """Return the world that consists of this rank's node only, with ranks from 0."""
-    node = job.world.nodes[job.world.place(job.rank).node_index]
+    node = job.world.place(job.rank).node
     return World.from_node_of_rank([0] * len(node.ranks), [node.name] * len(node.ranks))
 
 
 def _node_hierarchy(job: Rendezvous) -> Hierarchy:
     """Return the groups of this rank's node. A collective call of all ranks of the job."""
-    node_comm = cast("MPI.Intracomm", job.comm.Split(job.world.place(job.rank).node_index, job.rank))
+    node_comm = cast("MPI.Intracomm", job.comm.Split(job.world.place(job.rank).node.index, job.rank))
     hierarchy = Hierarchy(node_comm, _node_world(job))
     node_comm.Free()
     return hierarchy

@@ -259,7 +259,7 @@ class ReplicaContext:
         """
         self._require_current("update")
         if not hasattr(variable, "writable"):
-            self._communicator.refuse("update", TypeError(f"update changes a mpistrat.Variable; got {variable!r}"))
+            self._communicator.refuse("update", TypeError(f"update changes a mpistrat.Variable of replicas; got {variable!r}"))
         component = variable.writable()
         given_args, given_kwargs = select_replica((tuple(args), dict(kwargs or {})))
         result = fn(component, *given_args, **given_kwargs)

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, SupportsIndex, cast
+from typing import Any, NoReturn, SupportsIndex
 
 from mpistrat import settings
 from mpistrat.arrays import array_module, as_array, like
@@ -235,8 +235,6 @@ class Strategy:
             How batches are split, and how many are prefetched. Replication PER_REPLICA is refused.
         """
         self._extended.require_cross_replica("strategy.experimental_distribute_dataset")
-        if hasattr(dataset, "distribute") and default_mode().strategy is not self:
-            return cast("Iterable[Any]", dataset.distribute(self, options))
         return distribute_dataset(self, dataset, options)
 
     def distribute_datasets_from_function(

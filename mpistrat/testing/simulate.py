@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.algorithms.plan import Plan, Scope, Verb
+from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.topology.world import World
 
 __all__ = ["simulate"]
@@ -39,8 +39,9 @@ def simulate(plan: Plan) -> None:
     Raises
     ------
     AssertionError
-        If the chunks do not cover the buffer; if a phase is not in the table of `algorithms.plan`; or if a contribution is
-        missing, counted more than once, or undefined somewhere. The message names the rank, the shard and the source.
+        If the chunks do not cover the buffer, a phase is not in the table of `algorithms.plan` or not where it may be, or a
+        contribution is missing, counted more than once, or undefined somewhere. The message names the rank, the shard and the
+        source.
     """
     _check_chunks(plan)
     world = plan.world
@@ -52,6 +53,9 @@ def simulate(plan: Plan) -> None:
             raise AssertionError(f"{plan.algorithm} on {world}: phase {str(phase)!r} is not defined; accepted are {known}")
         _VERBS[phase.verb, phase.scope](world, state)
     _check_counts(plan, state)
+    if Phase(Verb.ALL_REDUCE, Scope.INTRA) in plan.phases[:-1]:
+        where = f"{plan.algorithm} on {world}"
+        raise AssertionError(f"{where}: intra all_reduce leaves its result elsewhere: it must be the last phase")
 
 
 def _check_chunks(plan: Plan) -> None:

@@ -17,20 +17,21 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from itertools import cycle, product
+from operator import itemgetter
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 
-from mpistrat import settings
 from mpistrat.arrays import Array
-from mpistrat.errors import TransportError, UnsupportedDtypeError
+from mpistrat.errors import DeadlineExceededError, TransportError, UnsupportedDtypeError
 from mpistrat.groups.agreement import CallsDifferError, digest_of
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, check_dtype, combine, quiet
+from mpistrat.settings import CHECK, MAX_MESSAGE_BYTES, Snapshot
 from mpistrat.steps import WORKED, Steps, drive
 from mpistrat.transports.base import Operation, Transport
 
@@ -72,12 +73,13 @@ def check_transport(make: Callable[[Group], Transport], group: Group, between_no
     Raises
     ------
     AssertionError
-        On every rank, if a rule is violated on any; names the transport, verb, dtype, count and rank.
+        On every rank, if a rule is violated on any, or anything raises; names the transport, verb, dtype, count and rank.
     """
     in_place = ("all_reduce", "reduce_scatter") if between_nodes else ("reduce_scatter",)
     checks = _check(_RULES, Subject(make, group, in_place))
-    with _small_messages(group):
-        return checks + _check(_RULES_OF_SMALL_MESSAGES, Subject(make, group, in_place))
+    of_small_messages = copy(group)
+    of_small_messages.settings = Snapshot({**os.environ, MAX_MESSAGE_BYTES.name: str(SMALL_MESSAGE_BYTES)})
+    return checks + _check(_RULES_OF_SMALL_MESSAGES, Subject(make, of_small_messages, in_place))
 
 
 def _check(rules: Sequence[Callable[[Subject], None]], subject: Subject) -> int:
@@ -85,7 +87,7 @@ def _check(rules: Sequence[Callable[[Subject], None]], subject: Subject) -> int:
         for rule in rules:
             subject.hold(rule)
     finally:
-        subject.transport.dispose()
+        subject.hold(_it_is_disposed)
         subject.comm.Free()
     return subject.checks
 
@@ -96,25 +98,30 @@ class Subject:
     The verbs `in_place` leave their results in the buffer itself.
     """
 
+    transport: Transport
+
     def __init__(self, make: Callable[[Group], Transport], group: Group, in_place: Collection[str]) -> None:
-        self.group, self.rank, self.size = group, group.rank, group.size
-        self.comm = group.comm.Dup()
-        self.transport = make(group)
+        self.make, self.group, self.rank, self.size = make, group, group.rank, group.size
+        self.name, self.comm = "transport", group.comm.Dup()
         self.in_place = in_place
         self.checks = 0
         self._arena: Array = np.empty(0, np.uint8)
         self._seed = 0
-        self._problems: list[str] = []
+        self._rule = ""
+        self._what: object = "a call"
+        self._problems: list[tuple[bool, str]] = []  # whether it has waited in vain, perhaps for a rank with another problem
+        self.hold(_it_is_made)
 
     def hold(self, rule: Callable[[Subject], None]) -> None:
-        """Run a rule, and raise on all ranks if it does not hold on one."""
+        """Run a rule, and raise on all ranks if it, or one before it, does not hold on one."""
+        self._rule, self._what = rule.__name__.strip("_"), "a call"
         try:
             rule(self)
-        except Exception:
-            self._problems.append(traceback.format_exc())
-        first = [problems[0] for problems in self.comm.allgather(self._problems) if problems]
-        if first:
-            raise AssertionError(f"rule {rule.__name__.strip('_')!r}: {first[0]}")
+        except Exception as error:
+            self.fail(self._what, traceback.format_exc(), isinstance(error, DeadlineExceededError))
+        found = [problems[0] for problems in self.comm.allgather(self._problems) if problems]
+        if found:
+            raise AssertionError(min(found, key=itemgetter(0))[1])
 
     def allocate(self, nbytes: int) -> None:
         self._arena = self.transport.allocate(nbytes)
@@ -145,6 +152,7 @@ class Subject:
 
     def bind(self, case: Case, slot: int = 0) -> tuple[Array, Operation]:
         """Return the buffer of a case, between guards in a slot of the memory, and the operation bound to it."""
+        self._what = case
         start = slot * SLOT_BYTES + _GUARD_BYTES
         buffer = self._arena[start : start + case.count * case.dtype.itemsize].view(case.dtype)
         for guard in self._guards(buffer, slot):
@@ -163,16 +171,10 @@ class Subject:
 
     def give(self, case: Case, buffer: Array, given: Array) -> None:
         """Write this rank's input; the rest of the buffer is poisoned."""
-        values = self.poisoned(case)
+        values = case.poisoned()
         mine = case.given(self.rank)
         values[mine] = given[self.rank, mine]
         self.put(buffer, values)
-
-    def poisoned(self, case: Case) -> Array:
-        """Return an array of the case's length with values that no result has."""
-        values = np.empty(case.count, case.dtype)
-        poison(values)
-        return values
 
     def put(self, target: Array, values: Array) -> None:
         if self.transport.device:
@@ -184,7 +186,7 @@ class Subject:
         return self.transport.device.get(source) if self.transport.device else source
 
     def drive(self, steps: Steps, what: object) -> None:
-        quiet()(drive, steps, lambda: f"{self.transport.name}: {what}", STUCK_SECONDS)
+        quiet()(drive, steps, lambda: f"{self.name}: {what}", STUCK_SECONDS)
 
     def settle(self) -> None:
         """Wait until all ranks have read their results."""
@@ -206,7 +208,7 @@ class Subject:
 
     def read(self, case: Case, operation: Operation) -> Array:
         """Return the promised elements, combined from the operation's parts; elements that no part covers stay poisoned."""
-        result = self.poisoned(case)
+        result = case.poisoned()
         covered = np.zeros(case.count, np.int8)
         for part in operation.parts:
             total = self.get(part.addends[0])
@@ -228,10 +230,10 @@ class Subject:
             text = f"element {index} is {found[index]}, expected {expected[index]}; {wrong.sum()} of {wrong.size} are wrong"
             self.fail(what, text)
 
-    def fail(self, what: object, problem: str) -> None:
+    def fail(self, what: object, problem: str, has_waited: bool = False) -> None:
         """Record a failure; the rule goes on, in step with the other ranks."""
         where = f"rank {self.rank} of {self.size} ({self.group.name})"
-        self._problems.append(f"{self.transport.name}: {what} on {where}: {problem}")
+        self._problems.append((has_waited, f"rule {self._rule!r}: {self.name}: {what} on {where}: {problem}"))
 
     def _guards(self, buffer: Array, slot: int) -> Iterable[Array]:
         start = slot * SLOT_BYTES
@@ -245,6 +247,15 @@ def _differ(found: Array, expected: Array) -> Array:
         found, expected = found.view(np.uint8), expected.view(np.uint8)
     differ: Array = (found != expected) & ~((found != found) & (expected != expected))
     return differ
+
+
+def _it_is_made(subject: Subject) -> None:
+    subject.transport = subject.make(subject.group)
+    subject.name = subject.transport.name
+
+
+def _it_is_disposed(subject: Subject) -> None:
+    subject.transport.dispose()
 
 
 def _the_group_is_served(subject: Subject) -> None:
@@ -344,7 +355,7 @@ def _slots_alternate(subject: Subject) -> None:
 
 
 def _channels_are_apart(subject: Subject) -> None:
-    """Advance two operations on two channels, on each rank in another order."""
+    """Advance two operations on two channels, on each rank in another order; begin them so only if it `has_channels`."""
     count = 30 * subject.size  # messages of equal size, so that a wrong match would go unnoticed by MPI
     case = Case("all_reduce", INT32, ReduceOp.SUM, count, divisions(count, subject.size)[0])
     buffers = [subject.bind(case, slot)[0] for slot in range(NUM_SLOTS)]
@@ -352,7 +363,7 @@ def _channels_are_apart(subject: Subject) -> None:
     given = [subject.values(case) for _ in bound]
     for buffer, values in zip(buffers, given, strict=True):
         subject.give(case, buffer, values)
-    subject.drive(_interleaved([operation.run() for operation in bound], subject.rank), case)
+    subject.drive(_interleaved([operation.run() for operation in bound], subject.rank, subject.transport.has_channels), case)
     for slot, (buffer, operation, values) in enumerate(zip(buffers, bound, given, strict=True)):
         subject.compare(case, buffer, operation, values, slot)
     subject.settle()
@@ -371,7 +382,7 @@ def _a_slow_rank_reads_the_old_values(subject: Subject) -> None:
             time.sleep(SLOW_SECONDS)
         subject.compare(case, buffer, operation, given)
         subject.settle()
-        subject.put(buffer, subject.poisoned(case))
+        subject.put(buffer, case.poisoned())
 
 
 def _run_does_not_block(subject: Subject) -> None:
@@ -402,7 +413,7 @@ def _run_does_not_block(subject: Subject) -> None:
 
 def _calls_are_told_apart(subject: Subject) -> None:
     """Run a verb in another call on each rank: over a transport that compares calls it does not end, and moves nothing."""
-    if not subject.transport.compares_calls or subject.size == 1 or not subject.group.settings[settings.CHECK]:
+    if not subject.transport.compares_calls or subject.size == 1 or not subject.group.settings[CHECK]:
         return
     for verb in VERBS:
         case = Case(verb, INT32, ReduceOp.SUM, COUNT, divisions(COUNT, subject.size)[0])
@@ -444,10 +455,10 @@ _RULES = (
 _RULES_OF_SMALL_MESSAGES = (_the_group_is_served, _messages_may_be_small, _channels_are_apart)
 
 
-def _interleaved(running: list[Steps], seed: int) -> Steps:
-    """Begin with the first step of each, in order, and go on at random."""
+def _interleaved(running: list[Steps], seed: int, begin_at_random: bool) -> Steps:
+    """Begin with the first step of each, in order unless told otherwise, and go on at random."""
     random = np.random.default_rng(seed)
-    order = list(range(len(running)))
+    order = [] if begin_at_random else list(range(len(running)))
     while running:
         index = order.pop(0) if order else int(random.integers(len(running)))
         worked = next(running[index], None)
@@ -475,16 +486,6 @@ def _slowed(steps: Steps) -> Steps:
         yield worked
         if worked is WORKED:
             time.sleep(SLOW_SECONDS)
-
-
-@contextmanager
-def _small_messages(group: Group) -> Iterator[None]:
-    before = group.settings
-    group.settings = settings.Snapshot({**os.environ, settings.MAX_MESSAGE_BYTES.name: str(SMALL_MESSAGE_BYTES)})
-    try:
-        yield
-    finally:
-        group.settings = before
 
 
 @dataclass(frozen=True)
@@ -519,6 +520,12 @@ class Case:
             return np.concatenate([row[self._part(rank)] for rank, row in enumerate(given)])
         total: Array = combine(self.op).reduce(given, axis=0, dtype=given.dtype)
         return total
+
+    def poisoned(self) -> Array:
+        """Return an array of its length with values that no result has: NaN, or a byte pattern that no test value has."""
+        if self.dtype.kind in "fc":
+            return np.full(self.count, np.nan, self.dtype)
+        return np.full(self.count * self.dtype.itemsize, 0xA5, np.uint8).view(self.dtype)
 
     def _part(self, rank: int) -> slice:
         return slice(self.bounds[rank], self.bounds[rank + 1])
@@ -570,11 +577,3 @@ def inputs(dtype: np.dtype[Any], op: ReduceOp, count: int, size: int, seed: int)
         return np.array(factors, dtype)[random.integers(0, 4, shape)]
     values = random.integers(-9, 10, shape).astype(dtype)
     return values if dtype.kind == "f" else values + np.array(1j, dtype) * random.integers(-9, 10, shape).astype(dtype)
-
-
-def poison(array: Array) -> None:
-    """Fill an array with values that no result has: NaN, or a byte pattern that no test value has."""
-    if array.dtype.kind in "fc":
-        array.fill(np.nan)
-    else:
-        array.view(np.uint8).fill(0xA5)

@@ -18,14 +18,14 @@ from mpistrat.launch.abort import HEAD_START_SECONDS_RAISED_EVERYWHERE
 from mpistrat.launch.environment import detect
 
 COMMANDS = {
-    "run": ("mpistrat.tools.run", "start a script on several ranks, with the right mpiexec for this machine"),
-    "demo": ("mpistrat.tools.demo", "train a small network on four ranks, and show topology, plan and throughput"),
-    "plan": ("mpistrat.tools.plan_command", "show how an all-reduce would run on any number of nodes and ranks; needs no MPI"),
-    "bench": ("mpistrat.tools.bench", "benchmark collectives against plain MPI, on ranks of its own or of a job"),
-    "checkpoint": ("mpistrat.tools.checkpoint", "list checkpoints, show what one holds, or verify its checksums"),
-    "doctor": ("mpistrat.tools.doctor", "show what each rank of a job on this host is doing, and which rank waits for which"),
-    "info": ("mpistrat.tools.info", "show versions, the MPI library that is found, GPUs and settings; does not start MPI"),
-    "tune": ("mpistrat.tools.tune", "benchmark this cluster and cache the results for auto, on ranks of its own or of a job"),
+    "run": "start a script on several ranks, with the right mpiexec for this machine",
+    "demo": "train a small network on four ranks, and show topology, plan and throughput",
+    "plan": "show how an all-reduce would run on any number of nodes and ranks; needs no MPI",
+    "bench": "benchmark collectives against plain MPI, on ranks of its own or of a job",
+    "checkpoint": "list checkpoints, show what one holds, or verify its checksums",
+    "doctor": "show what each rank of a job on this host is doing, and which rank waits for which",
+    "info": "show versions, the MPI library that is found, GPUs and settings; does not start MPI",
+    "tune": "benchmark this cluster and cache the results for auto, on ranks of its own or of a job",
 }
 
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: no µ ends a measurement where all is ASCII
     try:
-        code: int = importlib.import_module(COMMANDS[arguments.command][0]).execute(arguments)
+        code: int = importlib.import_module(f"mpistrat.tools.{arguments.command}").execute(arguments)
         if sys.stdout is not None:  # it was closed before Python started
             sys.stdout.flush()  # so that a closed pipe is noticed here, not when the interpreter exits
     except BrokenPipeError:
@@ -72,8 +72,8 @@ def make_parser(needed: str = "*") -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("mpistrat", description=mpistrat.__doc__.split("\n")[0] if mpistrat.__doc__ else "")
     parser.add_argument("--version", action="version", version=f"mpistrat {mpistrat.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, meaning) in COMMANDS.items():
+    for name, meaning in COMMANDS.items():
         command = commands.add_parser(name, help=meaning, description=meaning)
         if needed in (name, "*"):
-            importlib.import_module(module).add_arguments(command)
+            importlib.import_module(f"mpistrat.tools.{name}").add_arguments(command)
     return parser

@@ -123,10 +123,10 @@ def _command(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command of a job, and the variables to add to its environment."""
     view = environment.detect()
-    if view is not None and (view.size or 1) > 1:
+    if view is not None and view.has_peers:
         raise LaunchError(
-            f"this is rank {view.rank} of {view.size} that {view.launcher} started, and each rank would start a job. "
-            "Call mpistrat once, outside the job; or leave it out, and start the script with that launcher."
+            f"this is rank {view.rank} of {view.size or 'several'} that {view.launcher} started, and each rank would start a "
+            "job. Call mpistrat once, outside the job; or leave it out, and start the script with that launcher."
         )
     # with python -m mpi4py, a rank that fails before it has made a strategy ends the job, too (afterwards `launch.abort` does)
     python = [sys.executable, "-m", "mpi4py", *program]

@@ -15,6 +15,7 @@ from mpistrat.algorithms.planners import NOTHING, PLANNERS, choose
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, LaunchError, TransportError
+from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.environment import promised_place
 from mpistrat.lazy import MPI
@@ -57,10 +58,11 @@ def execute(arguments: argparse.Namespace) -> int:
     world = discover(comm)
     if world.size == 1:
         raise LaunchError("a single rank has no other to communicate with; start more: mpistrat tune -n 4")
+    conditions = present_conditions(world)
+    path = bcast_or_raise(comm, lambda: tuning_path(conditions))  # before it takes its time
     seconds = measure(comm, world, max_bytes)
     if comm.Get_rank() == 0:
-        tuning = Tuning(present_conditions(world), seconds)
-        path = tuning_path(tuning.conditions)
+        tuning = Tuning(conditions, seconds)
         try:
             tuning.write(path)
         except OSError as error:

@@ -45,7 +45,7 @@ def _part_of_job(comm: MPI.Intracomm, shape: str) -> World:
     if comm.Get_size() == MPI.COMM_WORLD.Get_size():
         return World.from_shape(shape, comm.Get_size())
     job = World.from_shape(shape, MPI.COMM_WORLD.Get_size())
-    nodes = [job.nodes[job.place(rank).node_index] for rank in comm.allgather(MPI.COMM_WORLD.Get_rank())]
+    nodes = [job.place(rank).node for rank in comm.allgather(MPI.COMM_WORLD.Get_rank())]
     return World.from_node_of_rank([node.index for node in nodes], [node.name for node in nodes])
 
 

@@ -45,7 +45,7 @@ class Node:
 class Place(NamedTuple):
     """The placement of one rank."""
 
-    node_index: int
+    node: Node
     local_rank: int
 
 
@@ -118,7 +118,7 @@ class World:
 
     @cached_property
     def _places(self) -> dict[int, Place]:
-        return {rank: Place(node.index, local_rank) for node in self.nodes for local_rank, rank in enumerate(node.ranks)}
+        return {rank: Place(node, local_rank) for node in self.nodes for local_rank, rank in enumerate(node.ranks)}
 
     def place(self, rank: int) -> Place:
         """Return the placement of `rank`."""
@@ -141,8 +141,8 @@ class World:
 
     def shards_of(self, rank: int) -> range:
         """Return the shards that a rank owns on its node: consecutive, and at least one."""
-        node_index, local_rank = self._places[rank]
-        first, end = (-(-number * self.num_shards // self.local_sizes[node_index]) for number in (local_rank, local_rank + 1))
+        node, local_rank = self._places[rank]
+        first, end = (-(-number * self.num_shards // len(node.ranks)) for number in (local_rank, local_rank + 1))
         return range(first, end)
 
     @cached_property

@@ -97,7 +97,10 @@ class Transport(ABC):
         return ""
 
     def allocate(self, nbytes: int) -> Array:
-        """Return `nbytes` of memory (uint8) that the verbs work on fastest; some accept only this. A collective call."""
+        """Return `nbytes` of memory (uint8) that the verbs work on fastest; some accept only this. A collective call.
+
+        Every rank asks for the same size, once until `close`. If one has too little, all raise TransportError.
+        """
         return np.empty(nbytes, np.uint8)
 
     @abstractmethod

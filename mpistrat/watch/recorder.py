@@ -121,9 +121,9 @@ class FlightRecorder:
         self.words[slot] = monotonic_ns() | FAILED_BIT
 
     def note(self, **words: object) -> None:
-        """Record words of the header, such as the `state` of this process; texts as `encoded` returns them."""
+        """Record words and texts of the header, such as the `state` of this process."""
         for name, value in words.items():
-            self._header[name] = value
+            self._header[name] = _encoded(value) if isinstance(value, str) else value
 
     def note_look(self, frame: FrameType | None) -> None:
         """Record that the watching thread is awake, and the line of a `frame` of the main thread."""
@@ -172,8 +172,7 @@ class FlightRecorder:
         own, host, header = process.find(os.getpid()), socket.gethostname(), self._header
         header["version"], header["pid"], header["started"] = VERSION, os.getpid(), own.started if own else 0
         header["namespace"] = process.pid_namespace()
-        header["node"] = header["host"] = encoded(host)
-        header["program"] = encoded(" ".join(sys.argv) or sys.executable)
+        self.note(node=host, host=host, program=" ".join(sys.argv) or sys.executable)
         self.note(rank=rank, size=size, state=State.RUNNING)
         header["magic"] = MAGIC  # written last: where it is, the header is complete
 
@@ -238,7 +237,7 @@ class _Interned:
                 oldest, index = self._known.popitem(last=False)
                 index += entries
                 self._forget(oldest)
-            write_text(self._table, index, encoded(text), first, second)
+            write_text(self._table, index, _encoded(text), first, second)
             self._known[key] = index
             return index
 
@@ -312,7 +311,7 @@ def innermost(frame: FrameType | None) -> FrameType | None:
 
 def _end_of(text: str, room: int) -> str:
     """Return a text cut at its beginning to at most `room` bytes: the end of a path is what identifies a file."""
-    cut = encoded(text)
+    cut = _encoded(text)
     if len(cut) <= room:
         return text
     return "…" + cut[len("…".encode()) - room :].decode("utf-8", "ignore")
@@ -320,7 +319,7 @@ def _end_of(text: str, room: int) -> str:
 
 def hash_of(text: str) -> int:
     """Return a hash of a text, of 8 bytes."""
-    return int.from_bytes(blake2b(encoded(text), digest_size=8).digest(), "little")
+    return int.from_bytes(blake2b(_encoded(text), digest_size=8).digest(), "little")
 
 
 def _make() -> FlightRecorder:
@@ -373,8 +372,7 @@ def _mapped(path: Path) -> mmap.mmap:
     return mapped
 
 
-def encoded(text: str) -> bytes:
-    """Return the bytes of a text in a record."""
+def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 

@@ -8,19 +8,14 @@ Invariant: pure. States are read one after another, so a finding must be confirm
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from mpistrat.errors import AgreementError, CollectiveError, UnavailableError
 from mpistrat.text import ranks_by, ranks_text
 from mpistrat.watch.record import Key
 from mpistrat.watch.states import RankState, entered
 
-_PREFIX = "verdict-"
 _OVER = ("ended", "failed", "killed", "gone")
 _SAME = "Every rank must make the same collective calls"
 
@@ -143,46 +138,3 @@ def _ended(reached: Sequence[RankState], inside: Mapping[str, Sequence[int]]) ->
 
 def _by_ranks(texts: Mapping[str, Sequence[int]]) -> list[str]:
     return [f"  {ranks_text(ranks)}: {text}" for text, ranks in texts.items()]
-
-
-class Notices:
-    """The notices of a job on one host, in its folder; if that does not exist, they stay in this process."""
-
-    def __init__(self, job: Path) -> None:
-        self._job = job
-        self._own: list[Notice] = []
-        self._ignored: set[str] = set()
-        self._failed: set[int] = set()
-
-    def post(self, notice: Notice) -> None:
-        """Post a notice for the ranks of this host."""
-        self._own.append(notice)
-        path = self._job / f"{_PREFIX}{notice.name}"
-        new = path.with_name(f".{path.name}-{os.getpid()}")
-        with suppress(OSError):
-            new.write_text(json.dumps(asdict(notice)))
-            with suppress(FileExistsError):
-                os.link(new, path)
-            new.unlink()
-
-    def first(self, inside: Collection[Key]) -> Notice | None:
-        """Return the first notice for a rank inside these collectives that is not ignored; None if there is none."""
-        return next((notice for notice in self._all() if notice.is_for_all or notice.concerns(inside)), None)
-
-    def dismiss(self, communicator: int) -> None:
-        """Ignore all notices, also later ones, about a communicator that has failed on this rank."""
-        self._failed.add(communicator)
-
-    def ignore(self) -> None:
-        """Ignore the notices for all that were posted so far; others are about a communicator that may still be used."""
-        self._ignored |= {notice.name for notice in self._all() if notice.is_for_all}
-
-    def _all(self) -> Iterator[Notice]:
-        for path in sorted(self._job.glob(f"{_PREFIX}*")):
-            if self._counts(path.name.removeprefix(_PREFIX)):
-                with suppress(OSError, ValueError, TypeError):
-                    yield Notice(**json.loads(path.read_text()))
-        yield from (notice for notice in self._own if self._counts(notice.name))
-
-    def _counts(self, name: str) -> bool:
-        return name not in self._ignored and int(name.partition("-")[0]) not in self._failed

@@ -30,9 +30,9 @@ from mpistrat.logger import logger, stderr, warn_once
 from mpistrat.text import ranks_by
 from mpistrat.timeline import Timeline, TimelineEvent
 from mpistrat.watch.record import Key, RankFile, RecordedCall, State, seconds_since
-from mpistrat.watch.recorder import FlightRecorder, collection_paused, encoded, innermost, recorder
+from mpistrat.watch.recorder import FlightRecorder, collection_paused, innermost, recorder
 from mpistrat.watch.states import Neighbours, RankState, decode, encode, end_report, look, stall_report
-from mpistrat.watch.verdict import Finding, Notice, Notices, judge, waits_for
+from mpistrat.watch.verdict import Finding, Notice, judge, waits_for
 
 Limits = dict[object, tuple[float, Callable[[], CollectiveError]]]
 """Deadlines of calls, by whose they are, and their errors."""
@@ -52,6 +52,7 @@ POLL_SECONDS = 0.01
 TAKE_SECONDS = 3.0
 
 _TAG = 1
+_PREFIX = "verdict-"  # of the names of notices, in the folder of the job
 _MOST_UNTAKEN = 4  # messages to one rank that it has not received yet
 _ON_ITS_WAY_SECONDS = 1.0
 # seconds after which more ranks of a host that does not answer are asked: one first, then two, four, …
@@ -63,9 +64,6 @@ LONGEST_GOODBYE_SECONDS = 5.0
 
 _lock = threading.Lock()
 _watcher: Watcher | None = None
-after_end: list[tuple[Callable[[], bool], Callable[[bool], None]]] = []
-"""What to call when the programs of all ranks have ended, unless one has failed: the first, and then the second, which may be a
-collective call, with whether the first has returned True on all ranks."""
 
 
 class Survey:
@@ -162,6 +160,57 @@ class HostMessages:
                 self._arriving.append((request, data, source))
 
 
+class Notices:
+    """The notices of a job on one host, in its folder; if that does not exist, they stay in this process."""
+
+    def __init__(self, job: Path) -> None:
+        self._job = job
+        self._own: list[Notice] = []
+        self._ignored: set[str] = set()
+        self._refused: set[str] = set()
+        self._failed: set[int] = set()
+
+    def post(self, notice: Notice) -> None:
+        """Post a notice for the ranks of this host."""
+        self._own.append(notice)
+        path = self._job / f"{_PREFIX}{notice.name}"
+        new = path.with_name(f".{path.name}-{os.getpid()}")
+        with suppress(OSError):
+            new.write_text(json.dumps(asdict(notice)))
+            with suppress(FileExistsError):
+                os.link(new, path)
+            new.unlink()
+
+    def first(self, inside: Collection[Key]) -> Notice | None:
+        """Return the first notice for a rank inside these collectives that is not ignored; None if there is none."""
+        return next((notice for notice in self._all() if self._is_for_all(notice) or notice.concerns(inside)), None)
+
+    def _is_for_all(self, notice: Notice) -> bool:
+        return notice.is_for_all and notice.name not in self._refused
+
+    def refuse(self, communicator: int, number: int) -> None:
+        """Heed a notice about a collective that this rank has refused only inside it: the rank has raised why, and goes on."""
+        self._refused.add(f"{communicator}-{number}")
+
+    def dismiss(self, communicator: int) -> None:
+        """Ignore all notices, also later ones, about a communicator that has failed on this rank."""
+        self._failed.add(communicator)
+
+    def ignore(self) -> None:
+        """Ignore the notices for all that were posted so far; others are about a communicator that may still be used."""
+        self._ignored |= {notice.name for notice in self._all() if self._is_for_all(notice)}
+
+    def _all(self) -> Iterator[Notice]:
+        for path in sorted(self._job.glob(f"{_PREFIX}*")):
+            if self._counts(path.name.removeprefix(_PREFIX)):
+                with suppress(OSError, ValueError, TypeError):
+                    yield Notice(**json.loads(path.read_text()))
+        yield from (notice for notice in self._own if self._counts(notice.name))
+
+    def _counts(self, name: str) -> bool:
+        return name not in self._ignored and int(name.partition("-")[0]) not in self._failed
+
+
 class Watcher:
     """The watching thread of this process. One per process, in jobs of several ranks: see `start`."""
 
@@ -196,7 +245,7 @@ class Watcher:
         self._judged: tuple[float, RecordedCall] | None = None
         self._thread = threading.Thread(target=self._run, name="mpistrat watcher", daemon=True)
         self._thread.start()
-        abort.before_end.append(lambda: self._recorder.note(state=State.FAILED))
+        ending.at(ending.Stage.ABORT, lambda: self._recorder.note(state=State.FAILED))
 
     def raise_verdict(self) -> None:
         verdict = self.verdict  # other threads may take it back meanwhile
@@ -255,6 +304,10 @@ class Watcher:
         """Make the other ranks in a collective that has failed here, or in a later one of its communicator, raise an error."""
         self._told.put(Notice(*key, str(error), is_mismatch=isinstance(error, AgreementError), is_for_all=False))
 
+    def refuse(self, communicator: int, number: int) -> None:
+        """Have this rank, which has raised why it cannot make a collective, not raise elsewhere that others wait in it."""
+        self._notices.refuse(communicator, number)
+
     def dismiss(self, communicator: int) -> None:
         """Ignore from now on what is found about a communicator that has failed here."""
         self._notices.dismiss(communicator)
@@ -274,9 +327,7 @@ class Watcher:
                 if gathered is not None:  # on rank 0
                     timeline.write_trace(dict(enumerate(gathered)))
             if all_have_ended:
-                are_ready = all(messages.comm.allgather(all([is_ready() for is_ready, _ in after_end])))
-                for _, call in after_end:
-                    call(are_ready)
+                ending.run(ending.Stage.FREE, given=[lambda yes: all(messages.comm.allgather(yes))])
         self._stopping = True
         self._told.put(None)
         self._thread.join(LONGEST_GOODBYE_SECONDS)
@@ -470,7 +521,7 @@ def watcher() -> Watcher | None:
 def introduce(node: str) -> None:
     """Record the name of this rank's node; rank 0 warns once about variables that look like misspelt settings."""
     mine = recorder()
-    mine.note(node=encoded(node))
+    mine.note(node=node)
     if RankFile(mine.memory).rank == 0:
         for name, near in settings.misspelt().items():
             if near:  # others may belong to the program

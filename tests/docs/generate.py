@@ -93,7 +93,7 @@ def _command_line() -> str:
     parts = [_command(name, commands.choices[name]) for name in cli.COMMANDS]
     summary = _table(
         ("command", "what it does"),
-        [(f"[`mpistrat {name}`](#mpistrat-{name})", meaning) for name, (_, meaning) in cli.COMMANDS.items()],
+        [(f"[`mpistrat {name}`](#mpistrat-{name})", meaning) for name, meaning in cli.COMMANDS.items()],
     )
     return (
         "# Command line\n\n`mpistrat COMMAND`, or `python -m mpistrat COMMAND`. Invalid arguments end with exit code 2 before "

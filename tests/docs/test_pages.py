@@ -4,6 +4,7 @@ import difflib
 import importlib.util
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from tests.docs.pages import ROOT, Command, blocks, pages
 from tests.processes import run_bounded
 
 OPTIONAL = re.compile(r"^import (torch|jax)$", re.MULTILINE)  # what pages may show and the tests must do without
+SELECTION = re.compile(r"pytest (tests/\w+/\w+\.py[^`#\n]*)")
+SELECTIONS = sorted({found for page in pages() for found in SELECTION.findall(page.read_text())})
 PAGES = [page.relative_to(ROOT).as_posix() for page in pages()]
 
 
@@ -61,6 +64,12 @@ def test_generated_parts_are_current():
         old = path.read_text().splitlines() if path.exists() else []
         changes = "\n".join(difflib.unified_diff(old, text.splitlines(), "as it is", "as it should be", lineterm="", n=1))
         pytest.fail(f"{path.relative_to(ROOT)} is not current; python -m tests.docs.generate writes it:\n{changes}")
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_pages_select_tests_that_exist(selection):
+    done = run_bounded([sys.executable, "-m", "pytest", "--collect-only", "-q", *shlex.split(selection)], 60.0, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
 
 
 def test_readme_gives_the_two_commands():

@@ -383,6 +383,28 @@ def test_a_failure_that_was_raised_is_not_raised_again(job):
     assert (ended.stdout, ended.code) == ("closed\n", 0), ended.stderr
 
 
+@pytest.mark.parametrize("nodes", ["1x3", "2+1", "1+1+1"])
+@pytest.mark.parametrize(
+    "then",
+    ["pass", "strategy.close()", "other = mpistrat.MultiWorkerMirroredStrategy(); strategy.close(); other.close()"],
+    ids=["ends", "closes the strategy", "makes another one"],
+)
+def test_a_program_that_has_handled_a_call_which_one_rank_cannot_make_goes_on(job, then, nodes):
+    program = f"""
+        strategy = mpistrat.MultiWorkerMirroredStrategy()
+        reduce = lambda array: strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", array))
+        reduce(np.ones(40_001, np.float32))  # between nodes this is compared later
+        try:
+            reduce(np.ones(2, "f8" if comm.rank else ">f8"))
+        except mpistrat.errors.MpistratError as error:
+            print(type(error).__name__)
+        {then}
+    """
+    ended = job(3, program, MPISTRAT_VIRTUAL_NODES=nodes, MPISTRAT_STRICT="0")
+    assert ended.code == 0, ended
+    assert sorted(ended.stdout.split()) == ["AgreementError", "AgreementError", "UnsupportedDtypeError"]
+
+
 def test_a_signal_that_interrupts_the_beginning_or_end_of_a_call_is_told_to_all(job):
     program = """
         def trace(frame, event, argument):

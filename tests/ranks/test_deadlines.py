@@ -106,9 +106,9 @@ def test_every_verb_ends_and_names_who_is_missing(comm, make, verb, strict):
             VERBS[verb](ops, SECONDS)
     took, message = time.monotonic() - started, str(caught.value)
     assert isinstance(caught.value, TimeoutError)
-    assert message.startswith(f"rank {comm.rank} (node{ops.world.place(comm.rank).node_index}): ")
+    assert message.startswith(f"rank {comm.rank} ({ops.world.place(comm.rank).node.name}): ")
     assert f": collective {number}, {NAMES.get(verb, verb)}(" in message
-    node = ops.world.place(last).node_index
+    node = ops.world.place(last).node.index
     if comm.rank == last:
         assert "comes too late: rank" in message
         assert took < 0.5 * PATIENCE_SECONDS, "it need not wait"

@@ -58,7 +58,7 @@ def test_real_nodes_are_the_ranks_that_share_memory_and_a_virtual_one_cannot_spa
     monkeypatch.delenv("MPISTRAT_VIRTUAL_NODES", raising=False)
     world = discover(comm)
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
-    mine = world.nodes[world.place(comm.rank).node_index]
+    mine = world.place(comm.rank).node
     assert mine.ranks == tuple(node.allgather(comm.rank))
     assert mine.name == MPI.Get_processor_name()
     node.Free()

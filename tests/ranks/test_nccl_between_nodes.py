@@ -114,7 +114,7 @@ def test_ranks_without_nccl_are_told_what_is_accepted(comm, nodes):
 
 
 def test_communicators_are_destroyed_in_one_order(comm, nodes, monkeypatch):
-    sizes, num_inside = [], nodes.local_sizes[nodes.place(comm.rank).node_index]
+    sizes, num_inside = [], len(nodes.place(comm.rank).node.ranks)
     destroy = stand_in_nccl._Communicator.destroy
     monkeypatch.setattr(stand_in_nccl._Communicator, "destroy", lambda self: sizes.append(self.comm.size) or destroy(self))
     with Pair(comm, nodes):

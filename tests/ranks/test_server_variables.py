@@ -50,6 +50,12 @@ def test_a_variable_reads_as_what_was_assigned_and_a_deep_copy_is_one_of_its_own
     assert np.array_equal(table, first)
     assert np.array_equal(copied, first + 1)
     assert (type(copied), copied.name, copied.trainable) == (type(table), "table", False)
+    assert (table.synchronization.name, table.aggregation.name, table.constraint) == ("ON_WRITE", "NONE", None)
+    assert table.distribute_strategy is coordinator.strategy
+    with pytest.raises(TypeError, match="^update changes a mpistrat.Variable of replicas; got ShardedVariable"):
+        mpistrat.get_replica_context().update(table, np.negative)
+    with pytest.raises(TypeError, match=r"correct: +variable.assign_add\(value\), or strategy.extended.update\(variable"):
+        table[0] = 1
     coordinator.schedule(lambda: copy.deepcopy(table))
     with pytest.raises(RuntimeError, match="make variables on the chief"):
         coordinator.join()
@@ -132,10 +138,12 @@ def test_rows_are_read_by_their_ids(coordinator, num_shards):
     table = variable(coordinator, wanted)
     for ids in ([4], [9, 0, 9, 5], [[1, 2], [8, 1]], np.zeros(0, int), 7):
         np.testing.assert_array_equal(table.sparse_read(ids), wanted[ids])
-        np.testing.assert_array_equal(embedding_lookup(table, ids), wanted[ids])
+        for params in table, wanted:
+            np.testing.assert_array_equal(embedding_lookup(params, ids), wanted[ids])
     assert variable(coordinator, wanted[:, 0]).sparse_read(7) == 21
-    with pytest.raises(InvalidArgumentError, match="must be 0 to 9; got -1 to 3"):
-        table.sparse_read([3, -1])
+    for params in table, wanted:
+        with pytest.raises(InvalidArgumentError, match="must be 0 to 9; got -1 to 3"):
+            embedding_lookup(params, [3, -1])
     large = variable(coordinator, np.arange(100_000.0).reshape(10_000, 10))
     for ids in np.arange(0, 10_000, 20), np.arange(0, 10_000, 2):  # those of each server are sent with the request, or after it
         np.testing.assert_array_equal(large.sparse_read(ids), large.numpy()[ids])

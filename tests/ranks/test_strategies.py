@@ -152,7 +152,7 @@ class TestMirrored:
             told = f"{comm.size} ranks on {world.num_nodes} nodes"
             assert refused(LaunchError, told, mpistrat.MirroredStrategy).raised_everywhere
         node, local_rank = world.place(comm.rank)
-        mates, size = world.nodes[node].ranks, world.local_sizes[node]
+        mates, size = node.ranks, len(node.ranks)
         strategy = make_strategy(mpistrat.MirroredStrategy, allow_multiple_nodes=world.num_nodes > 1)
         assert strategy.num_replicas_in_sync == size
         assert all_reduced(strategy, np.array([1, comm.rank])).tolist() == [size, sum(mates)]
@@ -169,7 +169,7 @@ class TestMultiWorker:
         resolver = strategy.cluster_resolver
         assert isinstance(resolver, MPIClusterResolver)
         assert resolver.get_task_info() == ("worker", comm.rank)
-        hosts = [world.nodes[world.place(rank).node_index].name for rank in range(comm.size)]
+        hosts = [world.place(rank).node.name for rank in range(comm.size)]
         addresses = resolver.cluster_spec().job_tasks("worker")
         if world.num_nodes > 1:
             assert addresses == [f"{host}:{8888 + world.place(rank).local_rank}" for rank, host in enumerate(hosts)]

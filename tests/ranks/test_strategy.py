@@ -32,7 +32,7 @@ def test_replicas_are_ranks(comm, strategy, world):
     assert strategy.extended.should_checkpoint == (comm.rank == 0)
     assert strategy.extended.communicator.world.shape == world.shape
     place = world.place(comm.rank)
-    assert (strategy.rank, strategy.local_rank, strategy.node_rank) == (comm.rank, place.local_rank, place.node_index)
+    assert (strategy.rank, strategy.local_rank, strategy.node_rank) == (comm.rank, place.local_rank, place.node.index)
     assert sum(comm.allgather(strategy.is_chief)) == 1
     assert strategy.is_chief == strategy.extended.should_save_summary
 

@@ -120,6 +120,10 @@ class MixesChannels(MpiRingTransport):
         return super().all_reduce(buffer, op)
 
 
+class ClaimsChannels(MpiTransport):
+    has_channels = True
+
+
 class LosesNan(MpiTransport):
     def all_reduce(self, buffer, op, channel=0):
         plain = {ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX} if buffer.dtype.kind == "f" else {}
@@ -199,6 +203,7 @@ PLANTED = {
     ForgetsAPart: r"all_gather\(.*the parts do not cover each promised element once",
     WritesTooMuch: rf"all_gather{SIZE}SUM, bounds .*\) on rank \d .*: memory outside the buffer was written",
     MixesChannels: r"'channels_are_apart': mpi_ring: all_reduce\(\d+ x int32, SUM\) on rank .*: element \d+ is ",
+    ClaimsChannels: r"'channels_are_apart': mpi: all_reduce\(\d+ x int32, SUM\) on rank .*: element \d+ is ",
     LosesNan: r"'nan_wins': mpi: all_reduce\(\d x float32, M(IN|AX)\) on rank \d .*: element \d is .*, expected nan",
     WorksOnce: r"'every_size_and_division': mpi: all_reduce\(67 x int32, SUM\)",
     AnswersNothing: r"'the_group_is_served': mpi: probe on rank 0 .* returned None; an empty text was expected",
@@ -223,6 +228,43 @@ def test_memory_written_too_soon_is_caught(group, planted):
 @up_to_ranks(3)
 def test_different_bits_are_caught(group):
     caught(SumsInAnOrderOfItsOwn, group, r"'all_ranks_get_equal_bits': .* ranks got different bits")
+
+
+class CannotBeMade(MpiTransport):
+    def __init__(self, group):
+        super().__init__(group)
+        raise_on_rank_1(group)
+
+
+class CannotBeDisposed(MpiTransport):
+    def dispose(self):
+        raise_on_rank_1(self.group)
+
+
+class CannotBind(MpiTransport):
+    def reduce_scatter(self, buffer, bounds, op):
+        raise_on_rank_1(self.group)
+        return super().reduce_scatter(buffer, bounds, op)
+
+
+def raise_on_rank_1(group):
+    if group.rank == 1:
+        raise ValueError("planted")
+
+
+@needs_ranks(2)
+@up_to_ranks(3)
+@pytest.mark.parametrize(
+    ("planted", "where"),
+    [
+        (CannotBeMade, "'it_is_made': transport: a call"),
+        (CannotBeDisposed, "'it_is_disposed': mpi: a call"),
+        (CannotBind, r"'every_dtype_and_operation': mpi: reduce_scatter\(67 x bool, MIN, bounds .*\)"),
+    ],
+)
+def test_what_one_rank_raises_is_told_to_all_that_wait_for_it(group, planted, where, monkeypatch):
+    monkeypatch.setattr(transport_suite, "STUCK_SECONDS", 0.5)
+    caught(planted, group, rf"^rule {where} on rank 1 of \d \(world\): Traceback[^$]*ValueError: planted\n$")
 
 
 class Blocking(MpiTransport):

@@ -1,6 +1,7 @@
 """Tuning on several ranks: all learn what rank 0 reads, or what all have measured, and choose alike."""
 
 import re
+from argparse import Namespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -8,7 +9,9 @@ import pytest
 
 import mpistrat
 from mpistrat.algorithms.planners import NOTHING, PLANNERS
+from mpistrat.errors import LaunchError
 from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.tools import tune
 from mpistrat.tools.tune import measure
 from mpistrat.topology.world import World
 from mpistrat.tuning import Tuning, present_conditions, shared_measurements, tuning_path
@@ -47,6 +50,15 @@ def test_all_ranks_measure_alike(comm, world):
     assert all({16, 64, 256} <= {*found[name]} for name in PLANNERS)
     assert all(0 < seconds < 60 for times in found.values() for seconds in times.values())
     assert all(each == found for each in comm.allgather(found))
+
+
+@needs_ranks(2)
+def test_nothing_is_measured_where_rank_0_has_no_folder_for_the_file(comm, monkeypatch):
+    if comm.Get_rank() == 0:
+        monkeypatch.setenv("MPISTRAT_TUNING", "~nobody-of-this-name/mine.json")
+    monkeypatch.setattr(tune, "measure", Mock(side_effect=AssertionError("is measured")))
+    with pytest.raises(LaunchError, match="MPISTRAT_TUNING=~nobody-of-this-name/mine.json: Could not determine home"):
+        tune.execute(Namespace(show=False, ranks=None, nodes="", max_bytes="1KiB"))
 
 
 @needs_ranks(2)

@@ -7,7 +7,6 @@ import pytest
 from mpistrat.cluster import ClusterSpec, check_role, is_chief
 from mpistrat.cluster_resolver import (
     ClusterResolver,
-    Role,
     SimpleClusterResolver,
     TFConfigClusterResolver,
     UnionResolver,
@@ -296,19 +295,19 @@ def test_gpus_of_two_tasks_on_a_node_of_slurm(monkeypatch, variables, arguments,
             gpus_of_task(2, *arguments)
 
 
-def roles(cluster, *tasks):
-    return [Role(ClusterSpec(cluster), *task) for task in tasks]
+def chief(cluster, *tasks):
+    return chief_rank(ClusterSpec(cluster), tasks)
 
 
 def test_the_chief_is_the_lowest_rank_of_that_task_and_each_task_has_one():
-    assert chief_rank([Role(ClusterSpec({}))] * 3) == 0
-    assert chief_rank(roles(CLUSTER, ("worker", 0), ("worker", 1), ("chief", 0))) == 2
+    assert chief({}, *[(None, None)] * 3) == 0
+    assert chief(CLUSTER, ("worker", 0), ("worker", 1), ("chief", 0)) == 2
     workers = {"worker": ["a:1", "b:1"]}
-    assert chief_rank(roles(workers, ("worker", 1), ("worker", 1), ("worker", 0), ("worker", 0))) == 2
+    assert chief(workers, ("worker", 1), ("worker", 1), ("worker", 0), ("worker", 0)) == 2
     # nobody is the chief where worker 0 is missing
-    assert chief_rank(roles({"worker": {1: "a:1", 2: "b:1"}}, ("worker", 2), ("worker", 1))) == 0
+    assert chief({"worker": {1: "a:1", 2: "b:1"}}, ("worker", 2), ("worker", 1)) == 0
     with pytest.raises(LaunchError) as caught:
-        chief_rank(roles(CLUSTER, ("worker", 0)))
+        chief(CLUSTER, ("worker", 0))
     assert str(caught.value) == (
         "the cluster has 3 tasks that train, but this job of 1 ranks has only worker 0; no rank is chief 0, worker 1. The "
         "ranks come from MPI: start all tasks as one job, with mpistrat run, mpiexec or srun, or leave out of the cluster "
@@ -334,7 +333,7 @@ def test_tasks_that_do_not_train(cluster, task, message):
 
 
 def test_the_role_of_a_training():
-    assert training_role(simple(task_type="worker", task_id=1)) == Role(ClusterSpec(CLUSTER), "worker", 1)
-    assert training_role(simple({})) == Role(ClusterSpec({}))
+    assert training_role(simple(task_type="worker", task_id=1)) == (ClusterSpec(CLUSTER), ("worker", 1))
+    assert training_role(simple({})) == (ClusterSpec({}), (None, None))
     with_ps = {"ps": ["a:1"], "worker": ["b:1"]}
-    assert training_role(simple(with_ps, task_type="worker", task_id=0)).task_type == "worker"
+    assert training_role(simple(with_ps, task_type="worker", task_id=0))[1] == ("worker", 0)

@@ -24,7 +24,6 @@ from mpistrat.algorithms.planners import (
     reduce_scatter,
 )
 from mpistrat.arrays import part_bounds
-from mpistrat.errors import Unsuitable
 from mpistrat.topology.world import World
 from tests.unit.worlds import random_worlds
 
@@ -217,19 +216,18 @@ def test_phases_are_those_the_world_needs(shape, phases):
 
 
 DECLINED = {
-    "uneven nodes": ("3+1", 1 << 20, "hierarchical", "because nodes have different numbers of ranks"),
-    "one rank": ("1x1", 1 << 20, "auto", "or there is one rank"),
-    "another algorithm": ("1x4", 1 << 20, "flat", "because algorithm 'flat' was asked for"),
-    "nothing": ("1x4", 0, "hierarchical", "so small"),
-    "little": ("1x4", SCATTER_FROM_BYTES // 4 - 1, "auto", "so small"),
+    "uneven nodes": ("3+1", 1 << 20, "hierarchical"),
+    "one rank": ("1x1", 1 << 20, "auto"),
+    "another algorithm": ("1x4", 1 << 20, "flat"),
+    "nothing": ("1x4", 0, "hierarchical"),
+    "little": ("1x4", SCATTER_FROM_BYTES // 4 - 1, "auto"),
 }
 
 
-@pytest.mark.parametrize(("shape", "count", "algorithm", "reason"), DECLINED.values(), ids=DECLINED)
-def test_it_declines(shape, count, algorithm, reason):
+@pytest.mark.parametrize(("shape", "count", "algorithm"), DECLINED.values(), ids=DECLINED)
+def test_it_declines(shape, count, algorithm):
     world = World.from_shape(shape)
-    with pytest.raises(Unsuitable, match=reason):
-        reduce_scatter(world, part_bounds(count, world.size), 4, algorithm)
+    assert reduce_scatter(world, part_bounds(count, world.size), 4, algorithm) is None
 
 
 def chosen(shape, num_bytes):

@@ -156,8 +156,9 @@ def test_what_cannot_be_saved_or_restored_in_place_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="is a checkpoint already"):
         checkpoint.save(path)
     checkpoint.close()
-    with pytest.raises(RuntimeError, match="was closed"):
-        checkpoint.save(tmp_path / "two")
+    for use in checkpoint.save, lambda folder: mpistrat.CheckpointManager(checkpoint, folder):
+        with pytest.raises(RuntimeError, match="was closed: close it once, after the last save or restore"):
+            use(tmp_path / "two")
     with pytest.raises(CheckpointError, match=r"no.udcff is no whole checkpoint"):
         mpistrat.Checkpoint(w=np.zeros(3)).restore(tmp_path / os.fsdecode(b"no\xff"))
 

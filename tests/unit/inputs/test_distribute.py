@@ -158,17 +158,10 @@ def test_empty_batches_are_of_the_kind_that_was_seen(seen):
     assert (type(empty), tuple(empty.shape), empty.dtype) == (torch.Tensor, (0, 3), torch.float32)
 
 
-def test_the_default_strategy_gets_what_there_is_and_a_dataset_may_distribute_itself():
+def test_the_default_strategy_gets_what_there_is():
     default, dataset = default_mode().strategy, object()
     assert distribute_dataset(default, dataset) is dataset
     assert distribute_from_function(default, lambda context: (dataset, context)) == (dataset, InputContext())
-
-    class Own:
-        def distribute(self, strategy, options):
-            return [strategy, options]
-
-    strategy, dataset = ONE(), Own()
-    assert strategy.experimental_distribute_dataset(dataset, "options") == [strategy, "options"]
     assert mpistrat.get_strategy().experimental_distribute_dataset(dataset) is dataset
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from mpistrat.launch.abort import RESTART_EXIT_CODE
-from mpistrat.launch.end_of_job import COUNT, PROGRESS, note_saved, run_again, seconds_left
+from mpistrat.launch.end_of_job import note_saved, run_again, seconds_left
 from mpistrat.launch.mpiexec import TIMED_OUT, Ended
+from mpistrat.settings import PROGRESS_FILE, RESTART_COUNT
 from tests.processes import started
 
 FAILS, PREEMPTED = Ended(1), Ended(RESTART_EXIT_CODE)
@@ -23,7 +24,7 @@ NONE_SAVED, LAST = "no checkpoint was saved since it started", "the last checkpo
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Run jobs that save steps and end in turn; return the exit code, how many have run, and what was said."""
-    for name in (COUNT, PROGRESS, "MPISTRAT_TIME_LIMIT", "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+    for name in (RESTART_COUNT, PROGRESS_FILE, "MPISTRAT_TIME_LIMIT", "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         monkeypatch.delenv(name, raising=False)
 
     def run(most, *jobs):
@@ -31,9 +32,9 @@ def run(tmp_path, monkeypatch):
 
         def start(variables):
             steps, ended = jobs[len(counts)]
-            counts.append(variables[COUNT])
-            assert Path(variables[PROGRESS]).parent == tmp_path
-            monkeypatch.setenv(PROGRESS, variables[PROGRESS])
+            counts.append(variables[RESTART_COUNT])
+            assert Path(variables[PROGRESS_FILE]).parent == tmp_path
+            monkeypatch.setenv(PROGRESS_FILE, variables[PROGRESS_FILE])
             for step in steps:
                 note_saved(step)
             return ended, "why"
@@ -107,9 +108,9 @@ def test_the_time_limit_counts_from_the_first_start(monkeypatch):
 
 
 def test_a_progress_file_that_is_on_another_host_is_no_error(tmp_path, monkeypatch):
-    monkeypatch.delenv(PROGRESS, raising=False)
+    monkeypatch.delenv(PROGRESS_FILE, raising=False)
     note_saved(1)
-    monkeypatch.setenv(PROGRESS, str(tmp_path / "progress"))
+    monkeypatch.setenv(PROGRESS_FILE, str(tmp_path / "progress"))
     note_saved(1)
     assert not list(tmp_path.iterdir())
 

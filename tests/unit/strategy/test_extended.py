@@ -111,9 +111,9 @@ def test_update_refuses_foreign_variables_and_a_value_that_only_some_replicas_ha
     strategy, other = mpistrat.OneDeviceStrategy(), mpistrat.OneDeviceStrategy()
     weights = made(strategy, 0.0)
     update = strategy.extended.update
-    with pytest.raises(TypeError, match="extended.update changes a mpistrat.Variable; got array"):
+    with pytest.raises(TypeError, match="extended.update changes a mpistrat.Variable of replicas; got array"):
         update(np.ones(1), print)
-    with pytest.raises(TypeError, match="^update changes a mpistrat.Variable; got array"):
+    with pytest.raises(TypeError, match="^update changes a mpistrat.Variable of replicas; got array"):
         strategy.run(lambda: mpistrat.get_replica_context().update(np.zeros(2), np.add, (1,)))
     with pytest.raises(RuntimeError, match="two strategies cannot be mixed"):
         other.extended.update(weights, print)

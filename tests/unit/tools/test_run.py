@@ -58,13 +58,14 @@ def test_job_is_started_and_its_code_is_ours_and_inside_a_job_is_refused(monkeyp
     assert environ == {**os.environ, **EXTRA}
     execute("-n", "2", "--timeout", "2:00:00", "train.py")
     assert started[1][2] == 7200.0
-    monkeypatch.setattr(environment, "detect", lambda: environment.LauncherView("srun", 1, 4, 1, 2))
-    with pytest.raises(LaunchError) as caught:
-        execute("-n", "2", "train.py")
-    assert str(caught.value) == (
-        "this is rank 1 of 4 that srun started, and each rank would start a job. Call mpistrat once, outside the job; "
-        "or leave it out, and start the script with that launcher."
-    )
+    for size, number in ((4, "4"), (None, "several")):  # PMIx alone tells no size
+        monkeypatch.setattr(environment, "detect", lambda size=size: environment.LauncherView("srun", 1, size, 1, 2))
+        with pytest.raises(LaunchError) as caught:
+            execute("-n", "2", "train.py")
+        assert str(caught.value) == (
+            f"this is rank 1 of {number} that srun started, and each rank would start a job. Call mpistrat once, outside the "
+            "job; or leave it out, and start the script with that launcher."
+        )
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_ranks_have_one_place_and_shards_one_owner_per_node_and_tile(world):
     assert sorted(rank for node in world.nodes for rank in node.ranks) == list(range(world.size))
     for rank in range(world.size):
         place = world.place(rank)
-        assert world.nodes[place.node_index].ranks[place.local_rank] == rank
+        assert world.nodes[place.node.index].ranks[place.local_rank] == rank
     for node in world.nodes:
         owned = [shard for rank in node.ranks for shard in world.shards_of(rank)]
         assert owned == list(range(world.num_shards)), "in rank order, each shard once"
@@ -76,7 +76,7 @@ def test_ranks_have_one_place_and_shards_one_owner_per_node_and_tile(world):
         assert max(counts) - min(counts) <= 1, "evenly shared"
     assert len(world.rails) == world.num_shards
     for shard, rail in enumerate(world.rails):
-        assert [world.place(rank).node_index for rank in rail] == list(range(world.num_nodes))
+        assert [world.place(rank).node.index for rank in rail] == list(range(world.num_nodes))
         assert all(shard in world.shards_of(rank) for rank in rail)
         assert rail == tuple(world.owner(shard, node) for node in range(world.num_nodes))
 

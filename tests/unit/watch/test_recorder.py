@@ -13,7 +13,8 @@ from mpistrat.launch import process
 from mpistrat.watch import record as records
 from mpistrat.watch.record import OVERWRITTEN, RECORD, RankFile, State
 from mpistrat.watch.recorder import FlightRecorder, collection_paused, hash_of
-from mpistrat.watch.verdict import Notice, Notices
+from mpistrat.watch.verdict import Notice
+from mpistrat.watch.watcher import Notices
 from tests.processes import python
 
 RING_RECORDS, CALLS, LINES = (RECORD[name].shape[0] for name in ("ring", "calls", "lines"))

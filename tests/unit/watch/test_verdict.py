@@ -11,8 +11,8 @@ from mpistrat.watch import states as states_of
 from mpistrat.watch.record import NOT_LISTED, RankFile, RecordedCall
 from mpistrat.watch.recorder import FlightRecorder, hash_of
 from mpistrat.watch.states import RankState, decode, encode, stall_report
-from mpistrat.watch.verdict import Notice, Notices, judge, waits_for
-from mpistrat.watch.watcher import Watcher
+from mpistrat.watch.verdict import Notice, judge, waits_for
+from mpistrat.watch.watcher import Notices, Watcher
 from tests.processes import python
 
 ONE, TWO = (1, 5), (2, 5)
@@ -197,6 +197,15 @@ def test_a_new_strategy_ignores_what_all_were_told_and_not_what_concerns_a_commu
     notices.ignore()
     assert notices.first({(2, 6)}).number == 5
     assert notices.first({(1, 5)}) is None
+
+
+def test_a_rank_that_has_refused_a_collective_is_told_only_in_there_that_others_wait_in_it(tmp_path):
+    notices = Notices(tmp_path)
+    notices.refuse(1, 5)
+    notices.post(Notice(1, 5, "rank 1: which failed", True))
+    notices.ignore()  # a new strategy is made
+    assert notices.first({(2, 1)}) is None
+    assert notices.first({(1, 5)}).number == 5
 
 
 def test_the_report_names_who_is_in_it_or_has_failed_and_what_the_others_do():

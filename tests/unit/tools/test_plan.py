@@ -9,7 +9,7 @@ import pytest
 
 from mpistrat.algorithms.planners import hierarchical
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
-from mpistrat.tools import cli, plan_command
+from mpistrat.tools import cli, plan
 from mpistrat.topology.world import World
 from tests.processes import TAKES_CTRL_C, run_bounded
 
@@ -85,14 +85,15 @@ def test_a_stdout_that_was_closed_or_cannot_encode_is_no_error():
 def test_one_rank_of_several_whose_reader_has_gone_ends_the_others_by_an_exception(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    monkeypatch.setattr(plan_command, "execute", lambda _: (_ for _ in ()).throw(BrokenPipeError))
+    monkeypatch.setattr(plan, "execute", lambda _: (_ for _ in ()).throw(BrokenPipeError))
     with pytest.raises(BrokenPipeError):
         cli.main(["plan", "--world", "4x8", "--bytes", "8"])
 
 
 def test_ctrl_c_while_modules_are_imported_prints_no_traceback(tmp_path):
     (tmp_path / "slow.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
-    program = "from mpistrat.tools import cli; cli.COMMANDS['slow'] = 'slow', ''; cli.main(['slow'])"
+    add = "from mpistrat import tools; from mpistrat.tools import cli; tools.__path__ += ['.']; cli.COMMANDS['slow'] = ''"
+    program = f"{add}; cli.main(['slow'])"
     done = run_bounded([*TAKES_CTRL_C, sys.executable, "-c", program], 60.0, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
