@@ -40,7 +40,8 @@ def test_messages_of_other_calls_have_other_tags_which_mpi_accepts(monkeypatch):
 
 
 @pytest.mark.parametrize(("nbytes", "calls"), [(8, MOST_UNCONFIRMED), (1 << 16, 8), (1 << 30, 1)])
-def test_calls_are_confirmed_after_so_many_at_most(nbytes, calls):
+def test_calls_are_confirmed_after_so_many_at_most(monkeypatch, nbytes, calls):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
     call, confirmed = CallState(), []
     call.compare_history = confirmed.append
     for number in range(calls):
@@ -54,7 +55,8 @@ def test_calls_are_confirmed_after_so_many_at_most(nbytes, calls):
     assert len(confirmed) <= 2, "there is nothing left to confirm"
 
 
-def test_calls_of_every_kind_count_after_one_that_is_unconfirmed_each_and_in_order():
+def test_calls_of_every_kind_count_after_one_that_is_unconfirmed_each_and_in_order(monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
     call, confirmed = CallState(), []
     call.compare_history = confirmed.append
     call.count()
