@@ -374,6 +374,8 @@ class NcclTransport(DeviceTransport):
 
     def _issue(self, calls: Sequence[_Call], on: Stream | None = None) -> None:
         """Make calls, several of them as a group, on the stream of the transport or another one."""
+        if self._failure:  # the watcher may have aborted while this thread waited for room on a stream
+            self.raise_failure()
         stream = (on or self._stream).pointer
         if len(calls) > 1:
             self._nccl.groupStart()

@@ -484,6 +484,21 @@ def test_a_call_that_waits_for_room_on_a_stream_is_ended_by_the_watcher(node, mo
     node.device.queue_depth = stand_in.QUEUE_DEPTH
 
 
+def test_nccl_is_not_called_after_the_watcher_has_aborted_it_while_the_stream_had_no_room(node, monkeypatch):
+    given = node.up(values(100, np.float32, node.rank))
+    node.gpu.all_reduce(SUM, given, out=given)
+    follow = node.nccl._follow
+
+    def aborted_meanwhile(current):
+        follow(current)
+        node.nccl.abort("planted")
+
+    monkeypatch.setattr(node.nccl, "_follow", aborted_meanwhile)
+    with pytest.raises((TransportError, UnavailableError), match="planted|has given up"):
+        node.gpu.all_reduce(SUM, given, out=given)
+    node.comm.Barrier()
+
+
 def test_a_communicator_that_is_dropped_is_not_destroyed_on_one_rank_alone(node):
     communicator = Communicator(Hierarchy(node.comm, node.world))
     communicator.all_reduce(SUM, node.up(values(100, np.float32, node.rank)))
