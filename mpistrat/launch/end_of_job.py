@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What queues and launchers send before they end a job."""
 _ANSWER_SECONDS = 20.0  # of SLURM
+# a signal that comes between the interpreter's last look for one and the sleep does not interrupt the sleep
+_NAP_SECONDS = 0.5
 
 
 class Signals:
@@ -147,7 +149,9 @@ def run_again(
                 return ended.code
             wait = f" in {format_elapsed(delay)}" if delay else ""
             say(f"restart {count + 1} of {most}{wait}: {reason}; {place}")
-            time.sleep(delay)
+            again_at = time.monotonic() + delay
+            while (left := again_at - time.monotonic()) > 0:
+                time.sleep(min(left, _NAP_SECONDS))
     raise AssertionError("a job is started at least once")
 
 
