@@ -6,11 +6,12 @@ number from then on.
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
@@ -72,6 +73,14 @@ class FunctionTable:
             self._channel.send(requests, rank, REQUEST, Define(number, forgotten), function.pickled.data)
         known[function.digest] = number
         return number
+
+
+def parameters_of(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function; none for a function in C that does not tell them."""
+    try:
+        return inspect.signature(fn).parameters
+    except ValueError:
+        return {}
 
 
 def use(thing: object) -> None:
