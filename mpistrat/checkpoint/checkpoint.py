@@ -287,7 +287,7 @@ class Checkpoint:
         """Return a file in host memory, which the next save uses again. What lies on a GPU gets there by DMA."""
         memory, device = self._reserve(layout.num_bytes), bound_device()
         parts = [np.frombuffer(layout.header, np.uint8)]
-        parts += [flat(arrays[name])[start:stop] for name, start, stop, _ in map(layout.pieces.__getitem__, layout.order)]
+        parts += [flat(arrays[name])[start:stop] for name, start, stop, _ in layout.pieces]
         if device is None:  # by one call: many arrays are small
             np.concatenate([part.view(np.uint8) for part in parts], out=memory[: layout.num_bytes])
             return memory

@@ -21,7 +21,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from errno import EFAULT, EINVAL
 from fcntl import F_GETFL, F_SETFL, fcntl
 from functools import lru_cache
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -93,11 +93,10 @@ class Manifest(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The pieces of a file in the format of safetensors, its header, their order behind it, where each lies, and its bytes."""
+    """A file in the format of safetensors: the pieces as they lie in it, its header, where each piece lies, and its bytes."""
 
-    pieces: Sequence[Piece]
+    pieces: list[Piece]
     header: bytes
-    order: list[int]
     places: list[slice]
     num_bytes: int
 
@@ -151,9 +150,9 @@ def write_file(path: Path, memory: Array, num_bytes: int) -> None:
 
 def read_file(path: Path, layout: Layout, memory: Array | None = None) -> None:
     """Read a file into aligned memory, up to its next multiple, or only to look at it: it must be what was written."""
-    pieces, header, order, places, size = layout
+    pieces, header, places, size = layout
     parts: list[tuple[str, slice, int | None]] = [("its header", slice(0, len(header)), crc32(header))]
-    parts += [(pieces[number].name, places[number], pieces[number].checksum) for number in order]
+    parts += [(piece.name, place, piece.checksum) for piece, place in zip(pieces, places, strict=True)]
     scratch = new_memory(_MOVED_BYTES) if memory is None else memory
     number = checksum = 0
     with _reading(path), _opened(path, "rb") as file:
@@ -215,13 +214,13 @@ def aligned(num_bytes: int) -> int:
 
 def in_groups(layout: Layout, most_bytes: int) -> Iterator[tuple[list[Piece], slice]]:
     """Yield the pieces of a file in the order in which they lie there, as many at once as have so many bytes, or one."""
-    group, start, stop = list[Piece](), layout.places[layout.order[0]].start, 0
-    for number in layout.order:
-        if group and layout.places[number].stop - start > most_bytes:
+    group, start, stop = list[Piece](), layout.places[0].start, 0
+    for piece, place in zip(layout.pieces, layout.places, strict=True):
+        if group and place.stop - start > most_bytes:
             yield group, slice(start, stop)
             group, start = [], stop
-        group.append(layout.pieces[number])
-        stop = layout.places[number].stop
+        group.append(piece)
+        stop = place.stop
     yield group, slice(start, stop)
 
 
@@ -238,18 +237,18 @@ def layout_of(pieces: tuple[Piece, ...], arrays: Mapping[str, Spec]) -> Layout:
 @lru_cache(maxsize=8)
 def _layout_of(pieces: tuple[Piece, ...], dtypes: tuple[str, ...]) -> Layout:
     stored = [dtype if dtype in _STORED else "uint8" for dtype in dtypes]
-    order = sorted(range(len(pieces)), key=lambda place: -itemsize_of(stored[place]))  # so all of them are aligned
-    fields, bounds, end = {}, dict[int, tuple[int, int]](), 0
-    for place in order:
-        piece, kept = pieces[place], stored[place]
-        begin, end = end, end + (piece.stop - piece.start) * itemsize_of(dtypes[place])
-        shape, bounds[place] = [(end - begin) // itemsize_of(kept)], (begin, end)
-        fields[piece.name] = {"dtype": _STORED[kept], "shape": shape, "data_offsets": (begin, end)}
+    # so all of them are aligned
+    ordered = sorted(zip(pieces, dtypes, stored, strict=True), key=lambda each: -itemsize_of(each[2]))
+    fields, bounds = {}, [0]
+    for piece, dtype, kept in ordered:
+        nbytes = (piece.stop - piece.start) * itemsize_of(dtype)
+        bounds.append(bounds[-1] + nbytes)
+        fields[piece.name] = {"dtype": _STORED[kept], "shape": [nbytes // itemsize_of(kept)], "data_offsets": bounds[-2:]}
     text = json.dumps(fields).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    places = [slice(*(len(header) + bound for bound in bounds[place])) for place in range(len(pieces))]
-    return Layout(pieces, header, order, places, len(header) + end)
+    places = [slice(len(header) + begin, len(header) + end) for begin, end in pairwise(bounds)]
+    return Layout([piece for piece, _, _ in ordered], header, places, len(header) + bounds[-1])
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -12,7 +11,7 @@ from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs.input_options import InputContext
 from mpistrat.parameter_server.client import current_client
 from mpistrat.parameter_server.dispatcher import Dispatcher, RemoteValue, ScheduledCall
-from mpistrat.parameter_server.functions import loading_worker, pickled_with_uses, use
+from mpistrat.parameter_server.functions import loading_worker, parameters_of, pickled_with_uses, use
 from mpistrat.structures import flatten, map_leaves
 
 
@@ -243,10 +242,7 @@ def _fetched(leaf: Any) -> Any:
 
 
 def _takes_context(fn: Callable[..., Any]) -> bool:
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except ValueError:
-        return False
+    parameters = parameters_of(fn).values()
     return any(one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters)
 
 

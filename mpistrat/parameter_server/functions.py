@@ -1,28 +1,25 @@
 """Functions, arguments, results and errors as bytes: what is sent once, and what with each call.
 
 A function is pickled each time, with what it refers to then; the same bytes are sent once to each rank that runs it, and have a
-number from then on. What is plain (arrays, numbers, texts and nests of them) goes by pickle, everything else by cloudpickle.
+number from then on.
 """
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
 from typing import Any, NamedTuple, cast
 
-import numpy as np
-
 from mpistrat.parameter_server.messages import REQUEST, Channel, Define, Request
 
 _MOST_FUNCTIONS = 256  # that a rank keeps of each other one
-_PLAIN = (bool, int, float, complex, str, bytes, np.ndarray, np.generic, type(None))
-_DEPTH = 8
 
 _local = threading.local()
 
@@ -78,6 +75,14 @@ class FunctionTable:
         return number
 
 
+def parameters_of(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function; none for a function in C that does not tell them."""
+    try:
+        return inspect.signature(fn).parameters
+    except ValueError:
+        return {}
+
+
 def use(thing: object) -> None:
     """Note, where something is pickled that stands for a thing, that the thing must stay where it is."""
     if (uses := getattr(_local, "uses", None)) is not None:
@@ -110,7 +115,7 @@ def loading_worker() -> int | None:
 def dumps(value: Any, what: str) -> bytes:
     """Return a value as bytes; errors call it `what`."""
     try:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if _is_plain(value, _DEPTH) else _by_value(value)
+        return _by_value(value)
     except Exception as error:
         raise TypeError(
             f"{what} cannot be sent to another rank: {type(error).__name__}: {error}. What it refers to must be picklable: "
@@ -154,15 +159,3 @@ def _by_value(value: Any) -> bytes:
     import cloudpickle  # type: ignore[import-untyped] # an extra: `join_cluster` has found it
 
     return cast("bytes", cloudpickle.dumps(value))
-
-
-def _is_plain(value: Any, depth: int) -> bool:
-    if type(value) is np.ndarray:
-        return not value.dtype.hasobject
-    if isinstance(value, _PLAIN):
-        return type(value).__module__ in ("builtins", "numpy")
-    if type(value) in (tuple, list) and depth:
-        return all(_is_plain(part, depth - 1) for part in value)
-    if type(value) is dict and depth:
-        return all(type(key) is str and _is_plain(part, depth - 1) for key, part in value.items())
-    return False

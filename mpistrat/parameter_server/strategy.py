@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from mpistrat.lazy import MPI
 from mpistrat.parameter_server.client import Client, current_client
 from mpistrat.parameter_server.coordinator import ClusterCoordinator
 from mpistrat.parameter_server.dispatcher import Dispatcher
+from mpistrat.parameter_server.functions import parameters_of
 from mpistrat.parameter_server.messages import Channel
 from mpistrat.parameter_server.server import VariableServer, Worker
 from mpistrat.parameter_server.variables import ServerVariable, ShardedVariable
@@ -396,7 +396,7 @@ def _initial(
     value: Any, dtype: Any, shape: Sequence[int] | None, name: str
 ) -> tuple[tuple[int, ...], np.dtype[Any], Callable[[int, int], Array]]:
     """Return the shape and dtype of an initial value, and what returns some of its rows."""
-    parameters = set(inspect.signature(value).parameters) if shape and callable(value) else set()
+    parameters = set(parameters_of(value)) if shape and callable(value) else set()
     takes_info, takes_partition = "shard_info" in parameters, {"partition_shape", "partition_offset"} <= parameters
     if not shape or not (takes_info or (takes_partition and dtype is not None)):
         array = initial_array(value, dtype, shape, name)

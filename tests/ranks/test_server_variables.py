@@ -188,6 +188,8 @@ def test_initial_values_of_shards_are_made_one_by_one(coordinator):
         np.testing.assert_array_equal(table[:, 0], [0, 0, 0, 3, 3])
     assert asked == 2 * [((3, 2), (0, 0)), ((2, 2), (3, 0))]
     np.testing.assert_array_equal(variable(coordinator, lambda: [[1.0], [2.0]]), [[1], [2]])
+    in_c = partial(max, [[1.0], [2.0]], [[3.0], [4.0]])  # tells no parameters, as `np.zeros` before NumPy 2.4
+    np.testing.assert_array_equal(variable(coordinator, in_c, shape=(2, 1)), [[3], [4]])
     with pytest.raises(InvalidArgumentError, match=r"must have shape \(3, 2\); got an initial value of shape \(3, 1\)"):
         variable(coordinator, lambda shard_info: np.zeros((3, 1)), shape=(5, 2))
 
