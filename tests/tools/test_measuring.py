@@ -19,9 +19,9 @@ def test_the_table():
     done = run_mpistrat("bench", "all_reduce", "-n", "2", "--max-bytes", "1KiB")
     title, heads, *lines = done.stdout.splitlines()
     assert title.startswith("all_reduce of float32, SUM, World(1x2, 2 ranks on 1 node), ")
-    assert heads.split() == ["size", "plan", "time", "MPI", "alg", "GB/s", "bus", "GB/s", "x", "MPI"]
+    assert heads.split() == ["size", "plan", "time", "MPI", "alg", "GB/s", "bus", "GB/s", "x", "MPI", "by"]
     assert [line.split()[:2] for line in lines] == [[str(size), "B"] for size in (8, 32, 128, 512)]
-    assert {len(line.split()) for line in lines} == {10}
+    assert {tuple(line.split()[10:]) for line in lines} == {("slots", "of", "shared", "memory")}
 
 
 def test_json_holds_the_same_figures():
@@ -46,9 +46,13 @@ def test_every_algorithm_is_measured_by_its_name(tmp_path):
     """
     (tmp_path / "job.py").write_text(textwrap.dedent(program))
     done = run_mpistrat("run", "-n", "3", "--nodes", "2+1", str(tmp_path / "job.py"))
-    auto, *plans = [line.split()[2] for line in done.stdout.splitlines() if line.split()[:2] == ["64", "B"]]
-    assert auto in PLANNERS
-    assert plans == [*PLANNERS, "mpi"]
+    auto, *plans = [line.split(maxsplit=10) for line in done.stdout.splitlines() if line.split()[:2] == ["64", "B"]]
+    assert auto[2] in PLANNERS
+    assert {words[2]: words[10] for words in plans} == {
+        "flat": "slots of shared memory, messages between nodes",
+        "hierarchical": "shared_memory inside the node, mpi between nodes",
+        "mpi": "MPI_Allreduce",
+    }
 
 
 def test_names_of_algorithms_are_the_planners():
