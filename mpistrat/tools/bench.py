@@ -29,7 +29,6 @@ from mpistrat.device.binding import bound_device
 from mpistrat.errors import CollectiveError, InvalidArgumentError
 from mpistrat.groups.agreement import gather_or_raise
 from mpistrat.groups.group import Group
-from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import library_version, start, what_is_bound
 from mpistrat.launch.environment import detect
 from mpistrat.lazy import MPI
@@ -38,7 +37,6 @@ from mpistrat.settings import parse_bytes
 from mpistrat.steps import drive, until
 from mpistrat.text import format_bytes, format_count
 from mpistrat.tools import run
-from mpistrat.topology.discover import check_gpu_assignment, discover
 from mpistrat.tuning import ITEM_BYTES
 
 ALGORITHMS = ("auto", *PLANNERS, "mpi")
@@ -83,8 +81,7 @@ def execute(arguments: argparse.Namespace) -> int:
     comm = begin(arguments, sizes[-1])
     if isinstance(comm, int):
         return comm
-    check_gpu_assignment(comm)
-    communicator = Communicator(Hierarchy(comm, discover(comm)))
+    communicator = Communicator(comm)
     prints_table = communicator.rank == 0 and not arguments.json
     if prints_table:
         other = "; plain MPI in host memory" if communicator.path else ""

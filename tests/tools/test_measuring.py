@@ -15,8 +15,10 @@ from tests.gpu.stand_in_arrays import stand_in_gpu
 from tests.processes import run_mpistrat
 
 
-def test_the_table():
+def test_the_table(monkeypatch, tmp_path):
+    monkeypatch.setenv("MPISTRAT_TIMELINE", str(tmp_path / "trace.json"))
     done = run_mpistrat("bench", "all_reduce", "-n", "2", "--max-bytes", "1KiB")
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"], "that of all ranks, whose watchers know each other"
     title, heads, *lines = done.stdout.splitlines()
     assert title.startswith("all_reduce of float32, SUM, World(1x2, 2 ranks on 1 node), ")
     assert heads.split() == ["size", "plan", "time", "MPI", "alg", "GB/s", "bus", "GB/s", "x", "MPI", "by"]
@@ -125,6 +127,12 @@ def test_what_one_rank_has_no_memory_for_ends_all_by_one_line(tmp_path, words):
     refused = f"mpistrat {words[0]}: rank 1: arrays of "
     assert [line[: len(refused)] for line in done.stderr.splitlines() if "mpistrat" in line] == [refused]
     assert "ended with 2" in done.stdout
+
+
+def test_what_all_ranks_refuse_alike_is_said_once(monkeypatch):
+    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "nccl")
+    done = run_mpistrat("bench", "all_reduce", "-n", "3", code=2)
+    assert done.stderr.count("mpistrat bench: MPISTRAT_INTRA_TRANSPORT=nccl moves GPU memory, and ranks compute on CPUs") == 1
 
 
 def test_one_rank_has_nothing_to_tune(kept):
