@@ -81,13 +81,14 @@ def host_transports(hierarchy: Hierarchy) -> Transports:
     automatic = _INTRA if hierarchy.intra.size > 1 else (MpiTransport.name,)  # a single rank needs no shared memory
     inside, found = _inside_nodes(hierarchy, _kinds(TRANSPORTS, wanted, automatic))
     if inside is None:
-        raise _unusable(*next((f"intra {each.node}", each.why) for each in found if not each.kind), _INTRA)
+        group, why = next((f"intra {each.node}", each.why) for each in found if not each.kind)
+        raise _unusable(settings.INTRA_TRANSPORT, wanted, group, why)
     warn_of_next(hierarchy.intra, found[hierarchy.rank].why, inside.name)
     kinds = _kinds(TRANSPORTS, between, _INTER)
     made, group, why = _first_usable(kinds, hierarchy.rails.values(), hierarchy.world_group)
     if made is None:
         inside.dispose()
-        raise _unusable(group, why, _INTER)
+        raise _unusable(settings.INTER_TRANSPORT, between, group, why)
     if made:
         warn_of_next(hierarchy.world_group, why, made[0].name)
     rails = small_rails = dict(zip(hierarchy.rails, made, strict=True))
@@ -337,13 +338,17 @@ def _on_host(hierarchy: Hierarchy, setting: settings.Setting[str]) -> str:
     if wanted not in _ON_DEVICE:
         return wanted
     if bound_device() is None:
-        accepted = ", ".join(name for name in setting.choices if name not in _ON_DEVICE)
-        raise TransportError(f"{setting.name}={wanted} moves GPU memory, and ranks compute on CPUs; accepted are {accepted}")
+        raise TransportError(f"{setting.name}={wanted} moves GPU memory, and ranks compute on CPUs; {_accepted(setting)}")
     return "auto"
 
 
-def _unusable(group: str, refusals: str, accepted: Iterable[str]) -> TransportError:
-    return TransportError(f"group {group} has no usable transport ({refusals}); accepted are {', '.join(accepted)}")
+def _unusable(setting: settings.Setting[str], wanted: str, group: str, refusals: str) -> TransportError:
+    what = f"group {group} has no usable transport ({refusals})"
+    return TransportError(f"{what}: {setting.name} is {wanted}, and {_accepted(setting)}")
+
+
+def _accepted(setting: settings.Setting[str]) -> str:
+    return f"accepted are {', '.join(name for name in setting.choices if name not in _ON_DEVICE)}"
 
 
 def _cannot_move(setting: settings.Setting[str], name: str, reasons: Iterable[str], accepted: Iterable[str]) -> TransportError:

@@ -293,31 +293,30 @@ def follow(
     printed = Banners()
     relay = threading.Thread(target=relay_stderr, args=(source, 2, printed), name="mpistrat stderr", daemon=True)
     relay.start()
-    job = _Followed(process, timeout, on_timeout)
-    job.wait(signals)
+    received, timed_out = _wait(process, signals, timeout, on_timeout)
     if process.returncode < 0:
         _end_orphans(others)
     library.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     relay.join(_RELAY_SECONDS)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    killed = None if job.ended_by else printed.killed
-    return Ended(_code(job) or printed.daemons_code, job.timed_out, killed, printed.failed, frozenset(job.signals))
+    ended_by = next((number for number in received if number in _ENDING), 0)
+    code = TIMED_OUT if timed_out else _code(process, ended_by) or printed.daemons_code
+    return Ended(code, timed_out, None if ended_by else printed.killed, printed.failed, frozenset(received))
 
 
-def _code(job: _Followed) -> int:
-    code = job.process.returncode
-    if job.timed_out:
-        return TIMED_OUT
+def _code(process: subprocess.Popen[bytes], ended_by: int) -> int:
+    """Return the exit code of a job whose mpiexec has ended, and was told to by a signal, if by any; say what it hides."""
+    code: int = process.returncode
     # told to end, mpiexec returns 1 or dies; another code after SIGTERM is the program's own
-    ends = code != 0 if job.ended_by == signal.SIGINT else code in (1, -job.ended_by, -signal.SIGKILL)
-    if job.ended_by and ends:
-        print(f"mpistrat run: {_ENDING[job.ended_by]}", file=sys.stderr, flush=True)
-        return 128 + job.ended_by
+    ends = code != 0 if ended_by == signal.SIGINT else code in (1, -ended_by, -signal.SIGKILL)
+    if ended_by and ends:
+        print(f"mpistrat run: {_ENDING[ended_by]}", file=sys.stderr, flush=True)
+        return 128 + ended_by
     if code >= 0:
         return code
-    if not job.ended_by:
+    if not ended_by:
         how = f"was ended by signal {-code} ({signal.strsignal(-code)}), and the ranks with it"
-        print(f"mpistrat run: mpiexec (process {job.process.pid}) {how}", file=sys.stderr, flush=True)
+        print(f"mpistrat run: mpiexec (process {process.pid}) {how}", file=sys.stderr, flush=True)
     return 128 - code
 
 
@@ -334,53 +333,44 @@ def _end_orphans(others: set[int]) -> None:
         path.unlink(missing_ok=True)
 
 
-class _Followed:
-    def __init__(self, process: subprocess.Popen[bytes], timeout: float, on_timeout: Callable[[int], None] | None) -> None:
-        self.process, self._on_timeout = process, on_timeout
-        self.signals = set[int]()
-        self._num_told = 0
-        self._forward: list[int] = []
-        self._forward_at = math.inf
-        self._end_at = time.monotonic() + timeout
-        self.timed_out, self.ended_by = False, 0
-        self._segments: set[Path] = set()
+def _wait(
+    process: subprocess.Popen[bytes], signals: Sequence[int], timeout: float, on_timeout: Callable[[int], None] | None
+) -> tuple[list[int], bool]:
+    """Wait until mpiexec has exited; return what it was sent of the `signals`, which are blocked, and whether it took too long.
 
-    def wait(self, signals: Sequence[int]) -> None:
-        """Wait until mpiexec has exited; `signals`, of which SIGCHLD is one, are blocked."""
-        while self.process.poll() is None:
-            seconds = min(self._forward_at, self._end_at) - time.monotonic()
-            received = signal.sigtimedwait(signals, min(max(seconds, 0.0), _POLL_SECONDS))
-            if received is not None and received.si_signo != signal.SIGCHLD:
-                self._forward.append(received.si_signo)
-                self.signals.add(received.si_signo)
-                self._forward_at = time.monotonic() + _FORWARD_SECONDS
-                if received.si_signo in _ENDING:
-                    self._segments |= openmpi.mapped_segments(self.process.pid)
-                    self.ended_by = self.ended_by or received.si_signo
-                    self._num_told += 1
-                    if self._num_told == _MOST_TOLD:
-                        self.process.kill()
-            if time.monotonic() >= self._forward_at:  # the signal was sent to this process alone
-                for number in self._forward:
-                    self.process.send_signal(number)
-                self._forward.clear()
-                self._forward_at = math.inf
-            if time.monotonic() >= self._end_at:
-                self._end()
-        for path in self._segments:
-            path.unlink(missing_ok=True)
-
-    def _end(self) -> None:
-        if self.timed_out:
-            self.process.kill()
-            self._end_at = math.inf
-            return
-        self.timed_out = True
-        self._segments |= openmpi.mapped_segments(self.process.pid)
-        if self._on_timeout is not None:
-            self._on_timeout(self.process.pid)
-        self.process.terminate()
-        self._end_at = time.monotonic() + _END_SECONDS
+    SIGCHLD is one of them.
+    """
+    received, kept = list[int](), list[int]()
+    segments = set[Path]()
+    forward_at, end_at, timed_out = math.inf, time.monotonic() + timeout, False
+    while process.poll() is None:
+        seconds = min(forward_at, end_at) - time.monotonic()
+        came = signal.sigtimedwait(signals, min(max(seconds, 0.0), _POLL_SECONDS))
+        if came is not None and came.si_signo != signal.SIGCHLD:
+            received.append(came.si_signo)
+            kept.append(came.si_signo)
+            forward_at = time.monotonic() + _FORWARD_SECONDS
+            if came.si_signo in _ENDING:
+                segments |= openmpi.mapped_segments(process.pid)
+                if sum(number in _ENDING for number in received) == _MOST_TOLD:
+                    process.kill()
+        if time.monotonic() >= forward_at:  # the signal was sent to this process alone
+            while kept:
+                process.send_signal(kept.pop(0))
+            forward_at = math.inf
+        if time.monotonic() >= end_at and timed_out:
+            process.kill()
+            end_at = math.inf
+        elif time.monotonic() >= end_at:
+            timed_out = True
+            segments |= openmpi.mapped_segments(process.pid)
+            if on_timeout is not None:
+                on_timeout(process.pid)
+            process.terminate()
+            end_at = time.monotonic() + _END_SECONDS
+    for path in segments:
+        path.unlink(missing_ok=True)
+    return received, timed_out
 
 
 class Banners:

@@ -16,9 +16,10 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import reduce
 from itertools import cycle, product
 from operator import itemgetter
 from typing import Any
@@ -30,6 +31,7 @@ from mpistrat.arrays import Array
 from mpistrat.errors import DeadlineExceededError, TransportError, UnsupportedDtypeError
 from mpistrat.groups.agreement import CallsDifferError, digest_of
 from mpistrat.groups.group import Group
+from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp, check_dtype, combine, quiet
 from mpistrat.settings import CHECK, MAX_MESSAGE_BYTES, Snapshot
 from mpistrat.steps import WORKED, Steps, drive
@@ -76,10 +78,11 @@ def check_transport(make: Callable[[Group], Transport], group: Group, between_no
         On every rank, if a rule is violated on any, or anything raises; names the transport, verb, dtype, count and rank.
     """
     in_place = ("all_reduce", "reduce_scatter") if between_nodes else ("reduce_scatter",)
-    checks = _check(_RULES, Subject(make, group, in_place))
     of_small_messages = copy(group)
     of_small_messages.settings = Snapshot({**os.environ, MAX_MESSAGE_BYTES.name: str(SMALL_MESSAGE_BYTES)})
-    return checks + _check(_RULES_OF_SMALL_MESSAGES, Subject(make, of_small_messages, in_place))
+    of_small_messages.comm = _measuring(group.comm)
+    both = (_RULES, group), (_RULES_OF_SMALL_MESSAGES, of_small_messages)
+    return sum(_check(rules, Subject(make, each, in_place)) for rules, each in both)
 
 
 def _check(rules: Sequence[Callable[[Subject], None]], subject: Subject) -> int:
@@ -93,40 +96,53 @@ def _check(rules: Sequence[Callable[[Subject], None]], subject: Subject) -> int:
 
 
 class Subject:
-    """One transport on one group. Making one is a collective call.
+    """One transport on one group, and what is wrong with it. Making one is a collective call.
 
     The verbs `in_place` leave their results in the buffer itself.
     """
 
     transport: Transport
+    arena: Array
 
     def __init__(self, make: Callable[[Group], Transport], group: Group, in_place: Collection[str]) -> None:
         self.make, self.group, self.rank, self.size = make, group, group.rank, group.size
-        self.name, self.comm = "transport", group.comm.Dup()
-        self.in_place = in_place
-        self.checks = 0
-        self._arena: Array = np.empty(0, np.uint8)
-        self._seed = 0
+        self.name, self.comm, self.in_place = "transport", group.comm.Dup(), in_place
+        self.checks = self.seed = 0
+        self.what: object = "a call"
         self._rule = ""
-        self._what: object = "a call"
         self._problems: list[tuple[bool, str]] = []  # whether it has waited in vain, perhaps for a rank with another problem
         self.hold(_it_is_made)
 
     def hold(self, rule: Callable[[Subject], None]) -> None:
         """Run a rule, and raise on all ranks if it, or one before it, does not hold on one."""
-        self._rule, self._what = rule.__name__.strip("_"), "a call"
+        self._rule, self.what = rule.__name__.strip("_"), "a call"
         try:
             rule(self)
         except Exception as error:
-            self.fail(self._what, traceback.format_exc(), isinstance(error, DeadlineExceededError))
+            self.fail(self.what, traceback.format_exc(), isinstance(error, DeadlineExceededError))
         found = [problems[0] for problems in self.comm.allgather(self._problems) if problems]
         if found:
             raise AssertionError(min(found, key=itemgetter(0))[1])
 
+    def fail(self, what: object, problem: str, has_waited: bool = False) -> None:
+        """Record a failure; the rule goes on, in step with the other ranks."""
+        where = f"rank {self.rank} of {self.size} ({self.group.name})"
+        self._problems.append((has_waited, f"rule {self._rule!r}: {self.name}: {what} on {where}: {problem}"))
+
+    def expect(self, what: object, found: Array, expected: Array) -> None:
+        """Compare two arrays; NaN equals NaN, and bools are compared as bytes."""
+        self.checks += 1
+        one, other = (array.view(np.uint8) if array.dtype.kind == "b" else array for array in (found, expected))
+        wrong = (one != other) & ~((one != one) & (other != other))
+        if wrong.any():
+            index = int(np.argmax(wrong))
+            text = f"element {index} is {found[index]}, expected {expected[index]}; {wrong.sum()} of {wrong.size} are wrong"
+            self.fail(what, text)
+
     def allocate(self, nbytes: int) -> None:
-        self._arena = self.transport.allocate(nbytes)
-        shape, dtype = self._arena.shape, self._arena.dtype.name
-        writable = self.transport.device is not None or self._arena.flags.writeable
+        self.arena = self.transport.allocate(nbytes)
+        shape, dtype = self.arena.shape, self.arena.dtype.name
+        writable = self.transport.device is not None or self.arena.flags.writeable
         if (shape, dtype, writable) != ((nbytes,), "uint8", True):
             self.fail("allocate", f"returned {dtype} {shape}, writable={writable}; expected writable uint8 ({nbytes},)")
 
@@ -135,46 +151,12 @@ class Subject:
         refusal = self.transport.refusal(dtype, op)
         if refusal:
             try:
-                self.transport.all_reduce(self._arena[: dtype.itemsize].view(dtype), op)
+                self.transport.all_reduce(self.arena[: dtype.itemsize].view(dtype), op)
             except TransportError:
                 self.checks += 1
             else:
                 self.fail(f"all_reduce({dtype}, {op.name})", f"was bound although it is refused: {refusal}")
         return not refusal
-
-    def attempt(self, case: Case, *values: Array) -> None:
-        """Bind a case once, and run it on each of some values, by default once on new ones."""
-        buffer, operation = self.bind(case)
-        for given in values or [self.values(case)]:
-            self.run(case, buffer, operation, given)
-            self.compare(case, buffer, operation, given)
-            self.settle()
-
-    def bind(self, case: Case, slot: int = 0) -> tuple[Array, Operation]:
-        """Return the buffer of a case, between guards in a slot of the memory, and the operation bound to it."""
-        self._what = case
-        start = slot * SLOT_BYTES + _GUARD_BYTES
-        buffer = self._arena[start : start + case.count * case.dtype.itemsize].view(case.dtype)
-        for guard in self._guards(buffer, slot):
-            self.put(guard, np.full(guard.size, _GUARD, np.uint8))
-        return buffer, case.bind(self.transport, buffer)
-
-    def values(self, case: Case) -> Array:
-        """Return new values for all ranks; row r is for rank r."""
-        self._seed += 1
-        return inputs(case.dtype, case.op, case.count, self.size, self._seed)
-
-    def run(self, case: Case, buffer: Array, operation: Operation, given: Array) -> None:
-        """Write this rank's input, and run the operation to the end."""
-        self.give(case, buffer, given)
-        self.drive(operation.run(), case)
-
-    def give(self, case: Case, buffer: Array, given: Array) -> None:
-        """Write this rank's input; the rest of the buffer is poisoned."""
-        values = case.poisoned()
-        mine = case.given(self.rank)
-        values[mine] = given[self.rank, mine]
-        self.put(buffer, values)
 
     def put(self, target: Array, values: Array) -> None:
         if self.transport.device:
@@ -196,57 +178,70 @@ class Subject:
         """Wait until the memory can be written again."""
         self.drive(self.transport.fence(number), "fence")
 
-    def compare(self, case: Case, buffer: Array, operation: Operation, given: Array, slot: int = 0) -> None:
+    def even(self, verb: str, count: int, dtype: np.dtype[Any] = INT32) -> Case:
+        """Return a sum whose parts are even."""
+        return Case(verb, dtype, ReduceOp.SUM, count, divisions(count, self.size)[0])
+
+    def attempt(self, case: Case, *values: Array | None) -> None:
+        """Bind a case once, and run it on each of some values, by default once on new ones, as None means."""
+        trial = Trial(self, case)
+        for given in values or [None]:
+            trial.run(given)
+            trial.compare()
+            self.settle()
+
+
+class Trial:
+    """A case, bound once to a buffer between guards in a slot of the memory; `given` has its values, a row for each rank."""
+
+    given: Array
+
+    def __init__(self, subject: Subject, case: Case, slot: int = 0, channel: int = 0) -> None:
+        self.subject, self.case, subject.what = subject, case, case
+        nbytes = case.count * case.dtype.itemsize
+        memory = subject.arena[slot * SLOT_BYTES :][: nbytes + 2 * _GUARD_BYTES]
+        self._guards = memory[:_GUARD_BYTES], memory[_GUARD_BYTES + nbytes :]
+        for guard in self._guards:
+            subject.put(guard, np.full(guard.size, _GUARD, np.uint8))
+        self.buffer: Array = memory[_GUARD_BYTES : _GUARD_BYTES + nbytes].view(case.dtype)
+        self.operation = case.bind(subject.transport, self.buffer, channel)
+
+    def write(self, given: Array | None = None) -> None:
+        """Write this rank's input, of given or new values; the rest of the buffer is poisoned."""
+        case, subject = self.case, self.subject
+        if given is None:
+            subject.seed += 1
+            given = inputs(case.dtype, case.op, case.count, subject.size, subject.seed)
+        self.given, values, mine = given, case.poisoned(), case.given(subject.rank)
+        values[mine] = given[subject.rank, mine]
+        subject.put(self.buffer, values)
+
+    def run(self, given: Array | None = None) -> None:
+        """Write this rank's input, and run the operation to the end."""
+        self.write(given)
+        self.subject.drive(self.operation.run(), self.case)
+
+    def compare(self) -> None:
         """Compare what this rank can read with what it was promised."""
-        promised = case.promised(self.rank)
-        expected = case.expected(given)[promised]
-        self.expect(case, self.read(case, operation), expected)
-        if case.verb in self.in_place:
-            self.expect(f"{case}, in the buffer itself,", self.get(buffer[promised]), expected)
-        if any((self.get(guard) != _GUARD).any() for guard in self._guards(buffer, slot)):
-            self.fail(case, "memory outside the buffer was written")
+        case, subject = self.case, self.subject
+        promised = case.promised(subject.rank)
+        expected = case.expected(self.given)[promised]
+        subject.expect(case, self.read(), expected)
+        if case.verb in subject.in_place:
+            subject.expect(f"{case}, in the buffer itself,", subject.get(self.buffer[promised]), expected)
+        if any((subject.get(guard) != _GUARD).any() for guard in self._guards):
+            subject.fail(case, "memory outside the buffer was written")
 
-    def read(self, case: Case, operation: Operation) -> Array:
+    def read(self) -> Array:
         """Return the promised elements, combined from the operation's parts; elements that no part covers stay poisoned."""
-        result = case.poisoned()
-        covered = np.zeros(case.count, np.int8)
-        for part in operation.parts:
-            total = self.get(part.addends[0])
-            for addend in part.addends[1:]:
-                total = combine(case.op)(total, self.get(addend))
-            result[part.start : part.stop] = total
+        result, covered = self.case.poisoned(), np.zeros(self.case.count, np.int8)
+        for part in self.operation.parts:
+            result[part.start : part.stop] = reduce(combine(self.case.op), map(self.subject.get, part.addends))
             covered[part.start : part.stop] += 1
-        promised = case.promised(self.rank)
+        promised = self.case.promised(self.subject.rank)
         if (covered[promised] != 1).any():
-            self.fail(case, "the parts do not cover each promised element once")
+            self.subject.fail(self.case, "the parts do not cover each promised element once")
         return result[promised]
-
-    def expect(self, what: object, found: Array, expected: Array) -> None:
-        """Compare two arrays; NaN equals NaN."""
-        self.checks += 1
-        wrong = _differ(found, expected)
-        if wrong.any():
-            index = int(np.argmax(wrong))
-            text = f"element {index} is {found[index]}, expected {expected[index]}; {wrong.sum()} of {wrong.size} are wrong"
-            self.fail(what, text)
-
-    def fail(self, what: object, problem: str, has_waited: bool = False) -> None:
-        """Record a failure; the rule goes on, in step with the other ranks."""
-        where = f"rank {self.rank} of {self.size} ({self.group.name})"
-        self._problems.append((has_waited, f"rule {self._rule!r}: {self.name}: {what} on {where}: {problem}"))
-
-    def _guards(self, buffer: Array, slot: int) -> Iterable[Array]:
-        start = slot * SLOT_BYTES
-        stop = start + _GUARD_BYTES + buffer.nbytes
-        return self._arena[start : start + _GUARD_BYTES], self._arena[stop : stop + _GUARD_BYTES]
-
-
-def _differ(found: Array, expected: Array) -> Array:
-    """Return where two arrays differ; bools are compared as bytes."""
-    if found.dtype.kind == "b":
-        found, expected = found.view(np.uint8), expected.view(np.uint8)
-    differ: Array = (found != expected) & ~((found != found) & (expected != expected))
-    return differ
 
 
 def _it_is_made(subject: Subject) -> None:
@@ -269,9 +264,7 @@ def _every_dtype_and_operation(subject: Subject) -> None:
     bounds = cycle(divisions(COUNT, subject.size))
     for dtype in DTYPES:
         for op in operations(dtype):
-            if not subject.serves(dtype, op):
-                continue
-            for verb in ("all_reduce", "reduce_scatter"):
+            for verb in ("all_reduce", "reduce_scatter") if subject.serves(dtype, op) else ():
                 subject.attempt(Case(verb, dtype, op, COUNT, next(bounds)))
         subject.attempt(Case("all_gather", dtype, ReduceOp.SUM, COUNT, next(bounds)))
 
@@ -281,133 +274,123 @@ def _every_size_and_division(subject: Subject) -> None:
         for case in cases(INT32, ReduceOp.SUM, count, subject.size):
             subject.attempt(case)
     for case in cases(INT32, ReduceOp.SUM, COUNT, subject.size):
-        subject.attempt(case, subject.values(case), subject.values(case))
+        subject.attempt(case, None, None)
     for verb, bounds in product(VERBS, divisions(LARGE_COUNT, subject.size)[::3]):
         subject.attempt(Case(verb, INT32, ReduceOp.SUM, LARGE_COUNT, bounds))
 
 
 def _messages_may_be_small(subject: Subject) -> None:
+    comm: Any = subject.group.comm  # of `_measuring`
     op = ReduceOp.PROD if subject.serves(COMPLEX128, ReduceOp.PROD) else ReduceOp.SUM
     for case in cases(COMPLEX128, op, COUNT, subject.size):
         subject.attempt(case)
+        if comm.longest > SMALL_MESSAGE_BYTES:
+            subject.fail(case, f"a message has {comm.longest} bytes, and {MAX_MESSAGE_BYTES.name} is {SMALL_MESSAGE_BYTES}")
 
 
 def _nan_wins(subject: Subject) -> None:
     count = subject.size + 1  # element r is NaN on rank r, the last one is NaN nowhere
     verbs, ops = ("all_reduce", "reduce_scatter"), (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.SUM)
     for verb, op, dtype in product(verbs, ops, FLOATS):
-        if not subject.serves(dtype, op):
-            continue
-        case = Case(verb, dtype, op, count, divisions(count, subject.size)[0])
-        given = subject.values(case)
-        given[range(subject.size), range(subject.size)] = np.nan
-        subject.attempt(case, given)
+        if subject.serves(dtype, op):
+            given = inputs(dtype, op, count, subject.size, seed=count)
+            given[range(subject.size), range(subject.size)] = np.nan
+            subject.attempt(Case(verb, dtype, op, count, divisions(count, subject.size)[0]), given)
 
 
 def _all_ranks_get_equal_bits(subject: Subject) -> None:
     for dtype, count in product((*FLOATS, np.dtype(np.complex64)), (1, 5000)):
-        case = Case("all_reduce", dtype, ReduceOp.SUM, count, divisions(count, subject.size)[0])
+        trial = Trial(subject, subject.even("all_reduce", count, dtype))
         given = np.random.default_rng(count).normal(size=(subject.size, count)).astype(dtype)
-        buffer, operation = subject.bind(case)
-        subject.run(case, buffer, operation, given)
-        found = subject.read(case, operation)
+        trial.run(given)
+        found = trial.read()
         subject.settle()
         subject.checks += 1
         if len(set(subject.comm.allgather(crc32(found.tobytes())))) > 1:
-            subject.fail(case, "ranks got different bits")
+            subject.fail(trial.case, "ranks got different bits")
         bound = subject.size * np.finfo(dtype).eps * np.abs(given).sum(axis=0)
         if not (np.abs(found - given.sum(axis=0, dtype=np.complex128)) <= bound).all():
-            subject.fail(case, "the error is larger than that of summing in any order")
+            subject.fail(trial.case, "the error is larger than that of summing in any order")
 
 
 def _verbs_follow_each_other(subject: Subject) -> None:
     """Combine, change the result of this rank, and distribute it, as a plan does."""
     for bounds in divisions(COUNT, subject.size):
-        first, second = (Case(verb, INT32, ReduceOp.SUM, COUNT, bounds) for verb in ("reduce_scatter", "all_gather"))
-        buffer, combining = subject.bind(first)
-        distributing = subject.transport.all_gather(buffer, bounds)
-        given = subject.values(first)
-        subject.run(first, buffer, combining, given)
-        mine = buffer[first.promised(subject.rank)]
+        verbs = ("reduce_scatter", "all_gather")
+        combining, distributing = (Trial(subject, Case(verb, INT32, ReduceOp.SUM, COUNT, bounds)) for verb in verbs)
+        combining.run()
+        mine = combining.buffer[combining.case.promised(subject.rank)]
         subject.put(mine, subject.get(mine) * 3)
-        subject.drive(distributing.run(), second)
-        subject.expect(second, subject.read(second, distributing), 3 * first.expected(given))
+        subject.drive(distributing.operation.run(), distributing.case)
+        subject.expect(distributing.case, distributing.read(), 3 * combining.case.expected(combining.given))
         subject.settle()
 
 
 def _slots_alternate(subject: Subject) -> None:
     """Fill a slot again while a slow rank still reads the other one."""
     for verb in ("all_reduce", "all_gather", "reduce_scatter"):
-        case = Case(verb, INT32, ReduceOp.SUM, COUNT, divisions(COUNT, subject.size)[0])
-        bound = [subject.bind(case, slot) for slot in range(NUM_SLOTS)]
-        releases: dict[int, int] = {}
+        trials = [Trial(subject, subject.even(verb, COUNT), slot) for slot in range(NUM_SLOTS)]
+        releases: list[int] = []
         for step in range(3 * NUM_SLOTS):
-            slot = step % NUM_SLOTS
-            if slot in releases:
-                subject.fence(releases[slot])
-            given = subject.values(case)
-            subject.run(case, *bound[slot], given)
+            trial = trials[step % NUM_SLOTS]
+            if step >= NUM_SLOTS:
+                subject.fence(releases[step - NUM_SLOTS])
+            trial.run()
             if subject.rank == step % subject.size:
                 time.sleep(SLOW_SECONDS / 2)
-            subject.compare(case, *bound[slot], given, slot)
-            releases[slot] = subject.transport.release()
+            trial.compare()
+            releases.append(subject.transport.release())
         subject.settle()
 
 
 def _channels_are_apart(subject: Subject) -> None:
     """Advance two operations on two channels, on each rank in another order; begin them so only if it `has_channels`."""
-    count = 30 * subject.size  # messages of equal size, so that a wrong match would go unnoticed by MPI
-    case = Case("all_reduce", INT32, ReduceOp.SUM, count, divisions(count, subject.size)[0])
-    buffers = [subject.bind(case, slot)[0] for slot in range(NUM_SLOTS)]
-    bound = [subject.transport.all_reduce(buffer, case.op, channel) for channel, buffer in enumerate(buffers)]
-    given = [subject.values(case) for _ in bound]
-    for buffer, values in zip(buffers, given, strict=True):
-        subject.give(case, buffer, values)
-    subject.drive(_interleaved([operation.run() for operation in bound], subject.rank, subject.transport.has_channels), case)
-    for slot, (buffer, operation, values) in enumerate(zip(buffers, bound, given, strict=True)):
-        subject.compare(case, buffer, operation, values, slot)
+    case = subject.even("all_reduce", 30 * subject.size)  # messages of equal size, of which MPI would not notice a wrong match
+    trials = [Trial(subject, case, slot, channel=slot) for slot in range(NUM_SLOTS)]
+    for trial in trials:
+        trial.write()
+    running = [trial.operation.run() for trial in trials]
+    subject.drive(_interleaved(running, subject.rank, subject.transport.has_channels), case)
+    for trial in trials:
+        trial.compare()
     subject.settle()
 
 
 def _a_slow_rank_reads_the_old_values(subject: Subject) -> None:
-    count = 1000
     for verb, slow in product(VERBS, sorted({0, subject.size - 1})):
-        case = Case(verb, INT32, ReduceOp.SUM, count, divisions(count, subject.size)[0])
-        buffer, operation = subject.bind(case)
-        given = subject.values(case)
-        subject.give(case, buffer, given)
-        steps = operation.run()
-        subject.drive(_slowed(steps) if subject.rank == slow else steps, case)
+        trial = Trial(subject, subject.even(verb, 1000))
+        trial.write()
+        steps = trial.operation.run()
+        subject.drive(_slowed(steps) if subject.rank == slow else steps, trial.case)
         if subject.rank == slow:
             time.sleep(SLOW_SECONDS)
-        subject.compare(case, buffer, operation, given)
+        trial.compare()
         subject.settle()
-        subject.put(buffer, case.poisoned())
+        subject.put(trial.buffer, trial.case.poisoned())
 
 
 def _run_does_not_block(subject: Subject) -> None:
     """Delay one rank: before it enters, no other rank blocks, and none that needs its values completes."""
+    late = 1
     for case in cases(INT32, ReduceOp.SUM, COUNT, subject.size) if subject.size > 1 else ():
-        late = 1
-        buffer, operation = subject.bind(case)
-        given = subject.values(case)
-        subject.give(case, buffer, given)
+        trial = Trial(subject, case)
+        trial.write()
         steps: Steps = iter(())
         ended = False
         if subject.rank != late:
-            steps = operation.run()
+            steps = trial.operation.run()
             ended = any(next(steps, None) is None for _ in range(POLLS))
         others = subject.comm.Ibarrier()
         deadline = time.monotonic() + BLOCKED_SECONDS
         while not (arrived := others.Test()) and time.monotonic() < deadline:
             os.sched_yield()
-        subject.drive(operation.run() if subject.rank == late else steps, case)
+        subject.drive(trial.operation.run() if subject.rank == late else steps, case)
         others.Wait()
         if not all(subject.comm.allgather(arrived)):
             subject.fail(case, f"run() blocked until rank {late} had entered it")
         elif ended and all(part.stop > part.start for part in (case.promised(subject.rank), case.given(late))):
             subject.fail(case, f"ended although rank {late} had not entered it")
-        subject.compare(case, buffer, operation, given)
+        trial.compare()
         subject.settle()
 
 
@@ -416,19 +399,18 @@ def _calls_are_told_apart(subject: Subject) -> None:
     if not subject.transport.compares_calls or subject.size == 1 or not subject.group.settings[CHECK]:
         return
     for verb in VERBS:
-        case = Case(verb, INT32, ReduceOp.SUM, COUNT, divisions(COUNT, subject.size)[0])
-        buffer, operation = subject.bind(case)
-        subject.give(case, buffer, subject.values(case))
-        before = subject.get(buffer).copy()
-        subject.group.call.digest = digest_of(f"{case} of rank {subject.rank}")  # after it was bound
-        steps = operation.run()
+        trial = Trial(subject, subject.even(verb, COUNT))
+        trial.write()
+        before = subject.get(trial.buffer).copy()
+        subject.group.call.digest = digest_of(f"{trial.case} of rank {subject.rank}")  # after it was bound
+        steps = trial.operation.run()
         has_ended = _ends_in_another_call(steps, subject)
         if isinstance(steps, Generator):
             steps.close()
         subject.group.call.digest = 0
         subject.checks += 1
-        if has_ended or (subject.get(buffer) != before).any():
-            subject.fail(case, "compares_calls is set, but ranks in different calls got values of each other")
+        if has_ended or (subject.get(trial.buffer) != before).any():
+            subject.fail(trial.case, "compares_calls is set, but ranks in different calls got values of each other")
 
 
 def _memory_is_given_back_and_taken_again(subject: Subject) -> None:
@@ -481,6 +463,33 @@ def _ends_in_another_call(steps: Steps, subject: Subject) -> bool:
     return has_ended
 
 
+def _measuring(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """Return a communicator whose class notes the bytes of the longest message that MPI gets on it, or on a duplicate."""
+
+    class Measuring(MPI.Intracomm):
+        longest = 0
+
+        def __getattribute__(self, name: str) -> Any:
+            found = super().__getattribute__(name)
+            if not name[0].isupper():  # what mpi4py pickles is no array
+                return found
+
+            def call(*arguments: Any, **named: Any) -> Any:
+                Measuring.longest = max([Measuring.longest, *map(_message_bytes, (*arguments, *named.values()))])
+                return found(*arguments, **named)
+
+            return call
+
+    return Measuring(comm)
+
+
+def _message_bytes(argument: Any) -> int:
+    """Return the bytes of an argument of MPI's: a buffer, or a list of one, counts and datatype; 0 of anything else."""
+    if isinstance(argument, list):
+        return int(np.sum(argument[1])) * int(argument[-1].size)
+    return int(getattr(argument, "nbytes", 0))
+
+
 def _slowed(steps: Steps) -> Steps:
     for worked in steps:
         yield worked
@@ -498,13 +507,11 @@ class Case:
     count: int
     bounds: Sequence[int]
 
-    def bind(self, transport: Transport, buffer: Array) -> Operation:
+    def bind(self, transport: Transport, buffer: Array, channel: int = 0) -> Operation:
         """Bind the verb to a buffer of a transport."""
-        if self.verb == "all_reduce":
-            return transport.all_reduce(buffer, self.op)
-        if self.verb == "reduce_scatter":
-            return transport.reduce_scatter(buffer, self.bounds, self.op)
-        return transport.all_gather(buffer, self.bounds)
+        of_verb = {"all_reduce": (self.op, channel), "reduce_scatter": (self.bounds, self.op), "all_gather": (self.bounds,)}
+        operation: Operation = getattr(transport, self.verb)(buffer, *of_verb[self.verb])
+        return operation
 
     def given(self, rank: int) -> slice:
         """Return the elements that `rank` contributes; the rest of its buffer is poisoned."""

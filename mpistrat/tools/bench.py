@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from mpistrat.device.binding import bound_device
 from mpistrat.errors import CollectiveError, InvalidArgumentError
 from mpistrat.groups.agreement import gather_or_raise
 from mpistrat.groups.group import Group
-from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import library_version, start, what_is_bound
 from mpistrat.launch.environment import detect
 from mpistrat.lazy import MPI
@@ -37,7 +37,6 @@ from mpistrat.settings import parse_bytes
 from mpistrat.steps import drive, until
 from mpistrat.text import format_bytes, format_count
 from mpistrat.tools import run
-from mpistrat.topology.discover import check_gpu_assignment, discover
 from mpistrat.tuning import ITEM_BYTES
 
 ALGORITHMS = ("auto", *PLANNERS, "mpi")
@@ -53,6 +52,7 @@ class Row:
 
     nbytes: int  # of the array on each rank
     plan: str  # the algorithm that ran
+    transport: str  # by what rank 0 moved the bytes
     seconds: float
     mpi_seconds: float  # of MPI_Allreduce in the same rounds
     algorithm_gbs: float
@@ -81,20 +81,19 @@ def execute(arguments: argparse.Namespace) -> int:
     comm = begin(arguments, sizes[-1])
     if isinstance(comm, int):
         return comm
-    check_gpu_assignment(comm)
-    communicator = Communicator(Hierarchy(comm, discover(comm)))
+    communicator = Communicator(comm)
     prints_table = communicator.rank == 0 and not arguments.json
     if prints_table:
         other = "; plain MPI in host memory" if communicator.path else ""
         print(f"all_reduce of float32, SUM, {communicator.world}, {library_version()}; {place_text(communicator)}{other}")
-        print(f"{'size':>10}  {'plan':<12}  {'time':>12}  {'MPI':>12}  {'alg GB/s':>9}  {'bus GB/s':>9}  {'x MPI':>6}")
+        print(f"{'size':>10}  {'plan':<12}  {'time':>12}  {'MPI':>12}  {'alg GB/s':>9}  {'bus GB/s':>9}  {'x MPI':>6}  by")
     rows = []
     for nbytes in sizes:
         row = measure(communicator, nbytes, arguments.algorithm)
         rows.append(row)
         if prints_table:
             times = f"{row.seconds * 1e6:9.1f} µs  {row.mpi_seconds * 1e6:9.1f} µs"
-            rates = f"{row.algorithm_gbs:9.3f}  {row.bus_gbs:9.3f}  {row.ratio:6.2f}"
+            rates = f"{row.algorithm_gbs:9.3f}  {row.bus_gbs:9.3f}  {row.ratio:6.2f}  {row.transport}"
             print(f"{format_bytes(row.nbytes):>10}  {row.plan:<12}  {times}  {rates}", flush=True)
     if communicator.rank == 0 and arguments.json:
         print(json.dumps(_document(communicator, rows), indent=1))
@@ -122,11 +121,9 @@ def measure(communicator: Communicator, nbytes: int, algorithm: str) -> Row:
     in_host = np.full(count, communicator.rank + 1, np.float32), np.empty(count, np.float32)
     module: Any = array_module() if communicator.path else np
     source, target = module.full(count, communicator.rank + 1, np.float32), module.empty(count, np.float32)
-
-    def bare() -> None:
-        comm.Allreduce(*in_host)
-
-    ours, plan = (bare, "mpi") if algorithm == "mpi" else _ours(communicator, source, target, algorithm)
+    bare = partial(comm.Allreduce, *in_host)
+    by_mpi = bare, "mpi", "MPI_Allreduce"
+    ours, plan, transport = by_mpi if algorithm == "mpi" else _ours(communicator, source, target, algorithm)
     calls: list[Callable[[], object]] = [timed(ours, communicator), bare]
     for call, result in zip(calls, (in_host[1] if algorithm == "mpi" else target, in_host[1]), strict=True):
         check_sum(comm, call, result)
@@ -134,7 +131,7 @@ def measure(communicator: Communicator, nbytes: int, algorithm: str) -> Row:
     seconds, mpi_seconds = race.run()
     algorithm_gbs = nbytes / seconds / 1e9
     bus_gbs = algorithm_gbs * 2 * (communicator.size - 1) / communicator.size
-    return Row(nbytes, plan, seconds, mpi_seconds, algorithm_gbs, bus_gbs, mpi_seconds / seconds, race.rounds)
+    return Row(nbytes, plan, transport, seconds, mpi_seconds, algorithm_gbs, bus_gbs, mpi_seconds / seconds, race.rounds)
 
 
 def place_text(communicator: BaseCommunicator) -> str:
@@ -157,11 +154,12 @@ def timed(run: Callable[[], object], communicator: Communicator) -> Callable[[],
     return until_complete
 
 
-def _ours(communicator: Communicator, source: Array, target: Array, algorithm: str) -> tuple[Callable[[], object], str]:
+def _ours(communicator: Communicator, source: Array, target: Array, algorithm: str) -> tuple[Callable[[], object], str, str]:
     # auto is the default of a call without options
     options = None if algorithm == "auto" else CommunicationOptions(algorithm=algorithm)
-    plan = communicator.choose(source.size, source.dtype, options).plan
-    return lambda: communicator.all_reduce(ReduceOp.SUM, [source], options, [target]), plan.algorithm
+    [pack] = communicator.explain([source], options).packs
+    call = partial(communicator.all_reduce, ReduceOp.SUM, [source], options, [target])
+    return call, pack.choice.plan.algorithm, pack.transport or "nothing is sent"
 
 
 def _sizes(arguments: argparse.Namespace) -> list[int]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import mpistrat
 from mpistrat.errors import CollectiveError, MpistratError
-from mpistrat.launch.abort import HEAD_START_SECONDS_RAISED_EVERYWHERE
+from mpistrat.launch.abort import HEAD_START_SECONDS, HEAD_START_SECONDS_RAISED_EVERYWHERE
 from mpistrat.launch.environment import detect
 
 COMMANDS = {
@@ -57,9 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MpistratError as error:
         if isinstance(error, CollectiveError) and error.raised_everywhere:
             raise  # by a call, whose line is to be seen
-        if error.raised_everywhere and (view := detect()) is not None and view.rank:
-            time.sleep(HEAD_START_SECONDS_RAISED_EVERYWHERE)  # in which rank 0 says it
-        else:
+        is_first = (view := detect()) is None or not view.rank
+        if not is_first:  # all may raise the same: rank 0 has time to say it, and to end the job
+            time.sleep(HEAD_START_SECONDS_RAISED_EVERYWHERE if error.raised_everywhere else HEAD_START_SECONDS)
+        if is_first or not error.raised_everywhere:
             print(f"mpistrat {arguments.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

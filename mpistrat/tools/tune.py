@@ -16,15 +16,12 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, LaunchError, TransportError
 from mpistrat.groups.agreement import bcast_or_raise
-from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.environment import promised_place
-from mpistrat.lazy import MPI
 from mpistrat.reduction import Array, ReduceOp
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.tools import run
 from mpistrat.tools.bench import Race, begin
-from mpistrat.topology.discover import discover
 from mpistrat.topology.world import World
 from mpistrat.tuning import ITEM_BYTES, Seconds, Tuning, kept, present_conditions, tuning_path, world_like
 
@@ -55,13 +52,14 @@ def execute(arguments: argparse.Namespace) -> int:
     comm = begin(arguments, max_bytes)
     if isinstance(comm, int):
         return comm
-    world = discover(comm)
-    if world.size == 1:
+    if comm.Get_size() == 1:
         raise LaunchError("a single rank has no other to communicate with; start more: mpistrat tune -n 4")
-    conditions = present_conditions(world)
-    path = bcast_or_raise(comm, lambda: tuning_path(conditions))  # before it takes its time
-    seconds = measure(comm, world, max_bytes)
-    if comm.Get_rank() == 0:
+    with Communicator(comm, measured=NOTHING, uses_gpu=False) as communicator:
+        world = communicator.world
+        conditions = present_conditions(world)
+        path = bcast_or_raise(comm, lambda: tuning_path(conditions))  # before it takes its time
+        seconds = measure(communicator, max_bytes)
+    if communicator.rank == 0:
         tuning = Tuning(conditions, seconds)
         try:
             tuning.write(path)
@@ -72,14 +70,13 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measure(comm: MPI.Intracomm, world: World, max_bytes: int) -> Seconds:
-    """Return the time of each algorithm on a world, from 16 bytes to about `max_bytes`. A collective call."""
-    with Communicator(Hierarchy(comm, world), measured=NOTHING, uses_gpu=False) as communicator:
-        sizes = _sizes(max_bytes)
-        found = _seconds(communicator, sizes)
-        fastest = [min(found[size], key=lambda name: found[size][name]) for size in sizes]
-        changes = [2 * size for size, (one, following) in zip(sizes, pairwise(fastest), strict=False) if one != following]
-        found |= _seconds(communicator, changes)
+def measure(communicator: Communicator, max_bytes: int) -> Seconds:
+    """Return the time of each algorithm, from 16 bytes to about `max_bytes`. A collective call."""
+    sizes = _sizes(max_bytes)
+    found = _seconds(communicator, sizes)
+    fastest = [min(found[size], key=lambda name: found[size][name]) for size in sizes]
+    changes = [2 * size for size, (one, following) in zip(sizes, pairwise(fastest), strict=False) if one != following]
+    found |= _seconds(communicator, changes)
     by_name = {name: {size: found[size][name] for size in sorted(found) if name in found[size]} for name in PLANNERS}
     return {name: seconds for name, seconds in by_name.items() if seconds}
 

@@ -65,8 +65,9 @@ class WorldTransport(MpiTransport):
             return MpiAllReduce(self, op, dtype, shape, None)
         if self.small.serves(nbytes):
             return SmallAllReduce(self.small, op, dtype, shape)
-        is_small = self.num_nodes > 1 and 0 < nbytes <= LEAST_SMALL_BYTES and self.group.settings[CHECK]
-        return MpiAllReduce(self, op, dtype, shape, self.window, carries_digest=is_small)
+        has_digests = self.num_nodes > 1 and self.group.settings[CHECK] and self._limit_bytes // 2 >= LEAST_SMALL_BYTES
+        is_small = 0 < nbytes <= LEAST_SMALL_BYTES
+        return MpiAllReduce(self, op, dtype, shape, self.window, carries_digest=has_digests and is_small)
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         bound = self.bind(op, buffer.dtype, buffer.shape)

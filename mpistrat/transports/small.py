@@ -31,6 +31,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.openmpi import num_cores, yields_when_idle
 from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp, combine, quiet_call
+from mpistrat.settings import MAX_MESSAGE_BYTES
 from mpistrat.steps import Steps, until
 from mpistrat.transports.mpi import byte_message
 from mpistrat.transports.window import CALL, ENTERED, LEAST_SMALL_BYTES, RESULT, RESULT_SLOTS, NodeWindow
@@ -57,7 +58,8 @@ class SmallExchange:
         self.polls = 0 if yields or hierarchy.intra.size > num_cores() else _POLLS
         self._message_polls = _YIELDS if yields else self.polls  # MPI yields the core itself when it has nothing to do
         self.is_available = self._is_supported(hierarchy)
-        self.most_bytes = window.small_bytes if self.is_one_node and window else LEAST_SMALL_BYTES
+        most_sent = min(LEAST_SMALL_BYTES, hierarchy.settings[MAX_MESSAGE_BYTES])
+        self.most_bytes = window.small_bytes if self.is_one_node and window else most_sent
 
     def wait(self, has_arrived: Callable[[], bool]) -> None:
         """Wait for a leader; only if that takes longer than usual by steps, which check deadlines and verdicts."""

@@ -109,7 +109,7 @@ def test_a_rail_that_is_not_served_is_told_on_all_ranks_which_keep_nothing(hiera
     monkeypatch.setitem(TRANSPORTS, OfSomebodyElse.name, ServesNoRail0)
     dispose = SharedMemoryTransport.dispose
     monkeypatch.setattr(SharedMemoryTransport, "dispose", lambda self: asked.append("inside") or dispose(self))
-    told = "group rail 0 has no usable transport .mine: planted.; accepted are mpi_ring, mpi"
+    told = "rail 0 has no usable transport .mine: planted.: MPISTRAT_INTER_TRANSPORT is mine, and accepted are auto, mpi_ring, "
     with pytest.raises(TransportError, match=told):
         Executor(hierarchy)
     inside = ["inside"] if hierarchy.intra.size > 1 else []
@@ -156,7 +156,8 @@ def test_a_transport_that_does_not_serve_is_refused_only_if_named(one_node, monk
     assert executor.intra.name == "mpi"
     executor.close()
     one_node.settings = Snapshot({"MPISTRAT_INTRA_TRANSPORT": "shared_memory"})
-    message = r"intra node0 has no usable transport \(shared_memory: there is no window\); accepted are shared_memory, mpi"
+    message = r"intra node0 has no usable transport \(shared_memory: there is no window\): "
+    message += "MPISTRAT_INTRA_TRANSPORT is shared_memory, and accepted are auto, shared_memory, mpi$"
     with pytest.raises(TransportError, match=message):
         Executor(one_node)
 

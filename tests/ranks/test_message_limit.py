@@ -6,7 +6,7 @@ import pytest
 from mpistrat.algorithms.planners import PLANNERS
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.reduction import ReduceOp
-from mpistrat.transports import mpi, ring
+from mpistrat.transports import mpi, ring, small
 from tests.launches import up_to_ranks
 
 pytestmark = up_to_ranks(4)
@@ -23,6 +23,7 @@ def limited(make_ops, request, world, monkeypatch):
     # messages that are bound, not those of calls whose arrays go straight to MPI
     monkeypatch.setattr(mpi, "as_message", checked(mpi.as_message))
     monkeypatch.setattr(ring, "as_message", checked(ring.as_message))
+    monkeypatch.setattr(small, "byte_message", checked(small.byte_message))
     return make_ops(world, MAX_MESSAGE_BYTES=str(LIMIT_BYTES), CHUNK_BYTES="1000", INTRA_TRANSPORT=request.param)
 
 
@@ -53,9 +54,9 @@ def test_what_combines_and_what_moves_is_cut(limited):
                 np.testing.assert_array_equal(results[0], total(ops), err_msg=str(wanted))
         np.testing.assert_array_equal(ops.start_all_reduce(SUM, [mine], wanted).wait()[0], total(ops))
     np.testing.assert_array_equal(ops.all_reduce(MEAN, [mine, mine])[1], total(ops) / np.float32(ops.size))
-    small = [mine[:60], mine[:30]]  # a small batch, longer than a message all the same
+    batch = [mine[:60], mine[:30]]  # a small one, longer than a message all the same
     for _ in range(3):
-        np.testing.assert_array_equal(ops.all_reduce(SUM, small)[0], total(ops)[:60])
+        np.testing.assert_array_equal(ops.all_reduce(SUM, batch)[0], total(ops)[:60])
     np.testing.assert_array_equal(ops.reduce_scatter(SUM, mine), np.array_split(total(ops), ops.size)[ops.rank])
     ops, mine = limited, given(limited.rank)
     gathered = np.concatenate([given(rank)[: COUNT - rank] for rank in range(ops.size)])

@@ -190,6 +190,11 @@ def test_a_sum_that_is_not_in_the_buffer_is_caught_between_nodes(group):
     caught(LeavesTheSumElsewhere, group, message, between_nodes=True)
 
 
+class SendsTooMuch(MpiTransport):
+    def _split(self, buffer):
+        return [buffer] if buffer.size else []
+
+
 class AnswersNothing(MpiTransport):
     @classmethod
     def probe(cls, group):
@@ -206,6 +211,7 @@ PLANTED = {
     ClaimsChannels: r"'channels_are_apart': mpi: all_reduce\(\d+ x int32, SUM\) on rank .*: element \d+ is ",
     LosesNan: r"'nan_wins': mpi: all_reduce\(\d x float32, M(IN|AX)\) on rank \d .*: element \d is .*, expected nan",
     WorksOnce: r"'every_size_and_division': mpi: all_reduce\(67 x int32, SUM\)",
+    SendsTooMuch: r"'messages_may_be_small': mpi: all_reduce\(67 x complex128, PROD\) on .* a message has 1072 bytes, and ",
     AnswersNothing: r"'the_group_is_served': mpi: probe on rank 0 .* returned None; an empty text was expected",
 }
 

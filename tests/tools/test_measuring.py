@@ -15,13 +15,15 @@ from tests.gpu.stand_in_arrays import stand_in_gpu
 from tests.processes import run_mpistrat
 
 
-def test_the_table():
+def test_the_table(monkeypatch, tmp_path):
+    monkeypatch.setenv("MPISTRAT_TIMELINE", str(tmp_path / "trace.json"))
     done = run_mpistrat("bench", "all_reduce", "-n", "2", "--max-bytes", "1KiB")
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"], "that of all ranks, whose watchers know each other"
     title, heads, *lines = done.stdout.splitlines()
     assert title.startswith("all_reduce of float32, SUM, World(1x2, 2 ranks on 1 node), ")
-    assert heads.split() == ["size", "plan", "time", "MPI", "alg", "GB/s", "bus", "GB/s", "x", "MPI"]
+    assert heads.split() == ["size", "plan", "time", "MPI", "alg", "GB/s", "bus", "GB/s", "x", "MPI", "by"]
     assert [line.split()[:2] for line in lines] == [[str(size), "B"] for size in (8, 32, 128, 512)]
-    assert {len(line.split()) for line in lines} == {10}
+    assert {tuple(line.split()[10:]) for line in lines} == {("slots", "of", "shared", "memory")}
 
 
 def test_json_holds_the_same_figures():
@@ -46,9 +48,13 @@ def test_every_algorithm_is_measured_by_its_name(tmp_path):
     """
     (tmp_path / "job.py").write_text(textwrap.dedent(program))
     done = run_mpistrat("run", "-n", "3", "--nodes", "2+1", str(tmp_path / "job.py"))
-    auto, *plans = [line.split()[2] for line in done.stdout.splitlines() if line.split()[:2] == ["64", "B"]]
-    assert auto in PLANNERS
-    assert plans == [*PLANNERS, "mpi"]
+    auto, *plans = [line.split(maxsplit=10) for line in done.stdout.splitlines() if line.split()[:2] == ["64", "B"]]
+    assert auto[2] in PLANNERS
+    assert {words[2]: words[10] for words in plans} == {
+        "flat": "slots of shared memory, messages between nodes",
+        "hierarchical": "shared_memory inside the node, mpi between nodes",
+        "mpi": "MPI_Allreduce",
+    }
 
 
 def test_names_of_algorithms_are_the_planners():
@@ -121,6 +127,12 @@ def test_what_one_rank_has_no_memory_for_ends_all_by_one_line(tmp_path, words):
     refused = f"mpistrat {words[0]}: rank 1: arrays of "
     assert [line[: len(refused)] for line in done.stderr.splitlines() if "mpistrat" in line] == [refused]
     assert "ended with 2" in done.stdout
+
+
+def test_what_all_ranks_refuse_alike_is_said_once(monkeypatch):
+    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "nccl")
+    done = run_mpistrat("bench", "all_reduce", "-n", "3", code=2)
+    assert done.stderr.count("mpistrat bench: MPISTRAT_INTRA_TRANSPORT=nccl moves GPU memory, and ranks compute on CPUs") == 1
 
 
 def test_one_rank_has_nothing_to_tune(kept):
