@@ -33,7 +33,7 @@ from mpistrat.device.binding import bound_device
 from mpistrat.errors import DeadlineExceededError, InvalidArgumentError, MpistratError, UnavailableError, UnsupportedDtypeError
 from mpistrat.execution.engine import Work
 from mpistrat.execution.executor import Executor
-from mpistrat.execution.guard import Guard, Starting, compare_at_end, forget
+from mpistrat.execution.guard import Guard, compare_at_end, forget
 from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.rendezvous import rendezvous
@@ -355,7 +355,7 @@ class Communicator(BaseCommunicator):
         sources, memory = self._read(verb, given, targets, options)
         given, targets, gpu = list(given), targets and list(targets), self._gpu  # the program may change its lists
         if structure is not None:
-            with Starting(self._guard):  # which may refuse
+            with self._guard.starting():  # which may refuse
                 self._guard.note(f"{verb} of {structure}")
 
         def finish(results: list[Array]) -> Any:
