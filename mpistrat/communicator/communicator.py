@@ -270,6 +270,12 @@ class Communicator(BaseCommunicator):
         finally:
             free.append(None)
 
+    def barrier(self, options: CommunicationOptions | None = None) -> None:
+        """Wait until all ranks have entered the barrier. A collective call."""
+        known = self._programs.known("barrier", (), options, None)
+        if known is None or self.run_known(known, (), None) is None:
+            super().barrier(options)
+
     def pass_small_arrays(self) -> Passing:
         """Hand arrays of up to 16 KiB to MPI as they are, and compare their calls later, unless calls must be compared first.
 
