@@ -262,7 +262,7 @@ class Guard:
         return call, asked
 
     def prepare(
-        self, verb: str, options: object, ask: Callable[[Any], T], check: Callable[[T], None] | None
+        self, verb: str, options: object, ask: Callable[[Any], T], check: Callable[[T], None] | None = None
     ) -> tuple[Call, T, Exception | None]:
         """Return what `begin` does, before the call begins, and the error of its arguments if this rank refuses them."""
         wanted: Any = self.options
@@ -280,10 +280,8 @@ class Guard:
 
     def begin_text(self, text: str, options: object) -> Call:
         """Return a numbered call that has begun, described by a text; the call itself refuses `options` that are invalid."""
-        wanted: Any = self.options
-        with suppress(MpistratError, TypeError, AttributeError):  # they may contradict those of the communicator
-            wanted = self.options.merge(options)
-        call = self._next_call(text.partition("(")[0], text, wanted)
+        verb, bracket, arguments = text.partition("(")
+        call, *_ = self.prepare(verb, options, lambda _: bracket + arguments)  # options may contradict the communicator's
         call.start_clock()
         return call
 
