@@ -27,7 +27,7 @@ from mpistrat.algorithms.plan import Phase, Plan, Scope
 from mpistrat.arrays import Array, flat
 from mpistrat.device.cuda import are_contiguous
 from mpistrat.errors import TransportError
-from mpistrat.execution.executor import CopySteps, Dtypes, Executor
+from mpistrat.execution.executor import BucketSpec, CopySteps, Executor
 from mpistrat.packing import Layout
 from mpistrat.reduction import Fold, ReduceOp, divide
 from mpistrat.steps import WAITING, WORKED, Steps
@@ -57,32 +57,19 @@ class Bucket:
     indices: tuple[int, ...] = (0,)
 
 
-def all_reduce(
-    executor: Executor,
-    plan: Plan,
-    layout: Layout,
-    dtype: np.dtype[Any],
-    op: ReduceOp,
-    array_dtypes: Dtypes,
-    wire: Wire | None = None,
-) -> Bucket:
-    """Bind a plan that `Executor.adapt` returned to the caller's arrays, or to a buffer of `dtype`. A collective call.
+def all_reduce(executor: Executor, plan: Plan, pack: BucketSpec) -> Bucket:
+    """Bind a plan that `Executor.adapt` returned to the caller's arrays, or to a buffer. A collective call.
 
-    With `wire`, ranks send in its dtype between nodes, and add in their order.
+    With a wire dtype, ranks send in it between nodes, and add in their order.
     """
-    executor.largest_pack_bytes = max(executor.largest_pack_bytes, layout.count * dtype.itemsize)
-    if plan.is_direct:
-        return _on_the_callers_arrays(executor, plan, layout, dtype, op, array_dtypes)
-    return _Buffered(executor, plan, layout, dtype, op, wire, array_dtypes).bucket()
+    executor.largest_pack_bytes = max(executor.largest_pack_bytes, pack.layout.count * pack.dtype.itemsize)
+    return _on_the_callers_arrays(executor, plan, pack) if plan.is_direct else _Buffered(executor, plan, pack).bucket()
 
 
-def _on_the_callers_arrays(
-    executor: Executor, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, array_dtypes: Dtypes
-) -> Bucket:
+def _on_the_callers_arrays(executor: Executor, plan: Plan, pack: BucketSpec) -> Bucket:
     """Return a bucket that needs no buffer."""
-    count, intra, timeline = layout.count, executor.intra, executor.timeline
-    bound = executor.bind_direct(plan, dtype, op, len(array_dtypes))
-    fold = Fold(op, array_dtypes[0], executor.divisor(op))
+    layout, count, intra, timeline = pack.layout, pack.layout.count, executor.intra, executor.timeline
+    bound, fold = executor.bind_direct(plan, pack), Fold(pack.op, pack.dtypes[0], executor.divisor(pack.op))
     segments = SegmentCache(partial(layout.segments, longest=max(count, 1)))
     scope = plan.phases[0].scope.value if plan.phases else Scope.WORLD.value
 
@@ -91,7 +78,7 @@ def _on_the_callers_arrays(
         return recorded(timeline, f"{scope} all_reduce", scope, arrays.nbytes, bound(arrays, fold))
 
     # no scratch memory is bound, but the transport in the node may be another one now, which calls for another plan
-    return Bucket(plan, run, lambda: executor.intra is intra)
+    return Bucket(plan, run, lambda: executor.intra is intra, indices=pack.indices)
 
 
 Operations = list[list[tuple[str, Operation]]]
@@ -114,19 +101,10 @@ class Chunk:
 class _Buffered:
     """A plan of an all-reduce with its slots of the scratch memory."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        plan: Plan,
-        layout: Layout,
-        dtype: np.dtype[Any],
-        op: ReduceOp,
-        wire: Wire | None,
-        array_dtypes: Dtypes,
-    ) -> None:
-        self.executor, self._plan, self._layout, self._op, self._wire = executor, plan, layout, op, wire
-        self._dtype, self._array_dtypes = dtype, array_dtypes
-        padded = plan.padded(min(plan.chunk_count, plan.count)) * dtype.itemsize
+    def __init__(self, executor: Executor, plan: Plan, pack: BucketSpec) -> None:
+        self.executor, self._plan, self._pack = executor, plan, pack
+        self._wire = pack.wire if Scope.INTER in plan.scopes else None
+        padded = plan.padded(min(plan.chunk_count, plan.count)) * pack.dtype.itemsize
         slots = 1 if plan.num_chunks == 1 and padded >= LONE_SLOT_BYTES else plan.depth + 1
         self._slot_bytes = -(-padded // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
         if plan.num_chunks > 1:  # arrays of other lengths have slightly longer chunks: they find the same slots, faulted in
@@ -149,7 +127,8 @@ class _Buffered:
         executor.bound_plans.add(self)
 
     def bucket(self) -> Bucket:
-        return Bucket(self._plan, self.run, lambda: self._generation == self.executor.generation, self._held_bytes)
+        is_current = lambda: self._generation == self.executor.generation  # noqa: E731
+        return Bucket(self._plan, self.run, is_current, self._held_bytes, self._pack.indices)
 
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
         """Return the steps of a call."""
@@ -208,9 +187,9 @@ class _Buffered:
         return sum(operation.scratch_bytes for operation in operations) + sum(cast.scratch_bytes for cast in casts)
 
     def _chunk(self, start: int, count: int, slot: int) -> Chunk:
-        executor, layout, plan = self.executor, self._layout.part(start, start + count), self._plan
-        padded = plan.padded(count)
-        buffer = executor.slot(slot, self._slot_bytes, padded, self._dtype)
+        executor, plan, pack = self.executor, self._plan, self._pack
+        layout, padded = pack.layout.part(start, start + count), plan.padded(count)
+        buffer = executor.slot(slot, self._slot_bytes, padded, pack.dtype)
         phases = self._operations(slot, padded, buffer, start)
         steps = [operation for operations in phases for _, operation in operations]
         parts = steps[-1].parts if steps else []
@@ -220,9 +199,9 @@ class _Buffered:
         last = first + 1 if any(crossing) else len(phases)
         return Chunk(
             slot,
-            padded * self._dtype.itemsize,
-            executor.copy_in(layout, buffer, self._array_dtypes),
-            executor.copy_out(layout, parts, buffer, self._op, self._array_dtypes),
+            buffer.nbytes,
+            executor.copy_in(layout, buffer, pack.dtypes),
+            executor.copy_out(layout, parts, buffer, pack.op, pack.dtypes),
             phases[:first],
             phases[first:last],
             phases[last:],
@@ -234,7 +213,7 @@ class _Buffered:
         if (slot, padded, place) not in self._bound:
             casters = None if self._wire is None else partial(self._caster, self._wire, place)
             plan, bind = self._plan, self.executor.operations
-            phases = [bind(plan, phase, slot, buffer, self._op, casters) for phase in plan.phases]
+            phases = [bind(plan, phase, slot, buffer, self._pack.op, casters) for phase in plan.phases]
             for phase, operations in zip(plan.phases, phases[:-1], strict=False):
                 for _, operation in operations:
                     self._check_in_place(phase, operation, buffer)
