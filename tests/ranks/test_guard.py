@@ -51,6 +51,16 @@ def test_what_was_noted_is_compared_with_the_next_collective(one_node, comm):
         one_node.all_reduce(SUM, [np.ones(3)])
 
 
+@pytest.mark.ranks(nodes=["1x2", "2x1", "2x2"])
+def test_a_known_barrier_is_compared(comm, make_ops, world):
+    ops = make_ops(world, STRICT="0")
+    for _ in range(3):
+        ops.barrier()
+        ops.all_reduce(SUM, np.ones(1))
+    with pytest.raises(AgreementError, match=r"(?s)rank 0: barrier\(\).*: all_reduce\(SUM"):
+        ops.all_reduce(SUM, np.ones(1)) if comm.rank else ops.barrier()
+
+
 def test_all_that_was_noted_is_told_of_a_call_that_is_known(comm, one_node):
     arrays = [np.ones(100_000), np.ones(2)]
     for _ in range(3):
