@@ -33,7 +33,7 @@ from mpistrat.device.binding import bound_device
 from mpistrat.errors import DeadlineExceededError, InvalidArgumentError, MpistratError, UnavailableError, UnsupportedDtypeError
 from mpistrat.execution.engine import Work
 from mpistrat.execution.executor import Executor
-from mpistrat.execution.guard import Guard, Starting, compare_at_end, forget
+from mpistrat.execution.guard import Guard, compare_at_end, forget
 from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.rendezvous import rendezvous
@@ -270,6 +270,12 @@ class Communicator(BaseCommunicator):
         finally:
             free.append(None)
 
+    def barrier(self, options: CommunicationOptions | None = None) -> None:
+        """Wait until all ranks have entered the barrier. A collective call."""
+        known = self._programs.known("barrier", (), options, None)
+        if known is None or self.run_known(known, (), None) is None:
+            super().barrier(options)
+
     def pass_small_arrays(self) -> Passing:
         """Hand arrays of up to 16 KiB to MPI as they are, and compare their calls later, unless calls must be compared first.
 
@@ -355,7 +361,7 @@ class Communicator(BaseCommunicator):
         sources, memory = self._read(verb, given, targets, options)
         given, targets, gpu = list(given), targets and list(targets), self._gpu  # the program may change its lists
         if structure is not None:
-            with Starting(self._guard):  # which may refuse
+            with self._guard.starting():  # which may refuse
                 self._guard.note(f"{verb} of {structure}")
 
         def finish(results: list[Array]) -> Any:

@@ -28,7 +28,7 @@ from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard
 from mpistrat.groups.agreement import digest_of, gather_or_raise
 from mpistrat.lazy import MPI
-from mpistrat.reduction import check_elements
+from mpistrat.reduction import ReduceOp, check_elements
 from mpistrat.steps import Steps, one_by_one
 from mpistrat.text import format_bytes
 from mpistrat.transports.mpi import MpiTransport, until_complete
@@ -36,6 +36,7 @@ from mpistrat.transports.nccl import Enqueue, NcclTransport
 
 _HEADER_BYTES, _DIGESTS_KEPT = 2048, 1024  # NumPy has at most 64 axes
 _MOST_SHARED_BYTES = 1 << 15
+_Told = tuple[int, int, "Array | None"]
 _PROPOSED = 1 << 62  # in the place of a number of a rank: it proposes to make a call like the last one
 
 
@@ -98,24 +99,25 @@ class DataMovement:
         nccl = None if gpu is None else gpu.executor.transports.everywhere
         self._by_nccl = None if gpu is None or nccl is None else _through_nccl(gpu, nccl)
         self._gpu, self._nccl, self._programs = gpu, nccl, programs
+        self._present, self._met, self._has_met = executor.hierarchy.call, np.zeros((2, 1), np.int64), False
+        self._meeting = executor.world.bind(ReduceOp.SUM, self._met.dtype, (1,))
 
     def all_gather(self, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None) -> Array:
         """Concatenate along `axis`, in rank order: see `mpistrat.Communicator.all_gather`. A collective call."""
 
-        def check(_: object) -> None:
+        def facts() -> _Told:
             check_gather(array, axis)
             check_elements(array.dtype)
+            first = axis % array.ndim
             if out is not None:
-                check_target(out, array, (*array.shape[: axis % array.ndim], -1, *array.shape[axis % array.ndim + 1 :]))
-
-        def facts() -> tuple[int, int, Array | None]:
+                check_target(out, array, (*array.shape[:first], -1, *array.shape[first + 1 :]))
             # ranks that pass `out` compare its extent
-            digest = _digest(array.dtype, array.shape, axis % array.ndim, None if out is None else out.shape[axis])
-            return digest, array.shape[axis], self._shareable(_moved(array, axis % array.ndim, 0))
+            digest = _digest(array.dtype, array.shape, first, None if out is None else out.shape[axis])
+            return digest, array.shape[axis], self._shareable(_moved(array, first, 0))
 
         with self._guard:
             text = f"({name_of(array.dtype)}, {array.ndim} axes, axis={axis})"
-            move = self._begin("all_gather", text, options, check, facts, [array])
+            move = self._begin("all_gather", text, options, facts, [array])
             given_axis, axis = axis, axis % array.ndim
             needed = f"all_gather along axis {axis} needs one axis, one dtype and equal extents on all other axes"
             if out is not None:
@@ -151,15 +153,13 @@ class DataMovement:
     def gather(self, array: Array, root: int, options: CommunicationOptions | None) -> list[Array] | None:
         """Collect the arrays of all ranks on one: see `mpistrat.Communicator.gather`. A collective call."""
 
-        def check(_: object) -> None:
+        def facts() -> _Told:
             checked_index(root, "root", self._size)
             check_elements(array.dtype)
+            return _digest(array.dtype, array.shape), 0, self._shareable(array)
 
         with self._guard:
-            text = f"({name_of(array.dtype)}, root={root})"
-            move = self._begin(
-                "gather", text, options, check, lambda: (_digest(array.dtype, array.shape), 0, self._shareable(array)), [array]
-            )
+            move = self._begin("gather", f"({name_of(array.dtype)}, root={root})", options, facts, [array])
             self._require_equal(move.digests, "gather needs equal shapes, one dtype and one root", array)
             is_root = self._rank == root
             if move.is_shared():
@@ -179,20 +179,18 @@ class DataMovement:
     def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None, joins: bool = False) -> list[Array]:
         """Send an array to each rank: see `mpistrat.Communicator.all_to_all`. A collective call.
 
-        If it `joins` arrays, those received that are not small are returned as one.
+        If it `joins` the arrays received, it may return them as one.
         """
 
-        def check(_: object) -> None:
+        def facts() -> _Told:
             check_parts(arrays, self._size)
             check_elements(arrays[0].dtype)
-
-        def facts() -> tuple[int, int, Array | None]:
             first = arrays[0]
             return _digest(first.dtype, first.shape, 0 if first.ndim else None), 0, self._shareable_parts(arrays)
 
         with self._guard:
             text = f"({', '.join(sorted({name_of(array.dtype) for array in arrays}))})"
-            move = self._begin("all_to_all", text, options, check, facts, arrays)
+            move = self._begin("all_to_all", text, options, facts, arrays)
             needed = "all_to_all needs one dtype, and equal extents on all axes but the first"
             self._require_equal(move.digests, needed, arrays[self._rank])
             if move.is_shared():
@@ -212,31 +210,18 @@ class DataMovement:
                 return [like(whole, arrays[0])]
             return [like(one, array) for one, array in zip(received, arrays, strict=True)]
 
-    def all_to_all_parts(self, array: Array, options: CommunicationOptions | None) -> Array:
-        """Split an array along the first axis, exchange the parts, and concatenate those received. A collective call."""
-        try:
-            check_gather(array, 0, "all_to_all")
-        except (TypeError, ValueError) as error:
-            with self._guard:
-                self._guard.refuse(self._guard.begin_text("all_to_all", options), error)
-        received = self.all_to_all(np.array_split(array, self._size), options, joins=True)
-        joined: Array = received[0] if len(received) == 1 else np.concatenate(received)
-        return joined
-
     def broadcast(self, array: Array, root: int, options: CommunicationOptions | None, out: Array | None) -> Array:
         """Return the array of rank `root`: see `mpistrat.Communicator.broadcast`. A collective call."""
         known, is_root = array if out is None else out, self._rank == root
 
-        def check(_: object) -> None:
+        def facts() -> _Told:
             checked_index(root, "root", self._size)
             if out is not None:
                 check_target(out, array if is_root else out)
-
-        def facts() -> tuple[int, int, Array | None]:
             return _digest(known.dtype, known.shape), out is not None, self._shareable(array) if is_root else None
 
         with self._guard:
-            move = self._begin("broadcast", f"(root={root})", options, check, facts, [array if is_root else known])
+            move = self._begin("broadcast", f"(root={root})", options, facts, [array if is_root else known])
             root = operator.index(root)  # an array of no axes is the number of a replica, but no key
             # every `out` must have the shape of the root's array
             given = [digest for digest, is_given in zip(move.digests, move.numbers, strict=True) if is_given]
@@ -333,26 +318,34 @@ class DataMovement:
             return array
 
     def barrier(self, options: CommunicationOptions | None) -> None:
-        """Wait until all ranks have entered the barrier. A collective call."""
-        with self._guard:
-            call, _ = self._guard.begin("barrier", options, lambda _: "()")
-            self._guard.agree(call)
+        """Wait until all ranks have entered the barrier: by a sum, if need be after a comparison. A collective call."""
+        guard = self._guard
+        with guard:
+            call, _ = guard.begin("barrier", options, lambda _: "()")
+            if not self._has_met or self._present.is_strict or call.seconds or guard.deadlines.default_seconds:
+                guard.agree(call)
+                self._has_met = self._meeting.is_compared
+                return
+            guard.make_current(call)
+            guard.run(call, self._meeting.steps(*self._met))
+            meet, signature = self._meeting.blocking(), call.signature
+            self._programs.add("barrier", (), options, Known(signature, signature.digest, lambda *_: [meet(*self._met)]))
 
     def _begin(
         self,
         verb: str,
         text: str,
         options: CommunicationOptions | None,
-        check: Callable[[str], None],
-        facts: Callable[[], tuple[int, int, Array | None]],
+        facts: Callable[[], _Told],
         arrays: Sequence[Array],
     ) -> _Move:
         """Begin a call, and exchange a digest and a number of each rank; by NCCL, if all have their arrays on a GPU.
 
-        `facts` returns those of this rank, and the bytes that it shares.
+        `facts` checks the arguments, and returns those of this rank, and the bytes that it shares.
         """
-        call, _ = self._guard.begin(verb, options, lambda _: text, check)
-        digest, number, memory = facts()
+        told = list[_Told]()
+        call, _ = self._guard.begin(verb, options, lambda _: text, lambda _: told.append(facts()))
+        [(digest, number, memory)] = told
         is_shared, is_on_gpu = memory is not None, self._by_nccl is not None and all(map(is_on_device, arrays))
         own = digest, number << 2 | is_shared << 1 | is_on_gpu
         found = self._guard.agree(call, None, own, memory)

@@ -18,7 +18,7 @@ from mpistrat.algorithms.planners import Choice
 from mpistrat.arrays import Array, copy_overlapping, like
 from mpistrat.communicator.explain import Explanation, MemoryReport
 from mpistrat.communicator.options import CommunicationOptions, check_options
-from mpistrat.communicator.validate import alike, checked_index, read_arrays
+from mpistrat.communicator.validate import alike, check_gather, checked_index, read_arrays
 from mpistrat.execution.engine import Work
 from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.timeline import Timeline
@@ -228,13 +228,17 @@ class BaseCommunicator(ABC):
         """
         given, _, is_one = as_lists(arrays, None)
         sources, _ = self._read("all_to_all", given, None, options)
+        if is_one:
+            with self.refusing("all_to_all", options):
+                check_gather(sources[0], 0, "all_to_all")
+            sources = np.array_split(sources[0], self.size)
         with self._active():
+            received = self._movement.all_to_all(sources, options, joins=is_one)
             if is_one:
-                received: Any = like(self._movement.all_to_all_parts(sources[0], options), arrays)
-            else:
-                received = alike(self._movement.all_to_all(sources, options), given, None)
-        found: Arrays = received
-        return found
+                received = [received[0] if len(received) == 1 else np.concatenate(received)]
+            found: Any = alike(received, given, None)
+        result: Arrays = found[0] if is_one else found
+        return result
 
     def broadcast(
         self, arrays: Arrays, root: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None

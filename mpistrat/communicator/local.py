@@ -70,13 +70,9 @@ class _Copies:
         checked_index(root, "root", 1)
         return [self._copy(array, options)]
 
-    def all_to_all(self, arrays: Sequence[Array], options: object) -> list[Array]:
+    def all_to_all(self, arrays: Sequence[Array], options: object, joins: bool = False) -> list[Array]:
         check_parts(arrays, 1)
         return [self._copy(array, options) for array in arrays]
-
-    def all_to_all_parts(self, array: Array, options: object) -> Array:
-        check_gather(array, 0, "all_to_all")
-        return self._copy(array, options)
 
     def broadcast(self, array: Array, root: int, options: object, out: Array | None) -> Array:
         checked_index(root, "root", 1)

@@ -29,7 +29,7 @@ from mpistrat.device.kernels import divide_kernel
 from mpistrat.errors import InvalidArgumentError, TransportError
 from mpistrat.execution.compile import Bucket, all_reduce, reduce_scatter
 from mpistrat.execution.device_executor import DeviceExecutor
-from mpistrat.execution.executor import Dtypes, Executor
+from mpistrat.execution.executor import BucketSpec, Executor
 from mpistrat.execution.program import Program, shorten
 from mpistrat.packing import Layout, pack_by_bytes, split_evenly
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp, accumulation_dtype, check_dtype
@@ -39,9 +39,6 @@ WIRE_OPS = (ReduceOp.SUM, ReduceOp.MEAN)
 _ROUNDING_OPS = (*WIRE_OPS, ReduceOp.PROD)
 
 _TEXTS_KEPT = 256
-
-_LaidOut = tuple[np.dtype[Any], tuple[int, ...], Layout]
-"""Arrays that share a bucket: the dtype that they are combined in, their indices, and their layout."""
 
 
 @dataclass(eq=False)
@@ -114,7 +111,7 @@ class Planner:
             self._shorten(found, asked)
             return found
         while True:  # enlarging the scratch memory for a later bucket unbinds the earlier ones; then it is large enough for all
-            program = self._program(asked, [self._bind(asked, pack, settle) for pack in self._lay_out(asked)])
+            program = self._program(asked, [self._bind(asked.options, pack, settle) for pack in self._lay_out(asked)])
             if program.is_current:
                 break
         self._shorten(program, asked)
@@ -127,28 +124,21 @@ class Planner:
         """Give a program its blocking call, if it is a single one."""
         shorten(program, self.executor, asked.op, asked.arrays)
 
-    def _bind(self, asked: Reduction, pack: _LaidOut, settle: Callable[[], None]) -> Bucket:
+    def _bind(self, options: CommunicationOptions, pack: BucketSpec, settle: Callable[[], None]) -> Bucket:
         """Choose the plan of a bucket, and bind it. A collective call."""
-        op, options, (combined, members, layout) = asked.op, asked.options, pack
-        dtypes = [asked.arrays[index].dtype for index in members]
-        choice, dtype = self._decide(op, layout, combined, dtypes, options)
-        plan, wire = choice.plan, _wire(op, combined, options)
-        self._say(f"{op.name} of {layout.count} elements: {plan}; {choice.reason}")
-        if self.executor.device is None or not plan.is_direct:  # NCCL takes arrays where they lie: nothing is freed for that
+        choice, pack = self._decide(pack, options)
+        self._say(f"{pack.op.name} of {pack.layout.count} elements: {choice.plan}; {choice.reason}")
+        # NCCL takes arrays as they lie: nothing is freed for that
+        if self.executor.device is None or not choice.plan.is_direct:
             settle()
-        crosses_nodes = Scope.INTER in plan.scopes
-        bucket = all_reduce(self.executor, plan, layout, dtype, op, dtypes, wire if crosses_nodes else None)
-        bucket.indices = members
-        return bucket
+        return all_reduce(self.executor, choice.plan, pack)
 
-    def _decide(
-        self, op: ReduceOp, layout: Layout, combined: np.dtype[Any], dtypes: Dtypes, options: CommunicationOptions
-    ) -> tuple[Choice, np.dtype[Any]]:
-        """Return the plan of a bucket as it will run, why it was chosen, and the dtype of the bucket."""
-        choice = self._choice(op, layout.count, combined, options)
-        # float32 if its elements have four bytes, although arrays of two were given
-        dtype = combined if combined.itemsize == choice.plan.itemsize else np.dtype(np.float32)
-        return replace(choice, plan=self.executor.adapt(choice.plan, layout, dtype, op, dtypes)), dtype
+    def _decide(self, pack: BucketSpec, options: CommunicationOptions) -> tuple[Choice, BucketSpec]:
+        """Return the plan of a bucket as it will run, and why it was chosen; and the bucket in the dtype that it will have."""
+        choice = self._choice(pack, options)
+        if pack.dtype.itemsize != choice.plan.itemsize:  # its elements have four bytes, although arrays of two were given
+            pack = replace(pack, dtype=np.dtype(np.float32))
+        return replace(choice, plan=self.executor.adapt(choice.plan, pack)), pack
 
     def _compile_scatter(self, asked: Reduction, array: Array, axis: int, settle: Callable[[], None]) -> Program | None:
         """Bind the plan of a reduce-scatter; return None, on all ranks, if an all-reduce is used instead."""
@@ -182,36 +172,36 @@ class Planner:
     def explain(self, asked: Reduction) -> Explanation:
         """Return how a sum is computed."""
         packs = []
-        for combined, members, layout in self._lay_out(asked):
-            dtypes = [asked.arrays[index].dtype for index in members]
-            choice, dtype = self._decide(asked.op, layout, combined, dtypes, asked.options)
-            packs.append(Pack(members, dtype.name, choice, self.executor.path_of(choice.plan, dtype, asked.op)))
+        for choice, pack in [self._decide(pack, asked.options) for pack in self._lay_out(asked)]:
+            path = self.executor.path_of(choice.plan, pack.dtype, pack.op)
+            packs.append(Pack(pack.indices, pack.dtype.name, choice, path))
         return Explanation(self._world, tuple(packs), self._measured.source)
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
         """Return the plan for a sum of `count` elements, and why it was chosen."""
-        combined = self._combined_in(ReduceOp.SUM, dtype, options)
-        return self._decide(ReduceOp.SUM, Layout([count]), combined, [dtype], options)[0]
+        op, combined = ReduceOp.SUM, self._combined_in(ReduceOp.SUM, dtype, options)
+        return self._decide(BucketSpec(op, combined, (0,), Layout([count]), [dtype], _wire(op, combined, options)), options)[0]
 
     def _combined_in(self, op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> np.dtype[Any]:
         """Return the dtype in which arrays of a dtype are combined."""
         return accumulation_dtype(op, dtype)
 
-    def _lay_out(self, asked: Reduction) -> list[_LaidOut]:
+    def _lay_out(self, asked: Reduction) -> list[BucketSpec]:
         """Return which arrays share a bucket."""
-        by_dtype: dict[np.dtype[Any], list[int]] = {}
+        op, options, by_dtype = asked.op, asked.options, dict[np.dtype[Any], list[int]]()
         for index, array in enumerate(asked.arrays):
-            by_dtype.setdefault(self._combined_in(asked.op, array.dtype, asked.options), []).append(index)
-        counts = [array.size for array in asked.arrays]
+            by_dtype.setdefault(self._combined_in(op, array.dtype, options), []).append(index)
+        counts, dtypes = [array.size for array in asked.arrays], [array.dtype for array in asked.arrays]
         return [
-            (dtype, members, layout)
+            BucketSpec(op, dtype, members, layout, [dtypes[index] for index in members], _wire(op, dtype, options))
             for dtype, indices in by_dtype.items()
             # backpropagation computes the last gradients first, so they are packed first
-            for members, layout in _pack(indices[::-1], counts, dtype.itemsize, asked.options)
+            for members, layout in _pack(indices[::-1], counts, dtype.itemsize, options)
         ]
 
-    def _choice(self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
+    def _choice(self, pack: BucketSpec, options: CommunicationOptions) -> Choice:
         """Return the plan for a bucket, and why it was chosen."""
+        op, count, dtype = pack.op, pack.layout.count, pack.dtype
         if options.deterministic:
             plan = planners.flat(self._world, count, dtype.itemsize)
             # buckets are padded
@@ -219,8 +209,7 @@ class Planner:
                 return Choice(plan, "small arrays of a node are always added in the order of the replicas")
             return Choice(self._plan_in_order(op, count, dtype), "deterministic=True adds in the order of the replicas")
         buffer, algorithm = (self._world, count, dtype.itemsize), options.algorithm or "auto"
-        wire = _wire(op, dtype, options)
-        return choose(*buffer, algorithm, self._chunk_bytes, self._measured, wire.dtype.itemsize if wire else 0)
+        return choose(*buffer, algorithm, self._chunk_bytes, self._measured, pack.wire.dtype.itemsize if pack.wire else 0)
 
     def _plan_in_order(self, op: ReduceOp, count: int, dtype: np.dtype[Any]) -> Plan:
         """Return a plan that adds in the order of the replicas: inside one node, or by an exchange between all."""
@@ -278,8 +267,9 @@ class DevicePlanner(Planner):
             return dtype
         return super()._combined_in(op, dtype, options)
 
-    def _choice(self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
-        nccl, wire = self.executor.transports.everywhere, _wire(op, dtype, options)
+    def _choice(self, pack: BucketSpec, options: CommunicationOptions) -> Choice:
+        op, count, dtype, wire = pack.op, pack.layout.count, pack.dtype, pack.wire
+        nccl = self.executor.transports.everywhere
         is_summed = wire is None and not options.deterministic
         by_nccl = nccl is not None and is_summed and not nccl.refusal(dtype, op)
         joins_nodes = nccl is not None and self._world.num_nodes > 1
@@ -287,7 +277,7 @@ class DevicePlanner(Planner):
             plan = planners.flat(self._world, count, dtype.itemsize)
             return Choice(plan, "nccl joins all ranks, and chooses how")
         if options.deterministic:
-            choice = super()._choice(op, count, dtype, options)
+            choice = super()._choice(pack, options)
         elif is_summed and self.executor.orders(dtype, op):
             reason = f"NCCL does not combine {dtype} by {op.name} as NumPy does: GPUs exchange and combine them"
             choice = Choice(self._plan_in_order(op, count, dtype), reason)

@@ -21,7 +21,7 @@ from mpistrat.errors import CollectiveError, InvalidArgumentError, UnavailableEr
 from mpistrat.execution.comparison import Call
 from mpistrat.execution.engine import Work
 from mpistrat.execution.executor import Executor
-from mpistrat.execution.guard import Guard, Starting
+from mpistrat.execution.guard import Guard
 from mpistrat.execution.program import Program
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp, quiet
 from mpistrat.steps import Steps
@@ -133,7 +133,7 @@ class Reductions:
     ) -> Work[list[Array]]:
         """Start what `all_reduce` does: see `mpistrat.Communicator.start_all_reduce`. A collective call."""
         with self.active():
-            with Starting(self._guard):
+            with self._guard.starting():
                 call, asked, refused = self._guard.prepare(
                     "start_all_reduce", options, partial(Reduction, op, arrays), partial(self._check, out)
                 )

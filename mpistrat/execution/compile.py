@@ -27,10 +27,11 @@ from mpistrat.algorithms.plan import Phase, Plan, Scope
 from mpistrat.arrays import Array, flat
 from mpistrat.device.cuda import are_contiguous
 from mpistrat.errors import TransportError
-from mpistrat.execution.executor import CopySteps, Dtypes, Executor
+from mpistrat.execution.executor import BucketSpec, CopySteps, Executor
 from mpistrat.packing import Layout
 from mpistrat.reduction import Fold, ReduceOp, divide
 from mpistrat.steps import WAITING, WORKED, Steps
+from mpistrat.timeline import Timeline
 from mpistrat.transports.base import FlatArrays, Operation, SegmentCache
 from mpistrat.transports.wire import Cast, Wire
 
@@ -56,44 +57,28 @@ class Bucket:
     indices: tuple[int, ...] = (0,)
 
 
-def all_reduce(
-    executor: Executor,
-    plan: Plan,
-    layout: Layout,
-    dtype: np.dtype[Any],
-    op: ReduceOp,
-    array_dtypes: Dtypes,
-    wire: Wire | None = None,
-) -> Bucket:
-    """Bind a plan that `Executor.adapt` returned to the caller's arrays, or to a buffer of `dtype`. A collective call.
+def all_reduce(executor: Executor, plan: Plan, pack: BucketSpec) -> Bucket:
+    """Bind a plan that `Executor.adapt` returned to the caller's arrays, or to a buffer. A collective call.
 
-    With `wire`, ranks send in its dtype between nodes, and add in their order.
+    With a wire dtype, ranks send in it between nodes, and add in their order.
     """
-    executor.largest_pack_bytes = max(executor.largest_pack_bytes, layout.count * dtype.itemsize)
-    if plan.is_direct:
-        return _on_the_callers_arrays(executor, plan, layout, dtype, op, array_dtypes)
-    return _Buffered(executor, plan, layout, dtype, op, wire, array_dtypes).bucket()
+    executor.largest_pack_bytes = max(executor.largest_pack_bytes, pack.layout.count * pack.dtype.itemsize)
+    return _on_the_callers_arrays(executor, plan, pack) if plan.is_direct else _Buffered(executor, plan, pack).bucket()
 
 
-def _on_the_callers_arrays(
-    executor: Executor, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, array_dtypes: Dtypes
-) -> Bucket:
+def _on_the_callers_arrays(executor: Executor, plan: Plan, pack: BucketSpec) -> Bucket:
     """Return a bucket that needs no buffer."""
-    count, intra, timeline, phases = layout.count, executor.intra, executor.timeline, plan.phases
-    bound = executor.bind_direct(plan, dtype, op, len(array_dtypes))
-    fold = Fold(op, array_dtypes[0], executor.divisor(op))
+    layout, count, intra, timeline = pack.layout, pack.layout.count, executor.intra, executor.timeline
+    bound, fold = executor.bind_direct(plan, pack), Fold(pack.op, pack.dtypes[0], executor.divisor(pack.op))
     segments = SegmentCache(partial(layout.segments, longest=max(count, 1)))
-    scope = phases[0].scope if phases else Scope.WORLD
+    scope = plan.phases[0].scope.value if plan.phases else Scope.WORLD.value
 
     def run(sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
-        started = time.perf_counter()
         arrays = FlatArrays(list(map(flat, sources)), [target.reshape(-1) for target in targets], count, segments)
-        yield from bound(arrays, fold)
-        if timeline.enabled:
-            timeline.record(f"{scope.value} all_reduce", scope.value, started, arrays.nbytes)
+        return recorded(timeline, f"{scope} all_reduce", scope, arrays.nbytes, bound(arrays, fold))
 
     # no scratch memory is bound, but the transport in the node may be another one now, which calls for another plan
-    return Bucket(plan, run, lambda: executor.intra is intra)
+    return Bucket(plan, run, lambda: executor.intra is intra, indices=pack.indices)
 
 
 Operations = list[list[tuple[str, Operation]]]
@@ -116,19 +101,10 @@ class Chunk:
 class _Buffered:
     """A plan of an all-reduce with its slots of the scratch memory."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        plan: Plan,
-        layout: Layout,
-        dtype: np.dtype[Any],
-        op: ReduceOp,
-        wire: Wire | None,
-        array_dtypes: Dtypes,
-    ) -> None:
-        self.executor, self._plan, self._layout, self._op, self._wire = executor, plan, layout, op, wire
-        self._dtype, self._array_dtypes = dtype, array_dtypes
-        padded = plan.padded(min(plan.chunk_count, plan.count)) * dtype.itemsize
+    def __init__(self, executor: Executor, plan: Plan, pack: BucketSpec) -> None:
+        self.executor, self._plan, self._pack = executor, plan, pack
+        self._wire = pack.wire if Scope.INTER in plan.scopes else None
+        padded = plan.padded(min(plan.chunk_count, plan.count)) * pack.dtype.itemsize
         slots = 1 if plan.num_chunks == 1 and padded >= LONE_SLOT_BYTES else plan.depth + 1
         self._slot_bytes = -(-padded // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
         if plan.num_chunks > 1:  # arrays of other lengths have slightly longer chunks: they find the same slots, faulted in
@@ -151,7 +127,8 @@ class _Buffered:
         executor.bound_plans.add(self)
 
     def bucket(self) -> Bucket:
-        return Bucket(self._plan, self.run, lambda: self._generation == self.executor.generation, self._held_bytes)
+        is_current = lambda: self._generation == self.executor.generation  # noqa: E731
+        return Bucket(self._plan, self.run, is_current, self._held_bytes, self._pack.indices)
 
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
         """Return the steps of a call."""
@@ -170,50 +147,34 @@ class _Buffered:
         def head(index: int) -> Steps:
             chunk = chunks[index]
             yield from intra.fence(slots.releases[chunk.slot] if has_intra else slots.last_release)
-            started = time.perf_counter()
-            yield from chunk.copy_in(sources)
-            if timeline.enabled:
-                self._record("copy in", started, chunk)
-            for operations in chunk.head:
-                yield from self._run(chunk, operations)
-
-        def middle(index: int) -> Steps:
-            chunk = chunks[index]
-            for operations in chunk.middle:
-                yield from self._run(chunk, operations)
+            yield from recorded(timeline, "copy in", "intra", chunk.nbytes, chunk.copy_in(sources))
+            yield from self._run(chunk, chunk.head)
 
         def tail(index: int) -> Steps:
             chunk = chunks[index]
-            for operations in chunk.tail:
-                yield from self._run(chunk, operations)
-            started = time.perf_counter()
-            yield from chunk.copy_out(targets)
-            if timeline.enabled:
-                self._record("copy out", started, chunk)
+            yield from self._run(chunk, chunk.tail)
+            yield from recorded(timeline, "copy out", "intra", chunk.nbytes, chunk.copy_out(targets))
             if has_intra:
                 slots.releases[chunk.slot] = slots.last_release = intra.release()
 
+        middle = lambda index: self._run(chunks[index], chunks[index].middle)  # noqa: E731
         return overlap(head, middle, tail, len(chunks), self._plan.depth, self._max_in_flight)
 
-    def _run(self, chunk: Chunk, operations: Sequence[tuple[str, Operation]]) -> Steps:
-        if len(operations) == 1 and not self.executor.timeline.enabled:
-            return operations[0][1].run()
-        # a rank that owns several shards runs their rails together, since ranks of larger nodes do so
-        return interleave([self._step(chunk, name, operation) for name, operation in operations])
+    def _run(self, chunk: Chunk, phases: Operations) -> Steps:
+        timeline = self.executor.timeline
+        for operations in phases:
+            if len(operations) == 1 and not timeline.enabled:
+                yield from operations[0][1].run()
+            else:  # a rank that owns several shards runs their rails together, since ranks of larger nodes do so
+                lanes = [(name, self._lane(name, chunk), operation) for name, operation in operations]
+                yield from interleave([recorded(timeline, name, lane, chunk.nbytes, each.run()) for name, lane, each in lanes])
 
-    def _step(self, chunk: Chunk, name: str, operation: Operation) -> Steps:
-        started = time.perf_counter()
-        yield from operation.run()
-        if self.executor.timeline.enabled:
-            self._record(name, started, chunk)
-
-    def _record(self, name: str, started: float, chunk: Chunk) -> None:
+    def _lane(self, name: str, chunk: Chunk) -> str:
+        """Return the row of an operation in the timeline: rails have their own, and chunks in flight at the same time."""
         scope, *_, last = name.split()
-        lane = "intra" if scope == "copy" else scope
-        # rails, and chunks in flight at the same time, have their own rows in the timeline
-        if lane == Scope.INTER.value:
-            lane = f"{lane} rail {last}" if self._max_in_flight == 1 else f"{lane} rail {last} {chunk.slot}"
-        self.executor.timeline.record(name, lane, started, chunk.nbytes)
+        if scope != Scope.INTER.value:
+            return scope
+        return f"{scope} rail {last}" if self._max_in_flight == 1 else f"{scope} rail {last} {chunk.slot}"
 
     def unbind(self) -> None:
         """Drop all references to the scratch memory; the plan cannot run any more."""
@@ -226,9 +187,9 @@ class _Buffered:
         return sum(operation.scratch_bytes for operation in operations) + sum(cast.scratch_bytes for cast in casts)
 
     def _chunk(self, start: int, count: int, slot: int) -> Chunk:
-        executor, layout, plan = self.executor, self._layout.part(start, start + count), self._plan
-        padded = plan.padded(count)
-        buffer = executor.slot(slot, self._slot_bytes, padded, self._dtype)
+        executor, plan, pack = self.executor, self._plan, self._pack
+        layout, padded = pack.layout.part(start, start + count), plan.padded(count)
+        buffer = executor.slot(slot, self._slot_bytes, padded, pack.dtype)
         phases = self._operations(slot, padded, buffer, start)
         steps = [operation for operations in phases for _, operation in operations]
         parts = steps[-1].parts if steps else []
@@ -238,9 +199,9 @@ class _Buffered:
         last = first + 1 if any(crossing) else len(phases)
         return Chunk(
             slot,
-            padded * self._dtype.itemsize,
-            executor.copy_in(layout, buffer, self._array_dtypes),
-            executor.copy_out(layout, parts, buffer, self._op, self._array_dtypes),
+            buffer.nbytes,
+            executor.copy_in(layout, buffer, pack.dtypes),
+            executor.copy_out(layout, parts, buffer, pack.op, pack.dtypes),
             phases[:first],
             phases[first:last],
             phases[last:],
@@ -252,7 +213,7 @@ class _Buffered:
         if (slot, padded, place) not in self._bound:
             casters = None if self._wire is None else partial(self._caster, self._wire, place)
             plan, bind = self._plan, self.executor.operations
-            phases = [bind(plan, phase, slot, buffer, self._op, casters) for phase in plan.phases]
+            phases = [bind(plan, phase, slot, buffer, self._pack.op, casters) for phase in plan.phases]
             for phase, operations in zip(plan.phases, phases[:-1], strict=False):
                 for _, operation in operations:
                     self._check_in_place(phase, operation, buffer)
@@ -323,17 +284,27 @@ class _Scatter:
 
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
         """Return the steps of a call."""
-        source, target, chunks = sources[0].reshape(-1), targets[0].reshape(-1), self._chunks
+        source, target, chunks, timeline = sources[0].reshape(-1), targets[0].reshape(-1), self._chunks, self._executor.timeline
+        inside = "copy in" if self._plan.world.num_shards == 1 else "intra reduce_scatter"
+        rail = f"rail {self._place.local_rank}"
+
+        def head(index: int) -> Steps:
+            memory = chunks[index].memory if self._crosses else target
+            return recorded(timeline, inside, "intra", memory.nbytes, self._sum_inside(chunks[index], source, memory))
+
+        def middle(index: int) -> Steps:
+            ring, nbytes = chunks[index].ring, chunks[index].memory.nbytes
+            assert ring is not None, "there is no ring on a single node"
+            return recorded(timeline, f"inter reduce_scatter {rail}", f"inter {rail}", nbytes, ring.run())
+
+        def tail(index: int) -> Steps:
+            own = target[chunks[index].target]
+            return recorded(timeline, "copy out", "intra", own.nbytes, self._copy_out(chunks[index], own))
+
         if not self._crosses:
-            return self._sum_inside(chunks[0], source, target)
-        return overlap(
-            lambda index: self._sum_inside(chunks[index], source, chunks[index].memory),
-            lambda index: self._run_ring(chunks[index]),
-            lambda index: self._copy_out(chunks[index], target),
-            len(chunks),
-            self._plan.depth,
-            max_in_flight=1,  # those of one rail share a channel
-        )
+            return head(0)
+        # those of one rail share a channel
+        return overlap(head, middle, tail, len(chunks), self._plan.depth, max_in_flight=1)
 
     def _chunk(self, parts: list[slice], slot: int) -> _Shard:
         """Return the chunk of these parts of the source; its shard is in that slot during the ring."""
@@ -363,44 +334,32 @@ class _Scatter:
 
     def _sum_inside(self, chunk: _Shard, source: Array, shard: Array) -> Steps:
         """Sum this rank's shard over the ranks of the node."""
-        started, own = time.perf_counter(), self._own
+        own = self._own
         addends = [source[part] for part in chunk.parts]
         own_targets = [shard[first:last] for first, last in pairwise(chunk.members)]
         if self._plan.world.num_shards == 1:
             for addend, target in zip(addends, own_targets, strict=True):
                 np.copyto(target, addend)
                 yield WORKED
-            self._record("copy in", "intra", started, shard)
             return
         empty = shard[:0]
         targets = [empty] * own.start + own_targets + [empty] * (len(addends) - own.stop)
         arrays = FlatArrays(addends, targets, chunk.bounds[-1], chunk.segments)
         yield from self._executor.exchange(arrays, self._fold, chunk.bounds)
-        self._record("intra reduce_scatter", "intra", started, shard)
-
-    def _run_ring(self, chunk: _Shard) -> Steps:
-        """Reduce-scatter the shard between the ranks of this rank's rail."""
-        started = time.perf_counter()
-        assert chunk.ring is not None, "there is no ring on a single node"
-        yield from chunk.ring.run()
-        rail = f"rail {self._place.local_rank}"
-        self._record(f"inter reduce_scatter {rail}", f"inter {rail}", started, chunk.memory)
 
     def _copy_out(self, chunk: _Shard, target: Array) -> Steps:
         """Write this rank's part to the target."""
-        started = time.perf_counter()
         first, last = chunk.members[self._place.node.index : self._place.node.index + 2]
-        part, own_target = chunk.memory[first:last], target[chunk.target]
-        if self._divisor > 1:
-            divide(part, self._divisor, out=own_target)
-        else:
-            np.copyto(own_target, part)
+        divide(chunk.memory[first:last], self._divisor, out=target)
         yield WORKED
-        self._record("copy out", "intra", started, part)
 
-    def _record(self, name: str, lane: str, started: float, array: Array) -> None:
-        if self._executor.timeline.enabled:
-            self._executor.timeline.record(name, lane, started, array.nbytes)
+
+def recorded(timeline: Timeline, name: str, lane: str, nbytes: int, steps: Steps) -> Steps:
+    """Return steps, with the time that they take in the timeline, while it is enabled."""
+    started = time.perf_counter()
+    yield from steps
+    if timeline.enabled:
+        timeline.record(name, lane, started, nbytes)
 
 
 def overlap(head: ChunkSteps, middle: ChunkSteps, tail: ChunkSteps, num_chunks: int, depth: int, max_in_flight: int) -> Steps:

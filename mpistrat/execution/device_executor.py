@@ -17,7 +17,7 @@ from mpistrat.algorithms.plan import Plan, Scope, Verb
 from mpistrat.arrays import Array
 from mpistrat.device.cuda import Device, DeviceArray, Event, address
 from mpistrat.device.kernels import divide_kernel
-from mpistrat.execution.executor import CopySteps, Direct, Dtypes, Executor
+from mpistrat.execution.executor import BucketSpec, CopySteps, Direct, Dtypes, Executor
 from mpistrat.execution.select import DeviceTransports, device_transports, nccl_rails
 from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.deadline_barrier import AbortNotice
@@ -151,21 +151,22 @@ class DeviceExecutor(Executor):
         for transport in (*self._on_gpus, *self.rails.values()):
             transport.dispose()
 
-    def adapt(self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Dtypes) -> Plan:
+    def adapt(self, plan: Plan, pack: BucketSpec) -> Plan:
         """Return a plan as it runs here: NCCL combines one array where it lies, or a few large ones: see `Executor.adapt`."""
+        layout, dtype, op = pack.layout, pack.dtype, pack.op
         is_large = layout.count * dtype.itemsize >= DIRECT_FROM_BYTES * (len(layout.offsets) - 1)
         has_whole_arrays = layout.count == layout.offsets[-1]
-        are_alike = set(given) == {dtype} and has_whole_arrays and (layout.is_one_array or is_large)
+        are_alike = set(pack.dtypes) == {dtype} and has_whole_arrays and (layout.is_one_array or is_large)
         if plan.in_order or not are_alike or plan.scopes not in ({Scope.INTRA}, {Scope.WORLD}):
             return plan
         transport, [scope] = self._direct(plan, dtype, op), plan.scopes
         serves = transport.combines_arrays and not transport.refusal(dtype, op)
         return plan.in_one_phase(scope, is_direct=True) if serves else plan
 
-    def bind_direct(self, plan: Plan, dtype: np.dtype[Any], op: ReduceOp, num_arrays: int) -> Direct:
-        if op is ReduceOp.MEAN:
-            self.device.prepare(divide_kernel(dtype))
-        return self._direct(plan, dtype, op).all_reduce_arrays
+    def bind_direct(self, plan: Plan, pack: BucketSpec) -> Direct:
+        if pack.op is ReduceOp.MEAN:
+            self.device.prepare(divide_kernel(pack.dtype))
+        return self._direct(plan, pack.dtype, pack.op).all_reduce_arrays
 
     def _direct(self, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
         return self.intra if plan.scopes == {Scope.INTRA} else self._over_all(dtype, op)

@@ -19,8 +19,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -94,7 +94,7 @@ class Job:
             return
         if _engine.is_this_thread():
             raise UnavailableError(f"a callback of what was started cannot wait for {self._what()}, which is behind it")
-        with _Awaited():
+        with _awaited():
             # it may have ended, and one of its callbacks wait for something of this thread
             while not self._has_ended:
                 if self._under_way.acquire(timeout=_ALIVE_CHECK_SECONDS):
@@ -283,28 +283,26 @@ class _Engine:
         assert self._thread is not None, "registered when the thread was started"
         self.is_leaving = abort.ending_code() != 0
         self._jobs.put(None)
-        with _Awaited():
+        with _awaited():
             self._thread.join(_LEAVE_SECONDS if self.is_leaving else None)
         failure = self.take_unclaimed_failure()
         if failure is not None and not self.is_leaving:
             abort.end(failure)
 
 
-class _Awaited:
-    """Lets the engine poll without sleeping, and the watcher know if the program does not go on meanwhile."""
-
-    def __enter__(self) -> None:
-        _engine.num_waiting += 1
-        self._tell(True)
-
-    def __exit__(self, *_: object) -> None:
+@contextmanager
+def _awaited() -> Iterator[None]:
+    """Let the engine poll without sleeping, and the watcher know if the program does not go on meanwhile."""
+    is_main = threading.current_thread() is threading.main_thread()
+    _engine.num_waiting += 1
+    try:
+        if is_main:
+            recorder().note(awaited=True)
+        yield
+    finally:
         _engine.num_waiting -= 1
-        self._tell(False)
-
-    @staticmethod
-    def _tell(is_awaited: bool) -> None:
-        if threading.current_thread() is threading.main_thread():
-            recorder().note(awaited=is_awaited)
+        if is_main:
+            recorder().note(awaited=False)
 
 
 _engine = _Engine()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from weakref import WeakSet
@@ -28,7 +29,7 @@ from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.pairwise import ordered_all_reduce
 from mpistrat.transports.shared_memory import Exchange, exchange_bytes
 from mpistrat.transports.window import MOST_SMALL_BYTES
-from mpistrat.transports.wire import Cast
+from mpistrat.transports.wire import Cast, Wire
 
 Casters = Callable[[int, int], Cast]
 """Returns the cast of a part of a chunk that is sent between nodes: ``casters(index of the part, elements)``."""
@@ -43,6 +44,18 @@ CopySteps = Callable[[Sequence[Array]], Steps]
 """Returns the steps of a copy between arrays and a bucket."""
 Direct = Callable[[FlatArrays, Fold], Steps]
 """Returns the steps of an all-reduce of the caller's arrays, without a bucket."""
+
+
+@dataclass(frozen=True)
+class BucketSpec:
+    """Arrays of a call that are combined together: their `indices`, layout and dtypes; and in which dtype, and how."""
+
+    op: ReduceOp
+    dtype: np.dtype[Any]
+    indices: tuple[int, ...]
+    layout: Layout
+    dtypes: Dtypes
+    wire: Wire | None = None  # between nodes, if it is another one
 
 
 class Slots:
@@ -189,15 +202,16 @@ class Executor:
         """Bytes that the transports between nodes hold besides."""
         return sum(rail.scratch_bytes for rail in self.rails.values())
 
-    def adapt(self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Dtypes) -> Plan:
-        """Return a plan as it runs here on arrays of dtypes `given`, in a bucket of `dtype` or where they lie.
+    def adapt(self, plan: Plan, pack: BucketSpec) -> Plan:
+        """Return a plan as it runs here, in a bucket or on the arrays where they lie.
 
         Whatever the algorithm, a sum in the only node goes through the slots of its window if these hold it; several arrays,
         which are copied to a bucket, only where that is never slower.
         """
+        given, dtype = pack.dtypes, pack.dtype
         if plan.in_order or len(set(given)) > 1:
             return plan
-        small, nbytes, is_one_array = self.world.small, plan.num_bytes, layout.is_one_array and given[0] == dtype
+        small, nbytes, is_one_array = self.world.small, plan.num_bytes, pack.layout.is_one_array and given[0] == dtype
         if plan.scopes == {Scope.INTRA} and small.is_one_node and small.serves(nbytes):
             plan = plan.in_one_phase(Scope.WORLD) if is_one_array or nbytes <= MOST_SMALL_BYTES else plan
         if plan.scopes <= {Scope.WORLD}:
@@ -205,12 +219,12 @@ class Executor:
         reads_peers = plan.scopes == {Scope.INTRA} and plan.count and self.intra.combines_arrays
         return plan.in_one_phase(Scope.INTRA, is_direct=True) if reads_peers and given[0] in (dtype, *HALF_DTYPES) else plan
 
-    def bind_direct(self, plan: Plan, dtype: np.dtype[Any], op: ReduceOp, num_arrays: int) -> Direct:
+    def bind_direct(self, plan: Plan, pack: BucketSpec) -> Direct:
         """Return an all-reduce that works on the caller's arrays, for a direct plan. A collective call."""
         if plan.scopes == {Scope.INTRA}:
-            self.reserve_exchange(num_arrays)
+            self.reserve_exchange(len(pack.dtypes))
             return self.exchange
-        bound = self.world.bind(op, dtype, (plan.count,))
+        bound = self.world.bind(pack.op, pack.dtype, (plan.count,))
 
         def over_all(arrays: FlatArrays, fold: Fold) -> Steps:
             [source], [target] = arrays.sources, arrays.targets

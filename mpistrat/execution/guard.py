@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -143,6 +143,19 @@ class Guard:
         if change:
             self.note(change)
 
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Lock the communicator for this thread while it starts a call; those started before may be under way."""
+        self.acquire()
+        try:
+            self.raise_if_failed()
+            yield
+        except BaseException as error:
+            self.account_for(error, has_begun=False)
+            raise
+        finally:
+            self.thread.unlock()
+
     def account_for(self, error: BaseException, has_begun: bool) -> None:
         """Notify the other ranks of an error of a call that they make, unless they know of it."""
         told, self._told = self._told, None
@@ -249,7 +262,7 @@ class Guard:
         return call, asked
 
     def prepare(
-        self, verb: str, options: object, ask: Callable[[Any], T], check: Callable[[T], None] | None
+        self, verb: str, options: object, ask: Callable[[Any], T], check: Callable[[T], None] | None = None
     ) -> tuple[Call, T, Exception | None]:
         """Return what `begin` does, before the call begins, and the error of its arguments if this rank refuses them."""
         wanted: Any = self.options
@@ -267,10 +280,8 @@ class Guard:
 
     def begin_text(self, text: str, options: object) -> Call:
         """Return a numbered call that has begun, described by a text; the call itself refuses `options` that are invalid."""
-        wanted: Any = self.options
-        with suppress(MpistratError, TypeError, AttributeError):  # they may contradict those of the communicator
-            wanted = self.options.merge(options)
-        call = self._next_call(text.partition("(")[0], text, wanted)
+        verb, bracket, arguments = text.partition("(")
+        call, *_ = self.prepare(verb, options, lambda _: bracket + arguments)  # options may contradict the communicator's
         call.start_clock()
         return call
 
@@ -442,30 +453,6 @@ class Guard:
 
     def _unavailable(self, why: str) -> UnavailableError:
         return UnavailableError(f"rank {self._rank}: no further collective can be made: {why}")
-
-
-class Starting:
-    """Locks the communicator of a guard for this thread while it starts a call; those started before may be under way."""
-
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-
-    def __enter__(self) -> None:
-        guard = self._guard
-        guard.acquire()
-        try:
-            guard.raise_if_failed()
-        except BaseException:
-            guard.thread.unlock()
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        guard = self._guard
-        try:
-            if error is not None:
-                guard.account_for(error, has_begun=False)
-        finally:
-            guard.thread.unlock()
 
 
 def _failed(call: Call, error: Exception) -> Call:

@@ -102,7 +102,7 @@ def _copied(component: Array | IndexedSlices) -> Array | IndexedSlices:
 
 
 def _normalized(axis: int | Iterable[int], component: Any) -> tuple[int, ...]:
-    """Return the axes as non-negative integers without duplicates."""
+    """Return the axes as non-negative integers."""
     if isinstance(component, IndexedSlices):
         advice = "pass axis=None, or reduce slices.to_dense()"
         raise NotImplementedError(f"reduce over axis={axis!r} is not supported for {component!r}; {advice}")
@@ -115,7 +115,10 @@ def _normalized(axis: int | Iterable[int], component: Any) -> tuple[int, ...]:
     outside = [item for item in axes if not -ndim <= item < ndim]
     if outside:
         raise InvalidArgumentError(f"axis {outside[0]} is out of range for a component of {ndim} axes; got axis={axis!r}")
-    return tuple(sorted({item % ndim for item in axes}))
+    normalized = {item % ndim for item in axes}
+    if len(normalized) < len(axes):
+        raise InvalidArgumentError(f"each axis can be reduced once; got axis={axis!r} for a component of {ndim} axes")
+    return tuple(sorted(normalized))
 
 
 def _quotient(total: Array, count: Array, dtype: np.dtype[Any]) -> Array:

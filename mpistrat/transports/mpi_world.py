@@ -127,7 +127,7 @@ class MpiAllReduce:
         self._is_polled = world.num_nodes > 1 and self._nbytes >= POLL_FROM_BYTES
         bits = _bits_of_piece(op, dtype, world.group.size) if carries_digest else 0
         self._with_digest = _ArrayWithDigest(self._call, op, dtype, shape, bits, world.group.size) if bits else None
-        self._is_compared = self._with_digest is not None or (world.num_nodes == 1 and window is not None)
+        self.is_compared = self._with_digest is not None or (world.num_nodes == 1 and window is not None)
         self.name = "MPI_Iallreduce" if self._is_polled else "MPI_Allreduce"
 
     def steps(self, source: Array, target: Array) -> Steps:
@@ -183,7 +183,7 @@ class MpiAllReduce:
     def _end(self, target: Array) -> None:
         if self._with_digest is not None:
             self._with_digest.unpack(target)
-        if not self._is_compared:
+        if not self.is_compared:
             self._call.add_unconfirmed(self._nbytes)
 
 

@@ -136,7 +136,7 @@ class SmallAllReduce:
     some of the source's memory.
     """
 
-    may_overlap = True  # the source is copied to a slot first
+    may_overlap = is_compared = True  # the source is copied to a slot first; ranks compare the call
 
     def __init__(self, exchange: SmallExchange, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._exchange, self._op, self._shape, self._dtype = exchange, op, shape, dtype

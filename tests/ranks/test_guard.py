@@ -51,6 +51,16 @@ def test_what_was_noted_is_compared_with_the_next_collective(one_node, comm):
         one_node.all_reduce(SUM, [np.ones(3)])
 
 
+@pytest.mark.ranks(nodes=["1x2", "2x1", "2x2"])
+def test_a_known_barrier_is_compared(comm, make_ops, world):
+    ops = make_ops(world, STRICT="0")
+    for _ in range(3):
+        ops.barrier()
+        ops.all_reduce(SUM, np.ones(1))
+    with pytest.raises(AgreementError, match=r"(?s)rank 0: barrier\(\).*: all_reduce\(SUM"):
+        ops.all_reduce(SUM, np.ones(1)) if comm.rank else ops.barrier()
+
+
 def test_all_that_was_noted_is_told_of_a_call_that_is_known(comm, one_node):
     arrays = [np.ones(100_000), np.ones(2)]
     for _ in range(3):
@@ -288,5 +298,5 @@ def test_a_call_within_a_call_is_refused_and_noted(one_node, monkeypatch, is_on_
             with pytest.raises(InvalidArgumentError, match="root"):
                 one_node.broadcast(np.ones(3), root=99)
     with nullcontext() if is_on_all else pytest.raises(AgreementError, match="a refused call within another one"):
-        one_node.barrier()  # which ranks may make that were between two calls
-    one_node.barrier()
+        one_node.gather(np.ones(1))  # which ranks may make that were between two calls
+    one_node.gather(np.ones(1))

@@ -80,6 +80,7 @@ def test_one_rank_may_take_the_slow_path(ops):
     arrays = [np.full(3, ops.rank), np.full(2, 2 * ops.rank)]
     for turn in range(4):
         ops.timeline.enabled = ops.rank == 1 and turn > 1
+        ops.barrier()
         total, double = ops.all_reduce(ReduceOp.SUM, arrays)
         assert total.tolist() == [sum(range(ops.size))] * 3
         assert double.tolist() == [2 * sum(range(ops.size))] * 2

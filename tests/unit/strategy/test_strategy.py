@@ -96,6 +96,7 @@ def test_a_value_that_is_equal_on_all_replicas(wrap):
         ("median", None, InvalidArgumentError, "unknown reduce_op 'median'; accepted are SUM, MEAN, MIN, MAX, PROD, in"),
         (3, None, TypeError, "reduce_op must be a ReduceOp or a str"),
         ("sum", 1, InvalidArgumentError, "axis 1 is out of range for a component of 1 axes; got axis=1"),
+        ("sum", (0, -1), InvalidArgumentError, r"each axis can be reduced once; got axis=\(0, -1\) for"),
         ("sum", [0, -2], InvalidArgumentError, "axis -2 is out of range"),
         ("sum", "0", TypeError, "axis must be None, an int, or a list or tuple of int; got '0'"),
         ("sum", 1.0, TypeError, "axis must be"),
