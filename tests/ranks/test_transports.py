@@ -189,7 +189,7 @@ class AnswersNothing(MpiTransport):
 
 
 SIZE, TOO_SOON = r"\(67 x bool, ", r"shared_memory: .* on rank \d of \d \(world\): element .* are wrong$"
-OF_ANOTHER_CALL = r"'calls_are_told_apart': .*all_reduce\(67 x int32, SUM\) on rank \d .*compares_calls is set, but ranks in diff"
+OTHER_CALL = r"'calls_are_told_apart': .*all_reduce\(67 x int32, SUM\) on rank \d .*compares_calls is set, but ranks in diff"
 PLANTED = {
     ReducesTwice: r"'every_dtype_and_operation': shared_memory: reduce.*\(67 x int8, (SUM|MEAN), .*\) on rank \d of \d ",
     ReducesTooLittle: rf"all_reduce{SIZE}MIN\) on rank \d of \d \(world\): element \d+ is True, expected False; \d+ of 67",
@@ -200,7 +200,7 @@ PLANTED = {
     LosesNan: r"'nan_wins': mpi: all_reduce\(\d x float32, M(IN|AX)\) on rank \d .*: element \d is .*, expected nan",
     WorksOnce: r"'every_size_and_division': mpi: all_reduce\(67 x int32, SUM\)",
     AnswersNothing: r"'the_group_is_served': mpi: probe on rank 0 .* returned None; an empty text was expected",
-    **dict.fromkeys([ForgetsTheCall, ReadsTheTagWhenBound, DoesNotCompare], OF_ANOTHER_CALL),
+    **dict.fromkeys([ForgetsTheCall, ReadsTheTagWhenBound, DoesNotCompare], OTHER_CALL),
     **dict.fromkeys([DoesNotFence, DoesNotWait], TOO_SOON),
 }
 
