@@ -70,13 +70,6 @@ def test_a_reduce_scatter_of_equal_parts_is_one_call_of_nccl(on_device):
     pair.check(out, whole[5 * pair.rank : 5 * pair.rank + 5])
 
 
-def test_a_reduce_scatter_in_the_order_of_the_replicas_is_no_call_of_nccl(node):
-    array = np.random.default_rng(node.rank).standard_normal((4 * node.size, 2)).astype(np.float32)
-    in_order = mpistrat.experimental.CommunicationOptions(deterministic=True)
-    found = node.gpu.reduce_scatter(SUM, node.up(array), options=in_order)
-    node.check(found, node.host.reduce_scatter(SUM, array, options=in_order))
-
-
 @needs_ranks(2)
 def test_arrays_of_which_some_are_in_host_memory_go_by_way_of_it(node):
     mine = values((3, 2), np.float32, node.rank)

@@ -76,20 +76,6 @@ def test_the_record_of_a_call_has_the_bytes_that_this_rank_passes(make_ops):
 
 
 @needs_ranks(2)
-def test_one_rank_may_take_the_slow_path(ops):
-    arrays = [np.full(3, ops.rank), np.full(2, 2 * ops.rank)]
-    for turn in range(4):
-        ops.timeline.enabled = ops.rank == 1 and turn > 1
-        total, double = ops.all_reduce(ReduceOp.SUM, arrays)
-        assert total.tolist() == [sum(range(ops.size))] * 3
-        assert double.tolist() == [2 * sum(range(ops.size))] * 2
-        # what follows in the memory of the node must find the ranks in step
-        through_node = [np.full(5, ops.rank, np.float32), np.full(4, ops.rank, np.float16)]
-        for result in ops.all_reduce(ReduceOp.SUM, through_node, CommunicationOptions(algorithm="hierarchical")):
-            assert (result == sum(range(ops.size))).all()
-
-
-@needs_ranks(2)
 @pytest.mark.parametrize("reads", ["0", "1"])
 def test_one_rank_may_take_the_slow_path_in_shared_memory(make_ops, monkeypatch, reads):
     ops = make_ops(STRICT="0", PEER_MEMORY=reads)
