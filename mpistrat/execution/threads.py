@@ -120,5 +120,5 @@ def is_within_call() -> bool:
 def _threads() -> list[threading.Thread]:
     """Return the threads that run, or have not been started: those are in a private set of the interpreter alone."""
     known = getattr(threading, "_dangling", None)  # a WeakSet; its references are copied at once, as other threads add to it
-    every = threading.enumerate() if known is None else [each for ref in tuple(known.data) if (each := ref()) is not None]
+    every = threading.enumerate() if known is None else [each for ref in known.data.copy() if (each := ref()) is not None]
     return [each for each in every if each.is_alive() or each.ident is None]

@@ -158,6 +158,11 @@ def test_memory_of_nccl4py_lies_in_windows_until_it_is_given_back(group, device,
     transport.allocate(400)
     transport.dispose()
     assert (calls.windows, calls.memory) == ([], {})
+    aborted = NcclTransport(group, device, library)
+    aborted.allocate(400)
+    aborted.abort("planted")
+    aborted.dispose()
+    assert len(calls.windows) == 1, "those of a communicator that was aborted are left alone"
 
 
 @pytest.mark.parametrize("lacks", ["windows", "an error", "on one rank", "switched off on one rank"])
@@ -205,15 +210,6 @@ def test_what_one_rank_cannot_register_is_in_a_window_on_none(group, device, win
         assert transport.allocate(50).nbytes == 50
     assert [window.start for window in calls.windows] == [kept.ctypes.data]
     transport.dispose()
-
-
-def test_windows_of_a_communicator_that_was_aborted_are_left_alone(group, device, windows):
-    calls, library = windows
-    transport = NcclTransport(group, device, library)
-    transport.allocate(400)
-    transport.abort("planted")
-    transport.dispose()
-    assert len(calls.windows) == 1
 
 
 @pytest.mark.parametrize(("version", "ended"), [(23007, ["revoked", "aborted"]), (22703, ["aborted"]), (23007, ["aborted"])])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpistrat.errors import UnavailableError
-from mpistrat.execution import engine
+from mpistrat.execution import engine, threads
 from mpistrat.execution.engine import Job, Work, submit, wait_for_gpu
 from tests.processes import python
 
@@ -122,7 +122,7 @@ def test_a_rest_is_longer_each_time_but_never_long(monkeypatch):
 
 def test_a_forked_child_is_told_that_nothing_will_come():
     program = """
-from mpistrat.execution import engine
+from mpistrat.execution import engine, threads
 engine._ALIVE_CHECK_SECONDS = 0.05
 gate = threading.Event()
 held = Job(gate.wait, lambda: 'the sum'); submit(held)
@@ -188,3 +188,20 @@ def test_a_call_on_the_gpu_waits_for_the_jobs_of_others_there():
     threading.Timer(0.1, gate.set).start()
     wait_for_gpu("two")
     assert ended == ["there"]
+
+
+def test_threads_are_looked_at_whenever_the_collector_finds_others():
+    before = gc.get_threshold()
+    try:
+        for more in range(40):  # allocations until it runs
+            gc.disable()
+            for _ in range(50):
+                thread = threading.Thread()
+                thread.itself = thread
+                del thread
+            gc.set_threshold(gc.get_count()[0] + more)
+            gc.enable()
+            assert threading.main_thread() in threads._threads()
+    finally:
+        gc.set_threshold(*before)
+        gc.enable()
