@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from mpistrat.arrays import Array, are_apart, is_on_device, new_array, part_boun
 from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
 from mpistrat.communicator.options import NATIVE, WIRE_DTYPES, CommunicationImplementation, CommunicationOptions
 from mpistrat.communicator.planning import DevicePlanner, Planner, Reduction
-from mpistrat.communicator.programs import Programs, fits
+from mpistrat.communicator.programs import Known, Programs, fits
 from mpistrat.communicator.validate import check_gather, check_target
 from mpistrat.device.cuda import address
 from mpistrat.device.kernels import divide_kernel
@@ -22,7 +23,8 @@ from mpistrat.execution.comparison import Call
 from mpistrat.execution.engine import Work
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard
-from mpistrat.execution.program import Program
+from mpistrat.execution.program import Begin, Program
+from mpistrat.groups.agreement import CallsDifferError, Signature
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp, quiet
 from mpistrat.steps import Steps
 
@@ -142,13 +144,43 @@ class Reductions:
                     gpu = self._gpu if has_arrays(arrays) else None
                     if gpu is not None and out is None:
                         out = gpu.maker(arrays)()  # in memory of the caller's stream
-                    carry_out: Callable[[], list[Array]] = partial(self._carry_out, call, asked, arrays, out)
+                    carry_out: Callable[[], list[Array]] = partial(self._carry_out, call, asked, arrays, options, out)
                     if gpu is not None:
                         carry_out = gpu.on_own_stream(carry_out, partial(self._guard.run, call))
                     return self._guard.start(call, carry_out)
             with self._guard:  # the other ranks find out when the engine begins their call
                 call.start_clock()
                 return self._guard.refuse(call, refused)
+
+    def _begin(
+        self, begin: Begin, signature: Signature, arrays: Sequence[Array], out: Sequence[Array] | None
+    ) -> list[Work[list[Array]]]:
+        """Begin the call of a signature, which is the current one, and return its handle: who asks for the result sums."""
+        call = Call(self._guard.number, "start_all_reduce", signature, is_started=True)
+        [source], target = arrays, None if out is None else out[0]
+        has_arrived, finish = begin(source)
+        result = np.empty(source.shape, source.dtype) if target is None else target
+
+        def carry_out() -> list[Array]:
+            try:
+                self._guard.run(call, finish(result))
+            except CollectiveError as error:
+                self._guard.give_up_started(call, error)
+                raise
+            return [result]
+
+        def complete() -> list[Array] | None:
+            if not has_arrived():
+                return None
+            try:
+                self._guard.raise_if_failed()
+                for _ in finish(result):
+                    pass
+            except (CallsDifferError, UnavailableError):  # `carry_out` tells
+                return None
+            return [result]
+
+        return [self._guard.start(call, carry_out, complete)]
 
     def _scatter(
         self,
@@ -227,7 +259,14 @@ class Reductions:
         program.is_agreed = program.is_agreed or (is_limited and program.blocking is not None)
         return program
 
-    def _carry_out(self, call: Call, asked: Reduction, arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
+    def _carry_out(
+        self,
+        call: Call,
+        asked: Reduction,
+        arrays: Sequence[Array],
+        options: CommunicationOptions | None,
+        out: Sequence[Array] | None,
+    ) -> list[Array]:
         """Run a started all-reduce, on the engine's thread."""
         call.start_clock()
         try:
@@ -235,5 +274,8 @@ class Reductions:
         except CollectiveError as error:
             self._guard.give_up_started(call, error)
             raise
+        if program.begin is not None and not (call.seconds or self._present.is_strict):
+            run: Any = partial(self._begin, program.begin, call.signature)
+            self.programs.add(("start", asked.op._value_), arrays, options, Known(call.signature, call.signature.digest, run))
         self._guard.make_current(call)
         return program.run(arrays, out, partial(self._guard.run, call))

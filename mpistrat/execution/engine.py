@@ -21,6 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -36,17 +37,29 @@ U = TypeVar("U")
 _SLEEP_STEP_SECONDS, _MAX_SLEEP_SECONDS = 2e-5, 5e-4
 # how often a thread that waits for a job checks that the engine is alive
 _ALIVE_CHECK_SECONDS = 1.0
+# how often to try to complete a job before the core is yielded each time, and before it is submitted
+_POLLS, _LOOKS = 40, 104
 # how long the engine may take to leave an abandoned job; it cannot leave a blocking call of MPI
 _LEAVE_SECONDS = 1.0
 
 
 class Job:
-    """A function to be run by the engine."""
+    """A function to be run by the engine.
+
+    One that another function can `complete`, which returns a result, or None, and never waits, is not submitted at once: to
+    wake the engine takes longer. An interrupt in there leaves it to be completed.
+    """
 
     def __init__(
-        self, carry_out: Callable[[], object], what: Callable[[], str], owner: object = None, is_on_gpu: bool = False
+        self,
+        carry_out: Callable[[], object],
+        what: Callable[[], str],
+        owner: object = None,
+        is_on_gpu: bool = False,
+        complete: Callable[[], object] | None = None,
     ) -> None:
         self._carry_out: Callable[[], object] | None = carry_out
+        self._complete, self._looks, self._running = complete, 0, threading.RLock()
         self.owner, self.is_on_gpu = owner, is_on_gpu
         self._what = what
         self._has_ended, self._under_way = False, threading.Lock()  # the lock is for those who wait: cheaper than an Event
@@ -58,28 +71,59 @@ class Job:
 
     def has_ended(self) -> bool:
         """Return whether it has ended, successfully or not."""
+        if self._complete is not None:
+            with self._running:  # two threads may be here
+                self._look()
         return self._has_ended
 
+    def _look(self) -> None:
+        self._looks += 1
+        result = None if self._complete is None else self._complete()
+        if result is not None:
+            self._end(result)
+            if self._callbacks:  # that of a thread which is adding it now
+                submit(self)
+            self._wake()
+        elif self._looks > _LOOKS:  # the engine waits, and finds out if that is in vain
+            self.submit()
+
+    def submit(self) -> None:
+        """Have the engine run it, unless that has been done, or it has ended."""
+        if self._complete is not None:
+            # at the end of the program the engine has left; an interrupt before the last line has it submitted twice
+            (self.run if _engine.has_left else partial(submit, self))()
+            self._complete = None
+
     def run(self) -> None:
-        """Run it on this thread."""
-        assert self._carry_out is not None, "a job runs once"
-        try:
-            self._result = self._carry_out()
-        except BaseException as failure:  # raised by `result`
-            self.failure = failure
-            _engine.note_failure(self)
-        self._carry_out = None  # frees the arrays it worked on
-        self._has_ended = True
-        try:
-            self._call_back()  # before others wake up, and need the core and the GIL
-        except BaseException as failure:  # of a callback: the thread goes on
-            self.failure = self.failure or failure
-            _engine.note_failure(self)
-        self._under_way.release()
+        """Run it on this thread, unless it has ended, and its callbacks."""
+        with self._running:
+            if self._carry_out is not None:
+                result = None
+                try:
+                    result = self._carry_out()
+                except BaseException as failure:  # raised by `result`
+                    self.failure = failure
+                    _engine.note_failure(self)
+                self._end(result)
+            try:
+                self._call_back()  # before others wake up, and need the core and the GIL
+            except BaseException as failure:  # of a callback: the thread goes on
+                self.failure = self.failure or failure
+                _engine.note_failure(self)
+            self._wake()
+
+    def _end(self, result: object) -> None:
+        self._result, self._has_ended = result, True
+        self._carry_out = self._complete = None  # frees the arrays it worked on
+
+    def _wake(self) -> None:
+        if self._under_way.locked():
+            self._under_way.release()
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
         """Have `callback` called once when it has ended, on whatever thread learns of that."""
         self._callbacks.append(callback)
+        self.submit()
         if self._has_ended:
             self._call_back()
 
@@ -90,6 +134,10 @@ class Job:
 
     def join(self) -> None:
         """Wait until it has ended; raise if it will not: the engine's thread is gone, or is this one."""
+        while self._complete is not None:
+            self.has_ended()
+            if self._looks > _POLLS:
+                os.sched_yield()
         if self._has_ended:
             return
         if _engine.is_this_thread():
@@ -239,7 +287,7 @@ class _Engine:
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self.num_waiting = 0
-        self.is_leaving = False
+        self.is_leaving = self.has_left = False
         self._failed: deque[Job] = deque()
         # weak: the engine holds a job until it has ended, and a result must not outlive its handle
         self.last_on_gpu: Callable[[], Job | None] = lambda: None
@@ -285,6 +333,7 @@ class _Engine:
         self._jobs.put(None)
         with _awaited():
             self._thread.join(_LEAVE_SECONDS if self.is_leaving else None)
+        self.has_left = True
         failure = self.take_unclaimed_failure()
         if failure is not None and not self.is_leaving:
             abort.end(failure)

@@ -189,8 +189,20 @@ class Guard:
             self._last, self.refusal = None, self._failure
             raise_unclaimed_failure(self)
 
-    def start(self, call: Call, carry_out: Callable[[], T]) -> Work[T]:
-        """Have the engine run a call after all calls started before; until it has ended no other collective can begin."""
+    def is_clear(self) -> bool:
+        """Return whether a call can begin at once: `refusal` may speak of what was started and has ended."""
+        last = self._last
+        if last is not None and last.has_ended() and last.failure is None and self.thread.lock():
+            if self._last is last:
+                self._last, self.refusal = None, self._failure
+            self.thread.unlock()
+        return not self.refusal
+
+    def start(self, call: Call, carry_out: Callable[[], T], complete: Callable[[], T | None] | None = None) -> Work[T]:
+        """Have the engine run a call after all calls started before; until it has ended no other collective can begin.
+
+        One that has begun, and that `complete` can complete, is left to the thread that asks for its result.
+        """
         line, index = self._recorder.find_line(sys._getframe(1)), self.index(call.digest, call.text, call.signature.nbytes)
 
         def recorded() -> T:
@@ -209,8 +221,11 @@ class Guard:
             self._recorder.leave(slot)
             return result
 
-        job = Job(recorded, lambda: str(call), self, self.is_on_gpu)
-        submit(job)  # before it is one to wait for: a signal handler that raises in there may leave it unsubmitted
+        if self._last is not None:
+            self._last.submit()  # which comes first
+        job = Job(recorded, lambda: str(call), self, self.is_on_gpu, complete)
+        if complete is None:
+            submit(job)  # before it is one to wait for: a signal handler that raises in there may leave it unsubmitted
         self._last, self.refusal = job, f"an earlier {call.verb} is still under way: wait for it first"
         return Work(job)
 
@@ -330,7 +345,7 @@ class Guard:
             arrive = partial(self._within, call, self.deadlines.arrive)
             return self._comparison.agree(call, error, facts, memory, self.run, arrive)
         except CallsDifferError as differ:
-            failure = self._fail_with(call, self._understood(differ, recorded.text))
+            failure = self._fail_with(call, self._understood(differ, call.number, recorded.text))
             raise (error or failure) from None
 
     def refuse(self, call: Call, error: Exception) -> NoReturn:
@@ -368,7 +383,7 @@ class Guard:
         except BaseException as error:
             if isinstance(error, CallsDifferError) and self._present.digest & COMPARED:
                 raise
-            understood = self._understood(error, call.text)
+            understood = self._understood(error, call.number, call.text)
             self._fail_and_notify(call.verb, understood)
             if understood is error:
                 raise
@@ -383,7 +398,7 @@ class Guard:
 
     def fail_current(self, error: BaseException) -> BaseException:
         """Return the error to raise for what a call on a fast path raised; no other collective can be made."""
-        error = self._understood(error, self.signature.text_after(self._present.digest ^ self.signature.digest))
+        error = self._understood(error, self.number, self.signature.text_after(self._present.digest ^ self.signature.digest))
         self._fail_and_notify(self.signature.text.partition("(")[0], error)
         return error
 
@@ -439,12 +454,12 @@ class Guard:
         if error is not None:
             raise self._fail_with(call, error)
 
-    def _understood(self, error: BaseException, text: str) -> BaseException:
+    def _understood(self, error: BaseException, number: int, text: str) -> BaseException:
         """Return the error that explains `error`, and send it to the other ranks if their calls differ from this one."""
-        difference = self._comparison.difference(error, self.number, text)
+        difference = self._comparison.difference(error, number, text)
         if difference is None:
             return error
-        self._post(self.number, difference)
+        self._post(number, difference)
         return difference
 
     def _fail_with(self, call: Call, error: BaseException) -> BaseException:

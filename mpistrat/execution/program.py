@@ -28,6 +28,8 @@ Combine = Callable[[Array, "Array | None"], Array]
 """All-reduces one array into another one, or a new one, which it returns."""
 Blocking = Callable[[Sequence[Array], Sequence[Array] | None], list[Array]]
 """All-reduces arrays in a blocking call, into `out` or to new ones: ``blocking(arrays, out)``."""
+Begin = Callable[[Array], "tuple[Callable[[], bool], Callable[[Array], Steps]]"]
+"""Begins to all-reduce one array; returns what tells if all ranks have, and the steps that then make the result in an array."""
 
 
 class Program:
@@ -50,6 +52,7 @@ class Program:
         self.scattered_dtype: np.dtype[Any] | None = None
         self.scattered_shape: tuple[int, ...] | None = None
         self.blocking: Blocking | None = None
+        self.begin: Begin | None = None
         self.is_one_message = False  # of the one array as it is, by MPI or shared memory, and nothing else
         self._begins_with_barrier = bool(self.buckets) and executor.begins_with_barrier(self.buckets[0].plan)
         self._detects_mismatch = all(executor.detects_mismatch(bucket.plan) for bucket in self.buckets)
@@ -97,12 +100,28 @@ def shorten(program: Program, executor: Executor, op: ReduceOp, arrays: Sequence
         return
     elif is_one:
         bound = world.bind(op, dtype, arrays[0].shape)
-        program.blocking = _of_one(bound.blocking(), divider(dtype, divisor), bound.may_overlap)
+        divide = divider(dtype, divisor)
+        program.blocking = _of_one(bound.blocking(), divide, bound.may_overlap)
+        program.begin = None if bound.begin is None else partial(_begun, bound.begin, divide)
         program.is_one_message = divisor == 1
     elif sum(array.nbytes for array in arrays) <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:
         assert program.buckets[0].indices == (*range(len(arrays))[::-1],), "arrays are packed from the last to the first"
         combine = world.bind(op, dtype, (count,)).blocking()
         program.blocking = SmallBatch(op, arrays, count, divisor, combine).run
+
+
+def _begun(
+    begin: Begin, divide: Callable[[Array], object] | None, source: Array
+) -> tuple[Callable[[], bool], Callable[[Array], Steps]]:
+    """Begin the all-reduce of one array, whose sum is divided."""
+    has_arrived, finish = begin(source)
+
+    def divided(target: Array) -> Steps:
+        yield from finish(target)
+        if divide is not None:
+            divide(target)
+
+    return has_arrived, divided
 
 
 def _of_one(combine: Combine, divide: Callable[[Array], object] | None, may_overlap: bool) -> Blocking:

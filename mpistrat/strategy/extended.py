@@ -29,7 +29,7 @@ from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.engine import Work
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.deprecated import accepts_hints
-from mpistrat.structures import each_leaf, flatten, leaf_names, map_leaves
+from mpistrat.structures import ONE_LEAF, each_leaf, flatten, leaf_names, map_leaves
 
 # Of each argument of an update: a value that was not reduced differs nearly everywhere.
 _COMPARED_BYTES = 1 << 16
@@ -162,7 +162,9 @@ class StrategyExtended:
         """Start `all_reduce`; with ops that reduce in another way it is complete when this returns. A collective call."""
         wanted = self._direct_options(arrays, options)
         if wanted is not None:
-            return self.communicator.start_all_reduce(op, arrays, wanted, structure=structure)
+            return self.communicator.start_all_reduce(
+                op, arrays, wanted, structure=None if structure == ONE_LEAF else structure
+            )
         self.communicator.note(f"start_all_reduce({op.name}) of {structure}", options)
         return Work.ended(self.all_reduce(op, arrays, options))
 

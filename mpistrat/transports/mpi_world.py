@@ -112,6 +112,7 @@ class MpiAllReduce:
     """
 
     adds_in_order = may_overlap = False
+    begin = None
 
     def __init__(
         self,

@@ -151,6 +151,7 @@ class SmallAllReduce:
         results = window.small[0][RESULT_SLOTS:] if window else []
         self._results = [slot[:nbytes].view(dtype).reshape(shape) for slot in results]
         self._own_slots = [slots[exchange.rank] for slots in self._slots]
+        self.begin = partial(self._begin, window) if window and exchange.is_one_node else None
         if exchange.leaders:
             self._leaders = LeaderSum(exchange.leaders, op, dtype, shape)
             # of each turn, what sums the slots of this node
@@ -168,13 +169,13 @@ class SmallAllReduce:
         Raises CallsDifferError on all ranks of a node, if their calls differ.
         """
         exchange, window = self._exchange, self._exchange.window
+        if self.begin is not None:
+            yield from self.begin(source)[1](target)
+            return
         exchange.turn = turn = 1 - exchange.turn
         self._own_slots[turn][...] = source
         if window is not None:
             yield from window.barrier()
-        if exchange.is_one_node:
-            summing(self._op, self._slots[turn], target)()
-            return
         exchange.count += 1
         if exchange.is_leader:
             self._add_ranks[turn]()
@@ -186,6 +187,21 @@ class SmallAllReduce:
         assert window is not None, "a rank that is not a leader shares memory with one"
         yield from window.wait(RESULT, exchange.count, window.words[:1])
         np.copyto(target, self._results[turn])
+
+    def _begin(self, window: NodeWindow, source: Array) -> tuple[Callable[[], bool], Callable[[Array], Steps]]:
+        """Begin a call on one node; return what tells if all ranks have, and the steps that then sum to a target."""
+        self._exchange.turn = turn = 1 - self._exchange.turn
+        self._own_slots[turn][...] = source
+        entered = window.announce()
+
+        def has_arrived() -> bool:
+            return all([words[ENTERED] >= entered for words in window.others])
+
+        def finish(target: Array) -> Steps:
+            yield from window.barrier(entered)
+            summing(self._op, self._slots[turn], target)()
+
+        return has_arrived, finish
 
     def _on_one_node(self) -> Callable[[Array, Array | None], Array]:
         quiet, fold, shape, dtype = quiet_call(self._op), combine(self._op), self._shape, self._dtype

@@ -1,5 +1,6 @@
 """What is started goes on by itself: several at a time, in order, beside other collectives and the program."""
 
+import signal
 import threading
 import time
 
@@ -34,6 +35,60 @@ def test_a_reduce_scatter_and_an_all_gather_are_started_by_the_same_rules(ops):
         np.testing.assert_array_equal(one, other)
     with pytest.raises(InvalidArgumentError, match="out of range"):
         ops.start_all_gather(rows, 2)
+
+
+@needs_ranks(2)
+def test_a_small_sum_like_an_earlier_one_is_completed_by_the_thread_that_asks_for_it(comm, make_ops, monkeypatch):
+    ops, submitted, results = make_ops(STRICT="0"), [], [np.empty(5, np.float32), None]
+    forms = [(op, out) for op in (SUM, MEAN, MAX) for out in results]
+    for turn, (op, out) in enumerate([*forms, *forms]):
+        if turn == len(forms):
+            for module in ("guard", "engine"):
+                monkeypatch.setattr(f"mpistrat.execution.{module}.submit", submitted.append)
+        array = given(ops.rank, 5, turn)
+        addends = np.array([given(rank, 5, turn) for rank in range(ops.size)])
+        work = ops.start_all_reduce(op, array, out=array if turn == 7 else out)
+        comm.Barrier()
+        assert work.done() or turn < len(forms)
+        total = work.wait()
+        assert total is (array if turn == 7 else out) or out is None
+        np.testing.assert_array_equal(total, {SUM: addends.sum(0), MEAN: addends.mean(0), MAX: addends.max(0)}[op])
+    assert not submitted, "to wake the engine takes ten times as long"
+    monkeypatch.undo()
+    works = [ops.start_all_reduce(SUM, given(ops.rank, 5, turn)) for turn in range(3)]
+    called = threading.Event()
+    works[2].add_done_callback(called.set)
+    for turn in (2, 0, 1):
+        np.testing.assert_array_equal(works[turn].wait(), expected(ops.size, 5, turn))
+    assert called.wait(60)
+
+
+class InterruptedWaitError(Exception):
+    """Raised by a signal handler."""
+
+
+@needs_ranks(2)
+def test_an_interrupt_of_who_waits_for_a_small_sum_loses_nothing(make_ops, monkeypatch):
+    ops, interrupted = make_ops(STRICT="0"), 0
+
+    def interrupt(*_):
+        raise InterruptedWaitError
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for turn in range(400):
+            work = ops.start_all_reduce(SUM, np.full(3, turn))
+            try:
+                if ops.rank == 0:
+                    signal.setitimer(signal.ITIMER_REAL, 1e-6 + turn % 40 * 5e-7)
+                work.wait()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except InterruptedWaitError:
+                interrupted += 1
+            assert work.wait().tolist() == [turn * ops.size] * 3
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert interrupted or ops.rank
 
 
 @needs_ranks(2)

@@ -46,6 +46,23 @@ def test_jobs_run_one_at_a_time_in_the_order_of_their_submission():
     assert seen == [(what, number) for number in range(20) for what in ("begin", "end")]
 
 
+def test_what_can_be_completed_is_by_who_asks_for_it_and_what_is_late_by_the_engine():
+    threads_of, results = [], [None, None, 7]
+
+    def complete():
+        threads_of.append(threading.current_thread().name)
+        return results.pop(0) if results else None
+
+    assert Work(Job(lambda: 8, lambda: "the sum", complete=complete)).wait() == 7
+    assert threads_of == [threading.current_thread().name] * 3
+    late = Work(Job(lambda: threading.current_thread().name, lambda: "the sum", complete=complete))
+    assert not late.done()
+    assert late.wait() == "mpistrat engine"
+    called = threading.Event()
+    Work(Job(lambda: 8, lambda: "the sum", complete=complete)).add_done_callback(called.set)
+    assert called.wait(60), "nobody asks for it, and its callback is called"
+
+
 def test_what_failed_fails_again_what_a_callback_raises_is_raised_by_its_work_and_later_ones_go_on():
     failing, fine = start(lambda: 1 // 0), start(lambda: 7)
     assert fine.wait() == 7
