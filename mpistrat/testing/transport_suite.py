@@ -484,9 +484,12 @@ def _measuring(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 
 def _message_bytes(argument: Any) -> int:
-    """Return the bytes of an argument of MPI's: a buffer, or a list of one, counts and datatype; 0 of anything else."""
-    if isinstance(argument, list):
-        return int(np.sum(argument[1])) * int(argument[-1].size)
+    """Return the bytes of an argument of MPI's: a buffer, alone or in a list with counts and datatype; 0 of anything else."""
+    match argument:
+        case [buffer, None | str() | MPI.Datatype(), *_]:  # all of the buffer
+            return _message_bytes(buffer)
+        case [_, counts, *_, MPI.Datatype() as datatype]:  # a tuple has displacements too
+            return int(np.sum(counts[0] if isinstance(counts, tuple) else counts)) * int(datatype.size)
     return int(getattr(argument, "nbytes", 0))
 
 

@@ -218,6 +218,16 @@ def test_a_wrong_transport_is_caught_on_every_rank(group, planted):
     caught(planted, group, PLANTED[planted])
 
 
+@needs_ranks(2)
+@up_to_ranks(2)
+@pytest.mark.parametrize("spelled", [lambda array, _, kind: [array, kind], lambda *parts: parts])
+def test_messages_are_measured_however_they_are_spelled(group, monkeypatch, spelled):
+    monkeypatch.setattr(mpi, "as_message", lambda array: spelled(array, array.size, mpi.mpi_datatype(array.dtype)))
+    assert check_transport(MpiTransport, group) > 300
+    caught(SendsTooMuch, group, PLANTED[SendsTooMuch])
+    assert transport_suite._message_bytes([np.zeros(9), ([1, 2], [4, 6]), MPI.DOUBLE]) == 24  # the last are displacements
+
+
 @needs_ranks(3)
 @up_to_ranks(3)
 def test_different_bits_are_caught(group):
