@@ -81,8 +81,6 @@ class Job:
         result = None if self._complete is None else self._complete()
         if result is not None:
             self._end(result)
-            if self._callbacks:  # that of a thread which is adding it now
-                submit(self)
             self._wake()
         elif self._looks > _LOOKS:  # the engine waits, and finds out if that is in vain
             self.submit()
@@ -105,12 +103,12 @@ class Job:
                     self.failure = failure
                     _engine.note_failure(self)
                 self._end(result)
-            try:
-                self._call_back()  # before others wake up, and need the core and the GIL
-            except BaseException as failure:  # of a callback: the thread goes on
-                self.failure = self.failure or failure
-                _engine.note_failure(self)
-            self._wake()
+        try:
+            self._call_back()  # before others wake up, and need the core and the GIL
+        except BaseException as failure:  # of a callback: the thread goes on
+            self.failure = self.failure or failure
+            _engine.note_failure(self)
+        self._wake()
 
     def _end(self, result: object) -> None:
         self._result, self._has_ended = result, True

@@ -192,10 +192,14 @@ class Guard:
     def is_clear(self) -> bool:
         """Return whether a call can begin at once: `refusal` may speak of what was started and has ended."""
         last = self._last
-        if last is not None and last.has_ended() and last.failure is None and self.thread.lock():
-            if self._last is last:
-                self._last, self.refusal = None, self._failure
-            self.thread.unlock()
+        try:
+            if last is not None and last.has_ended() and last.failure is None and self.thread.lock():
+                if self._last is last:
+                    self._last, self.refusal = None, self._failure
+                self.thread.unlock()
+        except BaseException:  # of a signal handler, while this rank completes what was started
+            self.note(_NOT_BEGUN)
+            raise
         return not self.refusal
 
     def start(self, call: Call, carry_out: Callable[[], T], complete: Callable[[], T | None] | None = None) -> Work[T]:

@@ -119,6 +119,20 @@ def test_a_call_is_not_paired_with_one_that_raises_what_was_started_has_failed_o
         one_node.all_reduce(SUM, np.ones(3))
 
 
+def test_a_call_is_not_paired_with_one_that_is_interrupted_while_it_completes_what_was_started(make_ops, comm, monkeypatch):
+    ops = make_ops(STRICT="0")
+    for _ in range(2):
+        ops.all_reduce(SUM, np.ones(3))
+        ops.start_all_reduce(SUM, np.ones(3)).wait()
+    ops.start_all_reduce(SUM, np.ones(3))
+    if comm.rank == 0:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr("mpistrat.execution.engine.Job._look", Mock(side_effect=KeyboardInterrupt))
+            ops.all_reduce(SUM, np.ones(3))
+    with pytest.raises(AgreementError, match="after a call that has not begun"):
+        ops.all_reduce(SUM, np.ones(3))
+
+
 @pytest.mark.parametrize("then", ["are confirmed", "become strict"])
 def test_what_was_started_has_ended_when_calls(comm, make_ops, then):
     ops, ones = make_ops(f"{comm.size}x1", STRICT="0"), np.ones(20_000, np.float32)  # which MPI sums between nodes
