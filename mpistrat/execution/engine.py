@@ -59,7 +59,8 @@ class Job:
         complete: Callable[[], object] | None = None,
     ) -> None:
         self._carry_out: Callable[[], object] | None = carry_out
-        self._complete, self._looks, self._running = complete, 0, threading.RLock()
+        self._complete, self._looks = complete, 0
+        self._running: Any = threading.RLock()
         self.owner, self.is_on_gpu = owner, is_on_gpu
         self._what = what
         self._has_ended, self._under_way = False, threading.Lock()  # the lock is for those who wait: cheaper than an Event
@@ -73,17 +74,18 @@ class Job:
         """Return whether it has ended, successfully or not."""
         if self._complete is not None:
             with self._running:  # two threads may be here
-                self._look()
+                self._looks += 1
+                result = None if self._complete is None else self._complete()
+                if result is not None:
+                    self._end(result)
+                    self._wake()
+                elif self._looks > _LOOKS:  # the engine waits, and finds out if that is in vain
+                    self.submit()
         return self._has_ended
 
-    def _look(self) -> None:
-        self._looks += 1
-        result = None if self._complete is None else self._complete()
-        if result is not None:
-            self._end(result)
-            self._wake()
-        elif self._looks > _LOOKS:  # the engine waits, and finds out if that is in vain
-            self.submit()
+    def runs_here(self) -> bool:
+        """Return whether this thread is completing it, or was, and a signal handler asks."""
+        return bool(self._running._is_owned())  # as `threading.Condition` asks its lock
 
     def submit(self) -> None:
         """Have the engine run it, unless that has been done, or it has ended."""

@@ -113,7 +113,7 @@ class Guard:
 
     def acquire(self) -> None:
         """Lock the communicator, if calls of this thread can be told apart from those of others."""
-        if not self.thread.lock():
+        if (self._last is not None and self._last.runs_here()) or not self.thread.lock():
             if self.thread.is_this() and not is_within_call():
                 # an exception of a signal handler has left it locked
                 why = "a signal handler raised an exception while it began or ended"
@@ -193,7 +193,7 @@ class Guard:
         """Return whether a call can begin at once: `refusal` may speak of what was started and has ended."""
         last = self._last
         try:
-            if last is not None and last.has_ended() and last.failure is None and self.thread.lock():
+            if last is not None and not last.runs_here() and last.has_ended() and last.failure is None and self.thread.lock():
                 if self._last is last:
                     self._last, self.refusal = None, self._failure
                 self.thread.unlock()

@@ -92,6 +92,29 @@ def test_an_interrupt_of_who_waits_for_a_small_sum_loses_nothing(make_ops, monke
 
 
 @needs_ranks(2)
+@pytest.mark.parametrize("waits_first", [False, True])
+def test_a_collective_of_a_signal_handler_does_not_overwrite_what_is_being_summed(make_ops, monkeypatch, waits_first):
+    ops, ones = make_ops(STRICT="0"), np.ones(3)
+    for _ in range(2):
+        ops.start_all_reduce(SUM, ones).wait()
+        ops.all_reduce(SUM, ones)
+
+    def handle():  # when all ranks have come, and before the sum
+        monkeypatch.undo()
+        if waits_first:
+            work.wait()
+        with pytest.raises(UnavailableError, match="this thread is in a collective already"):
+            ops.all_reduce(SUM, 9 * ones)
+
+    work = ops.start_all_reduce(SUM, ones)
+    if ops.rank == 0:
+        monkeypatch.setattr(ops._guard, "raise_if_failed", handle)
+    assert work.wait().tolist() == [ops.size] * 3
+    with pytest.raises(AgreementError, match="a refused call within another one"):
+        ops.all_reduce(SUM, ones)
+
+
+@needs_ranks(2)
 def test_nothing_is_started_beside_a_collective_of_another_thread(comm, make_ops):
     ops = make_ops(STRICT="0")
     array, found = given(comm.rank, 400_000, 0), []
