@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from operator import attrgetter
 from typing import Any
 
@@ -75,6 +76,8 @@ class Programs:
         self._present = host.executor.hierarchy.call
         self._programs: OrderedDict[tuple[Any, ...], Program] = OrderedDict()
         self._known: dict[tuple[Any, ...], Known] = {}
+        # never given twice: the engine's thread may forget all while this one looks for a call
+        self._next_number = count(_DEFAULT + 1).__next__
         self._numbers = {self._options.key: _DEFAULT}  # of options, merged over the communicator's and as calls pass them
         self.passed: dict[tuple[int, int, np.dtype[Any]], tuple[Any, ...]] = {}  # see `Passing.add`
 
@@ -186,7 +189,7 @@ class Programs:
         """Remember what is known of a call: see `known`."""
         if max(len(self._known), len(self._numbers)) >= PROGRAMS_KEPT:
             self.forget_calls()
-        number = self._numbers.setdefault(self._options.merge(options).key, len(self._numbers))
+        number = self._numbers.setdefault(self._options.merge(options).key, self._next_number())
         if options is not None:
             self._numbers[options.key] = number
         key = _SIGNATURE(arrays[0]) if len(arrays) == 1 else map(_SIGNATURE, arrays)
