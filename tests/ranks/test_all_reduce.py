@@ -1,5 +1,6 @@
 """Communicator: every dtype, operation and algorithm on every node shape, against sums made in one place."""
 
+import time
 from itertools import product
 
 import ml_dtypes
@@ -52,6 +53,34 @@ def test_every_dtype_operation_and_algorithm(ops, world):
                 assert same_bits(result, expected(op, values)), (algorithm, op, dtype)
                 assert same_bits(array, values[ops.rank]), "an input was changed"
                 assert not np.shares_memory(result, array)
+
+
+@up_to_ranks(8)
+def test_large_buffers_by_rule(ops, world):
+    # beyond SMALL_RAIL_BYTES on every rail, and several chunks
+    base = np.arange(300_001, dtype=np.float32) % 1013
+    for algorithm in PLANNERS:
+        [result] = ops.all_reduce(SUM, [base * (ops.rank + 1)], by_name(algorithm))
+        assert same_bits(result, base * sum(range(world.size + 1))), algorithm
+
+
+@pytest.mark.parametrize("reads", ["0", "1"])
+def test_one_node_works_between_the_arrays_of_the_caller(comm, make_ops, reads):
+    for chunk_bytes in ("0", "256KiB"):
+        ops = make_ops(PEER_MEMORY=reads, CHUNK_BYTES=chunk_bytes)
+        for count in (1, 0, 1000, 300_001, 1_000_003, 1000):
+            given = rows(np.dtype(np.float64), MEAN, count, comm.size, count)
+            wanted = expected(MEAN, given)
+            for turn in range(3):
+                array = given[comm.rank].copy()
+                if turn == comm.rank:
+                    time.sleep(0.001)
+                options = by_name("hierarchical")
+                [result] = ops.all_reduce(MEAN, [array], options, out=[array] if turn == 2 else None)
+                assert same_bits(result, wanted), (chunk_bytes, count)
+                # what a rank does with its arrays afterwards is its own affair
+                array.fill(np.nan)
+                result.fill(np.nan)
 
 
 @pytest.mark.parametrize("reads", ["0", "1"])
