@@ -471,7 +471,7 @@ def _measuring(comm: MPI.Intracomm) -> MPI.Intracomm:
 
         def __getattribute__(self, name: str) -> Any:
             found = super().__getattribute__(name)
-            if not name[0].isupper():  # what mpi4py pickles is no array
+            if not name[0].isupper():  # methods in lower case send pickled objects
                 return found
 
             def call(*arguments: Any, **named: Any) -> Any:
