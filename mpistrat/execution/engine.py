@@ -1,9 +1,10 @@
 """Engine: the one background thread of a process, which runs asynchronous operations while the program computes.
 
 Invariant: jobs run one at a time, in the order in which the program submits them; for collective jobs it must be the same on
-all ranks. Program threads submit and wait; only the engine runs jobs. From the submission of a job until it has ended, no
-other thread uses its communicator: a call that needs it waits for the job first (`execution.guard`). The engine holds no
-lock while a job runs, and marks a job as ended last, so that a thread that sees the mark sees everything the job wrote.
+all ranks. Program threads submit and wait; only the engine runs jobs, but for one that a thread which asks for its result can
+complete at once. From the submission of a job until it has ended, no other call uses its communicator: a call that needs it
+waits for the job first (`execution.guard`). While a job runs, only its own lock is held, and it is marked as ended last, so
+that a thread that sees the mark sees everything the job wrote.
 
 A job's failure is raised by `Job.result`. If nobody asks for the result, the next collective call raises it, or the end of the
 program: `raise_unclaimed_failure`.
