@@ -10,6 +10,7 @@ import pytest
 import mpistrat
 from mpistrat.algorithms.planners import SCATTER_FROM_BYTES
 from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.errors import CollectiveError
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
 from mpistrat.testing.transport_suite import DTYPES, operations
 from mpistrat.transports import shared_memory
@@ -42,6 +43,44 @@ def test_the_number_of_an_axis_or_a_root_may_be_of_any_type(mixed):
     for root in (last, np.int64(last), np.array(last)):
         assert mixed.broadcast(np.full(3, mixed.rank), root).tolist() == [last] * 3
         assert (mixed.gather(np.full(3, mixed.rank), root) is None) == (mixed.rank != last)
+
+
+def array_of(rank, turn, axis=0):
+    """Return the array of a rank in a turn: of none to hundreds of bytes, now and then of kilobytes."""
+    rows = (rank + turn) % 4 if turn % 5 else 400 * rank
+    return np.moveaxis(np.arange(rows * 6.0).reshape(rows, 3, 2) + 100 * rank + turn, 0, axis)
+
+
+@up_to_ranks(4)
+def test_calls_may_move_arrays_of_other_extents_than_the_last(make_ops, world, monkeypatch):
+    monkeypatch.setattr("mpistrat.communicator.data_movement._SUMS_KEPT", 2)  # the calls below have more texts
+    ops = make_ops(world, STRICT="0")
+    rank, ranks = ops.rank, range(ops.size)
+    for turn in range(20):
+        axis, root = turn % 3, turn % ops.size
+        gathered = np.concatenate([array_of(other, turn, axis) for other in ranks], axis)
+        assert same_bits(ops.all_gather(array_of(rank, turn, axis), axis), gathered)
+        out = np.empty(gathered.shape)
+        assert ops.all_gather(array_of(rank, turn, axis), axis, out=out) is out
+        assert same_bits(out, gathered)
+        given = array_of(rank, turn) if rank == root or turn % 2 else np.zeros(0, np.float32)
+        assert same_bits(ops.broadcast(given, root), array_of(root, turn))
+        found = ops.gather(array_of(root, turn) + rank, root)
+        assert (found is None) == (rank != root)
+        assert all(same_bits(one, array_of(root, turn) + other) for other, one in enumerate(found or ()))
+        received = ops.all_to_all([array_of(rank, turn + to) for to in ranks])
+        assert all(map(same_bits, received, [array_of(other, turn + rank) for other in ranks]))
+
+
+@on_ranks(2, 3)
+def test_ranks_that_move_arrays_in_different_calls_are_told(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    communicator = mpistrat.Communicator(comm)
+    verbs = communicator.all_gather, communicator.broadcast
+    for verb in verbs * 2:
+        verb(np.ones(2))
+    with pytest.raises(CollectiveError, match=r"(?s)all_gather\(float64.*broadcast\(root=0\)"):
+        verbs[comm.rank == 1](np.ones(2))
 
 
 @on_ranks(2, 3)
