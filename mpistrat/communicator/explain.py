@@ -99,7 +99,7 @@ class MemoryReport:
     rail_bytes : int
         Receive buffers for segments from other nodes; all operations of a channel share them.
     plan_bytes : int
-        Memory of plans that add in the order of the replicas or cast what they send, including error feedback.
+        Memory of plans that add in the order of the replicas or cast what they send.
     num_plans : int
         Number of cached plans.
     largest_pack_bytes : int

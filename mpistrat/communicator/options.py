@@ -63,11 +63,6 @@ class CommunicationOptions:
         several nodes every replica exchanges a part of each array with every other one, which costs ``2 (n - 1)`` messages per
         replica and, between nodes, up to as many times the bytes of ``hierarchical`` as a node has replicas. Excludes
         `wire_dtype`. Not in TensorFlow.
-    error_feedback : bool or None
-        With `wire_dtype`: the rounding errors of one call are added to what the next call sends, so that sums over many calls,
-        such as those of an optimiser, stay as close as with float32. Errors are kept per bucket of arrays, so give unrelated
-        calls different shapes, or make them one call. They are lost when new shapes need more scratch memory, and after 128
-        other kinds of calls. Costs four bytes per element that a replica sends. Not in TensorFlow.
     intra_dtype : str or None
         ``native``: SUM, MEAN and PROD of float16 and bfloat16 arrays on GPUs are computed in the dtype of the arrays inside a
         node, which halves the bytes that GPUs exchange; by default in ``float32``. NCCL rounds after each addition, so the
@@ -83,8 +78,7 @@ class CommunicationOptions:
     Raises
     ------
     InvalidArgumentError
-        If a field does not accept its value, `deterministic` is combined with `wire_dtype` or `intra_dtype`, or
-        `error_feedback` is set without `wire_dtype`.
+        If a field does not accept its value, or `deterministic` is combined with `wire_dtype` or `intra_dtype`.
     """
 
     bytes_per_pack: int = 0
@@ -93,7 +87,6 @@ class CommunicationOptions:
     algorithm: str | None = None
     wire_dtype: str | None = None
     deterministic: bool | None = None
-    error_feedback: bool | None = None
     intra_dtype: str | None = None
     num_packs: int | None = None
 
@@ -111,15 +104,12 @@ class CommunicationOptions:
             raise InvalidArgumentError(f"intra_dtype must be {' or '.join(_INTRA_DTYPES)}; got {self.intra_dtype!r}")
         if self.num_packs is not None and not (isinstance(self.num_packs, int) and self.num_packs >= 0):
             raise InvalidArgumentError(f"num_packs must be None, 0 (each array by itself) or positive; got {self.num_packs!r}")
-        for name in ("deterministic", "error_feedback"):
-            if not isinstance(getattr(self, name), (bool, type(None))):
-                raise InvalidArgumentError(f"{name} must be True or False; got {getattr(self, name)!r}")
+        if not isinstance(self.deterministic, (bool, type(None))):
+            raise InvalidArgumentError(f"deterministic must be True or False; got {self.deterministic!r}")
         if self.deterministic and self.wire_dtype in WIRE_DTYPES:
             raise InvalidArgumentError(f"deterministic=True excludes wire_dtype={self.wire_dtype!r}: nodes decide what is cast")
         if self.deterministic and self.intra_dtype == NATIVE:
             raise InvalidArgumentError("deterministic=True excludes intra_dtype='native': nodes decide what is rounded")
-        if self.error_feedback and self.wire_dtype not in WIRE_DTYPES:
-            raise InvalidArgumentError("error_feedback=True needs a wire_dtype: bfloat16 or float16; others lose nothing")
         try:
             member = CommunicationImplementation(str(getattr(self.implementation, "value", self.implementation)).upper())
         except ValueError:
@@ -151,8 +141,6 @@ class CommunicationOptions:
                 field.name: getattr(other if getattr(other, field.name) != field.default else self, field.name)
                 for field in fields(self)
             }
-            if self.error_feedback and other.wire_dtype == NATIVE and other.error_feedback is None:  # nothing is lost then
-                chosen["error_feedback"] = False
             found = self._merged[other.key] = CommunicationOptions(**chosen)
         return found
 
@@ -162,9 +150,7 @@ class CommunicationOptions:
         return {}
 
 
-DEFAULTS = CommunicationOptions(
-    algorithm="auto", wire_dtype=NATIVE, deterministic=False, error_feedback=False, intra_dtype=_INTRA_DTYPES[0]
-)
+DEFAULTS = CommunicationOptions(algorithm="auto", wire_dtype=NATIVE, deterministic=False, intra_dtype=_INTRA_DTYPES[0])
 """What applies where nothing was said."""
 
 _ALWAYS_TOLD, _MAY_DIFFER = ("algorithm", "bytes_per_pack"), ("timeout_seconds", "implementation")

@@ -33,7 +33,6 @@ from mpistrat.execution.executor import BucketSpec, Executor
 from mpistrat.execution.program import Program, shorten
 from mpistrat.packing import Layout, pack_by_bytes, split_evenly
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp, accumulation_dtype, check_dtype
-from mpistrat.transports.wire import Wire
 
 WIRE_OPS = (ReduceOp.SUM, ReduceOp.MEAN)
 _ROUNDING_OPS = (*WIRE_OPS, ReduceOp.PROD)
@@ -209,7 +208,7 @@ class Planner:
                 return Choice(plan, "small arrays of a node are always added in the order of the replicas")
             return Choice(self._plan_in_order(op, count, dtype), "deterministic=True adds in the order of the replicas")
         buffer, algorithm = (self._world, count, dtype.itemsize), options.algorithm or "auto"
-        return choose(*buffer, algorithm, self._chunk_bytes, self._measured, pack.wire.dtype.itemsize if pack.wire else 0)
+        return choose(*buffer, algorithm, self._chunk_bytes, self._measured, pack.wire.itemsize if pack.wire else 0)
 
     def _plan_in_order(self, op: ReduceOp, count: int, dtype: np.dtype[Any]) -> Plan:
         """Return a plan that adds in the order of the replicas: inside one node, or by an exchange between all."""
@@ -282,7 +281,7 @@ class DevicePlanner(Planner):
             reason = f"NCCL does not combine {dtype} by {op.name} as NumPy does: GPUs exchange and combine them"
             choice = Choice(self._plan_in_order(op, count, dtype), reason)
         else:
-            buffer, wire_itemsize = (self._world, count, dtype.itemsize), wire.dtype.itemsize if wire else 0
+            buffer, wire_itemsize = (self._world, count, dtype.itemsize), wire.itemsize if wire else 0
             choice = choose_on_gpus(*buffer, options.algorithm or "auto", self._chunk_bytes, wire_itemsize)
         if dtype in HALF_DTYPES and not by_nccl:
             choice = _without_halves_in_mpi(choice)
@@ -309,11 +308,10 @@ def _pack(
         yield tuple(indices[position] for position in pack), Layout([sizes[position] for position in pack])
 
 
-def _wire(op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> Wire | None:
+def _wire(op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> np.dtype[Any] | None:
     """Return the wire dtype for values that are summed in `dtype`, if any."""
-    if options.wire_dtype in WIRE_DTYPES and op in WIRE_OPS and dtype == np.float32:
-        return Wire(np.dtype(options.wire_dtype), bool(options.error_feedback))
-    return None
+    is_cast = options.wire_dtype in WIRE_DTYPES and op in WIRE_OPS and dtype == np.float32
+    return np.dtype(options.wire_dtype) if is_cast else None
 
 
 def _without_halves_in_mpi(choice: Choice) -> Choice:

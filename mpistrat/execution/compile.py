@@ -33,7 +33,6 @@ from mpistrat.reduction import Fold, ReduceOp, divide
 from mpistrat.steps import WAITING, WORKED, Steps
 from mpistrat.timeline import Timeline
 from mpistrat.transports.base import FlatArrays, Operation, SegmentCache
-from mpistrat.transports.wire import Cast, Wire
 
 SLOT_ALIGNMENT_BYTES = 4096
 LONE_SLOT_BYTES = 1 << 22  # a single chunk of at least this size has one slot: that saves memory and costs a short wait
@@ -112,8 +111,7 @@ class _Buffered:
         self.partition = slots, self._slot_bytes
         executor.reserve(slots * self._slot_bytes)
         self._generation = executor.generation
-        self._bound: dict[tuple[int, int, int], Operations] = {}
-        self._casters: dict[tuple[int, int, int], Cast] = {}
+        self._bound: dict[tuple[int, int], Operations] = {}
         # rails have a channel for each slot; operations inside a node run one after the other
         self._max_in_flight = executor.max_in_flight(plan.depth) if Scope.INTER in plan.scopes else 1
         # without an INTRA phase no peer reads our slots, and peers may take another path
@@ -183,14 +181,13 @@ class _Buffered:
 
     def _held_bytes(self) -> int:
         operations = (operation for phases in self._bound.values() for phase in phases for _, operation in phase)
-        casts = self._casters.values()
-        return sum(operation.scratch_bytes for operation in operations) + sum(cast.scratch_bytes for cast in casts)
+        return sum(operation.scratch_bytes for operation in operations)
 
     def _chunk(self, start: int, count: int, slot: int) -> Chunk:
         executor, plan, pack = self.executor, self._plan, self._pack
         layout, padded = pack.layout.part(start, start + count), plan.padded(count)
         buffer = executor.slot(slot, self._slot_bytes, padded, pack.dtype)
-        phases = self._operations(slot, padded, buffer, start)
+        phases = self._operations(slot, padded, buffer)
         steps = [operation for operations in phases for _, operation in operations]
         parts = steps[-1].parts if steps else []
         # the middle is the phase between nodes; on one node it is all phases, which overlap with the copies
@@ -207,18 +204,16 @@ class _Buffered:
             phases[last:],
         )
 
-    def _operations(self, slot: int, padded: int, buffer: Array, start: int) -> Operations:
-        """Return the operations of each phase; chunks of one size in one slot share them, unless casts differ."""
-        place = start if self._wire is not None and self._wire.error_feedback else 0
-        if (slot, padded, place) not in self._bound:
-            casters = None if self._wire is None else partial(self._caster, self._wire, place)
+    def _operations(self, slot: int, padded: int, buffer: Array) -> Operations:
+        """Return the operations of each phase; chunks of one size in one slot share them."""
+        if (slot, padded) not in self._bound:
             plan, bind = self._plan, self.executor.operations
-            phases = [bind(plan, phase, slot, buffer, self._pack.op, casters) for phase in plan.phases]
+            phases = [bind(plan, phase, slot, buffer, self._pack.op, self._wire) for phase in plan.phases]
             for phase, operations in zip(plan.phases, phases[:-1], strict=False):
                 for _, operation in operations:
                     self._check_in_place(phase, operation, buffer)
-            self._bound[slot, padded, place] = phases
-        return self._bound[slot, padded, place]
+            self._bound[slot, padded] = phases
+        return self._bound[slot, padded]
 
     def _check_in_place(self, phase: Phase, operation: Operation, buffer: Array) -> None:
         """Check that the next phase will find the result in the buffer."""
@@ -228,13 +223,6 @@ class _Buffered:
                 f"transport {used.name}: {phase.verb.value} left its result outside the buffer, which only the last phase of a "
                 f"plan may do: {self._plan}"
             )
-
-    def _caster(self, wire: Wire, place: int, part: int, count: int) -> Cast:
-        """Return the cast of a part of the chunk at that place, in any slot: it keeps the rounding errors of these elements."""
-        key = place, part, count
-        if key not in self._casters:
-            self._casters[key] = Cast(wire, count)
-        return self._casters[key]
 
 
 def reduce_scatter(executor: Executor, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> Bucket:

@@ -30,7 +30,6 @@ from mpistrat.transports.base import DeviceTransport, Operation, Part, Transport
 from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.nccl_bindings import nccl_refusal
 from mpistrat.transports.pairwise import ordered_all_reduce
-from mpistrat.transports.wire import Cast
 
 DIRECT_FROM_BYTES = 1 << 20  # per array: smaller ones are packed faster than one operation each is launched
 
@@ -214,21 +213,19 @@ class DeviceExecutor(Executor):
         for transport in self._on_gpus if self.enqueues else ():
             transport.watch(watched)
 
-    def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, cast: Cast | None) -> Operation:
+    def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, wire: np.dtype[Any] | None) -> Operation:
         """Bind an ordered all-reduce: by NCCL where that joins all ranks, else in host memory, between copies of the buffer.
 
-        Casts are made on the GPU, but for those with error feedback: the host keeps the errors.
+        Casts are made on the GPU.
         """
         nccl = self.transports.everywhere
-        if nccl is not None and cast is None and group is self.hierarchy.world_group and self.adds_in_order(buffer.dtype, op):
+        if nccl is not None and wire is None and group is self.hierarchy.world_group and self.adds_in_order(buffer.dtype, op):
             return nccl.all_reduce_in_order(buffer, op)
 
-        def through_host(whole: Array, by: Cast | None) -> Operation:
-            return self.transports.world_by_host.via_host(whole, lambda copy: ordered_all_reduce(group, copy, op, channel, by))
+        def through_host(whole: Array) -> Operation:
+            return self.transports.world_by_host.via_host(whole, lambda copy: ordered_all_reduce(group, copy, op, channel))
 
-        if cast is None or cast.keeps_errors:
-            return through_host(buffer, cast)
-        return _cast_on_device(self.device, buffer, cast.dtype, lambda narrow: through_host(narrow, None))
+        return through_host(buffer) if wire is None else _cast_on_device(self.device, buffer, wire, through_host)
 
     def _has_copied_out(self) -> bool:
         with self.device.activate():  # the engine asks too, where it combines arrays of the host

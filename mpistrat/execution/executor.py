@@ -29,10 +29,6 @@ from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.pairwise import ordered_all_reduce
 from mpistrat.transports.shared_memory import Exchange, exchange_bytes
 from mpistrat.transports.window import MOST_SMALL_BYTES
-from mpistrat.transports.wire import Cast, Wire
-
-Casters = Callable[[int, int], Cast]
-"""Returns the cast of a part of a chunk that is sent between nodes: ``casters(index of the part, elements)``."""
 
 SMALL_RAIL_BYTES = 1 << 16  # smaller parts go over `Transports.small_rails`
 _EXCHANGE_PARTITION = (1, 0)  # no bucket has this one
@@ -55,7 +51,7 @@ class BucketSpec:
     indices: tuple[int, ...]
     layout: Layout
     dtypes: Dtypes
-    wire: Wire | None = None  # between nodes, if it is another one
+    wire: np.dtype[Any] | None = None  # that of what is sent between nodes, if it is another one
 
 
 class Slots:
@@ -134,9 +130,9 @@ class Executor:
         return self._arena[index * slot_bytes : index * slot_bytes + count * dtype.itemsize].view(dtype)
 
     def operations(
-        self, plan: Plan, phase: Phase, slot: int, buffer: Array, op: ReduceOp, casters: Casters | None = None
+        self, plan: Plan, phase: Phase, slot: int, buffer: Array, op: ReduceOp, wire: np.dtype[Any] | None = None
     ) -> list[tuple[str, Operation]]:
-        """Bind one phase on one chunk."""
+        """Bind one phase on one chunk; what is sent between nodes is cast to the `wire` dtype."""
         world, rank = self.hierarchy.world, self.hierarchy.rank
         shard_count = buffer.size // world.num_shards
         if phase.scope is Scope.INTRA and phase.verb is Verb.ALL_REDUCE and plan.in_order:
@@ -146,14 +142,11 @@ class Executor:
             bounds = [world.shards_of(member).start * shard_count for member in ranks] + [buffer.size]
             return [(str(phase), _bind(self._inside(phase.verb, buffer.dtype, op), phase.verb, buffer, bounds, op))]
         shards = {shard: buffer[shard * shard_count : (shard + 1) * shard_count] for shard in world.shards_of(rank)}
-        if plan.in_order or casters is not None:
+        if plan.in_order or wire is not None:
             exchanged = [(str(phase), self.hierarchy.world_group, buffer)]
             if phase.scope is Scope.INTER:
                 exchanged = [(f"{phase} rail {shard}", self.hierarchy.rails[shard], part) for shard, part in shards.items()]
-            return [
-                (name, self._in_order(group, part, op, slot, casters and casters(index, part.size)))
-                for index, (name, group, part) in enumerate(exchanged)
-            ]
+            return [(name, self._in_order(group, part, op, slot, wire)) for name, group, part in exchanged]
         if phase.scope is Scope.INTER:
             rails = {shard: self._rail(shard, part, op) for shard, part in shards.items()}
             return [(f"{phase} rail {shard}", rails[shard].all_reduce(part, op, slot)) for shard, part in shards.items()]
@@ -315,9 +308,9 @@ class Executor:
         """Return the transport over all ranks for such values."""
         return self.world
 
-    def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, cast: Cast | None) -> Operation:
+    def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, wire: np.dtype[Any] | None) -> Operation:
         """Bind an all-reduce of one buffer per rank, in the order of the ranks."""
-        return ordered_all_reduce(group, buffer, op, channel, cast)
+        return ordered_all_reduce(group, buffer, op, channel, wire)
 
     def _go_on(self, refusal: TransportError | None, nbytes: int, held_bytes: int) -> None:
         """Go on over MPI where a node has too little memory; if a setting asks for shared memory, raise on all ranks."""

@@ -11,6 +11,7 @@ Parts are sent in segments: while one arrives, earlier ones are folded and sent 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -26,12 +27,14 @@ from mpistrat.transports.ring import SEGMENT_BYTES
 from mpistrat.transports.wire import Cast
 
 
-def ordered_all_reduce(group: Group, buffer: Array, op: ReduceOp, channel: int = 0, cast: Cast | None = None) -> Operation:
+def ordered_all_reduce(
+    group: Group, buffer: Array, op: ReduceOp, channel: int = 0, wire: np.dtype[Any] | None = None
+) -> Operation:
     """Bind: fold the buffers of all ranks in place, in the order of the ranks; every rank gets the same bits.
 
-    16-bit floats are folded in float32, and rounded once. What is sent may be cast; it is folded in the buffer's dtype.
+    16-bit floats are folded in float32, and rounded once. What is sent is cast to the `wire` dtype, and back.
     """
-    bound = _Ordered(group, buffer, op, channel, cast)
+    bound = _Ordered(group, buffer, op, channel, wire)
     return Operation(bound.run, [Part(0, buffer.size, (buffer,))], bound.scratch_bytes)
 
 
@@ -41,9 +44,10 @@ class _Ordered:
     Messages between two ranks are ordered on one channel: first the addends, segment by segment, then the results.
     """
 
-    def __init__(self, group: Group, buffer: Array, op: ReduceOp, channel: int, cast: Cast | None) -> None:
-        self.group, self.buffer, self.channel, self.fold, self.cast = group, buffer, channel, combine(op), cast
-        dtype = buffer.dtype if cast is None else cast.dtype
+    def __init__(self, group: Group, buffer: Array, op: ReduceOp, channel: int, wire: np.dtype[Any] | None) -> None:
+        self.group, self.buffer, self.channel, self.fold = group, buffer, channel, combine(op)
+        self.cast = cast = None if wire is None else Cast(wire, buffer.size)
+        dtype = wire or buffer.dtype
         step = max(1, min(SEGMENT_BYTES, group.settings[MAX_MESSAGE_BYTES]) // dtype.itemsize)
         self.segments = _segments(buffer.size, group.size, step)
         self.peers = peers_in_turn(group)
@@ -56,7 +60,7 @@ class _Ordered:
         # the addends of this rank's part, in the order of the ranks
         self.rows = [received.get(rank, self.sent[part]) for rank in range(group.size)]
         owned = [*received.values(), self.published, self.total, self.wide, *([] if cast is None else [self.sent])]
-        self.scratch_bytes = sum(array.nbytes for array in owned)
+        self.scratch_bytes = sum(array.nbytes for array in owned) + (0 if cast is None else cast.scratch_bytes)
 
     def run(self) -> Steps:
         """Return the steps of one all-reduce."""
@@ -112,7 +116,7 @@ class _Ordered:
             for peer in [*self.peers, self.group.rank]:
                 for start, stop in self.segments[peer][turn : turn + 1]:
                     if self.cast is not None:
-                        self.cast.compress(self.buffer[start:stop], self.sent[start:stop], start)
+                        self.cast.compress(self.buffer[start:stop], self.sent[start:stop])
                     if peer != self.group.rank:
                         requests.append(self._send(self.sent[start:stop], peer))
                     yield WORKED
@@ -132,7 +136,7 @@ class _Ordered:
         if self.cast is None:
             np.copyto(published, total)
         else:
-            self.cast.compress_total(total, published, start)
+            self.cast.compress(total, published)
         self._take(published, self.buffer[start:stop])
 
     def _take(self, sent: Array, values: Array) -> None:

@@ -1,16 +1,10 @@
-"""Wire: casts values to bfloat16 or float16 for their way between nodes, with or without error feedback.
+"""Wire: casts float32 values to bfloat16 or float16 for their way between nodes.
 
 Rounding is to nearest, ties to even, as in IEEE arithmetic. Values that are too large become infinite, NaN stays NaN.
-
-Sources of error feedback: Seide, Fu, Droppo, Li, Yu: 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
-Distributed Training of Speech DNNs. Interspeech 2014. Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD and
-other Gradient Compression Schemes. ICML 2019. For results as well as contributions: Tang, Yu, Lian, Zhang, Liu: DoubleSqueeze:
-Parallel Stochastic Gradient Descent with Double-Pass Error-Compensated Compression. ICML 2019.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,55 +17,15 @@ _BLOCK, _MIN_BLOCK = 1 << 15, 1 << 13
 _OVERFLOW = np.float32(65520)  # smaller values round to a finite float16
 
 
-@dataclass(frozen=True)
-class Wire:
-    """The dtype of float32 values between nodes, and whether their rounding errors are added in the next call."""
-
-    dtype: np.dtype[Any]  # bfloat16 or float16
-    error_feedback: bool = False
-
-
 class Cast:
-    """Casts the values at `count` positions of a buffer, the same ones in every call."""
+    """Casts up to `count` values at a time."""
 
-    def __init__(self, wire: Wire, count: int) -> None:
-        self.dtype, self.keeps_errors = wire.dtype, wire.error_feedback
-        # the rounding error that has not been sent yet, for each position
-        self._lost = np.zeros(count, np.float32) if wire.error_feedback else None
-        self._scratch = np.empty((2, min(count, _BLOCK)), np.uint32) if wire.dtype == _FLOAT16 else None
+    def __init__(self, dtype: np.dtype[Any], count: int) -> None:
+        self._scratch = np.empty((2, min(count, _BLOCK)), np.uint32) if dtype == _FLOAT16 else None
+        self.scratch_bytes = 0 if self._scratch is None else self._scratch.nbytes
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of the kept rounding errors and of the work memory."""
-        return sum(array.nbytes for array in (self._lost, self._scratch) if array is not None)
-
-    def compress(self, values: Array, sent: Array, first: int) -> None:
-        """Round float32 `values`, for the positions from `first` on, into `sent`; kept rounding errors are added first."""
-        if self._lost is None:
-            self._narrow(values, sent)
-            return
-        lost = self._lost[first : first + values.size]
-        np.add(lost, values, out=lost)
-        self._narrow(lost, sent)
-        _keep_remainder(lost, sent)
-
-    def compress_total(self, total: Array, sent: Array, first: int) -> None:
-        """Round sums over all ranks into `sent`; this rank keeps their rounding errors. Changes `total`."""
-        self._narrow(total, sent)
-        if self._lost is not None:
-            _keep_remainder(total, sent)
-            lost = self._lost[first : first + total.size]
-            np.add(lost, total, out=lost)
-
-    def decompress(self, sent: Array, values: Array) -> None:
-        """Convert what was sent to float32, into `values`."""
-        for start in range(0, sent.size, _BLOCK):
-            piece, target = sent[start : start + _BLOCK], values[start : start + _BLOCK]
-            # infinity and NaN come out as 65536 and more
-            if self._scratch is None or piece.size < _MIN_BLOCK or not _widen_float16(piece, target):
-                np.copyto(target, piece)
-
-    def _narrow(self, values: Array, sent: Array) -> None:
+    def compress(self, values: Array, sent: Array) -> None:
+        """Round float32 `values` into `sent`."""
         for start in range(0, values.size, _BLOCK):
             piece, target = values[start : start + _BLOCK], sent[start : start + _BLOCK]
             if self._scratch is not None and piece.size >= _MIN_BLOCK and _is_below(piece, _OVERFLOW):
@@ -80,15 +34,13 @@ class Cast:
                 with np.errstate(over="ignore", invalid="ignore"):
                     np.copyto(target, piece, casting="unsafe")
 
-
-def _keep_remainder(wide: Array, sent: Array) -> None:
-    """Subtract from `wide` what was sent; the remainder of an overflow or NaN is 0."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        np.subtract(wide, sent, out=wide)
-        # one pass without memory in the usual case: the sum is infinite or NaN if any element is
-        is_finite = np.isfinite(wide.sum())
-    if not is_finite:
-        np.copyto(wide, 0, where=~np.isfinite(wide))
+    def decompress(self, sent: Array, values: Array) -> None:
+        """Convert what was sent to float32, into `values`."""
+        for start in range(0, sent.size, _BLOCK):
+            piece, target = sent[start : start + _BLOCK], values[start : start + _BLOCK]
+            # infinity and NaN come out as 65536 and more
+            if self._scratch is None or piece.size < _MIN_BLOCK or not _widen_float16(piece, target):
+                np.copyto(target, piece)
 
 
 def _is_below(values: Array, limit: np.float32) -> bool:

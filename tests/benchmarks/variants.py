@@ -38,13 +38,12 @@ def _time(measured: Measured, hosts: int) -> str:
     return f"{measured}, {measured.sent_share:.2f} of the bytes" if hosts > 1 else str(measured)
 
 
-FLOAT32, FEEDBACK = "float32", "bfloat16, error feedback"
+FLOAT32 = "float32"
 # what each is called, and the options that ask for it
 WIRES: dict[str, dict[str, Any]] = {
     FLOAT32: {},
     "bfloat16": {"wire_dtype": "bfloat16"},
     "float16": {"wire_dtype": "float16"},
-    FEEDBACK: {"wire_dtype": "bfloat16", "error_feedback": True},
 }
 TRAINED = {**WIRES, "float32, another order": {"deterministic": True}}
 TRAINING = "batches of 128, shuffled"

@@ -148,7 +148,6 @@ def _options(n: int) -> Iterator[Kind]:
         "hierarchical": {"algorithm": "hierarchical"},
         "float16": {"algorithm": "hierarchical", "wire_dtype": "float16"},
         "bfloat16": {"algorithm": "hierarchical", "wire_dtype": "bfloat16"},
-        "error_feedback": {"algorithm": "hierarchical", "wire_dtype": "bfloat16", "error_feedback": True},
         "packs_of_1MiB": {"bytes_per_pack": 1 << 20},
         "packs_of_4KiB": {"bytes_per_pack": 4096},
         "deterministic": {"deterministic": True},

@@ -174,21 +174,18 @@ def test_in_the_order_of_the_replicas_bits_are_those_of_the_host(comm, make_pair
     assert ("intra all_reduce" in floats) == is_inside
 
 
-def test_values_are_cast_between_nodes_by_the_gpu_where_no_errors_are_kept(pair, world, monkeypatch):
-    asked, pinned, totals = [0], pair.device.pinned, []
+def test_values_are_cast_between_nodes_by_the_gpu(pair, world, monkeypatch):
+    asked, pinned = [0], pair.device.pinned
     # but for the tables of kernels
     monkeypatch.setattr(pair.device, "pinned", lambda nbytes: asked.append(nbytes * (nbytes > 1000)) or pinned(nbytes))
-    for feedback in (True, False):
-        options = CommunicationOptions(wire_dtype="bfloat16", error_feedback=feedback, algorithm="hierarchical")
-        before = sum(asked)
-        for _ in range(2):
-            pair.compare(SUM, [values(5000, np.float32, pair.rank)], options)  # which are exact in bfloat16
-        totals.append(sum(asked) - before)
-    assert world.num_nodes == 1 or 0 < totals[1] == totals[0] / 2
+    options = CommunicationOptions(wire_dtype="bfloat16", algorithm="hierarchical")
+    for _ in range(2):
+        pair.compare(SUM, [values(5000, np.float32, pair.rank)], options)  # which are exact in bfloat16
+    assert world.num_nodes == 1 or 0 < sum(asked) <= 2 * 2 * 5004, "two bytes of each element, in two slots of scratch memory"
     # what comes out of a single rank of each node is rounded once, and the sum once more
     narrow = [np.random.default_rng(pair.rank).standard_normal(1000).astype(np.float32)]
     if world.num_shards == 1:
-        pair.compare(SUM, narrow, CommunicationOptions(wire_dtype="bfloat16", algorithm="hierarchical"))
+        pair.compare(SUM, narrow, options)
 
 
 @pytest.mark.parametrize("mpi_gpu", ["on", "off"])

@@ -27,16 +27,9 @@ options = st.builds(
 )
 
 
-@pytest.mark.parametrize(
-    ("before", "restoring"),
-    [
-        ({"deterministic": True}, {"deterministic": False}),
-        ({"wire_dtype": "float16", "error_feedback": True}, {"error_feedback": False}),
-    ],
-)
-def test_options_of_a_call_restore_a_default(before, restoring):
-    merged = CommunicationOptions(5, **before).merge(CommunicationOptions(**restoring))
-    assert merged == CommunicationOptions(5, **(before | restoring))
+def test_options_of_a_call_restore_a_default():
+    merged = CommunicationOptions(5, deterministic=True).merge(CommunicationOptions(deterministic=False))
+    assert merged == CommunicationOptions(5, deterministic=False)
 
 
 @given(options, options)
@@ -66,8 +59,6 @@ def test_an_implementation_is_known_by_name(name):
         ({"intra_dtype": "bfloat16"}, "intra_dtype must be float32 or native; got 'bfloat16'"),
         ({"deterministic": True, "intra_dtype": "native"}, "excludes intra_dtype='native': nodes decide what is rounded"),
         ({"deterministic": "no"}, "deterministic must be True or False; got 'no'"),
-        ({"error_feedback": 1}, "error_feedback must be True or False; got 1"),
-        ({"error_feedback": True}, "error_feedback=True needs a wire_dtype: bfloat16 or float16"),
         ({"deterministic": True, "wire_dtype": "float16"}, "excludes wire_dtype='float16': nodes decide what is cast"),
         ({"num_packs": 1.5}, "num_packs must be None, 0 .each array by itself. or positive; got 1.5"),
         ({"num_packs": "2"}, "num_packs must be None, 0 .each array by itself. or positive; got '2'"),
@@ -84,12 +75,8 @@ def test_what_excludes_each_other_is_not_merged():
     with pytest.raises(InvalidArgumentError, match="deterministic=True excludes wire_dtype='bfloat16'"):
         CommunicationOptions(deterministic=True).merge(CommunicationOptions(wire_dtype="bfloat16"))
     assert CommunicationOptions(deterministic=True).merge(CommunicationOptions(7)).deterministic
-    cast = CommunicationOptions(wire_dtype="bfloat16")
-    fed_back = cast.merge(CommunicationOptions(wire_dtype="float16", error_feedback=True))
-    assert fed_back.error_feedback
-    assert fed_back.merge(CommunicationOptions(wire_dtype="native")).error_feedback is False, "what is not cast loses nothing"
     with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got \\['sum'\\]"):
-        cast.merge(["sum"])
+        CommunicationOptions().merge(["sum"])
 
 
 def test_hints_are_options_by_their_old_name():
@@ -111,7 +98,6 @@ OTHERS = {
     "algorithm": "flat",
     "wire_dtype": "bfloat16",
     "deterministic": True,
-    "error_feedback": True,
     "intra_dtype": "native",
     "num_packs": 2,
 }
@@ -120,13 +106,13 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", [field.name for field in fields(CommunicationOptions)])
 def test_options_but_those_in_which_ranks_may_differ_have_a_program_and_a_text_of_their_own(name):
-    usual = replace(DEFAULTS, wire_dtype="float16") if name == "error_feedback" else DEFAULTS
-    one, other = (Reduction(ReduceOp.SUM, [np.ones(3)], options) for options in (usual, replace(usual, **{name: OTHERS[name]})))
+    options = DEFAULTS, replace(DEFAULTS, **{name: OTHERS[name]})
+    one, other = (Reduction(ReduceOp.SUM, [np.ones(3)], each) for each in options)
     may_differ = name in ("timeout_seconds", "implementation")
     assert (one.key == other.key, str(one) == str(other)) == (may_differ, may_differ)
 
 
 def test_the_text_tells_what_is_not_usual():
-    options = replace(DEFAULTS, wire_dtype="bfloat16", error_feedback=True, num_packs=2)
-    text = "(SUM, [float64 (3,)], algorithm=auto, bytes_per_pack=0, wire_dtype=bfloat16, error_feedback=True, num_packs=2)"
+    options = replace(DEFAULTS, wire_dtype="bfloat16", num_packs=2)
+    text = "(SUM, [float64 (3,)], algorithm=auto, bytes_per_pack=0, wire_dtype=bfloat16, num_packs=2)"
     assert str(Reduction(ReduceOp.SUM, [np.ones(3)], options)) == text
