@@ -184,9 +184,6 @@ DEVICE = setting("MPISTRAT_DEVICE", _OneOf("auto", "gpu", "cpu"), "auto")(
     "(no GPU is looked for)."
 )
 ALLOW_SHARED_GPU = setting("MPISTRAT_ALLOW_SHARED_GPU", _parse_bool, False)("Let several ranks share one GPU, for tests.")
-CHECK = setting("MPISTRAT_CHECK", _parse_bool, True, is_shared=True)(
-    "Compare the collective calls of all ranks. Off: ranks that make different calls get wrong results or hang."
-)
 STRICT = setting("MPISTRAT_STRICT", _parse_bool, False, is_shared=True)(
     "Compare each call completely before its result is returned, instead of leaving part of the comparison to a later call."
 )

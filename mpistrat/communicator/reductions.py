@@ -245,7 +245,7 @@ class Reductions:
         """
         program, is_limited = self.programs.find(asked), bool(call.ends) or self._present.is_strict
         is_agreed = program is not None and program.is_agreed and not call.is_started
-        if (program is None and self._guard.checks) or (is_limited and not is_agreed):
+        if program is None or (is_limited and not is_agreed):
             self._guard.agree(call)
         elif call.ends:
             self._guard.raise_if_given_up(call)

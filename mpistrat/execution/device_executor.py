@@ -24,7 +24,6 @@ from mpistrat.groups.deadline_barrier import AbortNotice
 from mpistrat.groups.group import Group
 from mpistrat.packing import DeviceCopyIn, DeviceCopyOut, Layout
 from mpistrat.reduction import ReduceOp
-from mpistrat.settings import CHECK
 from mpistrat.steps import WAITING, Steps, until
 from mpistrat.transports.base import DeviceTransport, Operation, Part, Transport, Watched, in_turn
 from mpistrat.transports.nccl import NcclTransport
@@ -177,8 +176,7 @@ class DeviceExecutor(Executor):
         """
         if not self.compares_by_messages:
             return super().barrier()
-        by_messages = self._agreement.barrier(self.hierarchy.call.digest if self.hierarchy.settings[CHECK] else 0)
-        return chain(super().barrier(), by_messages)
+        return chain(super().barrier(), self._agreement.barrier(self.hierarchy.call.digest))
 
     def begins_with_barrier(self, plan: Plan) -> bool:
         return not self.compares_by_messages and super().begins_with_barrier(plan)

@@ -37,7 +37,6 @@ from mpistrat.groups.agreement import (
 from mpistrat.groups.group import keep_alive_for_peers
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import abort
-from mpistrat.settings import CHECK
 from mpistrat.steps import Steps
 from mpistrat.transports.window import NodeWindow, free_open_windows, is_freed_by_mpi
 from mpistrat.watch import watcher
@@ -55,20 +54,18 @@ _SAME_THREAD = "this thread is in a collective already: signal handlers, finaliz
 class Guard:
     """Admits collective calls one at a time, and none after one has failed.
 
-    `options` are the defaults of calls, CommunicationOptions; `checks` tells whether calls are compared to which nothing else
-    has to be exchanged: unless MPISTRAT_CHECK is off.
-
-    `number` is that of the last call, and `signature` that of the current or last one that `Passing` did not make; `noted` is
-    the hash of what was noted since. `refusal` says why no call can begin at once. `thread` is the one that made the last call,
-    and the lock of calls; only its calls may be known ones. `communicator` is the number by which the records of ranks tell
-    communicators apart, and `indexes` has that of a call's description in this rank's record, by its digest.
+    `options` are the defaults of calls, CommunicationOptions. `number` is that of the last call, and `signature` that of the
+    current or last one that `Passing` did not make; `noted` is the hash of what was noted since. `refusal` says why no call can
+    begin at once. `thread` is the one that made the last call, and the lock of calls; only its calls may be known ones.
+    `communicator` is the number by which the records of ranks tell communicators apart, and `indexes` has that of a call's
+    description in this rank's record, by its digest.
     """
 
     def __init__(
         self, hierarchy: Hierarchy, agreement: Agreement, window: NodeWindow | None, options: Any, memory: object
     ) -> None:
         window = window if hierarchy.intra.size > 1 else None
-        self.options, self.checks = options, hierarchy.settings[CHECK]
+        self.options = options
         self.refusal, self.noted, self.is_on_gpu = "", 0, False
         self.number, self.signature = 0, Signature("")
         self.communicator, self._members, self._rank = hierarchy.number, hierarchy.members, hierarchy.job_rank
@@ -243,11 +240,10 @@ class Guard:
 
     def note(self, text: str) -> None:
         """Note what all ranks must do here; it is compared with the next collective."""
-        if self.checks:
-            self.noted = chained(self.noted, digest_of(text))
-            self._notes.append(text)
-            if len(self._notes) > _NOTES_KEPT:
-                del self._notes[: _NOTES_KEPT // 2]
+        self.noted = chained(self.noted, digest_of(text))
+        self._notes.append(text)
+        if len(self._notes) > _NOTES_KEPT:
+            del self._notes[: _NOTES_KEPT // 2]
 
     def index(self, digest: int, text: str, nbytes: int = 0) -> int:
         """Return the index of a call's description in this process's record."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 
 from mpistrat.lazy import MPI
-from mpistrat.settings import CHECK, STRICT, Snapshot
+from mpistrat.settings import STRICT, Snapshot
 from mpistrat.steps import Steps
 
 _CHANNELS = 32
@@ -40,11 +40,11 @@ class CallState:
         self.compare_history: Callable[[int], None] = lambda history: None  # until calls are compared
         self.drive: Callable[[Steps], None] = _run_to_end
         tag_ub = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0
-        self._span = (min(int(tag_ub), _MAX_TAG) - _FIRST_TAG) // _CHANNELS if self.settings[CHECK] else 0
+        self._span = (min(int(tag_ub), _MAX_TAG) - _FIRST_TAG) // _CHANNELS
 
     def tag(self, channel: int) -> int:
         """Return the tag of the call's messages on a channel, of which there are 32."""
-        if self._span <= 0:  # MPISTRAT_CHECK is off, or MPI has only the smallest range of tags that the standard allows
+        if self._span <= 0:  # MPI has only the smallest range of tags that the standard allows
             return channel
         return _FIRST_TAG + (self.digest >> 1) % self._span * _CHANNELS + channel
 

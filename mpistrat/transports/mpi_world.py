@@ -26,7 +26,6 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import openmpi
 from mpistrat.lazy import MPI
 from mpistrat.reduction import ReduceOp
-from mpistrat.settings import CHECK
 from mpistrat.steps import Steps
 from mpistrat.transports.base import Operation, Part
 from mpistrat.transports.mpi import MpiTransport, mpi_op, until_complete
@@ -65,7 +64,7 @@ class WorldTransport(MpiTransport):
             return MpiAllReduce(self, op, dtype, shape, None)
         if self.small.serves(nbytes):
             return SmallAllReduce(self.small, op, dtype, shape)
-        has_digests = self.num_nodes > 1 and self.group.settings[CHECK] and self._limit_bytes // 2 >= LEAST_SMALL_BYTES
+        has_digests = self.num_nodes > 1 and self._limit_bytes // 2 >= LEAST_SMALL_BYTES
         is_small = 0 < nbytes <= LEAST_SMALL_BYTES
         return MpiAllReduce(self, op, dtype, shape, self.window, carries_digest=has_digests and is_small)
 

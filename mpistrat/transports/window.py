@@ -23,7 +23,6 @@ from mpistrat.errors import MpistratError, TransportError, UnavailableError
 from mpistrat.groups.agreement import CallsDifferError, all_agree, gather_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.lazy import MPI
-from mpistrat.settings import CHECK
 from mpistrat.steps import WAITING, Steps
 from mpistrat.text import format_bytes
 from mpistrat.topology.discover import real_nodes
@@ -83,8 +82,8 @@ def _free(window: MPI.Win) -> None:
 class NodeWindow:
     """The shared memory of the ranks of a node. Making one is a collective call.
 
-    For each rank there are control `words`, `small` slots of `small_bytes` for small arrays, and an arena for data. Of the
-    `others`, calls of the `compared` are compared: of none if MPISTRAT_CHECK is off. `cma` accesses what is not shared.
+    For each rank there are control `words`, also without this one as `others`, `small` slots of `small_bytes` for small arrays,
+    and an arena for data. `cma` accesses what is not shared.
 
     Raises TransportError on all ranks, if they are not on one node, or it has too little shared memory.
     """
@@ -105,7 +104,6 @@ class NodeWindow:
         self._control.Sync()
         self.words = [memoryview(buffer)[:HEADER_BYTES].cast("Q") for buffer in memory]
         self.others = [words for rank, words in enumerate(self.words) if rank != group.rank]
-        self.compared = self.others if group.settings[CHECK] else []
         self.own = self.words[group.rank]
         self.small = [
             [np.frombuffer(buffer, np.uint8)[HEADER_BYTES + slot * nbytes :][:nbytes] for slot in range(SMALL_SLOTS)]
@@ -133,7 +131,7 @@ class NodeWindow:
     def dispose(self) -> None:
         """Free the control window too; nothing can be shared any more. A collective call."""
         self.close()
-        self.words, self.others, self.compared, self.small = [], [], [], []
+        self.words, self.others, self.small = [], [], []
         self.own = memoryview(bytes(HEADER_BYTES)).cast("Q")
         _free(self._control)
 
@@ -168,7 +166,7 @@ class NodeWindow:
         yield from self.wait(ENTERED, entered, self.words)
         place = CALL + (entered & 1)
         stamp = self.own[place]
-        for words in self.compared:
+        for words in self.others:
             if words[place] != stamp and not _are_of_one_call(words[place], stamp):
                 raise CallsDifferError([words[place] - entered for words in self.words])
 

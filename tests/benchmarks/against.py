@@ -7,15 +7,21 @@ Both are started side by side, in one lab, and take turns block by block. TREE i
 import argparse
 import statistics
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from mpistrat.text import format_bytes, format_seconds, format_table
-from tests.benchmarks.safety import ROOT, SIZES, side_by_side
+from tests.benchmarks.contest import Contender, Contest
+from tests.benchmarks.messages import KIB, MIB
 from tests.hosts.lab import Lab
 
 # hosts, ranks, rate of the links
 PLACES = ((1, 2, "unlimited"), (1, 4, "unlimited"), (2, 4, "1gbit"), (4, 8, "1gbit"))
-NESTS = (10, 161)
+SIZES, NESTS = (8, 128, KIB, 8 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB), (10, 161)
+_PROGRAM = Path(__file__).parent / "peers" / "check_ranks.py"
+Launches = list[tuple[list[float], list[float]]]
+"""The times of two programs, block by block, in each launch."""
 
 
 def compare(tree: Path, launches: int, seconds: float) -> list[list[str]]:
@@ -25,7 +31,7 @@ def compare(tree: Path, launches: int, seconds: float) -> list[list[str]]:
         tasks = [("seconds_of_a_call", {"nbytes": nbytes}) for nbytes in SIZES]
         tasks += [("seconds_of_a_nest", {"leaves": leaves}) for leaves in NESTS]
         with Lab(hosts, rate) as lab:
-            found = side_by_side(lab, ranks, (ROOT, {}), (tree, {}), tasks, seconds, launches)
+            found = side_by_side(lab, ranks, tree, tasks, seconds, launches)
         for (_, request), times in zip(tasks, found, strict=True):
             now, then = ([second for launch in times for second in launch[index]] for index in (0, 1))
             lower, middle, upper = statistics.quantiles([new / old - 1 for new, old in zip(now, then, strict=True)], n=4)
@@ -34,6 +40,38 @@ def compare(tree: Path, launches: int, seconds: float) -> list[list[str]]:
             rows.append([f"{hosts}x{ranks // hosts}", what, *medians, f"{middle:+.1%}", f"{lower:+.1%} to {upper:+.1%}"])
             print(*rows[-1], sep="  ", flush=True)
     return rows
+
+
+def side_by_side(
+    lab: Lab,
+    ranks: int,
+    tree: Path,
+    tasks: Sequence[tuple[str, dict[str, int]]],
+    seconds: float,
+    launches: int,
+) -> list[Launches]:
+    """Return, for each task, the times of this tree and another one, that take turns in a lab."""
+    contenders = [
+        Contender(name, "openmpi", [sys.executable, str(_PROGRAM)], {"PYTHONPATH": str(root)})
+        for name, root in (("one", Path(__file__).parents[2]), ("other", tree))
+    ]
+    found: list[Launches] = [[] for _ in tasks]
+    for launch in range(launches):
+        # which cores the ranks of a job get is luck, and who starts first may have it more often
+        with Contest(lab, ranks, "block", contenders[:: -1 if launch % 2 else 1]) as contest:
+            for (task, request), times in zip(tasks, found, strict=True):
+                times.append(_take_turns(contest, task, seconds, request))
+    return found
+
+
+def _take_turns(contest: Contest, task: str, seconds: float, request: dict[str, int]) -> tuple[list[float], list[float]]:
+    """Return the times of both programs; who begins a pair changes."""
+    times: dict[str, list[float]] = {"one": [], "other": []}
+    begun = time.monotonic()
+    while (turns := len(times["one"])) < 3 or (time.monotonic() - begun < seconds and turns < 60):
+        for name in times if turns % 2 else reversed(times):
+            times[name].append(contest.call(name, task, **request)[0])
+    return times["one"], times["other"]
 
 
 def main() -> int:

@@ -23,5 +23,4 @@ EXPERIMENTS: dict[str, Callable[[Session], dict[str, Table]]] = {
     "checkpoint": training.checkpoint,
     "safety": safety.run,
     "safety_programs": safety.run_drawn,
-    "safety_cost": safety.cost,
 }

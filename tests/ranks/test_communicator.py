@@ -135,7 +135,7 @@ def test_settings_that_differ_are_an_error_on_every_rank(comm, monkeypatch):
 @pytest.mark.parametrize("is_everywhere", [True, False])
 def test_a_setting_that_cannot_be_read_is_told_to_all(comm, monkeypatch, is_everywhere):
     monkeypatch.setenv("MPISTRAT_TUNING", "auto")
-    for name in ("MPISTRAT_MPI_GPU", "MPISTRAT_PEER_MEMORY", "MPISTRAT_VERBOSE", "MPISTRAT_CHECK"):
+    for name in ("MPISTRAT_MPI_GPU", "MPISTRAT_PEER_MEMORY", "MPISTRAT_VERBOSE", "MPISTRAT_STRICT"):
         with monkeypatch.context() as patch:
             patch.setenv(name, "ture" if is_everywhere or comm.rank == 0 else "off")
             with pytest.raises((SettingError, AgreementError), match=f"{name}='ture'"):

@@ -86,7 +86,7 @@ class DoesNotWait(SharedMemoryTransport):
     def __init__(self, group):
         super().__init__(group)
         self.window.wait = lambda word, least, ranks: iter(())
-        self.window.compared = []  # of a rank that has not come it finds no call
+        self.window.others = []  # of a rank that has not come it finds no call
 
 
 class ForgetsAPart(SharedMemoryTransport):
@@ -159,7 +159,7 @@ class ReadsTheTagWhenBound(MpiRingTransport):
 class DoesNotCompare(SharedMemoryTransport):
     def __init__(self, group):
         super().__init__(group)
-        self.window.compared = []
+        self.window.others = []
 
 
 class LeavesTheSumElsewhere(MpiTransport):

@@ -33,10 +33,8 @@ def test_messages_of_other_calls_have_other_tags_which_mpi_accepts(monkeypatch):
     assert len(tags) == 4 * len(TEXTS)
     assert max(tags) <= MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
     assert min(tags) >= 1 << 15, "smaller tags are those of notices"
-    monkeypatch.setenv("MPISTRAT_CHECK", "off")
-    call = CallState()
-    call.digest = digest_of("all_reduce")
-    assert call.tag(3) == 3
+    monkeypatch.setattr("mpistrat.groups.group._MAX_TAG", 32_767)  # the largest that every MPI has
+    assert CallState().tag(3) == 3
 
 
 @pytest.mark.parametrize(("nbytes", "calls"), [(8, MOST_UNCONFIRMED), (1 << 16, 8), (1 << 30, 1)])
