@@ -217,10 +217,6 @@ MPI_GPU = setting("MPISTRAT_MPI_GPU", _OneOf("auto", "on", "off"), "auto")(
     "Whether GPU memory is passed to MPI directly: on, off (staged through host memory) or auto (on if the MPI library is "
     "CUDA-aware, which each job tests once). Rank 0 reads it for all ranks."
 )
-ONE_SHOT_BYTES = setting("MPISTRAT_ONE_SHOT_BYTES", parse_bytes, 1 << 18, is_shared=True)(
-    "The largest buffer of which cuda_ipc lets each GPU of a node read and sum everything, after one barrier of the ranks; in "
-    "larger ones each sums a part, with two barriers. The default was not measured."
-)
 PEER_MEMORY = setting("MPISTRAT_PEER_MEMORY", _parse_bool, True)(
     "Ranks of a node may read and write each other's arrays directly (cross-memory attach), if the kernel permits it."
 )

@@ -185,21 +185,11 @@ struct Max {
     template <class W> static __device__ inline W fold(W a, W b) { return a != a || a > b ? a : b; }
 };
 
-// Which arena is the first of an element's sum. The range is cut into parts of `part_count` elements, a multiple of those in a
-// packet; a sum in part k begins with arena first_peer + k, then comes the next one, and so on round. So the order depends on the
-// element alone, and ranks that are in different parts at a time read different GPUs.
-struct Order {
-    int first_peer, num_peers;
-    uint64 part_count;
-    __device__ int first(uint64 item) const { return int((first_peer + item / part_count) % num_peers); }
-    __device__ int next(int peer) const { return peer + 1 < num_peers ? peer + 1 : 0; }
-};
-
 // `peers` holds the address of each rank's arena; the range begins `first_byte` bytes behind it. The result is written to
-// `target`, which may be this rank's own range. Threads begin at element `start`, a multiple of those in a packet, or `count`.
+// `target`, which may be this rank's own range. Sums begin with the arena of `first_peer`, then comes the next one, and so on
+// round: ranks that begin with others read different GPUs.
 template <class T, class Op>
-__global__ void fold_peers(const uint64* peers, int num_peers, uint64 first_byte, T* target, uint64 count, int first_peer,
-                           uint64 part_count, uint64 start) {
+__global__ void fold_peers(const uint64* peers, int num_peers, uint64 first_byte, T* target, uint64 count, int first_peer) {
     constexpr int PER_PACKET = sizeof(T) < 16 ? 16 / int(sizeof(T)) : 1;
     typedef typename Wide<T>::type W;
     typedef Packet<T, PER_PACKET> Few;
@@ -207,17 +197,15 @@ __global__ void fold_peers(const uint64* peers, int num_peers, uint64 first_byte
     bool aligned = is_aligned(target);
     for (int peer = 0; peer < num_peers; ++peer)
         aligned = aligned && is_aligned(reinterpret_cast<const T*>(peers[peer] + first_byte));
-    const Order order = {first_peer, num_peers, part_count};
-    const uint64 packets = aligned ? count / PER_PACKET : 0, before = start / PER_PACKET;
-    for (uint64 turn = thread; turn < packets; turn += stride) {
-        const uint64 packet = turn + before < packets ? turn + before : turn + before - packets;
+    const uint64 packets = aligned ? count / PER_PACKET : 0;
+    for (uint64 packet = thread; packet < packets; packet += stride) {
         W total[PER_PACKET];
-        int peer = order.first(packet * PER_PACKET);
+        int peer = first_peer;
         Few held = reinterpret_cast<const Few*>(peers[peer] + first_byte)[packet];
 #pragma unroll
         for (int item = 0; item < PER_PACKET; ++item) total[item] = widen<T>(held.items[item]);
         for (int others = 1; others < num_peers; ++others) {
-            peer = order.next(peer);
+            peer = peer + 1 < num_peers ? peer + 1 : 0;
             held = reinterpret_cast<const Few*>(peers[peer] + first_byte)[packet];
 #pragma unroll
             for (int item = 0; item < PER_PACKET; ++item) total[item] = Op::fold(total[item], widen<T>(held.items[item]));
@@ -227,10 +215,10 @@ __global__ void fold_peers(const uint64* peers, int num_peers, uint64 first_byte
         reinterpret_cast<Few*>(target)[packet] = held;
     }
     for (uint64 item = packets * PER_PACKET + thread; item < count; item += stride) {
-        int peer = order.first(item);
+        int peer = first_peer;
         W total = widen<T>(reinterpret_cast<const T*>(peers[peer] + first_byte)[item]);
         for (int others = 1; others < num_peers; ++others) {
-            peer = order.next(peer);
+            peer = peer + 1 < num_peers ? peer + 1 : 0;
             total = Op::fold(total, widen<T>(reinterpret_cast<const T*>(peers[peer] + first_byte)[item]));
         }
         target[item] = narrow<T>(total);

@@ -20,7 +20,6 @@ from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.cuda_awareness import find_verdict
 from mpistrat.logger import warn_once
-from mpistrat.text import format_bytes
 from mpistrat.transports.base import DeviceTransport, Transport
 from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
@@ -117,8 +116,6 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
     rails, between = _device_rails(hierarchy, device, host.rails, everywhere)
     if any(isinstance(rail, CudaAwareTransport) for rail in rails.values()):
         intra.has_windows = False
-    if not between and taken and intra.one_shot_bytes is not None:
-        between = f"one shot up to {format_bytes(intra.one_shot_bytes)} ({settings.ONE_SHOT_BYTES.name})"
     others = dict.fromkeys(each for each in found if not each.is_alone and each.kind != NcclTransport.name)
     why = next((each.why for each in found if each.why), "")
     if lacks and lacks not in why:

@@ -188,8 +188,6 @@ class DeviceTransport(Transport):
     """Whether 16-bit floats are combined in their own dtype."""
     has_windows: bool = False
     """Whether `allocate` returns memory of NCCL in windows, which MPI may not be able to send."""
-    one_shot_bytes: int | None = None
-    """The largest buffer that is summed in one shot, the same on all ranks, which may be set; None: it has no such choice."""
 
     def __init__(self, group: Group, device: Device | None = None) -> None:
         super().__init__(group)

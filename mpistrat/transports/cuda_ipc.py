@@ -4,11 +4,8 @@ As `shared_memory`, in GPU memory: every rank has one arena, buffers lie at equa
 reduce-scatter lets one kernel of each rank sum its part over the arenas of all, and the parts of an all-gather or broadcast
 are the owners' memory. It works without NCCL, also where several ranks share a GPU.
 
-An all-reduce of a large buffer takes two shots: each rank sums its part, and reads those of the others when all have. A small
-one takes one shot: each rank sums everything. It reads more, and takes one barrier instead of two.
-
-A sum in part k begins with the arena of rank k + 1, then that of rank k + 2, and so on, whichever rank computes it: all ranks
-get the same bits, with one shot or two, and read different GPUs at a time.
+An all-reduce is both: each rank sums its part, and reads those of the others when all have. The sum of rank k begins with the
+arena of rank k + 1, then that of rank k + 2, and so on, so that ranks read different GPUs at a time.
 
 Invariant: no kernel waits for another process. A rank announces that its memory is ready after the host has seen the event
 of what wrote it, so that neither time slicing nor a peer that died holds up a GPU.
@@ -16,7 +13,7 @@ of what wrote it, so that neither time slicing nor a peer that died holds up a G
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,7 +23,6 @@ from mpistrat.errors import MpistratError, TransportError
 from mpistrat.groups.agreement import gather_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
-from mpistrat.settings import ONE_SHOT_BYTES
 from mpistrat.steps import Steps, until
 from mpistrat.transports.base import DeviceTransport, Operation, Part, in_turn
 from mpistrat.transports.shared_memory import ArenaTransport
@@ -45,7 +41,6 @@ class CudaIpcTransport(ArenaTransport, DeviceTransport):
         super().__init__(group, device)
         self.peers_read = group.size > 1
         self._sync_window = NodeWindow(group)
-        self.one_shot_bytes: int = group.settings[ONE_SHOT_BYTES]
         self._arenas: list[DeviceArray] = []
         self._own: DeviceArray = None
         self._table: DeviceArray = None
@@ -77,19 +72,12 @@ class CudaIpcTransport(ArenaTransport, DeviceTransport):
         return self._own[:nbytes]
 
     def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
-        """Bind a sum of all by each rank if the buffer is small, else a reduce-scatter; its parts are the owners' memory."""
-        bounds = _even_bounds(buffer, self.group.size)
-        if buffer.nbytes <= self.one_shot_bytes:
-            total = self.device.allocate(buffer.nbytes).view(buffer.dtype)  # not in the arena, where peers still read
-            order = 1 % self.group.size, max(bounds[1], 1), bounds[self.group.rank]
-            fold = self._fold(buffer, 0, buffer.size, op, order, address(total))
-            return Operation(fold, [Part(0, buffer.size, (total,))], total.nbytes)
-        return self._in_two_shots(buffer, bounds, self.reduce_scatter(buffer, bounds, op))
+        """Bind a reduce-scatter, followed by an all-gather, whose parts are the owners' memory."""
+        return self._all_reduce(buffer, op, (self.group.rank + 1) % self.group.size)
 
     def all_reduce_in_order(self, buffer: DeviceArray, op: ReduceOp) -> Operation:
-        """Bind the same in two shots, in which all sums begin with the arena of rank 0."""
-        bounds = _even_bounds(buffer, self.group.size)
-        return self._in_two_shots(buffer, bounds, self._scatter(buffer, bounds, op, 0))
+        """Bind the same; all sums begin with the arena of rank 0."""
+        return self._all_reduce(buffer, op, 0)
 
     def reduce_scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind: wait for all, then sum this rank's part over all arenas in one pass."""
@@ -101,26 +89,17 @@ class CudaIpcTransport(ArenaTransport, DeviceTransport):
         self.group.comm.Barrier()
         self._own = None
 
-    def _scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp, first_peer: int) -> Operation:
-        start, stop = bounds[self.group.rank : self.group.rank + 2]
-        own, order = buffer[start:stop], (first_peer, max(stop - start, 1), 0)
-        return Operation(self._fold(buffer, start, stop, op, order, address(own)), [Part(start, stop, (own,))])
-
-    def _in_two_shots(self, buffer: DeviceArray, bounds: Sequence[int], summed: Operation) -> Operation:
-        """Return a reduce-scatter, followed by an all-gather."""
+    def _all_reduce(self, buffer: DeviceArray, op: ReduceOp, first_peer: int) -> Operation:
+        bounds = _even_bounds(buffer, self.group.size)
         gathered = self.all_gather(buffer, bounds)
-        return in_turn(gathered.parts, summed.run, gathered.run)
+        return in_turn(gathered.parts, self._scatter(buffer, bounds, op, first_peer).run, gathered.run)
 
-    def _fold(
-        self, buffer: DeviceArray, start: int, stop: int, op: ReduceOp, order: tuple[int, int, int], target: int
-    ) -> Callable[[], Steps]:
-        """Return a barrier, and steps that fold [start, stop) of all peers into the memory at an address.
-
-        `order` is the last three arguments of `fold_peers`: in which order it goes round the arenas, and where it begins.
-        """
-        kernel, count, itemsize = fold_kernel(buffer.dtype, op), stop - start, buffer.dtype.itemsize
-        peers = address(self._table), np.int32(self.group.size), self._offset(buffer) + start * itemsize
-        arguments = *peers, target, count, np.int32(order[0]), *order[1:]
+    def _scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp, first_peer: int) -> Operation:
+        """Bind: wait for all, then sum this rank's part over all arenas, from that of a rank on."""
+        start, stop = bounds[self.group.rank : self.group.rank + 2]
+        kernel, count, own = fold_kernel(buffer.dtype, op), stop - start, buffer[start:stop]
+        peers = address(self._table), np.int32(self.group.size), self._offset(buffer) + start * buffer.dtype.itemsize
+        arguments = *peers, address(own), count, np.int32(first_peer)
         self.device.prepare(kernel)
 
         def run() -> Steps:
@@ -128,10 +107,10 @@ class CudaIpcTransport(ArenaTransport, DeviceTransport):
             if not count:
                 return
             self._stream.wait(self.device.current_stream().record())
-            self._stream.launch(kernel, num_blocks(count, itemsize), arguments)
+            self._stream.launch(kernel, num_blocks(count, buffer.dtype.itemsize), arguments)
             yield from until(self._stream.record().done)
 
-        return run
+        return Operation(run, [Part(start, stop, (own,))])
 
     def _barrier(self) -> Steps:
         yield from until(self.device.current_stream().record().done)

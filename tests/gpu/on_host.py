@@ -33,9 +33,8 @@ _KERNELS = {
         "segments, first_tile, count, Wide<{dtype}>::type(divisor)",
     ),
     "fold_peers": (
-        "const uint64* peers, int num_peers, uint64 first_byte, void* target, uint64 count, int first_peer, "
-        "uint64 part_count, uint64 start",
-        "peers, num_peers, first_byte, ({dtype}*)target, count, first_peer, part_count, start",
+        "const uint64* peers, int num_peers, uint64 first_byte, void* target, uint64 count, int first_peer",
+        "peers, num_peers, first_byte, ({dtype}*)target, count, first_peer",
     ),
     "fold_into": ("void* target, const void* arrived, uint64 count", "({dtype}*)target, (const {dtype}*)arrived, count"),
     "divide_values": ("void* values, uint64 count, long long divisor", "({dtype}*)values, count, Wide<{dtype}>::type(divisor)"),

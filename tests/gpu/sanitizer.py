@@ -138,7 +138,7 @@ def _folded(device: Device, dtype: np.dtype[Any], op: ReduceOp) -> Iterator[tupl
         table = device.allocate(8 * PEERS)
         device.put(table, np.array([address(arena) - dtype.itemsize for arena in arenas], np.uint64).view(np.uint8))
         target = _odd(device, np.zeros(count, dtype))
-        folded = address(table), np.int32(PEERS), dtype.itemsize, address(target), count, np.int32(1), 16, min(16, count)
+        folded = address(table), np.int32(PEERS), dtype.itemsize, address(target), count, np.int32(1)
         stream.launch(fold, BLOCKS, folded)
         yield "what peers hold", device.get(target), reduce(combine(op), rows)
         stream.launch(fold_into, BLOCKS, (address(arenas[0]), address(arenas[1]), count))

@@ -154,7 +154,7 @@ def sum_of_peers(bench: _Bench) -> dict[str, float]:
     table = bench.device.allocate(8 * PEERS)
     bench.device.put(table, np.array([address(arena) for arena in arenas], np.uint64).view(np.uint8))
     target, count = bench.device.allocate(bench.sizes.nbytes // 2), bench.sizes.nbytes // 8
-    arguments = address(table), np.int32(PEERS), 0, address(target), count, np.int32(1), count, 0
+    arguments = address(table), np.int32(PEERS), 0, address(target), count, np.int32(1)
     kernel, stream = fold_kernel(F32, ReduceOp.SUM), bench.device.current_stream()
     bench.device.prepare(kernel)
     figures = bench.measure(lambda turn: stream.launch(kernel, MAX_BLOCKS, arguments), 4 * count * (PEERS + 1))

@@ -256,7 +256,7 @@ def test_nccl_may_be_asked_for_where_it_is(uneven):
 @needs_ranks(2)
 def test_nccl_is_refused_where_a_node_has_none(make_pair):
     pair = make_pair(has_nccl=False)
-    assert re.match(r"cuda_ipc inside nodes, one shot up to .* \(nccl: CuPy finds no libnccl.so.2", pair.gpu.path)
+    assert re.match(r"cuda_ipc inside nodes \(nccl: CuPy finds no libnccl.so.2", pair.gpu.path)
     with pytest.raises(TransportError, match="NCCL was asked for, but node0 uses cuda_ipc .*implementation AUTO"):
         pair.reduce(SUM, [values(10, np.float32, 0)], CommunicationOptions(implementation="nccl"))
 
@@ -279,7 +279,7 @@ def test_a_transport_that_one_rank_cannot_make_nobody_takes(comm, monkeypatch, a
         elif comm.rank == 1:
             monkeypatch.setattr("mpistrat.transports.nccl.find_binding", partial(fail_once, 0))
         with Communicator(Hierarchy(comm, world)) as communicator:
-            told = r"cuda_ipc inside nodes, one shot up to .* \(nccl: (rank 1 failed for all: )?RuntimeError: planted"
+            told = r"cuda_ipc inside nodes \(nccl: (rank 1 failed for all: )?RuntimeError: planted"
             assert re.match(told, communicator.path)
 
 

@@ -16,7 +16,6 @@ from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups import group as groups
 from mpistrat.logger import StderrHandler, logger
 from mpistrat.reduction import Fold, ReduceOp
-from mpistrat.settings import Snapshot
 from mpistrat.steps import WAITING, drive
 from mpistrat.testing.transport_suite import check_transport
 from mpistrat.transports import cuda_aware, nccl, nccl_bindings
@@ -308,7 +307,6 @@ def test_a_failure_that_nccl_finds_by_itself_aborts_and_is_raised(group, device,
 
 def test_cuda_ipc_and_cuda_aware_pass_the_kit(group, device, kernels):
     device.kernels = kernels
-    group.settings = Snapshot({"MPISTRAT_ONE_SHOT_BYTES": "256B"})  # some buffers of the kit take one shot, others two
     assert check_transport(partial(CudaIpcTransport, device=device), group) > 300
     if group.size > 4:
         pytest.skip("a ring of four ranks is a ring of eight; its order is tested by itself")
@@ -318,33 +316,24 @@ def test_cuda_ipc_and_cuda_aware_pass_the_kit(group, device, kernels):
     assert check_transport(make, group, between_nodes=True) > 300
 
 
-def test_one_shot_and_two_add_in_one_order_and_begin_with_different_gpus(group, device, kernels):
+def test_sums_begin_with_different_gpus(group, device, kernels):
     device.kernels = kernels
     for count, dtype in ((3, np.float64), (1003, np.float32), (5000, np.float64)):
         rows = np.random.default_rng(count).standard_normal((group.size, count)).astype(dtype)
         expected = in_the_order_of_cuda_ipc(rows)
-        for limit, num_barriers in (("1MiB", 1), ("0", 2)):
-            group.settings = Snapshot({"MPISTRAT_ONE_SHOT_BYTES": limit})
-            transport = CudaIpcTransport(group, device)
-            buffer = transport.allocate(rows[0].nbytes).view(dtype)
-            stream, window = transport._stream, transport._sync_window
-            with (
-                patch.object(stream, "launch", wraps=stream.launch) as launch,
-                patch.object(window, "barrier", wraps=window.barrier) as barrier,
-            ):
-                operation = transport.all_reduce(buffer, ReduceOp.SUM)
-                for _ in range(2):
-                    device.put(buffer, rows[group.rank])
-                    drive(operation.run(), lambda: "a sum", 60.0)
-                    found = [device.get(part.addends[0]) for part in operation.parts]
-                    np.testing.assert_array_equal(np.concatenate(found), expected)
-                    drive(transport.fence(transport.release()), lambda: "a fence", 60.0)
-            assert barrier.call_count == 2 * num_barriers
-            assert operation.scratch_bytes == (rows[0].nbytes if num_barriers == 1 else 0)
-            for (_, _, (*_, first_peer, part_count, start)), _ in launch.call_args_list if count > 1000 else ():
-                assert (first_peer + start // part_count) % group.size == (group.rank + 1) % group.size
-            del operation, buffer  # they hold memory of the peers, and what the peers have mapped
-            transport.dispose()
+        transport = CudaIpcTransport(group, device)
+        buffer, window = transport.allocate(rows[0].nbytes).view(dtype), transport._sync_window
+        with patch.object(window, "barrier", wraps=window.barrier) as barrier:
+            operation = transport.all_reduce(buffer, ReduceOp.SUM)
+            for _ in range(2):
+                device.put(buffer, rows[group.rank])
+                drive(operation.run(), lambda: "a sum", 60.0)
+                found = [device.get(part.addends[0]) for part in operation.parts]
+                np.testing.assert_array_equal(np.concatenate(found), expected)
+                drive(transport.fence(transport.release()), lambda: "a fence", 60.0)
+        assert barrier.call_count == 2 * 2
+        del operation, buffer  # they hold memory of the peers, and what the peers have mapped
+        transport.dispose()
 
 
 def in_the_order_of_cuda_ipc(rows):
