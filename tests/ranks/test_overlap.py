@@ -10,6 +10,7 @@ import pytest
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, InvalidArgumentError, UnavailableError
 from mpistrat.reduction import ReduceOp
+from mpistrat.transports import small
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = up_to_ranks(3)
@@ -112,6 +113,23 @@ def test_a_collective_of_a_signal_handler_does_not_overwrite_what_is_being_summe
     assert work.wait().tolist() == [ops.size] * 3
     with pytest.raises(AgreementError, match="a refused call within another one"):
         ops.all_reduce(SUM, ones)
+
+
+@needs_ranks(2)
+def test_a_mean_is_divided_once_though_a_signal_handler_asks_for_it_before_that(comm, make_ops, monkeypatch):
+    ops, ones = make_ops(STRICT="0"), np.ones(3)
+    for _ in range(2):
+        ops.start_all_reduce(MEAN, ones).wait()
+
+    def summed(*given):
+        monkeypatch.undo()
+        add = small.summing(*given)
+        return lambda: (add(), work.wait())
+
+    work = ops.start_all_reduce(MEAN, ones)
+    comm.Barrier()  # this thread completes it
+    monkeypatch.setattr(small, "summing", summed)
+    assert work.wait().tolist() == [1] * 3
 
 
 @needs_ranks(2)
