@@ -184,9 +184,11 @@ class Guard:
 
     def wait_for_started(self) -> None:
         """Wait for all started operations, and raise the first failure that the program has not seen yet."""
-        if self._last is not None:
-            self._last.join()
-            self._last, self.refusal = None, self._failure
+        last = self._last
+        if last is not None:
+            last.join()
+            if self._last is last and not last.runs_here():  # another thread may have started more
+                self._last, self.refusal = None, self._failure
             raise_unclaimed_failure(self)
 
     def is_clear(self) -> bool:
