@@ -82,6 +82,7 @@ class Guard:
         self.indexes = self._recorder.indexes[self._members]
         self._notes = list[str]()
         self._last: Job | None = None
+        self._outdated = self._recorder.outdated  # when that was started
         self._failure, self._number_before = "", 0
         self._cause: BaseException | None = None
         self._told: BaseException | None = None
@@ -192,11 +193,14 @@ class Guard:
             raise_unclaimed_failure(self)
 
     def is_clear(self) -> bool:
-        """Return whether a call can begin at once: `refusal` may speak of what was started and has ended."""
+        """Return whether a call can begin at once: `refusal` may speak of what was started and has ended.
+
+        One that ranks have forgotten meanwhile is looked at again.
+        """
         last = self._last
         try:
             if last is not None and not last.runs_here() and last.has_ended() and last.failure is None and self.thread.lock():
-                if self._last is last:
+                if self._last is last and self._recorder.outdated is self._outdated:
                     self._last, self.refusal = None, self._failure
                 self.thread.unlock()
         except BaseException:  # of a signal handler, while this rank completes what was started
@@ -233,6 +237,7 @@ class Guard:
         if complete is None:
             submit(job)  # before it is one to wait for: a signal handler that raises in there may leave it unsubmitted
         self._last, self.refusal = job, f"an earlier {call.verb} is still under way: wait for it first"
+        self._outdated = self._recorder.outdated
         return Work(job)
 
     def give_up_started(self, call: Call, error: CollectiveError) -> None:
