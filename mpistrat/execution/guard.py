@@ -22,7 +22,7 @@ from mpistrat.arrays import Array
 from mpistrat.errors import CollectiveError, MpistratError, UnavailableError
 from mpistrat.execution.comparison import Call, Comparison, Facts
 from mpistrat.execution.deadlines import Deadlines
-from mpistrat.execution.engine import Job, Work, raise_unclaimed_failure, submit, wait_for_gpu
+from mpistrat.execution.engine import Job, Work, has_unclaimed_failure, raise_unclaimed_failure, submit, wait_for_gpu
 from mpistrat.execution.threads import CallingThread, is_within_call
 from mpistrat.groups.agreement import (
     COMPARED,
@@ -199,8 +199,8 @@ class Guard:
         """
         last = self._last
         try:
-            if last is not None and not last.runs_here() and last.has_ended() and last.failure is None and self.thread.lock():
-                if self._last is last and self._recorder.outdated is self._outdated:
+            if last is not None and not last.runs_here() and last.has_ended() and self.thread.lock():
+                if self._last is last and self._recorder.outdated is self._outdated and not has_unclaimed_failure(self):
                     self._last, self.refusal = None, self._failure
                 self.thread.unlock()
         except BaseException:  # of a signal handler, while this rank completes what was started
