@@ -471,7 +471,7 @@ class Communicator(BaseCommunicator):
         self._programs.forget_calls()
         self._guard.wait_for_started()
         while not self._guard.is_broken():
-            with self._guard.forgiving(), self._guard:
+            with self._guard, self._guard.forgiving():
                 call, _ = self._guard.begin("close", None, lambda _: "()")
                 self._guard.agree(call)  # all ranks free the memory together
                 break

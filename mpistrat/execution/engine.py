@@ -270,6 +270,11 @@ def raise_unclaimed_failure(owner: object) -> None:
         raise failure
 
 
+def has_unclaimed_failure(owner: object) -> bool:
+    """Return whether `raise_unclaimed_failure` would raise."""
+    return bool(_engine.failed and _engine.unclaimed(owner))
+
+
 def back_off(waits: int) -> None:
     """Leave the core to the program for a while, longer with each wait in a row."""
     if _engine.is_leaving:
@@ -289,7 +294,7 @@ class _Engine:
         self._starting = threading.Lock()
         self.num_waiting = 0
         self.is_leaving = self.has_left = False
-        self._failed: deque[Job] = deque()
+        self.failed: deque[Job] = deque()
         # weak: the engine holds a job until it has ended, and a result must not outlive its handle
         self.last_on_gpu: Callable[[], Job | None] = lambda: None
 
@@ -311,13 +316,16 @@ class _Engine:
         return threading.current_thread() is self._thread
 
     def note_failure(self, job: Job) -> None:
-        while self._failed and self._failed[0].is_claimed:
-            self._failed.popleft()
-        self._failed.append(job)
+        while self.failed and self.failed[0].is_claimed:
+            self.failed.popleft()
+        self.failed.append(job)
+
+    def unclaimed(self, *owners: object) -> list[Job]:
+        return [job for job in tuple(self.failed) if not job.is_claimed and (not owners or job.owner in owners)]
 
     def take_unclaimed_failure(self, *owners: object) -> BaseException | None:
         """Return the first unclaimed failure of these owners, or of any owner; mark all of them as claimed."""
-        unclaimed = [job for job in tuple(self._failed) if not job.is_claimed and (not owners or job.owner in owners)]
+        unclaimed = self.unclaimed(*owners)
         for job in unclaimed:
             job.is_claimed = True
         return unclaimed[0].failure if unclaimed else None

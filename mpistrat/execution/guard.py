@@ -22,7 +22,7 @@ from mpistrat.arrays import Array
 from mpistrat.errors import CollectiveError, MpistratError, UnavailableError
 from mpistrat.execution.comparison import Call, Comparison, Facts
 from mpistrat.execution.deadlines import Deadlines
-from mpistrat.execution.engine import Job, Work, raise_unclaimed_failure, submit, wait_for_gpu
+from mpistrat.execution.engine import Job, Work, has_unclaimed_failure, raise_unclaimed_failure, submit, wait_for_gpu
 from mpistrat.execution.threads import CallingThread, is_within_call
 from mpistrat.groups.agreement import (
     COMPARED,
@@ -79,6 +79,7 @@ class Guard:
         self.indexes = self._recorder.indexes[self._members]
         self._notes = list[str]()
         self._last: Job | None = None
+        self._outdated = self._recorder.outdated  # when that was started
         self._failure, self._number_before = "", 0
         self._cause: BaseException | None = None
         self._told: BaseException | None = None
@@ -181,17 +182,22 @@ class Guard:
 
     def wait_for_started(self) -> None:
         """Wait for all started operations, and raise the first failure that the program has not seen yet."""
-        if self._last is not None:
-            self._last.join()
-            self._last, self.refusal = None, self._failure
+        last = self._last
+        if last is not None:
+            last.join()
+            if self._last is last and not last.runs_here():  # another thread may have started more
+                self._last, self.refusal = None, self._failure
             raise_unclaimed_failure(self)
 
     def is_clear(self) -> bool:
-        """Return whether a call can begin at once: `refusal` may speak of what was started and has ended."""
+        """Return whether a call can begin at once: `refusal` may speak of what was started and has ended.
+
+        One that ranks have forgotten meanwhile is looked at again.
+        """
         last = self._last
         try:
-            if last is not None and not last.runs_here() and last.has_ended() and last.failure is None and self.thread.lock():
-                if self._last is last:
+            if last is not None and not last.runs_here() and last.has_ended() and self.thread.lock():
+                if self._last is last and self._recorder.outdated is self._outdated and not has_unclaimed_failure(self):
                     self._last, self.refusal = None, self._failure
                 self.thread.unlock()
         except BaseException:  # of a signal handler, while this rank completes what was started
@@ -228,6 +234,7 @@ class Guard:
         if complete is None:
             submit(job)  # before it is one to wait for: a signal handler that raises in there may leave it unsubmitted
         self._last, self.refusal = job, f"an earlier {call.verb} is still under way: wait for it first"
+        self._outdated = self._recorder.outdated
         return Work(job)
 
     def give_up_started(self, call: Call, error: CollectiveError) -> None:

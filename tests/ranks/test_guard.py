@@ -119,6 +119,15 @@ def test_a_call_is_not_paired_with_one_that_raises_what_was_started_has_failed_o
         one_node.all_reduce(SUM, np.ones(3))
 
 
+def test_what_has_failed_is_raised_by_the_next_call_though_what_was_started_later_has_ended(one_node):
+    for _ in range(2):
+        one_node.all_reduce(SUM, np.ones(3))
+    one_node.start_all_reduce(SUM, np.ones(3)).add_done_callback(lambda: 1 // 0)
+    one_node.start_all_reduce(SUM, np.ones(3)).wait()
+    with pytest.raises(ZeroDivisionError):
+        one_node.all_reduce(SUM, np.ones(3))
+
+
 def test_a_call_is_not_paired_with_one_that_is_interrupted_while_it_completes_what_was_started(make_ops, comm, monkeypatch):
     ops = make_ops(STRICT="0")
     for _ in range(2):

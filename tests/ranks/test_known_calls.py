@@ -195,6 +195,23 @@ def test_all_ranks_forget_the_same_plan_whichever_of_them_use_it(comm, make_ops,
     assert kept == [(5,), (4,), (1,)]
 
 
+@needs_ranks(2)
+def test_a_call_is_looked_at_again_if_what_was_started_has_it_forgotten_once_it_was_found(comm, make_ops, monkeypatch):
+    monkeypatch.setattr("mpistrat.communicator.programs.PROGRAMS_KEPT", 1)
+    ops = make_ops(STRICT="0")
+    for _ in range(2):
+        ops.all_reduce("sum", np.ones(3))
+    is_clear = ops._guard.is_clear
+    if comm.rank:
+        comm.Barrier()
+    work = ops.start_all_reduce("sum", np.ones(4))  # which ranks compare before they forget
+    if comm.rank == 0:
+        monkeypatch.setattr(ops._guard, "is_clear", lambda: (comm.Barrier(), work.wait(), is_clear())[2])
+    else:
+        work.wait()
+    assert ops.all_reduce("sum", np.ones(3)).tolist() == [comm.size] * 3
+
+
 @pytest.fixture
 def looked_up(monkeypatch):
     """Note the calls whose arrays are looked at: those that take no plan by what they were seen to be like."""

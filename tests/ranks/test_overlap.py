@@ -9,7 +9,9 @@ import pytest
 
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, InvalidArgumentError, UnavailableError
+from mpistrat.execution import engine
 from mpistrat.reduction import ReduceOp
+from mpistrat.transports import small
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = up_to_ranks(3)
@@ -92,8 +94,8 @@ def test_an_interrupt_of_who_waits_for_a_small_sum_loses_nothing(make_ops, monke
 
 
 @needs_ranks(2)
-@pytest.mark.parametrize("waits_first", [False, True])
-def test_a_collective_of_a_signal_handler_does_not_overwrite_what_is_being_summed(make_ops, monkeypatch, waits_first):
+@pytest.mark.parametrize("first", ["nothing", "wait", "memory_report"])
+def test_a_collective_of_a_signal_handler_does_not_overwrite_what_is_being_summed(comm, make_ops, monkeypatch, first):
     ops, ones = make_ops(STRICT="0"), np.ones(3)
     for _ in range(2):
         ops.start_all_reduce(SUM, ones).wait()
@@ -101,17 +103,57 @@ def test_a_collective_of_a_signal_handler_does_not_overwrite_what_is_being_summe
 
     def handle():  # when all ranks have come, and before the sum
         monkeypatch.undo()
-        if waits_first:
-            work.wait()
-        with pytest.raises(UnavailableError, match="this thread is in a collective already"):
-            ops.all_reduce(SUM, 9 * ones)
+        {"nothing": int, "wait": work.wait, "memory_report": ops.memory_report}[first]()
+        for call in (lambda: ops.all_reduce(SUM, 9 * ones), ops.close):
+            with pytest.raises(UnavailableError, match="this thread is in a collective already"):
+                call()
 
     work = ops.start_all_reduce(SUM, ones)
+    comm.Barrier()  # this thread completes it
     if ops.rank == 0:
         monkeypatch.setattr(ops._guard, "raise_if_failed", handle)
     assert work.wait().tolist() == [ops.size] * 3
     with pytest.raises(AgreementError, match="a refused call within another one"):
         ops.all_reduce(SUM, ones)
+
+
+@needs_ranks(2)
+def test_a_mean_is_divided_once_though_a_signal_handler_asks_for_it_before_that(comm, make_ops, monkeypatch):
+    ops, ones = make_ops(STRICT="0"), np.ones(3)
+    for _ in range(2):
+        ops.start_all_reduce(MEAN, ones).wait()
+
+    def summed(*given):
+        monkeypatch.undo()
+        add = small.summing(*given)
+        return lambda: (add(), work.wait())
+
+    work = ops.start_all_reduce(MEAN, ones)
+    comm.Barrier()  # this thread completes it
+    monkeypatch.setattr(small, "summing", summed)
+    assert work.wait().tolist() == [1] * 3
+
+
+@needs_ranks(2)
+def test_what_is_started_while_another_thread_asks_for_the_memory_is_not_forgotten(comm, make_ops):
+    ops = make_ops(STRICT="0")
+    if comm.rank:
+        comm.Barrier()
+    works = [ops.start_all_reduce(SUM, given(ops.rank, 100_000, 0))]
+    if comm.rank == 0:
+        reporting = threading.Thread(target=ops.memory_report)
+        reporting.start()
+        while not engine._engine.num_waiting:
+            time.sleep(0.001)
+        works.append(ops.start_all_reduce(SUM, given(ops.rank, 100_000, 1)))
+        comm.Barrier()
+        reporting.join()
+        assert not works[1].done()
+        assert ops._guard.refusal, "a call would begin beside it"
+    comm.Barrier()
+    works = works if comm.rank == 0 else [*works, ops.start_all_reduce(SUM, given(ops.rank, 100_000, 1))]
+    for turn, work in enumerate(works):
+        np.testing.assert_array_equal(work.wait(), expected(ops.size, 100_000, turn))
 
 
 @needs_ranks(2)
