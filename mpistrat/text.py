@@ -14,7 +14,7 @@ _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 def format_bytes(num_bytes: int) -> str:
     """Return a size such as ``64 MiB``, ``1.5 KiB`` or ``8 B``."""
     for unit, name in _BINARY:
-        if num_bytes >= unit:
+        if num_bytes >= 0.9995 * unit:  # what four digits would show as 1024 of the smaller unit
             return f"{num_bytes / unit:.4g} {name}"
     return f"{num_bytes} B"
 

@@ -67,8 +67,8 @@ class Checkpoint:
     Raises
     ------
     InvalidArgumentError
-        If a value is a number, a text or a tuple, which cannot be restored in place, or belongs to another strategy, or if two
-        of them have the position of one dataset.
+        If a value is a number, a text or a tuple, which cannot be restored in place, contains itself, or belongs to another
+        strategy, or if two of them have the position of one dataset.
     AgreementError
         On all ranks, if they have different objects, or one cannot save them.
     """

@@ -36,6 +36,7 @@ from mpistrat.watch.recorder import hash_of
 
 Node = Any
 _PLAIN = (type(None), bool, int, float, str)
+_MOST_LEVELS = 100  # of nests; Python's JSON and pickle have limits not far above
 _MOST_SHOWN = 20  # reasons why a checkpoint does not fit, or cannot be saved
 _ACCEPTED = (
     "accepted are variables, arrays, objects with state_dict and load_state_dict, generators of NumPy, numbers, texts, and "
@@ -169,6 +170,9 @@ class Tree:
         kind = _kind(value)
         if kind == "plain value":
             return value
+        if name.count("/") > _MOST_LEVELS:
+            root = name.partition("/")[0]
+            raise InvalidArgumentError(f"{root} contains itself, or has more than {_MOST_LEVELS} levels: it cannot be saved")
         if kind in ("state", "generator"):
             self.states.setdefault(name, value)
             if not is_a(value, "torch.nn", "Module"):

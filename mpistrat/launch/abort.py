@@ -181,7 +181,7 @@ class _Hooks:
         self._host = socket.gethostname()
 
     def on_main_thread(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != self._pid:  # a forked child is not a rank of the job
+        if not self._is_of_job():
             sys.__excepthook__(kind, error, trace)
         elif isinstance(error, KeyboardInterrupt):
             self._end(INTERRUPTED, f"[{self._label()}] interrupted\n", error)
@@ -190,7 +190,7 @@ class _Hooks:
 
     def on_other_thread(self, arguments: threading.ExceptHookArgs) -> None:
         error = arguments.exc_value
-        if os.getpid() != self._pid or error is None:
+        if error is None or not self._is_of_job():
             threading.__excepthook__(arguments)
             return
         label = self._label() + (f", thread {arguments.thread.name}" if arguments.thread else "")
@@ -209,6 +209,10 @@ class _Hooks:
         if _survivors is not None:
             _tell(_survivors, code)
         MPI._set_abort_status(code if _survivors is None else 0)
+
+    def _is_of_job(self) -> bool:
+        """Return whether others may wait for this process: not for a forked child, nor for a rank that has finalized MPI."""
+        return os.getpid() == self._pid and not MPI.Is_finalized()
 
     def _label(self) -> str:
         return f"rank {self._comm.rank} on {self._host}"

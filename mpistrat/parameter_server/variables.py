@@ -14,7 +14,7 @@ from mpistrat.context.values import Mirrored
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.parameter_server.client import Client, VariableRef, current_client, open_clients
 from mpistrat.state import changes
-from mpistrat.state.changes import ChangeMethods, apply, check_rows, checked, flat_indices
+from mpistrat.state.changes import ChangeMethods, apply, check_rows, checked, entries, flat_indices
 from mpistrat.state.variables import Variable
 from mpistrat.structures import map_leaves
 
@@ -93,6 +93,7 @@ class ServerVariable(ChangeMethods, Mirrored):
         return self._rows(0, self._offsets[-1])
 
     numpy = read_value = read
+    is_initialized = Variable.is_initialized
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Array:
         """Return some of the rows; all servers are asked at the same time, and once for a row that is named often.
@@ -110,6 +111,11 @@ class ServerVariable(ChangeMethods, Mirrored):
         shares = self._shares(self._bounds(wanted))
         self._client().read([(ref, wanted[own] - offset, rows[own]) for ref, offset, own in shares])
         return rows.take(position.reshape(-1), 0, mode="clip").reshape((*numbers.shape, *row))
+
+    def gather_nd(self, indices: Any, name: str | None = None) -> Array:
+        """Return single entries, as `mpistrat.Variable.gather_nd`; the whole array is read for them."""
+        named = flat_indices(f"{self.name}.gather_nd", indices, self.shape)
+        return entries(self.read(), *named)
 
     def update_where_it_lives(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], wants_results: bool

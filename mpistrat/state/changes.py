@@ -15,6 +15,7 @@ Rows with the same index are applied one after another; none is lost.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -323,3 +324,9 @@ def flat_indices(call: str, indices: Any, shape: tuple[int, ...]) -> tuple[Array
             raise InvalidArgumentError(f"{call}: indices along axis {axis} must be 0 to {extent - 1}; {found}")
         numbers = numbers * extent + along.astype(np.int64)
     return numbers, shape[depth:]
+
+
+def entries(array: Array, numbers: Array, entry: tuple[int, ...]) -> Array:
+    """Return the entries of an array that `flat_indices` has named, as a new array."""
+    taken = array.reshape(math.prod(array.shape[: array.ndim - len(entry)]), *entry).take(like(numbers, array), axis=0)
+    return in_dtype(taken, taken.dtype)  # numbers become arrays without axes

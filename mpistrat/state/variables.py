@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,7 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, checksum, in_dtype, is_on_device, like, to_device, to_host
+from mpistrat.arrays import Array, as_array, checksum, is_on_device, to_device, to_host
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.context.stack import (
     default_mode,
@@ -332,10 +331,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):
         """Return the entries whose indices the function returns."""
         with self._refusing(method, Participants.ALL_RANKS if self._is_combined_here() else Participants.LOCAL):
             numbers, entry = changes.flat_indices(f"{self!r}.{method}", indices(), self.shape)
-        array = self.read()
-        num_entries = math.prod(array.shape[: array.ndim - len(entry)])
-        taken = array.reshape(num_entries, *entry).take(like(numbers, array), axis=0)
-        return in_dtype(taken, taken.dtype)  # numbers become arrays without axes
+        return changes.entries(self.read(), numbers, entry)
 
     def _change(self, method: str, value: Any) -> Variable:
         scope = self._participants(f"Variable.{method}")

@@ -11,6 +11,8 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +130,8 @@ def _command(
             f"this is rank {view.rank} of {view.size or 'several'} that {view.launcher} started, and each rank would start a "
             "job. Call mpistrat once, outside the job; or leave it out, and start the script with that launcher."
         )
-    # with python -m mpi4py, a rank that fails before it has made a strategy ends the job, too (afterwards `launch.abort` does)
-    python = [sys.executable, "-m", "mpi4py", *program]
+    # with python -m mpi4py, a rank that fails before it has made a strategy ends the others (afterwards `launch.abort` does)
+    python = [sys.executable, *(["-m", "mpi4py"] if num_ranks > 1 else []), *program]
     given = {**(variables or {})}
     command, extra = mpiexec.command(num_ranks, python, nodes, hostfile=hostfile, environ={**os.environ, **given}, **options)
     if hostfile is None and not environment.in_slurm_allocation(os.environ):
@@ -138,12 +140,15 @@ def _command(
 
 
 def _check_program(program: Sequence[str]) -> None:
-    """Check that a program is named: a module, or a script that exists. A folder with ``__main__.py`` is a script too."""
+    """Check that a script or module is named, and exists. A folder with ``__main__.py`` is a script too."""
     if not any(program[1:2] if program[:1] == ["-m"] else program[:1]):
         raise InvalidArgumentError("the program is missing: a script, or -m and a module, after the options")
     script = Path(program[0])
     if program[0] != "-m" and not (script / "__main__.py" if script.is_dir() else script).exists():
         raise InvalidArgumentError(f"there is no script {program[0]!r} in {Path.cwd()}")
+    top = program[1].partition(".")[0] if program[0] == "-m" else ""
+    if top and PathFinder.find_spec(top, [str(Path.cwd())]) is None and find_spec(top) is None:
+        raise InvalidArgumentError(f"there is no module {top!r} in {Path.cwd()}, nor is one installed")
 
 
 def _count_ranks(ranks: int | None, nodes: str) -> int:

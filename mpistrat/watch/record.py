@@ -272,6 +272,13 @@ def job_folders() -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
+def files_of(job: Path, prefix: str) -> list[Path]:
+    """Return the files in the folder of a job whose names begin so; none if that is gone, or goes now: `glob` would raise."""
+    with suppress(OSError):
+        return sorted(job.glob(f"{prefix}*"))
+    return []
+
+
 def remove_record(file: Path) -> None:
     """Remove the record of a process that has ended, once no other one of the job runs here: they see that it will not come.
 
@@ -296,7 +303,7 @@ def remove_record(file: Path) -> None:
 def mark_killed(pid: int) -> tuple[int, str] | None:
     """Write to its record that a process was killed; return its rank and the name of its job, or None if it has no record."""
     for job in job_folders():  # the last first: pids are reused
-        for path in sorted(job.glob(f"{RANK_PREFIX}*")):
+        for path in files_of(job, RANK_PREFIX):
             with suppress(OSError, IndexError):
                 header = np.fromfile(path, HEADER, 1)[0]
                 if header["pid"] == pid and header["state"] == State.RUNNING:

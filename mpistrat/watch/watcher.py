@@ -29,7 +29,7 @@ from mpistrat.lazy import MPI
 from mpistrat.logger import logger, stderr, warn_once
 from mpistrat.text import ranks_by
 from mpistrat.timeline import Timeline, TimelineEvent
-from mpistrat.watch.record import Key, RankFile, RecordedCall, State, seconds_since
+from mpistrat.watch.record import Key, RankFile, RecordedCall, State, files_of, seconds_since
 from mpistrat.watch.recorder import FlightRecorder, collection_paused, innermost, recorder
 from mpistrat.watch.states import Neighbours, RankState, decode, encode, end_report, look, stall_report
 from mpistrat.watch.verdict import Finding, Notice, judge, waits_for
@@ -201,7 +201,7 @@ class Notices:
         self._ignored |= {notice.name for notice in self._all() if self._is_for_all(notice)}
 
     def _all(self) -> Iterator[Notice]:
-        for path in sorted(self._job.glob(f"{_PREFIX}*")):
+        for path in files_of(self._job, _PREFIX):
             if self._counts(path.name.removeprefix(_PREFIX)):
                 with suppress(OSError, ValueError, TypeError):
                     yield Notice(**json.loads(path.read_text()))

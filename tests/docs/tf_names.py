@@ -253,7 +253,7 @@ ReplicaContext.summary_recorded
 get_tower_context()
     Removed from TensorFlow before its version 2.
 AllReduceCrossDeviceOps(all_reduce_alg='nccl', num_packs=1)
-    Internal in TensorFlow; `CommunicationOptions(algorithm=…)` chooses here.
+    Internal in TensorFlow; `experimental.CommunicationOptions(algorithm=…)` chooses here.
 v1.ParameterServerStrategy(cluster_resolver=None)
     Version 2 is here.
 TPUStrategy

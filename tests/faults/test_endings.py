@@ -241,11 +241,17 @@ def test_what_is_called_after_mpi_finalize_raises(job):
             try:
                 call()
             except (mpistrat.errors.UnavailableError, mpistrat.errors.LaunchError) as error:
-                print(f"told of it: {error}")
+                print(f"told of it: {error}", flush=True)
         strategy.close()
+        Path(f"told-{strategy.rank}").touch()
+        while not (Path("told-0").exists() and Path("told-1").exists()):  # the first that ends with code 1 ends the other
+            time.sleep(0.01)
+        raise ValueError("a bad end")
     """
     ended = job(2, program)
-    assert (ended.code, ended.stdout.count("told of it:")) == (0, 12), ended
+    assert (ended.code, ended.stdout.count("told of it:")) == (1, 12), ended
+    assert "ValueError: a bad end" in ended.stderr
+    assert "called after MPI_FINALIZE" not in ended.stderr
     assert ended.stdout.count("the program has called MPI_Finalize") == 8
     assert ended.stdout.count("MPI was finalized already") == 4
 

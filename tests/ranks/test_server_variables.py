@@ -141,6 +141,11 @@ def test_rows_are_read_by_their_ids(coordinator, num_shards):
         for params in table, wanted:
             np.testing.assert_array_equal(embedding_lookup(params, ids), wanted[ids])
     assert variable(coordinator, wanted[:, 0]).sparse_read(7) == 21
+    for indices in ([[9, 2], [0, 0], [9, 2]], [[3]], [4, 1], [], np.zeros((0, 2), int), np.zeros((2, 0), int)):
+        np.testing.assert_array_equal(table.gather_nd(indices), mpistrat.Variable(wanted).gather_nd(indices), strict=True)
+    assert table.is_initialized()
+    with pytest.raises(InvalidArgumentError, match="along axis 1 must be 0 to 2; got 3 to 3"):
+        table.gather_nd([[0, 3]])
     for params in table, wanted:
         with pytest.raises(InvalidArgumentError, match="must be 0 to 9; got -1 to 3"):
             embedding_lookup(params, [3, -1])

@@ -18,7 +18,7 @@ from mpistrat.cluster_resolver import (
 from mpistrat.errors import InvalidArgumentError, LaunchError, MpistratError
 from mpistrat.topology.world import World
 
-DENSE = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
+CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
 
 
 def test_dense_jobs_are_lists_and_sparse_ones_dicts_and_unknown_ones_are_refused():
@@ -33,7 +33,7 @@ def test_dense_jobs_are_lists_and_sparse_ones_dicts_and_unknown_ones_are_refused
     empty = ClusterSpec({"worker": []})
     assert (empty.num_tasks("worker"), empty.task_indices("worker"), empty.job_tasks("worker")) == (0, [], [])
     assert empty.as_dict() == {"worker": []}
-    spec = ClusterSpec(DENSE)
+    spec = ClusterSpec(CLUSTER)
     for ask in (spec.num_tasks, spec.task_indices, spec.job_tasks, lambda job: spec.task_address(job, 0)):
         with pytest.raises(ValueError, match="there is no job 'ps'; the jobs are chief, worker"):
             ask("ps")
@@ -51,14 +51,14 @@ def test_a_copy_is_its_own_and_truth_and_equality_are_of_the_jobs():
     spec.as_dict()["worker"].append("c:1")
     assert copy == spec == ClusterSpec({"worker": ["a:1", "b:1"]})
     assert not ClusterSpec({})
-    assert ClusterSpec(DENSE)
-    assert ClusterSpec(DENSE) == ClusterSpec({"worker": {1: "c:1", 0: "b:1"}, "chief": ["a:1"]})
-    assert ClusterSpec(DENSE) != ClusterSpec({"worker": ["b:1", "c:1"]})
-    assert ClusterSpec(DENSE) != DENSE
+    assert ClusterSpec(CLUSTER)
+    assert ClusterSpec(CLUSTER) == ClusterSpec({"worker": {1: "c:1", 0: "b:1"}, "chief": ["a:1"]})
+    assert ClusterSpec(CLUSTER) != ClusterSpec({"worker": ["b:1", "c:1"]})
+    assert ClusterSpec(CLUSTER) != CLUSTER
     assert ClusterSpec({"worker": {"1": "b:1"}}) == ClusterSpec({"worker": {1: "b:1"}})  # the keys of JSON are texts
     with pytest.raises(TypeError, match="unhashable"):
-        hash(ClusterSpec(DENSE))
-    assert repr(ClusterSpec(DENSE)) == f"ClusterSpec({DENSE!r})"
+        hash(ClusterSpec(CLUSTER))
+    assert repr(ClusterSpec(CLUSTER)) == f"ClusterSpec({CLUSTER!r})"
 
 
 @pytest.mark.parametrize(
@@ -86,24 +86,24 @@ def test_a_cluster_of_wrong_types(cluster, message):
 
 
 def test_who_is_the_chief():
-    assert [is_chief(DENSE, *task) for task in [("chief", 0), ("worker", 0), ("worker", 1)]] == [True, False, False]
+    assert [is_chief(CLUSTER, *task) for task in [("chief", 0), ("worker", 0), ("worker", 1)]] == [True, False, False]
     assert [is_chief({"worker": ["a:1", "b:1"]}, "worker", index) for index in (0, 1)] == [True, False]
     assert is_chief({"master": ["a:1"], "worker": ["b:1"]}, "master", 0)
     assert not is_chief({"master": ["a:1"], "worker": ["b:1"]}, "worker", 0)
-    assert is_chief(DENSE, "evaluator", 0)
+    assert is_chief(CLUSTER, "evaluator", 0)
     assert not is_chief({"ps": ["a:1"]}, "ps", 0)
 
 
 @pytest.mark.parametrize(
     ("cluster", "task", "message"),
     [
-        (DENSE, ("boss", 0), "task type 'boss' is unknown; accepted are chief, master, worker, ps, evaluator"),
-        (DENSE, (None, 0), "task type None is unknown; accepted are chief, master, worker, ps, evaluator"),
-        (DENSE, ("ps", 0), "task type 'ps' is not a job of the cluster, which has chief, worker"),
+        (CLUSTER, ("boss", 0), "task type 'boss' is unknown; accepted are chief, master, worker, ps, evaluator"),
+        (CLUSTER, (None, 0), "task type None is unknown; accepted are chief, master, worker, ps, evaluator"),
+        (CLUSTER, ("ps", 0), "task type 'ps' is not a job of the cluster, which has chief, worker"),
         ({}, ("worker", 0), "task type 'worker' is not a job of the cluster, which has none"),
-        (DENSE, ("worker", 2), "task id 2 is not in job 'worker', whose tasks are 0, 1"),
-        (DENSE, ("worker", None), "task id None is not in job 'worker', whose tasks are 0, 1"),
-        (DENSE, ("worker", -1), "task id -1 is not in job 'worker', whose tasks are 0, 1"),
+        (CLUSTER, ("worker", 2), "task id 2 is not in job 'worker', whose tasks are 0, 1"),
+        (CLUSTER, ("worker", None), "task id None is not in job 'worker', whose tasks are 0, 1"),
+        (CLUSTER, ("worker", -1), "task id -1 is not in job 'worker', whose tasks are 0, 1"),
         ({"chief": ["a:1", "b:1"]}, ("chief", 0), "a cluster has at most one chief; {} has 2"),
         ({"chief": ["a:1"], "master": ["b:1"]}, ("chief", 0), "a cluster has at most one chief; {} has 2"),
         ({"worker": ["c:1"], "evaluator": ["a:1", "b:1"]}, ("worker", 0), "a cluster has at most one evaluator; {} has 2"),
@@ -116,7 +116,6 @@ def test_a_task_that_the_cluster_does_not_have(cluster, task, message):
         assert str(caught.value) == message.format(f"ClusterSpec({cluster})")
 
 
-CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
 TF_CONFIG = {"cluster": CLUSTER, "task": {"type": "worker", "index": 1}}
 
 

@@ -134,12 +134,17 @@ def test_all_that_does_not_fit_is_told_and_nothing_is_changed(tmp_path):
 
 def test_what_cannot_be_saved_or_restored_in_place_is_refused(tmp_path):
     one, plain = np.ones(1), (1, "text", (np.ones(2),), read_only(np.ones(2)), np.float64(1))
+    circle, deep = {}, []
+    circle["again"] = [circle]
+    for _ in range(170):  # Python could save it, and not restore it
+        deep = [deep]
     for objects, error, message in (
         *(({"value": value}, InvalidArgumentError, "is of type .*, and cannot be restored in place") for value in plain),
         *(({"value": value}, UnsupportedDtypeError, "value/") for value in ({"a": object()}, [np.array(["text"])])),
         ({"value": {1: one, "1": one}}, InvalidArgumentError, "two arrays of the checkpoint have the name value/1"),
         ({"value": {1: mpistrat.Variable(0), "1": one}}, InvalidArgumentError, "two arrays .* have the name value/1"),
         ({"a@1": one}, InvalidArgumentError, "a@1 is a name as those of PerRank values are saved under"),
+        *(({"nest": nest}, InvalidArgumentError, "nest contains itself, or has more than 100") for nest in (circle, deep)),
         ({"__metadata__": one}, InvalidArgumentError, "the name __metadata__ is reserved"),
     ):
         with pytest.raises(error, match=message):

@@ -66,6 +66,7 @@ NO_SIZES = "cannot be measured: accepted are multiples of 4 bytes, --min-bytes n
         ("run -n 2 .", "there is no script '.' in {cwd}"),
         ("run -n 2", MISSING),
         ("run -n 2 --", MISSING),
+        ("run -n 2 -m trian.steps", "there is no module 'trian' in {cwd}, nor is one installed"),
         ("run -n 2 trian.py", "there is no script 'trian.py' in {cwd}"),
         ("run -n 4 --nodes 2x3 train.py", f"node shape '2x3' describes 6 ranks, but there are 4; {SHAPES}"),
         ("run -n 4 --nodes 2by2 train.py", f"node shape '2by2' is malformed; {SHAPES}"),

@@ -146,11 +146,11 @@ def test_ranks_on_other_hosts_are_told_where_progress_is(monkeypatch, script):
     [
         ("-n 2 --dry-run train.py -np 7", "-n 2 {} -m mpi4py train.py -np 7"),
         *((f"{two} --dry-run train.py", "-n 2 {} -m mpi4py train.py") for two in ("-n2", "-np 2", "--ranks 2", "--ranks=2")),
-        ("-n 1 --dry-run train.py -n 9 --nodes x --dry-run", "-n 1 {} -m mpi4py train.py -n 9 --nodes x --dry-run"),
-        ("-n 1 --dry-run -m package.train --rate 1 -m x", "-n 1 {} -m mpi4py -m package.train --rate 1 -m x"),
-        ("-n 1 --dry-run -- train.py -- x", "-n 1 {} -m mpi4py train.py -- x"),
-        ("-n 1 --dry-run -- -m package.train", "-n 1 {} -m mpi4py -m package.train"),
-        ("-n 1 --dry-run -- train.py", "-n 1 {} -m mpi4py train.py"),
+        ("-n 1 --dry-run train.py -n 9 --nodes x --dry-run", "-n 1 {} train.py -n 9 --nodes x --dry-run"),
+        ("-n 1 --dry-run -m json.tool --rate 1 -m x", "-n 1 {} -m json.tool --rate 1 -m x"),
+        ("-n 1 --dry-run -- train.py -- x", "-n 1 {} train.py -- x"),
+        ("-n 1 --dry-run -- -m train", "-n 1 {} -m train"),
+        ("-n 1 --dry-run -- train.py", "-n 1 {} train.py"),
     ],
 )
 def test_options_end_with_the_program(capsys, words, end):

@@ -199,6 +199,13 @@ def test_a_new_strategy_ignores_what_all_were_told_and_not_what_concerns_a_commu
     assert notices.first({(1, 5)}) is None
 
 
+def test_a_job_that_ends_while_notices_are_looked_for_has_none(tmp_path, monkeypatch):
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda folder: (tmp_path / "job").rmdir() or scandir(folder))
+    (tmp_path / "job").mkdir()
+    Notices(tmp_path / "job").ignore()
+
+
 def test_a_rank_that_has_refused_a_collective_is_told_only_in_there_that_others_wait_in_it(tmp_path):
     notices = Notices(tmp_path)
     notices.refuse(1, 5)
