@@ -105,8 +105,10 @@ class DataMovement:
         self._meeting = executor.world.bind(ReduceOp.SUM, self._met.dtype, (1,))
         meet: Callable[[], Steps] = partial(_meet, group.comm)
         self._most_shared = 0
+        # of a rank what it has shared, valid until the next call
+        self._shared: Callable[[int], Array] = lambda rank: as_bytes(self._rows[1, rank, 2:])
         if window is not None:
-            self._most_shared, meet = min(_MOST_SHARED_BYTES, window.small_bytes), window.barrier
+            self._most_shared, self._shared, meet = min(_MOST_SHARED_BYTES, window.small_bytes), window.shared, window.barrier
         elif self._small is not None:
             self._most_shared, meet = sent_bytes, partial(self._meeting.steps, *self._met)
         self._by_mpi = _Route(MpiTransport(group), to_host, new_array, False, lambda steps: one_by_one([lambda: steps, meet]))
@@ -388,10 +390,6 @@ class DataMovement:
         guard.run(call, self._sums[key].steps(rows, found))
         facts_of_all: Facts = found[:, :2].tolist()
         return facts_of_all
-
-    def _shared(self, rank: int) -> Array:
-        """Return the bytes that a rank has shared, valid until the next call."""
-        return as_bytes(self._rows[1, rank, 2:]) if self._window is None else self._window.shared(rank)
 
     def _shareable(self, array: Array) -> Array | None:
         """Return the bytes of a small array that ranks share when they compare the call."""
