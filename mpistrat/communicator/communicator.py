@@ -121,6 +121,7 @@ class Communicator(BaseCommunicator):
         agreement = Agreement(self.hierarchy.world_group)
         self._options = shared_defaults(agreement, self.hierarchy.settings).merge(options)
         self._executor = Executor(self.hierarchy)
+        agreement.rows = self._executor.world.rows
         self._owned.callback(self._executor.close)
         self.timeline = self._executor.timeline
         self._guard = Guard(self.hierarchy, agreement, self._executor.intra.window, self._options, self)

@@ -2,8 +2,7 @@
 
 Arrays of any dtype are sent as bytes: between GPUs by NCCL if it joins all ranks and all of them pass arrays on GPUs, else
 through host memory. Ranks exchange shapes and dtypes first, so that a mismatch is an error on all of them before anything is
-sent. They share small arrays in the same step: through the memory of a single node, or between nodes in a small sum of rows, of
-which each rank fills its own; there only the first of like calls is compared before.
+sent; they share small arrays in the same step.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.programs import Known, Programs
 from mpistrat.communicator.validate import check_gather, check_parts, check_target, checked_index, name_of
 from mpistrat.errors import AgreementError, InvalidArgumentError, TransportError
-from mpistrat.execution.comparison import Call, Facts
+from mpistrat.execution.comparison import Call
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.guard import Guard
 from mpistrat.groups.agreement import digest_of, gather_or_raise
@@ -34,10 +33,9 @@ from mpistrat.steps import Steps, one_by_one
 from mpistrat.text import format_bytes
 from mpistrat.transports.mpi import MpiTransport, until_complete
 from mpistrat.transports.nccl import Enqueue, NcclTransport
-from mpistrat.transports.small import SmallAllReduce
 
-_HEADER_BYTES, _DIGESTS_KEPT, _SUMS_KEPT = 2048, 1024, 64  # NumPy has at most 64 axes
-_MOST_SHARED_BYTES, _MOST_SENT_BYTES, _MOST_ROWS_BYTES = 1 << 15, 512, 1 << 13
+_HEADER_BYTES, _DIGESTS_KEPT = 2048, 1024  # NumPy has at most 64 axes
+_MOST_SHARED_BYTES = 1 << 15
 _Told = tuple[int, int, "Array | None"]
 _SHARED = 2  # the bit of a number of a rank that shares its bytes
 _PROPOSED = 1 << 62  # in the place of a number of a rank: it proposes to make a call like the last one
@@ -95,22 +93,18 @@ class DataMovement:
         self._group = group = executor.hierarchy.world_group
         # where the ranks of a single node share small arrays
         self._window = window = executor.intra.window if executor.hierarchy.intra.size == group.size > 1 else None
-        sent_bytes, small = max(0, min(_MOST_SENT_BYTES, _MOST_ROWS_BYTES // group.size - 16)) // 8 * 8, executor.world.small
-        # of each rank its facts and its bytes: what goes into the sum between nodes, and what comes out
-        self._rows = np.zeros((2, group.size, 2 + sent_bytes // 8), np.int64)
-        self._small = small if window is None and small.serves(self._rows[0].nbytes) else None
-        self._sums: dict[int, SmallAllReduce] = {}
+        rows = executor.world.rows
         self._rank, self._size, self._guard = group.rank, group.size, guard
         self._present, self._met, self._has_met = executor.hierarchy.call, np.zeros((2, 1), np.int64), False
         self._meeting = executor.world.bind(ReduceOp.SUM, self._met.dtype, (1,))
         meet: Callable[[], Steps] = partial(_meet, group.comm)
         self._most_shared = 0
-        # of a rank what it has shared, valid until the next call
-        self._shared: Callable[[int], Array] = lambda rank: as_bytes(self._rows[1, rank, 2:])
+        # returns what a rank has shared, valid until the next call
+        self._shared: Callable[[int], Array] | None = None
         if window is not None:
             self._most_shared, self._shared, meet = min(_MOST_SHARED_BYTES, window.small_bytes), window.shared, window.barrier
-        elif self._small is not None:
-            self._most_shared, meet = sent_bytes, partial(self._meeting.steps, *self._met)
+        elif rows is not None:
+            self._most_shared, self._shared, meet = rows.most_bytes, rows.shared, partial(self._meeting.steps, *self._met)
         self._by_mpi = _Route(MpiTransport(group), to_host, new_array, False, lambda steps: one_by_one([lambda: steps, meet]))
         nccl = None if gpu is None else gpu.executor.transports.everywhere
         self._by_nccl = None if gpu is None or nccl is None else _through_nccl(gpu, nccl)
@@ -298,7 +292,7 @@ class DataMovement:
         """Begin a call, if all ranks propose to make that which the digest is of; else return None: all are to begin anew."""
         guard, proposal = self._guard, [digest, _PROPOSED]
         call = guard.begin_text(text, options)
-        if all([facts == proposal for facts in self._exchange(call, proposal)]):
+        if all([facts == proposal for facts in guard.agree(call, None, proposal)]):
             return iter(())
         guard.take_back(call)
         return None
@@ -362,34 +356,16 @@ class DataMovement:
         [(digest, number, memory)] = told
         is_shared, is_on_gpu = memory is not None, self._by_nccl is not None and all(map(is_on_device, arrays))
         own = digest, number << 2 | is_shared * _SHARED | is_on_gpu
-        found = self._exchange(call, own, memory)
+        found = self._guard.agree(call, None, own, memory)
         if self._by_nccl is not None and any(number & _PROPOSED for _, number in found):  # not all propose: those begin anew
-            found = self._exchange(call, own, memory)
+            found = self._guard.agree(call, None, own, memory)
         digests, numbers, route = [row[0] for row in found], [row[1] for row in found], self._by_mpi
         if self._by_nccl is not None and all(number & 1 for number in numbers):
             self._guard.make_current(call)  # the barrier before NCCL compares it once more
             route = self._by_nccl
-        shared = {rank: self._shared(rank) for rank, number in enumerate(numbers) if number & _SHARED}
+        read = self._shared
+        shared = {} if read is None else {rank: read(rank) for rank, number in enumerate(numbers) if number & _SHARED}
         return _Move(self._guard, call, digests, [number >> 2 for number in numbers], route, shared)
-
-    def _exchange(self, call: Call, facts: Sequence[int], memory: Array | None = None) -> Facts:
-        """Return the two facts of each rank, when all ranks make this call; share the bytes. A collective call."""
-        guard, key, (rows, found) = self._guard, call.signature.digest, self._rows
-        if self._small is None:
-            return guard.agree(call, None, facts, memory)
-        if key not in self._sums or self._present.is_strict or call.seconds or guard.deadlines.default_seconds:
-            guard.agree(call)
-        if key not in self._sums:
-            if len(self._sums) == _SUMS_KEPT:  # on all ranks at once
-                self._sums.clear()
-            self._sums[key] = SmallAllReduce(self._small, ReduceOp.SUM, rows.dtype, rows.shape)
-        rows[self._rank, :2] = facts
-        if memory is not None:
-            as_bytes(rows[self._rank, 2:])[: memory.nbytes] = memory
-        guard.make_current(call)
-        guard.run(call, self._sums[key].steps(rows, found))
-        facts_of_all: Facts = found[:, :2].tolist()
-        return facts_of_all
 
     def _shareable(self, array: Array) -> Array | None:
         """Return the bytes of a small array that ranks share when they compare the call."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from mpistrat.arrays import Array
 from mpistrat.errors import CollectiveError
@@ -88,6 +89,7 @@ class Comparison:
         self._agreement, self._window, self._one_node = agreement, window, hierarchy.world.num_nodes == 1
         self._present, self._rank, self._job_ranks = hierarchy.call, hierarchy.job_rank, hierarchy.job_ranks
         self._communicator, self._watcher, self._recorder = hierarchy.number, watcher.start(), recorder()
+        self._comm = hierarchy.world_group.comm
 
     def agree(
         self,
@@ -100,18 +102,22 @@ class Comparison:
     ) -> Facts:
         """Wait until all ranks make the same call: see `Guard.agree`. A collective call.
 
-        Ranks of a node compare digests at a barrier in its memory, whose steps `run` runs. Where these are all ranks, none with
-        a deadline or an error, that is all; else all ranks compare digests by messages. Where digests differ, all exchange
-        texts, unless a rank has gone on without a comparison, which raises a CallsDifferError: then the watcher asks for them.
+        Ranks on several nodes exchange rows, if they can. Otherwise ranks of a node compare digests at a barrier in its memory.
+        Where these are all ranks, none with a deadline or an error, that is all; else all ranks compare digests by messages.
+        `run` runs steps. Where digests differ, all exchange texts, unless a rank has gone on without a comparison, which raises
+        a CallsDifferError: then the watcher asks for them.
         """
         text = call.text
+
+        def run_soon(steps: Steps) -> None:
+            if not ends_soon(steps):
+                run(call, steps)
+
         # also on a rank alone on its node: messages of the call carry it
         self._present.digest = digest_of(text if error is None else f"{text} {error!r}") | COMPARED
-        if self._window is not None:
+        if self._window is not None and self._agreement.rows is None:
             try:
-                steps = self._window.barrier_with(facts, memory)
-                if not ends_soon(steps):
-                    run(call, steps)
+                run_soon(self._window.barrier_with(facts, memory))
             except CallsDifferError as differ:
                 if not differ.all_compare:
                     raise
@@ -121,15 +127,32 @@ class Comparison:
                 # with a deadline all learn together whether all have arrived in time
                 if self._one_node and error is None and not call.ends:
                     return self._window.facts()
-        found: Facts = self._agreement.check(text, error, complete, facts, call.number).tolist()
+        found: Facts = self._check(call, error, facts, memory, run_soon, complete).tolist()
         return found
 
-    def history(self, call: Call, history: int, complete: Completion) -> CollectiveError | None:
+    def _check(
+        self,
+        call: Call,
+        error: Exception | None,
+        facts: Sequence[int],
+        memory: Array | None,
+        run: Callable[[Steps], None],
+        complete: Completion,
+    ) -> Array:
+        """Compare a call across all nodes, and return the facts of all ranks: see `Agreement.check`. A collective call."""
+        found = self._agreement.check(call.text, error, complete, facts, call.number, run, memory)
+        if call.seconds and self._agreement.rows is not None:
+            complete(self._comm.Ibarrier)  # with a deadline all learn together whether all have arrived in time
+        return found
+
+    def history(
+        self, call: Call, history: int, run: Callable[[Call, Steps], None], complete: Completion
+    ) -> CollectiveError | None:
         """Compare a hash of the calls that MPI has reduced since the last time; return the error of the first that differs.
 
         A collective call.
         """
-        found = self._agreement.check(call.text, None, complete, (history, 0))
+        found = self._check(call, None, (history, 0), None, partial(run, call), complete)
         if all(history == other for other, *_ in found.tolist()):
             return None
         # the last call of a number: those before it were refused

@@ -52,6 +52,7 @@ class DeviceExecutor(Executor):
         # ranks compare calls in host memory
         self._compares_inside, self._window = host._compares_inside, host._window
         self._agreement = Agreement(host.hierarchy.world_group)
+        self._agreement.rows = host.world.rows
         self._copied_out: Event | None = None
         self._notice = AbortNotice(host.hierarchy.world_group)
         self._nccl_rails: Mapping[int, NcclTransport] = {}

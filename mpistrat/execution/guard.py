@@ -34,7 +34,7 @@ from mpistrat.groups.agreement import (
     failed_text,
     keep_notes,
 )
-from mpistrat.groups.group import keep_alive_for_peers
+from mpistrat.groups.group import PROBES, keep_alive_for_peers
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import abort
 from mpistrat.steps import Steps
@@ -339,14 +339,15 @@ class Guard:
 
         A collective call.
 
-        On a single node ranks may pass bytes, which the window returns until the next call. If calls differ, every rank raises
-        an AgreementError, and one that passes an `error` that error.
+        Ranks may pass bytes, which the window of a single node, or the rows of several, have until the next call. If calls
+        differ, every rank raises an AgreementError, and one that passes an `error` that error.
         """
         self._told = error
         self.signature = call.signature
         recorded = call if error is None else _failed(call, error)
         self._record_entry(recorded)
         if call.ends:
+            self.raise_if_given_up(call, PROBES)
             self.deadlines.watch(call)
         try:
             arrive = partial(self._within, call, self.deadlines.arrive)
@@ -396,10 +397,10 @@ class Guard:
                 raise
             raise understood from None
 
-    def raise_if_given_up(self, call: Call) -> None:
+    def raise_if_given_up(self, call: Call, probes: int = 1) -> None:
         """Raise if other ranks have given up a call with a deadline that they do not compare before it runs."""
         try:
-            self.deadlines.barrier.raise_if_given_up(lambda: str(call))
+            self.deadlines.barrier.raise_if_given_up(lambda: str(call), probes=probes)
         except CollectiveError as error:
             raise self._fail_with(call, error) from None
 
@@ -457,7 +458,8 @@ class Guard:
         """Compare the calls that MPI has reduced since the last comparison; name the first that differs. A collective call."""
         combined = Signature("the calls that MPI combined last")
         call = Call(self.number, "all_reduce", combined, self.deadlines.default_seconds)
-        error = self._comparison.history(call, history, partial(self._within, call, self.deadlines.arrive))
+        call.start_clock()
+        error = self._comparison.history(call, history, self.run, partial(self._within, call, self.deadlines.arrive))
         if error is not None:
             raise self._fail_with(call, error)
 

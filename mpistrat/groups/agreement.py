@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
@@ -139,12 +139,22 @@ def _keep(digest: int, notes: tuple[str, ...]) -> None:
     _notes_of[digest] = notes
 
 
+class Rows(Protocol):
+    """How ranks on several nodes exchange rows; see `transports.small.RankRows`."""
+
+    found: Array
+
+    def steps(self, numbers: Sequence[int], memory: Array | None = None) -> Steps:
+        """Return the steps after which the numbers of all ranks begin the rows of `found`."""
+
+
 class Agreement:
-    """Compares calls across the ranks of a group, before they do anything else."""
+    """Compares calls across the ranks of a group, before they do anything else: by their `rows` if they have any, or by MPI."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._sequence = 0
+        self.rows: Rows | None = None
         self._row = np.zeros(ROW, np.int64)
         self._rows = np.zeros((group.size, ROW), np.int64)
 
@@ -155,38 +165,51 @@ class Agreement:
         complete: Completion | None = None,
         facts: Sequence[int] = (0, 0),
         number: int = 0,
+        run: Callable[[Steps], None] | None = None,
+        memory: Array | None = None,
     ) -> Array:
         """Check that all ranks pass the same text, and return the two `facts` of every rank. A collective call.
 
         If texts differ, every rank raises an AgreementError that lists them. `error` says why this rank cannot make the call:
         it is raised here, and the other ranks raise an AgreementError. What is returned, int64 (ranks, 2), is valid until the
-        next call. By default MPI is polled without a deadline, and the `number` in error messages is counted here.
+        next call. By default MPI is polled without a deadline, and the `number` in error messages is counted here. The steps of
+        rows, which may hold some memory, are run by `run`.
         """
         self._sequence += 1
         digest = digest_of(call if error is None else f"{call} {error!r}")
-        self._row[:] = digest, *facts
-        (complete or _poll)(lambda: self._group.comm.Iallgather(self._row, self._rows))
-        if (self._rows[:, 0] != digest).any():
+        rows = self._rows
+        if self.rows is not None and run is not None:
+            run(self.rows.steps((digest, *facts), memory))
+            rows = self.rows.found
+        else:
+            self._row[:] = digest, *facts
+            (complete or _poll)(lambda: self._group.comm.Iallgather(self._row, self._rows))
+        if (rows[:, 0] != digest).any():
             self.raise_on_all(call, error, number, complete)
         if error is not None:
             raise error
-        return self._rows[:, 1:]
+        return rows[:, 1:ROW]
 
     def barrier(self, digest: int) -> Steps:
         """Wait until all ranks have entered, and compare the digests of their calls. A collective call.
 
-        It makes the same call of MPI as `check`, so that a rank in the one is compared with a rank in the other. If digests
-        differ, all ranks raise a CallsDifferError.
+        It exchanges what `check` does, so that a rank in the one is compared with a rank in the other. If digests differ, all
+        ranks raise a CallsDifferError.
         """
-        self._row[:] = ~digest, 0, 0  # no rank passes such a digest to `check`
-        request = self._group.comm.Iallgather(self._row, self._rows)
-        try:
-            yield from until(request.Test)
-        except BaseException:
-            keep_alive_for_peers(request)
-            raise
-        if (self._rows[:, 0] != ~digest).any():
-            raise CallsDifferError([~int(row) for row in self._rows[:, 0]])
+        numbers = ~digest, 0, 0  # no rank passes such a digest to `check`
+        if self.rows is not None:
+            yield from self.rows.steps(numbers)
+        else:
+            self._row[:] = numbers
+            request = self._group.comm.Iallgather(self._row, self._rows)
+            try:
+                yield from until(request.Test)
+            except BaseException:
+                keep_alive_for_peers(request)
+                raise
+        found = (self._rows if self.rows is None else self.rows.found)[:, 0]
+        if (found != ~digest).any():
+            raise CallsDifferError([~int(row) for row in found])
 
     def raise_on_all(self, call: str, error: Exception | None, number: int, complete: Completion | None) -> NoReturn:
         """Exchange the texts of all ranks and raise on all. A collective call, made when calls are known to differ."""

@@ -52,6 +52,7 @@ class WorldTransport(MpiTransport):
         self.num_nodes = hierarchy.world.num_nodes
         self.window = window if hierarchy.intra.size > 1 else None
         self.small = SmallExchange(hierarchy, self.window)
+        self.rows = self.small.rows(hierarchy.world_group)
         self._own: list[MPI.Comm] = []
         self._copy = np.empty(0, np.uint8)
         super().__init__(self._in_order_of_nodes(hierarchy) if self.num_nodes > 1 else hierarchy.world_group)

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrat.arrays import Array
-from mpistrat.groups.agreement import all_agree
+from mpistrat.arrays import Array, as_bytes
+from mpistrat.groups.agreement import COMPARED, ROW, all_agree, digest_of
 from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.openmpi import num_cores, yields_when_idle
@@ -42,6 +42,9 @@ _POLLS = 40  # before yielding the core: a peer on its own core usually arrives 
 _YIELDS = 64  # before checking deadlines and verdicts: on a busy machine each may take 20 ms
 _LARGE_BYTES = 1 << 14
 """From here on two ranks, each on a core, read their own array where it is: 64 KiB take 11.4 us, and 13.2 from the slot."""
+_ROWS_DIGEST = digest_of("rows of all ranks") | COMPARED
+_MOST_SENT_BYTES, _MOST_ROWS_BYTES = 512, 1 << 13
+"""Of a rank with its row, and of all of them."""
 RADICES = {2: (2,), 3: (3,), 4: (2, 2)}
 """The sizes of the groups of leaders in each round, by the number of nodes: with more it was not measured."""
 
@@ -120,6 +123,12 @@ class SmallExchange:
     def serves(self, nbytes: int) -> bool:
         """Return whether arrays of `nbytes` use it: the same on all ranks."""
         return self.is_available and 0 < nbytes <= self.most_bytes
+
+    def rows(self, group: Group) -> RankRows | None:
+        """Return the rows of all ranks, in the order of the group, where they are on several nodes that it serves."""
+        most_bytes = max(0, min(_MOST_SENT_BYTES, _MOST_ROWS_BYTES // group.size - 8 * ROW)) // 8 * 8
+        is_served = not self.is_one_node and self.serves(group.size * (8 * ROW + most_bytes))
+        return RankRows(self, group, ROW, most_bytes) if is_served else None
 
     def _is_supported(self, hierarchy: Hierarchy) -> bool:
         """Return whether every node has a window, or a single rank."""
@@ -282,6 +291,35 @@ class SmallAllReduce:
         self._results[self._exchange.turn][...] = self._leaders.result
         window.fence_memory()
         window.own[RESULT] = self._exchange.count
+
+
+class RankRows:
+    """A row of each rank of a group over several nodes: some numbers, and up to `most_bytes` of memory.
+
+    Ranks exchange them by a small sum, in which each leaves the rows of the others 0. It has the same digest in all calls, so
+    that ranks in different ones meet, and find that out.
+    """
+
+    def __init__(self, exchange: SmallExchange, group: Group, numbers: int, most_bytes: int) -> None:
+        self.most_bytes, self._numbers, self._group = most_bytes, numbers, group
+        self._own, self.found = np.zeros((2, group.size, numbers + most_bytes // 8), np.int64)
+        self._sum = SmallAllReduce(exchange, ReduceOp.SUM, self._own.dtype, self._own.shape)
+
+    def steps(self, numbers: Sequence[int], memory: Array | None = None) -> Steps:
+        """Return the steps after which the numbers of all ranks begin the rows of `found`. A collective call."""
+        own, call = self._own[self._group.rank], self._group.call
+        own[: self._numbers] = numbers
+        if memory is not None:
+            as_bytes(own[self._numbers :])[: memory.nbytes] = memory
+        digest, call.digest = call.digest, _ROWS_DIGEST
+        try:
+            yield from self._sum.steps(self._own, self.found)
+        finally:
+            call.digest = digest
+
+    def shared(self, rank: int) -> Array:
+        """Return the memory of a rank, valid until the next exchange."""
+        return as_bytes(self.found[rank, self._numbers :])
 
 
 class _Round(NamedTuple):
