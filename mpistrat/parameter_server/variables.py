@@ -286,20 +286,18 @@ class StoredVariable(ChangeMethods, Mirrored):
         if value is not self._component:
             self.assign(value)
 
-    def slot(self, name: str, initial: Any = 0, dtype: Any = None) -> Array:
-        """Return state that is kept beside the variable, such as a momentum: an array of its shape, which may be written to.
+    def slot(self, name: str) -> Array:
+        """Return state that is kept beside the variable, such as a momentum: an array like it, zeros at first.
+
+        It may be written to.
 
         Parameters
         ----------
         name : str
             Which.
-        initial : number
-            What it is filled with the first time.
-        dtype : dtype, optional
-            The type of its elements; that of the variable by default.
         """
         if name not in self._slots:
-            self._slots[name] = np.full(self.shape, initial, dtype or self.dtype)
+            self._slots[name] = np.zeros(self.shape, self.dtype)
         return self._slots[name]
 
     def numpy(self) -> Array:
