@@ -367,7 +367,7 @@ def _reading(path: Path) -> Iterator[None]:
     except FileNotFoundError:
         why = "it was not saved to its end, or parts of it were removed"
         raise CheckpointError(f"{path} does not exist: {path.parent} is no whole checkpoint, because {why}") from None
-    except Exception as error:  # the library that reads arrays has exceptions of its own
+    except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -484,7 +484,7 @@ class Writer:
             ]
             seconds += save.seconds_waited + time.thread_time() - used
             self.longest_seconds = max(self.longest_seconds, seconds)
-        except Exception as failed:  # the library that writes arrays has exceptions of its own
+        except Exception as failed:
             error = _text(self.rank, folder, failed)
         if self.rank:
             self._send((written, error), 0)

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import marshal
 import sys
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from functools import cache
 from hashlib import blake2b
 from itertools import repeat
@@ -181,7 +181,7 @@ class Tree:
         if kind == "dict":
             if not all(type(key) in _PLAIN for key in value):
                 raise InvalidArgumentError(f"the keys of {name} must be texts or numbers; got {list(value)!r}")
-            return [kind, [[key, self._encoded(each, f"{name}/{key}")] for key, each in value.items()], *_versions(value)]
+            return [kind, [[key, self._encoded(each, f"{name}/{key}")] for key, each in value.items()]]
         if kind in ("list", "tuple"):
             return [kind, [self._encoded(each, f"{name}/{index}") for index, each in enumerate(value)]]
         if not is_array(value):
@@ -208,7 +208,7 @@ def restored(node: Node, values: Mapping[str, Array], old: Any = None) -> Any:
         if isinstance(old, dict):
             for key, each in found.items():  # a Counter's update would add
                 old[key] = each
-        return old if isinstance(old, dict) else _with_versions(found, *library)
+        return old if isinstance(old, dict) else found
     if kind in ("list", "tuple"):
         before = [*(old if isinstance(old, (list, tuple)) else ()), *repeat(None, len(content))]
         items = [restored(each, values, one) for each, one in zip(content, before, strict=False)]
@@ -237,23 +237,11 @@ def _in_classes(value: Any, model: Any) -> Any:
     """Return a dict in the class that another one has, a Counter for example; likewise the dicts that it holds."""
     if not (isinstance(value, dict) and isinstance(model, dict)):
         return value
-    found = model.copy()
+    found = copy(model)  # with what PyTorch keeps beside the state of a module: the versions of its parts
     found.clear()
     for key, each in value.items():
         found[key] = _in_classes(each, model.get(key))
-    return _with_versions(found, *_versions(value))
-
-
-def _versions(value: Any) -> list[dict[str, Any]]:
-    """Return in a list what PyTorch keeps beside the state of a module: by their versions its parts know how to load it."""
-    return [dict(value._metadata)] if type(value) is OrderedDict and hasattr(value, "_metadata") else []
-
-
-def _with_versions(value: dict[Any, Any], *versions: dict[str, Any]) -> dict[Any, Any]:
-    for each in versions:
-        value = OrderedDict(value)
-        vars(value)["_metadata"] = each
-    return value
+    return found
 
 
 def _pairs(node: Node, old: Any, name: str = "") -> Iterator[tuple[Node, Any, str]]:

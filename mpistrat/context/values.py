@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, Readable, array_module, as_array, is_on_device, to_device, to_host
+from mpistrat.arrays import Array, Readable, as_array, is_on_device, to_device, to_host
 from mpistrat.context.stack import current, default_mode
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.structures import flatten, map_leaves
@@ -143,19 +143,6 @@ class Mirrored(DistributedValues):
     def T(self) -> Array:  # noqa: N802 - the name that it has everywhere
         """The transposed array."""
         return self.read().T
-
-    @property
-    def mT(self) -> Array:  # noqa: N802
-        """The array with its last two axes swapped."""
-        return self.read().mT
-
-    @property
-    def device(self) -> Any:
-        """The device of the array, as its library names it."""
-        return getattr(self._component, "device", "cpu")
-
-    def __array_namespace__(self, *, api_version: str | None = None) -> Any:
-        return array_module() if is_on_device(as_array(self._component)) else np
 
     def __len__(self) -> int:
         return len(as_array(self._component))  # without `read`, which communicates for some variables

@@ -62,15 +62,15 @@ class MinSizePartitioner(Partitioner):
     max_shards : int
         The greatest number of shards.
     bytes_per_string : int
-        How long a string counts, for an array of objects.
+        Without effect, since no variable has strings; accepted because programs for TensorFlow pass it.
     """
 
     def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16) -> None:
         _check_positive(min_shard_bytes=min_shard_bytes, max_shards=max_shards, bytes_per_string=bytes_per_string)
-        self._min_shard_bytes, self._max_shards, self._bytes_per_string = min_shard_bytes, max_shards, bytes_per_string
+        self._min_shard_bytes, self._max_shards = min_shard_bytes, max_shards
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        shards = _num_bytes(shape, dtype, self._bytes_per_string) // self._min_shard_bytes
+        shards = math.prod(shape) * np.dtype(dtype).itemsize // self._min_shard_bytes
         return _along(axis, shape, min(self._max_shards, shards))
 
 
@@ -84,17 +84,17 @@ class MaxSizePartitioner(Partitioner):
     max_shards : int, optional
         The greatest number of shards, which counts more than `max_shard_bytes`.
     bytes_per_string : int
-        How long a string counts, for an array of objects.
+        Without effect, since no variable has strings; accepted because programs for TensorFlow pass it.
     """
 
     def __init__(self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16) -> None:
         most = 1 if max_shards is None else max_shards
         _check_positive(max_shard_bytes=max_shard_bytes, max_shards=most, bytes_per_string=bytes_per_string)
-        self._max_shard_bytes, self._max_shards, self._bytes_per_string = max_shard_bytes, max_shards, bytes_per_string
+        self._max_shard_bytes, self._max_shards = max_shard_bytes, max_shards
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         rows = shape[axis]
-        row_bytes = _num_bytes(shape, dtype, self._bytes_per_string) / max(1, rows)
+        row_bytes = math.prod(shape) * np.dtype(dtype).itemsize / max(1, rows)
         rows_per_shard = max(1, math.floor(self._max_shard_bytes / row_bytes)) if row_bytes else max(1, rows)
         shards = math.ceil(rows / rows_per_shard)
         return _along(axis, shape, shards if self._max_shards is None else min(self._max_shards, shards))
@@ -104,11 +104,6 @@ def _along(axis: int, shape: Sequence[int], shards: int) -> list[int]:
     counts = [1] * len(shape)
     counts[axis] = max(1, min(shards, shape[axis]))
     return counts
-
-
-def _num_bytes(shape: Sequence[int], dtype: Any, bytes_per_string: int) -> int:
-    wanted = np.dtype(dtype)
-    return math.prod(shape) * (bytes_per_string if wanted.kind in "OSU" else wanted.itemsize)
 
 
 def _check_positive(**values: int) -> None:

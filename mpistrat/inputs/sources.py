@@ -269,6 +269,7 @@ class RowDataset(BatchedDataset):
         found._rows, found.batch_size = range(self._rows.stop), num_shards * self.batch_size
         return found
 
+    @abstractmethod
     def _read(self, rows: Array) -> Any:
         """Return a batch of the rows with these indices."""
 
@@ -455,11 +456,6 @@ class FileDataset(BatchedDataset):
         self._spec: Any = None
 
     @property
-    def num_files(self) -> int:
-        """How many files there are."""
-        return len(self._places)
-
-    @property
     def element_spec(self) -> Any:
         if self._spec is None:
             next(self._parts(0), None)
@@ -477,9 +473,9 @@ class FileDataset(BatchedDataset):
         return f"{len(names)} files from {names[0]} to {names[-1]} {checksum}{_step_of(self._places)}"
 
     def _part(self, num_shards: int, index: int) -> Self:
-        if num_shards > self.num_files:
+        if num_shards > len(self._places):
             raise InvalidArgumentError(
-                f"{self.num_files} files cannot be shared by {num_shards} input pipelines: some would have none. Write more "
+                f"{len(self._places)} files cannot be shared by {num_shards} input pipelines: some would have none. Write more "
                 "files, or let each pipeline read all of them: InputOptions(auto_shard_policy=AutoShardPolicy.DATA)"
             )
         part = copy.copy(self)
@@ -510,7 +506,7 @@ class FileDataset(BatchedDataset):
         return map_leaves(lambda leaf: leaf[order], part)
 
     def __repr__(self) -> str:
-        return f"FileDataset({self.num_files} files, batches of {self.batch_size})"
+        return f"FileDataset({len(self._places)} files, batches of {self.batch_size})"
 
 
 class IterableDataset(Dataset):

@@ -129,17 +129,16 @@ class ServerVariable(ChangeMethods, Mirrored):
     def __getitem__(self, index: Any) -> Any:
         """Return some of the elements, as NumPy does: a copy.
 
-        Only the rows that an int, a slice or a list of ints on the first axis names are sent; for other indices all are.
+        Only the rows that an int, or a slice without a step, names are sent; for other indices all are. `sparse_read` has only
+        the rows sent whose ids it is given.
         """
-        first, *others = index if isinstance(index, tuple) and index else (index,)
-        rows = _named_rows(first, self.shape[0]) if self.shape else None
-        if isinstance(rows, range):
-            is_whole = rows.step == 1
-            found = self._rows(rows.start, rows.start + len(rows)) if is_whole else self.sparse_read(np.array(rows, np.int64))
-            return found[tuple([slice(None) if isinstance(first, slice) else 0, *others])]
-        if rows is None or not all(part is Ellipsis or type(part) in (int, slice) for part in others):
-            return self.read()[index]
-        return self.sparse_read(rows)[tuple([slice(None)] * rows.ndim + others)]
+        if self.shape and isinstance(index, slice) and index.step in (None, 1):
+            rows = range(len(self))[index]
+            return self._rows(rows.start, rows.start + len(rows))
+        if self.shape and isinstance(index, (int, np.integer)) and not isinstance(index, bool):
+            row = range(len(self))[index]
+            return self._rows(row, row + 1)[0]
+        return self.read()[index]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ServerVariable, (self.name, self._refs[0], self.shape, self.dtype, self.trainable)
@@ -287,20 +286,18 @@ class StoredVariable(ChangeMethods, Mirrored):
         if value is not self._component:
             self.assign(value)
 
-    def slot(self, name: str, initial: Any = 0, dtype: Any = None) -> Array:
-        """Return state that is kept beside the variable, such as a momentum: an array of its shape, which may be written to.
+    def slot(self, name: str) -> Array:
+        """Return state that is kept beside the variable, such as a momentum: an array like it, zeros at first.
+
+        It may be written to.
 
         Parameters
         ----------
         name : str
             Which.
-        initial : number
-            What it is filled with the first time.
-        dtype : dtype, optional
-            The type of its elements; that of the variable by default.
         """
         if name not in self._slots:
-            self._slots[name] = np.full(self.shape, initial, dtype or self.dtype)
+            self._slots[name] = np.zeros(self.shape, self.dtype)
         return self._slots[name]
 
     def numpy(self) -> Array:
@@ -334,18 +331,3 @@ def embedding_lookup(params: Any, ids: Any) -> Array:
     """
     table = params if hasattr(params, "sparse_read") else StoredVariable("params", as_array(params, "params"))
     return cast("Array", table.sparse_read(ids))
-
-
-def _named_rows(first: Any, num_rows: int) -> range | Array | None:
-    """Return the rows that an index of the first axis names; None if it is of another kind, such as a mask."""
-    if isinstance(first, slice):
-        return range(num_rows)[first]
-    if isinstance(first, (int, np.integer)) and not isinstance(first, bool):
-        row = range(num_rows)[first]
-        return range(row, row + 1)
-    named = np.asarray(first if isinstance(first, (list, np.ndarray)) else [])
-    if named.dtype.kind not in "iu":
-        return None
-    if named.size and not -num_rows <= int(named.min()) <= int(named.max()) < num_rows:
-        raise IndexError(f"rows must be {-num_rows} to {num_rows - 1}; got {int(named.min())} to {int(named.max())}")
-    return np.where(named < 0, named.astype(np.int64) + num_rows, named).astype(np.int64)

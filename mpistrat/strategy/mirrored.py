@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, chief_rank, training_role
 from mpistrat.communicator.communicator import Communicator
@@ -18,7 +18,6 @@ from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.rendezvous import Rendezvous, rendezvous
-from mpistrat.lazy import MPI
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.structures import flatten, map_leaves
@@ -31,7 +30,8 @@ T = TypeVar("T")
 class MirroredStrategy(Strategy):
     """Keeps a copy of each variable on every rank of this node; the copies stay equal.
 
-    Creating one is a collective call of all ranks of the job. If one of them is refused, or their arguments differ, all raise.
+    Creating one is a collective call of all ranks of the job, which must be on one node. If one of them is refused, or their
+    arguments differ, all raise.
 
     Parameters
     ----------
@@ -42,9 +42,6 @@ class MirroredStrategy(Strategy):
         Reduces values; `HierarchicalAllReduce` by default.
     communication_options : CommunicationOptions, optional
         Defaults of every call.
-    allow_multiple_nodes : bool
-        In a job on several nodes, train an independent model on each node; ranks are counted from 0 on each of them. By
-        default such a job raises LaunchError.
     """
 
     _accepts_per_replica = True
@@ -55,12 +52,10 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         communication_options: CommunicationOptions | None = None,
-        allow_multiple_nodes: bool = False,
     ) -> None:
         def check(job: Rendezvous) -> None:
-            if not allow_multiple_nodes:
-                _check_one_node("MirroredStrategy", job.world, "launch on one node, or pass allow_multiple_nodes=True")
-            _check_devices("devices", devices, _node_world(job))
+            _check_one_node("MirroredStrategy", job.world)
+            _check_devices("devices", devices, job.world)
             _check_communication(cross_device_ops, communication_options)
 
         with _rendezvous(
@@ -69,9 +64,8 @@ class MirroredStrategy(Strategy):
             devices=devices,
             cross_device_ops=cross_device_ops,
             communication_options=communication_options,
-            allow_multiple_nodes=allow_multiple_nodes,
         ) as (job, _):
-            hierarchy = _node_hierarchy(job)
+            hierarchy = Hierarchy(job.comm, job.world)
         communicator = Communicator(hierarchy, communication_options)
         super().__init__(StrategyExtended(communicator, cross_device_ops, tuple(map(device_name, range(communicator.size)))))
 
@@ -118,19 +112,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         super().__init__(StrategyExtended(communicator, worker_devices=devices, is_chief=communicator.rank == chief))
 
 
-class _OldName(type):
-    """Makes every multi-worker strategy an instance of the deprecated name, as in TensorFlow: libraries check for it."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        wanted = MultiWorkerMirroredStrategy if cls is ExperimentalMultiWorkerMirroredStrategy else cls
-        return type.__instancecheck__(wanted, instance)
-
-
-class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy, metaclass=_OldName):
-    """TensorFlow's deprecated ``experimental.MultiWorkerMirroredStrategy``; use `MultiWorkerMirroredStrategy`.
-
-    Every `MultiWorkerMirroredStrategy` is an instance of this class, whose `communication` is AUTO, RING or NCCL.
-    """
+class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
+    """TensorFlow's deprecated ``experimental.MultiWorkerMirroredStrategy``; use `MultiWorkerMirroredStrategy`."""
 
     def __init__(
         self,
@@ -143,12 +126,10 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy, metac
             DeprecationWarning,
             stacklevel=2,
         )
-
-        def check(_: Rendezvous) -> CommunicationOptions:
-            return CommunicationOptions(implementation=communication)
-
-        with _rendezvous("experimental.MultiWorkerMirroredStrategy", check, communication=communication) as (_, options):
-            pass
+        try:
+            options: Any = CommunicationOptions(implementation=communication)
+        except InvalidArgumentError as error:
+            options = error  # it is refused with the options, which all ranks are told
         super().__init__(cluster_resolver, options)
 
 
@@ -171,13 +152,13 @@ class CentralStorageStrategy(Strategy):
 
     def __init__(self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None) -> None:
         def check(job: Rendezvous) -> int:
-            _check_one_node("CentralStorageStrategy", job.world, "launch on one node")
+            _check_one_node("CentralStorageStrategy", job.world)
             _check_devices("compute_devices", compute_devices, job.world)
             return 0 if parameter_device is None else ranks_of(parameter_device, job.world)[0]
 
         arguments = {"compute_devices": compute_devices, "parameter_device": parameter_device}
         with _rendezvous("CentralStorageStrategy", check, **arguments) as (job, root):
-            hierarchy = _node_hierarchy(job)
+            hierarchy = Hierarchy(job.comm, job.world)
         communicator = Communicator(hierarchy)
         super().__init__(CentralStorageExtended(communicator, root))
 
@@ -226,14 +207,13 @@ def _chief(job: Rendezvous, resolver: ClusterResolver) -> int:
     return chief_rank(spec, job.comm.allgather(task))
 
 
-def _check_one_node(strategy: str, world: World, otherwise: str) -> None:
-    """Check that the job is on one node; `otherwise` is the error's advice."""
+def _check_one_node(strategy: str, world: World) -> None:
     if world.num_nodes == 1:
         return
     error = LaunchError(
         f"{strategy} trains on the ranks of one node, but this job has {world.size} ranks on {world.num_nodes} nodes "
         f"({', '.join(node.name for node in world.nodes)}), which would train {world.num_nodes} unrelated models. "
-        f"Use MultiWorkerMirroredStrategy to train one model on all of them, or {otherwise}."
+        "Use MultiWorkerMirroredStrategy to train one model on all of them, or launch on one node."
     )
     error.raised_everywhere = True
     raise error
@@ -252,20 +232,6 @@ def _check_devices(argument: str, devices: Sequence[str] | None, world: World) -
             f"{format_count(world.size, 'rank')}, and a replica runs on each: pass {argument}=None or {accepted!r}, or launch "
             "another number of ranks"
         )
-
-
-def _node_world(job: Rendezvous) -> World:
-    """Return the world that consists of this rank's node only, with ranks from 0."""
-    node = job.world.place(job.rank).node
-    return World.from_node_of_rank([0] * len(node.ranks), [node.name] * len(node.ranks))
-
-
-def _node_hierarchy(job: Rendezvous) -> Hierarchy:
-    """Return the groups of this rank's node. A collective call of all ranks of the job."""
-    node_comm = cast("MPI.Intracomm", job.comm.Split(job.world.place(job.rank).node.index, job.rank))
-    hierarchy = Hierarchy(node_comm, _node_world(job))
-    node_comm.Free()
-    return hierarchy
 
 
 def _check_communication(cross_device_ops: object, options: object) -> None:

@@ -10,7 +10,7 @@ from tests.benchmarks.contest import OURS, Measured, competing
 from tests.benchmarks.messages import MIB, shape_of
 from tests.benchmarks.pages import Table, spread
 from tests.benchmarks.session import Session
-from tests.gradients import resnet50, transformer
+from tests.gradients import resnet50
 from tests.hosts.lab import Lab
 
 LEAVES = (1, 10, 161)  # of the nest
@@ -88,26 +88,21 @@ def memory(session: Session) -> dict[str, Table]:
 
 
 BATCH, FLAT = "mpistrat, one batch", "mpistrat, one flat buffer"
-SMALL = {"width": 256, "vocabulary": 8000, "positions": 256}
-NETWORKS = {"ResNet-50": resnet50, "transformer": lambda: transformer(**SMALL)}
-QUICK = {"transformer": lambda: transformer(64, 1000, 64)}
 NAMES = (OURS, "Open MPI", "gloo", "TensorFlow")
 # hosts, ranks, link
 NETWORK_PLACES = ((1, 2, "unlimited"), (2, 4, "1gbit"))
 
 
 def many_arrays(session: Session) -> dict[str, Table]:
-    """Measure both networks, on one host and on two: how many times as long as mpistrat's flat buffer each way takes."""
+    """Measure ResNet-50, on one host and on two: how many times as long as mpistrat's flat buffer each way takes."""
     columns: dict[str, dict[str, Measured]] = {}
+    counts = [math.prod(shape) for shape in resnet50()[: 20 if session.quick else None]]
     for hosts, ranks, rate in NETWORK_PLACES:
         with Lab(hosts, rate) as lab, competing(session, lab, ranks, names=NAMES) as contest:
-            for network, make in (QUICK if session.quick else NETWORKS).items():
-                counts = [math.prod(shape) for shape in make()]
-                where = f"{network} on {hosts}×{ranks // hosts}"
-                done = contest.alternate(_entries(counts), 0.5 if session.quick else 2.0)
-                columns[where] = done
-                said = ", ".join(f"{label} {format_seconds(one.seconds)}" for label, one in done.items())
-                session.say(f"{where}, {len(counts)} arrays, {format_bytes(4 * sum(counts))}: {said}")
+            where = f"ResNet-50 on {hosts}×{ranks // hosts}"
+            done = columns[where] = contest.alternate(_entries(counts), 0.5 if session.quick else 2.0)
+            said = ", ".join(f"{label} {format_seconds(one.seconds)}" for label, one in done.items())
+            session.say(f"{where}, {len(counts)} arrays, {format_bytes(4 * sum(counts))}: {said}")
     labels = dict.fromkeys(label for done in columns.values() for label in done)
     lines = [
         [label, *(f"{done[label]}, × {done[label].seconds / done[FLAT].seconds:.2f}" for done in columns.values())]

@@ -72,7 +72,7 @@ def test_an_accumulation_function_that_fails_is_told_to_all(comm, make_strategy,
 @needs_ranks(2)
 def test_a_target_that_does_not_fit_is_told_to_all_before_anything_is_reduced(comm):
     ops, is_last = mpistrat.ReductionToOneDevice(accumulation_fn=Mock(side_effect=sum)), comm.rank == comm.size - 1
-    strategy = mpistrat.MirroredStrategy(cross_device_ops=ops, allow_multiple_nodes=True)
+    strategy = mpistrat.MirroredStrategy(cross_device_ops=ops)
     outs = [np.zeros(3 if is_last else 2), np.zeros(2)]
     error = InvalidArgumentError if is_last else AgreementError
     with pytest.raises(error, match="out must be a writable"):

@@ -15,7 +15,7 @@ import pytest
 import mpistrat
 from mpistrat.checkpoint import files
 from mpistrat.checkpoint.files import write_file
-from mpistrat.checkpoint.tree import Tree
+from mpistrat.checkpoint.tree import Tree, restored
 from mpistrat.errors import CheckpointError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.groups.agreement import digest_of
 from mpistrat.tools import cli
@@ -62,7 +62,7 @@ def test_plain_values_and_generators_come_back(tmp_path):
     assert (others["rng"].random(), others["old"].random()) == (rng.random(), old.random())
 
 
-def test_a_module_is_told_by_which_version_its_state_was_saved(tmp_path):
+def test_the_state_of_a_module_is_not_taken_for_that_of_an_older_version(tmp_path):
     torch = pytest.importorskip("torch")
 
     class Renewed(torch.nn.Linear):
@@ -92,6 +92,8 @@ def test_a_module_is_told_by_which_version_its_state_was_saved(tmp_path):
     assert torch.equal(after["trainer"].net[0].weight, before["trainer"].net[0].weight)
     with pytest.raises(CheckpointError, match=r"net/0.weight has bfloat16 \(2, 4\) here, and bfloat16 \(2, 3\) there"):
         mpistrat.Checkpoint(net=net(4), trainer=Trainer()).restore(tmp_path / "one")
+    with_versions = ["dict", [["weight", 2.5]], {"": {"version": 2}}]  # as they were saved once
+    assert restored(with_versions, {}) == {"weight": 2.5}
 
 
 def test_arrays_of_jax_come_back_in_a_dict(tmp_path):

@@ -45,8 +45,7 @@ def test_a_mirrored_value_reads_as_an_array_everywhere():
     array = np.arange(24.0).reshape(2, 3, 4)
     value = Mirrored(array)
     assert (value.shape, value.dtype, value.ndim, value.size, len(value)) == ((2, 3, 4), np.float64, 3, 24, 2)
-    assert (value.nbytes, value.T.shape, value.mT.shape, value.device) == (192, (4, 3, 2), (2, 4, 3), "cpu")
-    assert value.__array_namespace__() is np
+    assert (value.nbytes, value.T.shape) == (192, (4, 3, 2))
     assert np.sum(np.ones(2), where=Mirrored(np.array([True, False]))) == 1
     assert (value[1, 2, 3], 23.0 in value, -1.0 in value) == (23, True, False)
     assert np.asarray(value, np.float32).dtype == np.float32
