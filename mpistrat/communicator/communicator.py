@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import numpy as np
 
 from mpistrat import settings
-from mpistrat.algorithms.planners import Choice, Measured
+from mpistrat.algorithms.planners import Measured
 from mpistrat.arrays import Array, as_operand, check_capture, is_on_device, like, to_device
 from mpistrat.communicator.data_movement import DataMovement
 from mpistrat.communicator.explain import Explanation, MemoryReport
@@ -28,7 +28,7 @@ from mpistrat.communicator.passing import Passing
 from mpistrat.communicator.planning import Planner, Reduction
 from mpistrat.communicator.programs import Known
 from mpistrat.communicator.reductions import Reductions
-from mpistrat.communicator.validate import alike, check_comm, checked_int, read_arrays
+from mpistrat.communicator.validate import alike, check_comm, read_arrays
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import DeadlineExceededError, InvalidArgumentError, MpistratError, UnavailableError, UnsupportedDtypeError
 from mpistrat.execution.engine import Work
@@ -435,11 +435,6 @@ class Communicator(BaseCommunicator):
     def confirm(self) -> None:
         """Compare the calls that were not compared when they were made: see `BaseCommunicator.confirm`. A collective call."""
         self._guard.confirm()
-
-    def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions | None = None) -> Choice:
-        """Return the plan for a sum of `count` elements over all ranks, and why it was chosen. Sends nothing."""
-        self._require_open()
-        return self._programs.choose(checked_int(count, "count", 0), dtype, self._options.merge(options))
 
     def explain(self, arrays: Array | Sequence[Array], options: CommunicationOptions | None = None) -> Explanation:
         """Return how a sum or mean of such arrays is computed. Sends nothing.

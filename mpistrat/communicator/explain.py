@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from mpistrat.algorithms.plan import chunks_text, phases_text
 from mpistrat.algorithms.planners import Choice, measured_text
@@ -50,22 +51,15 @@ class Explanation:
     packs: tuple[Pack, ...] = ()
     source: str = ""
 
-    @property
-    def predicted_seconds(self) -> float | None:
-        """The time of all packs, one after the other, by what was measured; None if that is not known."""
-        found = [pack.choice.seconds.get(pack.choice.plan.algorithm) for pack in self.packs]
-        known = [seconds for seconds in found if seconds is not None]
-        return sum(known) if len(known) == len(found) else None
-
     def __str__(self) -> str:
         if not self.packs:
             return "one replica: nothing is sent" if self.world.size == 1 else "no arrays: nothing is sent"
         num_bytes = sum(pack.choice.plan.num_bytes for pack in self.packs)
-        predicted = self.predicted_seconds
+        seconds = sum(pack.choice.seconds.get(pack.choice.plan.algorithm, inf) for pack in self.packs)
         summary = [
             ("world", str(self.world)),
             ("packs", f"{len(self.packs)}, {format_bytes(num_bytes)} in all"),
-            *([] if predicted is None else [("predicted", format_seconds(predicted))]),
+            *([("predicted", format_seconds(seconds))] if seconds < inf else []),
         ]
         texts = [self._describe(number, pack) for number, pack in enumerate(self.packs)]
         return "\n\n".join([format_table(summary), *texts, *([f"Measured: {self.source}."] if self.source else [])])

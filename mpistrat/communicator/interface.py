@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpistrat.algorithms.planners import Choice
 from mpistrat.arrays import Array, copy_overlapping, like
 from mpistrat.communicator.explain import Explanation, MemoryReport
 from mpistrat.communicator.options import CommunicationOptions, check_options
@@ -399,11 +398,6 @@ class BaseCommunicator(ABC):
             raise
         self.agree(f"{call}({text})", None, options)
         return made
-
-    def choose(self, count: int, dtype: np.dtype[np.generic], options: CommunicationOptions | None = None) -> Choice | None:
-        """Return the plan for an all-reduce of `count` elements, and why it was chosen; None where nothing is sent."""
-        self._require_open()
-        return None
 
     def explain(self, arrays: Array | Sequence[Array], options: CommunicationOptions | None = None) -> Explanation:
         """Return how a sum or mean of such arrays is computed. Sends nothing."""

@@ -176,11 +176,6 @@ class Planner:
             packs.append(Pack(pack.indices, pack.dtype.name, choice, path))
         return Explanation(self._world, tuple(packs), self._measured.source)
 
-    def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
-        """Return the plan for a sum of `count` elements, and why it was chosen."""
-        op, combined = ReduceOp.SUM, self._combined_in(ReduceOp.SUM, dtype, options)
-        return self._decide(BucketSpec(op, combined, (0,), Layout([count]), [dtype], _wire(op, combined, options)), options)[0]
-
     def _combined_in(self, op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> np.dtype[Any]:
         """Return the dtype in which arrays of a dtype are combined."""
         return accumulation_dtype(op, dtype)

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.algorithms.planners import Choice
 from mpistrat.arrays import Array, are_disjoint, is_on_device, retained_bytes
 from mpistrat.communicator.explain import Explanation, MemoryReport
 from mpistrat.communicator.options import CommunicationOptions
@@ -119,10 +118,6 @@ class Programs:
     def explain(self, asked: Reduction) -> Explanation:
         """Return how a sum is computed."""
         return self._planner(asked.arrays).explain(asked)
-
-    def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
-        """Return the plan for a sum of `count` elements, on the GPU if there is one, and why it was chosen."""
-        return (self._device or self._host).choose(count, dtype, options)
 
     def memory(self) -> MemoryReport:
         """Return the memory of executors and programs."""

@@ -322,8 +322,7 @@ def _uuid(index: int) -> str:
     The driver is asked, because the UUID that CuPy returns ends at its first zero byte.
     """
     driver, device, uuid = _driver(), ctypes.c_int(), (ctypes.c_ubyte * 16)()
-    ask = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid  # drivers before 11.4 have only the first one
-    failed = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index) or ask(uuid, device)
+    failed = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetUuid_v2(uuid, device)
     return "" if failed else bytes(uuid).hex()
 
 

@@ -102,7 +102,7 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
     All ranks raise if the settings name a transport that a node does not support, or say that MPI is CUDA-aware and it is not.
     """
     world, wanted = hierarchy.world_group, hierarchy.settings[settings.INTRA_TRANSPORT]
-    table: dict[str, type[Any]] = {**DEVICE_TRANSPORTS, MpiTransport.name: _StagedOverMpi}
+    table: dict[str, type[Any]] = {**DEVICE_TRANSPORTS, MpiTransport.name: StagedTransport}
     automatic = _INTRA_ON_DEVICE if hierarchy.intra.size > 1 else _ALONE_ON_DEVICE
     if wanted in TRANSPORTS and wanted not in table:
         reasons = dict.fromkeys(f"{node.name}: {wanted} moves memory of the host" for node in hierarchy.world.nodes)
@@ -370,8 +370,3 @@ class _NcclOverAdapters(NcclTransport):
     @classmethod
     def probe(cls, group: Group) -> str:
         return super().probe(group) or cls.network_refusal()
-
-
-class _StagedOverMpi(StagedTransport):
-    def __init__(self, group: Group, device: Device) -> None:
-        super().__init__(group, device, MpiTransport(group))

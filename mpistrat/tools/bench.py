@@ -40,6 +40,7 @@ from mpistrat.tools import run
 from mpistrat.tuning import ITEM_BYTES
 
 ALGORITHMS = ("auto", *PLANNERS, "mpi")
+_STEP_FACTOR = 4  # from one size to the next
 BUDGET_SECONDS = 1.0  # of a size
 MIN_BLOCKS, MAX_BLOCKS = 3, 20
 MIN_ROUNDS, MAX_ROUNDS = 3, 20  # in a block; a third as many come first, untimed
@@ -69,8 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("collective", choices=("all_reduce",), help="the collective to benchmark")
     run.add_own_rank_options(parser)
     parser.add_argument("--min-bytes", default="8", metavar="SIZE", help="smallest array (default: 8)")
-    parser.add_argument("--max-bytes", default="64MiB", metavar="SIZE", help="largest array (default: 64MiB)")
-    parser.add_argument("--step-factor", type=int, default=4, metavar="N", help="factor from one size to the next (default: 4)")
+    parser.add_argument("--max-bytes", default="64MiB", metavar="SIZE", help="largest array, by factors of 4 (default: 64MiB)")
     parser.add_argument("--algorithm", default="auto", choices=ALGORITHMS, help="default: auto; mpi: plain MPI")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
@@ -164,14 +164,14 @@ def _ours(communicator: Communicator, source: Array, target: Array, algorithm: s
 
 def _sizes(arguments: argparse.Namespace) -> list[int]:
     first, last = parse_bytes(arguments.min_bytes), parse_bytes(arguments.max_bytes)
-    if not ITEM_BYTES <= first <= last or first % ITEM_BYTES or arguments.step_factor < 2:
+    if not ITEM_BYTES <= first <= last or first % ITEM_BYTES:
         raise InvalidArgumentError(
-            f"sizes from {first} to {last} bytes by a factor of {arguments.step_factor} cannot be measured: accepted are "
-            f"multiples of {ITEM_BYTES} bytes, --min-bytes not above --max-bytes, and --step-factor of at least 2"
+            f"sizes from {first} to {last} bytes cannot be measured: accepted are multiples of {ITEM_BYTES} bytes, "
+            "--min-bytes not above --max-bytes"
         )
     sizes = [first]
-    while sizes[-1] * arguments.step_factor <= last:
-        sizes.append(sizes[-1] * arguments.step_factor)
+    while sizes[-1] * _STEP_FACTOR <= last:
+        sizes.append(sizes[-1] * _STEP_FACTOR)
     return sizes
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 import mpistrat
 from mpistrat import settings
+from mpistrat.arrays import array_module
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.text import format_bytes, format_count, format_table
@@ -147,14 +148,14 @@ def _introduce(console: Console, communicator: BaseCommunicator) -> None:
 
     # the loss and the number of images are reduced together with the gradients
     count = sum(array.size for array in train_digits.first_weights(HIDDEN).values()) + 2
-    dtype = np.dtype(np.float32)
+    gradients = array_module().empty(count, np.float32)
     kind = "virtual nodes on" if settings.VIRTUAL_NODES.read() else "real nodes, this is"
-    choice = communicator.choose(count, dtype)
+    choices = [pack.choice for pack in communicator.explain(gradients).packs]
     facts = [
         ("computed", escape(place_text(communicator))),
-        ("gradients", f"{format_bytes(count * dtype.itemsize)} of {dtype} on each rank, summed over all ranks in each step"),
-        ("plan", "one replica: nothing is sent" if choice is None else str(choice.plan)),
-        ("why", "there is only one rank" if choice is None else choice.reason),
+        ("gradients", f"{format_bytes(gradients.nbytes)} of float32 on each rank, summed over all ranks in each step"),
+        ("plan", str(choices[0].plan) if choices else "one replica: nothing is sent"),
+        ("why", choices[0].reason if choices else "there is only one rank"),
     ]
     console.print(
         f"[bold]A network learns handwritten digits on {_sizes(communicator.world)}[/], {kind} {socket.gethostname()}\n"

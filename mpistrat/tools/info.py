@@ -63,7 +63,7 @@ def gather() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    packages = ("numpy", "mpi4py", "ml_dtypes", "cupy-cuda12x", "cupy-cuda11x", "cupy-cuda13x", "cupy")
+    packages = ("numpy", "mpi4py", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "cupy")
     found = {"mpistrat": mpistrat.__version__, "python": platform.python_version(), "system": platform.platform()}
     for package in packages:
         try:

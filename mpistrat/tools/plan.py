@@ -16,8 +16,7 @@ from mpistrat.topology.world import World
 
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _INEXACT = ("float16", ml_dtypes.bfloat16, "float32", "float64", "complex64", "complex128")
-# a plan lists its chunks
-_MOST_BYTES, _MOST_CHUNKS = 2**40, 2**20
+_MOST_BYTES = 2**40  # a plan lists its chunks
 _DTYPES = {dtype.name: dtype for dtype in map(np.dtype, ("bool", *_INTEGERS, *_INEXACT))}
 
 
@@ -28,21 +27,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", metavar="NAME", help="element type (default: float32)")
     names = ("auto", *PLANNERS)
     parser.add_argument("--algorithm", choices=names, default="auto", metavar="NAME", help=f"{', '.join(names)}; default: auto")
-    parser.add_argument("--chunk-bytes", default="0", metavar="SIZE", help="chunks of a hierarchical plan (default: its own)")
 
 
 def execute(arguments: argparse.Namespace) -> int:
     world = World.from_shape(arguments.world)
     itemsize = _DTYPES[arguments.dtype].itemsize
-    num_bytes, chunk_bytes = parse_bytes(arguments.bytes), parse_bytes(arguments.chunk_bytes)
-    if num_bytes > (most := min(_MOST_BYTES, _MOST_CHUNKS * (chunk_bytes or _MOST_BYTES))):
-        cut = f" with --chunk-bytes {chunk_bytes}" if chunk_bytes else ""
-        raise InvalidArgumentError(f"--bytes {arguments.bytes} are too many: up to {format_bytes(most)} are accepted{cut}")
+    num_bytes = parse_bytes(arguments.bytes)
+    if num_bytes > _MOST_BYTES:
+        raise InvalidArgumentError(f"--bytes {arguments.bytes} are too many: up to {format_bytes(_MOST_BYTES)} are accepted")
     if num_bytes % itemsize:
         raise InvalidArgumentError(
             f"{num_bytes} bytes are not a whole number of {arguments.dtype} elements; --bytes must be a multiple of {itemsize}"
         )
-    choice = choose(world, num_bytes // itemsize, itemsize, arguments.algorithm, chunk_bytes)
+    choice = choose(world, num_bytes // itemsize, itemsize, arguments.algorithm)
     print(_report(choice, arguments.world, arguments.dtype))
     return 0
 

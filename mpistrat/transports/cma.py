@@ -66,11 +66,10 @@ class CrossMemoryAttach:
     def __init__(self, group: Group) -> None:
         self._group = group
         library = ctypes.CDLL(None, use_errno=True)
-        self._move = [getattr(library, name, None) for name in ("process_vm_readv", "process_vm_writev")]
+        self._move = library.process_vm_readv, library.process_vm_writev
         for move in self._move:
-            if move is not None:
-                move.restype = ctypes.c_ssize_t
-                move.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
+            move.restype = ctypes.c_ssize_t
+            move.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
         if group.settings[PEER_MEMORY]:
             _admit_ranks(library)
         self.refusal = self._try()
@@ -89,9 +88,7 @@ class CrossMemoryAttach:
 
     def _copy(self, direction: int, rank: int, remote: IoVectors, local: IoVectors) -> str:
         """Copy; return the error as text, or an empty text."""
-        move = self._move[direction]
-        assert move is not None, "the C library does not have it"
-        moved = 0
+        move, moved = self._move[direction], 0
         for first in range(0, local.count, _IOV_MAX):
             rows, skipped = min(local.count - first, _IOV_MAX), first * _IOVEC_BYTES
             count = move(self._pids[rank], local.at + skipped, rows, remote.at + skipped, rows, 0)
@@ -105,11 +102,10 @@ class CrossMemoryAttach:
         proof = np.array([_PROOF], np.uint64)
         seen = np.empty_like(proof)
         here = IoVectors(address(seen), seen.nbytes)
-        is_wanted = self._group.settings[PEER_MEMORY] and None not in self._move
-        facts = self._group.comm.allgather((os.getpid(), address(proof), is_wanted))
+        facts = self._group.comm.allgather((os.getpid(), address(proof), self._group.settings[PEER_MEMORY]))
         self._pids = [pid for pid, _, _ in facts]
         if not all(wanted for _, _, wanted in facts):
-            return "it is switched off by MPISTRAT_PEER_MEMORY, or the C library has no process_vm_readv"
+            return "it is switched off by MPISTRAT_PEER_MEMORY"
         problems = []
         for rank, (_, remote, _) in enumerate(facts):
             seen[0] = 0

@@ -110,7 +110,7 @@ class NodeWindow:
             for buffer in memory
         ]
         # x86 does not reorder stores with stores, or loads with loads
-        self.is_fenced = platform.machine() not in ("x86_64", "AMD64")
+        self.is_fenced = platform.machine() != "x86_64"
         self.fence_memory = self._control.Sync if self.is_fenced else lambda: None
         self.cma = CrossMemoryAttach(group)
 

@@ -216,7 +216,6 @@ def test_what_was_closed_refuses_every_verb(comm):
         communicator.__enter__,
         lambda: communicator.explain(one),
         lambda: communicator.agree("this"),
-        lambda: communicator.choose(1, one.dtype),
     ):
         with pytest.raises(RuntimeError, match=r"this communicator was closed: Communicator\(rank="):
             call()

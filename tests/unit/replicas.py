@@ -120,9 +120,6 @@ class _ReplayedOps(BaseCommunicator):
         if len(set(texts)) > 1:
             raise mpistrat.errors.AgreementError(f"ranks made different calls: {texts}")
 
-    def choose(self, count, dtype, options=None):
-        return None
-
 
 def _reduced(op: ReduceOp, parts: tuple[Any, ...]) -> Any:
     total = parts[0].copy()

@@ -56,7 +56,7 @@ def _task(counts: list[int], dtype: np.dtype[Any], fields: dict[str, Any] | None
         for source, target in zip(sources, targets, strict=True):
             communicator.all_reduce(ReduceOp.SUM, [source], options, [target])
 
-    plan = communicator.choose(sum(counts), dtype, options).plan.algorithm
+    plan = communicator.explain(sources, options).packs[0].choice.plan.algorithm
     return Task(one_by_one if each else batch, lambda: is_right(targets, expected), comm.Barrier, {"plan": plan})
 
 

@@ -49,10 +49,6 @@ SMALL = ("--world", "2x2", "--bytes", "1KiB")
         ((*SMALL, "--algorithm", "hierarchical"), "hierarchical was asked for by name; auto would choose flat"),
         (SMALL, "at least 1 KiB"),
         ((*SMALL, "--algorithm", "hierarchical"), "1 KiB of float32: 256 elements\nalgorithm  hierarchical"),
-        (
-            ("--world", "2x2", "--bytes", "1MiB", "--algorithm", "hierarchical", "--chunk-bytes", "128KiB"),
-            "in 8 chunks of 128 KiB",
-        ),
     ],
 )
 def test_any_world_size_and_dtype(capsys, words, expected):
