@@ -112,8 +112,19 @@ class MultiWorkerMirroredStrategy(Strategy):
         super().__init__(StrategyExtended(communicator, worker_devices=devices, is_chief=communicator.rank == chief))
 
 
-class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
-    """TensorFlow's deprecated ``experimental.MultiWorkerMirroredStrategy``; use `MultiWorkerMirroredStrategy`."""
+class _OldName(type):
+    """Makes every multi-worker strategy an instance of the deprecated name, as in TensorFlow: libraries check for it."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        wanted = MultiWorkerMirroredStrategy if cls is ExperimentalMultiWorkerMirroredStrategy else cls
+        return type.__instancecheck__(wanted, instance)
+
+
+class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy, metaclass=_OldName):
+    """TensorFlow's deprecated ``experimental.MultiWorkerMirroredStrategy``; use `MultiWorkerMirroredStrategy`.
+
+    Every `MultiWorkerMirroredStrategy` is an instance of this class, whose `communication` is AUTO, RING or NCCL.
+    """
 
     def __init__(
         self,
@@ -126,10 +137,12 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
             DeprecationWarning,
             stacklevel=2,
         )
-        try:
-            options: Any = CommunicationOptions(implementation=communication)
-        except InvalidArgumentError as error:
-            options = error  # it is refused with the options, which all ranks are told
+
+        def check(_: Rendezvous) -> CommunicationOptions:
+            return CommunicationOptions(implementation=communication)
+
+        with _rendezvous("experimental.MultiWorkerMirroredStrategy", check, communication=communication) as (_, options):
+            pass
         super().__init__(cluster_resolver, options)
 
 
