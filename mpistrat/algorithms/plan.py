@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from mpistrat.text import format_bytes, format_count, format_table
 from mpistrat.topology.world import World
@@ -69,9 +69,6 @@ class Plan:
     depth: int = 1  # chunks in flight at a time; 1: one after the other
     in_order: bool = False  # whether addends are combined in the order of the ranks: the deterministic mode
     wire_itemsize: int = 0  # bytes of one element between nodes; 0: `itemsize`. Not for phases of scope WORLD
-    end_count: int = 0
-    """Elements of the first and last chunk, also such a multiple; the others double up to `chunk_count` and halve again. 0: all
-    chunks are equal."""
     bounds: tuple[int, ...] = ()
     """Of a reduce-scatter: rank r gets elements ``bounds[r]:bounds[r + 1]``, and a chunk has equally many of each part, see
     `parts`. Empty: an all-reduce."""
@@ -86,7 +83,7 @@ class Plan:
         """Return the plan of one all-reduce in a scope, of the whole buffer at once; of nothing if there is nothing to do."""
         phases = (Phase(Verb.ALL_REDUCE, scope),) if self.phases else ()
         whole = self.padded(max(self.count, 1))
-        return replace(self, phases=phases, chunk_count=whole, end_count=0, depth=1, is_direct=is_direct)
+        return replace(self, phases=phases, chunk_count=whole, depth=1, is_direct=is_direct)
 
     @property
     def num_bytes(self) -> int:
@@ -105,8 +102,8 @@ class Plan:
     @cached_property
     def chunks(self) -> list[tuple[int, int]]:
         """(First element, elements) of each chunk of an all-reduce, without padding."""
-        lengths = chunk_lengths(self.world, self.count, self.end_count or self.chunk_count, self.chunk_count)
-        return list(zip(accumulate(lengths, initial=0), lengths, strict=False))
+        step = self.chunk_count
+        return [(start, min(step, self.count - start)) for start in range(0, self.count, step)]
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -142,32 +139,8 @@ def chunk_elements(world: World, count: int, itemsize: int, max_bytes: int) -> i
 
     They are a multiple of the number of shards, and have at most `max_bytes`, unless one element per shard is more.
     """
-    return _even(world, count, whole_shards(world, itemsize, max_bytes))
-
-
-def chunk_lengths(world: World, count: int, end: int, largest: int) -> list[int]:
-    """Return the elements of each chunk: they double from `end` up to `largest`, and halve again towards the last chunk.
-
-    `end`, `largest` and the lengths of all chunks but one in the middle are multiples of the number of shards. If both are
-    equal, all chunks have about the same length.
-    """
-    edge: list[int] = []
-    size = min(end, largest)
-    while size < largest and count >= 3 * size:
-        edge.append(size)
-        count -= 2 * size
-        size = min(2 * size, largest)
-    even = _even(world, count, size)
-    return [*edge, *(min(even, count - start) for start in range(0, count, even)), *reversed(edge)]
-
-
-def whole_shards(world: World, itemsize: int, num_bytes: int) -> int:
-    """Return the elements of `num_bytes`, rounded down to equal shards of at least one element."""
-    return max(num_bytes // itemsize // world.num_shards, 1) * world.num_shards
-
-
-def _even(world: World, count: int, largest: int) -> int:
-    """Return the elements of a chunk, for as few chunks as possible."""
+    # rounded down: slots, of sizes that are powers of two, hold the largest without one byte more
+    largest = max(max_bytes // itemsize // world.num_shards, 1) * world.num_shards
     return padded(world, max(_ceil_div(count, max(_ceil_div(count, largest), 1)), 1))
 
 

@@ -66,7 +66,7 @@ class CrossMemoryAttach:
     def __init__(self, group: Group) -> None:
         self._group = group
         library = ctypes.CDLL(None, use_errno=True)
-        self._move: list[Any] = [library.process_vm_readv, library.process_vm_writev]
+        self._move = [getattr(library, name) for name in ("process_vm_readv", "process_vm_writev")]
         for move in self._move:
             move.restype = ctypes.c_ssize_t
             move.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
