@@ -284,7 +284,8 @@ def carried_out(monkeypatch):
         run = getattr(kind, verb)
 
         def noting(self, *arguments):
-            noted.add(text(self))
+            if all(getattr(each, "dtype", None) != np.int64 for each in arguments):  # these compare the call
+                noted.add(text(self))
             return run(self, *arguments)
 
         monkeypatch.setattr(kind, verb, noting)
