@@ -108,16 +108,11 @@ class Comparison:
         a CallsDifferError: then the watcher asks for them.
         """
         text = call.text
-
-        def run_soon(steps: Steps) -> None:
-            if not ends_soon(steps):
-                run(call, steps)
-
         # also on a rank alone on its node: messages of the call carry it
         self._present.digest = digest_of(text if error is None else f"{text} {error!r}") | COMPARED
         if self._window is not None and self._agreement.rows is None:
             try:
-                run_soon(self._window.barrier_with(facts, memory))
+                _run_soon(run, call, self._window.barrier_with(facts, memory))
             except CallsDifferError as differ:
                 if not differ.all_compare:
                     raise
@@ -127,7 +122,7 @@ class Comparison:
                 # with a deadline all learn together whether all have arrived in time
                 if self._one_node and error is None and not call.ends:
                     return self._window.facts()
-        found: Facts = self._check(call, error, facts, memory, run_soon, complete).tolist()
+        found: Facts = self._check(call, error, facts, memory, partial(_run_soon, run, call), complete).tolist()
         return found
 
     def _check(
@@ -181,3 +176,9 @@ class Comparison:
         if isinstance(error, CallsDifferError) or len(set(texts.values())) > 1:
             return calls_differ(number, texts)
         return None
+
+
+def _run_soon(run: Callable[[Call, Steps], None], call: Call, steps: Steps) -> None:
+    """Run steps that most often end at once."""
+    if not ends_soon(steps):
+        run(call, steps)
