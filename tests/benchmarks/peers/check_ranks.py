@@ -1,4 +1,4 @@
-"""Calls of one array, one after the other, as a program makes them that does nothing else: to see what a setting costs."""
+"""Calls of one array, one after the other, as a program makes them that does nothing else: to see what a change costs."""
 
 import os
 import time
